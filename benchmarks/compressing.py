@@ -112,12 +112,12 @@ def work(job: dict[str, Any]) -> None:
     """As one of the processes: train every case, one after another; rank 0 writes their rows."""
     from torch.utils.data import Subset
 
-    from shoal.config.load import load
+    from shoal.config.load import load_config
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
 
     world = start_world()
-    config = load(None, WORDS).config
+    config = load_config(None, WORDS).config
     source = world.local_first(lambda: open_source(config.data, 0))
     held = len(source.validation)
     few = range(0, held, max(1, held // VALIDATED))

@@ -169,12 +169,12 @@ def _share(shape: dict[str, int], step: int, rank: int, ranks: int) -> Any:
 def _times(job: dict[str, Any], world: Any) -> dict[str, Any]:
     from shoal.fabric import World
     from shoal.fabric.device import HOST
-    from shoal.fabric.rendezvous.process_info import Place
+    from shoal.fabric.rendezvous.process_info import ProcessInfo
 
     shape = MODELS[job["model"]]
     runs: dict[str, Any] = {name: _run("ddp", world, shape) for name in ("ddp", "ddp again")}
     if world.is_first:
-        runs["dp"] = _run({"threads": world.size}, World(Place(), HOST, None), shape)
+        runs["dp"] = _run({"threads": world.size}, World(ProcessInfo(), HOST, None), shape)
     done: dict[str, list[float]] = {name: [] for name in ("dp", "ddp", "ddp again")}
 
     def step(name: str) -> tuple[float, float]:

@@ -27,7 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shoal.models.llama import Llama
-from shoal.trace.graph.layer_graph import trace
+from shoal.trace.graph.layer_graph import trace_layer
 
 TARGET = Path(__file__).resolve().parent / "results" / "graph-or-subclass.json"
 SIZES = {"hidden 256, 256 tokens": (256, 256), "hidden 512, 512 tokens": (512, 512)}
@@ -65,7 +65,7 @@ def ways(hidden: int, tokens: int) -> dict[str, Callable[[], None]]:
     )
     block = model.blocks[0]
     x = torch.randn(2, tokens, hidden, requires_grad=True)
-    traced = trace(block, (x,), {})
+    traced = trace_layer(block, (x,), {})
     parameters = list(block.parameters())
 
     def own() -> None:

@@ -128,11 +128,11 @@ def shared_out(found: Ratio, part: float) -> Ratio:
 
 def watching(seconds: float) -> float:
     """Processor seconds a second of a watch whose two ranks take a step in every look."""
-    from shoal.launch.watch.hang_watch import Watch
-    from shoal.wire.watch_page import PAGE_BYTES, PAGE_VARIABLE, Page
+    from shoal.launch.watch.hang_watch import HangWatch
+    from shoal.wire.watch_page import PAGE_BYTES, PAGE_VARIABLE, WatchPage
 
-    watch = Watch(Path(), lambda event, **fields: None, 0.0)
-    pages = [Page.open({PAGE_VARIABLE: path}) for path in watch.begin(PROCESSES)]
+    watch = HangWatch(Path(), lambda event, **fields: None, 0.0)
+    pages = [WatchPage.open({PAGE_VARIABLE: path}) for path in watch.begin(PROCESSES)]
     assert PAGE_BYTES
     assert all(pages)
 
@@ -158,15 +158,15 @@ def work(job: dict[str, Any]) -> None:
 
     from shoal import parallelize
     from shoal.fabric import start_world
-    from shoal.fabric.collectives.collective_log import Fingerprints
+    from shoal.fabric.collectives.collective_log import CollectiveRecorder
     from shoal.models.catalog import build
     from shoal.models.loss import token_loss
     from shoal.wire import phases
-    from shoal.wire.watch_page import PAGE_BYTES, Page
+    from shoal.wire.watch_page import PAGE_BYTES, WatchPage
 
     torch.set_num_threads(1)
     world = start_world()
-    page = Page(mmap.mmap(-1, PAGE_BYTES))
+    page = WatchPage(mmap.mmap(-1, PAGE_BYTES))
     generator = torch.Generator().manual_seed(world.rank)
     batch = torch.randint(0, VOCABULARY, (2, ROWS, SEQUENCE), generator=generator)
     size, quick = job["size"], job["quick"]
@@ -187,7 +187,7 @@ def work(job: dict[str, Any]) -> None:
     def switch(name: str) -> None:
         world.traffic.page = phases.page = page if name == WATCHED else None
         drift.on = name == DRIFT
-        drift.forget()  # the next step's update is followed by a look, if it is on
+        drift.discard_checksums()  # the next step's update is followed by a look, if it is on
 
     def steps(count: int) -> None:
         for _ in range(count):
@@ -228,7 +228,7 @@ def work(job: dict[str, Any]) -> None:
         switch(name)
         direct[name] = clock.share(lambda: steps(count // every * every))
     phases.page = world.traffic.page = page
-    kept = Fingerprints(page, run.step_count + 1)
+    kept = CollectiveRecorder(page, run.step_count + 1)
     clock.around(kept, ("_begin", "_stepped", "_keep"))
     steps(1)
     share = clock.share(lambda: steps(8))  # the first ten steps are kept

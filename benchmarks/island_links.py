@@ -34,7 +34,7 @@ from processes import machine
 
 from shoal.fabric.compressed.codecs import find_codec
 from shoal.fabric.islands import compressed_all_reduce
-from shoal.fabric.islands.inter_island_group import meet, open_plane
+from shoal.fabric.islands.inter_island_group import connect_islands, join_island_store
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests" / "worlds"))
@@ -121,9 +121,9 @@ def island(index: int, net: netns.Net, options: argparse.Namespace, answer: Any)
     torch.set_num_threads(1)
     net.enter(index)
     host = net.addresses[0]
-    store = meet(f"{host}:29400", index, ISLANDS, deadline_s=DEADLINE_S)
+    store = join_island_store(f"{host}:29400", index, ISLANDS, deadline_s=DEADLINE_S)
     links = {"connections": options.connections, "host": host, "deadline_s": DEADLINE_S}
-    plane = open_plane(store, "0", index, ISLANDS, **links)
+    plane = connect_islands(store, "0", index, ISLANDS, **links)
     flat = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(index))
     rows = []
     for in_one_piece in (False,) if options.chunks_only else (False, True):

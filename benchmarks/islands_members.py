@@ -154,20 +154,20 @@ def data_parallel(job: Job, clock: Clock) -> None:
 def shoal_islands(job: Job, clock: Clock) -> None:
     """A method of `[islands]` over the plane, one process per island."""
     from shoal.base.layouts.island_options import IslandsPolicy
-    from shoal.fabric.compressed.codecs import Feedback, find_codec
-    from shoal.fabric.islands.inter_island_group import meet, open_plane
+    from shoal.fabric.compressed.codecs import ErrorFeedback, find_codec
+    from shoal.fabric.islands.inter_island_group import connect_islands, join_island_store
     from shoal.islands.methods import find_method
     from shoal.trainer.islands.island_join import FEEDS_BACK
 
-    policy = IslandsPolicy(count=job["count"], period=job["period"], **job["policy"]).settled()
+    policy = IslandsPolicy(count=job["count"], period=job["period"], **job["policy"]).resolved()
     at = f"{job['addresses'][0]}:{job['port']}"
-    store = meet(at, job["index"], job["count"], deadline_s=60)
-    plane = open_plane(
+    store = join_island_store(at, job["index"], job["count"], deadline_s=60)
+    plane = connect_islands(
         store, "0", job["index"], job["count"], connections=policy.connections,
         host=job["addresses"][0], deadline_s=60,
     )  # fmt: skip
     method, codec = find_method(policy), find_codec(policy.codec, torch.float32)
-    feedback = Feedback(method.keeps) if policy.codec in FEEDS_BACK else None
+    feedback = ErrorFeedback(method.keeps) if policy.codec in FEEDS_BACK else None
     local = {name: weight.data for name, weight in matrices(job).items()}
     outer = method.open(local)
     fragments = method.fragments({name: part.nbytes for name, part in local.items()})
@@ -178,7 +178,7 @@ def shoal_islands(job: Job, clock: Clock) -> None:
         arrived = plane.begin(flat, codec, feedback=feedback, tag=tag, deadline_s=DEADLINE_S)
         statistics = json.dumps([arrived.finite, arrived.gram]).encode()
         plane.gather(statistics, deadline_s=DEADLINE_S)
-        weights, divisor = method.weigh([1.0] * job["count"], [], everyone)
+        weights, divisor = method.message_weights([1.0] * job["count"], [], everyone)
         mean = arrived.finish(weights, divisor, deadline_s=DEADLINE_S)
         pieces = mean.split([part.numel() for part in message.values()])
         parts = {
@@ -193,7 +193,7 @@ def shoal_islands(job: Job, clock: Clock) -> None:
 
     def one_round() -> None:
         done, thread = 0, Background()
-        for moment in method.moments(policy.period):
+        for moment in method.schedule_fragments(policy.period):
             steps(clock, moment.send_after - done, local)
             names = fragments[moment.fragment]
             overlaps = moment.apply_after > moment.send_after
@@ -202,7 +202,7 @@ def shoal_islands(job: Job, clock: Clock) -> None:
             thread.start(lambda m=message, tag=f"{moment.fragment}": exchange(m, tag))
             steps(clock, moment.apply_after - moment.send_after, local)
             thread.result()
-            method.adopt(outer, names, local, refused=False, sent=sent)
+            method.apply_merge(outer, names, local, refused=False, sent=sent)
             done = moment.apply_after
 
     one_round()

@@ -93,15 +93,17 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
 def work(job: dict[str, Any]) -> None:
     """As one of the processes: all pairs of all rows; rank 0 writes their raw times."""
     from shoal.fabric import start_world
-    from shoal.fabric.exchanges.timed_collectives import EVERY, bare_call
-    from shoal.machine.link_rates import call_seconds, slowest
+    from shoal.fabric.exchanges.timed_collectives import EVERY, prepare_bare_collective
+    from shoal.machine.link_rates import slowest_by_round, time_calls
 
     world = start_world()
 
     def ours(kind: str, size: int) -> float:
         name = "reduce_scatter" if kind == OWN else kind
         return statistics.median(
-            slowest(call_seconds(world, bare_call(world, name, size), CALLS[size]))
+            slowest_by_round(
+                time_calls(world, prepare_bare_collective(world, name, size), CALLS[size])
+            )
         )
 
     rows = []

@@ -64,10 +64,10 @@ def samples(seed: int) -> tuple[int, list[Any], Any]:
     """Give the vocabulary, the batches of all steps, and the held out samples."""
     from torch.utils.data import default_collate
 
-    from shoal.config.load import load
+    from shoal.config.load import load_config
     from shoal.data.sources import open_source
 
-    source = open_source(load(None, WORDS).config.data, 0)
+    source = open_source(load_config(None, WORDS).config.data, 0)
     collate = source.collate or default_collate
     mixed = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(seed))
     order = mixed[: BATCH * STEPS].tolist()

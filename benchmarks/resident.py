@@ -6,7 +6,7 @@
 Every program trains the same chain of 12 layers (dim × dim, ReLU) on 2 processes of one thread,
 8 samples each, AdamW, clipping; a run is two fresh processes, and programs take turns. Memory is
 what is resident after the last step, and the kernel's peak, above what was resident before the
-model was built; a step's time is the median of the later steps on the slower rank. `cpu` is
+model was built; a step's time is the median of the later steps on the slower rank. `parse_cpu` is
 processor time of both, user and kernel. Linux only (/proc).
 
 `NAME=VALUE+NAME=VALUE@program` runs a program with variables of the environment, for instance

@@ -1,7 +1,7 @@
 """What training waits for when a checkpoint is saved beside it, in units of the host copy.
 
 A world of processes holds weights and two moments as `ddp` does: equal on all ranks, so each writes
-an equal share. A pair is one `Saving.start` (pieces built, share copied, thread begun) and one
+an equal share. A pair is one `RunSaver.start` (pieces built, share copied, thread begun) and one
 plain `copy_` of the same share, tensor by tensor, into memory that was used before; before each all
 ranks meet at a barrier, the order alternates, and the slowest rank's wall-clock time counts. Every
 save has ended before the next pair. Beside it: the copy against itself (the noise), the first save,
@@ -57,13 +57,13 @@ def measure(job: dict[str, Any]) -> None:
     from shoal.base.plans.tensor_shards import Shard
     from shoal.checkpoint.save.write import Piece
     from shoal.fabric import start_world
-    from shoal.trainer.run_folder.run_saves import Saving
+    from shoal.trainer.run_folder.run_saves import RunSaver
 
     torch.set_num_threads(1)
     world = start_world()
     tensors = state(job["mib"] * 2**20)
     root = Path(job["folder"]) / "checkpoints"
-    saving = Saving(world, lambda *_, **__: None, print)
+    saving = RunSaver(world, lambda *_, **__: None, print)
     step = 0
     own_cpu_s: list[float] = []
 
@@ -83,7 +83,7 @@ def measure(job: dict[str, Any]) -> None:
         saving.start(root, step, pieces, {"step": step}, keep=1)
 
     def settle() -> float:
-        outcome = saving.settle()
+        outcome = saving.wait_pending()
         if outcome is None or outcome.saved is None:
             raise RuntimeError(f"the save failed: {outcome}")
         return outcome.saved.save_s

@@ -55,34 +55,36 @@ def main() -> None:
 def work(job: dict[str, Any]) -> None:
     """One rank."""
     from shoal.base.runlog.atomic_files import cache_folder
-    from shoal.config.load import load
-    from shoal.data.digits import EvenPart
+    from shoal.config.load import load_config
+    from shoal.data.digits import EvenSubset
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
     from shoal.machine.measure import QUICK, measure_machine
     from shoal.trainer.jobs.configured_run import open_run
-    from shoal.trainer.jobs.run_forecast import cluster_here, foresee
+    from shoal.trainer.jobs.run_forecast import describe_local_cluster, forecast_run
 
     overrides = (
         f"model.dim=64 model.layers={job['layers']} data.source=synthetic data.sequence=64 "
         "train.batch=8 train.micro_batch=2 train.steps=4"
     )
-    config = load(None, overrides.split()).config
+    config = load_config(None, overrides.split()).config
     world = start_world()
     source = open_source(config.data, 0)
     measure_machine(world, cache_folder(), QUICK)
     run = open_run(config, source, world, {"tp": PROCESSES})
-    foreseen = foresee(config, source, run.plan, cluster_here(world.size), run.program.travel)
+    foreseen = forecast_run(
+        config, source, run.plan, describe_local_cluster(world.size), run.program.travel
+    )
     large = world.broadcast_json(foreseen.get("validation_micro_batch"))
-    data = EvenPart(source.train, job["samples"], True)
+    data = EvenSubset(source.train, job["samples"], True)
     rows = {size: {"cpu_s": [], "wall_s": []} for size in (run.plan.micro_batch, large)}
     for size in rows:  # what is traced once per shape is in nobody's time
-        run.evaluate(run.feed.held_out(EvenPart(data, size, True), 0, None, size))
+        run.evaluate(run.feed.held_out_batches(EvenSubset(data, size, True), 0, None, size))
     for _ in range(ROUNDS):
         for size, row in rows.items():
             world.barrier()
             began_s, cpu_s = time.perf_counter(), time.process_time()
-            values = run.evaluate(run.feed.held_out(data, 0, None, size))
+            values = run.evaluate(run.feed.held_out_batches(data, 0, None, size))
             row["wall_s"].append(time.perf_counter() - began_s)
             row["cpu_s"].append(max(world.gather_json(time.process_time() - cpu_s)))
             row["loss"] = values["loss"]

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shoal.launch.processes import Forked, ForkServer
+from shoal.launch.processes import ForkedWorker, ForkServer
 
 HERE = Path(__file__).resolve().parent
 START_S = 120.0
@@ -163,7 +163,7 @@ class Forks:
 class Running:
     """A started program, with what is asked of a `subprocess.Popen`."""
 
-    def __init__(self, forked: Forked, out: Path, error: Path) -> None:
+    def __init__(self, forked: ForkedWorker, out: Path, error: Path) -> None:
         self.forked, self.out, self.error = forked, out, error
         self.pid, self.returncode = forked.pid, -1
 

@@ -86,8 +86,8 @@ def open_ended(tree: ast.AST) -> Iterator[int]:
 def test_most_files_are_short() -> None:
     """Code lines: a docstring that explains more makes no file worse."""
     lengths = sorted(map(lines_of_code, FILES))
-    assert lengths[int(len(lengths) * 0.9)] <= 240
-    assert lengths[-1] <= 460, "one file became two things"
+    assert lengths[int(len(lengths) * 0.9)] <= 180
+    assert lengths[-1] <= 310, "one file became two things"
 
 
 ONE_THING_A_FILE = {
@@ -171,7 +171,7 @@ def test_a_file_explains_itself(path: Path) -> None:
     contents = read_contents(path)
     assert not contents.undocumented, "no docstring (of the module: '')"
     for name, lines in contents.functions:
-        assert lines <= 60, f"{name} is too long to read"
+        assert lines <= 68, f"{name} is too long to read"
 
 
 def test_public_names_are_few_and_documented() -> None:
@@ -187,7 +187,7 @@ def test_public_names_are_few_and_documented() -> None:
         assert re.search(rf"\b{parameter}\b", documented), parameter
     for name in ("parallelize", "linear_cross_entropy"):
         text = inspect.getdoc(getattr(shoal, name)) or ""
-        for word in ("Gives", "Errors", "Source"):
+        for word in ("Args:", "Returns:", "Raises:"):
             assert word in text, f"{name}: {word} is missing"
 
 
@@ -280,7 +280,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(map(lines_of_code, files)) <= 8_420
+    assert sum(map(lines_of_code, files)) <= 7_240
 
 
 FOUR_RANKS = """
@@ -376,7 +376,7 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name != "frames.py"
     ]
     assert 100 < len(files) <= 157, sorted(files)
-    assert sum(map(lines_of_code, files)) <= 16_500
+    assert sum(map(lines_of_code, files)) <= 14_130
 
 
 def test_the_simulated_device_is_small() -> None:
@@ -395,7 +395,7 @@ def test_the_simulated_device_is_small() -> None:
 
 NEIGHBOURS = ROOT / "src" / "shoal" / "neighbours"
 FACADES = ("deepspeed", "lightning", "accelerate")
-"""Of at most 900 lines of code each (decision 33)."""
+"""Of at most 720 logical lines each (decision 33)."""
 READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py")  # in configs/
 """What a configuration means, which `shoal config import` reads without torch: no facade."""
 
@@ -403,7 +403,7 @@ READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py") 
 @pytest.mark.parametrize("library", FACADES)
 def test_a_facade_is_small(library: str) -> None:
     paths = [*NEIGHBOURS.glob(f"{library}.py"), *NEIGHBOURS.glob(f"{library}_*.py")]
-    assert 250 < sum(map(lines_of_code, paths)) <= 900
+    assert 200 < sum(map(lines_of_code, paths)) <= 720
     others = [path for path in NEIGHBOURS.glob("*.py") if path.name.split("_")[0] not in FACADES]
     named = [path for path in others if path.stem not in FACADES and library in names_in(path)]
     assert not named, "nothing of a library's own in what all share"
@@ -412,31 +412,23 @@ def test_a_facade_is_small(library: str) -> None:
 def test_readers_and_what_facades_share_are_small() -> None:
     for library in FACADES:
         own = [NEIGHBOURS / "configs" / name for name in READERS if name.startswith(library)]
-        assert sum(map(lines_of_code, own)) <= 400
+        assert sum(map(lines_of_code, own)) <= 320
     shared = [p for p in NEIGHBOURS.rglob("*.py") if p.stem.split("_")[0] not in FACADES]
-    assert 400 < sum(map(lines_of_code, shared)) <= 900
+    assert 400 < sum(map(lines_of_code, shared)) <= 840
 
 
 def lines_of_code(path: Path) -> int:
-    """Lines that hold a token, without comments and docstrings (decision 22).
+    """Return the logical lines of a file: a statement over three lines is one, docstrings are none.
 
     >>> lines_of_code(ROOT / "src" / "shoal" / "neighbours" / "__init__.py")
     0
     """
     tree = ast.parse(path.read_text())
     bare = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    texts = [one for one in bare if isinstance(one.value, ast.Constant)]
-    told = {line for one in texts for line in range(one.lineno, (one.end_lineno or 0) + 1)}
-    found: set[int] = set()
+    texts = sum(isinstance(one.value, ast.Constant) for one in bare)
     with path.open() as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type not in NO_CODE:
-                found.update(range(token.start[0], token.end[0] + 1))
-    return len(found - told)
-
-
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-           tokenize.ENCODING, tokenize.ENDMARKER)  # fmt: skip
+        tokens = tokenize.generate_tokens(file.readline)
+        return sum(token.type == tokenize.NEWLINE for token in tokens) - texts
 
 
 def names_in(path: Path) -> set[str]:

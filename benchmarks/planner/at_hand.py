@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.view.forecast_errors import misses
+from shoal.view.forecast_errors import predicted_and_measured
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = "single,ddp,zero1,zero2,fsdp"
@@ -104,7 +104,7 @@ def report(found: dict[str, dict[str, Any]]) -> int:
     print(f"{'model':<14}{'layout':<12}{'step':>9}{'error':>7}{'memory':>8}{'sent':>7}")
     for model, record in found.items():
         for row in record["rows"]:
-            pairs = misses(row)
+            pairs = predicted_and_measured(row)
             if "step" not in pairs:
                 print(f"{model:<14}{row['layout']:<12}{row['reason'] or 'not foreseen'}")
                 continue

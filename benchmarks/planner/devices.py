@@ -40,23 +40,25 @@ from source import source_hash  # noqa: E402
 import shoal  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
 from shoal.base.estimates.cluster import Cluster, Device, Link  # noqa: E402
-from shoal.base.estimates.estimate import Case, ModelFacts  # noqa: E402
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase  # noqa: E402
 from shoal.base.layouts.layout import Layout  # noqa: E402
 from shoal.base.plans.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
-from shoal.forecast.fit.memory_fit import verdict  # noqa: E402
+from shoal.forecast.fit.memory_fit import judge_memory  # noqa: E402
 from shoal.forecast.fit.memory_instants import predict_run  # noqa: E402
 from shoal.forecast.fit.peak_memory import predict_memory  # noqa: E402
-from shoal.forecast.memory.framework_memory import framework  # noqa: E402
+from shoal.forecast.memory.framework_memory import framework_memory  # noqa: E402
 from shoal.models.catalog import build  # noqa: E402
 from shoal.models.loss import token_loss  # noqa: E402
-from shoal.trace.costs.gpu_kernels import GpuKernels  # noqa: E402
+from shoal.trace.costs.gpu_kernels import GpuKernelMode  # noqa: E402
 from shoal.trace.costs.traced_facts import trace_facts  # noqa: E402
 
 GATE, PROCESSES, DEADLINE_S, STEPS = 0.08, 2, 1500, 3
 SEQUENCE, VOCABULARY, ROWS, ROUNDS = 64, 2048, 2, 2
 LINK = Link("wire", 1e-6, 1e9)
-HABITS = replace(framework("shoal"), workspace_bytes=0.0)  # no library has any on these devices
+HABITS = replace(
+    framework_memory("shoal"), workspace_bytes=0.0
+)  # no library has any on these devices
 MEMORY_BYTES = 256 * 2**20
 """Of a device: small ones stream the optimizer's state in pieces of 4 MiB."""
 DEVICE = Device("simulated", MEMORY_BYTES, {"fp32": 1e12, "fp64": 1e12}, 1e11, kind="gpu")
@@ -155,7 +157,7 @@ def facts(make: Any, inputs: Tensor, loss: Any, targets: Tensor) -> ModelFacts:
     def as_it_is(_mode: Any, func: Any, _types: Any, given: Any = (), more: Any = None) -> Any:
         return func(*given, **(more or {}))
 
-    with patch.object(GpuKernels, "__torch_function__", as_it_is):
+    with patch.object(GpuKernelMode, "__torch_function__", as_it_is):
         return trace_facts(make, (inputs,), kernels="gpu", loss=loss, targets=targets)
 
 
@@ -202,7 +204,7 @@ def row(world: Any, name: str, layout: Any, policies: dict[str, str]) -> dict[st
     take_steps(run, data)
     held = torch.cuda.max_memory_allocated(world.device) - base
     reserved = torch.cuda.max_memory_reserved(world.device)
-    case = Case(
+    case = PlanningCase(
         known,
         Cluster(DEVICE, 1, world.size, LINK, LINK),
         run.plan,
@@ -252,14 +254,14 @@ def limited(name: str, kind: str, where: str, out: Path) -> None:
     layout = LAYOUTS[kind]
     plan = Plan(layout, ROUNDS * ROWS * layout.data_degree, ROWS, ROUNDS, compute="fp32")
     form = "chunked" if name in ("llama", "gpt") else "full"
-    case = Case(known, Cluster(DEVICE, 1, world.size, LINK, LINK), plan, loss=form)
+    case = PlanningCase(known, Cluster(DEVICE, 1, world.size, LINK, LINK), plan, loss=form)
     told = predict_run(case, HABITS)
-    most = told.most_bytes
+    most = told.training_peak_bytes
     above, below = (end / told.peak_bytes for end in (told.high_bytes, told.low_bytes))
     shares = {"far": 0.75, "low": below - 0.005, "peak": 1.0, "high": above}
     limit = int(shares[where] * most) + 1
     if world.is_first:
-        word = verdict(told, limit)
+        word = judge_memory(told, limit)
         out.write_text(json.dumps({"verdict": word.word, "text": word.text, "limit": limit}))
     world.barrier()
     simulated_cuda.set_limit(world.device.index or 0, limit)

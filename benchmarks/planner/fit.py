@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Calibration
 from shoal.forecast.time.step_terms import StepTerms
-from shoal.forecast.time.step_time import CONSTANTS, Table, effective
+from shoal.forecast.time.step_time import CONSTANTS, CoefficientTable, exposed_terms
 
 Matrix = list[list[float]]
 
@@ -150,8 +150,8 @@ class _Search:
         trust: float,
     ) -> None:
         self.terms, self.seconds, self.knee, self.prior = terms, seconds, knee, prior
-        table = Table(prior)
-        names = {name for each in terms for name in effective(each, table).terms}
+        table = CoefficientTable(prior)
+        names = {name for each in terms for name in exposed_terms(each, table).terms}
         self.names = sorted(name for name in names if table[name] > 0)
         self.start = [table[name] for name in self.names]
         self.hold = trust * knee**2
@@ -165,11 +165,11 @@ class _Search:
 
     def at(self, point: list[float]) -> _State:
         """The rows as these coefficients see them."""
-        table = Table(self.calibration(point))
+        table = CoefficientTable(self.calibration(point))
         rows, errors = [], []
         loss = 0.0
         for each, seconds in zip(self.terms, self.seconds, strict=True):
-            found = effective(each, table)
+            found = exposed_terms(each, table)
             rows.append([found.terms.get(name, 0.0) / seconds for name in self.names])
             error = found.step_s / seconds - 1
             errors.append(error)

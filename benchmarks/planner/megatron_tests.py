@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.base.estimates.estimate import ModelFacts, UnitFacts
-from shoal.base.estimates.transformer_shape import Transformer
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import Kernels, model_facts
+from shoal.base.estimates.transformer_shape import TransformerShape
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import Kernels, transformer_facts
 
 
 @dataclass(frozen=True)
 class Fill:
     """What a cited test's own configuration says where its row is blank; gpus 0: it does not."""
 
-    shape: Transformer
+    shape: TransformerShape
     sequence: int
     batch: int
     micro_batch: int
@@ -46,8 +46,8 @@ def padded(words: int, tp: int) -> int:
     return math.ceil(words / (128 * tp)) * 128 * tp
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, **rest: Any) -> Transformer:
-    base = Transformer(
+def _gpt(name: str, layers: int, hidden: int, heads: int, **rest: Any) -> TransformerShape:
+    base = TransformerShape(
         name,
         layers,
         hidden,
@@ -63,8 +63,8 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, **rest: Any) -> Transf
     return replace(base, **rest)
 
 
-def _mixtral(name: str, words: int) -> Transformer:
-    return replace(published(name), vocabulary=words)
+def _mixtral(name: str, words: int) -> TransformerShape:
+    return replace(published_shape(name), vocabulary=words)
 
 
 _SEVEN = {"kv_heads": 8, "positions": 8192}
@@ -191,11 +191,11 @@ def small_fill(record: dict[str, str]) -> Fill | None:
     )
 
 
-def t5_facts(shape: Transformer, kernels: Kernels) -> ModelFacts:
+def t5_facts(shape: TransformerShape, kernels: Kernels) -> ModelFacts:
     """T5 of 512 tokens in, 128 out: encoder blocks, decoder blocks, attention between the two."""
     inner, outer = 512, 128
-    encoder = model_facts(replace(shape, causal=False), inner, 2, kernels)
-    decoder = model_facts(shape, outer, 2, kernels)
+    encoder = transformer_facts(replace(shape, causal=False), inner, 2, kernels)
+    decoder = transformer_facts(shape, outer, 2, kernels)
     h = shape.hidden
     between = UnitFacts(
         name="attention block between",

@@ -20,12 +20,12 @@ from statistics import mean, median
 
 from rows import STEADY, Row, memory_rows
 
-from shoal.base.estimates.estimate import Case, MemoryEstimate
-from shoal.forecast.fit.memory_fit import verdict
+from shoal.base.estimates.estimate import MemoryEstimate, PlanningCase
+from shoal.forecast.fit.memory_fit import judge_memory
 from shoal.forecast.fit.peak_memory import predict_memory
-from shoal.forecast.memory.framework_memory import Framework, framework
+from shoal.forecast.memory.framework_memory import FrameworkMemory, framework_memory
 
-__all__ = ["STEADY", "evaluate", "fit", "framework", "group_errors", "memory_rows", "sweep"]
+__all__ = ["STEADY", "evaluate", "fit", "framework_memory", "group_errors", "memory_rows", "sweep"]
 
 SIZES = [0.70 + 0.01 * step for step in range(61)]
 FITTED = ("allocator", "imbalance")
@@ -55,7 +55,7 @@ class Verdicts:
     reserve: float
 
 
-def predicted(row: Row, habits: Framework) -> tuple[MemoryEstimate, float]:
+def predicted(row: Row, habits: FrameworkMemory) -> tuple[MemoryEstimate, float]:
     """The estimate, and of it the quantity that the row measured."""
     estimate = predict_memory(_case(row), row.stage, habits)
     context = estimate.parts.get("context", 0.0)
@@ -63,7 +63,7 @@ def predicted(row: Row, habits: Framework) -> tuple[MemoryEstimate, float]:
     return estimate, estimate.allocated_bytes if row.what == "allocated" else size
 
 
-def _case(row: Row) -> Case:
+def _case(row: Row) -> PlanningCase:
     if row.case is None:
         raise ValueError(f"line {row.line}: {row.why}")
     return row.case
@@ -81,12 +81,12 @@ def fit(rows: list[Row], name: str) -> float:
         groups[row.group].append(row)
     for members in groups.values():
         for row in members:
-            habits = framework(_case(row).framework)
+            habits = framework_memory(_case(row).framework)
             at_one = predicted(row, replace(habits, **{name: 1.0}))[1] / row.measured_bytes
             slope = predicted(row, replace(habits, **{name: 2.0}))[1] / row.measured_bytes - at_one
             numerator += slope * (1 - at_one) / len(members)
             denominator += slope * slope / len(members)
-    shipped = getattr(framework("shoal"), name)
+    shipped = getattr(framework_memory("shoal"), name)
     return float(1 + numerator / denominator) if denominator > 1e-9 else float(shipped)
 
 
@@ -101,7 +101,7 @@ def evaluate(rows: list[Row]) -> list[Result]:
         if row.group not in values:
             others = [other for other in gated if other.group != row.group]
             values[row.group] = {name: fit(others, name) for name in FITTED}
-        habits = framework(row.case.framework)
+        habits = framework_memory(row.case.framework)
         estimate, size = predicted(row, replace(habits, **values[row.group]))
         results.append(Result(row, estimate, size, predicted(row, habits)[1]))
     return results
@@ -130,7 +130,7 @@ def sweep(results: list[Result]) -> Verdicts:
         )
         reserve = max(reserve, 1 - peak / seen.high_bytes)
         for size in SIZES:
-            word = verdict(seen, size * measured).word
+            word = judge_memory(seen, size * measured).word
             false_fits += word == "fits" and size < 1 - 1e-9
             enough += size >= 1 - 1e-9
             false_no += word == "no" and size >= 1 - 1e-9

@@ -32,13 +32,13 @@ from processes import machine, run_together  # noqa: E402
 
 import shoal  # noqa: E402
 from shoal.base.estimates.cluster import Cluster, Device, Link  # noqa: E402
-from shoal.base.estimates.estimate import Case, MemoryEstimate, ModelFacts  # noqa: E402
+from shoal.base.estimates.estimate import MemoryEstimate, ModelFacts, PlanningCase  # noqa: E402
 from shoal.base.layouts.layout import Layout  # noqa: E402
 from shoal.base.plans.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
 from shoal.forecast.fit.peak_memory import predict_memory  # noqa: E402
-from shoal.machine.process_memory import forget_peak, peak_memory_bytes  # noqa: E402
-from shoal.machine.states import peak_extra_bytes, state_bytes  # noqa: E402
+from shoal.machine.process_memory import peak_memory_bytes, reset_peak_memory  # noqa: E402
+from shoal.machine.states import count_state_bytes, measure_peak_bytes  # noqa: E402
 from shoal.models.catalog import build  # noqa: E402
 from shoal.models.loss import token_loss  # noqa: E402
 from shoal.trace.costs.traced_facts import trace_facts  # noqa: E402
@@ -175,13 +175,13 @@ def measure(name: str, layout: str, out: Path) -> None:
     torch.manual_seed(run.program.data.rank)  # each data rank its own samples
     batch = data(ROUNDS * ROWS)
     run.step(batch)
-    forget_peak(world.device)
+    reset_peak_memory(world.device)
     run.step(batch)
     resident = peak_memory_bytes(world.device) - before
     run.forward_backward(batch)
-    states = state_bytes(run)
+    states = count_state_bytes(run)
     run.update()
-    extra = peak_extra_bytes(lambda: run.step(batch), world.device, times=5)
+    extra = measure_peak_bytes(lambda: run.step(batch), world.device, times=5)
     rows = world.gather_json(
         {
             "states": {
@@ -216,7 +216,7 @@ def foresee(facts: ModelFacts, name: str, plan: Plan) -> MemoryEstimate:
     """Of the fullest stage."""
     device = Device("cpu", 1e12, {}, 1e10, kind="cpu")
     cluster = Cluster(device, 1, plan.layout.processes, LINK, LINK)
-    case = Case(facts, cluster, plan, loss="chunked" if name == "llama" else "full")
+    case = PlanningCase(facts, cluster, plan, loss="chunked" if name == "llama" else "full")
     told = [predict_memory(case, stage) for stage in range(plan.layout.pp)]
     return max(told, key=lambda one: one.allocated_bytes)
 
@@ -250,7 +250,7 @@ def foresee_again(path: Path) -> None:
 
 def peak_before() -> int:
     """Resident before there is a model."""
-    forget_peak(torch.device("cpu"))
+    reset_peak_memory(torch.device("cpu"))
     return peak_memory_bytes(torch.device("cpu"))
 
 

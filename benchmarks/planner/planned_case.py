@@ -1,4 +1,4 @@
-"""A case in one call, for published runs and for tests: words are keys of a plan or a `Case`."""
+"""A case in one call, for published runs and tests: words are keys of a plan or `PlanningCase`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 
@@ -23,14 +23,14 @@ def case_of(
     *,
     compute: str = "bf16",
     **words: Any,
-) -> Case:
+) -> PlanningCase:
     """A run of `model` on `cluster`; bf16 unless something else is said."""
     passes = {key: words.pop(key) for key in OF_A_LAYOUT if key in words}
     keys = {key: words.pop(key) for key in [*words] if key in KEYS}
     plan = Plan(replace(layout, **passes), batch, micro_batch, compute=compute, **keys)
-    return Case(model, cluster, plan, **words)
+    return PlanningCase(model, cluster, plan, **words)
 
 
-def run_of(model: ModelFacts, cluster: Cluster, batch: int = 64, **words: Any) -> Case:
+def run_of(model: ModelFacts, cluster: Cluster, batch: int = 64, **words: Any) -> PlanningCase:
     """The same with its layout left to a search."""
     return case_of(model, Layout(), cluster, batch, 0, **words)

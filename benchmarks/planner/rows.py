@@ -21,12 +21,12 @@ from megatron_tests import CASES, FILLS, STEADY, Fill, small_fill, t5_facts
 from planned_case import case_of
 
 from shoal.base.estimates.cluster import Cluster, Device, Link
-from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.estimate import PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.forecast.fit.peak_memory import predict_memory
-from shoal.forecast.memory.framework_memory import framework
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.memory.framework_memory import framework_memory
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
 
 DATA = Path(__file__).parent / "data" / "planner_validation.csv"
 UNITS = {"GiB": 2.0**30, "GB": 1e9, "MiB": 2.0**20, "bytes": 1.0}
@@ -59,7 +59,7 @@ class Row:
     group: str
     what: str
     measured_bytes: float
-    case: Case | None = None
+    case: PlanningCase | None = None
     stage: int | None = None
     gated: bool = False
     why: str = ""
@@ -120,7 +120,7 @@ def _gpus(steady: dict[tuple[str, str], float]) -> dict[str, int]:
     return found
 
 
-def _states(case: Case) -> float:
+def _states(case: PlanningCase) -> float:
     parts = predict_memory(case, -1).parts
     return parts["weights"] + parts["gradients"] + parts["optimizer"]
 
@@ -147,9 +147,9 @@ def _titan(row: Row, record: dict[str, str]) -> Row:
     eager = "eager" in record["note"]
     wide = "bf16" in record["precision"]
     why = "" if wide else "float8: reported, not judged by"
-    habits = framework("torchtitan")
+    habits = framework_memory("torchtitan")
     kernels = habits.kernels if eager else habits.compiled
-    facts = model_facts(published(name), int(record["seq"]), 2, kernels)
+    facts = transformer_facts(published_shape(name), int(record["seq"]), 2, kernels)
     gpus, cp = int(record["gpus"]), int(record["cp"] or 1)
     year = "torchtitan" if "202412" in record["source"] else "torchtitan-2025"
     tp, pp = int(record["tp"] or 1), int(record["pp"] or 1)
@@ -193,11 +193,13 @@ def _megatron(row: Row, record: dict[str, str], gpus: dict[str, int]) -> Row:
     return replace(row, group=group, case=case, stage=-1, gated=True, filled=filled)
 
 
-def _megatron_case(fill: Fill, gpus: int, device: str) -> Case:
-    kernels = replace(framework("megatron").kernels, flash=fill.flash)
+def _megatron_case(fill: Fill, gpus: int, device: str) -> PlanningCase:
+    kernels = replace(framework_memory("megatron").kernels, flash=fill.flash)
     t5 = fill.shape.name.startswith("t5")
     facts = (
-        t5_facts(fill.shape, kernels) if t5 else model_facts(fill.shape, fill.sequence, 2, kernels)
+        t5_facts(fill.shape, kernels)
+        if t5
+        else transformer_facts(fill.shape, fill.sequence, 2, kernels)
     )
     return case_of(
         facts,

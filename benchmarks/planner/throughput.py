@@ -30,14 +30,14 @@ from planned_case import case_of
 from rows import memory_rows
 
 from shoal.base.estimates.cluster import Calibration, Cluster
-from shoal.base.estimates.estimate import Case
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.estimate import PlanningCase
+from shoal.base.estimates.transformer_shape import TransformerShape
 from shoal.base.layouts.layout import Layout
 from shoal.forecast.machines.calibrations import GPU, GPU_PRIOR
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.memory.framework_memory import framework
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import Kernels, model_facts
+from shoal.forecast.memory.framework_memory import framework_memory
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import Kernels, transformer_facts
 from shoal.forecast.time.step_terms import step_terms
 from shoal.forecast.time.step_time import predict_time
 
@@ -90,7 +90,7 @@ class Run:
 
     record: Record
     project: str
-    case: Case
+    case: PlanningCase
     measured_s: float
     assumed: str
 
@@ -116,7 +116,7 @@ def whole(record: Record, key: str, default: int = 0) -> int:
     return int(record[key]) if record[key] else default
 
 
-def seconds(record: Record, case: Case, flops: float = 0.0) -> float:
+def seconds(record: Record, case: PlanningCase, flops: float = 0.0) -> float:
     """The measured step: as stated, or from tokens/s or TFLOP/s per GPU."""
     value, metric = float(record["value"]), record["metric"]
     gpus = case.layout.processes
@@ -127,11 +127,11 @@ def seconds(record: Record, case: Case, flops: float = 0.0) -> float:
     return (flops or 3 * case.model.forward_flops * case.batch) / (value * 1e12 * gpus)
 
 
-def titan(record: Record) -> tuple[Case, str]:
+def titan(record: Record) -> tuple[PlanningCase, str]:
     eager = "eager" in record["note"]
-    habits = framework("torchtitan")
-    facts = model_facts(
-        published(record["model"].lower()), int(record["seq"]), 2,
+    habits = framework_memory("torchtitan")
+    facts = transformer_facts(
+        published_shape(record["model"].lower()), int(record["seq"]), 2,
         habits.kernels if eager else habits.compiled,
     )  # fmt: skip
     gpus = int(record["gpus"])
@@ -146,14 +146,14 @@ def titan(record: Record) -> tuple[Case, str]:
     return case, "compiled: not stated" if old else ""
 
 
-def foundry(record: Record) -> tuple[Case, str]:
+def foundry(record: Record) -> tuple[PlanningCase, str]:
     """MPT: ALiBi instead of positions, no biases, tied embedding, flash attention."""
     hidden, heads = int(record["hidden"]), int(record["heads"])
-    shape = Transformer(
+    shape = TransformerShape(
         record["model"], int(record["layers"]), hidden, heads, heads, int(record["ffn"]),
         int(record["vocab"]), gated=False, norm="layer", tied=True,
     )  # fmt: skip
-    facts = model_facts(shape, int(record["seq"]), 2)
+    facts = transformer_facts(shape, int(record["seq"]), 2)
     gpus = int(record["gpus"])
     case = case_of(
         facts, Layout(dp_shard=gpus, zero=3),
@@ -165,23 +165,23 @@ def foundry(record: Record) -> tuple[Case, str]:
     return case, ""
 
 
-def gpt(record: Record, *, positions: int, flash: bool, vocabulary: int) -> Transformer:
+def gpt(record: Record, *, positions: int, flash: bool, vocabulary: int) -> TransformerShape:
     hidden = int(record["hidden"])
     heads = whole(record, "heads") or hidden // 128
-    return Transformer(
+    return TransformerShape(
         record["model"], int(record["layers"]), hidden, heads, heads, 4 * hidden, vocabulary,
         gated=False, norm="layer", tied=True, biases=True, positions=positions,
         dropout=0.0 if flash else 0.1,
     )  # fmt: skip
 
 
-def megatron_2021(record: Record) -> tuple[Case, str]:
+def megatron_2021(record: Record) -> tuple[PlanningCase, str]:
     tp, pp = MEGATRON_2021[float(record["params_b"])]
     gpus, chunks = int(record["gpus"]), 2 if pp > 1 else 1
     shape = gpt(record, positions=2048, flash=False, vocabulary=51200)
     if shape.layers % (pp * chunks):
         chunks = 1
-    facts = model_facts(shape, 2048, 2, Kernels(flash=False))
+    facts = transformer_facts(shape, 2048, 2, Kernels(flash=False))
     layout = Layout(pp=pp, dp_replicate=gpus // (tp * pp), tp=tp)
     case = case_of(
         facts, layout, machine(record, "ib=8x200Gb"), batch=int(record["global_batch"]),
@@ -192,26 +192,27 @@ def megatron_2021(record: Record) -> tuple[Case, str]:
     return case, "micro-batch 1, two chunks"
 
 
-def megatron_2024(record: Record) -> tuple[Case, str]:
+def megatron_2024(record: Record) -> tuple[PlanningCase, str]:
     gpus = int(record["gpus"])
     tp, pp = int(record["tp"]), int(record["pp"])
     shape = gpt(record, positions=4096, flash=True, vocabulary=131072)
     layout = Layout(pp=pp, dp_shard=gpus // (tp * pp), tp=tp, zero=1)
     case = case_of(
-        model_facts(shape, 4096, 2, framework("megatron").kernels), layout, machine(record),
+        transformer_facts(shape, 4096, 2, framework_memory("megatron").kernels), layout,
+        machine(record),
         batch=int(record["global_batch"]), micro_batch=1, loss="parallel", framework="megatron",
         schedule="1f1b", compile="blocks",
     )  # fmt: skip
     return case, "micro-batch 1, 1f1b"
 
 
-def korthikanti(record: Record) -> tuple[Case, str]:
+def korthikanti(record: Record) -> tuple[PlanningCase, str]:
     chunks = KORTHIKANTI_CHUNKS[record["model"]]
     full = record["recompute"] == "full"
     shape = gpt(record, positions=2048, flash=False, vocabulary=51200)
     layout = Layout(pp=int(record["pp"]), tp=8)
     case = case_of(
-        model_facts(shape, 2048, 2, Kernels(flash=False)), layout, machine(record),
+        transformer_facts(shape, 2048, 2, Kernels(flash=False)), layout, machine(record),
         batch=int(record["global_batch"]), micro_batch=1, chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b", compute="fp16",
         recompute="full" if full else "selective", loss="parallel", framework="megatron",
@@ -220,7 +221,7 @@ def korthikanti(record: Record) -> tuple[Case, str]:
     return case, ""
 
 
-def llama_405b(record: Record) -> tuple[Case, str]:
+def llama_405b(record: Record) -> tuple[PlanningCase, str]:
     """16M tokens per batch; sequences of 8 192, or of 131 072 with 16 context-parallel ranks.
 
     Weights stay gathered between forward and backward (2407.21783, §3.3.2): zero 2, gradients once.
@@ -229,18 +230,18 @@ def llama_405b(record: Record) -> tuple[Case, str]:
     sequence = 131072 if cp > 1 else 8192
     layout = Layout(pp=16, dp_shard=16384 // (16 * 8 * cp), cp=cp, tp=8, zero=2)
     case = case_of(
-        model_facts(published("llama-3.1-405b"), sequence, 2), layout, machine(record),
+        transformer_facts(published_shape("llama-3.1-405b"), sequence, 2), layout, machine(record),
         batch=2**24 // sequence, micro_batch=1, schedule="interleaved", chunks=8,
         loss="parallel", framework="megatron", compile="blocks", defer_sync=True,
     )  # fmt: skip
     return case, "eight chunks"
 
 
-def automodel(record: Record) -> tuple[Case, str]:
+def automodel(record: Record) -> tuple[PlanningCase, str]:
     """Llama only: the mixtures beside it have no shape here; its TFLOP/s repeat its tokens/s."""
     if "Llama" not in record["model"] or record["metric"] != "tokens_per_s_per_gpu":
         raise KeyError(record["model"])
-    facts = model_facts(published("llama-3-70b"), int(record["seq"]), 2)
+    facts = transformer_facts(published_shape("llama-3-70b"), int(record["seq"]), 2)
     case = case_of(
         facts, Layout(dp_shard=32, cp=2, zero=3), machine(record), batch=128, micro_batch=1,
         recompute="full", loss="full", framework="automodel",
@@ -248,7 +249,7 @@ def automodel(record: Record) -> tuple[Case, str]:
     return case, "full recompute"
 
 
-def megatron_test(record: Record) -> tuple[Case, str]:
+def megatron_test(record: Record) -> tuple[PlanningCase, str]:
     """The tests of at least 7B, as filled for memory; not T5, which has two sequence lengths."""
     if record["model"].startswith("t5"):
         raise KeyError(record["model"])
@@ -260,7 +261,7 @@ def megatron_test(record: Record) -> tuple[Case, str]:
     raise KeyError(record["model"])
 
 
-READERS: tuple[tuple[str, str, Callable[[Record], tuple[Case, str]]], ...] = (
+READERS: tuple[tuple[str, str, Callable[[Record], tuple[PlanningCase, str]]], ...] = (
     ("torchtitan", "torchtitan", titan),
     ("llm-foundry", "llm-foundry", foundry),
     ("Megatron-LM README images/cases", "Megatron-LM 2021", megatron_2021),

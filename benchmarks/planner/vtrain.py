@@ -32,14 +32,14 @@ from fit import fit_steps
 from planned_case import case_of
 
 from shoal.base.estimates.cluster import Calibration
-from shoal.base.estimates.estimate import Case, ModelFacts
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
+from shoal.base.estimates.transformer_shape import TransformerShape
 from shoal.base.layouts.layout import Layout
 from shoal.forecast.machines.calibrations import MEGATRON_DEEPSPEED
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.models.transformer_costs import Kernels, model_facts
+from shoal.forecast.models.transformer_costs import Kernels, transformer_facts
 from shoal.forecast.time.step_terms import StepTerms, step_terms
-from shoal.forecast.time.step_time import Table, effective
+from shoal.forecast.time.step_time import CoefficientTable, exposed_terms
 
 DATA = Path(__file__).parent / "data"
 SEEDS = (0, 1, 2, 3, 4)
@@ -56,7 +56,7 @@ LEFT_OUT_GATE = 0.10
 class Run:
     """One measured step. `group` is what a planner would choose a layout for."""
 
-    case: Case
+    case: PlanningCase
     measured_s: float
     group: tuple[int, ...]
     terms: StepTerms
@@ -68,11 +68,11 @@ class Run:
 
 @cache
 def facts(hidden: int, heads: int, layers: int, sequence: int) -> ModelFacts:
-    shape = Transformer(
+    shape = TransformerShape(
         "gpt", layers, hidden, heads, heads, 4 * hidden, 51200, positions=sequence, gated=False,
         norm="layer", tied=True, biases=True, dropout=0.1,
     )  # fmt: skip
-    return model_facts(shape, sequence, 2, Kernels(flash=False))
+    return transformer_facts(shape, sequence, 2, Kernels(flash=False))
 
 
 def measured(kind: str) -> list[Run]:
@@ -113,8 +113,8 @@ def fit(runs: Sequence[Run]) -> Calibration:
 
 
 def predict(runs: Sequence[Run], calibration: Calibration) -> list[float]:
-    table = Table(calibration)
-    return [effective(run.terms, table).step_s for run in runs]
+    table = CoefficientTable(calibration)
+    return [exposed_terms(run.terms, table).step_s for run in runs]
 
 
 def out_of_fold(runs: list[Run], seed: int) -> list[float]:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from shoal.trainer.step.call_contract import mean_of_samples as mean_of_samples
     from shoal.trainer.step.optimizer_step import StepResult as StepResult
 
-moved_modules.install()
+moved_modules.install_import_aliases()
 
 if os.environ.get("WORLD_SIZE", "1") != "1":  # a rank of a script, before it builds its model
     from shoal.base.estimates.facts import host_memory_variables
@@ -67,9 +67,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     if not _HOMES[name].startswith("shoal.base."):
-        importlib.import_module(
-            "shoal.base.operating_systems"
-        ).untried()  # before an import that cannot work
+        systems = importlib.import_module("shoal.base.operating_systems")
+        systems.untested_system_warning()  # before an import that cannot work
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -60,7 +60,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as failure:
-            raise ConfigError(_missing("tensorboard", "shoal.sinks.TensorBoard")) from failure
+            raise ConfigError(
+                _missing_package_text("tensorboard", "shoal.sinks.TensorBoard")
+            ) from failure
         self.folder = Path(folder)
         self._make: Any = SummaryWriter
         self._writer: Any = None
@@ -95,7 +97,7 @@ class WandB:
         try:
             import wandb
         except ImportError as failure:
-            raise ConfigError(_missing("wandb", "shoal.sinks.WandB")) from failure
+            raise ConfigError(_missing_package_text("wandb", "shoal.sinks.WandB")) from failure
         self.folder, self._settings, self._wandb = Path(folder), settings, wandb
         self._run: Any = None
 
@@ -113,6 +115,6 @@ class WandB:
         self._run.log({**values, "step": int(record["step"])})
 
 
-def _missing(package: str, what: str) -> str:
+def _missing_package_text(package: str, what: str) -> str:
     """Return the error line for a library that is not installed."""
     return f"{what}: needs {package}, which is not installed; try: pip install 'shoal[sinks]'"

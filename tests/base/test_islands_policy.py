@@ -39,7 +39,7 @@ from shoal.base.layouts.island_options import DEFAULTS, METHODS, IslandsPolicy
 )
 def test_one_line_with_the_nearest_right_value(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as told:
-        IslandsPolicy(**given).settled()
+        IslandsPolicy(**given).resolved()
     assert said in str(told.value)
     assert "\n" not in str(told.value)
 
@@ -48,6 +48,6 @@ def test_every_method_settles_whatever_the_period() -> None:
     assert set(DEFAULTS) == set(METHODS)
     for method in METHODS:
         for period in (1, 2, 3, 50):
-            settled = IslandsPolicy(method, count=2, period=period).settled()
-            assert settled.settled() == settled
+            settled = IslandsPolicy(method, count=2, period=period).resolved()
+            assert settled.resolved() == settled
             assert settled.overlap < settled.period // settled.fragments

@@ -9,9 +9,9 @@ import pytest
 from shoal.base.errors import PlanError
 from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.parameter_servers import Admission, with_servers
+from shoal.base.layouts.parameter_servers import StalenessGate, make_server_layout
 from shoal.base.plans.plan import Plan
-from shoal.planning.settle import settle, words_of
+from shoal.planning.settle import layout_keys, settle_plan
 
 LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
 
@@ -52,20 +52,22 @@ LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
 def test_what_does_not_go_with_servers_is_refused(words, processes: int, line: str) -> None:
     said = {"strategy": "parameter-server", **words}
     with pytest.raises(PlanError) as refused:
-        settle(Plan(Layout(), 24, 1), said, processes, None, LAPTOP)
+        settle_plan(Plan(Layout(), 24, 1), said, processes, None, LAPTOP)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_words_of_a_layout_give_it_again() -> None:
     for layout in (
-        with_servers(4),
-        with_servers(4, 2, "asynchronous"),
-        with_servers(5, 1, "bounded-stale", 7),
-        with_servers(5, 2, serves="embeddings"),
-        with_servers(5, 2, serves="items,users.*"),
+        make_server_layout(4),
+        make_server_layout(4, 2, "asynchronous"),
+        make_server_layout(5, 1, "bounded-stale", 7),
+        make_server_layout(5, 2, serves="embeddings"),
+        make_server_layout(5, 2, serves="items,users.*"),
     ):
-        plan = settle(Plan(Layout(), 24, 1), words_of(layout), layout.processes, None, LAPTOP)
+        plan = settle_plan(
+            Plan(Layout(), 24, 1), layout_keys(layout), layout.processes, None, LAPTOP
+        )
         assert plan.layout == layout
         again = Plan.from_json(plan.to_json({}))
         assert again.layout == layout
@@ -73,8 +75,8 @@ def test_words_of_a_layout_give_it_again() -> None:
 
 def test_a_step_is_all_workers_or_one() -> None:
     """Of a synchronous server a step's samples are divided; else each step is one worker's."""
-    assert with_servers(4).data_degree == 3
-    assert with_servers(4, updates="asynchronous").data_degree == 1
+    assert make_server_layout(4).data_degree == 3
+    assert make_server_layout(4, updates="asynchronous").data_degree == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
@@ -86,7 +88,7 @@ def test_no_gradient_is_staler_than_the_bound_and_nobody_waits_for_ever(
     draw = random.Random(workers * 10 + more)
     bound = workers - 1 + more
     for _ in range(30):
-        turns, alive = Admission(bound), set(range(workers))
+        turns, alive = StalenessGate(bound), set(range(workers))
         speeds = [draw.choice((1, 1, 4, 50)) for _ in range(workers)]
         for worker in alive:
             turns.read(worker)
@@ -94,29 +96,29 @@ def test_no_gradient_is_staler_than_the_bound_and_nobody_waits_for_ever(
             computing = [one for one in alive if one not in turns.came]
             if computing and draw.random() < 0.7:
                 weights = [1 / speeds[one] for one in computing]
-                turns.brought(draw.choices(computing, weights)[0])
+                turns.record_gradient(draw.choices(computing, weights)[0])
             elif not computing:
-                assert turns.next() is not None, "all have come and none may be applied"
+                assert turns.next_worker() is not None, "all have come and none may be applied"
             if len(alive) > 1 and draw.random() < 0.003:
                 gone = draw.choice(sorted(alive))
                 alive.discard(gone)
                 turns.lost(gone)
-            while (worker := turns.next()) is not None:
-                assert turns.applied(worker) <= bound
+            while (worker := turns.next_worker()) is not None:
+                assert turns.record_applied(worker) <= bound
                 turns.read(worker)
         assert max(turns.counts) <= bound
         assert sum(turns.counts.values()) == turns.step
 
 
 def test_without_a_bound_whoever_comes_is_applied() -> None:
-    turns = Admission(None)
+    turns = StalenessGate(None)
     turns.read(0)
     turns.read(1)
     for _ in range(50):
-        turns.brought(0)
-        assert turns.next() == 0
-        turns.applied(0)
+        turns.record_gradient(0)
+        assert turns.next_worker() == 0
+        turns.record_applied(0)
         turns.read(0)
-    turns.brought(1)
-    assert turns.next() == 1
-    assert turns.applied(1) == 50
+    turns.record_gradient(1)
+    assert turns.next_worker() == 1
+    assert turns.record_applied(1) == 50

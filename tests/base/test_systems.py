@@ -27,7 +27,7 @@ def told_by(
     verb: str, system: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, str]:
     """(exit code, standard error) of a command that ends before anything starts."""
-    monkeypatch.setattr(operating_systems, "this_system", lambda: system)
+    monkeypatch.setattr(operating_systems, "system_name", lambda: system)
     monkeypatch.setattr(sys, "argv", ["shoal", verb, "train.stepz=1"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -61,7 +61,7 @@ def test_other_systems_are_named(monkeypatch, capsys) -> None:
 
 
 def test_an_own_loop_on_windows_is_refused_before_an_import_fails(monkeypatch) -> None:
-    monkeypatch.setattr(operating_systems, "this_system", lambda: "win32")
+    monkeypatch.setattr(operating_systems, "system_name", lambda: "win32")
     monkeypatch.delitem(vars(shoal), "parallelize", raising=False)
     with pytest.raises(ConfigError) as refusal:
         _ = shoal.parallelize
@@ -70,6 +70,6 @@ def test_an_own_loop_on_windows_is_refused_before_an_import_fails(monkeypatch) -
 
 
 def test_the_loopback_has_its_name_of_that_system(monkeypatch) -> None:
-    assert operating_systems.loopback() == "lo"
-    monkeypatch.setattr(operating_systems, "this_system", lambda: "darwin")
-    assert operating_systems.loopback() == "lo0"
+    assert operating_systems.loopback_interface() == "lo"
+    monkeypatch.setattr(operating_systems, "system_name", lambda: "darwin")
+    assert operating_systems.loopback_interface() == "lo0"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shoal.base.plans.tensor_shards import Shard
-from shoal.checkpoint.save.write import Piece, Saved, save
+from shoal.checkpoint.save.write import Piece, SavedCheckpoint, save
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 
 RECORD = {"position": 4096, "seed": 7, "lr": 0.1, "betas": [0.9, 0.95], "note": "größer"}
 
@@ -31,7 +31,7 @@ class Heard:
 
 def alone() -> World:
     """A world of one process."""
-    return World(Place(), torch.device("cpu"), None)
+    return World(ProcessInfo(), torch.device("cpu"), None)
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -60,7 +60,9 @@ def pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
     return [Piece(whole(name, tensor), tensor) for name, tensor in tensors.items()]
 
 
-def save_step(root: Path, step: int, emit: Any = None, *, keep: int = 9, **more: Any) -> Saved:
+def save_step(
+    root: Path, step: int, emit: Any = None, *, keep: int = 9, **more: Any
+) -> SavedCheckpoint:
     """Save `state(step)` from a world of one."""
     return save(
         root, step, pieces(state(step)), RECORD, alone(), emit or Heard(), keep=keep, **more

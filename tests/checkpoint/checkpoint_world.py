@@ -19,10 +19,10 @@ from checkpoint_cases import Heard, assert_same, cut, whole
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.tensor_shards import Shard
-from shoal.checkpoint.export.export_file import export
-from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.export.export_file import export_file
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, verify
 from shoal.checkpoint.format.manifest import Manifest
-from shoal.checkpoint.format.stored_shard import StoredReader
+from shoal.checkpoint.format.stored_shard import StoredShardReader
 from shoal.checkpoint.load import shared_read
 from shoal.checkpoint.load.read import load, open_newest
 from shoal.checkpoint.save import shard_writer, write
@@ -104,7 +104,7 @@ def check_slices_of_four_ranks_load_on_any_split(world: World, root: Path) -> No
             assert loaded.step == 2
             assert_same(loaded.tensors, expected(2, degree, world.rank % degree, dim))
     out = root.parent / f"export-{world.rank}.safetensors"
-    export(path, out)
+    export_file(path, out)
     alone = load(path, [whole("model.a", tensors(2)["model.a"])])
     assert torch.equal(alone["model.a"], tensors(2)["model.a"])
 
@@ -165,14 +165,14 @@ def check_all_ranks_fall_back_together(world: World, root: Path) -> None:
 
 def check_what_all_want_is_read_once_and_handed_on(world: World, root: Path) -> None:
     read: list[str] = []
-    plain, least = StoredReader.read, shared_read.LEAST_BYTES
+    plain, least = StoredShardReader.read, shared_read.LEAST_BYTES
 
-    def noted(self: StoredReader, name: str, *more: Any) -> None:
+    def noted(self: StoredShardReader, name: str, *more: Any) -> None:
         read.append(name)
         plain(self, name, *more)
 
     shared_read.LEAST_BYTES = 0
-    StoredReader.read = noted
+    StoredShardReader.read = noted
     try:
         for degree, once in (
             (1, set(tensors(2))),
@@ -188,7 +188,7 @@ def check_what_all_want_is_read_once_and_handed_on(world: World, root: Path) -> 
             if degree == 1:
                 assert 0 < len(read) < len(everyone)
     finally:
-        StoredReader.read, shared_read.LEAST_BYTES = plain, least
+        StoredShardReader.read, shared_read.LEAST_BYTES = plain, least
 
 
 def check_a_flipped_byte_in_a_share_is_named_and_all_fall_back(world: World, root: Path) -> None:
@@ -254,7 +254,7 @@ def check_more_ranks_than_tensors(world: World, root: Path) -> None:
     one = torch.arange(3.0)
     path = write.save(root, 9, [write.Piece(whole("w", one), one)], {}, world, Heard(), keep=9).path
     assert sorted(os.listdir(path)) == ["manifest.json", "rank-0.safetensors"]
-    assert [found.step for found in find(root)] == [9, 3]
+    assert [found.step for found in list_checkpoints(root)] == [9, 3]
 
 
 def _alone() -> World:

@@ -21,14 +21,14 @@ from checkpoint_world import expected, main, offered, wanted
 
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, verify
 from shoal.checkpoint.load.read import open_newest
 from shoal.checkpoint.remote.fetch_step import fetch_newest
 from shoal.checkpoint.remote.remote_folder import RemoteFolder
 from shoal.checkpoint.save import file_transfer, node_local, write
 from shoal.fabric import World
-from shoal.fabric.collectives.link_failures import swap
-from shoal.fabric.duplicate_group import twin
+from shoal.fabric.collectives.link_failures import send_and_receive
+from shoal.fabric.duplicate_group import duplicate_world
 from shoal.trainer.run_folder import node_local_resume as trainer_disks
 
 MACHINES = [0, 0, 1, 2]
@@ -48,17 +48,19 @@ def names(world: World, root: Path) -> list[str]:
     return told
 
 
-def save(world: World, root: Path, step: int, *, keep: int = 9, heard: Any = None) -> write.Saved:
+def save(
+    world: World, root: Path, step: int, *, keep: int = 9, heard: Any = None
+) -> write.SavedCheckpoint:
     """Save a step in parts of all ranks, from each its own record."""
     pieces = offered(step, world, {"model.a": 0, "model.c": 0})
     mine = own(root, world.rank)
     return write.save(mine, step, pieces, {"of": world.rank}, world, heard or Heard(), keep=keep)
 
 
-def bring(world: World, root: Path, heard: Any = None) -> node_local.Brought | None:
+def bring(world: World, root: Path, heard: Any = None) -> node_local.SyncedCheckpoint | None:
     """Have the newest on all disks, and go on from it."""
     mine = own(root, world.rank)
-    found = node_local.bring_newest(mine, KEEPERS, world, heard or Heard())
+    found = node_local.sync_newest(mine, KEEPERS, world, heard or Heard())
     if found is not None:
         loaded = open_newest(mine, wanted(4, world.rank, 0), world, Heard(), found.step)
         assert loaded is not None
@@ -88,7 +90,7 @@ def replaced(module: Any, name: str, other: Any, *, where: bool = True) -> Itera
 
 def check_who_sees_which_disk(world: World, root: Path) -> None:
     assert node_local.find_keepers(root.parent / "shared", world) == ()
-    assert node_local.keepers_of(root.parent / "shared" / "below", world) == ()
+    assert node_local.find_folder_keepers(root.parent / "shared" / "below", world) == ()
     world.keepers = node_local.find_keepers(own(root, world.rank).parent, world)
     assert world.keepers == KEEPERS
     assert world.keeps == (world.rank != 1)
@@ -111,7 +113,7 @@ def check_each_disk_has_every_checkpoint_whole(world: World, root: Path) -> None
     assert len(heard.named("checkpoint_saved")) == (1 if world.rank in KEEPERS else 0)
     assert save(world, root, 1).existed
     found = bring(world, root)
-    assert found == node_local.Brought(1, 0, {})
+    assert found == node_local.SyncedCheckpoint(1, 0, {})
 
 
 def check_old_ones_go_on_every_disk(world: World, root: Path) -> None:
@@ -126,7 +128,7 @@ def check_a_disk_that_is_empty_and_a_stale_one_get_the_newest(world: World, root
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-4")
     world.barrier()
-    assert bring(world, root) == node_local.Brought(4, 0, {2: 0, 3: 3})
+    assert bring(world, root) == node_local.SyncedCheckpoint(4, 0, {2: 0, 3: 3})
     assert names(world, root) == (["step-4"] if world.rank == 2 else ["step-3", "step-4"])
 
 
@@ -137,7 +139,7 @@ def check_what_is_damaged_comes_again_from_who_has_it_whole(world: World, root: 
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-4")
     world.barrier()
-    assert bring(world, root, heard) == node_local.Brought(4, 2, {0: 3, 3: 3})
+    assert bring(world, root, heard) == node_local.SyncedCheckpoint(4, 2, {0: 3, 3: 3})
     told = heard.named("checkpoint_damaged")
     assert [one["file"] for one in told] == (
         ["checkpoints/step-4/rank-2.safetensors"] if world.is_first else []
@@ -151,18 +153,18 @@ def check_what_nobody_has_whole_gives_way_to_the_one_before(world: World, root: 
     if world.keeps:
         flip(own(root, world.rank) / "step-5" / f"rank-{world.rank}.safetensors")
     world.barrier()
-    assert bring(world, root) == node_local.Brought(4, 0, {})
+    assert bring(world, root) == node_local.SyncedCheckpoint(4, 0, {})
     assert "step-5" in names(world, root)  # whose copies are all damaged: for a person to look at
     save(world, root, 5, keep=2)
     assert "step-5.damaged" in names(world, root)
-    assert bring(world, root) == node_local.Brought(5, 0, {})
+    assert bring(world, root) == node_local.SyncedCheckpoint(5, 0, {})
 
 
 def check_a_manifest_that_is_damaged_is_no_candidate(world: World, root: Path) -> None:
     if world.rank == 2:
         flip(own(root, 2) / "step-5" / "manifest.json")
     world.barrier()
-    assert bring(world, root) == node_local.Brought(5, 0, {2: 4})
+    assert bring(world, root) == node_local.SyncedCheckpoint(5, 0, {2: 4})
     assert ("step-5.damaged-2" in names(world, root)) == (world.rank == 2)
 
 
@@ -183,7 +185,7 @@ def check_of_two_futures_the_one_that_most_have_counts(world: World, root: Path)
         shutil.rmtree(own(root, 0) / "step-6")
         aside.rename(own(root, 0) / "step-6")
     world.barrier()
-    assert bring(world, root) == node_local.Brought(6, 2, {0: 5})
+    assert bring(world, root) == node_local.SyncedCheckpoint(6, 2, {0: 5})
     assert ("step-6.other" in names(world, root)) == (world.rank < 2)
 
 
@@ -217,17 +219,17 @@ def check_bytes_that_come_otherwise_are_never_used(world: World, root: Path) -> 
     before = names(world, root)
 
     def altered(among: Any, out: Any, into: Any) -> None:
-        swap(among, out, into)
+        send_and_receive(among, out, into)
         if into is not None:
             into[1][-1] ^= 4
 
     with (
-        replaced(file_transfer, "swap", altered, where=world.rank == 3),
+        replaced(file_transfer, "send_and_receive", altered, where=world.rank == 3),
         pytest.raises(CheckpointError, match="step-6 was not brought from a peer: rank 3: .*hash"),
     ):
         bring(world, root)
     assert names(world, root) == before
-    assert bring(world, root) == node_local.Brought(6, 0, {3: 5})
+    assert bring(world, root) == node_local.SyncedCheckpoint(6, 0, {3: 5})
 
 
 def check_rows_that_are_too_many_are_said(world: World, root: Path) -> None:
@@ -237,9 +239,9 @@ def check_rows_that_are_too_many_are_said(world: World, root: Path) -> None:
     if world.keeps:
         kept = rows if world.rank == 3 else rows[:3]
         (folder / "metrics.jsonl").write_text("\n".join([*kept, ""]))
-    found = node_local.Brought(8, 3, {0: 2})
+    found = node_local.SyncedCheckpoint(8, 3, {0: 2})
     with replaced(trainer_disks, "ROWS_BYTES", 3 * len(rows[0]) + len(rows[0]) // 2):
-        trainer_disks.bring_rows(folder, found, KEEPERS, world, heard)
+        trainer_disks.sync_metrics_rows(folder, found, KEEPERS, world, heard)
     if world.rank == 0:
         have = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
         assert have == [1, 2, 7, 8]  # of the newest three that were sent one is of a later step
@@ -254,7 +256,7 @@ def check_rows_that_are_too_many_are_said(world: World, root: Path) -> None:
 def check_what_a_remote_folder_has_comes_to_every_disk(world: World, root: Path) -> None:
     remote = RemoteFolder(f"file://{root.parent}/remote")
     if world.is_first:
-        remote.put(own(root, 0) / "step-6", "", 9)
+        remote.upload_checkpoint(own(root, 0) / "step-6", "", 9)
     world.barrier()
     if world.keeps:
         shutil.rmtree(own(root, world.rank) / "step-6")
@@ -262,14 +264,14 @@ def check_what_a_remote_folder_has_comes_to_every_disk(world: World, root: Path)
     heard: list[str] = []
     fetch_newest(own(root, world.rank), remote, "", world, heard.append)
     assert ("step-6" in names(world, root)) == (world.rank < 2)
-    assert bring(world, root) == node_local.Brought(6, 0, {2: 5, 3: 5})
+    assert bring(world, root) == node_local.SyncedCheckpoint(6, 0, {2: 5, 3: 5})
 
 
 def check_a_sender_whose_file_ends_early_is_named(world: World, root: Path) -> None:
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-6")
     world.barrier()
-    real = node_local.carry
+    real = node_local.transfer_files
 
     def shorter(among: World, sent: Any, source_of: Any, target_of: Any) -> None:
         for one in sent:
@@ -278,21 +280,23 @@ def check_a_sender_whose_file_ends_early_is_named(world: World, root: Path) -> N
         real(among, sent, source_of, target_of)
 
     with (
-        replaced(node_local, "carry", shorter),
+        replaced(node_local, "transfer_files", shorter),
         pytest.raises(CheckpointError, match="rank 0: .*was cut short while it was read"),
     ):
         bring(world, root)
-    assert bring(world, root) == node_local.Brought(6, 2, {0: 5, 3: 5})
+    assert bring(world, root) == node_local.SyncedCheckpoint(6, 2, {0: 5, 3: 5})
 
 
 def check_a_peer_that_sends_nothing_is_waited_for_no_longer_than_told(
     world: World, root: Path
 ) -> None:
-    other = twin(world)  # it is of no use afterwards
+    other = duplicate_world(world)  # it is of no use afterwards
     began_s = time.monotonic()
     if world.rank == 0:
         with pytest.raises(ClusterError, match="no bytes pass between it and rank 1 within 0.5 s"):
-            swap(other.group, None, (1, torch.empty(8, dtype=torch.uint8)), within_s=0.5)
+            send_and_receive(
+                other.group, None, (1, torch.empty(8, dtype=torch.uint8)), within_s=0.5
+            )
         assert time.monotonic() - began_s < 5
     world.barrier()
     other.group = None
@@ -300,7 +304,7 @@ def check_a_peer_that_sends_nothing_is_waited_for_no_longer_than_told(
 
 def check_nothing_that_can_be_read_is_somebodys_decision(world: World, root: Path) -> None:
     if world.keeps:
-        for found in find(own(root, world.rank)):
+        for found in list_checkpoints(own(root, world.rank)):
             flip(found.path / "manifest.json")
     world.barrier()
     for _ in range(2):  # a restart does not make it another's decision

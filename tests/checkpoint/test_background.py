@@ -27,9 +27,9 @@ from checkpoint_cases import (
 
 from shoal.base.errors import ClusterError, ConfigError
 from shoal.base.plans.tensor_shards import Shard
-from shoal.checkpoint.agreement.rank_pieces import cut
+from shoal.checkpoint.agreement.rank_pieces import split_pieces
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, verify
 from shoal.checkpoint.load import read
 from shoal.checkpoint.save import host_copy, shard_writer
 from shoal.checkpoint.save.background_save import BackgroundSaver
@@ -125,8 +125,8 @@ def test_a_start_waits_for_the_save_before_it(
     assert [outcome.step for outcome in earlier[1:]] == [0, 1, 2, 3, 4]
     assert earlier[0] is None
     assert all(outcome.saved for outcome in earlier[1:])
-    assert [found.step for found in find(tmp_path)] == [5, 4, 3, 2, 1, 0]
-    for found in find(tmp_path):
+    assert [found.step for found in list_checkpoints(tmp_path)] == [5, 4, 3, 2, 1, 0]
+    for found in list_checkpoints(tmp_path):
         assert_same(loaded(found.path), state(found.step))
 
 
@@ -140,10 +140,13 @@ def test_listeners_hear_in_the_training_thread(tmp_path: Path) -> None:
 
 def test_host_memory_is_used_again() -> None:
     host = host_copy.HostCopy()
-    first = [block.data.data_ptr() for block in host.take(list(cut(pieces(state(1)), {}).values()))]
-    taken = host.take(list(cut(pieces(state(2)), {}).values()))
+    first = [
+        block.data.data_ptr()
+        for block in host.copy_blocks(list(split_pieces(pieces(state(1)), {}).values()))
+    ]
+    taken = host.copy_blocks(list(split_pieces(pieces(state(2)), {}).values()))
     assert [block.data.data_ptr() for block in taken] == first
-    smaller = host.take(list(cut(pieces({"w": torch.ones(3)}), {}).values()))
+    smaller = host.copy_blocks(list(split_pieces(pieces({"w": torch.ones(3)}), {}).values()))
     assert smaller[0].data.data_ptr() in first
     assert all(pointer % host_copy.ALIGN_BYTES == 0 for pointer in first if pointer)
 
@@ -259,7 +262,7 @@ def test_a_thread_that_breaks_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr("shoal.checkpoint.save.write._existing", broken)
+    monkeypatch.setattr("shoal.checkpoint.save.write._find_existing", broken)
     saver = BackgroundSaver(alone(), Heard())
     start(saver, tmp_path / "checkpoints", 5)
     for _ in range(2):
@@ -359,7 +362,7 @@ def test_a_kill_beside_training_leaves_the_older_one(
             time.sleep(0.001)
 
     assert os.WTERMSIG(in_child(train_and_die)) == signal.SIGKILL
-    assert [found.step for found in find(root)] == [1]
+    assert [found.step for found in list_checkpoints(root)] == [1]
     newest = read.open_newest(root, wanted_all, alone(), Heard())
     assert newest is not None
     assert_same(newest.tensors, state(1))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from checkpoint_cases import Heard, alone, assert_same, save_step, state, wanted_all
 
-from shoal.checkpoint.format.listing import find, verify
+from shoal.checkpoint.format.listing import list_checkpoints, verify
 from shoal.checkpoint.load import read
 
 CALLS = ("write", "fsync", "rename", "mkdir", "rmdir", "unlink")
@@ -115,11 +115,11 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint(before: Path, tmp_path
             assert_same(loaded.tensors, state(loaded.step))
             assert loaded.step in ((1, 2) if kill_at <= committed else (2,)), (kill_at, when)
             steps.add(loaded.step)
-            assert all(verify(found.path) == [] for found in find(root))
+            assert all(verify(found.path) == [] for found in list_checkpoints(root))
             assert not [name for name in os.listdir(root) if "tmp" in name]
             save_step(root, 2, keep=2)
             save_step(root, 3, keep=2)
-            assert [found.step for found in find(root)] == [3, 2]
+            assert [found.step for found in list_checkpoints(root)] == [3, 2]
     assert steps == {1, 2}
     assert len(calls) >= 14
 

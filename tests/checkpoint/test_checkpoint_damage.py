@@ -20,8 +20,8 @@ from checkpoint_cases import Heard, alone, assert_same, save_step, state, wanted
 from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import Box
 from shoal.checkpoint.format import stored_shard
-from shoal.checkpoint.format.boxes import text
-from shoal.checkpoint.format.checkpoint_faults import Damaged, WantedDamaged
+from shoal.checkpoint.format.boxes import format_box
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, DamagedStepError
 from shoal.checkpoint.format.listing import read_manifest, verify
 from shoal.checkpoint.format.manifest import StoredFile, encode
 from shoal.checkpoint.load import read
@@ -69,7 +69,7 @@ def test_every_flipped_byte_of_a_shard_is_named(checkpoint: Path) -> None:
         _flipped(file, offset, choose.randrange(8))
         problems = verify(checkpoint)
         what = (
-            f"{name} {text(_box(manifest, name), manifest.tensors[name].shape)}".strip()
+            f"{name} {format_box(_box(manifest, name), manifest.tensors[name].shape)}".strip()
             if name
             else "header"
         )
@@ -77,7 +77,7 @@ def test_every_flipped_byte_of_a_shard_is_named(checkpoint: Path) -> None:
             f"checkpoints/step-5/{file.name}: {what} does not match its hash in manifest.json"
         ], offset
         if offset % 7 == 0:
-            with pytest.raises(Damaged) as caught:
+            with pytest.raises(DamagedFileError) as caught:
                 read.load(checkpoint, wanted_all(manifest))
             assert str(caught.value) == problems[0]
         file.write_bytes(original)
@@ -102,7 +102,7 @@ def test_flipped_bytes_of_the_manifest_are_found(checkpoint: Path) -> None:
         original.replace(b",", b", ", 1),
     ):
         file.write_bytes(longer)
-        with pytest.raises(Damaged, match="does not match its own digest"):
+        with pytest.raises(DamagedFileError, match="does not match its own digest"):
             read_manifest(checkpoint)
 
 
@@ -240,7 +240,7 @@ def test_a_manifest_that_differs_from_a_header_is_refused(two: Path, dtype: str)
     (path / "manifest.json").write_bytes(encode(forged))
     text_ = f"{name} [:, :] has another shape or dtype than manifest.json says"
     assert verify(path) == [f"checkpoints/step-5/rank-0.safetensors: {text_}"]
-    with pytest.raises(Damaged, match="has another shape or dtype"):
+    with pytest.raises(DamagedFileError, match="has another shape or dtype"):
         read.load(path, wanted_all(forged))
 
 
@@ -294,7 +294,7 @@ def test_all_damaged_is_an_error_not_a_fresh_start(broken: Path) -> None:
 def test_the_only_one_that_may_be_read_is_damaged(broken: Path) -> None:
     """Islands go on from a round that all hold, so no older one is taken in silence."""
     said = r"up.weight .* hash .*; try: move checkpoints/step-5 away, and go on from"
-    with pytest.raises(WantedDamaged, match=said):
+    with pytest.raises(DamagedStepError, match=said):
         read.open_newest(broken, wanted_all, alone(), Heard(), 5)
 
 
@@ -309,7 +309,7 @@ def test_a_file_cut_short_between_opening_and_reading(
 ) -> None:
     monkeypatch.setattr(stored_shard.os, "preadv", lambda *_: 0)
     manifest = read_manifest(checkpoint)
-    with pytest.raises(Damaged, match="was cut short while it was read"):
+    with pytest.raises(DamagedFileError, match="was cut short while it was read"):
         read.load(checkpoint, wanted_all(manifest))
 
 

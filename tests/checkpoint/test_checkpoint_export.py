@@ -17,7 +17,7 @@ from checkpoint_cases import Heard, alone, assert_same, pieces, save_step, state
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.export import export_folder as folder_export
-from shoal.checkpoint.export.export_file import export
+from shoal.checkpoint.export.export_file import export_file
 from shoal.checkpoint.export.export_folder import export_folder
 from shoal.checkpoint.save import write
 
@@ -25,7 +25,7 @@ from shoal.checkpoint.save import write
 def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     path = save_step(tmp_path, 5).path
-    assert export(path, out) == out.stat().st_size
+    assert export_file(path, out) == out.stat().st_size
     expected = {n.removeprefix("model."): t for n, t in state(5).items() if n.startswith("model.")}
     assert_same(safetensors.torch.load_file(out), expected)
 
@@ -41,7 +41,7 @@ def test_slices_are_merged_and_ties_are_listed(tmp_path: Path) -> None:
     ).path
     out = tmp_path / "model.safetensors"
     out.write_text("an older export, replaced whole")
-    export(path, out)
+    export_file(path, out)
     with safetensors.safe_open(out, "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
         assert list(file.keys()) == ["embed.weight"]
@@ -60,12 +60,12 @@ def test_slices_are_merged_and_ties_are_listed(tmp_path: Path) -> None:
 
 def test_damage_stops_an_export_and_leaves_the_old_file(tmp_path: Path) -> None:
     path, out = save_step(tmp_path, 5).path, tmp_path / "model.safetensors"
-    export(path, out)
+    export_file(path, out)
     before, file = out.read_bytes(), path / "rank-0.safetensors"
     raw = file.read_bytes().replace(state(5)["model.mask"].numpy().tobytes(), b"\2" * 9)
     file.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"model.mask \[:\] does not match its hash"):
-        export(path, out)
+        export_file(path, out)
     assert out.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -75,8 +75,8 @@ def test_a_prefix_that_nothing_has(tmp_path: Path) -> None:
         tmp_path, 1, pieces({"net.w": torch.ones(1)}), {}, alone(), Heard(), keep=1
     ).path
     with pytest.raises(CheckpointError, match=r"no tensor's name starts with 'model.'; .* net\."):
-        export(path, tmp_path / "out.safetensors")
-    assert export(path, tmp_path / "out.safetensors", prefix="") > 0
+        export_file(path, tmp_path / "out.safetensors")
+    assert export_file(path, tmp_path / "out.safetensors", prefix="") > 0
 
 
 def test_a_folder_of_files_no_larger_than_asked(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_averages_stand_for_the_weights_that_have_one(tmp_path: Path) -> None:
     saved = write.save(
         tmp_path, 1, pieces({**weights, **averages}), {}, alone(), Heard(), keep=1
     ).path
-    export(saved, tmp_path / "model.safetensors", average=True)
+    export_file(saved, tmp_path / "model.safetensors", average=True)
     expected = {"w": averages["average.w"], "seen": weights["model.seen"]}
     assert_same(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected)
     export_folder(saved, tmp_path / "out", average=True)

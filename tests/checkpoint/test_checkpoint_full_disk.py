@@ -14,7 +14,7 @@ from checkpoint_cases import Heard, alone, assert_same, pieces, save_step, state
 
 from shoal.base.errors import CheckpointError
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.checkpoint.load import read
 from shoal.checkpoint.save import write
 
@@ -35,7 +35,7 @@ def _big(step: int) -> list[write.Piece]:
     return pieces({"w": torch.full((768, 512), float(step))})  # 1.5 MiB
 
 
-def _save_big(root: Path, step: int, heard: Heard) -> write.Saved:
+def _save_big(root: Path, step: int, heard: Heard) -> write.SavedCheckpoint:
     return write.save(root, step, _big(step), {}, alone(), heard, keep=1)
 
 
@@ -54,7 +54,7 @@ def test_too_little_space_is_seen_before_writing(small_disk: Path) -> None:
     ballast.unlink()
     _save_big(root, 3, heard)
     assert [name for name, _ in heard.events] == ["checkpoint_failed", "checkpoint_saved"]
-    assert [found.step for found in find(root)] == [3]
+    assert [found.step for found in list_checkpoints(root)] == [3]
 
 
 def test_a_disk_that_fills_while_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,4 +101,4 @@ def test_old_checkpoints_that_cannot_go_are_only_a_notice(
     _save_big(root, 2, heard)
     (notice,) = heard.named("notice")
     assert "old checkpoints stay: Permission denied" in notice["text"]
-    assert [found.step for found in find(root)] == [2]
+    assert [found.step for found in list_checkpoints(root)] == [2]

@@ -11,9 +11,9 @@ import fsspec
 import pytest
 from checkpoint_cases import alone, save_step
 
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.checkpoint.remote.remote_folder import RemoteFolder
-from shoal.checkpoint.remote.upload import Uploader, start_copies
+from shoal.checkpoint.remote.upload import CheckpointUploader, start_uploads
 
 
 @pytest.fixture
@@ -27,15 +27,15 @@ def store() -> Iterator[Any]:
 def test_what_stays_there_is_what_stays_here(store: Any, tmp_path: Path) -> None:
     remote, root = RemoteFolder("memory://far"), tmp_path / "checkpoints"
     for step in (1, 2, 3, 7):
-        remote.put(save_step(root, step).path, "", keep=2)
+        remote.upload_checkpoint(save_step(root, step).path, "", keep=2)
     assert remote.steps() == [7, 3]
     other = save_step(tmp_path / "again" / "checkpoints", 3, aliases={"model.tie": "model.mask"})
     store.pipe("/far/checkpoints/step-5/rank-0.safetensors", b"half")  # its manifest never came
-    remote.put(other.path, "", keep=2)
+    remote.upload_checkpoint(other.path, "", keep=2)
     assert remote.steps() == [7, 3]  # later ones are not touched
     assert not store.exists("/far/checkpoints/step-5")
-    assert remote.manifest("", 3)[1] == (other.path / "manifest.json").read_bytes()
-    remote.put(save_step(root, 4).path, "", keep=1)
+    assert remote.read_manifest("", 3)[1] == (other.path / "manifest.json").read_bytes()
+    remote.upload_checkpoint(save_step(root, 4).path, "", keep=1)
     assert remote.steps() == [7, 4]
 
 
@@ -45,7 +45,7 @@ def test_a_tag_has_one_and_hub_comes_along(store: Any, tmp_path: Path) -> None:
         path = save_step(best / "checkpoints", step).path
         (best / "hub").mkdir(exist_ok=True)
         (best / "hub" / "config.json").write_text(str(step))
-        remote.put(path, "tags/best/", keep=1)
+        remote.upload_checkpoint(path, "tags/best/", keep=1)
         assert remote.steps("tags/best/") == [step]
         assert store.cat_file("/far/tags/best/hub/config.json") == str(step).encode()
     assert remote.steps() == []
@@ -62,7 +62,7 @@ def test_a_checkpoint_stays_while_it_is_copied(store: Any, tmp_path: Path) -> No
             assert goes_on.wait(20)
             super()._put_files(*arguments)
 
-    uploader = Uploader(tmp_path, Slow("memory://far"), 2, lines.append)
+    uploader = CheckpointUploader(tmp_path, Slow("memory://far"), 2, lines.append)
 
     def saved(step: int) -> None:
         path = save_step(root, step, keep=1).path
@@ -72,13 +72,13 @@ def test_a_checkpoint_stays_while_it_is_copied(store: Any, tmp_path: Path) -> No
     assert began.wait(20)
     for step in (2, 3):
         saved(step)
-        assert [found.step for found in find(root)] == [step, 1]
+        assert [found.step for found in list_checkpoints(root)] == [step, 1]
     goes_on.set()
     assert uploader.ended(20)
     assert RemoteFolder("memory://far").steps() == [3, 1]
     save_step(root, 4, keep=1)
-    assert [found.step for found in find(root)] == [4]
-    uploader = Uploader(tmp_path, Slow("memory://far"), 2, lines.append)
+    assert [found.step for found in list_checkpoints(root)] == [4]
+    uploader = CheckpointUploader(tmp_path, Slow("memory://far"), 2, lines.append)
     uploader.hear({"event": "checkpoint_saved", "folder": str(root / "step-3")})
     assert uploader.ended(20)
     assert lines == ["checkpoint.remote = memory://far: has checkpoints/step-3"]
@@ -91,7 +91,7 @@ def test_a_run_waits_for_the_last_copy_but_not_for_ever(
     monkeypatch.setattr("shoal.checkpoint.remote.upload.HEARD_S", 0.05)
     monkeypatch.setattr("shoal.checkpoint.remote.upload.DEADLINE_S", 0.2)
     monkeypatch.setattr(RemoteFolder, "_put_files", lambda *_: goes_on.wait(20))
-    finish = start_copies(tmp_path, "memory://far", 2, alone(), hooks.append, lines.append)
+    finish = start_uploads(tmp_path, "memory://far", 2, alone(), hooks.append, lines.append)
     path = save_step(tmp_path / "checkpoints", 1).path
     hooks[0]({"event": "checkpoint_saved", "folder": str(path)})
     finish()
@@ -103,7 +103,7 @@ def test_a_run_waits_for_the_last_copy_but_not_for_ever(
 
 def test_what_failed_is_tried_again_beside_the_next(store: Any, tmp_path: Path) -> None:
     lines, hooks = list[str](), list[Any]()
-    finish = start_copies(tmp_path, "memory://far", 2, alone(), hooks.append, lines.append)
+    finish = start_uploads(tmp_path, "memory://far", 2, alone(), hooks.append, lines.append)
     tag = save_step(tmp_path / "tags" / "best" / "checkpoints", 1).path
     manifest = (tag / "manifest.json").read_bytes()
     (tag / "manifest.json").write_bytes(b"{}")

@@ -30,8 +30,8 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.agreement import assign_slices as deals
 from shoal.checkpoint.format import safetensors_file
-from shoal.checkpoint.format.boxes import untiled
-from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.format.boxes import explain_untiled
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, verify
 from shoal.checkpoint.format.manifest import Manifest, StoredTensor, encode
 from shoal.checkpoint.load import read
 from shoal.checkpoint.save import write
@@ -135,10 +135,10 @@ def test_tied_weights_are_stored_once_and_found_by_both_names(tmp_path: Path) ->
 def test_keep_counts_back_from_the_new_step(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save_step(tmp_path, step, keep=2)
-    assert [f.step for f in find(tmp_path)] == [30, 20]
+    assert [f.step for f in list_checkpoints(tmp_path)] == [30, 20]
     # The run went back to 20: step 30 is of another future and must not push out the new 25.
     save_step(tmp_path, 25, keep=1)
-    assert [f.step for f in find(tmp_path)] == [30, 25]
+    assert [f.step for f in list_checkpoints(tmp_path)] == [30, 25]
     assert sorted(os.listdir(tmp_path)) == ["step-25", "step-30"]
 
 
@@ -249,7 +249,7 @@ def test_a_record_that_is_not_json_and_keep_0_are_refused(tmp_path: Path) -> Non
             write.save(tmp_path, 1, pieces(state(1)), record, alone(), Heard(), keep=1)
     with pytest.raises(ConfigError, match=r"checkpoint.keep = 0: at least 1; try"):
         save_step(tmp_path, 1, keep=0)
-    assert find(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_another_model_is_refused_and_not_skipped(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_another_model_is_refused_and_not_skipped(tmp_path: Path) -> None:
 
 def test_nothing_saved_yet_is_none(tmp_path: Path) -> None:
     assert read.open_newest(tmp_path / "none", wanted_all, alone(), Heard()) is None
-    assert find(tmp_path / "none") == []
+    assert list_checkpoints(tmp_path / "none") == []
 
 
 def test_a_newer_format_is_not_taken_for_damage(
@@ -291,7 +291,7 @@ def test_the_deal_is_balanced_and_the_same_for_everyone() -> None:
     sizes = [100, 90, 50, 40, 30, 20, 10, 7, 3]
     offers = [(f"w{i}", (n,), "float32", ((0, n),)) for i, n in enumerate(sizes)]
     own = ("own", (60,), "float32", ((0, 60),))
-    dealt = deals.deal([offers, [*offers, own], offers, list(reversed(offers))])
+    dealt = deals.assign_writers([offers, [*offers, own], offers, list(reversed(offers))])
     count = {f"w{i}": n for i, n in enumerate(sizes)} | {"own": 60}
     loads = [sum(count[name] for name, _ in share) for share in dealt.shares]
     assert sorted(n for share in dealt.shares for n, _ in share) == sorted(count)
@@ -299,20 +299,22 @@ def test_the_deal_is_balanced_and_the_same_for_everyone() -> None:
     assert max(loads) - min(loads) <= 10
     assert dealt.total_bytes == 4 * sum(count.values())
     with pytest.raises(CheckpointError, match=r"w: rank 1 has float64 \[2\], a lower rank float32"):
-        deals.deal([[("w", (2,), "float32", ((0, 2),))], [("w", (2,), "float64", ((0, 2),))]])
+        deals.assign_writers(
+            [[("w", (2,), "float32", ((0, 2),))], [("w", (2,), "float64", ((0, 2),))]]
+        )
 
 
 def test_tilings() -> None:
     quarters = [((a, a + 2), (b, b + 3)) for a in (0, 2) for b in (0, 3)]
-    assert untiled((4, 6), quarters) is None
-    assert untiled((), [()]) is None
-    assert untiled((0, 3), [((0, 0), (0, 3))]) is None
-    assert untiled((4, 6), quarters[:3]) == "slices hold 18 of 24 elements"
-    assert "overlap" in (untiled((4, 6), [*quarters[:3], ((1, 4), (3, 6))]) or "")
-    assert "outside" in (untiled((4,), [((0, 5),)]) or "")
-    assert "outside" in (untiled((4,), [()]) or "")
-    assert untiled((), []) is not None
-    assert "scalar has 2" in (untiled((), [(), ()]) or "")
+    assert explain_untiled((4, 6), quarters) is None
+    assert explain_untiled((), [()]) is None
+    assert explain_untiled((0, 3), [((0, 0), (0, 3))]) is None
+    assert explain_untiled((4, 6), quarters[:3]) == "slices hold 18 of 24 elements"
+    assert "overlap" in (explain_untiled((4, 6), [*quarters[:3], ((1, 4), (3, 6))]) or "")
+    assert "outside" in (explain_untiled((4,), [((0, 5),)]) or "")
+    assert "outside" in (explain_untiled((4,), [()]) or "")
+    assert explain_untiled((), []) is not None
+    assert "scalar has 2" in (explain_untiled((), [(), ()]) or "")
 
 
 def test_catalog_and_lease_need_no_torch() -> None:

@@ -19,7 +19,7 @@ from hostile_pickles import hostile
 
 from forks import Forks
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.checkpoint.foreign.import_weights import Imported, import_weights
+from shoal.checkpoint.foreign.import_weights import ImportResult, import_weights
 
 DCP = Path(__file__).parent / "dcp_folder.py"
 
@@ -29,7 +29,7 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), raw
 
 
-def check(done: Imported, expected: dict[str, torch.Tensor]) -> dict[str, str]:
+def check(done: ImportResult, expected: dict[str, torch.Tensor]) -> dict[str, str]:
     """That a file holds these tensors to the bit. Gives its metadata."""
     with safetensors.safe_open(done.file, "pt") as file:
         assert {*file.keys()} == {*expected}

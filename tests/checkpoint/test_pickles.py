@@ -22,7 +22,12 @@ from hostile_pickles import call, hostile, name, text, tuple_, whole
 
 from shoal.base.errors import CheckpointError
 from shoal.checkpoint.foreign import pickle_reader
-from shoal.checkpoint.foreign.inert_objects import Global, Record, Refused, StoredTensor
+from shoal.checkpoint.foreign.inert_objects import (
+    InertObject,
+    InertTensor,
+    PickledName,
+    PickleRefused,
+)
 from shoal.checkpoint.foreign.pickle_reader import KEY_LETTERS, TABLE, read_pickle
 from shoal.checkpoint.foreign.torch_file import TorchFile, map_file
 
@@ -74,10 +79,10 @@ def test_a_dangerous_name_in_the_table_is_seen(
     (tmp_path / "canary").unlink()
     monkeypatch.undo()
 
-    def make(of: Global, arguments: tuple[Any, ...] = ()) -> Any:
+    def make(of: PickledName, arguments: tuple[Any, ...] = ()) -> Any:
         return getattr(__import__(of.module), of.name)(*arguments)
 
-    monkeypatch.setattr(pickle_reader, "Record", make)
+    monkeypatch.setattr(pickle_reader, "InertObject", make)
     assert ran("builtins.exec", tmp_path)
 
 
@@ -191,7 +196,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_no_pickle_of_weights_is_one_line(what: str) -> None:
     data, reason = REFUSED[what]
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(PickleRefused) as refused:
         read_pickle(data, "weights.bin")
     line = str(refused.value)
     assert line.startswith("weights.bin: ")
@@ -224,7 +229,7 @@ def test_bombs_cost_what_their_bytes_cost() -> None:
     for what, data in bombs.items():
         began_s = time.process_time()
         found = read_pickle(data, what)
-        assert isinstance(repr(found) if isinstance(found, Record) else what, str)
+        assert isinstance(repr(found) if isinstance(found, InertObject) else what, str)
         del found
         assert time.process_time() - began_s < 3, what
 
@@ -245,7 +250,7 @@ def test_any_bytes_are_a_value_or_one_line() -> None:
         try:
             read_pickle(bytes(data), "some")
             read += 1
-        except Refused as failure:
+        except PickleRefused as failure:
             refused.append(str(failure))
     assert read > 100
     assert len(refused) > 100
@@ -269,7 +274,7 @@ def test_what_python_and_torch_write_is_read_as_it_is(tmp_path: Path) -> None:
     torch.save({"w": weights, "when": Path("x"), "n": OrderedDict(a=1)}, tmp_path / "f")
     value = TorchFile(map_file(tmp_path / "f"), "f").value
     assert list(value["w"]) == ["weight", "bias"]
-    assert isinstance(value["w"]["weight"], StoredTensor)
+    assert isinstance(value["w"]["weight"], InertTensor)
     assert value["n"] == {"a": 1}
     assert str(value["when"].of).startswith("pathlib.")
 

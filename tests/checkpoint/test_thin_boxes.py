@@ -10,8 +10,8 @@ import torch
 from checkpoint_cases import Heard, alone
 
 from shoal.base.plans.tensor_shards import Box, Shard
-from shoal.checkpoint.agreement.rank_pieces import seen
-from shoal.checkpoint.format.boxes import elements, patches, untiled
+from shoal.checkpoint.agreement.rank_pieces import view_patch
+from shoal.checkpoint.format.boxes import elements, explain_untiled, merge_boxes
 from shoal.checkpoint.format.listing import read_manifest
 from shoal.checkpoint.load import read
 from shoal.checkpoint.save import write
@@ -56,29 +56,29 @@ def test_patches_show_the_same_elements_in_few_boxes(
         for first, last in ((0, shard.elements), (0, 7), (5, shard.elements)):
             part = shard.part(first, min(last, shard.elements))
             flat = gathered(whole, part)
-            for patch in patches(part):
+            for patch in merge_boxes(part):
                 box = whole[tuple(slice(*span) for span in patch.box)]
-                assert torch.equal(seen(flat, patch), box), (part, patch)
-        assert len(patches(slices)) == groups
-        found += [patch.box for patch in patches(slices)]
-    assert untiled(shape, found) is None
+                assert torch.equal(view_patch(flat, patch), box), (part, patch)
+        assert len(merge_boxes(slices)) == groups
+        found += [patch.box for patch in merge_boxes(slices)]
+    assert explain_untiled(shape, found) is None
 
 
 def test_thick_neighbours_stay_apart() -> None:
     """Another rank may hold one of them alone, as a copy: it must find the same box there."""
     slices = (((0, 2), (0, 3)), ((2, 4), (0, 3)))
-    assert [patch.box for patch in patches(slices)] == list(slices)
+    assert [patch.box for patch in merge_boxes(slices)] == list(slices)
 
 
 def test_uneven_gaps_are_not_one_box() -> None:
     slices = (((0, 1), (0, 2)), ((5, 6), (0, 4)), ((1, 2), (0, 2)), ((2, 3), (0, 2)))
-    found = patches(slices)
+    found = merge_boxes(slices)
     assert sum(elements(patch.box) for patch in found) == 10
     whole = torch.arange(24).view(6, 4)
     flat = gathered(whole, slices)
     for patch in found:
         box = whole[tuple(slice(*span) for span in patch.box)]
-        assert torch.equal(seen(flat, patch), box)
+        assert torch.equal(view_patch(flat, patch), box)
 
 
 def test_few_slices_are_stored_and_come_back_in_order(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.base.runlog.atomic_files import cache_folder, cache_trouble, replace_compiler_caches
+from shoal.base.runlog.atomic_files import cache_folder, check_cache_folder, replace_compiler_caches
 
 TRAIN = ("train", "model.name=mlp", "data.source=digits", "train.steps=4", "launch.processes=1",
          "run.name=a")  # fmt: skip
@@ -27,10 +27,10 @@ def shoal(folder: Path, cache: str, *words: str) -> subprocess.CompletedProcess[
 
 def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert cache_trouble(tmp_path / "file") == "a file is in its place"
-    assert cache_trouble(tmp_path / "file" / "below") == "Not a directory"
-    assert cache_trouble(Path("/proc/nothing")) == "No such file or directory"
-    assert cache_trouble(tmp_path / "new" / "folder") == ""
+    assert check_cache_folder(tmp_path / "file") == "a file is in its place"
+    assert check_cache_folder(tmp_path / "file" / "below") == "Not a directory"
+    assert check_cache_folder(Path("/proc/nothing")) == "No such file or directory"
+    assert check_cache_folder(tmp_path / "new" / "folder") == ""
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 

@@ -21,10 +21,10 @@ from shoal.cli.compare_rows import (
     NOISE,
     check_memory,
     common_micro_batch,
-    needed_bytes,
     plan_rows,
+    training_state_bytes,
 )
-from shoal.machine.states import peak_extra_bytes, state_bytes
+from shoal.machine.states import count_state_bytes, measure_peak_bytes
 from shoal.trainer.jobs.benchmark_row import relative_difference
 
 MIB = 2**20
@@ -104,7 +104,7 @@ def test_the_nearest_count_fits() -> None:
 def test_states_are_split_as_the_stage_says(name: str, per_rank: int) -> None:
     (row,) = plan_rows([name], [4], batch=8, micro_batch=1)
     assert row.layout is not None
-    assert needed_bytes(row.layout, 1000) == 4 * per_rank * 1000
+    assert training_state_bytes(row.layout, 1000) == 4 * per_rank * 1000
 
 
 def test_rows_that_cannot_run_say_why() -> None:
@@ -125,7 +125,7 @@ def test_every_state_counts_once() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64, affine=False))
     run = shoal.parallelize(model, lambda p: torch.optim.AdamW(p, fused=True), _squares)
     run.step((torch.randn(8, 64), torch.randn(8, 64)))
-    held = state_bytes(run)
+    held = count_state_bytes(run)
     matrix_bytes = 4 * 64 * 64
     assert matrix_bytes < held.weights < 1.05 * matrix_bytes, "the buffers of BatchNorm too"
     assert held.gradients == matrix_bytes
@@ -149,7 +149,7 @@ def test_masters_are_optimizer_states_and_views_are_not_counted_again() -> None:
         reducer=SimpleNamespace(sums=lambda: [piece.grad[:16]]),
     )
     optimizer = torch.optim.SGD([piece])
-    held = state_bytes(SimpleNamespace(program=program, optimizer=optimizer))
+    held = count_state_bytes(SimpleNamespace(program=program, optimizer=optimizer))
     assert (held.weights, held.gradients, held.optimizer) == (256, 128, 512)
 
 
@@ -165,7 +165,7 @@ def test_peak_of_what_comes_and_goes() -> None:
         two = torch.zeros(3 * MIB, dtype=torch.uint8)
         del two
 
-    peak = peak_extra_bytes(work, torch.device("cpu"))
+    peak = measure_peak_bytes(work, torch.device("cpu"))
     assert 3 * MIB <= peak < 3.1 * MIB
 
 
@@ -179,7 +179,7 @@ def test_what_another_thread_frees_is_not_held_any_more() -> None:
             thread.start()
             thread.join()
 
-    peak = peak_extra_bytes(work, torch.device("cpu"))
+    peak = measure_peak_bytes(work, torch.device("cpu"))
     assert 4 * MIB <= peak < 4.1 * MIB
 
 
@@ -197,7 +197,7 @@ def test_what_another_thread_holds_counts() -> None:
         del one
         copies.clear()
 
-    peak = peak_extra_bytes(work, torch.device("cpu"))
+    peak = measure_peak_bytes(work, torch.device("cpu"))
     assert 6 * MIB <= peak < 6.1 * MIB
 
 
@@ -212,7 +212,7 @@ def test_a_thread_that_was_late_once_does_not_change_the_figure() -> None:
             kept.append(torch.zeros(8 * MIB, dtype=torch.uint8))
         kept.clear()
 
-    peak = peak_extra_bytes(work, torch.device("cpu"))
+    peak = measure_peak_bytes(work, torch.device("cpu"))
     assert 4 * MIB <= peak < 4.1 * MIB
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from shoal.machine import health_check
-from shoal.machine.link_check import Pair, best_of, check_pairs, slow_pairs
+from shoal.machine.link_check import Pair, best_pairs, check_pairs, select_slow_pairs
 
 
 def doctor(*words: str, before: str = "") -> tuple[int, list[dict[str, object]]]:
@@ -138,8 +138,8 @@ def test_a_slow_pair_is_named(unlike: dict[str, float]) -> None:
     assert told[0].what.startswith("ranks 1 and 3 take ")
     named = check_pairs(pairs(**unlike), ["north", "south", "south", "north"])
     assert named[0].what.startswith("ranks 1 (south) and 3 (north) take ")
-    assert slow_pairs(best_of(pairs(**unlike), slow_pairs(pairs()))) != []
-    assert [one.ok for one in check_pairs(best_of(pairs(**unlike), pairs()), [""] * 4)] == [True]
+    assert select_slow_pairs(best_pairs(pairs(**unlike), select_slow_pairs(pairs()))) != []
+    assert [one.ok for one in check_pairs(best_pairs(pairs(**unlike), pairs()), [""] * 4)] == [True]
 
 
 def test_too_little_memory_and_too_few_cores_are_named(tmp_path: Path) -> None:

@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 from shoal.base.errors import PlanError
 from shoal.base.layouts.layout import Layout
 from shoal.cli import main
-from shoal.cli.plan_explain import explain_model, find_layout, over_data
-from shoal.cli.plan_subject import find_subject
-from shoal.config.load import load
+from shoal.cli.plan_explain import data_parallel_shard, explain_model, requested_layout
+from shoal.cli.plan_subject import resolve_subject
+from shoal.config.load import load_config
 
 SMALL = ["model.dim=32", "model.layers=3", "data.source=synthetic", "data.sequence=12"]
 
 
 def rows(*words: str) -> dict[str, dict[str, object]]:
-    loaded = load(None, [*SMALL, *words])
-    explained = explain_model(loaded.config, find_layout(loaded, "")).record()
+    loaded = load_config(None, [*SMALL, *words])
+    explained = explain_model(loaded.config, requested_layout(loaded, "")).record()
     return {row["name"]: row for row in explained["parameters"]}
 
 
@@ -66,7 +66,7 @@ def test_axes_together() -> None:
     ],
 )  # fmt: skip
 def test_what_data_parallel_axes_do(layout: Layout, axis: str, shard: str, said: str) -> None:
-    held = over_data(layout, (8, 4))
+    held = data_parallel_shard(layout, (8, 4))
     assert (held.axis, held.shard) == (axis, shard)
     assert said in held.collective
 
@@ -86,7 +86,7 @@ def test_the_command() -> None:
 
 def test_the_layout_is_the_runs() -> None:
     def layout(*words: str, on: str = "") -> Layout:
-        return find_layout(load(None, [*SMALL, *words]), on)
+        return requested_layout(load_config(None, [*SMALL, *words]), on)
 
     assert layout("layout.tp=2", "layout.pp=2").processes == 4
     assert layout("layout.strategy=3d", on="8xH100-80GB").processes == 8
@@ -120,9 +120,9 @@ def test_flops_by_module_are_the_plans(
     (tmp_path / "in_turns.py").write_text(IN_TURNS)
     monkeypatch.syspath_prepend(str(tmp_path))
     given = ["data.source=synthetic", "data.sequence=12", "launch.processes=2"]
-    loaded = load(None, [*given, "layout.strategy=ddp", *words])
+    loaded = load_config(None, [*given, "layout.strategy=ddp", *words])
     explained = explain_model(loaded.config, Layout(dp_replicate=2))
-    planned = find_subject(loaded, "").case.model.forward_flops
+    planned = resolve_subject(loaded, "").case.model.forward_flops
     assert sum(row.flops for row in explained.flops) == pytest.approx(planned, rel=1e-12)
     assert list(explained.flops) == sorted(explained.flops, key=lambda row: -row.flops)
     if "in_turns" in words[0]:
@@ -132,7 +132,7 @@ def test_flops_by_module_are_the_plans(
             "Linear": (3, 2.0 * (64 * 48 + 3 * 48 * 48 + 48 * 10)),
             "Turns": (1, 2.0 * 48 * 48),
         }
-        looking = load(None, [*given, *words, "model.looks=true"])
+        looking = load_config(None, [*given, *words, "model.looks=true"])
         assert explain_model(looking.config, Layout(dp_replicate=2)).flops == explained.flops
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
 from shoal.cli import main
-from shoal.trainer.jobs.rate_range import BLOWN_UP, RateRange, smooth
+from shoal.trainer.jobs.rate_range import BLOWN_UP, RangeTestResult, smooth_losses
 
 BOWL = """
 import torch
@@ -65,20 +65,23 @@ def test_the_curve_of_a_bowl(bowl: None) -> None:
 
 
 def test_what_is_drawn() -> None:
-    from shoal.cli.find import lines_of
+    from shoal.cli.find import range_test_lines
 
     losses = (4.0, 3.0, 1.0, 30.0)
-    found = RateRange((1e-3, 1e-2, 1e-1, 1.0), losses, smooth(losses), "at 1.0e+00 it blew up")
+    found = RangeTestResult(
+        (1e-3, 1e-2, 1e-1, 1.0), losses, smooth_losses(losses), "at 1.0e+00 it blew up"
+    )
     assert found.named == pytest.approx(1e-2)
-    lines = lines_of(found)
+    lines = range_test_lines(found)
     assert lines[-1] == (
         "optimizer.lr=1.0e-02: a tenth of the rate at which the smoothed loss is least"
     )
     assert "ended: at 1.0e+00 it blew up" in lines
     assert max(map(len, lines)) <= 100
-    falling = RateRange((1e-3, 1e-2), (2.0, 1.0), (2.0, 1.5), "")
-    assert "the least loss is at an end of the range: widen it by --from or --to" in lines_of(
-        falling
+    falling = RangeTestResult((1e-3, 1e-2), (2.0, 1.0), (2.0, 1.5), "")
+    assert (
+        "the least loss is at an end of the range: widen it by --from or --to"
+        in range_test_lines(falling)
     )
     assert BLOWN_UP > 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.cli.find_batch import free_bytes, read_bytes, search
+from shoal.cli.find_batch import free_bytes, parse_bytes, search_power_of_two
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 MODEL = """
@@ -100,7 +100,7 @@ def test_the_search_tries_no_size_twice() -> None:
                 tried.append(size)
                 return size <= limit
 
-            assert search(guess, 64, fits) == limit
+            assert search_power_of_two(guess, 64, fits) == limit
             assert len(set(tried)) == len(tried)
             assert limit == 64 or max(limit, 0.5) * 2 in tried, "the next one was tried"
 
@@ -108,7 +108,7 @@ def test_the_search_tries_no_size_twice() -> None:
 @pytest.mark.parametrize("word", ["2", "0GiB", "GiB", "two GiB"])
 def test_a_size_that_is_none_is_one_line(word: str) -> None:
     with pytest.raises(ConfigError, match="try: 2GiB"):
-        read_bytes(word)
+        parse_bytes(word)
 
 
 def test_memory_that_is_free() -> None:

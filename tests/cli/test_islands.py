@@ -19,7 +19,7 @@ from shoal.cli import islands, start
 def test_a_stop_before_an_island_listens_is_a_stop(tmp_path: Path, asked: bool, code: int) -> None:
     """While it imports it dies by the signal; what ended the run is the island that refused."""
     guardian: Any = SimpleNamespace(tell=lambda *_: None)
-    island = islands._Island(tmp_path, guardian)
+    island = islands._IslandSupervisor(tmp_path, guardian)
     island.process = subprocess.Popen(["sleep", "60"])
     if asked:
         island.ask_to_stop()
@@ -51,7 +51,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ) -> tuple[int, int]:
         base = ["model.name=mlp", "data.source=digits", "run.name=x", "launch.processes=1"]
         more = ["islands.method=diloco", "islands.count=2", "launch.restarts=2"]
-        prepared, runs = start.prepare([*base, *more], None), 0
+        prepared, runs = start.prepare_run([*base, *more], None), 0
 
         def run_once(own: Any, environ: Any, view: Any, stop: Any) -> list[int]:
             nonlocal runs
@@ -60,8 +60,8 @@ def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
                 left(own[index].folder, made=made, saved=saved)
             return codes
 
-        monkeypatch.setattr(islands, "_run_once", run_once)
-        return start.launch(prepared, {}), runs
+        monkeypatch.setattr(islands, "_run_islands", run_once)
+        return start.launch_run(prepared, {}), runs
 
     return launch
 

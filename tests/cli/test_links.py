@@ -55,18 +55,18 @@ def check(document: dict[str, Any], sizes: list[int]) -> None:
 def test_json_and_what_is_drawn_of_it(tmp_path: Path) -> None:
     document = json.loads(ran(COMMANDS[2], tmp_path))
     check(document, [4096, 262144])
-    lines = links.table(document)
+    lines = links.links_table(document)
     assert max(map(len, lines)) <= 100
     for name in links.NAMES.values():
         assert len([line for line in lines if line.startswith(f"{name} · all 2 ranks")]) == 1
     assert re.fullmatch(r" +0 – 1 +[\d.]+ (us|ms) +[\d.]+ [KMG]iB/s", lines[-1])
-    drawn = links.charts(document)
+    drawn = links.links_charts(document)
     assert [chart.title for chart in drawn] == list(links.NAMES.values())
     points = document["groups"][0]["links"]["all_gather"]["points"]
     dots, line = drawn[2].series
     assert dots.points == tuple((p["bytes"] / 1024, p["median_s"] * 1e3) for p in points)
     assert line.points == tuple((p["bytes"] / 1024, p["model_s"] * 1e3) for p in points)
-    page = links.page(document)
+    page = links.links_html(document)
     assert page.count("<svg") == 5
     assert "all-to-all · all 2 ranks" in page
 
@@ -107,5 +107,5 @@ def test_what_is_refused_before_any_process(
 
 
 def test_sizes_as_people_write_them() -> None:
-    assert links._sizes("1MiB, 4096,2kib,1m") == [2048, 4096, 2**20]
-    assert links._sizes("") == list(links.USUAL)
+    assert links._parse_sizes("1MiB, 4096,2kib,1m") == [2048, 4096, 2**20]
+    assert links._parse_sizes("") == list(links.USUAL)

@@ -11,8 +11,8 @@ import pytest
 import typer
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.layouts.strategies import expand
-from shoal.cli.compare_rows import read_names
+from shoal.base.layouts.strategies import expand_strategy
+from shoal.cli.compare_rows import parse_layout_names
 from shoal.cli.main import app
 from shoal.config.sections import Config, keys
 from shoal.data.sources import Source
@@ -127,11 +127,13 @@ def test_every_option_that_is_named_exists() -> None:
 def test_a_strategy_that_is_not_built_is_not_offered() -> None:
     """`scaffold` was in the list of what a wrong name could have meant; naming it is refused."""
     with pytest.raises(PlanError) as caught:
-        expand("scafold", 2)
+        expand_strategy("scafold", 2)
     assert "scaffold" not in str(caught.value)
     with pytest.raises(PlanError, match="layout.strategy = scaffold: not built in this version"):
-        expand("scaffold", 2)
+        expand_strategy("scaffold", 2)
     with pytest.raises(ConfigError) as refused:
-        read_names("scafold")
+        parse_layout_names("scafold")
     assert "scaffold" not in str(refused.value)
-    assert read_names("scaffold") == ["single", "scaffold"], "a row that says it is not built"
+    assert parse_layout_names("scaffold") == ["single", "scaffold"], (
+        "a row that says it is not built"
+    )

@@ -146,12 +146,12 @@ def test_what_fits_replaces_what_did_not(tmp_path: Path) -> None:
 
 
 def test_the_plan_becomes_a_run(tmp_path: Path) -> None:
-    from shoal.config.load import load
+    from shoal.config.load import load_config
 
     words = ("model.name=llama-3-8b", "--on", "8xH200", "train.batch=64", "layout.strategy=fsdp")
     done = plan(*words, "--write", "run.toml", folder=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
-    config = load(tmp_path / "run.toml").config
+    config = load_config(tmp_path / "run.toml").config
     assert config.layout.dp_shard == 8
     assert config.layout.zero == 3
     assert config.train.batch == 64
@@ -162,7 +162,7 @@ def test_the_plan_becomes_a_run(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_becomes_a_run_too(tmp_path: Path) -> None:
-    from shoal.config.load import load
+    from shoal.config.load import load_config
 
     words = (
         "model.name=llama-3-8b",
@@ -175,18 +175,18 @@ def test_a_pipeline_becomes_a_run_too(tmp_path: Path) -> None:
     words = (*words, "layout.schedule=interleaved", "layout.chunks=4", "train.micro_batch=2")
     done = plan(*words, "--write", "run.toml", folder=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
-    layout = load(tmp_path / "run.toml").config.layout
+    layout = load_config(tmp_path / "run.toml").config.layout
     assert (layout.pp, layout.tp, layout.schedule, layout.chunks) == (2, 2, "interleaved", 4)
     assert "next        shoal train run.toml" in done.stdout
 
 
 def test_dealt_experts_become_a_run_too(tmp_path: Path) -> None:
-    from shoal.config.load import load
+    from shoal.config.load import load_config
 
     words = ("model.name=mixtral-8x7b", "--on", "8x8xH100-80GB", "--write", "run.toml")
     text = " ".join(plan(*words, folder=tmp_path).stdout.split())
     assert "1 fsdp + ep: dp 64 · ep 8" in text
-    layout = load(tmp_path / "run.toml").config.layout
+    layout = load_config(tmp_path / "run.toml").config.layout
     assert (layout.dp_shard, layout.zero, layout.ep) == (64, 3, 8)
 
 

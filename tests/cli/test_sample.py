@@ -13,9 +13,9 @@ from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.save.write import Piece, save
 from shoal.cli.main import app
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.models.catalog import build
-from shoal.trainer.run_folder.hub_files import keep_tokenizer
+from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
 
 TEXT = "[model]\nname = 'gpt'\ndim = 8\nheads = 2\nlayers = 1\n[data]\nsource = 'stdlib'\nsequence = 4\n"
 
@@ -35,7 +35,7 @@ def run_folder(
         (folder / "run.toml").write_text(toml)
     if tokenizer:
         words = {"a": 0, "b": 1, "c": 2}
-        keep_tokenizer(Tokenizer(models.WordLevel(words, unk_token="a")), "bpe:512", folder)
+        write_hub_tokenizer(Tokenizer(models.WordLevel(words, unk_token="a")), "bpe:512", folder)
     torch.manual_seed(0)
     arguments = {"dim": 8, "heads": 2, "layers": 1, "vocabulary": 3, "sequence": 4}
     state = build(model, arguments).state_dict()
@@ -51,7 +51,7 @@ def run_folder(
         ]
     ties = {"model.head.weight": "model.embedding.weight"}
     save(
-        folder / tag / "checkpoints", 1, pieces, {}, World(Place(), torch.device("cpu"), None), lambda *_, **__: None, keep=1,
+        folder / tag / "checkpoints", 1, pieces, {}, World(ProcessInfo(), torch.device("cpu"), None), lambda *_, **__: None, keep=1,
         aliases=ties,
     )  # fmt: skip
     return folder

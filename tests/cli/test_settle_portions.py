@@ -9,25 +9,27 @@ import pytest
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.plans.plan import Plan
-from shoal.cli.start import Prepared, prepare, settle_run, write_folder
-from shoal.config.differences import of_configurations, refusal
-from shoal.config.load import Loaded
+from shoal.cli.start import PreparedRun, prepare_run, settle_run, write_run_folder
+from shoal.config.differences import compare_configurations, format_refusal
+from shoal.config.load import LoadedConfig
 from shoal.config.save import to_toml
-from shoal.config.trust import load_own
-from shoal.trainer.jobs.out_of_memory import fitted
+from shoal.config.trust import load_trusted
+from shoal.trainer.jobs.out_of_memory import apply_reduced_micro_batch
 
 CHANGED = (
     "train.micro_batch: {} → {}, what divides the {} samples of a data-parallel rank here; masks"
 )
 
 
-def settled(words: str, processes: int, path: Path | None = None) -> tuple[Loaded, Plan]:
-    loaded = load_own(path, ["data.source=digits", "model.name=vit", *words.split()], trust=False)
+def settled(words: str, processes: int, path: Path | None = None) -> tuple[LoadedConfig, Plan]:
+    loaded = load_trusted(
+        path, ["data.source=digits", "model.name=vit", *words.split()], trust=False
+    )
     plan, _ = settle_run(loaded, processes)
     return loaded, plan
 
 
-def changed(loaded: Loaded) -> list[str]:
+def changed(loaded: LoadedConfig) -> list[str]:
     return [line for line in loaded.notices if line.startswith("train.micro_batch")]
 
 
@@ -67,15 +69,15 @@ def test_a_choice_follows_the_ranks_and_a_word_does_not(tmp_path: Path) -> None:
         share = 24 // processes
         line = CHANGED.format(before, micro_batch, share)
         assert [one.startswith(line) for one in changed(loaded)] == [True] * (before != micro_batch)
-        found = of_configurations(path.read_text(), to_toml(loaded))
-        assert refusal("--resume run", 3, found) == "", "no --force is needed"
+        found = compare_configurations(path.read_text(), to_toml(loaded))
+        assert format_refusal("--resume run", 3, found) == "", "no --force is needed"
     loaded, _ = settled("layout.strategy=ddp train.batch=24 train.micro_batch=12", 2)
     path.write_text(to_toml(loaded))
     with pytest.raises(ConfigError, match=r"not divisible by train\.micro_batch 12 × 3 .*try: "):
         settled("launch.processes=3", 3, path)
     loaded, _ = settled("train.micro_batch=6", 2, path)
-    found = of_configurations(path.read_text(), to_toml(loaded))
-    assert "train.micro_batch: 12 → 6" in refusal("--resume run", 3, found)
+    found = compare_configurations(path.read_text(), to_toml(loaded))
+    assert "train.micro_batch: 12 → 6" in format_refusal("--resume run", 3, found)
 
 
 def test_a_word_after_a_choice_is_a_change_of_the_users(tmp_path: Path) -> None:
@@ -85,8 +87,8 @@ def test_a_word_after_a_choice_is_a_change_of_the_users(tmp_path: Path) -> None:
     again, plan = settled("train.micro_batch=4", 2, path)
     assert plan.micro_batch == 4
     assert again.origins["train.micro_batch"] == "command line"
-    found = of_configurations(path.read_text(), to_toml(again))
-    assert "train.micro_batch: 12 → 4" in refusal("--resume run", 3, found)
+    found = compare_configurations(path.read_text(), to_toml(again))
+    assert "train.micro_batch: 12 → 4" in format_refusal("--resume run", 3, found)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +114,15 @@ def test_a_schedule_that_can_run_no_cut_is_named() -> None:
 
 def test_a_first_start_leaves_the_size_open_to_its_workers(tmp_path: Path) -> None:
     words = ["data.source=digits", "model.name=vit", f"run.folder={tmp_path}", "run.name=a"]
-    first = prepare(words, None, 2)
-    assert isinstance(first, Prepared)
+    first = prepare_run(words, None, 2)
+    assert isinstance(first, PreparedRun)
     assert not first.sized
     first.folder.mkdir(parents=True)
-    write_folder(first)
+    write_run_folder(first)
     assert json.loads((first.folder / "plan.json").read_text())["sized"] is False
-    larger = prepare([str(first.folder / "run.toml"), "run.name=c", "train.batch=64"], None, 2)
+    larger = prepare_run([str(first.folder / "run.toml"), "run.name=c", "train.batch=64"], None, 2)
     assert (larger.plan.micro_batch, larger.sized) == (32, False), "of another batch, chosen anew"
-    other = prepare([str(first.folder / "run.toml"), "run.name=b"], None, 2)
+    other = prepare_run([str(first.folder / "run.toml"), "run.name=b"], None, 2)
     assert other.sized, "the run whose file it is has the size already"
     assert other.plan.micro_batch == first.plan.micro_batch
 
@@ -128,17 +130,20 @@ def test_a_first_start_leaves_the_size_open_to_its_workers(tmp_path: Path) -> No
 def test_what_memory_allowed_stays_on_other_ranks(tmp_path: Path) -> None:
     """`train.on_oom=halve` came down to 4 of 8; a size that the user gives afterwards wins."""
     words = ["data.source=digits", "model.name=vit", f"run.folder={tmp_path}", "run.name=a"]
-    first = prepare([*words, "train.batch=24", "layout.strategy=ddp"], None, 3)
+    first = prepare_run([*words, "train.batch=24", "layout.strategy=ddp"], None, 3)
     first.folder.mkdir(parents=True)
-    write_folder(first)
+    write_run_folder(first)
     kept = {"asked": None, "micro_batch": 4, "was": 8, "because": "rank 0, step 3"}
     (first.folder / "micro_batch.json").write_text(json.dumps(kept))
     for processes, size in ((3, 4), (2, 4), (4, 3), (1, 4)):
-        again = prepare([str(first.folder / "run.toml")], None, processes)
-        write_folder(again)
-        plan = fitted(again.plan, again.loaded.config, first.folder)
+        again = prepare_run([str(first.folder / "run.toml")], None, processes)
+        write_run_folder(again)
+        plan = apply_reduced_micro_batch(again.plan, again.loaded.config, first.folder)
         assert (plan.micro_batch, plan.accumulate) == (size, 24 // processes // size)
     for size in (6, 12):
-        given = prepare([str(first.folder / "run.toml"), f"train.micro_batch={size}"], None, 2)
-        write_folder(given)
-        assert fitted(given.plan, given.loaded.config, first.folder).micro_batch == size
+        given = prepare_run([str(first.folder / "run.toml"), f"train.micro_batch={size}"], None, 2)
+        write_run_folder(given)
+        assert (
+            apply_reduced_micro_batch(given.plan, given.loaded.config, first.folder).micro_batch
+            == size
+        )

@@ -62,7 +62,7 @@ def test_every_calculator_is_reachable() -> None:
 
 def test_other_names_lead_somewhere() -> None:
     for name in ALIASES:
-        assert command.find(name)[0] in WHATS
+        assert command.find_entry(name)[0] in WHATS
     for name, entry in WHATS.items():
         assert name not in ALIASES
         assert entry.function == CALCULATOR or hasattr(simulate_shows, entry.function)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.base.text.terminal_encoding import READABLE, SPELT, spelt
+from shoal.base.text.terminal_encoding import READABLE, SPELT, ascii_replacement
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PLAN = ("plan", "model.name=llama-3-8b", "--on", "8xH100-80GB", "--top", "2")
@@ -35,8 +35,8 @@ def shoal(
 
 @pytest.mark.parametrize("letter", [*SPELT, "┼", "─", "é", "⁹", "漢"])
 def test_what_a_letter_becomes_is_ascii(letter: str) -> None:
-    assert spelt(letter).isascii()
-    assert spelt(letter)
+    assert ascii_replacement(letter).isascii()
+    assert ascii_replacement(letter)
 
 
 def test_an_encoding_keeps_what_it_has() -> None:

@@ -12,7 +12,7 @@ import pytest
 import stranger
 from forks import Forks
 from shoal.base.errors import ConfigError
-from shoal.config.trust import load_own
+from shoal.config.trust import load_trusted
 
 CANARY = """
 [model]
@@ -50,13 +50,13 @@ def folder(tmp_path: Path) -> Path:
 def test_every_key_that_names_a_function_is_refused(folder: Path, key: str) -> None:
     path = folder / "run.toml"
     path.write_text(NAMES[key])
-    load_own(path, [], trust=False)  # ours
+    load_trusted(path, [], trust=False)  # ours
     given_away(path)
     with pytest.raises(
         ConfigError, match=rf"run\.toml: is nobody's, .*{key.split()[0]} = .*--trust"
     ):
-        load_own(path, [], trust=False)
-    load_own(path, [], trust=True)
+        load_trusted(path, [], trust=False)
+    load_trusted(path, [], trust=True)
 
 
 def test_what_names_no_function_is_nobodys_code(folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_what_names_no_function_is_nobodys_code(folder: Path) -> None:
     path.write_text('[train]\nsteps = 3\n[data]\nsource = "text:books/*.txt"\n')
     given_away(path)
     given_away(folder)
-    found = load_own(path, ["model.build=mine:build"], trust=False)  # said by this user
+    found = load_trusted(path, ["model.build=mine:build"], trust=False)  # said by this user
     assert found.config.train.steps == 3
 
 
@@ -73,17 +73,17 @@ def test_a_strangers_folder_or_one_open_to_all_is_refused(folder: Path) -> None:
     path.write_text(NAMES["model.build"])
     path.chmod(0o666)
     with pytest.raises(ConfigError, match="may be written by everybody"):
-        load_own(path, [], trust=False)
+        load_trusted(path, [], trust=False)
     path.chmod(0o644)
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="its folder .* may be written by everybody"):
-        load_own(path, [], trust=False)
+        load_trusted(path, [], trust=False)
     folder.chmod(0o1777)  # as /tmp: nobody replaces another one's file
-    load_own(path, [], trust=False)
+    load_trusted(path, [], trust=False)
     folder.chmod(0o755)
     given_away(folder)
     with pytest.raises(ConfigError, match="its folder .* is nobody's"):
-        load_own(path, [], trust=False)
+        load_trusted(path, [], trust=False)
 
 
 def test_roots_file_is_everybodys_to_run(folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_roots_file_is_everybodys_to_run(folder: Path) -> None:
         parent.chmod(0o755)
 
     def loads() -> str:
-        return load_own(path, [], trust=False).config.model.build
+        return load_trusted(path, [], trust=False).config.model.build
 
     assert stranger.as_nobody(loads) == "my.module:build"
 

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.base.errors import ConfigError
 from shoal.cli.start import check_tune
-from shoal.config.load import load
+from shoal.config.load import load_config
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, l
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError) as refused:
-        check_tune(load(None, words.split()).config)
+        check_tune(load_config(None, words.split()).config)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -46,9 +46,9 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, l
 def test_a_missing_peft_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs peft.*pip install 'shoal\[tune\]'"):
-        check_tune(load(None, ["tune.adapter=lora", "model.build=a.b:c"]).config)
+        check_tune(load_config(None, ["tune.adapter=lora", "model.build=a.b:c"]).config)
 
 
 def test_a_builder_brings_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    check_tune(load(None, ["tune.adapter=lora", "model.build=a.b:c"]).config)
+    check_tune(load_config(None, ["tune.adapter=lora", "model.build=a.b:c"]).config)

@@ -15,7 +15,7 @@ from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.loading.dataset_kind import load_error
 from shoal.data.loading.loader import Loader
 from shoal.data.loading.sample_inspection import sample_kind
-from shoal.data.loading.worker_pool import Failure
+from shoal.data.loading.worker_pool import WorkerFailure
 from shoal.data.sources import open_source
 from shoal.trainer.jobs.configured_run import build_model, call_builder, import_object
 
@@ -39,7 +39,7 @@ def test_a_disk_may_work_again_a_mistake_does_not(error: Exception, kind: type) 
     assert type(failure) is kind
     assert str(failure).startswith(f"data.source: sample 3: {type(error).__name__}: ")
     with pytest.raises(kind) as caught:
-        Failure.of(failure).raise_again()  # as from a loader process
+        WorkerFailure.of(failure).raise_again()  # as from a loader process
     assert (str(caught.value), caught.value.__notes__) == (str(failure), failure.__notes__)
 
 

@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shoal.cli import main
-from shoal.config.load import load
+from shoal.config.load import load_config
 
 
 def shoal(*arguments: str) -> tuple[int, str]:
@@ -206,10 +206,12 @@ def test_a_used_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_name_without_a_checkpoint_is_free_again(tmp_path: Path) -> None:
-    from shoal.cli.start import prepare, write_folder
+    from shoal.cli.start import prepare_run, write_run_folder
 
     def start(name: str) -> None:
-        write_folder(prepare(["model.name=mlp", "data.source=digits", f"run.name={name}"], None))
+        write_run_folder(
+            prepare_run(["model.name=mlp", "data.source=digits", f"run.name={name}"], None)
+        )
 
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
@@ -225,37 +227,37 @@ def test_a_run_toml_is_replaced_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.base.runlog import atomic_files
-    from shoal.cli.start import prepare, write_folder
+    from shoal.cli.start import prepare_run, write_run_folder
 
     def crash(*_: object) -> None:
         raise OSError("disk full")
 
-    prepared = prepare(["model.name=mlp", "data.source=digits", "run.name=mine"], None)
+    prepared = prepare_run(["model.name=mlp", "data.source=digits", "run.name=mine"], None)
     prepared.folder.mkdir(parents=True)
     (prepared.folder / "run.toml").write_text("# as it was")
     monkeypatch.setattr(atomic_files.os, "replace", crash)
     with pytest.raises(OSError, match="disk full"):
-        write_folder(prepared)
+        write_run_folder(prepared)
     assert (prepared.folder / "run.toml").read_text() == "# as it was"
 
 
 def test_origins_survive_a_resume(tmp_path: Path) -> None:
-    from shoal.cli.start import prepare, write_folder
+    from shoal.cli.start import prepare_run, write_run_folder
 
     (tmp_path / "my.toml").write_text("[model]\nname = 'mlp'\n[data]\nsource = 'digits'\n")
     arguments = ["my.toml", "optimizer.lr=1e-2", "run.name=mine", 'data.validation="0.1"']
     folder = saved_run(tmp_path, "mine", "")
     (folder / "checkpoints").rename(tmp_path / "later")
-    write_folder(prepare(arguments, None))
+    write_run_folder(prepare_run(arguments, None))
     (tmp_path / "later").rename(folder / "checkpoints")
     before = (folder / "run.toml").read_text()
     assert "# my.toml" in before
     assert "# derived" in before
-    write_folder(prepare([], Path("runs/mine")))
+    write_run_folder(prepare_run([], Path("runs/mine")))
     assert (folder / "run.toml").read_text() == before
     edited = before.replace("seed = 0 ", "seed = 7 ")
     (folder / "run.toml").write_text(edited)
-    write_folder(prepare(["train.steps=9"], Path("runs/mine")))
+    write_run_folder(prepare_run(["train.steps=9"], Path("runs/mine")))
     lines = {line.split(" = ")[0]: line for line in (folder / "run.toml").read_text().splitlines()}
     assert lines["steps"].endswith("# command line")
     assert lines["seed"].endswith("# runs/mine/run.toml"), "an edited line is no default"
@@ -331,11 +333,11 @@ def test_an_export_is_not_written_where_it_would_mislead(out: str, said: str) ->
 
 
 def test_aliases_are_answered_with_our_names() -> None:
-    loaded = load(None, ["train.train_batch_size=8", "optimizer.gradient_clipping=0.5"])
+    loaded = load_config(None, ["train.train_batch_size=8", "optimizer.gradient_clipping=0.5"])
     assert loaded.config.train.batch == 8
     assert loaded.config.optimizer.clip == 0.5
     assert "train.train_batch_size is called train.batch here" in loaded.notices[0]
-    loaded = load(None, ["model.seq_len=128", "model.learning_rate=3"])
+    loaded = load_config(None, ["model.seq_len=128", "model.learning_rate=3"])
     assert loaded.config.model.arguments == {"seq_len": 128, "learning_rate": 3}
     assert not loaded.notices, "a builder's own arguments may have any name"
 
@@ -343,11 +345,11 @@ def test_aliases_are_answered_with_our_names() -> None:
 def test_a_list_of_texts_may_be_written_plainly(tmp_path: Path) -> None:
     from shoal.config.save import to_toml
 
-    loaded = load(None, ["layout.split=*.gate.weight=column, head.*=whole", "layout.tp=2"])
+    loaded = load_config(None, ["layout.split=*.gate.weight=column, head.*=whole", "layout.tp=2"])
     assert loaded.config.layout.overrides == {"*.gate.weight": "column", "head.*": "whole"}
     (tmp_path / "run.toml").write_text(to_toml(loaded))
-    assert load(tmp_path / "run.toml").config.layout == loaded.config.layout
-    in_toml = load(None, ['layout.split=["*.gate.weight=column", "head.*=whole"]'])
+    assert load_config(tmp_path / "run.toml").config.layout == loaded.config.layout
+    in_toml = load_config(None, ['layout.split=["*.gate.weight=column", "head.*=whole"]'])
     assert in_toml.config.layout.split == loaded.config.layout.split
 
 
@@ -399,17 +401,17 @@ def test_a_strategy_takes_the_place_of_a_files_degrees(tmp_path: Path) -> None:
     """A run of tp 2 × pp 2 goes on as fsdp by one word."""
     file = tmp_path / "run.toml"
     file.write_text("[layout]\ntp = 2\npp = 2\nschedule = 'gpipe'\n")
-    loaded = load(file, ["layout.strategy=fsdp"])
+    loaded = load_config(file, ["layout.strategy=fsdp"])
     assert loaded.config.layout.degrees() == {}
     assert loaded.config.layout.schedule == ""
     assert loaded.notices == [
         "layout.strategy = fsdp: takes the place of layout.pp, layout.tp, layout.schedule in the file"
     ]
-    kept = load(file, ["layout.strategy=fsdp", "layout.tp=2"])
+    kept = load_config(file, ["layout.strategy=fsdp", "layout.tp=2"])
     assert kept.config.layout.degrees() == {"tp": 2}, "what the command line says counts"
-    assert load(file, ["layout.dp_shard=2"]).config.layout.degrees()["pp"] == 2
+    assert load_config(file, ["layout.dp_shard=2"]).config.layout.degrees()["pp"] == 2
 
 
 def test_a_degree_of_one_leaves_a_name_alone() -> None:
-    loaded = load(None, ["layout.strategy=fsdp", "layout.tp=1", "layout.pp=1"])
+    loaded = load_config(None, ["layout.strategy=fsdp", "layout.tp=1", "layout.pp=1"])
     assert loaded.config.layout.degrees() == {}

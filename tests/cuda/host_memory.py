@@ -16,9 +16,9 @@ from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import dropout_rng, recompute
-from shoal.parallel.offload.offloaded_activations import LEAST_BYTES, Activations
+from shoal.parallel.offload.offloaded_activations import LEAST_BYTES, ActivationOffload
 from shoal.parallel.offload.optimizer_state import stream_state
-from shoal.parallel.program import Program, undivided
+from shoal.parallel.program import Program, make_undivided_program
 
 DIM, LAYERS, SEQUENCE, BATCH = pick((512, 8, 512, 8), (64, 3, 32, 2))
 VOCABULARY = 1024
@@ -32,12 +32,12 @@ def program_of(dropout: float = 0.1) -> Program:
     world = start_world({})
     world.device = DEVICE
     plan = Plan(Layout(), BATCH, BATCH, 1, compute="bf16")
-    return dropout_rng.apply(undivided(model, plan, world), 3)
+    return dropout_rng.apply(make_undivided_program(model, plan, world), 3)
 
 
 def parking(program: Program, least_bytes: int = LEAST_PARKED) -> Program:
     """What `offload.apply` makes of it, also on the CPU, where that has nothing to relieve."""
-    park = Activations(program.module, program.blocks, DEVICE, least_bytes)
+    park = ActivationOffload(program.module, program.blocks, DEVICE, least_bytes)
     return replace(program, around=(*program.around, park.micro_batch))
 
 

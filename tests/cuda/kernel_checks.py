@@ -13,7 +13,11 @@ from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.optim.build import build_optimizer
-from shoal.parallel.context_parallel.attention_kernels import attend, attend_backward, merge
+from shoal.parallel.context_parallel.attention_kernels import (
+    attend,
+    attend_backward,
+    merge_attention,
+)
 
 SIZE = pick((512, 8, 512), (64, 4, 32))  # dim, heads, sequence
 
@@ -84,7 +88,7 @@ def attention_in_parts(dtype: torch.dtype) -> dict[str, float]:
     parts = [(k[:, :, :half], v[:, :, :half], False), (k[:, :, half:], v[:, :, half:], True)]
     seen = [attend(late, key, value, causal=c, scale=scale) for key, value, c in parts]
     total = type(seen[0])(seen[0].out.to(seen[0].lse.dtype).clone(), seen[0].lse.clone())
-    merge(total, seen[1])
+    merge_attention(total, seen[1])
     whole = type(total)(total.out.to(dtype), total.lse)
     given = near[:, :, half:]
     shares = [

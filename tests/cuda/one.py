@@ -15,7 +15,7 @@ from device import DEVICE, ON_GPU, SMALL, pick
 from machine_case import TINY
 from shoal.fabric import start_world
 from shoal.machine.matmul import DTYPES, matmul_flops_per_s
-from shoal.machine.measure import measure_machine, quick
+from shoal.machine.measure import measure_machine, quick_sizes
 from shoal.models.catalog import build
 
 
@@ -98,7 +98,7 @@ def machine(sheet: Sheet) -> None:
         with sheet.row("facts for the planner") as told:
             world = start_world()
             world.device = DEVICE
-            told.update(measure_machine(world, Path(cache), TINY if SMALL else quick(DEVICE)))
+            told.update(measure_machine(world, Path(cache), TINY if SMALL else quick_sizes(DEVICE)))
             assert told["kind"] == ("gpu" if ON_GPU else "cpu")
 
 

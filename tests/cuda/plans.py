@@ -10,10 +10,10 @@ from typing import Any
 from child import Sheet
 from device import DEVICE, ON_GPU, SMALL, pick
 from machine_case import TINY
-from shoal.config.load import load
+from shoal.config.load import load_config
 from shoal.data.sources import open_source
 from shoal.fabric import World, start_world
-from shoal.machine.measure import measure_machine, quick
+from shoal.machine.measure import measure_machine, quick_sizes
 from shoal.trainer.jobs.benchmark_row import measure_row
 
 SIZES = pick(
@@ -47,10 +47,12 @@ def memory(sheet: Sheet) -> None:
 def one(world: World, words: list[str], layout: str, compared: int = 1) -> dict[str, Any]:
     """A few steps of the demo's model at another size; weights are written after `compared` steps."""
     sizes = [*SIZES, f"train.micro_batch={pick(8, 2)}", "train.steps=8", "data.source=synthetic"]
-    config = load(None, [*sizes, *words]).config
+    config = load_config(None, [*sizes, *words]).config
     source = open_source(config.data, config.train.seed)
     with tempfile.TemporaryDirectory() as folder:
-        measure_machine(world, Path(os.environ["SHOAL_CACHE"]), TINY if SMALL else quick(DEVICE))
+        measure_machine(
+            world, Path(os.environ["SHOAL_CACHE"]), TINY if SMALL else quick_sizes(DEVICE)
+        )
         row = measure_row(
             config, source, world, layout, steps=3, compared=compared, folder=Path(folder)
         )

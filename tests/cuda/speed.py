@@ -172,10 +172,10 @@ def plain_llama(weights: dict[str, torch.Tensor], compiled: bool) -> torch.nn.Mo
 def flops_of_one(model: torch.nn.Module) -> float:
     """Of one sample, forward and backward, by the planner's count of products (no recompute)."""
     from shoal.models.loss import token_loss
-    from shoal.trace.costs.flops import backward_flops
+    from shoal.trace.costs.flops import count_training_flops
 
     tokens = torch.zeros(1, ARGUMENTS["sequence"], dtype=torch.long)
-    found = backward_flops(model, (tokens, tokens), lambda m, b: token_loss(m(b[0]), b[1])[0])
+    found = count_training_flops(model, (tokens, tokens), lambda m, b: token_loss(m(b[0]), b[1])[0])
     assert found, "the FLOPs of a step could not be counted"
     return float(found)
 

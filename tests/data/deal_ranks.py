@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from shoal.data.streams.stream_loader import DealtLoader, gathered
+from shoal.data.streams.stream_loader import ShardedLoader, gather_places
 
 
 class Ranks:
@@ -17,7 +17,7 @@ class Ranks:
         self.at_work = threading.Lock()
         given: dict[str, Any] = {"batch": 8, "micro_batch": 2, "seed": 3, **settings}
         self.loaders = [
-            DealtLoader(one, gather=self.teller(rank), rank=rank, degree=degree, **given)
+            ShardedLoader(one, gather=self.teller(rank), rank=rank, degree=degree, **given)
             for rank, one in enumerate(shards)
         ]
 
@@ -76,6 +76,6 @@ def numbers(taken: list[list[Any]]) -> list[int]:
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint keeps of the ranks' states, as `Feed.gathered` does."""
+    """What a checkpoint keeps of the ranks' states, as `RunLoaders.gathered` does."""
     words = [state["iterable"].get("places", {}) for state in states]
-    return gathered(states[0], lambda _: words)
+    return gather_places(states[0], lambda _: words)

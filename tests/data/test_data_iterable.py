@@ -17,7 +17,7 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.data.loading.iterable import IterableLoader
 from shoal.data.loading.loader import Loader
-from shoal.trainer.loaders.run_loaders import Feed, open_loader
+from shoal.trainer.loaders.run_loaders import RunLoaders, open_loader
 
 
 class Stream:
@@ -257,7 +257,7 @@ def test_ranks_that_each_read_all_of_a_stream_are_told(degree: int) -> None:
     said: list[str] = []
     plan = Plan(Layout(dp_replicate=degree), batch=4, micro_batch=2)
     world: Any = SimpleNamespace(size=degree, rank=0)
-    feed = Feed(plan, world, notice=said.append)
+    feed = RunLoaders(plan, world, notice=said.append)
     stream = Stream(8)
     feed.open(list(range(8)), 0, None)
     assert not said

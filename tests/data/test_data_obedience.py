@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from shoal.data.loading.worker_pool import obey_parent
+from shoal.data.loading.worker_pool import follow_parent_signals
 
 
 def obedient(ready: Any) -> None:
-    obey_parent()
+    follow_parent_signals()
     ready.set()
     time.sleep(30)
 

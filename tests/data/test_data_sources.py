@@ -13,7 +13,7 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data.digits import EvenPart
+from shoal.data.digits import EvenSubset
 from shoal.data.sources import open_source
 from shoal.trainer.loaders.run_loaders import open_loader
 
@@ -75,7 +75,7 @@ def test_synthetic_tokens() -> None:
 )
 def test_even_parts_are_every_sample_once(samples: int, held: int) -> None:
     whole = list(range(samples))
-    train, kept = EvenPart(whole, held, False), EvenPart(whole, held, True)
+    train, kept = EvenSubset(whole, held, False), EvenSubset(whole, held, True)
     assert (
         sorted([*(train[i] for i in range(len(train))), *(kept[i] for i in range(held))]) == whole
     )

@@ -22,7 +22,7 @@ from shoal.data.files.documents import (
 )
 from shoal.data.sources import open_source
 from shoal.data.text import text_files as text_module
-from shoal.data.text.single_pass_text import Texts
+from shoal.data.text.single_pass_text import SinglePassTexts
 from shoal.data.text.text_files import open_corpus, train_bpe_on
 
 WORDS = ["the tide comes in, the tide goes out\n", "a shoal of herring turns as one\n", "größe €\n"]
@@ -49,7 +49,7 @@ def section(source: str, **settings: Any) -> DataSection:
 
 
 def train_bpe(documents: list[Document], vocabulary: int) -> Any:
-    return train_bpe_on(Texts(documents, []).sample(), vocabulary)
+    return train_bpe_on(SinglePassTexts(documents, []).sample(), vocabulary)
 
 
 def decode(source: Any, spans: Any) -> str:
@@ -122,13 +122,13 @@ def test_the_second_call_neither_trains_nor_encodes(
     books: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[int] = []
-    real = text_module.encode
+    real = text_module.encode_texts
 
     def counted(*given: Any) -> Any:
         built.append(1)
         return real(*given)
 
-    monkeypatch.setattr(text_module, "encode", counted)
+    monkeypatch.setattr(text_module, "encode_texts", counted)
     first = open_source(section(f"text:{books}/*.txt"), 0)
     again = open_source(section(f"text:{books}/*.txt", sequence=8), 0)
     assert len(built) == 1
@@ -163,17 +163,17 @@ def test_long_documents_are_encoded_in_pieces(books: Path, monkeypatch: pytest.M
 def test_pieces_end_with_a_line(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = glob_documents(f"{books}/*.txt")
     tokenizer = train_bpe(documents, 300)
-    whole = text_module.encode(tokenizer, Texts(documents, []))[0].tolist()
+    whole = text_module.encode_texts(tokenizer, SinglePassTexts(documents, []))[0].tolist()
     monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 64)
-    assert text_module.encode(tokenizer, Texts(documents, []))[0].tolist() == whole
+    assert text_module.encode_texts(tokenizer, SinglePassTexts(documents, []))[0].tolist() == whole
 
 
 def test_no_token_is_added_that_is_not_text(books: Path, tmp_path: Path) -> None:
     documents = glob_documents(f"{books}/*.txt")
     tokenizer = train_bpe(documents, 300)
-    plain = text_module.encode(tokenizer, Texts(documents, []))[0].tolist()
+    plain = text_module.encode_texts(tokenizer, SinglePassTexts(documents, []))[0].tolist()
     tokenizer.post_processor = TemplateProcessing(single="A $0", special_tokens=[("A", 65)])
-    assert text_module.encode(tokenizer, Texts(documents, []))[0].tolist() == plain
+    assert text_module.encode_texts(tokenizer, SinglePassTexts(documents, []))[0].tolist() == plain
 
 
 def test_a_tokenizer_of_ones_own(books: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from deal_ranks import Ranks, alone, in_order, merged, numbers
 
 from shoal.base.errors import ConfigError, UserError
-from shoal.data.streams.shard_order import Deal
-from shoal.data.streams.stream_loader import DealtLoader
+from shoal.data.streams.shard_order import ShardAssignment
+from shoal.data.streams.stream_loader import ShardedLoader
 
 LENGTHS = [7, 0, 23, 5, 1, 40, 0, 3, 11, 8, 2]
 LAST_EMPTY = [0, 3, 0, 0, 9, 0, 0, 0]
@@ -184,7 +184,7 @@ def test_a_place_saves_reading_from_the_front() -> None:
 
 
 def test_a_step_before_nothing_but_empty_shards_is_the_epochs_last() -> None:
-    order = Deal(138, 3, 0).order
+    order = ShardAssignment(138, 3, 0).order
     lengths = [0] * 138
     for number in order[:128]:
         lengths[number] = 1
@@ -212,7 +212,7 @@ def test_errors_are_one_line() -> None:
             return Broken(0, 9)
 
     for workers in (0, 1):
-        loader = DealtLoader(
+        loader = ShardedLoader(
             Ill([9]), gather=alone, batch=4, micro_batch=2, seed=0, workers=workers
         )
         with pytest.raises(UserError) as caught:
@@ -221,26 +221,26 @@ def test_errors_are_one_line() -> None:
             "data.source: shard 0, sample 2 (epoch 0): ValueError: no such row"
         )
     with pytest.raises(ConfigError, match="object gives no samples in epoch 0"):
-        list(DealtLoader(Shards([0, 0]), gather=alone, batch=4, micro_batch=2, seed=0))
+        list(ShardedLoader(Shards([0, 0]), gather=alone, batch=4, micro_batch=2, seed=0))
 
 
 def test_other_shards_are_refused_after_a_resume() -> None:
     given: dict[str, Any] = {"gather": alone, "batch": 4, "micro_batch": 2, "seed": 0}
-    first = DealtLoader(Shards([9, 9], has_places=False), **given)
+    first = ShardedLoader(Shards([9, 9], has_places=False), **given)
     state = next(iter(first)).after
     for other, was in ((state, "of other files, or in another order"),
                        ({**state, "iterable": {"epoch": 0}}, "of one stream")):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
-            DealtLoader(Shards([9, 9], digest="xyz"), **given).restore(other)
+            ShardedLoader(Shards([9, 9], digest="xyz"), **given).restore(other)
         assert str(caught.value) == (
             f"data.source: the checkpoint was made {was}, so samples would come twice or not at "
             f"all; try: the same files, a shuffle(seed=…) with a seed, or a new run"
         )
-    second = DealtLoader(Shards([1, 1], has_places=False), **given)
+    second = ShardedLoader(Shards([1, 1], has_places=False), **given)
     second.restore(state)
     with pytest.raises(ConfigError, match=r"shard \d ends after 1 samples, the checkpoint was"):
         list(second)
 
 
 def test_a_deal_of_a_million_shards_is_quick_to_tell() -> None:
-    assert len(Deal(10**6, 0, 0).state()["held"]) == 64
+    assert len(ShardAssignment(10**6, 0, 0).state()["held"]) == 64

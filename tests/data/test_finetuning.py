@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shoal.base.errors import ConfigError
-from shoal.config.load import load
+from shoal.config.load import load_config
 from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
 from shoal.data.sources import open_data, open_source
@@ -234,7 +234,7 @@ def test_packing_needs_examples(tmp_path: Path) -> None:
         opened(path, packing="on")
     assert str(caught.value) == wanted.format(path)
     with pytest.raises(ConfigError, match=r"packing = yes: not one of off, on"):
-        load(None, ["data.packing=yes"])
+        load_config(None, ["data.packing=yes"])
 
 
 def test_a_second_source_without_answers(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_second_source_without_answers(tmp_path: Path) -> None:
 
 
 def test_packed_rows_call_the_model_by_name() -> None:
-    loaded = load(None, ["data.packing=on", "data.source=jsonl:a.jsonl"])
+    loaded = load_config(None, ["data.packing=on", "data.source=jsonl:a.jsonl"])
     assert loaded.config.model.call == "kwargs"
     assert loaded.origins["model.call"] == "of data.packing"
 

@@ -16,8 +16,8 @@ from deal_ranks import Ranks, alone, merged
 from shoal.base.errors import ClusterError, ConfigError
 from shoal.data.loading import read_retries
 from shoal.data.loading.iterable import IterableLoader
-from shoal.data.streams.hf_streams import Shards, open_dealt
-from shoal.data.streams.stream_loader import DealtLoader
+from shoal.data.streams.hf_streams import DatasetShards, open_sharded_loader
+from shoal.data.streams.stream_loader import ShardedLoader
 
 pytestmark = pytest.mark.proof
 datasets: Any = pytest.importorskip("datasets")
@@ -90,8 +90,8 @@ def noise(taken: list[list[Any]]) -> list[float]:
 def test_once_each_over_resumes_and_layouts(folder: Path, kind: str, pipe: str) -> None:
     build, count = PIPES[pipe]
 
-    def shards(degree: int) -> list[Shards]:
-        return [Shards(build(opened(folder, kind))) for _ in range(degree)]
+    def shards(degree: int) -> list[DatasetShards]:
+        return [DatasetShards(build(opened(folder, kind))) for _ in range(degree)]
 
     single = Ranks(1, shards(1), batch=16)
     first, second = single.epoch(), single.epoch()
@@ -118,20 +118,20 @@ def test_once_each_over_resumes_and_layouts(folder: Path, kind: str, pipe: str) 
 
 
 def test_draws_follow_from_the_seed(folder: Path) -> None:
-    made = [Ranks(1, [Shards(opened(folder).map(noisy))], seed=seed) for seed in (1, 1, 2)]
+    made = [Ranks(1, [DatasetShards(opened(folder).map(noisy))], seed=seed) for seed in (1, 1, 2)]
     seen = [noise(ranks.epoch()) for ranks in made]
     assert seen[0] == seen[1] != seen[2]
 
 
 def test_parquet_is_dealt_by_row_groups(folder: Path) -> None:
-    assert Shards(opened(folder, "parquet")).count == sum(
+    assert DatasetShards(opened(folder, "parquet")).count == sum(
         -(-(20 + 2 * number) // 10) for number in range(FILES)
     )
-    assert Shards(opened(folder)).count == FILES
+    assert DatasetShards(opened(folder)).count == FILES
 
 
 def test_a_shuffle_without_seed_is_told_from_rank_to_rank_and_after_a_resume(folder: Path) -> None:
-    one, other = (Shards(opened(folder).shuffle(buffer_size=8)) for _ in range(2))
+    one, other = (DatasetShards(opened(folder).shuffle(buffer_size=8)) for _ in range(2))
     assert one.digest != other.digest
     taken = Ranks(1, [one]).epoch(2)
     with pytest.raises(ConfigError, match="of other files, or in another order"):
@@ -139,7 +139,7 @@ def test_a_shuffle_without_seed_is_told_from_rank_to_rank_and_after_a_resume(fol
     given = {"batch": 4, "micro_batch": 2, "seed": 0, "degree": 2}
 
     def probe_of(data: Any) -> Any:
-        loader = open_dealt(data, lambda word: [word, [[], []]], print, given)
+        loader = open_sharded_loader(data, lambda word: [word, [[], []]], print, given)
         assert loader is not None
         return next(iter(loader)).probe
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_dealt_is_one_line(folder: Path) -> None:
 
     def told(data: Any, degree: int = 2) -> tuple[bool, str]:
         lines: list[str] = []
-        loader = open_dealt(data, alone, lines.append, {**given, "degree": degree})
+        loader = open_sharded_loader(data, alone, lines.append, {**given, "degree": degree})
         return loader is not None, "".join(lines)
 
     near = "try: the same without it, or with shuffle() before it"
@@ -213,7 +213,7 @@ def test_what_a_mount_refuses_is_tried_again_or_left_out(
         return read
 
     def seen(data: Any, degree: int = 1) -> list[int]:
-        shards = [Shards(data) for _ in range(degree)]
+        shards = [DatasetShards(data) for _ in range(degree)]
         ranks = Ranks(degree, shards)
         for loader in ranks.loaders:
             loader.leaves_out = True
@@ -239,7 +239,7 @@ def test_what_a_mount_refuses_is_tried_again_or_left_out(
 
 
 def alone_of(data: Any) -> list[Any]:
-    loader = DealtLoader(Shards(data), gather=alone, batch=8, micro_batch=2, seed=3)
+    loader = ShardedLoader(DatasetShards(data), gather=alone, batch=8, micro_batch=2, seed=3)
     loader.leaves_out = True
     return list(loader)
 
@@ -251,7 +251,7 @@ def one_by_one(data: Any) -> list[int]:
 
 
 def test_a_shuffle_buffer_is_shared_by_the_streams(folder: Path) -> None:
-    shards = Shards(opened(folder).shuffle(seed=1, buffer_size=64))
+    shards = DatasetShards(opened(folder).shuffle(seed=1, buffer_size=64))
     order = [int(row["id"]) for row in shards.open(0, 0, 0, 8)]
     assert order != sorted(order)
     assert all(abs(n - place - min(order)) < 20 for place, n in enumerate(order))

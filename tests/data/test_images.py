@@ -10,7 +10,7 @@ import pytest
 
 from shoal.base.errors import ConfigError, UserError
 from shoal.config.sections import DataSection
-from shoal.data.files.image_folders import ImageFolder, check_model, held_out, open_images
+from shoal.data.files.image_folders import ImageFolder, check_model, choose_held_out, open_images
 from shoal.data.loading.loader import Loader
 from shoal.data.sources import open_source
 
@@ -41,9 +41,9 @@ def test_every_image_is_on_one_side_and_added_ones_move_no_other(tmp_path: Path)
 
 
 def test_both_sides_have_an_image() -> None:
-    assert sum(held_out(["a", "b", "c"], 1e-9)) == 1
-    assert sum(held_out(["a", "b", "c"], 0.999999)) == 2
-    assert held_out(["a"], 0.5) == [False]
+    assert sum(choose_held_out(["a", "b", "c"], 1e-9)) == 1
+    assert sum(choose_held_out(["a", "b", "c"], 0.999999)) == 2
+    assert choose_held_out(["a"], 0.5) == [False]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,12 @@ import torch
 from torch.utils.data import default_collate
 
 from shoal.base.errors import UserError
-from shoal.data.loading.fetch import Fetcher, Joined, NotUniform, join_uniform
+from shoal.data.loading.fetch import (
+    FetchedMicroBatches,
+    Fetcher,
+    NonUniformSamplesError,
+    join_uniform,
+)
 
 
 class Pair(NamedTuple):
@@ -79,7 +84,7 @@ def test_micro_batches_are_as_if_joined_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_uniform(name: str) -> None:
-    with pytest.raises(NotUniform):
+    with pytest.raises(NonUniformSamplesError):
         join_uniform([OTHERS[name](i) for i in range(4)])
 
 
@@ -92,6 +97,6 @@ def test_what_cannot_be_joined_names_its_micro_batch() -> None:
 def test_one_tensor_travels_for_all_micro_batches() -> None:
     """A worker's message costs by the tensor."""
     found = Fetcher(Made(KINDS["tensors"]), 64, 0, True, None).values([(0, 2), (2, 4), (4, 6)])
-    assert isinstance(found, Joined)
+    assert isinstance(found, FetchedMicroBatches)
     assert isinstance(found.value, torch.Tensor)
     assert found.value.shape == (6, 3)

@@ -58,14 +58,14 @@ def test_both_sides_are_encoded_in_one_reading(
     first = opened(f"jsonl:{path}")
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "other"))
     read: list[str] = []
-    real = rows.Rows.rows
+    real = rows.TextRows.rows
 
-    def counted(document: rows.Rows, keys: Any = ()) -> Any:
+    def counted(document: rows.TextRows, keys: Any = ()) -> Any:
         for place, row in real(document, keys):
             read.append(place)
             yield place, row
 
-    monkeypatch.setattr(rows.Rows, "rows", counted)
+    monkeypatch.setattr(rows.TextRows, "rows", counted)
     source = opened(f"jsonl:{path}", tokenizer=first.train.spans[0].path[:-9] + "tokenizer.json")
     assert len(read) < 1.1 * len(TEXTS), "first rows, for the form, and all once"
     for part in ("train", "validation"):

@@ -16,7 +16,7 @@ from shoal.config.mixture_syntax import split_mixture
 from shoal.config.paths import check_data_path
 from shoal.config.sections import DataSection
 from shoal.data.loading.loader import Loader
-from shoal.data.loading.weighted_mixture import Mixture, turns
+from shoal.data.loading.weighted_mixture import WeightedMixture, deal_round
 from shoal.data.sources import open_source
 
 WEIGHTS = [(1, 1), (7, 3), (1, 99), (5, 3, 2), (3, 2, 1), (1, 1, 1, 1), (97, 2, 1), (10, 9, 3, 1)]
@@ -35,15 +35,15 @@ class Numbers(Dataset[Any]):
         return self.first + index
 
 
-def mixed() -> Mixture:
-    return Mixture([Numbers(0, 50), Numbers(1000, 9), Numbers(2000, 31)], [5, 3, 2])
+def mixed() -> WeightedMixture:
+    return WeightedMixture([Numbers(0, 50), Numbers(1000, 9), Numbers(2000, 31)], [5, 3, 2])
 
 
 @pytest.mark.parametrize("parts", WEIGHTS)
 def test_of_the_first_n_each_has_its_share_to_the_sample(parts: tuple[int, ...]) -> None:
     whole = sum(parts)
     counts = [0] * len(parts)
-    for number, source in enumerate(turns(parts) * 3, 1):
+    for number, source in enumerate(deal_round(parts) * 3, 1):
         counts[source] += 1
         for count, part in zip(counts, parts, strict=True):
             assert number * part // whole <= count <= -(-number * part // whole), (number, counts)

@@ -14,12 +14,16 @@ import pytest
 
 from shoal.config.sections import DataSection
 from shoal.data.files import tokenizer_cache
-from shoal.data.files.documents import Document, glob_documents, spread
+from shoal.data.files.documents import Document, glob_documents, spread_ranges
 from shoal.data.files.tokenizer_cache import NewEntry
 from shoal.data.sources import open_source
 from shoal.data.text import single_pass_text, text_rows
-from shoal.data.text.single_pass_text import Texts, by_places, sample_rule
-from shoal.data.text.text_rows import row_documents
+from shoal.data.text.single_pass_text import (
+    SinglePassTexts,
+    choose_sample_rule,
+    sample_texts_at_places,
+)
+from shoal.data.text.text_rows import split_row_documents
 
 LINES = [f"number {n}: " + "the tide comes in, größe €; " * (n % 9) for n in range(600)]
 
@@ -48,14 +52,14 @@ def test_every_line_is_read_once_and_twice_where_it_is_not_kept(
     files: Path, monkeypatch: pytest.MonkeyPatch, share: str, kept: bool
 ) -> None:
     read: Counter[str] = Counter()
-    real = text_rows.Rows.rows
+    real = text_rows.TextRows.rows
 
-    def counted(document: text_rows.Rows, keys: Any = ()) -> Any:
+    def counted(document: text_rows.TextRows, keys: Any = ()) -> Any:
         for place, row in real(document, keys):
             read[place] += 1
             yield place, row
 
-    monkeypatch.setattr(text_rows.Rows, "rows", counted)
+    monkeypatch.setattr(text_rows.TextRows, "rows", counted)
     if not kept:
         monkeypatch.setattr(single_pass_text, "KEPT_CHARACTERS", 1000)
     source = opened(f"jsonl:{files}/*.jsonl", validation=share)
@@ -70,12 +74,12 @@ def test_every_line_is_read_once_and_twice_where_it_is_not_kept(
 
 
 def test_of_much_text_some_places_are_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = row_documents("jsonl", f"{files}/*.jsonl", "text", 0.2)[0]
-    assert sample_rule(documents) == "whole"
+    documents = split_row_documents("jsonl", f"{files}/*.jsonl", "text", 0.2)[0]
+    assert choose_sample_rule(documents) == "whole"
     monkeypatch.setattr(single_pass_text, "WHOLE_BYTES", 2**15)
-    assert sample_rule(documents) == "places"
-    some = list(Texts(documents, []).sample())
-    assert some == list(by_places(documents)), "the same every time"
+    assert choose_sample_rule(documents) == "places"
+    some = list(SinglePassTexts(documents, []).sample())
+    assert some == list(sample_texts_at_places(documents)), "the same every time"
     assert len(set(some)) == len(some), "no line twice"
     mine = [text for document in documents for text in document.texts()]
     assert set(some) < set(mine), "whole lines of the training side"
@@ -111,10 +115,10 @@ def test_bytes_that_are_read_of_much_text(files: Path) -> None:
             "".join(json.dumps({"text": text[at : at + 400]}) + "\n" for at in range(0, 2**20, 400))
         )
     plain: list[Document] = glob_documents(f"{files}/large*.txt")
-    lines = row_documents("jsonl", f"{files}/large*.jsonl", "text", 0.0)[0]
+    lines = split_row_documents("jsonl", f"{files}/large*.jsonl", "text", 0.0)[0]
     for documents, most in ((plain, 2**13 + 2**12), (lines, 2**13 + 16 * 2**14)):
         before = read()
-        some = list(by_places(documents))
+        some = list(sample_texts_at_places(documents))
         assert read() - before < most
         assert 2**12 < sum(map(len, some)) < 2**14
 
@@ -126,15 +130,15 @@ def test_of_rows_that_are_longer_than_the_sample_a_head_is_taken(
     monkeypatch.setattr(single_pass_text, "WHOLE_BYTES", whole_bytes)
     text = "".join(LINES) * 3
     (files / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    documents = row_documents("jsonl", f"{files}/long.jsonl", "text", 0.0)[0]
-    assert [one for one in Texts(documents, []).sample() if one] == [text[: 2**13]]
+    documents = split_row_documents("jsonl", f"{files}/long.jsonl", "text", 0.0)[0]
+    assert [one for one in SinglePassTexts(documents, []).sample() if one] == [text[: 2**13]]
 
 
 def test_a_packed_file_is_sampled_at_its_front(files: Path) -> None:
     whole = (files / "0.jsonl").read_bytes()
     (files / "p.jsonl.gz").write_bytes(gzip.compress(whole))
-    documents = row_documents("jsonl", f"{files}/p.jsonl.gz", "text", 0.0)[0]
-    some, texts = list(by_places(documents)), [t for d in documents for t in d.texts()]
+    documents = split_row_documents("jsonl", f"{files}/p.jsonl.gz", "text", 0.0)[0]
+    some, texts = list(sample_texts_at_places(documents)), [t for d in documents for t in d.texts()]
     assert 1 < len(some) < len(texts)
     assert some == texts[: len(some)]
 
@@ -142,7 +146,7 @@ def test_a_packed_file_is_sampled_at_its_front(files: Path) -> None:
 def test_places_are_spread_and_cut_at_the_ends_of_files() -> None:
     sizes = [10, 0, 100, 3, 87]
     documents = [Document(str(n), str(n), size, 0) for n, size in enumerate(sizes)]
-    found = spread(documents, 10, 100)
+    found = spread_ranges(documents, 10, 100)
     assert sum(stop - start for _, start, stop in found) == 100
     assert all(0 <= start < stop <= d.size_bytes for d, start, stop in found)
     fronts = dict(zip("01234", np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -155,9 +159,9 @@ def test_a_piece_ends_with_a_whole_character(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("größe\r\n€uro".encode())
     document = Document.of(path, tmp_path)
-    assert document.piece(0, 3) == "gr"
-    assert document.piece(3, 11) == "ße\n"
-    assert document.piece(0, 99) == "größe\n€uro"
+    assert document.read_range(0, 3) == "gr"
+    assert document.read_range(3, 11) == "ße\n"
+    assert document.read_range(0, 99) == "größe\n€uro"
 
 
 def test_an_arrays_checksum_is_taken_as_it_is_written(
@@ -191,7 +195,7 @@ def test_a_flipped_byte_of_an_array_is_found_by_a_later_start(
         file.write(bytes([good[-1] ^ 1]))
     mark = path.parent.with_name(f"{path.parent.name}.checked")
     mark.write_text(
-        tokenizer_cache._mark(
+        tokenizer_cache._entry_stamp(
             path.parent, json.loads((path.parent / "meta.json").read_text())["files"]
         )
     )
@@ -216,14 +220,14 @@ def test_of_much_parquet_some_row_groups_are_begun(
             arrow.Table.from_pylist(made), files / f"{number}.parquet", row_group_size=40,
             compression="none", use_dictionary=False, data_page_size=2**12, write_batch_size=4,
         )  # fmt: skip
-    documents = row_documents("parquet", f"{files}/*.parquet", "text", 0.0)[0]
-    some = list(by_places(documents))
+    documents = split_row_documents("parquet", f"{files}/*.parquet", "text", 0.0)[0]
+    some = list(sample_texts_at_places(documents))
     numbers = [int(text.split()[1][:-1]) for text in some]
-    assert some == list(by_places(documents))
+    assert some == list(sample_texts_at_places(documents))
     assert 2**12 < sum(map(len, some)) < 2**14
     assert len({number // 40 for number in numbers}) > 1
     monkeypatch.setattr(row_files, "LEAST_PAGE", 2**30)  # then one is all there is bytes for
-    assert len({int(text.split()[1][:-1]) % 3 for text in by_places(documents)}) == 1
+    assert len({int(text.split()[1][:-1]) % 3 for text in sample_texts_at_places(documents)}) == 1
 
 
 @pytest.mark.proof
@@ -235,10 +239,10 @@ def test_of_a_begun_row_group_only_pages_are_read(files: Path) -> None:
     made = arrow.table({"text": [f"number {n}: " * 90 for n in range(9000)]})
     path = files / "large.parquet"
     parquet.write_table(made, path, compression="none", use_dictionary=False)
-    documents = row_documents("parquet", str(path), "text", 0.0)[0]
-    list(by_places(documents))  # imports
+    documents = split_row_documents("parquet", str(path), "text", 0.0)[0]
+    list(sample_texts_at_places(documents))  # imports
     before = int(counter.read_text().split()[1])
-    assert list(by_places(documents))
+    assert list(sample_texts_at_places(documents))
     assert int(counter.read_text().split()[1]) - before < path.stat().st_size // 4
 
 
@@ -251,7 +255,7 @@ def test_the_form_of_parquet_is_told_by_its_columns(
     parquet.write_table(table.slice(0, 0), files / "a.parquet")
     parquet.write_table(table, files / "b.parquet")
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
-    documents = row_documents("parquet", f"{files}/?.parquet", "", 0.0)[0]
+    documents = split_row_documents("parquet", f"{files}/?.parquet", "", 0.0)[0]
     assert text_rows.find_form(documents, "") == text_rows.PAIR
 
 
@@ -261,8 +265,8 @@ def test_hf_rows_are_sampled_evenly(files: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HF_HOME", str(files / "home"))
     made = [{"text": text * 9} for text in LINES]
     datasets.Dataset.from_list(made).save_to_disk(files / "saved")
-    documents = row_documents("hf", f"{files}/saved", "text", 0.0)[0]
-    some = list(by_places(documents))
+    documents = split_row_documents("hf", f"{files}/saved", "text", 0.0)[0]
+    some = list(sample_texts_at_places(documents))
     numbers = [int(text.split()[1][:-1]) for text in some]
     assert numbers == sorted(numbers)
     assert max(np.diff(numbers)) - min(np.diff(numbers)) <= 1

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shoal.base.errors import ConfigError, UserError
-from shoal.base.plans.batches import turn_of
+from shoal.base.plans.batches import default_turn
 from shoal.data.loading.loader import Loader
 from shoal.data.streams.stream_order import BLOCK, STREAMS, StreamOrder
 from shoal.data.streams.webdataset import TarSamples, open_shards
@@ -87,7 +87,7 @@ def test_each_stream_is_read_by_one_rank_from_front_to_back(degree: int) -> None
 def test_one_pass_of_several_turns_reads_each_stream_by_one_rank(degree: int) -> None:
     """The default: a turn is an eighth of the batch, a micro-batch a rank's whole share of it."""
     sizes, batch = [173] * 1700, 32
-    order, n = StreamOrder(sizes, turn_of(batch)), sum(sizes)
+    order, n = StreamOrder(sizes, default_turn(batch)), sum(sizes)
     rank = np.arange(n) // (batch // degree) % degree
     stream, _ = order.streams(np.arange(n))
     full = n // (STREAMS * 4) * STREAMS * 4

@@ -14,7 +14,7 @@ import pytest
 from shoal.base.errors import ConfigError
 from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
-from shoal.data.files.token_dtypes import check_dtype, find_dtype
+from shoal.data.files.token_dtypes import check_dtype, detect_dtype
 from shoal.data.files.token_files import open_folder
 from shoal.data.files.tokenizer_cache import content_key
 from shoal.data.sources import open_data
@@ -101,7 +101,7 @@ WIDE_ENOUGH = {"uint8": 8, "uint16": 16, "uint32": 24, "int64": 24}
 
 
 def found(ids: Ids, dtype: str) -> tuple[str, bool] | None:
-    one = find_dtype(ids.astype(dtype).tobytes())
+    one = detect_dtype(ids.astype(dtype).tobytes())
     return None if one is None else (one.dtype, one.big_endian)
 
 
@@ -126,7 +126,7 @@ def test_wide_ids_are_known_for_certain(name: str) -> None:
 def test_ids_that_were_saved_as_floats_are_refused(folder: Path, dtype: str) -> None:
     """Else float32 was told as big-endian uint32, and float16 was read as uint16."""
     ids = zipf(2000, 20_000).astype(dtype)
-    assert find_dtype(ids.tobytes()[:80_000]).dtype == dtype
+    assert detect_dtype(ids.tobytes()[:80_000]).dtype == dtype
     ids.tofile(folder / "train.bin")
     with pytest.raises(ConfigError) as refusal:
         check_dtype(str(folder / "train.bin"), "uint16", "data.dtype")
@@ -143,8 +143,8 @@ def test_bytes_and_swapped_bytes_are_known() -> None:
         assert found(NARROW[name], ">u2") in (
             (None,) if name == "counting" else (("uint16", True),)
         )
-    assert find_dtype(np.random.default_rng(8).bytes(50_000)) is None, "noise"
-    assert find_dtype(b"") is find_dtype(b"1234567") is None
+    assert detect_dtype(np.random.default_rng(8).bytes(50_000)) is None, "noise"
+    assert detect_dtype(b"") is detect_dtype(b"1234567") is None
 
 
 def test_uint32_that_is_read_as_uint16_is_refused(folder: Path) -> None:

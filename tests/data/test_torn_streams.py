@@ -15,7 +15,7 @@ from deal_ranks import Ranks, alone, merged, numbers
 from shoal.base.errors import ClusterError, UserError
 from shoal.data.loading import read_retries
 from shoal.data.loading.iterable import IterableLoader
-from shoal.data.streams.stream_loader import DealtLoader
+from shoal.data.streams.stream_loader import ShardedLoader
 
 LENGTHS = [7, 0, 23, 5, 1, 40, 0, 3, 11, 8, 2]
 TORN = {0, 12, 13, 14, 15, 40, 99}
@@ -144,7 +144,7 @@ def test_a_resume_goes_on_past_what_was_left_out() -> None:
 def test_what_cannot_be_stepped_over_says_why() -> None:
     blind, whole = Shards({30}, 99, has_places=False), Shards({30}, 99)
     for shards, leaves_out, said in ((blind, True, "so it is not left out: "), (whole, False, "")):
-        loader = DealtLoader(shards, gather=alone, batch=8, micro_batch=2, seed=3)
+        loader = ShardedLoader(shards, gather=alone, batch=8, micro_batch=2, seed=3)
         loader.leaves_out = leaves_out
         with pytest.raises(ClusterError) as caught:
             list(loader)

@@ -11,10 +11,10 @@ import torch
 from shoal.base.errors import BugError, ConfigError
 from shoal.base.layouts import island_options
 from shoal.fabric.compressed.codecs import ALIGNED, BLOCK, CODECS, Codec, find_codec
-from shoal.fabric.compressed.codecs.e3m0 import E3M0
-from shoal.fabric.compressed.codecs.int8 import Int8
+from shoal.fabric.compressed.codecs.e3m0 import E3M0Codec
+from shoal.fabric.compressed.codecs.int8 import Int8Codec
 from shoal.fabric.compressed.codecs.top2bit import GROUP
-from shoal.fabric.compressed.compressed_sums import largest, pack_places, unpack_places
+from shoal.fabric.compressed.compressed_sums import pack_indices, top_k_indices, unpack_indices
 
 FP32, FP64 = torch.float32, torch.float64
 SIZES = [0, 1, 2, 7, 63, 65, 4097, BLOCK - 1, BLOCK, 2 * BLOCK + 3 * 4096 + 5]
@@ -125,13 +125,13 @@ def test_int8_errs_by_half_a_scale(block: int, dtype: torch.dtype) -> None:
     """And a block has its own scale: tiny numbers beside huge ones survive in another block."""
     numbers = drawn(3 * block, dtype=dtype)
     numbers[block : 2 * block] *= 1e-20
-    told = through(Int8(dtype, block), numbers)
+    told = through(Int8Codec(dtype, block), numbers)
     scale = numbers.view(3, -1).abs().amax(1, keepdim=True) / 127
     assert bool(((told - numbers).view(3, -1).abs() <= 0.50002 * scale).all())
 
 
 def nearest_power(number: float, scale: float) -> float:
-    """What E3M0 makes of a number, by its definition: the nearest of 15, of two the larger."""
+    """What E3M0Codec makes of a number, by its definition: the nearest of 15, of two the larger."""
     magnitudes = [0.0, *(scale * 2.0**-k for k in range(7))]
     best = min(magnitudes, key=lambda m: (abs(abs(number) - m), -m))
     return math.copysign(best, number)
@@ -142,7 +142,7 @@ def test_e3m0_takes_the_nearest(dtype: torch.dtype) -> None:
     numbers = drawn(2001, dtype=dtype)
     numbers[:8] = torch.tensor([0, 1.5, -1.5, 0.75, 3 / 128, -3 / 256, 1 / 64, 6.0])
     assert float(numbers.abs().max()) == 6.0  # as near to 4 as to 8
-    told = through(E3M0(dtype), numbers)
+    told = through(E3M0Codec(dtype), numbers)
     assert told.tolist() == [nearest_power(number, 8.0) for number in numbers.tolist()]
 
 
@@ -222,9 +222,9 @@ def test_a_scale_is_a_normal_number(dtype: torch.dtype) -> None:
     """What is smaller than the smallest scale is coded in it; zero stays zero."""
     tiny = torch.finfo(dtype).tiny
     numbers = torch.tensor([tiny, -3 * tiny, tiny / 3, 0.0], dtype=dtype)
-    assert through(Int8(dtype), numbers).tolist() == [tiny, -3 * tiny, 0, 0]
-    assert through(E3M0(dtype), numbers).tolist() == [2 * tiny, -4 * tiny, 0, 0]
-    for codec, scale in ((Int8(dtype), tiny), (E3M0(dtype), 128 * tiny)):
+    assert through(Int8Codec(dtype), numbers).tolist() == [tiny, -3 * tiny, 0, 0]
+    assert through(E3M0Codec(dtype), numbers).tolist() == [2 * tiny, -4 * tiny, 0, 0]
+    for codec, scale in ((Int8Codec(dtype), tiny), (E3M0Codec(dtype), 128 * tiny)):
         packed = coded(codec, torch.zeros_like(numbers))
         assert packed[: dtype.itemsize].view(dtype).item() == scale
         assert not bool(packed[dtype.itemsize :].any())
@@ -255,12 +255,12 @@ def test_what_is_no_codec(find: Callable[[], Codec], error: type[Exception], sai
 @both_formats
 def test_places_come_back_exactly(dtype: torch.dtype) -> None:
     numbers = drawn(501, dtype=dtype)
-    chosen = largest(numbers, 7)
-    packed = pack_places(numbers, chosen)
+    chosen = top_k_indices(numbers, 7)
+    packed = pack_indices(numbers, chosen)
     assert packed.numel() == 7 * (dtype.itemsize + 4)
-    values, at = unpack_places(packed, dtype)
+    values, at = unpack_indices(packed, dtype)
     assert torch.equal(at, chosen)
     assert torch.equal(values, numbers[chosen])
     assert float(values.abs().min()) >= float(numbers.abs().sort().values[-7])
     numbers[3] = math.nan
-    assert largest(numbers, 1).tolist() == [3]
+    assert top_k_indices(numbers, 1).tolist() == [3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.base.errors import BugError
-from shoal.fabric.compressed.codecs import CODECS, Codec, Feedback, find_codec
+from shoal.fabric.compressed.codecs import CODECS, Codec, ErrorFeedback, find_codec
 
 LOSSY = [name for name in CODECS if name != "none"]
 ELEMENTS, ROUNDS = 4096 + 777, 12
@@ -19,7 +19,9 @@ def message(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(ELEMENTS, generator=generator, dtype=dtype)
 
 
-def send(feedback: Feedback, codec: Codec, numbers: torch.Tensor, tag: str = "0") -> torch.Tensor:
+def send(
+    feedback: ErrorFeedback, codec: Codec, numbers: torch.Tensor, tag: str = "0"
+) -> torch.Tensor:
     """What arrives."""
     packed = torch.empty(codec.size_bytes(numbers.numel()), dtype=torch.uint8)
     feedback.encode(tag, codec, numbers, packed)
@@ -31,7 +33,7 @@ def send(feedback: Feedback, codec: Codec, numbers: torch.Tensor, tag: str = "0"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_arrived_and_what_is_left_make_the_whole(name: str, dtype: torch.dtype) -> None:
-    feedback, codec = Feedback(), find_codec(name, dtype)
+    feedback, codec = ErrorFeedback(), find_codec(name, dtype)
     arrived, true = torch.zeros(ELEMENTS, dtype=torch.float64), 0
     for seed in range(ROUNDS):
         numbers = message(seed, dtype)
@@ -51,7 +53,7 @@ def test_what_arrived_and_what_is_left_make_the_whole(name: str, dtype: torch.dt
 def test_a_round_that_did_not_count_leaves_no_trace(name: str) -> None:
     """Not even one full of NaN, nor a tag that appeared in it."""
     codec = find_codec(name, torch.float64)
-    met, never = Feedback(), Feedback()
+    met, never = ErrorFeedback(), ErrorFeedback()
     for one in (met, never):
         one.begin()
         send(one, codec, message(1))
@@ -73,7 +75,7 @@ def test_a_round_that_did_not_count_leaves_no_trace(name: str) -> None:
 
 
 def test_a_round_that_sends_twice_keeps_both() -> None:
-    codec, feedback = find_codec("sign", torch.float64), Feedback()
+    codec, feedback = find_codec("sign", torch.float64), ErrorFeedback()
     feedback.begin()
     arrived = send(feedback, codec, message(1)) + send(feedback, codec, message(2))
     feedback.commit()
@@ -83,7 +85,7 @@ def test_a_round_that_sends_twice_keeps_both() -> None:
 
 def test_what_is_left_may_fade() -> None:
     """Once per round, however often that sends; also after it was loaded."""
-    codec, feedback = find_codec("sign", torch.float64), Feedback(keeps=0.75)
+    codec, feedback = find_codec("sign", torch.float64), ErrorFeedback(keeps=0.75)
     left = torch.zeros(ELEMENTS, dtype=torch.float64)
     for seed in range(3):
         feedback.begin()
@@ -95,22 +97,24 @@ def test_what_is_left_may_fade() -> None:
 
 
 def test_a_tag_that_sends_nothing_keeps_what_it_had() -> None:
-    codec, feedback = find_codec("e3m0", torch.float64), Feedback()
+    codec, feedback = find_codec("e3m0", torch.float64), ErrorFeedback()
     for tag in ("0", "1"):
         feedback.begin()
         send(feedback, codec, message(1), tag=tag)
         feedback.commit()
-    assert torch.equal(feedback.tensors()["0"], message(1) - send(Feedback(), codec, message(1)))
+    assert torch.equal(
+        feedback.tensors()["0"], message(1) - send(ErrorFeedback(), codec, message(1))
+    )
 
 
 def test_what_is_left_is_saved_and_taken() -> None:
     codec = find_codec("int8", torch.float64)
-    whole = Feedback()
+    whole = ErrorFeedback()
     send(whole, codec, message(1))
     whole.commit()
     saved = {tag: tensor.clone() for tag, tensor in whole.tensors().items()}
     kept = saved["0"].clone()
-    resumed = Feedback()
+    resumed = ErrorFeedback()
     send(resumed, codec, message(7), tag="gone")
     resumed.load(saved)
     for seed in (2, 3):
@@ -125,7 +129,7 @@ def test_what_is_left_is_saved_and_taken() -> None:
 
 
 def test_a_tag_is_one_vector() -> None:
-    codec, feedback = find_codec("int8", torch.float64), Feedback()
+    codec, feedback = find_codec("int8", torch.float64), ErrorFeedback()
     send(feedback, codec, message(1), tag="2.0")
     with pytest.raises(BugError) as caught:
         send(feedback, codec, message(1)[:10], tag="2.0")

@@ -91,7 +91,7 @@ def values(text: str, dtype: torch.dtype = torch.float32) -> list[float]:
 
 
 def test_the_recorded_ones_are_right() -> None:
-    """By hand, for the first numbers: the largest is 127, so int8's scale is 1 and E3M0's 128."""
+    """By hand, for the first numbers: the largest is 127, so int8's scale is 1 and E3M0Codec's 128."""
     recorded = json.loads(RECORDED.read_text())
     assert FEW[:14] == [0, -0.0, 1, -1, 127, -126.5, 0.5, 1.5, 2.5, -2.5, 95.9, 96, 96.1, -48]
     few = {name: recorded[f"{name} fp32"]["few decoded"] for name in CODECS}

@@ -13,7 +13,12 @@ import torch
 import shoal
 from shoal.base.errors import PlanError
 from shoal.fabric import device as devices
-from shoal.fabric.device import abilities, backends, device_generators, pick_device
+from shoal.fabric.device import (
+    device_generators,
+    get_device_capabilities,
+    pick_device,
+    process_group_backend,
+)
 
 SOURCE = Path(shoal.__file__).parent
 NAMES = ("cuda", "nccl", "xpu", "hip")
@@ -62,9 +67,9 @@ def test_no_other_room_spells_a_vendors_name() -> None:
 
 
 def test_groups_carry_host_tensors_and_a_devices() -> None:
-    assert backends(torch.device("cpu")) == "gloo"
-    assert backends(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
-    assert backends(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
+    assert process_group_backend(torch.device("cpu")) == "gloo"
+    assert process_group_backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert process_group_backend(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
 
 
 def test_more_processes_than_devices_are_refused() -> None:
@@ -85,19 +90,19 @@ def test_what_a_device_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: older)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
-    abilities.cache_clear()
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "cuda")
+    get_device_capabilities.cache_clear()
     try:
-        assert devices.what_is_missing(torch.device("cuda", 0)) == (
+        assert devices.missing_capabilities_line(torch.device("cuda", 0)) == (
             "Older 16GB: no bf16: precision.compute = auto means fp32; no flash attention: "
             "memory-efficient kernels or matrix products"
         )
     finally:
-        abilities.cache_clear()
-    assert devices.what_is_missing(torch.device("cpu")) == ""
+        get_device_capabilities.cache_clear()
+    assert devices.missing_capabilities_line(torch.device("cpu")) == ""
 
 
 def test_shapes_alone_are_no_device() -> None:
     assert not devices.is_accelerator(torch.device("meta"))
-    assert not abilities(torch.device("meta")).fused
+    assert not get_device_capabilities(torch.device("meta")).fused
     assert device_generators(torch.device("meta")) == []

@@ -18,11 +18,18 @@ import torch.distributed as dist
 
 import stranger
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.fabric._torch import own_connection
-from shoal.fabric.rendezvous.authenticated_store import GuardedStore
-from shoal.fabric.rendezvous.store_server import Server
+from shoal.fabric._torch import clone_store_connection
+from shoal.fabric.rendezvous.authenticated_store import AuthenticatedStore
+from shoal.fabric.rendezvous.store_server import StoreServer
 from shoal.wire import authenticated_stream
-from shoal.wire.authenticated_stream import HELLO, MOST_BYTES, NONCE, Line, lines, mac
+from shoal.wire.authenticated_stream import (
+    HELLO,
+    MOST_BYTES,
+    NONCE,
+    AuthenticatedStream,
+    create_streams,
+    mac,
+)
 
 TOKEN = b"a token of this test's own"
 SHORT = timedelta(seconds=2)
@@ -35,7 +42,7 @@ class Served:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self.told: list[str] = []
-        Server(listener, TOKEN, self.told.append)
+        StoreServer(listener, TOKEN, self.told.append)
 
     def line(self) -> str:
         """The first line, which a thread of the server tells a moment later."""
@@ -44,8 +51,8 @@ class Served:
             time.sleep(0.01)
         return self.told[0]
 
-    def client(self, token: bytes = TOKEN, timeout: timedelta = SHORT) -> GuardedStore:
-        return GuardedStore("127.0.0.1", self.port, token, timeout)
+    def client(self, token: bytes = TOKEN, timeout: timedelta = SHORT) -> AuthenticatedStore:
+        return AuthenticatedStore("127.0.0.1", self.port, token, timeout)
 
     def stranger(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=5)
@@ -75,7 +82,7 @@ def test_it_is_a_store_of_torchs(served: Served) -> None:
     assert not one.check(["c", "missing"])
     assert other.delete_key("c")
     assert not other.delete_key("c")
-    assert own_connection(one).get("text") == b"some"
+    assert clone_store_connection(one).get("text") == b"some"
     assert not served.told
 
 
@@ -121,14 +128,14 @@ def test_who_took_the_servers_port_is_not_believed(monkeypatch: pytest.MonkeyPat
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(ConfigError, match="another token than this process"):
-            GuardedStore("127.0.0.1", listener.getsockname()[1], TOKEN, SHORT)
+            AuthenticatedStore("127.0.0.1", listener.getsockname()[1], TOKEN, SHORT)
         thread.join()
     monkeypatch.setattr(authenticated_stream, "HELLO_S", 0.5)
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for port in (torchs.port, 1):
         began_s = time.monotonic()
         with pytest.raises(ClusterError, match="nobody who knows the token answers at 127.0.0.1"):
-            GuardedStore("127.0.0.1", port, TOKEN, SHORT)
+            AuthenticatedStore("127.0.0.1", port, TOKEN, SHORT)
         assert time.monotonic() - began_s < 9
 
 
@@ -192,14 +199,14 @@ def test_half_open_connections_are_let_go_and_hold_nobody_up(served: Served) -> 
         assert time.monotonic() - began_s < 2
 
 
-def greeted(served: Served) -> tuple[socket.socket, Line]:
+def greeted(served: Served) -> tuple[socket.socket, AuthenticatedStream]:
     """A connection of one who knows the token, and what seals his frames."""
     line = served.stranger()
     hello = line.recv(len(HELLO) + NONCE, socket.MSG_WAITALL)
     theirs, mine = hello[len(HELLO) :], os.urandom(NONCE)
     line.sendall(mine + mac(TOKEN, b"client", theirs, mine))
     line.recv(32, socket.MSG_WAITALL)
-    return line, lines(TOKEN, theirs, mine)[0]
+    return line, create_streams(TOKEN, theirs, mine)[0]
 
 
 ALTERED: dict[str, Callable[[bytes], bytes]] = {
@@ -214,7 +221,7 @@ def test_a_frame_that_was_altered_ends_the_connection(served: Served, how: str) 
     known = served.client()
     line, says = greeted(served)
     with line:
-        line.sendall(ALTERED[how](says.seal(["add", "count", 1])))
+        line.sendall(ALTERED[how](says.encode_frame(["add", "count", 1])))
         while line.recv(4096):
             pass
     assert known.add("count", 0) == (1 if how == "said again" else 0)
@@ -224,7 +231,7 @@ def test_a_frame_that_was_altered_ends_the_connection(served: Served, how: str) 
 def test_one_who_speaks_for_another_connection_is_not_heard(served: Served) -> None:
     """A captured stream, played again on a connection of one's own, has other random words."""
     first, says = greeted(served)
-    frame = says.seal(["set", "k", "djE="])
+    frame = says.encode_frame(["set", "k", "djE="])
     first.close()
     with served.stranger() as line:
         hello = line.recv(len(HELLO) + NONCE, socket.MSG_WAITALL)
@@ -242,7 +249,7 @@ def test_a_known_peers_nonsense_is_his_own_loss(served: Served) -> None:
     for request in (["steal", "k"], {"set": 1}, ["set", 1, 2], ["set", "k"], 7, None):
         line, says = greeted(served)
         with line:
-            line.sendall(says.seal(request))
+            line.sendall(says.encode_frame(request))
             while line.recv(4096):
                 pass
     assert "no request" in served.line()

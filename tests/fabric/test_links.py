@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shoal.fabric.islands import inter_island_links
 from shoal.fabric.islands.heartbeat import IslandLost
-from shoal.fabric.islands.inter_island_links import Deadline, Flight, Links
+from shoal.fabric.islands.inter_island_links import Deadline, IslandConnections, PendingLinkExchange
 
 DEADLINE_S = 5.0
 
@@ -60,14 +60,14 @@ def test_a_transfer_that_was_forgotten_ends_at_the_first_question(
     monkeypatch.setattr(inter_island_links, "LOOK_S", 0.05)
     group: Any = Closed(gone=2)
     pulse: Any = Hears()
-    here = Links(dist.HashStore(), pulse, range(3), 0, "all")
+    here = IslandConnections(dist.HashStore(), pulse, range(3), 0, "all")
     work: Any = Forgotten()
     nothing = torch.empty(0, dtype=torch.uint8)
     with (
         pytest.raises(IslandLost, match="island 2: silent") as lost,
-        here.watched("an exchange", DEADLINE_S) as deadline,
+        here.deadline_scope("an exchange", DEADLINE_S) as deadline,
     ):
-        here.wait(Flight(work, nothing, nothing, group), deadline)
+        here.wait(PendingLinkExchange(work, nothing, nothing, group), deadline)
     assert group.asked == [1, 2]
     assert lost.value.after_s < DEADLINE_S, "it waited for its deadline"
 
@@ -96,8 +96,8 @@ def test_a_deadline_ends_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     work: Any = Clock()
     monkeypatch.setattr(inter_island_links, "time", work)
     nothing = torch.empty(0, dtype=torch.uint8)
-    here = Links(dist.HashStore(), None, range(2), 0, "all")
-    with pytest.raises(inter_island_links._Failed):
-        here.wait(Flight(work, nothing, nothing, group), Deadline(0.3))
+    here = IslandConnections(dist.HashStore(), None, range(2), 0, "all")
+    with pytest.raises(inter_island_links._TransferFailed):
+        here.wait(PendingLinkExchange(work, nothing, nothing, group), Deadline(0.3))
     assert group.asked == [1]
     assert work.now_s == pytest.approx(0.3, abs=2 * inter_island_links.LEAST_S)

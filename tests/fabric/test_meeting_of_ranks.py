@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal.base.errors import ClusterError
 from shoal.fabric import world as worlds
 from shoal.fabric.rendezvous import rendezvous_store
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.fabric.world import start_world
 
 
@@ -58,7 +58,7 @@ def test_whose_boundary_torchruns_store_has_is_said(
     """By rank 0, where other machines reach it."""
     monkeypatch.setattr(rendezvous_store, "is_loopback", lambda host: loopback)
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = Place(port=agents.port, agent_store=True, started_by="torchrun")
+    place = ProcessInfo(port=agents.port, agent_store=True, started_by="torchrun")
     with caplog.at_level(logging.WARNING, "shoal"):
         rendezvous_store.open_store(place, timedelta(seconds=5), 1.0)
     said = [line for line in caplog.messages if "which asks nobody who he is" in line]

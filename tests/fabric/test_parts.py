@@ -11,9 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.collectives.sharded_collectives import GatherParameters, SpareBuffer
-from shoal.fabric.collectives.traffic_counts import Traffic
-from shoal.fabric.collectives.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
+from shoal.fabric.collectives.sharded_collectives import BufferCache, GatherParameters
+from shoal.fabric.collectives.traffic_counts import TrafficCounter
+from shoal.fabric.collectives.uneven_collectives import (
+    PendingFlatReduceScatter,
+    all_gather_parts,
+    reduce_scatter,
+)
 
 WAIT = timedelta(seconds=30)
 CUTS = [
@@ -134,7 +138,7 @@ def test_bits_do_not_depend_on_who_is_first(together) -> None:
 def test_a_result_holds_no_work_and_no_source() -> None:
     """A work that is kept keeps its process group alive beyond `destroy`."""
     tensor = torch.arange(4.0)
-    pending = PendingSum(None, tensor.clone().unsqueeze(0), tensor)
+    pending = PendingFlatReduceScatter(None, tensor.clone().unsqueeze(0), tensor)
     out = torch.zeros(4)
     assert pending.result(out=out) is out
     assert torch.equal(out, tensor)
@@ -146,28 +150,28 @@ def test_what_was_received_is_given_back_with_the_sum() -> None:
     """Not when gloo's thread lets go of it: on busy cores that is after the next buffers came."""
     received = torch.arange(6.0).view(2, 3)
     kept = received.untyped_storage()
-    assert PendingSum(None, received, None).result().tolist() == [3.0, 5.0, 7.0]
+    assert PendingFlatReduceScatter(None, received, None).result().tolist() == [3.0, 5.0, 7.0]
     assert kept.nbytes() == 0
 
 
 def test_buffers_of_one_size_take_turns_and_others_are_given_back() -> None:
-    spare = SpareBuffer()
-    first = spare.take(4, torch.float32)
-    spare.give(first)
+    spare = BufferCache()
+    first = spare.acquire(4, torch.float32)
+    spare.release(first)
     assert first.untyped_storage().nbytes() == 0, "nobody knows yet that more of its size will come"
-    second = spare.take(4, torch.float32)
-    spare.give(second)
-    assert spare.take(4, torch.float32).data_ptr() == second.data_ptr()
-    assert spare.take(4, torch.float32).data_ptr() != second.data_ptr()
-    spare.give(second)
-    assert spare.take(8, torch.float32).numel() == 8
-    assert spare.take(4, torch.float64).dtype == torch.float64
+    second = spare.acquire(4, torch.float32)
+    spare.release(second)
+    assert spare.acquire(4, torch.float32).data_ptr() == second.data_ptr()
+    assert spare.acquire(4, torch.float32).data_ptr() != second.data_ptr()
+    spare.release(second)
+    assert spare.acquire(8, torch.float32).numel() == 8
+    assert spare.acquire(4, torch.float64).dtype == torch.float64
     spare.drop()
     assert second.untyped_storage().nbytes() == 0
 
 
 def test_a_gathered_buffer_is_taken_again_once_nobody_holds_it() -> None:
-    gather, cpu = GatherParameters(Traffic()), torch.device("cpu")
+    gather, cpu = GatherParameters(TrafficCounter()), torch.device("cpu")
 
     def take(size: int) -> torch.Tensor:
         return gather.allocate([size], dtype=torch.float32, device=cpu)

@@ -11,7 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from shoal.fabric.islands import heartbeat as pulses
-from shoal.fabric.islands.heartbeat import MOST_BYTES, Beat, Pulse, read_beat
+from shoal.fabric.islands.heartbeat import (
+    MOST_BYTES,
+    HeartbeatMessage,
+    HeartbeatThread,
+    parse_heartbeat,
+)
 
 STRANGE = [
     (b"\xff\xfe", "no JSON"),
@@ -36,13 +41,13 @@ STRANGE = [
 @pytest.mark.parametrize(("raw", "said"), STRANGE)
 def test_what_is_no_beat_is_named(raw: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        read_beat(raw, 2)
+        parse_heartbeat(raw, 2)
 
 
 def test_a_beat_is_read() -> None:
-    assert read_beat(json.dumps([3, {"all": 5}, [1], "x" * 999]).encode(), 2) == Beat(
-        {"all": 5}, ((1,), "x" * 200)
-    )
+    assert parse_heartbeat(
+        json.dumps([3, {"all": 5}, [1], "x" * 999]).encode(), 2
+    ) == HeartbeatMessage({"all": 5}, ((1,), "x" * 200))
 
 
 def until(true: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -56,7 +61,7 @@ def until(true: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None
 def is_strange(raw: bytes, count: int) -> bool:
     """Whether it is no beat where there are so many islands."""
     try:
-        read_beat(raw, count)
+        parse_heartbeat(raw, count)
     except ValueError:
         return True
     return False
@@ -68,7 +73,9 @@ def test_a_strange_beat_ends_no_pulse_and_blames_nobody(monkeypatch: pytest.Monk
     monkeypatch.setattr(pulses, "SILENT_S", 2.0)  # a thread may wait a second for its turn
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     told: list[tuple[int, str]] = []
-    members = [Pulse(store, i, 3, lambda line, i=i: told.append((i, line))) for i in range(3)]
+    members = [
+        HeartbeatThread(store, i, 3, lambda line, i=i: told.append((i, line))) for i in range(3)
+    ]
     for member in members:
         member.start(5)
     beats = itertools.cycle(raw for raw, _ in STRANGE if is_strange(raw, 3))

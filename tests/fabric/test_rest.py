@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.fabric import world
-from shoal.fabric.world import await_rest
+from shoal.fabric.world import wait_for_idle_threads
 
 
 def test_a_thread_in_the_middle_of_something_is_waited_for() -> None:
@@ -29,7 +29,7 @@ def test_a_thread_in_the_middle_of_something_is_waited_for() -> None:
     thread = threading.Thread(target=works)
     thread.start()
     begun.wait()
-    await_rest()
+    wait_for_idle_threads()
     rested_s = time.monotonic()
     ends.set()
     thread.join()
@@ -46,9 +46,9 @@ def test_without_such_threads_nothing_is_waited_for(
     (task / "comm").write_text("python\n")
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    await_rest(tmp_path)
+    wait_for_idle_threads(tmp_path)
     assert waits == []
     (task / "comm").write_text("pt_gloo_runloop\n")
     (task / "status").write_text("State:\tS (sleeping)\nvoluntary_ctxt_switches:\t3\n")
-    await_rest(tmp_path)
+    wait_for_idle_threads(tmp_path)
     assert waits == [world.LOOK_S], "one look later it has not moved"

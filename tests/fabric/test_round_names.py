@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
-from shoal.fabric.rendezvous.launcher_environment import end_with_agent
-from shoal.fabric.rendezvous.process_info import Place, find_place
-from shoal.fabric.rendezvous.rendezvous_store import agreed_name
+from shoal.fabric.rendezvous.launcher_environment import die_with_agent
+from shoal.fabric.rendezvous.process_info import ProcessInfo, read_process_info
+from shoal.fabric.rendezvous.rendezvous_store import agree_on_name
 
 
 def named(store: dist.Store, size: int, timeout_s: float = 10.0) -> list[str]:
@@ -24,8 +24,8 @@ def named(store: dist.Store, size: int, timeout_s: float = 10.0) -> list[str]:
     names = [""] * size
 
     def ask(rank: int) -> None:
-        place = Place(rank=rank, size=size)
-        names[rank] = agreed_name(store, place, timedelta(seconds=timeout_s))
+        place = ProcessInfo(rank=rank, size=size)
+        names[rank] = agree_on_name(store, place, timedelta(seconds=timeout_s))
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -49,7 +49,9 @@ def test_who_stays_away_is_named() -> None:
     store = dist.HashStore()
     store.set("asks/1", "a word of a rank that died")
     with pytest.raises(ClusterError) as caught:
-        agreed_name(store, Place(rank=0, size=3, started_by="torchrun"), timedelta(seconds=0.2))
+        agree_on_name(
+            store, ProcessInfo(rank=0, size=3, started_by="torchrun"), timedelta(seconds=0.2)
+        )
     assert str(caught.value) == (
         "ranks 1, 2 of 3 did not come to 127.0.0.1:0 within 0.2 s (torchrun); look at what they print"
     )
@@ -58,8 +60,8 @@ def test_who_stays_away_is_named() -> None:
 def test_torchruns_own_counts_of_restarts_name_no_meeting() -> None:
     """An agent that came later has counted none; a JobSet's count is the same for all."""
     env = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert find_place(env).attempt == "3"
-    assert find_place({**env, "TORCHELASTIC_RUN_ID": "j1"}).attempt == ""
+    assert read_process_info(env).attempt == "3"
+    assert read_process_info({**env, "TORCHELASTIC_RUN_ID": "j1"}).attempt == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
@@ -70,7 +72,7 @@ def test_a_worker_ends_with_its_agent(started_by_agent: bool) -> None:
     agent = os.fork()
     if agent == 0:
         if os.fork() == 0:
-            end_with_agent({"TORCHELASTIC_RUN_ID": "job"} if started_by_agent else {})
+            die_with_agent({"TORCHELASTIC_RUN_ID": "job"} if started_by_agent else {})
             os.write(tell, f"{os.getpid()}\n".encode())
         time.sleep(60)
         os._exit(0)

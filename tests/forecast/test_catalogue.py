@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from shoal.base.errors import PlanError
-from shoal.forecast.machines.catalogue import CATALOGUE, GIB, LINKS, NETWORKS, find_model, network
+from shoal.forecast.machines.catalogue import (
+    CATALOGUE,
+    GIB,
+    LINKS,
+    NETWORKS,
+    get_device_model,
+    network_link,
+)
 
 
 @pytest.mark.parametrize("row", CATALOGUE.values(), ids=CATALOGUE)
@@ -38,7 +45,7 @@ def test_rows_are_plausible(row):
     ],
 )
 def test_peaks_are_dense(name, teraflops):
-    assert find_model(name).device.matrix_flops_per_s["bf16"] == teraflops * 1e12
+    assert get_device_model(name).device.matrix_flops_per_s["bf16"] == teraflops * 1e12
 
 
 @pytest.mark.parametrize(
@@ -55,16 +62,18 @@ def test_peaks_are_dense(name, teraflops):
     ],
 )
 def test_spellings(spelling, name):
-    assert find_model(spelling).device.name == name
+    assert get_device_model(spelling).device.name == name
 
 
 def test_unknown_names_the_nearest():
     with pytest.raises(PlanError, match="try: MI250X-64GB"):
-        find_model("MI250X-128GB")
+        get_device_model("MI250X-128GB")
     with pytest.raises(PlanError, match="try: L40S-48GB"):
-        find_model("L40")
+        get_device_model("L40")
 
 
 def test_a_node_shares_its_cards():
-    assert network("ib", 8, 400, 8).bytes_per_s == 8 * network("ib", 1, 400, 8).bytes_per_s
-    assert network("eth", 1, 100, 1).latency_s > network("ib", 1, 100, 1).latency_s
+    assert (
+        network_link("ib", 8, 400, 8).bytes_per_s == 8 * network_link("ib", 1, 400, 8).bytes_per_s
+    )
+    assert network_link("eth", 1, 100, 1).latency_s > network_link("ib", 1, 100, 1).latency_s

@@ -6,12 +6,12 @@ import pytest
 
 from shoal.base.estimates.cluster import Cluster, Device, Link
 from shoal.forecast.time.collective_time import (
-    Group,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    group_of,
-    send,
+    AxisGroup,
+    all_gather_cost,
+    all_reduce_cost,
+    all_to_all_cost,
+    axis_group,
+    send_cost,
 )
 from shoal.teach.calculators.collectives_costs import (
     fastest_all_reduce,
@@ -27,55 +27,55 @@ CLUSTER = Cluster(Device("d", 1e9, {}, 1e12), nodes=16, per_node=8, inside=WIRE,
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("size", [1e2, 1e5, 1e9])
 def test_inside_a_node_the_fastest_flat_algorithm_counts(ranks: int, size: float) -> None:
-    group = group_of(CLUSTER, ranks, 1)
+    group = axis_group(CLUSTER, ranks, 1)
     expected = fastest_all_reduce(ranks, size, WIRE.latency_s, 1 / WIRE.bytes_per_s)[1]
-    assert all_reduce(group, size).seconds == pytest.approx(expected)
+    assert all_reduce_cost(group, size).seconds == pytest.approx(expected)
     gathered = ring_all_gather_s(ranks, size, WIRE.latency_s, 1 / WIRE.bytes_per_s)
-    assert all_gather(group, size).seconds == pytest.approx(gathered)
+    assert all_gather_cost(group, size).seconds == pytest.approx(gathered)
 
 
 def test_over_nodes_never_slower_than_three_stages_and_never_above_the_links() -> None:
-    group = Group(32, 8, WIRE, NET, 8)
+    group = AxisGroup(32, 8, WIRE, NET, 8)
     for size in (1e3, 1e6, 1e9):
         staged = hierarchical_all_reduce_s(
             8, 4, size, WIRE.latency_s, 1 / WIRE.bytes_per_s, NET.latency_s, 1 / NET.bytes_per_s
         )
-        assert all_reduce(group, size).seconds <= staged * (1 + 1e-9)
+        assert all_reduce_cost(group, size).seconds <= staged * (1 + 1e-9)
     # 8 ranks of a node drive 8 cards: no all-reduce of 1 GB beats what leaves the node
-    assert all_reduce(group, 1e9).seconds >= 2 * (3 / 4) * 1e9 / (8 * NET.bytes_per_s)
+    assert all_reduce_cost(group, 1e9).seconds >= 2 * (3 / 4) * 1e9 / (8 * NET.bytes_per_s)
 
 
 def test_where_a_group_lies() -> None:
-    assert group_of(CLUSTER, 8, 1).suffix == ""
-    assert group_of(CLUSTER, 4, 2).suffix == "_shared"
-    assert group_of(CLUSTER, 16, 8).suffix == "_across"
-    both = group_of(CLUSTER, 16, 2)
+    assert axis_group(CLUSTER, 8, 1).suffix == ""
+    assert axis_group(CLUSTER, 4, 2).suffix == "_shared"
+    assert axis_group(CLUSTER, 16, 8).suffix == "_across"
+    both = axis_group(CLUSTER, 16, 2)
     assert (both.suffix, both.near, both.nodes) == ("_both", 4, 4)
-    assert group_of(CLUSTER, 16, 4).near == 2
+    assert axis_group(CLUSTER, 16, 4).near == 2
 
 
 def test_sent_bytes_are_those_of_the_ring() -> None:
-    cost = all_reduce(group_of(CLUSTER, 8, 1), 800.0)
+    cost = all_reduce_cost(axis_group(CLUSTER, 8, 1), 800.0)
     assert (cost.inside_bytes, cost.across_bytes) == (pytest.approx(1400.0), 0.0)
-    both = all_reduce(group_of(CLUSTER, 16, 1), 800.0)
+    both = all_reduce_cost(axis_group(CLUSTER, 16, 1), 800.0)
     assert both.inside_bytes == pytest.approx(2 * 7 / 8 * 800)
     assert both.across_bytes == pytest.approx(2 * 1 / 2 * 100)
-    spread = all_to_all(group_of(CLUSTER, 16, 1), 1600.0)
+    spread = all_to_all_cost(axis_group(CLUSTER, 16, 1), 1600.0)
     assert (spread.inside_bytes, spread.across_bytes) == (700.0, 800.0)
 
 
 def test_a_stage_sends_over_the_network_only_if_the_next_is_elsewhere() -> None:
-    assert send(CLUSTER, 4, 1e6).across_bytes == 0
-    assert send(CLUSTER, 8, 1e6).inside_bytes == 0
-    assert send(CLUSTER, 8, 1e6).seconds == pytest.approx(1e-5 + 1e-4)
+    assert send_cost(CLUSTER, 4, 1e6).across_bytes == 0
+    assert send_cost(CLUSTER, 8, 1e6).inside_bytes == 0
+    assert send_cost(CLUSTER, 8, 1e6).seconds == pytest.approx(1e-5 + 1e-4)
 
 
 def test_one_boundary_between_nodes_slows_the_whole_pipeline() -> None:
-    assert send(CLUSTER, 4, 1e6, stages=2).across_bytes == 0
-    assert send(CLUSTER, 4, 1e6, stages=4).across_bytes == 1e6
-    assert send(CLUSTER, 1, 1e6, stages=16) == send(CLUSTER, 8, 1e6)
+    assert send_cost(CLUSTER, 4, 1e6, stages=2).across_bytes == 0
+    assert send_cost(CLUSTER, 4, 1e6, stages=4).across_bytes == 1e6
+    assert send_cost(CLUSTER, 1, 1e6, stages=16) == send_cost(CLUSTER, 8, 1e6)
 
 
 def test_one_rank_or_no_message_costs_nothing() -> None:
-    assert all_reduce(group_of(CLUSTER, 1, 1), 1e9).seconds == 0
-    assert all_gather(group_of(CLUSTER, 8, 1), 0.0).seconds == 0
+    assert all_reduce_cost(axis_group(CLUSTER, 1, 1), 1e9).seconds == 0
+    assert all_gather_cost(axis_group(CLUSTER, 8, 1), 0.0).seconds == 0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.forecast.models.hf_config import TYPES, from_config
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.models.hf_config import TYPES, shape_from_config
+from shoal.forecast.models.transformer_costs import transformer_facts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
 
@@ -39,7 +39,7 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 48, "num_
 
 
 def counted(config: dict[str, Any]) -> int:
-    return model_facts(from_config(config), 64, 2).trainable
+    return transformer_facts(shape_from_config(config), 64, 2).trainable
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_activation_says_nothing_of_gates(name: str) -> None:
 )
 def test_what_is_not_counted_is_refused_by_name(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"{said}.*; (try: model.build=|give)"):
-        from_config(config)
+        shape_from_config(config)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_is_not_counted_is_refused_by_name(config: Any, said: str) -> None:
 )
 def test_a_key_that_would_be_guessed_is_named(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        from_config(config)
+        shape_from_config(config)
 
 
 @pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "intermediate_size"])
@@ -158,4 +158,4 @@ def test_every_other_class_is_refused_by_name() -> None:
     assert len(others) > 300
     for kind in others:
         with pytest.raises(ConfigError, match=f"model_type {kind} is none of the"):
-            from_config({**GEMMA, "model_type": kind})
+            shape_from_config({**GEMMA, "model_type": kind})

@@ -8,34 +8,36 @@ import pytest
 
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.estimate import Case, Instant, UnitFacts
+from shoal.base.estimates.estimate import MemoryInstant, PlanningCase, UnitFacts
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.forecast.fit.memory_instants import predict_run
 from shoal.forecast.fit.peak_memory import predict_memory
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import model_facts
-from shoal.forecast.search.layout_reasons import starting
-from shoal.forecast.search.layout_search import Candidate, judged
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
+from shoal.forecast.search.layout_reasons import explain_start
+from shoal.forecast.search.layout_search import LayoutCandidate, judge_candidate
 from shoal.forecast.time.step_time import predict_time
-from shoal.planning.settle import check_together
+from shoal.planning.settle import check_plan_policies
 
 GIB = 2**30
 H100S = parse_machines("16x8xH100-80GB")
 
 
-def case_on(cluster: Cluster, name: str, layout: Layout, **more: object) -> Case:
+def case_on(cluster: Cluster, name: str, layout: Layout, **more: object) -> PlanningCase:
     plan = Plan(layout, 512, 1, compute="bf16", recompute="full")
-    return replace(Case(model_facts(published(name), 8192, 2), cluster, plan), **more)
+    return replace(
+        PlanningCase(transformer_facts(published_shape(name), 8192, 2), cluster, plan), **more
+    )
 
 
-def candidate(case: Case) -> Candidate:
+def candidate(case: PlanningCase) -> LayoutCandidate:
     memory = predict_run(case)
-    return Candidate(case, memory, predict_time(case), judged(case, memory))
+    return LayoutCandidate(case, memory, predict_time(case), judge_candidate(case, memory))
 
 
-def instants(case: Case) -> dict[str, Instant]:
+def instants(case: PlanningCase) -> dict[str, MemoryInstant]:
     return {one.name: one for one in predict_run(case).instants}
 
 
@@ -46,13 +48,13 @@ def test_a_module_that_every_rank_builds_whole_does_not_fit_a_host() -> None:
     """Eight ranks of a node hold 263 GiB each; a builder runs once per machine."""
     built = candidate(case_on(H100S, "llama-3-70b", FSDP))
     assert built.verdict.word == "fits"
-    assert starting(built) == ""
+    assert explain_start(built) == ""
     whole = candidate(case_on(H100S, "llama-3-70b", FSDP, handed="host"))
     assert (whole.verdict.word, whole.verdict.after) == ("no", "fits")
     assert (whole.verdict.instant, whole.verdict.place) == ("building", "host")
     assert whole.verdict.text.startswith("no: while building, 2.1 TiB in a node's 1.8 TiB, ")
     assert whole.verdict.text.endswith("missing; its steps: fits")
-    assert starting(whole) == (
+    assert explain_start(whole) == (
         "while building, each of a node's 8 ranks holds all 70.6B weights: 2.1 TiB in a node's "
         "1.8 TiB; try: give a function that builds the model, which then runs once per "
         "machine, in files"
@@ -64,7 +66,7 @@ def test_a_module_that_stands_on_the_device_counts_there() -> None:
     assert (whole.verdict.word, whole.verdict.place) == ("no", "device")
     assert whole.verdict.text.startswith("no: while building, 274")
     assert "on one device of 79.1 GiB" in whole.verdict.text
-    assert "or the module on the CPU" in starting(whole)
+    assert "or the module on the CPU" in explain_start(whole)
 
 
 def test_a_node_whose_memory_nobody_knows_is_not_looked_at() -> None:
@@ -131,14 +133,14 @@ def test_a_layer_that_is_checked_counts_whole_in_float64() -> None:
     larger = replace(bare, model=replace(bare.model, units=(layers[1],) * 3))
     told = candidate(larger)
     assert (told.verdict.word, told.verdict.instant) == ("no", "checking")
-    assert "a layer is computed whole in float64" in starting(told)
+    assert "a layer is computed whole in float64" in explain_start(told)
 
 
 def test_a_proof_counts_where_one_process_could_make_it() -> None:
     """Three copies in float64, which 80 GiB hold of 1.2 billion parameters, not of 8."""
     node = parse_machines("8xH100")
     small = case_on(node, "gpt2-xl", Layout(dp_shard=8, zero=3), proves=True)
-    small = replace(small, model=model_facts(published("gpt2-xl"), 64, 2))
+    small = replace(small, model=transformer_facts(published_shape("gpt2-xl"), 64, 2))
     held = instants(small)["proving"]
     assert held.device_bytes > 24 * 1.5e9
     large = case_on(node, "llama-3-8b", Layout(dp_shard=8, zero=3), proves=True)
@@ -173,7 +175,7 @@ def test_resharding_trades_memory_for_bytes() -> None:
 )
 def test_what_gathers_no_blocks_cannot_keep_them(layout: Layout, nearest: str) -> None:
     with pytest.raises(PlanError, match=f"try: {nearest}$"):
-        check_together(Plan(layout, 8, 1, reshard="no"))
+        check_plan_policies(Plan(layout, 8, 1, reshard="no"))
 
 
 def test_on_cores_what_is_read_becomes_the_optimizers_state() -> None:

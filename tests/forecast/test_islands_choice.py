@@ -11,10 +11,10 @@ from shoal.base.errors import PlanError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.forecast.search.island_choice import (
     RATES_BYTES_PER_S,
-    by_link,
+    costs_by_link,
     needed_bytes_per_s,
+    propose_settings,
     smallest_period,
-    ways,
 )
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
 
@@ -33,7 +33,7 @@ def test_the_smallest_period_is_enough_and_one_less_is_not(
     period = smallest_period(policy, FACTS, target)
     assert period is not None
     assert islands_cost(replace(policy, period=period), FACTS).utilisation >= target
-    settled = policy.settled()
+    settled = policy.resolved()
     if period > settled.fragments * (settled.overlap + 1):
         assert islands_cost(replace(policy, period=period - 1), FACTS).utilisation < target
 
@@ -54,7 +54,7 @@ def test_the_needed_link_is_enough_and_slower_is_not() -> None:
 
 
 def test_the_table_grows_with_the_link() -> None:
-    costs = by_link(DILOCO, FACTS)
+    costs = costs_by_link(DILOCO, FACTS)
     used = [cost.utilisation for cost in costs]
     assert [rate * 8 / 1e6 for rate in RATES_BYTES_PER_S] == [10, 50, 200, 1000]
     assert used == sorted(used)
@@ -65,30 +65,30 @@ def test_ways_end_with_one_that_is_enough() -> None:
     for policy in (DILOCO, STREAMING, IslandsPolicy("fedopt", count=5, codec="int8")):
         for mbit in (0.5, 5, 50):
             facts = replace(FACTS, bytes_per_s=mbit * 1e6 / 8)
-            found = ways(policy, facts, 0.99)
+            found = propose_settings(policy, facts, 0.99)
             used = [way.utilisation for way in found]
             assert used == sorted(used)
             assert used[-1] >= 0.99
             assert used[0] > 0
             for way in found:
-                assert way.typed.startswith("islands.")
-    assert ways(STREAMING, replace(FACTS, bytes_per_s=1e9), 0.95) == []
+                assert way.command_text.startswith("islands.")
+    assert propose_settings(STREAMING, replace(FACTS, bytes_per_s=1e9), 0.95) == []
 
 
 def test_no_way_is_worse_than_what_is_there() -> None:
     """On a fast link coding costs more than it saves: int8 was proposed for less."""
     fast = IslandsFacts(20e6, 0.5, 1e12)
-    now = islands_cost(DILOCO.settled(), fast).utilisation
-    assert all(way.utilisation > now for way in ways(DILOCO, fast, 0.99999))
+    now = islands_cost(DILOCO.resolved(), fast).utilisation
+    assert all(way.utilisation > now for way in propose_settings(DILOCO, fast, 0.99999))
 
 
 def test_ways_say_what_typing_them_gives() -> None:
-    for way in ways(DILOCO, FACTS):
+    for way in propose_settings(DILOCO, FACTS):
         typed = {key: int(value) if value.isdigit() else value for key, value in way.keys}
         assert islands_cost(replace(DILOCO, **typed), FACTS).utilisation == way.utilisation
 
 
 def test_targets_are_shares() -> None:
-    for function in (smallest_period, needed_bytes_per_s, ways):
+    for function in (smallest_period, needed_bytes_per_s, propose_settings):
         with pytest.raises(PlanError, match=r"target = 1: .*try: target=0.95"):
             function(DILOCO, FACTS, 1.0)

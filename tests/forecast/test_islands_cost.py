@@ -15,7 +15,13 @@ from shoal.base.layouts.island_options import METHODS, IslandsPolicy
 from shoal.fabric.compressed.codecs import CODECS, find_codec
 from shoal.forecast.search.island_choice import needed_bytes_per_s
 from shoal.forecast.time.codec_costs import CODINGS, coded_bytes
-from shoal.forecast.time.island_costs import OWN_PASSES, IslandsFacts, exchange, islands_cost, paces
+from shoal.forecast.time.island_costs import (
+    OWN_PASSES,
+    IslandsFacts,
+    island_paces,
+    islands_cost,
+    predict_exchange,
+)
 
 DILOCO = IslandsPolicy("diloco", count=3)
 STREAMING = IslandsPolicy("streaming-diloco", count=3)
@@ -26,11 +32,11 @@ MANY = 10**9
 
 def rounds_step_by_step(policy: IslandsPolicy, facts: IslandsFacts) -> float:
     """Seconds per round of islands that step, send, go on, wait and take over, one event each."""
-    policy = policy.settled()
-    exchange_s = exchange(policy, facts, policy.count, facts.bytes_per_s).seconds
+    policy = policy.resolved()
+    exchange_s = predict_exchange(policy, facts, policy.count, facts.bytes_per_s).seconds
     own_s = OWN_PASSES * facts.element_bytes * facts.parameters / policy.fragments / facts.ranks
     own_s /= 2 * 5e9
-    steps, times = paces(policy, facts)
+    steps, times = island_paces(policy, facts)
     clock = [0.0] * policy.count
     ends = []
     for _ in range(4):
@@ -92,14 +98,14 @@ def test_a_program_that_sends_and_waits_takes_as_long(
     assert rounds_step_by_step(asked, given) == pytest.approx(found.round_s, rel=1e-9)
     assert found.compute_s + found.waited_s == pytest.approx(found.round_s)
     assert found.compute_s == pytest.approx(
-        sum(h * t for h, t in zip(*paces(asked.settled(), given), strict=True)) / 3
+        sum(h * t for h, t in zip(*island_paces(asked.resolved(), given), strict=True)) / 3
     )
 
 
 def test_the_formula_of_the_page() -> None:
     """H·t + P·(own + max(0, x − τ·t)), for islands of one speed."""
     for policy in (DILOCO, STREAMING, replace(STREAMING, overlap=11), replace(DILOCO, overlap=3)):
-        found, settled = islands_cost(policy, FACTS), policy.settled()
+        found, settled = islands_cost(policy, FACTS), policy.resolved()
         own_s = OWN_PASSES * 4 * FACTS.parameters / settled.fragments / 5e9
         one_s = found.exchange_s / settled.fragments
         waits_s = own_s + max(0.0, one_s - settled.overlap * FACTS.step_s)
@@ -206,7 +212,7 @@ def test_every_method_has_a_cost(method: str) -> None:
     found = islands_cost(IslandsPolicy(method, count=4), FACTS)
     assert 0 < found.utilisation <= 1
     assert found.sent_bytes > 0
-    assert set(CODINGS) >= {IslandsPolicy(method).settled().codec}
+    assert set(CODINGS) >= {IslandsPolicy(method).resolved().codec}
 
 
 PAPER = IslandsPolicy("diloco", count=2, period=100, codec="bf16")

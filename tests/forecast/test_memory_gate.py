@@ -79,7 +79,7 @@ def test_verdicts_never_promise_too_much(program: ModuleType, results: list[Any]
 
 def test_shipped_constants_are_the_fitted_ones(program: ModuleType) -> None:
     gated = [row for row in program.memory_rows() if row.gated]
-    shipped = program.framework("shoal")
+    shipped = program.framework_memory("shoal")
     assert shipped.allocator == pytest.approx(program.fit(gated, "allocator"), abs=0.005)
     assert shipped.imbalance == pytest.approx(program.fit(gated, "imbalance"), abs=0.01)
 

@@ -12,24 +12,24 @@ from planned_case import case_of
 import shoal
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Cluster, Device, Link
-from shoal.base.estimates.estimate import Case, MemoryEstimate, ModelFacts, UnitFacts
+from shoal.base.estimates.estimate import MemoryEstimate, ModelFacts, PlanningCase, UnitFacts
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
-from shoal.forecast.fit.memory_fit import verdict
+from shoal.forecast.fit.memory_fit import judge_memory
 from shoal.forecast.fit.peak_memory import predict_memory
 from shoal.forecast.memory.framework_memory import own_kernels
-from shoal.forecast.memory.model_states import Elements, shard_counts, state_bytes
-from shoal.forecast.models.own_transformers import own_family
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import model_facts
-from shoal.machine.states import peak_extra_bytes
-from shoal.machine.states import state_bytes as held_bytes
+from shoal.forecast.memory.model_states import ParameterElements, predict_state_bytes, shard_counts
+from shoal.forecast.models.own_transformers import own_shape
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
+from shoal.machine.states import count_state_bytes as held_bytes
+from shoal.machine.states import measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.planning.pipeline_bubble import in_flight
+from shoal.planning.pipeline_bubble import micro_batches_in_flight
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.pipeline_stages import block_count, cut
-from shoal.planning.schedule_checks import check
+from shoal.planning.pipeline_stages import block_count, stage_units
+from shoal.planning.schedule_checks import check_schedule
 
 LINK = Link("wire", 1e-6, 1e11)
 GPUS = Cluster(Device("gpu", 80e9, {}, 2e12), 16, 8, LINK, LINK)
@@ -38,15 +38,15 @@ CPU = Cluster(Device("cpu", 16e9, {}, 1e10, kind="cpu"), 1, 1, LINK, LINK)
 
 @pytest.fixture(scope="module")
 def llama() -> ModelFacts:
-    return model_facts(published("llama-3-8b"), 8192, 2)
+    return transformer_facts(published_shape("llama-3-8b"), 8192, 2)
 
 
-def case(model: ModelFacts, layout: Layout, **rest: Any) -> Case:
+def case(model: ModelFacts, layout: Layout, **rest: Any) -> PlanningCase:
     given: dict[str, Any] = {"batch": 128, "micro_batch": 1, **rest}
     return case_of(model, layout, GPUS, **given)
 
 
-def peak(found: Case, stage: int | None = None) -> MemoryEstimate:
+def peak(found: PlanningCase, stage: int | None = None) -> MemoryEstimate:
     return predict_memory(found, stage)
 
 
@@ -68,15 +68,17 @@ def test_states_per_element(
     llama: ModelFacts, zero: int, compute: str, bytes_per_element: float
 ) -> None:
     layout = Layout(dp_shard=8, zero=zero) if zero else Layout(dp_replicate=8)
-    states = state_bytes(case(llama, layout, compute=compute), Elements(1000.0, 0.0))
+    states = predict_state_bytes(
+        case(llama, layout, compute=compute), ParameterElements(1000.0, 0.0)
+    )
     assert sum(states) == pytest.approx(1000 * bytes_per_element)
 
 
 def test_average_defer_sync_and_offload_change_states(llama: ModelFacts) -> None:
-    one = Elements(1000.0, 0.0)
+    one = ParameterElements(1000.0, 0.0)
 
     def total(zero: int, **rest: Any) -> float:
-        return sum(state_bytes(case(llama, Layout(dp_shard=8, zero=zero), **rest), one))
+        return sum(predict_state_bytes(case(llama, Layout(dp_shard=8, zero=zero), **rest), one))
 
     assert total(1, average=0.9) - total(1) == 4000 / 8
     assert total(2, defer_sync=True) - total(2) == 4000 * 7 / 8
@@ -113,8 +115,11 @@ def test_in_flight_is_what_the_schedules_keep(name: str, chunks: int, ranks: int
     for micro_batches in (ranks, 2 * ranks, 4 * ranks):
         if name in ("zbv", "dualpipe") and micro_batches < 2 * ranks:
             continue
-        counted = check(make_schedule(name, ranks, micro_batches, chunks)).in_flight
-        formula = [in_flight(name, ranks, micro_batches, rank, chunks) for rank in range(ranks)]
+        counted = check_schedule(make_schedule(name, ranks, micro_batches, chunks)).in_flight
+        formula = [
+            micro_batches_in_flight(name, ranks, micro_batches, rank, chunks)
+            for rank in range(ranks)
+        ]
         assert formula == list(counted), (name, ranks, micro_batches)
 
 
@@ -122,11 +127,13 @@ def test_in_flight_is_what_the_schedules_keep(name: str, chunks: int, ranks: int
 @pytest.mark.parametrize("ranks", [2, 6, 8])
 def test_stages_hold_every_unit(llama: ModelFacts, schedule: str, ranks: int) -> None:
     asked = case(llama, Layout(pp=ranks), schedule=schedule)
-    found = [cut(asked, rank) for rank in range(ranks)]
+    found = [stage_units(asked, rank) for rank in range(ranks)]
     copies = 2 if schedule == "dualpipe" else 1
     blocks = [sum(count for _, count in stage.blocks) for stage in found]
     assert sum(blocks) == copies * block_count(llama) == copies * 32
-    others = [cut(replace(asked, framework="torchtitan"), rank).blocks for rank in range(ranks)]
+    others = [
+        stage_units(replace(asked, framework="torchtitan"), rank).blocks for rank in range(ranks)
+    ]
     equal = [sum(count for _, count in held) for held in others]
     assert max(equal) - min(equal) <= copies
     assert blocks[0] <= max(blocks), "the rank with the embedding has no more than others"
@@ -137,10 +144,10 @@ def test_stages_hold_every_unit(llama: ModelFacts, schedule: str, ranks: int) ->
 
 
 def test_a_tied_head_on_another_stage_holds_a_copy_of_the_table() -> None:
-    model = model_facts(published("gpt-3-6.7b"), 2048, 2)
-    last = cut(case(model, Layout(pp=4)), 3)
+    model = transformer_facts(published_shape("gpt-3-6.7b"), 2048, 2)
+    last = stage_units(case(model, Layout(pp=4)), 3)
     assert last.tied == 50257 * 4096
-    assert cut(case(model, Layout()), 0).tied == 0
+    assert stage_units(case(model, Layout()), 0).tied == 0
 
 
 def test_more_stages_than_blocks_is_refused(llama: ModelFacts) -> None:
@@ -216,7 +223,7 @@ def test_a_pipeline_over_fsdp_keeps_whole_weights_and_gradients(llama: ModelFact
 
 
 def test_uneven_experts_fill_the_fullest_rank_more() -> None:
-    model = model_facts(published("mixtral-8x7b"), 4096, 2)
+    model = transformer_facts(published_shape("mixtral-8x7b"), 4096, 2)
     one = peak(case(model, Layout(dp_shard=8, zero=1), ep=1)).parts["activations"]
     eight = peak(case(model, Layout(dp_shard=8, zero=1), ep=8)).parts["activations"]
     assert 1.1 < eight / one < 1.25
@@ -257,10 +264,12 @@ def test_a_real_step_holds_what_is_predicted(recompute: str, compute: str) -> No
     tokens = torch.randint(0, 512, (4, 128))
     run.step((tokens, tokens))
     held = held_bytes(run)
-    extra = peak_extra_bytes(lambda: run.step((tokens, tokens)), torch.device("cpu"), times=1)
+    extra = measure_peak_bytes(lambda: run.step((tokens, tokens)), torch.device("cpu"), times=1)
     run.close()
     width = 4 if compute == "fp32" else 2
-    facts = model_facts(own_family("llama", arguments), 128, width, own_kernels("cpu", 128, width))
+    facts = transformer_facts(
+        own_shape("llama", arguments), 128, width, own_kernels("cpu", 128, width)
+    )
     found = predict_memory(
         case_of(facts, Layout(), CPU, 4, 4, compute=compute, recompute=recompute)
     )
@@ -271,15 +280,15 @@ def test_a_real_step_holds_what_is_predicted(recompute: str, compute: str) -> No
 
 def test_verdicts_say_fits_tight_and_no_with_what_is_left(llama: ModelFacts) -> None:
     found = peak(case(llama, Layout(dp_shard=8, zero=3), recompute="full", loss="full"))
-    fits = verdict(found, found.high_bytes * 1.001)
-    tight = verdict(found, found.peak_bytes)
-    no = verdict(found, found.low_bytes * 0.999)
+    fits = judge_memory(found, found.high_bytes * 1.001)
+    tight = judge_memory(found, found.peak_bytes)
+    no = judge_memory(found, found.low_bytes * 0.999)
     assert [fits.word, tight.word, no.word] == ["fits", "tight", "no"]
     assert fits.margin_bytes > 0 > no.margin_bytes
     assert "missing" in no.text
     assert fits.largest == "loss"
     with pytest.raises(PlanError, match=r"more than 0"):
-        verdict(found, 0)
+        judge_memory(found, 0)
 
 
 def test_a_segment_that_is_begun_on_every_stream_may_be_of_no_use() -> None:
@@ -289,7 +298,7 @@ def test_a_segment_that_is_begun_on_every_stream_may_be_of_no_use() -> None:
     for zero, streams in ((1, 1), (3, 3)):
         plan = Plan(Layout(dp_shard=2, zero=zero), 2, 1, compute="fp32")
         found = [
-            predict_memory(Case(model, Cluster(device, 1, 2, LINK, LINK), plan))
+            predict_memory(PlanningCase(model, Cluster(device, 1, 2, LINK, LINK), plan))
             for device in (Device("d", 1e9, {}, 1e9, kind=kind) for kind in ("gpu", "cpu"))
         ]
         unused = [one.high_bytes - 1.09 * one.peak_bytes for one in found]

@@ -11,23 +11,23 @@ from planned_case import case_of
 from torch.distributed import ProcessGroupGloo
 
 from shoal.base.estimates.cluster import Cluster, Device, Link
-from shoal.base.estimates.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase, UnitFacts
 from shoal.base.layouts.layout import Layout
 from shoal.forecast.fit.peak_memory import predict_memory
 from shoal.forecast.memory.bytes_in_flight import (
     BUCKETS_IN_FLIGHT,
     GLOO_THREADS,
-    arriving_bytes,
-    goes_in_turn,
-    on_way,
-    sharded_in_turn,
-    sharded_on_gloo,
+    blockwise_moments,
+    bytes_in_flight,
+    gloo_moments,
+    incoming_gradient_bytes,
+    is_blockwise,
 )
-from shoal.forecast.memory.framework_memory import framework
-from shoal.forecast.memory.model_states import Elements
+from shoal.forecast.memory.framework_memory import framework_memory
+from shoal.forecast.memory.model_states import ParameterElements
 from shoal.forecast.memory.transient_memory import loss_bytes, sharded_bytes
 from shoal.parallel.data_parallel import zero
-from shoal.planning.pipeline_stages import cut
+from shoal.planning.pipeline_stages import stage_units
 
 MIB = 2**20
 LINK = Link("wire", 1e-6, 1e9)
@@ -44,7 +44,9 @@ BLOCK = UnitFacts("blocks", 4, parameters=MIB, operations=50, saved_split_bytes=
 LAYER = UnitFacts("body.1", 1, parameters=2 * MIB, plain_parameters=MIB, operations=2)
 
 
-def case(layout: str, units: tuple[UnitFacts, ...] = (EMBEDDING, BLOCK), **rest: Any) -> Case:
+def case(
+    layout: str, units: tuple[UnitFacts, ...] = (EMBEDDING, BLOCK), **rest: Any
+) -> PlanningCase:
     elements = sum(unit.count * unit.parameters for unit in units)
     model = ModelFacts("m", units, 0, 4, elements)
     given: dict[str, Any] = {"compute": "fp32", "loss": "full", "batch": 2, "micro_batch": 1}
@@ -61,55 +63,57 @@ def test_the_planner_knows_how_many_buckets_are_in_flight() -> None:
 
 @pytest.mark.parametrize("mib", [10, 40, 100])
 def test_ddp_sums_in_place(mib: int) -> None:
-    assert not any(on_way(case("ddp"), Elements(mib * MIB / 4, 0.0)))
+    assert not any(bytes_in_flight(case("ddp"), ParameterElements(mib * MIB / 4, 0.0)))
 
 
 def test_narrow_sums_travel_as_copies_until_the_end() -> None:
-    found = on_way(case("ddp", reduce="bf16"), Elements(40 * MIB / 4, 0.0))
+    found = bytes_in_flight(case("ddp", reduce="bf16"), ParameterElements(40 * MIB / 4, 0.0))
     assert in_mib(found) == [0.0, 0.0, 25 / 2, 40 / 2, 0.0]
 
 
 def test_zero1_receives_all_on_gloo_and_its_part_on_nccl() -> None:
-    elements = Elements(40 * MIB / 4, 0.0)
-    assert in_mib(on_way(case("zero1"), elements)) == [0.0, 0.0, 25.0, 40.0, 60.0]
-    on_gpus = on_way(case("zero1", cluster=GPUS), elements)
+    elements = ParameterElements(40 * MIB / 4, 0.0)
+    assert in_mib(bytes_in_flight(case("zero1"), elements)) == [0.0, 0.0, 25.0, 40.0, 60.0]
+    on_gpus = bytes_in_flight(case("zero1", cluster=GPUS), elements)
     assert in_mib(on_gpus) == [0.0, 0.0, 12.5, 20.0, 20.0]
 
 
 def test_stepped_weights_travel_two_buckets_at_a_time_on_gloo() -> None:
     """Each waits with its own part; gloo copies what its threads are at."""
     assert ProcessGroupGloo._Options()._threads == GLOO_THREADS
-    elements = Elements(200 * MIB / 4, 0.0)
+    elements = ParameterElements(200 * MIB / 4, 0.0)
     for layout in ("zero1", "zero2"):
-        assert on_way(case(layout), elements).published == (100 + 2 * 25) * MIB
-        assert on_way(case(layout, cluster=GPUS), elements).published == 100 * MIB
+        assert bytes_in_flight(case(layout), elements).published == (100 + 2 * 25) * MIB
+        assert bytes_in_flight(case(layout, cluster=GPUS), elements).published == 100 * MIB
 
 
 def test_zero2_holds_buckets_of_earlier_micro_batches() -> None:
-    elements = Elements(10 * MIB / 4, 0.0)
-    one, many = (on_way(case("zero2", batch=batch), elements) for batch in (2, 8))
+    elements = ParameterElements(10 * MIB / 4, 0.0)
+    one, many = (bytes_in_flight(case("zero2", batch=batch), elements) for batch in (2, 8))
     # sent and received, then the own half of the sum beside them
     assert in_mib(one)[:4] == [0.0, 10.0, 10.0, 25.0]
     assert in_mib(many)[:4] == [20.0, 30.0, 30.0, 35.0]
     # of a large model one bucket on its way, one that is full, and half a sum, whatever its size
     for elements in (1e3 * MIB, 1e5 * MIB):
-        large = on_way(case("zero2", batch=8), Elements(elements, 0.0))
+        large = bytes_in_flight(case("zero2", batch=8), ParameterElements(elements, 0.0))
         assert large.last == large.sent == 3.5 * 25 * MIB
 
 
 def test_zero2_with_late_sums_is_as_zero1() -> None:
-    elements = Elements(40 * MIB / 4, 0.0)
-    assert on_way(case("zero2", defer_sync=True), elements) == on_way(case("zero1"), elements)
+    elements = ParameterElements(40 * MIB / 4, 0.0)
+    assert bytes_in_flight(case("zero2", defer_sync=True), elements) == bytes_in_flight(
+        case("zero1"), elements
+    )
 
 
 def test_one_rank_sends_nothing() -> None:
     alone = case("ddp").but(layout=Layout())
-    assert not any(on_way(alone, Elements(1e6, 0.0)))
+    assert not any(bytes_in_flight(alone, ParameterElements(1e6, 0.0)))
 
 
 def test_fsdp_on_gloo_block_by_block() -> None:
     """Blocks of 4 MiB and an embedding of 1 MiB, which stays gathered."""
-    found = sharded_on_gloo(given := case("fsdp", batch=4), cut(given, 0))
+    found = gloo_moments(given := case("fsdp", batch=4), stage_units(given, 0))
     assert found.loss == MIB
     assert found.root == 2.5 * MIB
     gather, work, send, onward, third, last = found.blocks
@@ -120,14 +124,14 @@ def test_fsdp_on_gloo_block_by_block() -> None:
     # parameters, flat; gradients, and the memory of what was sent and received before
     assert (third.gathered, third.sent, third.through) == (MIB + 8 * MIB, 12 * MIB, 3)
     assert last == third._replace(through=4)
-    fresh = sharded_on_gloo(alone := case("fsdp", batch=2), cut(alone, 0)).blocks
+    fresh = gloo_moments(alone := case("fsdp", batch=2), stage_units(alone, 0)).blocks
     assert [one.sent for one in fresh[-2:]] == [12 * MIB + 2 * sums * MIB for sums in (2, 3)]
 
 
-def turns_of(given: Case) -> list[tuple[float, float, float]]:
+def turns_of(given: PlanningCase) -> list[tuple[float, float, float]]:
     """MiB gathered, made and sent, freed."""
-    stage = cut(given, 0)
-    found = sharded_in_turn(given, framework("shoal"), stage, sharded_bytes(given, stage))
+    stage = stage_units(given, 0)
+    found = blockwise_moments(given, framework_memory("shoal"), stage, sharded_bytes(given, stage))
     return [(one.gathered / MIB, one.sent / MIB, one.freed / MIB) for one in found]
 
 
@@ -167,7 +171,7 @@ def test_a_pipeline_with_all_in_flight_has_no_gradients_yet() -> None:
     assert "gradients" not in two
     assert four["gradients"] == 4.5 * MIB
     later = piped.but(layout=replace(piped.layout, schedule="zero-bubble"))
-    assert not goes_in_turn(later)
+    assert not is_blockwise(later)
 
 
 def test_the_loss_on_devices_makes_its_gradients_again_scaled() -> None:
@@ -179,21 +183,23 @@ def test_the_loss_on_devices_makes_its_gradients_again_scaled() -> None:
     assert found.parts["loss"] == 2 * (16 + 1) * MIB
     assert found.parts["gathered"] == (1 + 16) * MIB
     on_cpu = replace(given, cluster=CPUS)
-    assert loss_bytes(on_cpu, framework("shoal"), cut(on_cpu, 0)) == (16 + 1 + 8) * MIB
+    assert (
+        loss_bytes(on_cpu, framework_memory("shoal"), stage_units(on_cpu, 0)) == (16 + 1 + 8) * MIB
+    )
 
 
 def test_fsdp_leaves_bare_layers_in_the_root() -> None:
     bare = replace(LAYER, rooted_parameters=LAYER.parameters)
-    found = sharded_on_gloo(given := case("fsdp", (bare,)), cut(given, 0))
+    found = gloo_moments(given := case("fsdp", (bare,)), stage_units(given, 0))
     assert not found.blocks
     assert (found.loss, found.root) == (8 * MIB, 16 * MIB)
 
 
 def test_a_layers_gradient_comes_beside_the_kept_one() -> None:
     kept = case("ddp", (LAYER,))
-    assert arriving_bytes(kept, cut(kept, 0)) == 4 * MIB  # of its matrix
+    assert incoming_gradient_bytes(kept, stage_units(kept, 0)) == 4 * MIB  # of its matrix
     blocks = case("ddp")
-    assert arriving_bytes(blocks, cut(blocks, 0)) == 0.0
+    assert incoming_gradient_bytes(blocks, stage_units(blocks, 0)) == 0.0
     fresh = kept.but(layout=Layout(), batch=1)
     again = fresh.but(batch=2)
     more = predict_memory(again).peak_bytes - predict_memory(fresh).peak_bytes

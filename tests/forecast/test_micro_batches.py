@@ -6,17 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.estimate import PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.forecast.fit.memory_instants import predict_run
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.models.own_transformers import own_family
-from shoal.forecast.models.transformer_costs import model_facts
-from shoal.forecast.search.layout_search import fastest_micro_batch, judged
+from shoal.forecast.models.own_transformers import own_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
+from shoal.forecast.search.layout_search import fastest_micro_batch, judge_candidate
 from shoal.forecast.time.step_time import predict_time
-from shoal.planning.micro_batch_sizes import micro_batch_sizes, usual_micro_batch, with_micro_batch
-from shoal.planning.pipeline_schedules import runs
+from shoal.planning.micro_batch_sizes import (
+    default_micro_batch,
+    micro_batch_sizes,
+    with_micro_batch,
+)
+from shoal.planning.pipeline_schedules import can_run
 
 
 @pytest.mark.parametrize(
@@ -36,28 +40,28 @@ from shoal.planning.pipeline_schedules import runs
     ids=str,
 )
 def test_what_a_layout_has_by_default(layout: Layout, batch: int, size: int) -> None:
-    assert usual_micro_batch(layout, batch) == size
+    assert default_micro_batch(layout, batch) == size
     share = batch // layout.data_degree
-    assert layout.pp == 1 or runs(layout, share // size)
+    assert layout.pp == 1 or can_run(layout, share // size)
 
 
 def test_a_choice_is_kept_where_it_divides_and_else_the_next_below_it() -> None:
     size, seen = 0, []
     for degree in (1, 2, 3, 4, 1):
-        size = usual_micro_batch(Layout(dp_replicate=degree), 24, at_most=size)
+        size = default_micro_batch(Layout(dp_replicate=degree), 24, at_most=size)
         seen.append(size)
     assert seen == [24, 12, 8, 6, 6]
 
 
-def cases(memory_bytes: float) -> Case:
+def cases(memory_bytes: float) -> PlanningCase:
     """A Llama on two devices of so much memory each, batch 32."""
     cluster = parse_machines("2xH100-80GB")
     device = replace(cluster.device, memory_bytes=memory_bytes)
-    shape = own_family(
+    shape = own_shape(
         "llama", {"dim": 512, "layers": 8, "heads": 8}, vocabulary=32000, sequence=1024
     )
     plan = Plan(Layout(dp_replicate=2), 32, 16, accumulate=1, compute="bf16")
-    return Case(model_facts(shape, 1024, 2), replace(cluster, device=device), plan)
+    return PlanningCase(transformer_facts(shape, 1024, 2), replace(cluster, device=device), plan)
 
 
 def test_memory_bounds_it_and_an_eighth_is_always_tried() -> None:
@@ -76,9 +80,9 @@ def test_memory_bounds_it_and_an_eighth_is_always_tried() -> None:
     assert fastest_micro_batch(cases(1e8), measured=False) == 4, "as before, where nothing fits"
 
 
-def _fits(case: Case, size: int) -> bool:
+def _fits(case: PlanningCase, size: int) -> bool:
     tried = replace(case, plan=with_micro_batch(case.plan, size))
-    return judged(tried, predict_run(tried)).after == "fits"
+    return judge_candidate(tried, predict_run(tried)).after == "fits"
 
 
 def test_the_largest_is_taken_unless_another_is_much_faster(

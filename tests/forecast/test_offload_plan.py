@@ -7,37 +7,39 @@ from dataclasses import replace
 import pytest
 
 from shoal.base.estimates.cluster import Cluster, Device, Link
-from shoal.base.estimates.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase, UnitFacts
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Plan
-from shoal.forecast.fit.memory_fit import verdict
+from shoal.forecast.fit.memory_fit import judge_memory
 from shoal.forecast.fit.memory_instants import predict_run
 from shoal.forecast.fit.peak_memory import predict_memory
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.memory.framework_memory import framework
-from shoal.forecast.memory.offloaded_bytes import on_device
-from shoal.forecast.memory.transient_memory import rank_sum
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import model_facts
-from shoal.forecast.search.memory_suggestions import fixes
+from shoal.forecast.memory.framework_memory import framework_memory
+from shoal.forecast.memory.offloaded_bytes import device_bytes
+from shoal.forecast.memory.transient_memory import sum_rank_elements
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
+from shoal.forecast.search.memory_suggestions import suggest_settings
 from shoal.forecast.time.step_time import predict_time
-from shoal.planning.pipeline_stages import cut
+from shoal.planning.pipeline_stages import stage_units
 
 CARD = parse_machines("1xRTX4090-24GB")
 LINK = Link("wire", 1e-6, 1e11)
 LAPTOP = Cluster(Device("cpu", 16e9, {"fp32": 1e11}, 1e10, kind="cpu"), 1, 1, LINK, LINK)
 
 
-def thirteen_billion(cluster: Cluster, compute: str, **words: str) -> Case:
-    model = model_facts(published("llama-2-13b"), 2048, 2 if compute == "bf16" else 4)
-    return Case(model, cluster, Plan(Layout(), 8, 1, compute=compute, recompute="full", **words))
+def thirteen_billion(cluster: Cluster, compute: str, **words: str) -> PlanningCase:
+    model = transformer_facts(published_shape("llama-2-13b"), 2048, 2 if compute == "bf16" else 4)
+    return PlanningCase(
+        model, cluster, Plan(Layout(), 8, 1, compute=compute, recompute="full", **words)
+    )
 
 
 def test_a_13b_on_one_card_is_told_to_wait_on_the_host() -> None:
     alone = thirteen_billion(CARD, "bf16")
-    assert verdict(predict_memory(alone), CARD.device.memory_bytes).after == "no"
-    (settings, found), *_ = fixes(alone)
+    assert judge_memory(predict_memory(alone), CARD.device.memory_bytes).after == "no"
+    (settings, found), *_ = suggest_settings(alone)
     assert settings == "memory.offload=parameters"
     assert found.verdict.word == "fits"
     assert found.verdict.starts
@@ -51,7 +53,7 @@ def test_a_13b_on_one_card_is_told_to_wait_on_the_host() -> None:
 def test_the_optimizers_state_alone_is_not_enough_for_it() -> None:
     moved = thirteen_billion(CARD, "bf16", offload="optimizer")
     memory = predict_memory(moved)
-    assert verdict(memory, CARD.device.memory_bytes).word == "no"
+    assert judge_memory(memory, CARD.device.memory_bytes).word == "no"
     parameters = sum(unit.count * unit.parameters for unit in moved.model.units)
     assert memory.host_bytes == pytest.approx(8 * parameters)
     kept = predict_memory(thirteen_billion(CARD, "bf16"))
@@ -76,7 +78,7 @@ def test_on_a_cpu_only_files_make_room() -> None:
     assert only.parts["weights"] == pytest.approx(4 * parameters)
 
 
-def offloaded(layout: Layout, memory_bytes: float, *sizes: int) -> Case:
+def offloaded(layout: Layout, memory_bytes: float, *sizes: int) -> PlanningCase:
     """A placed plan whose optimizer's state waits on the host; sizes in KiB of each tensor."""
     device = Device("d", memory_bytes, {}, 1e12, kind="gpu")
     data = ("whole", "states", "states", "rows")[layout.zero]
@@ -88,13 +90,13 @@ def offloaded(layout: Layout, memory_bytes: float, *sizes: int) -> Case:
     plan = Plan(layout, 2, 1, 2, compute="fp32", offload="optimizer", placements=rows)
     elements = 256 * sum(sizes)
     model = ModelFacts("m", (UnitFacts("layer", parameters=elements),), 0, 4, elements)
-    return Case(model, Cluster(device, 1, 2, LINK, LINK), plan)
+    return PlanningCase(model, Cluster(device, 1, 2, LINK, LINK), plan)
 
 
-def held(case: Case) -> tuple[float, float]:
+def held(case: PlanningCase) -> tuple[float, float]:
     """KiB that come for the update, and that stay."""
-    stage = cut(case, 0)
-    found = on_device(case, stage, rank_sum(case, stage.units))
+    stage = stage_units(case, 0)
+    found = device_bytes(case, stage, sum_rank_elements(case, stage.units))
     return found.pieces / 1024, found.staying / 1024
 
 
@@ -123,7 +125,7 @@ def test_the_root_has_been_sent_when_state_comes() -> None:
     one = offloaded(Layout(dp_shard=2, zero=3), 2**34, 4096)
     layer = UnitFacts("layer", parameters=2**20, operations=1, block="-", rooted_parameters=2**20)
     one = replace(one, model=replace(one.model, units=(layer,)))
-    found = predict_memory(one, None, replace(framework("shoal"), workspace_bytes=0.0))
+    found = predict_memory(one, None, replace(framework_memory("shoal"), workspace_bytes=0.0))
     assert found.when == "backward"
     # Weights and gradients, halves; the root's gradient, and what is sent of it.
     assert found.allocated_bytes / 2**20 == pytest.approx(2 + 2 + 4 + 4)

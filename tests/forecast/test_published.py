@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.forecast.models.published_models import SHAPES, from_config, published
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.models.published_models import SHAPES, published_shape, shape_from_config
+from shoal.forecast.models.transformer_costs import transformer_facts
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -26,27 +26,27 @@ LLAMA: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_name_gives_facts_that_add_up(name: str) -> None:
-    shape = published(name)
-    facts = model_facts(shape, shape.positions or 2048, 2)
+    shape = published_shape(name)
+    facts = transformer_facts(shape, shape.positions or 2048, 2)
     assert facts.trainable == sum(unit.count * unit.parameters for unit in facts.units)
     assert sum(unit.count for unit in facts.units) == shape.layers + 2
     assert shape.hidden == shape.heads * shape.head_width or shape.latent
 
 
 def test_names_are_forgiving_and_the_unknown_gets_the_nearest() -> None:
-    assert published("Meta-Llama-3-8B") is published("llama-3-8b")
-    assert published("gpt3-175b").layers == 96
+    assert published_shape("Meta-Llama-3-8B") is published_shape("llama-3-8b")
+    assert published_shape("gpt3-175b").layers == 96
     with pytest.raises(ConfigError, match=r"try: llama-3\.1-405b"):
-        published("llama-3.1-450b")
+        published_shape("llama-3.1-450b")
 
 
 def test_llama_from_config_is_the_published_one() -> None:
-    shape = from_config(LLAMA)
-    assert model_facts(shape, 64, 2).trainable == 8_030_261_248
+    shape = shape_from_config(LLAMA)
+    assert transformer_facts(shape, 64, 2).trainable == 8_030_261_248
 
 
 def test_mixtral_and_deepseek_from_config() -> None:
-    mixtral = from_config(
+    mixtral = shape_from_config(
         {
             **LLAMA,
             "model_type": "mixtral",
@@ -56,8 +56,8 @@ def test_mixtral_and_deepseek_from_config() -> None:
             "sliding_window": None,
         }
     )
-    assert model_facts(mixtral, 64, 2).trainable == 46_702_792_704
-    deepseek = from_config(
+    assert transformer_facts(mixtral, 64, 2).trainable == 46_702_792_704
+    deepseek = shape_from_config(
         {
             "model_type": "deepseek_v3",
             "num_hidden_layers": 61,
@@ -78,17 +78,17 @@ def test_mixtral_and_deepseek_from_config() -> None:
             "vocab_size": 129280,
         }
     )
-    one, other = (model_facts(s, 64, 2) for s in (deepseek, published("deepseek-v3")))
+    one, other = (transformer_facts(s, 64, 2) for s in (deepseek, published_shape("deepseek-v3")))
     assert one.units == other.units
 
 
 def test_gpt2_and_vit_from_config() -> None:
-    gpt = from_config(
+    gpt = shape_from_config(
         {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024}
         | {"vocab_size": 50257}
     )
-    assert model_facts(gpt, 1024, 2).trainable == 124_439_808
-    vit = from_config(
+    assert transformer_facts(gpt, 1024, 2).trainable == 124_439_808
+    vit = shape_from_config(
         {
             "model_type": "vit",
             "num_hidden_layers": 12,
@@ -100,21 +100,21 @@ def test_gpt2_and_vit_from_config() -> None:
             "id2label": {str(label): "" for label in range(1000)},
         }
     )
-    assert model_facts(vit, 197, 4).trainable == 86_567_656
+    assert transformer_facts(vit, 197, 4).trainable == 86_567_656
 
 
 def test_a_folder_a_file_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with pytest.raises(ConfigError, match=r"cannot be read"):
-        from_config(tmp_path)
+        shape_from_config(tmp_path)
     file.write_text("{")
     with pytest.raises(ConfigError, match=r"no JSON"):
-        from_config(file)
+        shape_from_config(file)
     file.write_text("[]")
     with pytest.raises(ConfigError, match=r"no object"):
-        from_config(file)
+        shape_from_config(file)
     file.write_text(json.dumps(LLAMA))
-    assert from_config(tmp_path).kv_heads == 8
+    assert shape_from_config(tmp_path).kv_heads == 8
 
 
 def test_a_missing_or_wrong_key_is_named() -> None:
@@ -122,9 +122,9 @@ def test_a_missing_or_wrong_key_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"key hidden_size is missing; nearest key there: hidden_sizes"
     ):
-        from_config({**broken, "hidden_sizes": 4096})
+        shape_from_config({**broken, "hidden_sizes": 4096})
     with pytest.raises(ConfigError, match=r"vocab_size = '32k': needs a whole number"):
-        from_config({**LLAMA, "vocab_size": "32k"})
+        shape_from_config({**LLAMA, "vocab_size": "32k"})
 
 
 DECODER = {"model_type": "gemma", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99,
@@ -140,11 +140,11 @@ def test_families_under_other_keys() -> None:
     falcon = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32,
               "num_attention_heads": 71, "vocab_size": 65024}  # fmt: skip
     for config, billions in ((opt, 6.66), (bloom, 7.07), (falcon, 6.92)):
-        facts = model_facts(from_config(config), 2048, 2)
+        facts = transformer_facts(shape_from_config(config), 2048, 2)
         assert facts.trainable / 1e9 == pytest.approx(billions, rel=0.01), config
-    assert from_config(DECODER).tied
+    assert shape_from_config(DECODER).tied
 
 
 def test_the_longest_sequence_of_a_config_is_known() -> None:
-    assert from_config({**DECODER, "max_position_embeddings": 4096}).context == 4096
-    assert published("llama-2-7b").context == 4096
+    assert shape_from_config({**DECODER, "max_position_embeddings": 4096}).context == 4096
+    assert published_shape("llama-2-7b").context == 4096

@@ -8,37 +8,37 @@ import pytest
 from planned_case import case_of, run_of
 
 from shoal.base.errors import PlanError
-from shoal.base.layouts.degrees import check_together, planned_degrees
+from shoal.base.layouts.degrees import check_combination, layout_for_planning
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.parameter_servers import with_servers
+from shoal.base.layouts.parameter_servers import make_server_layout
 from shoal.base.layouts.policies import POLICIES
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
 from shoal.forecast.search.layout_reasons import (
     PART_WORDS,
-    ask_guide,
-    dies_first,
+    compare_with_guide,
+    explain_order,
+    explain_peak,
     guide_layout,
     layout_text,
-    why_before,
 )
-from shoal.forecast.search.layout_search import Candidate, search
-from shoal.forecast.search.memory_suggestions import fixes
+from shoal.forecast.search.layout_search import LayoutCandidate, search_layouts
+from shoal.forecast.search.memory_suggestions import suggest_settings
 from shoal.forecast.search.plan_document import plan_record
 from shoal.forecast.search.search_space import SearchSpace
 
 NODE = parse_machines("8xH100-80GB")
-SMALL = model_facts(published("gpt-3-1.3b"), 2048, 2)
-LLAMA = model_facts(published("llama-3-8b"), 8192, 2)
+SMALL = transformer_facts(published_shape("gpt-3-1.3b"), 2048, 2)
+LLAMA = transformer_facts(published_shape("llama-3-8b"), 8192, 2)
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Candidate]:
-    return search(run_of(LLAMA, NODE), SearchSpace())
+def found() -> list[LayoutCandidate]:
+    return search_layouts(run_of(LLAMA, NODE), SearchSpace())
 
 
-def test_only_legal_layouts_are_proposed(found: list[Candidate]) -> None:
+def test_only_legal_layouts_are_proposed(found: list[LayoutCandidate]) -> None:
     for candidate in found:
         layout, case = candidate.case.layout, candidate.case
         assert layout.processes == 8
@@ -49,7 +49,7 @@ def test_only_legal_layouts_are_proposed(found: list[Candidate]) -> None:
         assert case.schedule != "zero-bubble" or case.accumulate >= layout.pp
 
 
-def test_what_fits_comes_first_by_time(found: list[Candidate]) -> None:
+def test_what_fits_comes_first_by_time(found: list[LayoutCandidate]) -> None:
     words = [candidate.verdict.word for candidate in found]
     assert words == sorted(words, key=["fits", "tight", "no"].index)
     fitting = [candidate.time.step_s for candidate in found if candidate.verdict.word == "fits"]
@@ -58,15 +58,15 @@ def test_what_fits_comes_first_by_time(found: list[Candidate]) -> None:
 
 
 def test_layouts_of_this_version_alone() -> None:
-    found = search(run_of(LLAMA, NODE), SearchSpace(built=True))
+    found = search_layouts(run_of(LLAMA, NODE), SearchSpace(built=True))
     assert {c.case.layout.tp * c.case.layout.pp * c.case.layout.cp for c in found} == {1}
     assert {"ddp", "zero1", "zero2", "fsdp"} <= {c.case.layout.strategy for c in found}
 
 
 def test_other_axes_where_no_data_parallel_layout_fits() -> None:
     """Sequences of which no device can hold one: `auto` shares tokens, layers, or both."""
-    long = model_facts(published("llama-3-8b"), 131072, 2)
-    found = search(run_of(long, NODE, batch=8), SearchSpace(built=True, micro_batch=1))
+    long = transformer_facts(published_shape("llama-3-8b"), 131072, 2)
+    found = search_layouts(run_of(long, NODE, batch=8), SearchSpace(built=True, micro_batch=1))
     assert found[0].fits
     fitting = [c.case.layout for c in found if c.fits]
     assert all(layout.tp * layout.pp * layout.cp > 1 for layout in fitting)
@@ -74,26 +74,26 @@ def test_other_axes_where_no_data_parallel_layout_fits() -> None:
 
 
 def test_tokens_that_do_not_divide_are_not_shared() -> None:
-    odd = model_facts(published("llama-3-8b"), 32769, 2)
-    found = search(run_of(odd, NODE), SearchSpace())
+    odd = transformer_facts(published_shape("llama-3-8b"), 32769, 2)
+    found = search_layouts(run_of(odd, NODE), SearchSpace())
     assert {c.case.layout.cp for c in found} == {1}
 
 
 def test_degrees_of_two_kinds_are_proposed_as_given() -> None:
     space = SearchSpace(degrees=(("dp_replicate", 4), ("dp_shard", 2)))
-    found = search(run_of(LLAMA, NODE), space)
+    found = search_layouts(run_of(LLAMA, NODE), space)
     assert {c.case.layout for c in found} == {Layout(dp_replicate=4, dp_shard=2, zero=3)}
 
 
 def test_accumulation_fixes_the_micro_batch_of_each_layout() -> None:
-    found = search(run_of(LLAMA, NODE), SearchSpace(accumulate=4))
+    found = search_layouts(run_of(LLAMA, NODE), SearchSpace(accumulate=4))
     assert {c.case.accumulate for c in found} == {4}
     assert len({c.case.micro_batch for c in found}) > 2
 
 
 def test_a_fixed_layout_is_the_only_one() -> None:
-    layout = planned_degrees({"tp": 4}, 8)
-    found = search(run_of(LLAMA, NODE), SearchSpace(layout=layout, micro_batch=2))
+    layout = layout_for_planning({"tp": 4}, 8)
+    found = search_layouts(run_of(LLAMA, NODE), SearchSpace(layout=layout, micro_batch=2))
     assert {c.case.layout for c in found} == {Layout(dp_replicate=2, tp=4)}
     assert {c.case.micro_batch for c in found} == {2}
 
@@ -102,16 +102,16 @@ def test_a_batch_that_nothing_divides_is_told() -> None:
     with pytest.raises(
         PlanError, match=r"train\.batch = 13: nothing divides it .* train\.batch=16"
     ):
-        search(run_of(LLAMA, NODE, batch=13), SearchSpace(built=True))
-    served = with_servers(8)
+        search_layouts(run_of(LLAMA, NODE, batch=13), SearchSpace(built=True))
+    served = make_server_layout(8)
     with pytest.raises(PlanError, match=r"divides it over 7 workers; try: train\.batch=14"):
-        search(run_of(LLAMA, NODE, batch=13), SearchSpace(layout=served))
+        search_layouts(run_of(LLAMA, NODE, batch=13), SearchSpace(layout=served))
 
 
 def test_a_schedule_that_cannot_run_is_told() -> None:
     """Where it was asked for; the search itself recomputes nothing in halves of a backward."""
     space = SearchSpace(degrees=(("pp", 8),), schedule="dualpipe", micro_batch=2)
-    found = search(run_of(LLAMA, NODE), space)
+    found = search_layouts(run_of(LLAMA, NODE), space)
     assert {(c.case.schedule, c.case.chunks, c.case.plan.recompute) for c in found} == {
         ("dualpipe", 1, "none")
     }
@@ -120,18 +120,20 @@ def test_a_schedule_that_cannot_run_is_told() -> None:
         ({"micro_batch": 8}, r"at least 16 \(twice layout\.pp\), got 8 .* train\.micro_batch=4"),
     ):
         with pytest.raises(PlanError, match=said):
-            search(run_of(LLAMA, NODE, recompute="full"), replace(space, **change))
+            search_layouts(run_of(LLAMA, NODE, recompute="full"), replace(space, **change))
     halved = [
-        c for c in search(run_of(LLAMA, NODE), SearchSpace()) if c.case.schedule == "zero-bubble"
+        c
+        for c in search_layouts(run_of(LLAMA, NODE), SearchSpace())
+        if c.case.schedule == "zero-bubble"
     ]
     assert {c.case.plan.recompute for c in halved} <= {"none"}
 
 
 def test_two_copies_are_twice_the_states_and_one_more_sum() -> None:
     one, both = (
-        search(run_of(LLAMA, NODE), SearchSpace(layout=Layout(pp=8), schedule=name, micro_batch=1))[
-            0
-        ]
+        search_layouts(
+            run_of(LLAMA, NODE), SearchSpace(layout=Layout(pp=8), schedule=name, micro_batch=1)
+        )[0]
         for name in ("zbv", "dualpipe")
     )
     for kind in ("weights", "gradients", "optimizer"):
@@ -142,14 +144,14 @@ def test_two_copies_are_twice_the_states_and_one_more_sum() -> None:
 
 def test_degrees_that_do_not_divide_are_told() -> None:
     with pytest.raises(PlanError, match=r"tp 3 = 3 devices, but there are 8"):
-        planned_degrees({"tp": 3}, 8)
+        layout_for_planning({"tp": 3}, 8)
 
 
 def test_what_fits_for_sure_is_proposed_first_and_of_it_the_cheapest() -> None:
     space = SearchSpace(layout=Layout(dp_replicate=8), micro_batch=4, given=frozenset(POLICIES))
-    best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
+    best = search_layouts(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
-    made = fixes(best.case)
+    made = suggest_settings(best.case)
     words = [candidate.verdict.word for _, candidate in made]
     assert words == sorted(words)  # fits, tight
     assert set(words) == {"fits", "tight"}
@@ -162,26 +164,26 @@ def test_a_fix_is_what_a_user_can_type() -> None:
     """Beside other axes a stage is degrees: a strategy is a whole layout."""
     layout = Layout(dp_replicate=4, tp=2)
     space = SearchSpace(layout=layout, micro_batch=8, given=frozenset(POLICIES))
-    best = search(run_of(LLAMA, NODE, recompute="none"), space)[0]
+    best = search_layouts(run_of(LLAMA, NODE, recompute="none"), space)[0]
     assert not best.fits
-    texts = [text for text, _ in fixes(best.case)]
+    texts = [text for text, _ in suggest_settings(best.case)]
     assert any("layout.dp_shard=4 layout.zero=" in text for text in texts)
     assert len(texts) == len(set(texts))
     assert not any("strategy" in text for text in texts)
 
 
-def test_a_reason_names_what_differs(found: list[Candidate]) -> None:
-    assert "faster than" in why_before(found[0], found[-40]) or "lacks" in why_before(
+def test_a_reason_names_what_differs(found: list[LayoutCandidate]) -> None:
+    assert "faster than" in explain_order(found[0], found[-40]) or "lacks" in explain_order(
         found[0], found[-1]
     )
     slow = replace(found[0], time=replace(found[0].time, step_s=2 * found[0].time.step_s))
-    assert why_before(found[0], slow).startswith("100% faster than")
-    assert why_before(found[0], found[0]).startswith("within 2%")
-    assert "% of the peak" in dies_first(found[0])
+    assert explain_order(found[0], slow).startswith("100% faster than")
+    assert explain_order(found[0], found[0]).startswith("within 2%")
+    assert "% of the peak" in explain_peak(found[0])
 
 
-def test_the_guide_is_predicted_too(found: list[Candidate]) -> None:
-    text, other = ask_guide(found[0], SearchSpace())
+def test_the_guide_is_predicted_too(found: list[LayoutCandidate]) -> None:
+    text, other = compare_with_guide(found[0], SearchSpace())
     assert "1–10B: fsdp" in text
     assert other is not None
     assert other.case.layout.strategy == "fsdp"
@@ -189,7 +191,7 @@ def test_the_guide_is_predicted_too(found: list[Candidate]) -> None:
     assert guide_layout(70 * 10**9, parse_machines("8x8xH100-80GB"), 64, 80).strategy == "3d"
 
 
-def test_the_document_holds_every_layout_once(found: list[Candidate]) -> None:
+def test_the_document_holds_every_layout_once(found: list[LayoutCandidate]) -> None:
     record = plan_record(found, SearchSpace(), top=4, notes=["said"])
     assert [row["rank"] for row in record["layouts"]] == [1, 2, 3, 4]
     shapes = [(tuple(row["degrees"].items()), row["zero"]) for row in record["layouts"]]
@@ -202,10 +204,10 @@ def test_the_document_holds_every_layout_once(found: list[Candidate]) -> None:
 
 
 def test_given_degrees_leave_the_rest_open() -> None:
-    found = search(run_of(LLAMA, NODE), SearchSpace(degrees=(("tp", 2),)))
+    found = search_layouts(run_of(LLAMA, NODE), SearchSpace(degrees=(("tp", 2),)))
     assert {c.case.layout.tp for c in found} == {2}
     assert {0, 1, 2, 3} <= {c.case.layout.zero for c in found}
-    found = search(run_of(LLAMA, NODE), SearchSpace(zero=1))
+    found = search_layouts(run_of(LLAMA, NODE), SearchSpace(zero=1))
     assert {c.case.layout.zero for c in found} == {1}
 
 
@@ -218,63 +220,65 @@ def test_given_degrees_leave_the_rest_open() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_told(space: SearchSpace, said: str) -> None:
-    gpt = model_facts(published("gpt-2"), 1024, 2)
+    gpt = transformer_facts(published_shape("gpt-2"), 1024, 2)
     cluster = parse_machines("2x8xH100-80GB") if space.degrees else NODE
     with pytest.raises(PlanError, match=said):
-        search(run_of(gpt, cluster), space)
+        search_layouts(run_of(gpt, cluster), space)
 
 
 def test_every_stage_of_a_mixed_model_is_looked_at() -> None:
     from shoal.forecast.fit.peak_memory import predict_memory
 
     cluster = parse_machines("16x8xH100-80GB")
-    facts = model_facts(published("deepseek-v3"), 4096, 2)
+    facts = transformer_facts(published_shape("deepseek-v3"), 4096, 2)
     case = case_of(facts, Layout(pp=16, dp_replicate=8), cluster, 128, 1, recompute="full")
     each = [predict_memory(case, stage).peak_bytes for stage in range(16)]
     assert predict_memory(case).peak_bytes == pytest.approx(max(each), rel=0.02)
 
 
 def test_compiled_blocks_are_not_planned_with_selective_recompute() -> None:
-    found = search(run_of(LLAMA, NODE, compile="blocks"), SearchSpace())
+    found = search_layouts(run_of(LLAMA, NODE, compile="blocks"), SearchSpace())
     assert "selective" not in {c.case.plan.recompute for c in found}
 
 
 def test_micro_batches_grow_until_memory_is_full() -> None:
-    vit = model_facts(published("vit-b"), 197, 2)
-    found = search(run_of(vit, NODE, batch=16384), SearchSpace(built=True))
+    vit = transformer_facts(published_shape("vit-b"), 197, 2)
+    found = search_layouts(run_of(vit, NODE, batch=16384), SearchSpace(built=True))
     assert max(c.case.micro_batch for c in found) >= 256
     best = found[0]
-    text, other = ask_guide(best, SearchSpace(built=True))
+    text, other = compare_with_guide(best, SearchSpace(built=True))
     assert other is not None
     assert best.time.step_s <= 1.02 * other.time.step_s, text
 
 
-MIXTURE = model_facts(published("mixtral-8x7b"), 8192, 2)
+MIXTURE = transformer_facts(published_shape("mixtral-8x7b"), 8192, 2)
 NODES = parse_machines("2x8xH100-80GB")
 
 
 def test_experts_are_dealt_to_data_parallel_ranks() -> None:
     """Of a mixture: in whole shards, evenly, never beside tp, which may have cut them already."""
-    layouts = [c.case.layout for c in search(run_of(MIXTURE, NODES), SearchSpace())]
+    layouts = [c.case.layout for c in search_layouts(run_of(MIXTURE, NODES), SearchSpace())]
     dealt = [layout for layout in layouts if layout.ep > 1]
     assert {layout.strategy for layout in dealt} >= {"fsdp + ep", "zero1 + pp + ep"}
     for layout in dealt:
-        check_together(layout)
+        check_combination(layout)
         assert MIXTURE.experts % layout.ep == 0
         assert layout.tp == 1
     assert {layout.ep for layout in layouts} == {1, 2, 4, 8}, "one is tried, and what lends most"
-    assert {c.case.layout.ep for c in search(run_of(LLAMA, NODE), SearchSpace())} == {1}
+    assert {c.case.layout.ep for c in search_layouts(run_of(LLAMA, NODE), SearchSpace())} == {1}
 
 
 def test_experts_that_are_dealt_are_given_or_found() -> None:
     two = SearchSpace(degrees=(("ep", 2),))
-    assert {c.case.layout.ep for c in search(run_of(MIXTURE, NODES), two)} == {2}
+    assert {c.case.layout.ep for c in search_layouts(run_of(MIXTURE, NODES), two)} == {2}
     first = SearchSpace(built=True)
-    assert {c.case.layout.ep for c in search(run_of(MIXTURE, NODES), first)} == {1}, "it fits"
+    assert {c.case.layout.ep for c in search_layouts(run_of(MIXTURE, NODES), first)} == {1}, (
+        "it fits"
+    )
 
 
 def test_time_on_the_way_to_experts_has_a_name() -> None:
-    found = search(run_of(MIXTURE, NODES), SearchSpace())
+    found = search_layouts(run_of(MIXTURE, NODES), SearchSpace())
     ours = next(c for c in found if c.case.layout.ep > 1)
     assert 0 < ours.time.parts["experts"] < ours.time.step_s
     assert not ours.time.parts.keys() - PART_WORDS.keys()

@@ -11,22 +11,22 @@ from planned_case import case_of
 
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Calibration, Cluster, Device, Link
-from shoal.base.estimates.estimate import Case
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.estimate import PlanningCase
+from shoal.base.estimates.transformer_shape import TransformerShape
 from shoal.base.layouts.layout import Layout
 from shoal.forecast.machines.calibrations import CPU, FITTED, GPU, calibration_of
 from shoal.forecast.memory.model_states import rank_elements
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import Kernels, model_facts
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import Kernels, transformer_facts
 from shoal.forecast.time.step_sync import BUCKET_BYTES
 from shoal.forecast.time.step_terms import step_terms
-from shoal.forecast.time.step_time import Table, effective, predict_time
+from shoal.forecast.time.step_time import CoefficientTable, exposed_terms, predict_time
 from shoal.forecast.time.step_work import peak_flops_per_s
 from traffic_theory import Payload, step_traffic
 
-SMALL = Transformer("small", 6, 256, 4, 4, 768, 2048)
-FACTS = model_facts(SMALL, 256, 4, Kernels(fused_norm=False))
-LARGE = model_facts(Transformer("large", 32, 4096, 32, 8, 14336, 128256), 4096, 2)
+SMALL = TransformerShape("small", 6, 256, 4, 4, 768, 2048)
+FACTS = transformer_facts(SMALL, 256, 4, Kernels(fused_norm=False))
+LARGE = transformer_facts(TransformerShape("large", 32, 4096, 32, 8, 14336, 128256), 4096, 2)
 GLOO = Link("gloo", 1e-4, 1e9)
 CORES = Device("2 cores", 2**33, {"fp32": 6e10, "fp64": 3e10}, 1e10, launch_s=4e-6, kind="cpu")
 HERE = Cluster(CORES, 1, 4, GLOO, GLOO)
@@ -46,12 +46,12 @@ LAYOUTS = {
 }
 
 
-def here(layout: Layout, accumulate: int = 3, **more: object) -> Case:
+def here(layout: Layout, accumulate: int = 3, **more: object) -> PlanningCase:
     batch = 2 * accumulate * layout.data_degree
     return case_of(FACTS, layout, HERE, batch, 2, compute="fp32", **more)  # type: ignore[arg-type]
 
 
-def large(layout: Layout, micro_batch: int = 1, batch: int = 64, **more: object) -> Case:
+def large(layout: Layout, micro_batch: int = 1, batch: int = 64, **more: object) -> PlanningCase:
     return case_of(LARGE, layout, H100, batch, micro_batch, **more)  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ def test_fsdp_gathers_bare_layers_once_with_the_root(mixed: bool, defer: bool) -
 
 
 def test_on_cores_everything_sent_is_waited_for() -> None:
-    wide = model_facts(replace(SMALL, layers=12, hidden=512, ffn=1536), 256, 4)
+    wide = transformer_facts(replace(SMALL, layers=12, hidden=512, ffn=1536), 256, 4)
     assert wide.trainable * 4 > 3 * BUCKET_BYTES  # a GPU would hide all but the last bucket
     ring = 2 * 2 * 1e-4 + 2 * 3 / 4 * wide.trainable * 4 / 1e9  # halving, doubling: a ring's bytes
     estimate = predict_time(replace(here(LAYOUTS["ddp"]), model=wide))
@@ -122,8 +122,8 @@ def test_the_parts_add_up(layout: Layout, recompute: str) -> None:
 
 def test_terms_and_coefficients_multiply_to_the_step() -> None:
     case = large(Layout(pp=4, dp_replicate=2, tp=4))
-    table = Table(GPU)
-    found = effective(step_terms(case), table)
+    table = CoefficientTable(GPU)
+    found = exposed_terms(step_terms(case), table)
     assert sum(table[k] * v for k, v in found.terms.items()) == pytest.approx(found.step_s)
 
 
@@ -137,8 +137,8 @@ def test_a_pipeline_of_equal_stages_takes_m_plus_p_minus_1() -> None:
     fast = replace(H100, across=Link("ib", 0.0, 1e30), inside=Link("nvlink", 0.0, 1e30),
                    calibration=ARITHMETIC)  # fmt: skip
     case = case_of(bare, Layout(pp=4, tp=8), fast, 16, 1)
-    one = effective(step_terms(case.but(batch=1)), Table(ARITHMETIC))
-    whole = effective(step_terms(case), Table(ARITHMETIC))
+    one = exposed_terms(step_terms(case.but(batch=1)), CoefficientTable(ARITHMETIC))
+    whole = exposed_terms(step_terms(case), CoefficientTable(ARITHMETIC))
     update = whole.terms["optimizer"] + whole.terms["step"] * 0
     assert (whole.step_s - update) / (one.step_s - update) == pytest.approx((16 + 3) / 4)
     halved = predict_time(
@@ -149,8 +149,8 @@ def test_a_pipeline_of_equal_stages_takes_m_plus_p_minus_1() -> None:
 
 def test_the_stage_with_most_blocks_sets_the_pace() -> None:
     """31 blocks on 8 stages: one has 5, and every micro-batch waits for it as with 40 blocks."""
-    uneven = model_facts(Transformer("u", 31, 4096, 32, 8, 14336, 1024), 4096, 2)
-    even = model_facts(Transformer("e", 40, 4096, 32, 8, 14336, 1024), 4096, 2)
+    uneven = transformer_facts(TransformerShape("u", 31, 4096, 32, 8, 14336, 1024), 4096, 2)
+    even = transformer_facts(TransformerShape("e", 40, 4096, 32, 8, 14336, 1024), 4096, 2)
     layout = Layout(pp=8, tp=4)
     first, second = (
         predict_time(case_of(facts, layout, H100, 256, 1)).step_s for facts in (uneven, even)
@@ -174,7 +174,7 @@ def test_full_recompute_is_a_third_more_compute() -> None:
 
 
 def test_small_products_wait_for_the_host() -> None:
-    tiny = model_facts(Transformer("tiny", 24, 256, 4, 4, 768, 256), 32, 2)
+    tiny = transformer_facts(TransformerShape("tiny", 24, 256, 4, 4, 768, 256), 32, 2)
     case = case_of(tiny, Layout(), H100, 1, 1)
     assert predict_time(case).parts["constants"] > 0.5 * predict_time(case).step_s
 
@@ -280,7 +280,7 @@ def test_non_negative_least_squares() -> None:
     assert nnls_normal([[1.0, 0.9], [0.9, 1.0]], [0.5, 1.0]) == pytest.approx([0.0, 1.0])
 
 
-def runs() -> list[Case]:
+def runs() -> list[PlanningCase]:
     return [
         large(Layout(pp=pp, dp_replicate=32 // (tp * pp), tp=tp), micro, 128)
         for tp in (1, 2, 4, 8)
@@ -295,19 +295,21 @@ def test_a_fit_finds_the_coefficients_that_made_the_times() -> None:
         efficiency={"matrix": 1.5, "attention": 2.0, "elementwise": 1.4, "tensor": 2.0},
         constants_s={"block": 1e-3, "micro_batch": 1e-3, "step": 1e-2},
     )
-    times = [effective(each, Table(truth)).step_s for each in terms]
+    times = [exposed_terms(each, CoefficientTable(truth)).step_s for each in terms]
     found = fit_steps(terms, times, replace(GPU, constants_s=truth.constants_s), trust=0.1)
     assert max(map(abs, found.errors)) < 0.01
     # products and attention grow alike in one model: only what they predict can be compared
     other = step_terms(large(Layout(pp=2, dp_replicate=8, tp=2), 8, 128))
-    expected = effective(other, Table(truth)).step_s
-    assert effective(other, Table(found.calibration)).step_s == pytest.approx(expected, rel=0.02)
+    expected = exposed_terms(other, CoefficientTable(truth)).step_s
+    assert exposed_terms(other, CoefficientTable(found.calibration)).step_s == pytest.approx(
+        expected, rel=0.02
+    )
     assert found.calibration.efficiency["tensor"] == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_disturbed_run_does_not_move_the_fit() -> None:
     terms = [step_terms(case) for case in runs()]
-    times = [effective(each, Table(GPU)).step_s for each in terms]
+    times = [exposed_terms(each, CoefficientTable(GPU)).step_s for each in terms]
     times[5] /= 3
     start = replace(GPU, efficiency={**GPU.efficiency, "matrix": 1.6, "elementwise": 1.5})
     found = fit_steps(terms, times, start, trust=0.1)
@@ -337,10 +339,10 @@ def test_what_a_framework_hides_after_its_update() -> None:
     assert theirs.parts["parameters"] < 0.5 * ours.parts["parameters"]
 
 
-MIXTRAL = model_facts(published("mixtral-8x7b"), 4096, 2)
+MIXTRAL = transformer_facts(published_shape("mixtral-8x7b"), 4096, 2)
 
 
-def mixtral(layout: Layout, batch: int = 64, **more: object) -> Case:
+def mixtral(layout: Layout, batch: int = 64, **more: object) -> PlanningCase:
     return case_of(MIXTRAL, layout, H100, batch, 1, **more)  # type: ignore[arg-type]
 
 

@@ -9,21 +9,23 @@ import torch
 
 from shoal.base.errors import PlanError
 from shoal.base.estimates.estimate import UnitFacts
-from shoal.base.estimates.transformer_shape import Transformer
-from shoal.forecast.memory.framework_memory import framework, own_kernels
-from shoal.forecast.models.model_facts import parameters
-from shoal.forecast.models.own_transformers import own_family
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import Kernels, model_facts
+from shoal.base.estimates.transformer_shape import TransformerShape
+from shoal.forecast.memory.framework_memory import framework_memory, own_kernels
+from shoal.forecast.models.model_facts import count_model_parameters
+from shoal.forecast.models.own_transformers import own_shape
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import Kernels, transformer_facts
 from shoal.models.llama import Attention, Block, SwiGLU
 
 
-def block(shape: Transformer, sequence: int = 1024, kernels: Kernels | None = None) -> UnitFacts:
-    facts = model_facts(shape, sequence, 2, kernels or Kernels())
+def block(
+    shape: TransformerShape, sequence: int = 1024, kernels: Kernels | None = None
+) -> UnitFacts:
+    facts = transformer_facts(shape, sequence, 2, kernels or Kernels())
     return next(unit for unit in facts.units if unit.name == "block")
 
 
-def units(found: float, shape: Transformer, sequence: int = 1024) -> float:
+def units(found: float, shape: TransformerShape, sequence: int = 1024) -> float:
     """Bytes in units of sequence × hidden, without the log-sum-exp of flash attention."""
     return found / (sequence * shape.hidden) - 4 * shape.heads / shape.hidden
 
@@ -52,14 +54,14 @@ def saved(found: UnitFacts) -> float:
     ],
 )
 def test_parameters_are_as_published(name: str, billions: float, share: float) -> None:
-    shape = published(name)
-    facts = model_facts(shape, shape.positions or 1024, 2)
+    shape = published_shape(name)
+    facts = transformer_facts(shape, shape.positions or 1024, 2)
     assert facts.trainable == pytest.approx(billions * 1e9, rel=share)
 
 
 def test_work_is_two_flop_per_weight_and_token_and_attention() -> None:
-    shape, sequence = published("llama-3-8b"), 8192
-    facts = model_facts(shape, sequence, 2)
+    shape, sequence = published_shape("llama-3-8b"), 8192
+    facts = transformer_facts(shape, sequence, 2)
     table = shape.vocabulary * shape.hidden
     norms = (2 * shape.layers + 1) * shape.hidden
     products = 2 * (facts.trainable - table - norms) * sequence
@@ -69,7 +71,7 @@ def test_work_is_two_flop_per_weight_and_token_and_attention() -> None:
 
 
 def test_a_window_bounds_attention() -> None:
-    shape = replace(published("mistral-7b"), window=4096)
+    shape = replace(published_shape("mistral-7b"), window=4096)
     near, far = block(shape, 4096), block(shape, 16384)
     assert far.attention_flops == 4 * near.attention_flops  # not 16: each query sees 4096 keys
 
@@ -85,22 +87,22 @@ def test_a_window_bounds_attention() -> None:
     ],
 )
 def test_llama_saves_so_many_units(kernels: Kernels, expected: float) -> None:
-    shape = published("llama-3-8b")
+    shape = published_shape("llama-3-8b")
     assert units(saved(block(shape, kernels=kernels)), shape) == pytest.approx(expected)
 
 
 def test_gpt_with_dropout_saves_34_units_and_its_scores() -> None:
-    shape = replace(published("gpt-3-6.7b"), dropout=0.1)
+    shape = replace(published_shape("gpt-3-6.7b"), dropout=0.1)
     assert units(saved(block(shape)), shape) == pytest.approx(34)
     scores = saved(block(shape, kernels=Kernels(flash=False))) / (1024 * shape.hidden)
     assert scores == pytest.approx(34 + 5 * shape.heads * 1024 / shape.hidden)
 
 
 def test_every_second_product_of_llama_is_15_5_units() -> None:
-    shape = published("llama-3-8b")
-    kept = block(shape, kernels=framework("torchtitan").kernels).selective_bytes
+    shape = published_shape("llama-3-8b")
+    kept = block(shape, kernels=framework_memory("torchtitan").kernels).selective_bytes
     assert units(sum(kept), shape) == pytest.approx(15.5)
-    compiled = block(shape, kernels=framework("torchtitan").compiled).selective_bytes
+    compiled = block(shape, kernels=framework_memory("torchtitan").compiled).selective_bytes
     assert units(sum(compiled), shape) == pytest.approx(13.5)
 
 
@@ -121,23 +123,23 @@ def test_our_own_block_saves_what_torch_saves(sequence: int) -> None:
         module(torch.randn(2, sequence, 64, requires_grad=True))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     found = sum(size for place, size in storages.items() if place not in weights)
-    shape = own_family("llama", {"dim": 64, "layers": 1, "heads": 4, "hidden": 192})
-    facts = model_facts(shape, sequence, 4, own_kernels("cpu", sequence, 4))
+    shape = own_shape("llama", {"dim": 64, "layers": 1, "heads": 4, "hidden": 192})
+    facts = transformer_facts(shape, sequence, 4, own_kernels("cpu", sequence, 4))
     assert 2 * saved(facts.units[1]) == pytest.approx(found, rel=0.03)
 
 
 def test_our_family_has_the_size_of_the_built_model() -> None:
     arguments = {"dim": 96, "layers": 3, "heads": 4, "vocabulary": 512, "sequence": 64}
     for tied in (True, False):
-        shape = own_family("llama", {**arguments, "tied": tied})
-        facts = model_facts(shape, 64, 4)
-        assert facts.trainable == parameters("llama", {**arguments, "tied": tied})
+        shape = own_shape("llama", {**arguments, "tied": tied})
+        facts = transformer_facts(shape, 64, 4)
+        assert facts.trainable == count_model_parameters("llama", {**arguments, "tied": tied})
     with pytest.raises(PlanError, match=r"no transformer"):
-        own_family("resnet")
+        own_shape("resnet")
 
 
 def test_experts_are_counted_apart_and_routers_copied() -> None:
-    shape = published("mixtral-8x7b")
+    shape = published_shape("mixtral-8x7b")
     found = block(shape)
     assert found.expert_parameters == 8 * 3 * 4096 * 14336
     assert found.plain_parameters == 2 * 4096 + 8 * 4096
@@ -148,7 +150,7 @@ def test_experts_are_counted_apart_and_routers_copied() -> None:
 
 
 def test_the_first_blocks_of_deepseek_are_dense() -> None:
-    facts = model_facts(published("deepseek-v3"), 4096, 2)
+    facts = transformer_facts(published_shape("deepseek-v3"), 4096, 2)
     assert [(u.name, u.count) for u in facts.units[1:3]] == [("dense block", 3), ("block", 58)]
     active = facts.forward_flops / (2 * 4096)
     assert active < 0.08 * facts.trainable  # 37 of 671 billion, and attention
@@ -157,4 +159,4 @@ def test_the_first_blocks_of_deepseek_are_dense() -> None:
 @pytest.mark.parametrize(("sequence", "width"), [(0, 2), (16, 3)])
 def test_impossible_sequences_and_formats_are_refused(sequence: int, width: int) -> None:
     with pytest.raises(PlanError, match=r"try: "):
-        model_facts(published("gpt-2"), sequence, width)
+        transformer_facts(published_shape("gpt-2"), sequence, width)

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from shoal.base.errors import CheckpointError
-from shoal.islands.admission import ROUNDS, Admission, Refusals, Verdict
+from shoal.islands.admission import ROUNDS, AdmissionTest, AdmissionVerdict, RefusalCounter
 
 BOUND, COSINE = 8.0, -0.2
 ELEMENTS = 1000
@@ -24,7 +24,7 @@ class Fleet:
     def __init__(self, count: int, cosine: float = 0.5, seed: int = 0) -> None:
         self.count, self.cosine = count, cosine
         self.draw = numpy.random.default_rng(seed)
-        self.admission = Admission(BOUND, COSINE)
+        self.admission = AdmissionTest(BOUND, COSINE)
 
     def changes(self, size: float = 1.0, noise: float = 0.1) -> numpy.ndarray:
         common = self.draw.standard_normal(ELEMENTS)
@@ -33,7 +33,7 @@ class Fleet:
         sizes = size * self.draw.lognormal(0.0, noise, (self.count, 1))
         return mixed * sizes / math.sqrt(ELEMENTS)
 
-    def judge(self, changes: numpy.ndarray, tokens: Sequence[float] = ()) -> Verdict:
+    def judge(self, changes: numpy.ndarray, tokens: Sequence[float] = ()) -> AdmissionVerdict:
         finite = [bool(numpy.isfinite(change).all()) for change in changes]
         with numpy.errstate(invalid="ignore", over="ignore"):
             gram = (changes @ changes.T).tolist()
@@ -61,7 +61,7 @@ def test_what_is_not_finite_is_refused(bad: float, count: int, rounds: int) -> N
 
 
 def test_a_square_beyond_float64_is_not_finite() -> None:
-    verdict = Admission(BOUND, COSINE).judge(
+    verdict = AdmissionTest(BOUND, COSINE).judge(
         [True, True], [[math.inf, math.inf], [math.inf, 1.0]], [1, 1]
     )
     assert verdict.admitted == (1,)
@@ -227,7 +227,7 @@ def test_what_all_do_alike_is_told_and_nobodys_fault(count: int) -> None:
 
 
 def test_equal_norms_in_the_past_leave_room() -> None:
-    admission = Admission(BOUND, COSINE)
+    admission = AdmissionTest(BOUND, COSINE)
     same = [[1.0, 0.5, 0.5], [0.5, 1.0, 0.5], [0.5, 0.5, 1.0]]
     for _ in range(ROUNDS):
         admission.commit(admission.judge([True] * 3, same, [1, 1, 1]))
@@ -281,7 +281,7 @@ def test_judging_changes_nothing_and_the_past_survives_a_checkpoint() -> None:
     changes[1] *= 7
     verdict = fleet.judge(changes)
     assert fleet.admission.state() == before
-    other = Admission(BOUND, COSINE)
+    other = AdmissionTest(BOUND, COSINE)
     other.load(json.loads(json.dumps(before)))
     gram = (changes @ changes.T).tolist()
     assert other.judge([True] * 3, gram, [1000] * 3) == verdict
@@ -296,13 +296,13 @@ def test_judging_changes_nothing_and_the_past_survives_a_checkpoint() -> None:
 )
 def test_a_damaged_past_is_told(state: object) -> None:
     with pytest.raises(CheckpointError, match="the islands' past norms are damaged"):
-        Admission(BOUND, COSINE).load(state)  # type: ignore[arg-type]
+        AdmissionTest(BOUND, COSINE).load(state)  # type: ignore[arg-type]
 
 
 def test_partners_go_by_their_own_numbers() -> None:
     changes = Fleet(3).changes()
     changes[1] *= -1
-    verdict = Admission(BOUND, COSINE).judge(
+    verdict = AdmissionTest(BOUND, COSINE).judge(
         [True, True, True], (changes @ changes.T).tolist(), [1, 1, 1], islands=[2, 5, 9]
     )
     assert verdict.admitted == (2, 9)
@@ -311,12 +311,12 @@ def test_partners_go_by_their_own_numbers() -> None:
 
 
 def test_refusals_count_only_in_a_row() -> None:
-    refusals = Refusals(3)
+    refusals = RefusalCounter(3)
     assert refusals.count(range(3), {1}) == ()
     assert refusals.count(range(3), {1, 2}) == ()
     assert refusals.count(range(3), {2}) == ()
     assert refusals.count([0, 1], {1}) == (), "island 2 was not there: nothing is known of it"
-    other = Refusals(3)
+    other = RefusalCounter(3)
     other.load(json.loads(json.dumps(refusals.state())))
     assert other.count(range(3), {2}) == (2,)
     assert refusals.count(range(3), {1, 2}) == (2,)

@@ -11,26 +11,26 @@ import pytest
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.checkpoint.format.checkpoint_faults import WantedDamaged
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.checkpoint_faults import DamagedStepError
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.checkpoint.format.manifest import FILE_NAME
-from shoal.cli.islands import _set_aside, _share_out
-from shoal.cli.start import _check_goes_on, _in_folders
+from shoal.cli.islands import _copy_island_checkpoints, _rename_surplus_islands
+from shoal.cli.start import _check_islands_resume, _has_island_folders
 from shoal.forecast.time.codec_costs import CODINGS
-from shoal.islands.common_round import Resume
+from shoal.islands.common_round import ResumePoint
 from shoal.trainer.islands.island_join import (
     FEEDS_BACK,
     OWN,
-    _alike,
-    _forget,
-    agree,
+    _delete_later_checkpoints,
+    _shared_settings,
+    check_agreement,
     check_donors,
-    join,
-    restored,
-    rounds_held,
+    join_islands,
+    list_held_rounds,
+    restore_round,
 )
 
-ONE = IslandsPolicy("diloco", count=2).settled()
+ONE = IslandsPolicy("diloco", count=2).resolved()
 
 
 class Others:
@@ -53,27 +53,27 @@ def run_of(**settings: Any) -> Any:
 
 def test_every_key_of_islands_must_be_alike() -> None:
     """Another pace would deal samples twice, another bound admit others, another server step apart."""
-    own = _alike(run_of(), ONE)
+    own = _shared_settings(run_of(), ONE)
     for key in vars(ONE):
         assert (f"islands.{key}" in own) == (key not in OWN)
-    agree(Others(own), own)
+    check_agreement(Others(own), own)
     with pytest.raises(ConfigError, match="islands.pace = equal on island 1, speed on island 0: .*"
                        "try: islands.pace=speed on all of them"):  # fmt: skip
-        agree(Others({**own, "islands.pace": "equal"}), own)
+        check_agreement(Others({**own, "islands.pace": "equal"}), own)
     with pytest.raises(ConfigError, match="train.seed = None on island 2, 1 on island 0"):
-        agree(Others(own, {k: v for k, v in own.items() if k != "train.seed"}), own)
+        check_agreement(Others(own, {k: v for k, v in own.items() if k != "train.seed"}), own)
 
 
 def test_one_checkpoint_is_too_few() -> None:
     with pytest.raises(ConfigError, match="checkpoint.keep = 1: .*try: checkpoint.keep=2"):
-        join(run_of(keep=1), ONE)
+        join_islands(run_of(keep=1), ONE)
 
 
 def test_an_island_that_holds_nothing_is_named_on_all() -> None:
-    check_donors(Resume(7, (0, 1, 2)))
+    check_donors(ResumePoint(7, (0, 1, 2)))
     with pytest.raises(CheckpointError, match="island 2: holds no round of this run, island 1 holds"
                        " round 7; try: copy checkpoints/ of island 1's run folder"):  # fmt: skip
-        check_donors(Resume(7, (0, 1, 1)))
+        check_donors(ResumePoint(7, (0, 1, 1)))
 
 
 def checkpoint(folder: Path, step: int) -> None:
@@ -83,13 +83,13 @@ def checkpoint(folder: Path, step: int) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    return [found.step for found in find(folder / "checkpoints")]
+    return [found.step for found in list_checkpoints(folder / "checkpoints")]
 
 
 def test_later_checkpoints_are_forgotten(tmp_path: Path) -> None:
     for step in (50, 100, 150):
         checkpoint(tmp_path, step)
-    _forget(tmp_path, 100)
+    _delete_later_checkpoints(tmp_path, 100)
     assert steps(tmp_path) == [100, 50]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
@@ -102,7 +102,7 @@ def test_a_manifest_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     def emit(event: str, *, file: str, **fields: Any) -> None:
         heard.append((event, file))
 
-    assert rounds_held(tmp_path, 50, emit) == {}
+    assert list_held_rounds(tmp_path, 50, emit) == {}
     assert heard == [("checkpoint_damaged", f"checkpoints/step-50/{FILE_NAME}")]
 
 
@@ -121,7 +121,7 @@ def test_a_round_that_is_damaged_is_put_aside_and_an_earlier_one_is_agreed_on(
 
     def restore(step: int) -> None:
         if step == 100:
-            raise WantedDamaged("step-100 is damaged")
+            raise DamagedStepError("step-100 is damaged")
 
     def gather(message: bytes, deadline_s: float) -> list[bytes]:
         return [message, json.dumps(others_hold_it_whole).encode()]
@@ -132,18 +132,18 @@ def test_a_round_that_is_damaged_is_put_aside_and_an_earlier_one_is_agreed_on(
     )
     plane: Any = SimpleNamespace(gather=gather)
     if rounds == 1:
-        with pytest.raises(WantedDamaged):
-            restored(run, plane, here, 2)
+        with pytest.raises(DamagedStepError):
+            restore_round(run, plane, here, 2)
         assert steps(tmp_path) == [100]
         return
-    assert not restored(run, plane, here, 2)
+    assert not restore_round(run, plane, here, 2)
     assert list(here) == ["1"]
     assert steps(tmp_path) == [50]
     assert told == [
         "round 2 is damaged here, so all islands go on from an earlier one; kept as "
         "step-100.damaged"
     ]
-    assert restored(run, plane, here, 1) == others_hold_it_whole
+    assert restore_round(run, plane, here, 1) == others_hold_it_whole
 
 
 def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:
         checkpoint(tmp_path / "island-0", step)
     for step in (30, 50):
         checkpoint(tmp_path / "island-1", step)
-    _share_out(tmp_path, 3)
+    _copy_island_checkpoints(tmp_path, 3)
     assert steps(tmp_path / "island-2") == [100, 50]
     assert steps(tmp_path / "island-1") == [50, 30]
     assert len(list((tmp_path / "island-2" / "checkpoints").iterdir())) == 2
@@ -161,9 +161,9 @@ def test_a_new_island_gets_all_that_another_holds(tmp_path: Path) -> None:
 def test_islands_begin_where_a_run_without_them_ended(tmp_path: Path) -> None:
     for step in (50, 100):
         checkpoint(tmp_path, step)
-    _share_out(tmp_path, 2)
+    _copy_island_checkpoints(tmp_path, 2)
     assert steps(tmp_path / "island-0") == steps(tmp_path / "island-1") == [100, 50]
-    _share_out(tmp_path / "new", 2)
+    _copy_island_checkpoints(tmp_path / "new", 2)
     assert not (tmp_path / "new").exists()
 
 
@@ -172,15 +172,15 @@ def test_three_islands_two_and_three_again(tmp_path: Path) -> None:
     for island in range(3):
         checkpoint(tmp_path / f"island-{island}", 50)
     old = tmp_path / "island-2"
-    assert _set_aside(tmp_path, 3) == []
-    assert _set_aside(tmp_path, 2) == [(old, tmp_path / "set-aside-island-2")]
+    assert _rename_surplus_islands(tmp_path, 3) == []
+    assert _rename_surplus_islands(tmp_path, 2) == [(old, tmp_path / "set-aside-island-2")]
     assert not old.exists()
     for island in range(2):
         checkpoint(tmp_path / f"island-{island}", 100)
-    assert _set_aside(tmp_path, 3) == []
-    _share_out(tmp_path, 3)
+    assert _rename_surplus_islands(tmp_path, 3) == []
+    _copy_island_checkpoints(tmp_path, 3)
     assert steps(old) == [100, 50]
-    assert _set_aside(tmp_path, 2) == [(old, tmp_path / "set-aside-island-2-2")]
+    assert _rename_surplus_islands(tmp_path, 2) == [(old, tmp_path / "set-aside-island-2-2")]
     assert steps(tmp_path / "set-aside-island-2") == [50]
 
 
@@ -191,16 +191,16 @@ def test_the_planner_knows_which_codecs_keep_what_they_leave_out() -> None:
 def test_the_one_island_that_is_left_goes_on_in_its_folder(tmp_path: Path) -> None:
     """Else it would begin anew, or where the run was before there were islands."""
     one = IslandsPolicy("diloco", count=1)
-    assert not _in_folders(one, tmp_path)
+    assert not _has_island_folders(one, tmp_path)
     checkpoint(tmp_path, 50)
-    assert not _in_folders(one, tmp_path)
-    _check_goes_on(one, tmp_path)
+    assert not _has_island_folders(one, tmp_path)
+    _check_islands_resume(one, tmp_path)
     for island in range(2):
         checkpoint(tmp_path / f"island-{island}", 100)
-    assert _in_folders(one, tmp_path)
-    _check_goes_on(one, tmp_path)
+    assert _has_island_folders(one, tmp_path)
+    _check_islands_resume(one, tmp_path)
     with pytest.raises(ConfigError, match="islands.method = none: .* by islands.*islands.count=1"):
-        _check_goes_on(IslandsPolicy(), tmp_path)
+        _check_islands_resume(IslandsPolicy(), tmp_path)
     far = IslandsPolicy("diloco", count=2, at="10.0.0.1:29400", index=1)
     with pytest.raises(ConfigError, match="islands.at = 10.0.0.1:29400: .* by islands"):
-        _check_goes_on(far, tmp_path)
+        _check_islands_resume(far, tmp_path)

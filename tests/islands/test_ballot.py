@@ -9,7 +9,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from shoal.base.errors import ClusterError
-from shoal.islands.commit_vote import Ballot, Outcome, count, decide, name_islands, read_object
+from shoal.islands.commit_vote import (
+    Ballot,
+    VoteResult,
+    count_ballots,
+    decide_commit,
+    name_islands,
+    parse_json_object,
+)
 
 ONE = Ballot(round=7, fragment=1, ok=True, digest="a" * 64, tokens=4096, steps_per_s=2.5, used=128)
 
@@ -73,7 +80,7 @@ def test_a_speed_that_is_not_finite_does_not_come_in(text: bytes, read: str) -> 
 
 def test_statistics_of_a_broken_change_can_be_read() -> None:
     message = json.dumps({"gram": [[math.nan]]}).encode()
-    assert math.isnan(read_object(message, "island 1: its statistics")["gram"][0][0])
+    assert math.isnan(parse_json_object(message, "island 1: its statistics")["gram"][0][0])
 
 
 def test_a_field_too_many_is_another_version() -> None:
@@ -84,32 +91,34 @@ def test_a_field_too_many_is_another_version() -> None:
 
 def test_all_alike_commits() -> None:
     faster = replace(ONE, tokens=1, steps_per_s=9.0, used=3)
-    assert count([ONE, faster, ONE]) == Outcome(True, "", ())
-    assert count([ONE]).committed
+    assert count_ballots([ONE, faster, ONE]) == VoteResult(True, "", ())
+    assert count_ballots([ONE]).committed
 
 
 def test_one_no_is_enough() -> None:
     no = replace(ONE, ok=False, digest="", why="the candidate is not finite")
-    assert count([ONE, no, ONE]) == Outcome(False, "island 1: the candidate is not finite", ())
-    both = count([replace(no, why=""), no])
+    assert count_ballots([ONE, no, ONE]) == VoteResult(
+        False, "island 1: the candidate is not finite", ()
+    )
+    both = count_ballots([replace(no, why=""), no])
     assert both.why == "island 0: voted no; island 1: the candidate is not finite"
 
 
 def test_the_minority_is_named() -> None:
     other = replace(ONE, digest="b" * 64)
-    outcome = count([ONE, other, ONE])
+    outcome = count_ballots([ONE, other, ONE])
     assert not outcome.committed
     assert outcome.why == ("island 1: came to another state (bbbbbbbb) than the others (aaaaaaaa)")
     third = replace(ONE, digest="c" * 64)
-    assert "islands 1 and 3: came to" in count([ONE, other, ONE, third, ONE]).why
+    assert "islands 1 and 3: came to" in count_ballots([ONE, other, ONE, third, ONE]).why
 
 
 def test_a_tie_names_all() -> None:
     other = replace(ONE, digest="b" * 64)
-    assert count([ONE, other]).why == (
+    assert count_ballots([ONE, other]).why == (
         "islands 0 and 1: each came to another state (aaaaaaaa, bbbbbbbb), none has a majority"
     )
-    assert "islands 0, 1, 2 and 3" in count([ONE, other, ONE, other]).why
+    assert "islands 0, 1, 2 and 3" in count_ballots([ONE, other, ONE, other]).why
 
 
 def test_different_places_are_an_error() -> None:
@@ -120,26 +129,26 @@ def test_different_places_are_an_error() -> None:
             "island 1: round 6, fragment 1; stop all of them and resume"
         ),
     ):
-        count([ONE, replace(ONE, round=6)])
+        count_ballots([ONE, replace(ONE, round=6)])
     with pytest.raises(ClusterError, match="island 1: round 7, fragment 0"):
-        count([ONE, replace(ONE, fragment=0)])
+        count_ballots([ONE, replace(ONE, fragment=0)])
 
 
 def test_who_wants_to_stop_and_partners_go_by_their_own_numbers() -> None:
     stopping = replace(ONE, stop=True)
-    assert count([ONE, stopping, stopping]).stop == (1, 2)
-    assert count([ONE, stopping], islands=[3, 5]) == Outcome(True, "", (5,))
-    assert "island 5: voted no" in count([ONE, replace(ONE, ok=False)], islands=[3, 5]).why
+    assert count_ballots([ONE, stopping, stopping]).stop == (1, 2)
+    assert count_ballots([ONE, stopping], islands=[3, 5]) == VoteResult(True, "", (5,))
+    assert "island 5: voted no" in count_ballots([ONE, replace(ONE, ok=False)], islands=[3, 5]).why
 
 
 def test_who_could_not_save_stops_all() -> None:
     """Not only those who merge with it: a round ahead, they would delete the last one it holds."""
     no = replace(ONE, ok=False, digest="", saved=False, why="round 6 is not on its disk: full")
-    outcome = decide([ONE, ONE, no, ONE], (0, 1))
-    assert outcome == Outcome(False, "island 2: round 6 is not on its disk: full", ())
+    outcome = decide_commit([ONE, ONE, no, ONE], (0, 1))
+    assert outcome == VoteResult(False, "island 2: round 6 is not on its disk: full", ())
     other = replace(ONE, digest="b" * 64)
-    assert decide([ONE, ONE, other, other], (0, 1)).committed
-    assert not decide([ONE, ONE, other, ONE], (2, 3)).committed
+    assert decide_commit([ONE, ONE, other, other], (0, 1)).committed
+    assert not decide_commit([ONE, ONE, other, ONE], (2, 3)).committed
 
 
 def test_names() -> None:

@@ -7,12 +7,12 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.island_options import METHODS, IslandsPolicy
-from shoal.islands.method import Method
+from shoal.islands.method import MergeMethod
 from shoal.islands.methods import PLAIN, find_method
-from shoal.islands.methods.noloco import pairs
+from shoal.islands.methods.noloco import draw_pairs
 
 
-def method_of(name: str, **keys) -> Method:
+def method_of(name: str, **keys) -> MergeMethod:
     return find_method(IslandsPolicy(name, count=4, **keys))
 
 
@@ -42,15 +42,17 @@ def test_the_whole_model_travels_and_its_last_part_with_the_last_step(name: str)
     names = [name for part in method.fragments(sizes) for name in part]
     assert sorted(names) == sorted(sizes)
     assert len(method.fragments(sizes)) == (4 if name == "streaming-diloco" else 1)
-    assert method.moments(30)[-1].apply_after == 30
+    assert method.schedule_fragments(30)[-1].apply_after == 30
 
 
 def test_sixty_steps_of_a_slow_island_count_as_sixty() -> None:
     tokens = [60 * 512, 240 * 512, 240 * 512, 240 * 512]
-    weights, divisor = method_of("diloco").weigh(tokens, [1.0] * 4, [True] * 4)
+    weights, divisor = method_of("diloco").message_weights(tokens, [1.0] * 4, [True] * 4)
     assert weights[1] / weights[0] == 4
     assert divisor == sum(tokens)
-    weights, divisor = method_of("diloco", weighting="uniform").weigh(tokens, [1.0] * 4, [True] * 4)
+    weights, divisor = method_of("diloco", weighting="uniform").message_weights(
+        tokens, [1.0] * 4, [True] * 4
+    )
     assert (weights, divisor) == ([1.0] * 4, 4)
 
 
@@ -58,17 +60,19 @@ def test_sixty_steps_of_a_slow_island_count_as_sixty() -> None:
 def test_who_is_not_admitted_is_not_in_the_divisor(name: str) -> None:
     method = method_of(name)
     admitted = [True, False, True, True]
-    weights, divisor = method.weigh([5, 6, 7, 8], [1.0, 1e9, 1.0, 1.0], admitted)
+    weights, divisor = method.message_weights([5, 6, 7, 8], [1.0, 1e9, 1.0, 1.0], admitted)
     assert weights[1] == 0
     assert divisor == sum(weights) == (3 if name == "noloco" else 20)
-    assert method.weigh([5] * 4, [1.0] * 4, [False] * 4) == ([0.0] * 4, 0)
+    assert method.message_weights([5] * 4, [1.0] * 4, [False] * 4) == ([0.0] * 4, 0)
 
 
 def test_sparse_loco_clips_to_the_median_of_the_admitted() -> None:
     method = method_of("sparse-loco")
-    weights, divisor = method.weigh([1] * 4, [1.0, 2.0, 8.0, 1e9], [True, True, True, False])
+    weights, divisor = method.message_weights(
+        [1] * 4, [1.0, 2.0, 8.0, 1e9], [True, True, True, False]
+    )
     assert (weights, divisor) == ([1, 1, 0.25, 0], 3)
-    assert method.weigh([1] * 4, [0.0] * 4, [True] * 4) == ([1.0] * 4, 4)
+    assert method.message_weights([1] * 4, [0.0] * 4, [True] * 4) == ([1.0] * 4, 4)
 
 
 def test_adopting_keeps_the_share_that_mixing_says() -> None:
@@ -77,7 +81,7 @@ def test_adopting_keeps_the_share_that_mixing_says() -> None:
         outer = method.open({"w": torch.ones(3)})
         local = {"w": torch.full((3,), 7.0, dtype=torch.bfloat16)}
         kept = local["w"]
-        method.adopt(outer, ("w", "on another rank"), local, refused=refused)
+        method.apply_merge(outer, ("w", "on another rank"), local, refused=refused)
         assert kept.tolist() == [wanted] * 3, "in place"
 
 
@@ -90,10 +94,10 @@ def test_adopting_keeps_what_was_learnt_since_it_left() -> None:
         sent = method.sent(outer, ("w", "on another rank"), local)
         assert sent["w"].dtype == torch.float32
         local["w"].fill_(7.0)
-        method.adopt(outer, ("w", "on another rank"), local, refused=refused, sent=sent)
+        method.apply_merge(outer, ("w", "on another rank"), local, refused=refused, sent=sent)
         assert local["w"].tolist() == [wanted] * 3
     local["w"].fill_(torch.nan)
-    method.adopt(outer, ("w",), local, refused=False, sent=sent)
+    method.apply_merge(outer, ("w",), local, refused=False, sent=sent)
     assert local["w"].tolist() == [1.0] * 3, "weights that broke on the way are healed"
     wide = {"w": torch.full((3,), 5.0)}
     sent = method.sent(outer, ("w",), wide)
@@ -125,14 +129,14 @@ def test_all_merge_with_all_but_in_noloco() -> None:
 
 
 def test_pairs_are_drawn_from_seed_and_round() -> None:
-    drawn = {(seed, r): pairs(seed, r, 8) for seed in range(3) for r in range(50)}
+    drawn = {(seed, r): draw_pairs(seed, r, 8) for seed in range(3) for r in range(50)}
     assert all(sorted(i for pair in p for i in pair) == list(range(8)) for p in drawn.values())
     assert len({tuple(sorted(p)) for p in drawn.values()}) > 60  # of 105
     met = {pair for r in range(50) for pair in drawn[0, r]}
     assert len(met) == 28, "everybody meets everybody"
-    assert pairs(0, 0, 4) == [(0, 1), (2, 3)], "the same draw for ever, on any machine"
-    assert pairs(0, 1, 4) == [(1, 3), (0, 2)]
-    assert pairs(0, 0, 1) == [(0,)]
+    assert draw_pairs(0, 0, 4) == [(0, 1), (2, 3)], "the same draw for ever, on any machine"
+    assert draw_pairs(0, 1, 4) == [(1, 3), (0, 2)]
+    assert draw_pairs(0, 0, 1) == [(0,)]
 
 
 @pytest.mark.parametrize(

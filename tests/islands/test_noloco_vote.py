@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.islands.commit_vote import NOBODY_ADMITTED, NOT_FINITE, Ballot, cure
+from shoal.islands.commit_vote import NOBODY_ADMITTED, NOT_FINITE, Ballot, commit_failure_remedy
 from shoal.islands.methods import find_method
-from shoal.islands.methods.noloco import OwnWeights
+from shoal.islands.methods.noloco import UnsharedOuterState
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "none": torch.empty(0, 3)}
 MEAN = {name: -0.5 * weight for name, weight in WEIGHTS.items()}
 
 
-def opened() -> tuple[object, OwnWeights]:
-    method = find_method(IslandsPolicy("noloco", count=2).settled())
+def opened() -> tuple[object, UnsharedOuterState]:
+    method = find_method(IslandsPolicy("noloco", count=2).resolved())
     outer = method.open(WEIGHTS)
-    assert isinstance(outer, OwnWeights)
+    assert isinstance(outer, UnsharedOuterState)
     assert method.step(outer, MEAN)
     outer.commit()
     return method, outer
@@ -30,7 +30,7 @@ def flip(tensor: torch.Tensor, bit: int = 0) -> None:
     tensor.view(torch.int32).view(-1)[1] ^= 1 << bit
 
 
-BITS: dict[str, Callable[[OwnWeights], torch.Tensor]] = {
+BITS: dict[str, Callable[[UnsharedOuterState], torch.Tensor]] = {
     "weight": lambda outer: outer.weights["a"],
     "momentum": lambda outer: outer._state("a")["momentum_buffer"],
 }
@@ -60,7 +60,7 @@ def test_a_pair_agrees_on_the_bits_of_its_mean() -> None:
         if change:
             flip(mean["a"])
         assert method.step(outer, mean)
-        voted.append((outer.agreed(), outer.digest()))
+        voted.append((outer.vote_digest(), outer.digest()))
     assert voted[0] == voted[1]
     assert voted[0][0] != voted[2][0]
     assert voted[0][1] == voted[2][1], "of a round that is resumed from all hold the same"
@@ -87,7 +87,7 @@ ONE = Ballot(round=0, fragment=0, ok=True, digest="a", tokens=1, steps_per_s=Non
     ],
 )
 def test_the_cure_is_that_of_the_cause(fields: dict, numbers: bool, said: str) -> None:
-    at_fault, nearest = cure([ONE, Ballot(**{**vars(ONE), **fields})])
+    at_fault, nearest = commit_failure_remedy([ONE, Ballot(**{**vars(ONE), **fields})])
     assert at_fault == numbers
     assert said in nearest
     assert numbers or "optimizer.lr" not in nearest

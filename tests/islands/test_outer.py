@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import BugError, CheckpointError, ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.islands.outer_optimizer import UNFIT, Outer, all_finite, outer_builder
+from shoal.islands.outer_optimizer import UNFIT, OuterState, all_finite, make_outer_builder
 
 ELEMENTWISE = [
     "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop",
@@ -19,23 +19,23 @@ ELEMENTWISE = [
 
 
 def settled(**keys) -> IslandsPolicy:
-    return IslandsPolicy("diloco", **keys).settled()
+    return IslandsPolicy("diloco", **keys).resolved()
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def opened(**keys) -> Outer:
+def opened(**keys) -> OuterState:
     local = {"a.weight": numbers(1, 3, 4), "a.bias": numbers(2, 3), "none": torch.zeros(0, 4)}
-    return Outer(local, outer_builder(settled(**keys)))
+    return OuterState(local, make_outer_builder(settled(**keys)))
 
 
-def changes(outer: Outer, seed: int) -> dict[str, Tensor]:
+def changes(outer: OuterState, seed: int) -> dict[str, Tensor]:
     return {name: numbers(seed, *w.shape).to(w.dtype) for name, w in outer.weights.items()}
 
 
-def bits(outer: Outer) -> dict[str, bytes]:
+def bits(outer: OuterState) -> dict[str, bytes]:
     return {key: part.numpy().tobytes() for key, part in outer.tensors().items()}
 
 
@@ -43,7 +43,7 @@ def bits(outer: Outer) -> dict[str, bytes]:
 def test_a_message_that_points_downhill_lowers_a_quadratic(name: str) -> None:
     """loss = ‖w‖²/2; an island went from W to 0.9·W. New − old would climb."""
     weight = numbers(0, 40)
-    outer = Outer({"w": weight}, outer_builder(settled(outer=name, outer_lr=0.1)))
+    outer = OuterState({"w": weight}, make_outer_builder(settled(outer=name, outer_lr=0.1)))
     new = 0.9 * weight
     assert outer.propose({"w": outer.weights["w"] - new})
     outer.commit()
@@ -54,7 +54,7 @@ def test_a_message_that_points_downhill_lowers_a_quadratic(name: str) -> None:
 def test_lr_1_without_momentum_is_plain_averaging(size: float) -> None:
     weight = numbers(0, 10_000)
     own = [weight + size * numbers(k, 10_000) for k in range(1, 5)]
-    outer = Outer({"w": weight}, outer_builder(settled(outer_lr=1.0, outer_momentum=0.0)))
+    outer = OuterState({"w": weight}, make_outer_builder(settled(outer_lr=1.0, outer_momentum=0.0)))
     total = torch.zeros_like(weight)
     for one in own:
         total += outer.weights["w"] - one
@@ -65,7 +65,7 @@ def test_lr_1_without_momentum_is_plain_averaging(size: float) -> None:
 
 
 def test_the_gain_of_a_constant_change() -> None:
-    outer = Outer({"w": torch.zeros(3, dtype=torch.float64)}, outer_builder(settled()))
+    outer = OuterState({"w": torch.zeros(3, dtype=torch.float64)}, make_outer_builder(settled()))
     before, gains = outer.weights["w"], []
     for _ in range(200):
         outer.propose({"w": torch.ones(3, dtype=torch.float64)})
@@ -121,7 +121,7 @@ def test_other_fragments_are_left_alone(name: str) -> None:
 
 
 def test_the_digest_knows_every_bit_of_weights_and_momentum() -> None:
-    outer = Outer({"w": numbers(0, 2), "v": numbers(1, 1)}, outer_builder(settled()))
+    outer = OuterState({"w": numbers(0, 2), "v": numbers(1, 1)}, make_outer_builder(settled()))
     outer.propose(changes(outer, 1))
     outer.commit()
     saved, seen = outer.tensors(), {outer.digest()}
@@ -131,7 +131,7 @@ def test_the_digest_knows_every_bit_of_weights_and_momentum() -> None:
         for bit in range(part.numel() * 64):
             raw = part.clone().view(torch.int64)
             raw[bit // 64] ^= 1 << bit % 64 if bit % 64 < 63 else -(2**63)
-            other = Outer(
+            other = OuterState(
                 {"w": torch.zeros(2).double(), "v": torch.zeros(1).double()}, outer._build
             )
             other.load({**saved, key: raw.view(torch.float64)})
@@ -142,13 +142,15 @@ def test_the_digest_knows_every_bit_of_weights_and_momentum() -> None:
 
 def test_the_digest_knows_names() -> None:
     one, two = numbers(0, 2), numbers(1, 2)
-    build = outer_builder(settled())
-    assert Outer({"a": one}, build).digest() != Outer({"b": one}, build).digest()
+    build = make_outer_builder(settled())
+    assert OuterState({"a": one}, build).digest() != OuterState({"b": one}, build).digest()
     assert (
-        Outer({"a": one, "b": two}, build).digest() == Outer({"b": two, "a": one}, build).digest()
+        OuterState({"a": one, "b": two}, build).digest()
+        == OuterState({"b": two, "a": one}, build).digest()
     )
     assert (
-        Outer({"a": one, "b": two}, build).digest() != Outer({"a": two, "b": one}, build).digest()
+        OuterState({"a": one, "b": two}, build).digest()
+        != OuterState({"a": two, "b": one}, build).digest()
     )
 
 
@@ -165,21 +167,21 @@ def test_what_is_not_finite_is_seen(bad: float) -> None:
 
 
 def test_a_state_that_overflows_is_seen_though_the_weights_are_finite() -> None:
-    outer = Outer({"w": torch.ones(2)}, outer_builder(settled(outer="adam")))
+    outer = OuterState({"w": torch.ones(2)}, make_outer_builder(settled(outer="adam")))
     assert not outer.propose({"w": torch.full((2,), 1e30)})  # its square is beyond float32
     assert outer.tensors()["w"].isfinite().all()
 
 
 def test_a_rank_without_anything() -> None:
-    outer = Outer({}, outer_builder(settled()))
+    outer = OuterState({}, make_outer_builder(settled()))
     assert outer.propose({})
     outer.commit()
-    assert outer.digest() == Outer({}, outer_builder(settled())).digest()
+    assert outer.digest() == OuterState({}, make_outer_builder(settled())).digest()
     assert outer.tensors() == {}
 
 
 def test_short_weights_are_kept_in_float32() -> None:
-    outer = Outer({"w": torch.ones(3, dtype=torch.bfloat16)}, outer_builder(settled()))
+    outer = OuterState({"w": torch.ones(3, dtype=torch.bfloat16)}, make_outer_builder(settled()))
     assert outer.weights["w"].dtype == torch.float32
 
 
@@ -256,9 +258,9 @@ def test_every_other_optimizer_of_torch_is_elementwise() -> None:
     assert known - set(UNFIT) == set(ELEMENTWISE)
     for name in ELEMENTWISE:
         whole, halves = numbers(1, 8, 3), numbers(1, 8, 3).chunk(2)
-        build = outer_builder(settled(outer=name))
-        one = Outer({"w": whole}, build)
-        two = [Outer({"w": half}, build) for half in halves]
+        build = make_outer_builder(settled(outer=name))
+        one = OuterState({"w": whole}, build)
+        two = [OuterState({"w": half}, build) for half in halves]
         for step in range(3):
             change = numbers(step + 5, 8, 3)
             for outer, part in zip([one, *two], [change, *change.chunk(2)], strict=True):
@@ -271,7 +273,7 @@ def test_every_other_optimizer_of_torch_is_elementwise() -> None:
 
 def test_settings_reach_torchs_class() -> None:
     def group(**keys) -> dict:
-        return outer_builder(settled(**keys))([nn.Parameter(torch.zeros(1))]).param_groups[0]
+        return make_outer_builder(settled(**keys))([nn.Parameter(torch.zeros(1))]).param_groups[0]
 
     sgd = group()
     assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (0.7, 0.9, True)
@@ -291,7 +293,7 @@ def test_settings_reach_torchs_class() -> None:
 )
 def test_wrong_settings_are_one_line(keys: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        outer_builder(settled(**keys))
+        make_outer_builder(settled(**keys))
 
 
 def test_a_sum_that_overflows_says_nothing() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.islands.peer_deadline import FIRST_S, GRACE_S, MOST_S, WINDOW, Patience
+from shoal.islands.peer_deadline import FIRST_S, GRACE_S, MOST_S, WINDOW, PeerDeadline
 
 MB = 1_000_000
 
 
-def taught(*pairs: tuple[float, int]) -> Patience:
-    patience = Patience()
+def taught(*pairs: tuple[float, int]) -> PeerDeadline:
+    patience = PeerDeadline()
     for seconds, size_bytes in pairs:
-        patience.learn(seconds, size_bytes)
+        patience.record_exchange(seconds, size_bytes)
     return patience
 
 
@@ -34,13 +34,13 @@ def test_who_is_known_to_do_something_else_gets_the_time() -> None:
     patience = taught(*[(0.1, MB)] * WINDOW)
     usual = patience.deadline_s(MB, round_s=10.0)
     assert usual == pytest.approx(GRACE_S + 10)
-    patience.others_pause()
+    patience.extend_next_deadline()
     assert patience.deadline_s(MB, round_s=10.0) == FIRST_S + 10
-    patience.learn(0.1, MB)
+    patience.record_exchange(0.1, MB)
     assert patience.deadline_s(MB, round_s=10.0) == usual
     slow = taught(*[(300.0, MB)] * WINDOW)
     usual = slow.deadline_s(MB)
-    slow.others_pause()
+    slow.extend_next_deadline()
     assert slow.deadline_s(MB) == max(usual, FIRST_S)
 
 
@@ -61,8 +61,8 @@ def test_a_larger_payload_gets_longer_and_a_much_larger_one_is_unknown() -> None
 
 
 def test_nothing_known_is_patient() -> None:
-    assert Patience().deadline_s(0) == FIRST_S
-    assert Patience().deadline_s(0, round_s=1000) == FIRST_S + 1000
+    assert PeerDeadline().deadline_s(0) == FIRST_S
+    assert PeerDeadline().deadline_s(0, round_s=1000) == FIRST_S + 1000
 
 
 def test_never_shorter_than_the_own_round() -> None:
@@ -78,5 +78,5 @@ def test_a_dead_island_is_noticed_at_last() -> None:
 def test_a_stall_is_forgotten() -> None:
     patience = taught((500.0, MB), *[(1.0, MB)] * (WINDOW - 1))
     assert patience.deadline_s(MB) > 1000
-    patience.learn(1.0, MB)
+    patience.record_exchange(1.0, MB)
     assert patience.deadline_s(MB) < 20

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.layouts.island_options import METHODS, IslandsPolicy
-from shoal.islands.method import Method
+from shoal.islands.method import MergeMethod
 from shoal.islands.methods import find_method
-from shoal.islands.methods.noloco import pairs, spread
-from shoal.islands.outer_optimizer import Outer
+from shoal.islands.methods.noloco import draw_pairs, pair_distance
+from shoal.islands.outer_optimizer import OuterState
 
 Weights = dict[str, Tensor]
 
@@ -22,7 +22,7 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def method_of(name: str, count: int, **keys) -> Method:
+def method_of(name: str, count: int, **keys) -> MergeMethod:
     codec = keys.pop("codec", "none")
     return find_method(IslandsPolicy(name, count=count, codec=codec, **keys))
 
@@ -30,7 +30,7 @@ def method_of(name: str, count: int, **keys) -> Method:
 class Fleet:
     """Islands of a run, one after another in this process; each begins at the same weights."""
 
-    def __init__(self, method: Method, first: Weights, count: int) -> None:
+    def __init__(self, method: MergeMethod, first: Weights, count: int) -> None:
         self.method = method
         self.local = [{name: w.clone() for name, w in first.items()} for _ in range(count)]
         self.outers = [method.open(first) for _ in range(count)]
@@ -48,7 +48,9 @@ class Fleet:
                 math.sqrt(sum(float((p * p).sum()) for p in sent[j].values())) for j in partners
             ]
             admitted = [True] * len(partners)
-            weights, divisor = method.weigh([tokens[j] for j in partners], norms, admitted)
+            weights, divisor = method.message_weights(
+                [tokens[j] for j in partners], norms, admitted
+            )
             mean = {}
             for name in names:
                 total = torch.zeros_like(sent[index][name])
@@ -59,7 +61,7 @@ class Fleet:
         for outer in acting:
             outer.commit()
         for outer, local in zip(acting, self.local, strict=True):
-            method.adopt(outer, names, local, refused=False)
+            method.apply_merge(outer, names, local, refused=False)
 
     def digests(self) -> list[str]:
         return [outer.digest() for outer in self.outers]
@@ -235,7 +237,7 @@ def test_streaming_with_overlap_and_mixing() -> None:
                         w[island][name][k] -= 0.2 * (
                             w[island][name][k] - float(targets[island][name][k])
                         )
-            for moment in method.moments(4):
+            for moment in method.schedule_fragments(4):
                 if moment.send_after == t:
                     names = fragments[moment.fragment]
                     waiting[moment.fragment] = tuple(
@@ -247,7 +249,7 @@ def test_streaming_with_overlap_and_mixing() -> None:
                     for outer, local, own in zip(fleet.outers, fleet.local, left, strict=True):
                         method.step(outer, {name: (one[name] + two[name]) / 2 for name in one})
                         outer.commit()
-                        method.adopt(outer, tuple(one), local, refused=False, sent=own)
+                        method.apply_merge(outer, tuple(one), local, refused=False, sent=own)
             if t in {1, 3}:  # fragment 0 leaves after 1, fragment 1 after 3
                 name = f"blocks.{t // 2}.w"
                 then = [list(w[island][name]) for island in range(2)]
@@ -295,7 +297,7 @@ def test_noloco() -> None:
         fleet.merge([1, 2, 3, 4], step)  # tokens do not weigh here
         old = [list(one) for one in phi]
         for i in range(count):
-            pair = next(p for p in pairs(0, step, count) if i in p)
+            pair = next(p for p in draw_pairs(0, step, count) if i in p)
             for k in range(size):
                 mean_d = sum(old[j][k] - own[j][k] for j in pair) / 2
                 mean_phi = sum(old[j][k] for j in pair) / 2
@@ -336,9 +338,9 @@ def test_noloco_reports_how_far_a_pair_is_apart() -> None:
     gram = [[float(a @ b) for b in sent] for a in sent]
     mean = (one + two) / 2
     wanted = math.sqrt(float((one - mean).square().sum() + (two - mean).square().sum()) / 2)
-    assert spread(gram) == pytest.approx(wanted / float(mean.norm()), rel=1e-12)
-    assert spread([[2.0, 2.0], [2.0, 2.0]]) == 0
-    assert math.isnan(spread([[math.nan, 1.0], [1.0, 1.0]]))
+    assert pair_distance(gram) == pytest.approx(wanted / float(mean.norm()), rel=1e-12)
+    assert pair_distance([[2.0, 2.0], [2.0, 2.0]]) == 0
+    assert math.isnan(pair_distance([[math.nan, 1.0], [1.0, 1.0]]))
 
 
 def test_two_tiers() -> None:
@@ -393,6 +395,6 @@ def test_an_outer_of_another_optimizer_is_torchs_own() -> None:
 
 def test_an_outer_keeps_to_its_own_copy() -> None:
     local = {"w": torch.zeros(3)}
-    outer: Outer = method_of("diloco", 2).open(local)
+    outer: OuterState = method_of("diloco", 2).open(local)
     local["w"].fill_(7)
     assert outer.weights["w"].eq(0).all()

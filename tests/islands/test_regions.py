@@ -9,8 +9,8 @@ from torch import Tensor
 from shoal.base.errors import CheckpointError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.islands.methods import find_method
-from shoal.islands.outer_optimizer import Outer
-from shoal.islands.two_tiers import TwoTiers, members
+from shoal.islands.outer_optimizer import OuterState
+from shoal.islands.two_tiers import TwoTierOuterState, list_partners
 
 SHAPES = {"a.w": (3, 2), "b": (1,), "none": (0,)}
 NEAR, FAR = 0, 2
@@ -21,20 +21,20 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def opened(**keys) -> Outer:
+def opened(**keys) -> OuterState:
     policy = IslandsPolicy("diloco", count=4, regions=2, far_period=3, **keys)
     return find_method(policy).open({name: numbers(0, *shape) for name, shape in SHAPES.items()})
 
 
 def move(
-    outer: Outer, round_number: int, seed: int, names: tuple[str, ...] = tuple(SHAPES)
+    outer: OuterState, round_number: int, seed: int, names: tuple[str, ...] = tuple(SHAPES)
 ) -> None:
     acting = outer.at(round_number)
     assert acting.propose({name: numbers(seed, *SHAPES[name]) for name in names})
     acting.commit()
 
 
-def bits(outer: Outer) -> dict[str, bytes]:
+def bits(outer: OuterState) -> dict[str, bytes]:
     return {key: part.numpy().tobytes() for key, part in outer.tensors().items()}
 
 
@@ -42,12 +42,12 @@ def test_every_island_has_the_same_partners_as_its_partners() -> None:
     for count, regions, far_period in ((8, 4, 3), (6, 2, 2), (4, 4, 5), (3, 1, 4)):
         for round_number in range(12):
             for index in range(count):
-                found = members(round_number, index, count, regions, far_period)
+                found = list_partners(round_number, index, count, regions, far_period)
                 assert index in found
                 far = (round_number + 1) % far_period == 0 or regions == 1
                 assert len(found) == (count if far else count // regions)
                 for other in found:
-                    assert members(round_number, other, count, regions, far_period) == found
+                    assert list_partners(round_number, other, count, regions, far_period) == found
 
 
 def test_a_far_merge_in_every_round_is_one_tier_in_effect() -> None:
@@ -63,7 +63,7 @@ def test_a_far_merge_in_every_round_is_one_tier_in_effect() -> None:
 
 def test_the_tiers_have_their_own_momentum() -> None:
     outer = opened()
-    assert isinstance(outer, TwoTiers)
+    assert isinstance(outer, TwoTierOuterState)
     assert outer.at(NEAR) is outer
     move(outer, NEAR, 1)
     assert set(outer.tensors()) == {

@@ -10,7 +10,14 @@ import pytest
 
 from shoal.base.errors import BugError, CheckpointError
 from shoal.base.plans.batches import cut_step
-from shoal.islands.sample_ranges import Span, Stream, inner_steps, split, steps_in, unused
+from shoal.islands.sample_ranges import (
+    SampleRange,
+    SampleStream,
+    cut_steps,
+    drop_consumed,
+    inner_steps,
+    split_ranges,
+)
 
 
 def positions(spans) -> list[int]:
@@ -19,30 +26,34 @@ def positions(spans) -> list[int]:
 
 def test_period_1_is_data_parallelism() -> None:
     islands, batch = 3, 4
-    stream = Stream(24)
+    stream = SampleStream(24)
     for _ in range(5):
         at = stream.cursor
-        stream, dealt = stream.deal(stream.samples_of([1] * islands, batch, None))
+        stream, dealt = stream.deal(stream.count_samples([1] * islands, batch, None))
         together = cut_step(at, None, islands * batch, batch)
-        assert [spans for spans in dealt] == [(Span(m.start, m.stop),) for m in together]
+        assert [spans for spans in dealt] == [(SampleRange(m.start, m.stop),) for m in together]
 
 
 def test_open_ranges_go_first_in_the_order_of_islands() -> None:
-    stream = Stream(100, (Span(8, 10), Span(20, 25)))
+    stream = SampleStream(100, (SampleRange(8, 10), SampleRange(20, 25)))
     after, dealt = stream.deal([4, 0, 4])
-    assert dealt == ((Span(8, 10), Span(20, 22)), (), (Span(22, 25), Span(100, 101)))
-    assert after == Stream(101)
-    assert after.give_back(spans for hand in dealt for spans in hand) == stream
+    assert dealt == (
+        (SampleRange(8, 10), SampleRange(20, 22)),
+        (),
+        (SampleRange(22, 25), SampleRange(100, 101)),
+    )
+    assert after == SampleStream(101)
+    assert after.return_unused(spans for hand in dealt for spans in hand) == stream
 
 
 def test_no_rest_cuts_short_steps_for_ever() -> None:
     """A round of as many samples as steps × batch would leave 5 of them behind, round for round."""
     batch, epoch = 10, 95
-    stream, lengths = Stream(), []
+    stream, lengths = SampleStream(), []
     for _ in range(6):
         steps = [4, 4]
-        stream, dealt = stream.deal(stream.samples_of(steps, batch, epoch))
-        cut = [steps_in(spans, epoch, batch) for spans in dealt]
+        stream, dealt = stream.deal(stream.count_samples(steps, batch, epoch))
+        cut = [cut_steps(spans, epoch, batch) for spans in dealt]
         assert [len(one) for one in cut] == steps
         assert stream.open == ()
         lengths += [stop - start for one in cut for start, stop in one]
@@ -51,10 +62,10 @@ def test_no_rest_cuts_short_steps_for_ever() -> None:
 
 
 def test_a_step_straddles_neither_a_span_nor_an_epoch() -> None:
-    spans = (Span(0, 3), Span(8, 14))
-    assert steps_in(spans, 10, 4) == [(0, 3), (8, 10), (10, 14)]
-    assert steps_in(spans, None, 4) == [(0, 3), (8, 12), (12, 14)]
-    assert steps_in((), 10, 4) == []
+    spans = (SampleRange(0, 3), SampleRange(8, 14))
+    assert cut_steps(spans, 10, 4) == [(0, 3), (8, 10), (10, 14)]
+    assert cut_steps(spans, None, 4) == [(0, 3), (8, 12), (12, 14)]
+    assert cut_steps((), 10, 4) == []
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -63,15 +74,15 @@ def test_exactly_once_over_committed_rounds(seed: int) -> None:
     draw = random.Random(seed)
     batch = draw.randint(1, 7)
     epoch = draw.choice([None, draw.randint(1, 60)])
-    committed, longest = json.dumps(Stream().to_json()), 0
+    committed, longest = json.dumps(SampleStream().to_json()), 0
     used: set[int] = set()
     for _ in range(60):
-        stream = Stream.from_json(json.loads(committed))
+        stream = SampleStream.from_json(json.loads(committed))
         islands = draw.randint(1, 5)
         speeds = [draw.choice([None, draw.uniform(0.05, 1.0)]) for _ in range(islands)]
         steps = inner_steps(draw.randint(1, 9), speeds)
-        after, dealt = stream.deal(stream.samples_of(steps, batch, epoch))
-        cut = [steps_in(spans, epoch, batch) for spans in dealt]
+        after, dealt = stream.deal(stream.count_samples(steps, batch, epoch))
+        cut = [cut_steps(spans, epoch, batch) for spans in dealt]
         assert [len(one) for one in cut] == steps
         assert positions(span for hand in dealt for span in hand) == sorted(
             place for one in cut for start, stop in one for place in range(start, stop)
@@ -82,10 +93,10 @@ def test_exactly_once_over_committed_rounds(seed: int) -> None:
         for spans, own in zip(dealt, cut, strict=True):
             done = 0 if draw.random() < 0.2 else draw.randint(0, len(own))  # 0: refused
             consumed = sum(stop - start for start, stop in own[:done])
-            trained += positions(split(spans, consumed)[0])
-            rest += unused(spans, consumed)
+            trained += positions(split_ranges(spans, consumed)[0])
+            rest += drop_consumed(spans, consumed)
         draw.shuffle(rest)
-        stream = after.give_back(rest)
+        stream = after.return_unused(rest)
         assert len(trained) == len(set(trained)), "used twice in a round"
         assert used.isdisjoint(trained), "used again"
         used.update(trained)
@@ -94,27 +105,31 @@ def test_exactly_once_over_committed_rounds(seed: int) -> None:
         still_open = positions(stream.open)
         assert used.isdisjoint(still_open), "would be used again"
         assert len(used) + len(still_open) == stream.cursor > max(used, default=-1), "lost"
-        assert all(a.stop < b.start for a, b in pairwise([*stream.open, Span(stream.cursor, 0)]))
+        assert all(
+            a.stop < b.start for a, b in pairwise([*stream.open, SampleRange(stream.cursor, 0)])
+        )
     assert used
     assert longest <= 20
 
 
 def test_rests_merge_and_the_cursor_goes_back() -> None:
-    stream = Stream(16, (Span(2, 4),))
-    assert stream.give_back([Span(12, 16), Span(4, 6), Span(9, 9)]) == Stream(12, (Span(2, 6),))
-    assert stream.give_back([Span(4, 16)]) == Stream(2)
+    stream = SampleStream(16, (SampleRange(2, 4),))
+    assert stream.return_unused(
+        [SampleRange(12, 16), SampleRange(4, 6), SampleRange(9, 9)]
+    ) == SampleStream(12, (SampleRange(2, 6),))
+    assert stream.return_unused([SampleRange(4, 16)]) == SampleStream(2)
 
 
 def test_what_comes_back_twice_or_was_never_dealt_is_a_bug() -> None:
-    stream = Stream(16, (Span(2, 4),))
+    stream = SampleStream(16, (SampleRange(2, 4),))
     with pytest.raises(BugError, match=r"samples 3 … 3 came back twice"):
-        stream.give_back([Span(3, 5)])
+        stream.return_unused([SampleRange(3, 5)])
     with pytest.raises(BugError, match=r"up to 19 came back, dealt are those before 16"):
-        stream.give_back([Span(14, 20)])
+        stream.return_unused([SampleRange(14, 20)])
     with pytest.raises(BugError, match=r"7 samples of spans that hold 6"):
-        unused((Span(0, 6),), 7)
+        drop_consumed((SampleRange(0, 6),), 7)
     with pytest.raises(BugError, match=r"-1 samples"):
-        unused((Span(0, 6),), -1)
+        drop_consumed((SampleRange(0, 6),), -1)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +151,7 @@ def test_what_comes_back_twice_or_was_never_dealt_is_a_bug() -> None:
 )
 def test_a_damaged_place_is_told(kept: object) -> None:
     with pytest.raises(CheckpointError, match=r"place in the data is damaged: .*; a cursor and"):
-        Stream.from_json(kept)
+        SampleStream.from_json(kept)
 
 
 def test_steps_follow_speed() -> None:

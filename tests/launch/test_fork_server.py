@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.launch import Outcome, supervise
-from shoal.launch.processes import ForkServer, can_fork, shared_environment
+from shoal.launch import RunOutcome, supervise
+from shoal.launch.processes import ForkServer, can_fork, make_shared_environment
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are programs on this system")
 
@@ -36,7 +36,7 @@ with open(Path(__file__).with_name("imported"), "a") as file:
 
 def forked(
     folder: Path, body: str, *, imports: str = "costly", processes: int = 2, restarts: int = 1
-) -> tuple[Outcome, list[dict[str, Any]]]:
+) -> tuple[RunOutcome, list[dict[str, Any]]]:
     """How a run of `body` on forked workers ended, and its events."""
     (folder / "script.py").write_text(TELL + body)
     if not (folder / "costly.py").exists():
@@ -188,7 +188,7 @@ def test_a_fork_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "poor.py").write_text(
         "import os\ndef fork():\n    raise BlockingIOError(11, 'no process left')\nos.fork = fork\n"
     )
-    environ = shared_environment({**os.environ, "PYTHONPATH": str(tmp_path)}, 2)
+    environ = make_shared_environment({**os.environ, "PYTHONPATH": str(tmp_path)}, 2)
     server = ForkServer(["poor"], environ, tmp_path)
     try:
         while not server.ready:

@@ -32,7 +32,7 @@ def read_by_bash(text: str, tmp_path: Path) -> None:
 
 
 def test_a_batch_script_warns_requeues_and_keeps_its_token(tmp_path: Path) -> None:
-    text = jobs.slurm(JOB, hours=1.5, cpus=8)
+    text = jobs.make_slurm_script(JOB, hours=1.5, cpus=8)
     read_by_bash(text, tmp_path)
     options = [line.removeprefix("#SBATCH --") for line in text.splitlines() if "SBATCH" in line]
     assert options == [
@@ -42,7 +42,7 @@ def test_a_batch_script_warns_requeues_and_keeps_its_token(tmp_path: Path) -> No
     assert (
         "srun --kill-on-bad-exit=1 shoal train run.toml 'run.name=a run' launch.grace_s=80" in text
     )
-    assert "gpus" not in jobs.slurm(Job(("run.toml",)), hours=1, cpus=1)
+    assert "gpus" not in jobs.make_slurm_script(Job(("run.toml",)), hours=1, cpus=1)
 
 
 SLURM = """#!/bin/bash
@@ -62,7 +62,7 @@ def test_the_script_goes_back_to_the_queue_after_a_save_only(
     for name in ("srun", "scontrol"):
         (tmp_path / name).write_text(SLURM)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(jobs.slurm(JOB, hours=1, cpus=1))
+    (tmp_path / "job.sh").write_text(jobs.make_slurm_script(JOB, hours=1, cpus=1))
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
     environ["SLURM_JOB_ID"] = "77"
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, timeout=20, check=False)
@@ -75,8 +75,10 @@ def test_the_script_goes_back_to_the_queue_after_a_save_only(
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_documents_are_read_as_they_were_meant(kind: str) -> None:
-    documents = jobs.kubernetes(JOB, kind=kind, image="me/shoal:1", claim="disk", token="yes")
-    text = "".join(f"---\n{jobs.yaml(one)}\n" for one in documents)
+    documents = jobs.make_kubernetes_documents(
+        JOB, kind=kind, image="me/shoal:1", claim="disk", token="yes"
+    )
+    text = "".join(f"---\n{jobs.to_yaml(one)}\n" for one in documents)
     assert list(yaml.safe_load_all(text)) == documents
     secret, job = documents
     assert secret["stringData"] == {"token": "yes"}
@@ -130,17 +132,17 @@ ODD = [
 
 def test_odd_texts_survive_yaml() -> None:
     value = {"texts": ODD, "empty": {}, "none": [], "nested": [{"a": [1, {"b": True}]}], "n": None}
-    assert yaml.safe_load(jobs.yaml(value)) == value
+    assert yaml.safe_load(jobs.to_yaml(value)) == value
 
 
 def test_a_hostfile_is_read_and_its_slips_are_named(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# ours\nuser@a slots=2\n\nb\n")
-    assert jobs.hosts_of(path) == [("user@a", 2), ("b", 0)]
+    assert jobs.read_hostfile(path) == [("user@a", 2), ("b", 0)]
     for text, said in (("a slots=x", "line 1"), ("\n-oProxyCommand=x", "line 2"), ("#", "no host")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):
-            jobs.hosts_of(path)
+            jobs.read_hostfile(path)
 
 
 def test_a_layout_for_another_number_of_processes_is_told_before_the_queue(tmp_path: Path) -> None:
@@ -164,9 +166,9 @@ def test_a_layout_for_another_number_of_processes_is_told_before_the_queue(tmp_p
 
 
 def test_over_ssh_no_list_of_processes_shows_the_token(tmp_path: Path) -> None:
-    text = jobs.ssh_script(JOB, ["u@first", "second"], "/data/my folder")
+    text = jobs.make_ssh_script(JOB, ["u@first", "second"], "/data/my folder")
     read_by_bash(text, tmp_path)
-    first, second = jobs.ssh(JOB, ["u@first", "second"], "/data/my folder")
+    first, second = jobs.make_ssh_commands(JOB, ["u@first", "second"], "/data/my folder")
     assert first[:-1] == ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "u@first"]
     for number, command in enumerate((first, second)):
         assert "cd '/data/my folder' && exec env MASTER_ADDR=first" in command[-1]

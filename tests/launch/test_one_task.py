@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal.base.slurm import INTERACTIVE_STEP, count_tasks
-from shoal.cli.job_file import note_job
-from shoal.cli.torchrun import continued_alone
+from shoal.cli.job_file import write_job_name
+from shoal.cli.torchrun import continue_single_task_job
 from shoal.launch import jobs
 from shoal.launch.jobs import Job
 
@@ -19,7 +19,7 @@ REQUEUED = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
 
 
 def srun_line(job: Job) -> str:
-    text = jobs.slurm(job, hours=1, cpus=1)
+    text = jobs.make_slurm_script(job, hours=1, cpus=1)
     return next(line for line in text.splitlines() if line.startswith("srun"))
 
 
@@ -43,7 +43,7 @@ def test_a_task_of_an_array_is_put_back_alone(
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" > again\n')
     for name in ("srun", "scontrol"):
         (tmp_path / name).chmod(0o755)
-    text = jobs.slurm(Job(("run.toml",)), hours=1, cpus=1)
+    text = jobs.make_slurm_script(Job(("run.toml",)), hours=1, cpus=1)
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "77", **array}
     done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, timeout=20, check=False)
@@ -58,12 +58,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     step = Path("runs/job-77/checkpoints/step-3")
     step.mkdir(parents=True)
     (step / "manifest.json").write_text("{}")
-    note_job(Path("runs/job-77"), REQUEUED)
+    write_job_name(Path("runs/job-77"), REQUEUED)
     return Path("runs/job-77")
 
 
 def test_a_requeued_job_finds_its_run(folder: Path) -> None:
-    assert continued_alone(WORDS, None, REQUEUED) == (WORDS, folder)
+    assert continue_single_task_job(WORDS, None, REQUEUED) == (WORDS, folder)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_requeued_job_finds_its_run(folder: Path) -> None:
     ],
 )
 def test_others_begin_anew(folder: Path, words: list[str], environ: dict[str, str]) -> None:
-    assert continued_alone(words, None, environ) == (words, None)
+    assert continue_single_task_job(words, None, environ) == (words, None)
 
 
 @pytest.mark.parametrize(

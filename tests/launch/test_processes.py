@@ -15,9 +15,9 @@ import pytest
 
 from shoal.base.estimates import facts
 from shoal.base.estimates.facts import usable_cores
-from shoal.fabric.rendezvous.process_info import find_place
+from shoal.fabric.rendezvous.process_info import read_process_info
 from shoal.launch import supervise
-from shoal.launch.processes import shared_environment, worker_environment
+from shoal.launch.processes import make_shared_environment, make_worker_environment
 
 PARENT = """
 import os, sys
@@ -146,18 +146,23 @@ def test_workers_are_told_their_place_and_each_attempt_meets_elsewhere(tmp_path:
     assert peer["env"]["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
     assert peer["env"]["GLOO_SOCKET_IFNAME"] == "lo"
     assert peer["env"]["SHOAL_RUN_FOLDER"] == str(tmp_path)
-    place = find_place(second["env"])
+    place = read_process_info(second["env"])
     assert (place.rank, place.size, place.local_rank, place.local_size) == (0, 2, 0, 2)
     assert place.file == second["env"]["SHOAL_STORE"]
     assert place.started_by == "shoal"
     assert place.attempt == "1"
-    assert find_place(peer["env"]).rank == 1
+    assert read_process_info(peer["env"]).rank == 1
 
 
 def test_what_the_user_set_is_kept(tmp_path: Path) -> None:
     base = {"OMP_NUM_THREADS": "5", "GLOO_SOCKET_IFNAME": "eth7", "SHOAL_STORE": "another run's"}
-    environ = worker_environment(
-        shared_environment(base, 2), rank=1, processes=2, attempt=0, folder=tmp_path, store="here"
+    environ = make_worker_environment(
+        make_shared_environment(base, 2),
+        rank=1,
+        processes=2,
+        attempt=0,
+        folder=tmp_path,
+        store="here",
     )
     assert environ["OMP_NUM_THREADS"] == "5"
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
@@ -170,10 +175,10 @@ def test_ranks_ask_for_huge_pages_where_nobody_said_otherwise(
     """Workers by their environment; a script's ranks when they import shoal."""
     name, there = "THP_MEM_ALLOC_ENABLE", tmp_path / "enabled"
     monkeypatch.setattr(facts, "HUGE_PAGES", there)
-    assert name not in shared_environment({}, 2), "Linux gives none here"
+    assert name not in make_shared_environment({}, 2), "Linux gives none here"
     there.touch()
-    assert shared_environment({}, 2)[name] == "1"
-    assert shared_environment({name: "0"}, 2)[name] == "0"
+    assert make_shared_environment({}, 2)[name] == "1"
+    assert make_shared_environment({name: "0"}, 2)[name] == "0"
     if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
         return
     program = f"import os, shoal; print(os.environ.get({name!r}))"

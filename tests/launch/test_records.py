@@ -8,21 +8,27 @@ from typing import Any
 
 import pytest
 
-from shoal.base.runlog.rank_records import FOLDER, PARTS, RankStep, decode, read_rank_steps
+from shoal.base.runlog.rank_records import (
+    FOLDER,
+    PARTS,
+    RankStep,
+    decode_rank_steps,
+    read_rank_steps,
+)
 from shoal.launch.watch import step_records
-from shoal.launch.watch.page_reader import Watched
-from shoal.launch.watch.step_records import RankRecords
+from shoal.launch.watch.page_reader import OwnedPage
+from shoal.launch.watch.step_records import StepRecordFile
 from shoal.wire.phases import DATA, HOOKS, PASSES
-from shoal.wire.watch_page import PAGE_VARIABLE, Page
+from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
 
 
 class Node:
     """Ranks that do steps, and who keeps them."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.read = {rank: Watched(f"rank {rank}") for rank in range(count)}
-        self.write = [Page.open({PAGE_VARIABLE: one.path}) for one in self.read.values()]
-        self.records = RankRecords(folder)
+        self.read = {rank: OwnedPage(f"rank {rank}") for rank in range(count)}
+        self.write = [WatchPage.open({PAGE_VARIABLE: one.path}) for one in self.read.values()]
+        self.records = StepRecordFile(folder)
 
     def steps(self, *numbers: int, ranks: tuple[int, ...] = (0, 1)) -> None:
         for number in numbers:
@@ -129,7 +135,7 @@ def test_a_resume_cuts_back(tmp_path: Path, node: Any) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"x" * 64, b"not one" * 100])
 def test_what_is_no_such_file_is_no_row(content: bytes) -> None:
-    assert list(decode(content)) == []
+    assert list(decode_rank_steps(content)) == []
 
 
 def test_old_steps_are_rolled_up(
@@ -153,7 +159,7 @@ def test_a_folder_that_is_deleted_and_made_anew(tmp_path: Path, node: Any) -> No
     one = node()
     folder = tmp_path / "run"
     folder.mkdir()
-    one.records = RankRecords(folder)
+    one.records = StepRecordFile(folder)
     one.steps(1, 2)
     one.look()
     shutil.rmtree(folder)

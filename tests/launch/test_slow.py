@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.launch.watch.page_reader import Watched
-from shoal.launch.watch.slow_ranks import STEPS, SlowRanks
+from shoal.launch.watch.page_reader import OwnedPage
+from shoal.launch.watch.slow_ranks import STEPS, SlowRankDetector
 from shoal.wire import watch_page
 from shoal.wire.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE, Phase
-from shoal.wire.watch_page import PAGE_VARIABLE, WAIT, Page
+from shoal.wire.watch_page import PAGE_VARIABLE, WAIT, WatchPage
 
 OWN_S = {DATA: 0.01, PASSES: 0.03, BACKWARD: 0.04, UPDATE: 0.02, HOOKS: 0.0}
 NAMES = {
@@ -33,11 +33,13 @@ class Ranks:
         self.now_s, self.step = [1.0] * size, 0
         self.of = 0
         monkeypatch.setattr(watch_page.time, "monotonic", lambda: self.now_s[self.of])
-        self.watched = [Watched(f"rank {rank}") for rank in range(size)]
-        opened = [Page.open({PAGE_VARIABLE: one.path}) for one in self.watched]
+        self.watched = [OwnedPage(f"rank {rank}") for rank in range(size)]
+        opened = [WatchPage.open({PAGE_VARIABLE: one.path}) for one in self.watched]
         self.pages = [one for one in opened if one is not None]
         self.told: list[dict[str, Any]] = []
-        self.slow = SlowRanks(lambda event, **fields: self.told.append({"event": event, **fields}))
+        self.slow = SlowRankDetector(
+            lambda event, **fields: self.told.append({"event": event, **fields})
+        )
 
     def run(self, steps: int, extra: Extra = lambda step, rank, part: 0.0) -> None:
         for _ in range(steps):
@@ -52,13 +54,13 @@ class Ranks:
             met_s = max(self.now_s)
             for rank, page in enumerate(self.pages):
                 self.of, self.now_s[rank] = rank, met_s
-                page.waited(1)
+                page.record_wait_end(1)
                 self._spend(page, UPDATE, extra)
                 self._spend(page, HOOKS, extra)
                 page.stepped(self.step)
             self.slow.look(self.watched, [one.read().step for one in self.watched])
 
-    def _spend(self, page: Page, part: int, extra: Extra) -> None:
+    def _spend(self, page: WatchPage, part: int, extra: Extra) -> None:
         page.part(part)
         self.now_s[self.of] += OWN_S[part] + extra(self.step, self.of, part)
 
@@ -232,7 +234,7 @@ def test_a_page_keeps_what_each_step_spent_without_waits_and_phases(
     page.part(PASSES)
     page.waits()
     run.now_s[0] += 5.0
-    page.waited(1)
+    page.record_wait_end(1)
     run.run(1)
     kept = run.watched[0].steps()
     assert set(kept) == {1, 2, 3, 4}

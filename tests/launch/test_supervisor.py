@@ -17,7 +17,7 @@ import pytest
 
 from shoal.base.errors import BugError, ClusterError
 from shoal.base.runlog.events import EventLog
-from shoal.launch import Outcome, State, stop_grace, supervise
+from shoal.launch import RunOutcome, State, stop_grace, supervise
 from shoal.launch.supervisor import TICK_EVERY_S, _Supervisor
 
 PRELUDE = """
@@ -46,7 +46,7 @@ class Run:
     def named(self, event: str) -> list[dict[str, Any]]:
         return [found for found in self.events if found["event"] == event]
 
-    def __call__(self, body: str, *, processes: int = 2, **settings: Any) -> Outcome:
+    def __call__(self, body: str, *, processes: int = 2, **settings: Any) -> RunOutcome:
         script = self.folder / "worker_script.py"
         script.write_text(PRELUDE + body)
         paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -100,7 +100,7 @@ UP = "(folder / f'up-{rank}').touch()\n"
 @BOTH
 def test_all_workers_finish_and_their_words_are_in_their_logs(run: Run) -> None:
     outcome = run("print('hello from', rank)\nprint('to stderr', file=sys.stderr)")
-    assert outcome == Outcome("finished", 0, 1, "")
+    assert outcome == RunOutcome("finished", 0, 1, "")
     assert "hello from 1\nto stderr" in run.log(1)
     assert "rank 1 of 2 · attempt 0 ---" in run.log(1)
     started = run.named("worker_started")
@@ -138,7 +138,7 @@ if attempt == 0:
     time.sleep(30)
 """
     outcome = run(body)
-    assert outcome == Outcome("finished", 0, 2, "")
+    assert outcome == RunOutcome("finished", 0, 2, "")
     (died,) = run.named("worker_died")
     pids = {e["rank"]: e["pid"] for e in run.named("worker_started") if e["attempt"] == 0}
     assert (died["rank"], died["how"], died["pid"]) == (1, "killed by SIGKILL", pids[1])
@@ -263,7 +263,7 @@ def test_sigterm_to_one_worker_while_it_starts_asks_all_to_stop(run: Run) -> Non
 
     after(run, 0.2, one, "up-1")
     outcome = run(body)
-    assert outcome == Outcome("stopped", 143, 1, "stopped by SIGTERM")
+    assert outcome == RunOutcome("stopped", 143, 1, "stopped by SIGTERM")
     assert [(e["signal"], e["rank"]) for e in run.named("stop_requested")] == [("SIGTERM", 1)]
     assert run.named("worker_died") == run.named("restarting") == []
 
@@ -278,20 +278,20 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 """
     after(run, 0.3, to_self(signal.SIGTERM))
     outcome = run(body + UP + "time.sleep(1.3)", processes=1)
-    assert outcome == Outcome("stopped", 143, 1, "stopped by SIGTERM"), "it was waited for"
+    assert outcome == RunOutcome("stopped", 143, 1, "stopped by SIGTERM"), "it was waited for"
     told = [(e["step_s"], e["grace_s"]) for e in run.named("stop_requested")]
     assert told == [(1.0, 2.1)]
 
 
 def test_the_grace_is_learnt_from_steps_and_saves_unless_it_is_said(tmp_path: Path) -> None:
-    assert stop_grace.Grace(tmp_path, 0.0, 2).seconds(0.0) == 60
+    assert stop_grace.StopGrace(tmp_path, 0.0, 2).seconds(0.0) == 60
     log = EventLog(tmp_path / "events.jsonl", 0)
     for seconds in (20.0, 5.0):
         log.emit("checkpoint_saved", step=1, seconds=seconds)
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b'{"event":"checkpoint_saved","seconds":"long"}\n\xff checkpoint_saved\n')
-    assert stop_grace.Grace(tmp_path, 0.0, 2).seconds(4.0) == 60 + 2 * 4 + 3 * 20
-    assert stop_grace.Grace(tmp_path, 25.0, 2).seconds(40.0) == 25, "what a scheduler waits"
+    assert stop_grace.StopGrace(tmp_path, 0.0, 2).seconds(4.0) == 60 + 2 * 4 + 3 * 20
+    assert stop_grace.StopGrace(tmp_path, 25.0, 2).seconds(40.0) == 25, "what a scheduler waits"
 
 
 def test_a_failure_that_only_blames_a_peer_waits_for_the_peer(run: Run) -> None:
@@ -396,7 +396,7 @@ sys.exit(run_worker(main))
 """
     outcome = run(body)
     line = "train.lr = −1: must be above 0; try: train.lr=0.001"
-    assert outcome == Outcome("failed", code, 1, line)
+    assert outcome == RunOutcome("failed", code, 1, line)
     assert run.named("restarting") == []
 
 
@@ -431,7 +431,7 @@ signal.signal(signal.SIGTERM, save)
     previous = signal.getsignal(signal.SIGTERM)
     after(run, 0.2, to_self(signal.SIGTERM), "up-1")
     outcome = run(body + "time.sleep(30)")
-    assert outcome == Outcome("stopped", 143, 1, "stopped by SIGTERM")
+    assert outcome == RunOutcome("stopped", 143, 1, "stopped by SIGTERM")
     assert [e["signal"] for e in run.named("stop_requested")] == ["SIGTERM"]
     for rank in (0, 1):
         assert (run.folder / f"signals-{rank}").read_text() == "x"
@@ -453,7 +453,7 @@ def test_sigusr1_asks_for_a_stop_as_slurm_does(run: Run) -> None:
     previous = signal.getsignal(signal.SIGUSR1)
     after(run, 0.1, to_self(signal.SIGUSR1), "up-1")
     outcome = run(SAVES + UP + "time.sleep(30)")
-    assert outcome == Outcome("stopped", 138, 1, "stopped by SIGUSR1")
+    assert outcome == RunOutcome("stopped", 138, 1, "stopped by SIGUSR1")
     assert [e["signal"] for e in run.named("stop_requested")] == ["SIGUSR1"]
     assert {p.name for p in run.folder.glob("saved-*")} == {"saved-0-15", "saved-1-15"}
     assert signal.getsignal(signal.SIGUSR1) is previous
@@ -469,7 +469,7 @@ def test_a_signal_to_every_process_of_the_tree_costs_no_save(run: Run, number: i
 
     after(run, 0.2, all_of_them, "up-1")
     outcome = run(SAVES + UP + "time.sleep(30)")
-    assert outcome == Outcome(
+    assert outcome == RunOutcome(
         "stopped", 128 + number, 1, f"stopped by {signal.Signals(number).name}"
     )
     # One that is still in its handler when the supervisor's SIGTERM comes saves by that once more.
@@ -487,14 +487,14 @@ def test_a_worker_that_is_asked_while_it_imports_ends_the_run_as_asked(
 
     after(run, 0.2, one, "up-1")
     name = "Ctrl-C" if number == signal.SIGINT else "SIGUSR1"
-    assert run(body) == Outcome("stopped", 128 + number, 1, f"stopped by {name}")
+    assert run(body) == RunOutcome("stopped", 128 + number, 1, f"stopped by {name}")
     assert run.named("worker_died") == run.named("restarting") == []
 
 
 def test_ctrl_c_asks_for_a_stop_with_sigterm(run: Run) -> None:
     after(run, 0.1, to_self(signal.SIGINT))
     outcome = run(UP + "time.sleep(30)", processes=1)
-    assert outcome == Outcome("stopped", 130, 1, "stopped by Ctrl-C")
+    assert outcome == RunOutcome("stopped", 130, 1, "stopped by Ctrl-C")
 
 
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + UP + "time.sleep(30)"
@@ -537,7 +537,7 @@ sys.exit(run_worker(main))
 
 def test_workers_that_were_asked_directly_end_the_run_without_a_restart(run: Run) -> None:
     outcome = run("time.sleep(0.2 * rank)\nsys.exit(143)")
-    assert outcome == Outcome("stopped", 143, 1, "stopped by SIGTERM")
+    assert outcome == RunOutcome("stopped", 143, 1, "stopped by SIGTERM")
     assert run.named("stop_requested") == []
 
 
@@ -567,7 +567,7 @@ def test_states_move_only_as_the_table_says() -> None:
     supervisor = object.__new__(_Supervisor)
     supervisor.state = State.DONE
     with pytest.raises(BugError, match="no way from done to running"):
-        supervisor.move(State.RUNNING)
+        supervisor.set_state(State.RUNNING)
 
 
 def test_kills_from_outside_before_any_step_are_not_the_same_failure(run: Run) -> None:

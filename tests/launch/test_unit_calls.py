@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from shoal.launch.watch import hang_watch
-from shoal.launch.watch.hang_watch import Watch
-from shoal.launch.watch.page_reader import Watched
-from shoal.launch.watch.unit_mismatch import find_unlike_units
-from shoal.launch.worker_failures import death_by_hanging
+from shoal.launch.watch.hang_watch import HangWatch
+from shoal.launch.watch.page_reader import OwnedPage
+from shoal.launch.watch.unit_mismatch import compare_units
+from shoal.launch.worker_failures import make_hang_death
 from shoal.wire.phases import PASSES, SUM
-from shoal.wire.watch_page import PAGE_VARIABLE, Page
+from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
 
 KEY = 7
 PAIR = (KEY, KEY)
@@ -25,8 +25,8 @@ class Ranks:
     """Pages of ranks that do what they are told, and the watch's end of them."""
 
     def __init__(self, count: int) -> None:
-        self.read = [Watched(f"rank {rank}") for rank in range(count)]
-        self.write = [Page.open({PAGE_VARIABLE: one.path}) for one in self.read]
+        self.read = [OwnedPage(f"rank {rank}") for rank in range(count)]
+        self.write = [WatchPage.open({PAGE_VARIABLE: one.path}) for one in self.read]
         self.numbers: dict[tuple[int, int], int] = {}
 
     def gather(self, rank: int, *units: str, key: int = KEY, part: int = PASSES) -> None:
@@ -43,7 +43,7 @@ class Ranks:
 
     def unlike(self, kind: str = "step") -> Any:
         told = {rank: page.read() for rank, page in enumerate(self.read)}
-        return find_unlike_units(dict(enumerate(self.read)), told, dict.fromkeys(told, kind))
+        return compare_units(dict(enumerate(self.read)), told, dict.fromkeys(told, kind))
 
     def close(self) -> None:
         for page in self.write:
@@ -117,9 +117,11 @@ def test_the_watch_names_them_in_the_first_step(
     """After seconds, though nothing was learnt of the run yet; one that may be slow is none."""
     monkeypatch.setattr(hang_watch, "EVERY_S", 0.0)
     told: list[dict[str, Any]] = []
-    made = Watch(tmp_path, lambda event, **fields: told.append({"event": event, **fields}), 60.0)
+    made = HangWatch(
+        tmp_path, lambda event, **fields: told.append({"event": event, **fields}), 60.0
+    )
     paths = made.begin(2)
-    pages = [Page.open({PAGE_VARIABLE: path}) for path in paths]
+    pages = [WatchPage.open({PAGE_VARIABLE: path}) for path in paths]
     workers = [SimpleNamespace(rank=rank, pid=0, code=None) for rank in range(2)]
     for page in pages:
         page.part(PASSES)
@@ -150,10 +152,10 @@ def test_the_watch_names_them_in_the_first_step(
     (event,) = [one for one in told if one["event"] == "collectives_differ"]
     assert event["text"] == hang.why
     worker = SimpleNamespace(rank=0, pid=0, error_path=tmp_path / "e", log_path=tmp_path / "l")
-    death = death_by_hanging(worker, hang)
+    death = make_hang_death(worker, hang)
     assert (death.code, death.final) == (2, True)
     dead = made.compare(workers, dead=True)
-    assert death_by_hanging(worker, dead).code == 1, "that of a rank that died"
+    assert make_hang_death(worker, dead).code == 1, "that of a rank that died"
     for page in pages:
         page._cast(memoryview(bytearray(1 << 20)))
     made.close()

@@ -18,7 +18,9 @@ VERSIONS = ("1.31", "1.34", "1.37")
 
 
 def documents(job: jobs.Job, kind: str) -> list[dict[str, Any]]:
-    return jobs.kubernetes(job, kind=kind, image="me/shoal:1", claim="disk", token="a" * 64)
+    return jobs.make_kubernetes_documents(
+        job, kind=kind, image="me/shoal:1", claim="disk", token="a" * 64
+    )
 
 
 @pytest.mark.parametrize("job", [JOB, PLAIN], ids=["gpus", "cpu"])

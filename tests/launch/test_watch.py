@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from shoal.launch import Outcome, supervise
+from shoal.launch import RunOutcome, supervise
 from shoal.launch.watch import hang_watch, silence_deadlines
-from shoal.launch.watch.blamed_rank import Seen, find_culprit
-from shoal.launch.watch.collective_mismatch import find_unlike
-from shoal.launch.watch.hang_watch import Watch
-from shoal.launch.watch.page_reader import Told, Watched
-from shoal.launch.watch.silence_deadlines import FIRST, STEP, Learnt, kind_of
+from shoal.launch.watch.blamed_rank import RankEvidence, blame_rank
+from shoal.launch.watch.collective_mismatch import compare_collectives
+from shoal.launch.watch.hang_watch import HangWatch
+from shoal.launch.watch.page_reader import OwnedPage, PageSnapshot
+from shoal.launch.watch.silence_deadlines import FIRST, STEP, SilenceDeadlines, classify_phase
 from shoal.wire.phases import DATA, NOWHERE, PASSES, SUM, Phase
-from shoal.wire.stack_dumps import collective_of, runs_own_code, stacks
-from shoal.wire.watch_page import PAGE_VARIABLE, Page
+from shoal.wire.stack_dumps import dump_stacks, find_blocking_collective, runs_own_code
+from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
 
 MARGIN_S = 0.6
 """In the place of five seconds, so that a test waits less; steps take 0.03 s."""
@@ -76,7 +76,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.events = folder, list[dict[str, Any]]()
 
-    def __call__(self, trouble: str, *, processes: int = 2, **settings: Any) -> Outcome:
+    def __call__(self, trouble: str, *, processes: int = 2, **settings: Any) -> RunOutcome:
         (self.folder / "ranks.py").write_text(RANKS.replace("TROUBLE", trouble))
         paths = [str(self.folder), os.environ.get("PYTHONPATH", "")]
         return supervise(
@@ -114,7 +114,7 @@ def test_a_rank_that_leaves_with_status_0_has_not_come_to_its_end(run: Run, proc
     """One process has no peer who could miss it; of two the other one waits, and is not blamed."""
     (run.folder / "plan.json").write_text('{"steps": 30}')
     outcome = run(in_first("os._exit(0)", processes - 1), processes=processes)
-    assert outcome == Outcome("finished", 0, 2, "")
+    assert outcome == RunOutcome("finished", 0, 2, "")
     (died,) = run.named("worker_died")
     line = (
         "left with status 0 after step 19 of 30, in forward and backward, before the run's end: "
@@ -139,7 +139,7 @@ def test_the_rank_that_hangs_is_named_in_time_and_all_start_again(
 ) -> None:
     rank = processes - 1
     outcome = run(in_first(act, rank), processes=processes)
-    assert outcome == Outcome("finished", 0, 2, "")
+    assert outcome == RunOutcome("finished", 0, 2, "")
     (told,) = run.named("hang")
     assert (told["rank"], told["why"]) == (rank, why), told
     assert told["phase"] == "step 20, forward and backward"
@@ -161,7 +161,7 @@ def test_one_that_is_only_slow_is_told_and_then_left_alone(run: Run) -> None:
     slow = "if (step, rank) == (20, 1):\n        time.sleep(1.8)"
     after = "elif step > 20:\n        time.sleep(0.1)"  # the watch may still be reading stacks
     outcome = run(f"def trouble(step):\n    {slow}\n    {after}\n", patience_s=30.0)
-    assert outcome == Outcome("finished", 0, 1, "")
+    assert outcome == RunOutcome("finished", 0, 1, "")
     (told,) = run.named("hang")
     assert (told["rank"], told["ends_in_s"]) == (1, 30.0)
     (notice,) = run.named("notice")
@@ -191,23 +191,23 @@ def test_ranks_on_busy_cores_are_no_hang(run: Run) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    assert outcome == Outcome("finished", 0, 1, "")
+    assert outcome == RunOutcome("finished", 0, 1, "")
     assert run.named("hang") == []
 
 
 def test_without_a_page_nobody_is_watched(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first test sees comes from the pages."""
-    monkeypatch.setattr(hang_watch, "can_watch", lambda: False)
+    monkeypatch.setattr(hang_watch, "supports_watch_pages", lambda: False)
     body = "page = Page.open({}) or __import__('unittest.mock').mock.MagicMock()\n"
     outcome = run(body + in_first("time.sleep(2)"))
-    assert outcome == Outcome("finished", 0, 1, "")
+    assert outcome == RunOutcome("finished", 0, 1, "")
     assert run.named("hang") == []
 
 
 def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched("test")
+    watched = OwnedPage("test")
     assert not watched.read().live
-    page = Page.open({PAGE_VARIABLE: watched.path})
+    page = WatchPage.open({PAGE_VARIABLE: watched.path})
     assert page is not None
     page.begun("all_reduce", 4096)
     page.begun("send", 8)
@@ -224,7 +224,7 @@ def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (told.waits, told.part, told.phases) == (True, PASSES, "proof 1/2: build")
     assert told.changed_s == pytest.approx(time.monotonic(), abs=5)
-    page.waited(1)
+    page.record_wait_end(1)
     assert (watched.read().ended, watched.read().waits) == (1, False)
     page.stepped(7)
     told = watched.read()
@@ -242,18 +242,20 @@ def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.read().step == 7, "a process that a rank forked writes to nowhere"
 
 
-HERE = Told(True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "")
+HERE = PageSnapshot(True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "")
 
 
-def seen(rank: int, state: str = "S", answer: dict[str, Any] | None = None, **told: Any) -> Seen:
+def seen(
+    rank: int, state: str = "S", answer: dict[str, Any] | None = None, **told: Any
+) -> RankEvidence:
     answer = {} if answer is None else answer
-    return Seen(rank, 100 + rank, replace(HERE, **told), answer, {"State": state})
+    return RankEvidence(rank, 100 + rank, replace(HERE, **told), answer, {"State": state})
 
 
 def test_where_all_wait_the_one_in_another_collective_is_at_fault() -> None:
     barrier = {"collective": "barrier", "by_user": True, "place": "mine.py:4"}
     inside = {"collective": "all_reduce", "by_user": False}
-    found = find_culprit([seen(0, answer=inside, begun=8), seen(1, answer=barrier)])
+    found = blame_rank([seen(0, answer=inside, begun=8), seen(1, answer=barrier)])
     assert found is not None
     assert (found.of.rank, found.certain, found.collective) == (1, True, "all_reduce of 8 B")
     assert found.why == (
@@ -261,52 +263,52 @@ def test_where_all_wait_the_one_in_another_collective_is_at_fault() -> None:
     )
     other = {**barrier, "place": "mine.py:9"}
     ranks = [seen(0, answer=other), *(seen(rank, answer=barrier) for rank in (1, 2))]
-    found = find_culprit(ranks)
+    found = blame_rank(ranks)
     assert found is not None
     assert found.of.rank == 0
     behind = seen(1, begun=7, waits=True)
-    found = find_culprit([seen(0, begun=8, waits=True, last="all_gather"), behind])
+    found = blame_rank([seen(0, begun=8, waits=True, last="all_gather"), behind])
     assert found is not None
     assert (found.of.rank, found.certain) == (1, True)
-    found = find_culprit([seen(0, begun=8, waits=True), behind])
+    found = blame_rank([seen(0, begun=8, waits=True), behind])
     assert found is not None
     assert found.together, "two that are in the same one would go on: what was sent is lost"
-    found = find_culprit([seen(rank, waits=True, changed_s=rank) for rank in range(3)])
+    found = blame_rank([seen(rank, waits=True, changed_s=rank) for rank in range(3)])
     assert found is not None
     assert (found.of.rank, found.certain, found.together) == (2, False, True)
 
 
 def test_a_debugger_is_no_hang() -> None:
-    assert find_culprit([seen(0, waits=True), seen(1, state="t")]) is None
+    assert blame_rank([seen(0, waits=True), seen(1, state="t")]) is None
 
 
 def test_a_rank_that_did_not_answer_but_waits_is_not_at_fault() -> None:
-    ranks = [Seen(0, 100, replace(HERE, waits=True), None, {"State": "S"}), seen(1)]
-    found = find_culprit(ranks)
+    ranks = [RankEvidence(0, 100, replace(HERE, waits=True), None, {"State": "S"}), seen(1)]
+    found = blame_rank(ranks)
     assert found is not None
     assert found.of.rank == 1
 
 
 def test_deadlines_are_learnt_apart() -> None:
-    learnt = Learnt()
+    learnt = SilenceDeadlines()
     assert learnt.deadline_s(STEP) == 600
     assert learnt.deadline_s(FIRST) == 1800
     learnt.steps_s.extend([0.1] * 4)
     assert learnt.deadline_s(STEP) == 600, "four steps are not enough"
     learnt.steps_s.append(0.1)
     assert learnt.deadline_s(STEP) == 6
-    learnt.heard(["save"], 4.0)
+    learnt.learn_silence(["save"], 4.0)
     assert learnt.deadline_s("save") == 600, "it has not ended yet"
-    learnt.heard([STEP], 0.1)
+    learnt.learn_silence([STEP], 0.1)
     assert learnt.deadline_s("save") == 12
-    learnt.heard([STEP], 40.0, told=True)
+    learnt.learn_silence([STEP], 40.0, told=True)
     assert learnt.deadline_s(STEP) == 60, "it came back after that"
     assert learnt.patience_s(STEP, 60) == 60
-    learnt.heard([STEP], 50.0, in_data=True)
+    learnt.learn_silence([STEP], 50.0, in_data=True)
     assert learnt.patience_s(STEP, 60) == 150, "an epoch may begin as the run did"
     assert learnt.patience_s("validation", 60) == 1800
-    learnt.heard(["validation"], 1.0)
-    learnt.heard([STEP], 0.1)
+    learnt.learn_silence(["validation"], 1.0)
+    learnt.learn_silence([STEP], 0.1)
     assert learnt.patience_s("validation", 60) == 60
     assert learnt.patience_s("save", 60) == 1800, "a disk may stand still, whatever it did before"
 
@@ -318,9 +320,9 @@ def test_the_watch_stands_still_while_it_gets_no_core(
     now_s = [0.0]
     monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
-    one = Watch(tmp_path, lambda event, **fields: events.append(event), 1.0)
+    one = HangWatch(tmp_path, lambda event, **fields: events.append(event), 1.0)
     (path,) = one.begin(1)
-    page = Page.open({PAGE_VARIABLE: path})
+    page = WatchPage.open({PAGE_VARIABLE: path})
     assert page is not None
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
     for step in range(1, 30):
@@ -347,9 +349,9 @@ def test_steps_that_pass_between_two_looks_are_learnt_from_the_runs_own_record(
     monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
     tell = lambda event, **fields: events.append(event)  # noqa: E731
-    one = Watch(tmp_path, tell, 1.0, lambda: told_s)
+    one = HangWatch(tmp_path, tell, 1.0, lambda: told_s)
     (path,) = one.begin(1)
-    page = Page.open({PAGE_VARIABLE: path})
+    page = WatchPage.open({PAGE_VARIABLE: path})
     assert page is not None
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
     page.stepped(8)
@@ -368,9 +370,9 @@ def test_an_island_that_runs_and_waits_for_others_is_not_at_fault(
     now_s = [0.0]
     monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
-    one = Watch(tmp_path, lambda event, **fields: events.append(event), 0.0, lambda: [0.03] * 6)
+    one = HangWatch(tmp_path, lambda event, **fields: events.append(event), 0.0, lambda: [0.03] * 6)
     (path,) = one.begin(1)
-    page = Page.open({PAGE_VARIABLE: path})
+    page = WatchPage.open({PAGE_VARIABLE: path})
     assert page is not None
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
     for step in range(1, 40):
@@ -396,11 +398,11 @@ class OwnLoop:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> None:
         self.now_s, self.events = 0.0, list[dict[str, Any]]()
         monkeypatch.setattr(hang_watch.time, "monotonic", lambda: self.now_s)
-        self.watch = Watch(
+        self.watch = HangWatch(
             folder, lambda event, **fields: self.events.append(fields), math.inf, twice=True
         )
         paths = self.watch.begin(ranks)
-        self.pages: list[Any] = [Page.open({PAGE_VARIABLE: path}) for path in paths]
+        self.pages: list[Any] = [WatchPage.open({PAGE_VARIABLE: path}) for path in paths]
         self.workers: Any = [
             SimpleNamespace(code=None, rank=rank, pid=os.getpid()) for rank in range(ranks)
         ]
@@ -485,41 +487,43 @@ def test_a_loop_of_ones_own_that_a_person_has_stopped_is_left_alone(
 @pytest.mark.parametrize("part", [PASSES, SUM])
 def test_a_host_that_waits_for_its_device_is_not_blamed(part: int) -> None:
     """Collectives are enqueued at once there: in none, it waits where Shoal reads a number."""
-    reads = Told(True, 9, 1.0, 36, part, 40, 40, "all_reduce", 8, False, "")
+    reads = PageSnapshot(True, 9, 1.0, 36, part, 40, 40, "all_reduce", 8, False, "")
     own = {"collective": "barrier", "by_user": True, "place": "m.py:3"}
-    ranks = [Seen(rank, 1, reads, {"place": "x.py:1", "own": True}, {}) for rank in range(2)]
-    found = find_culprit([*ranks, Seen(2, 1, replace(reads, part=PASSES), own, {})])
+    ranks = [
+        RankEvidence(rank, 1, reads, {"place": "x.py:1", "own": True}, {}) for rank in range(2)
+    ]
+    found = blame_rank([*ranks, RankEvidence(2, 1, replace(reads, part=PASSES), own, {})])
     assert found is not None
     assert (found.of.rank, found.certain) == (2, True)
-    together = find_culprit(ranks)
+    together = blame_rank(ranks)
     assert together is not None
     assert together.together
-    loops = Seen(2, 1, replace(reads, part=PASSES), {"place": "m.py:3", "own": False}, {})
-    loads = Seen(2, 1, replace(reads, part=DATA), {"place": "x.py:1", "own": True}, {})
+    loops = RankEvidence(2, 1, replace(reads, part=PASSES), {"place": "m.py:3", "own": False}, {})
+    loads = RankEvidence(2, 1, replace(reads, part=DATA), {"place": "x.py:1", "own": True}, {})
     for busy in (loops, loads):
-        found = find_culprit([*ranks, busy])
+        found = blame_rank([*ranks, busy])
         assert found is not None
         assert found.of.rank == 2
 
 
 def test_kinds_have_names_of_their_own() -> None:
-    assert kind_of(replace(HERE, phases="compile, first step")) == FIRST
-    assert kind_of(replace(HERE, phases="validation 3/10: read")) == "validation"
-    assert kind_of(replace(HERE, part=NOWHERE)) == "start"
+    assert classify_phase(replace(HERE, phases="compile, first step")) == FIRST
+    assert classify_phase(replace(HERE, phases="validation 3/10: read")) == "validation"
+    assert classify_phase(replace(HERE, part=NOWHERE)) == "start"
 
 
 def test_a_stack_says_which_collective_it_is_and_who_called() -> None:
-    told = stacks(threading.main_thread().ident or 0)
+    told = dump_stacks(threading.main_thread().ident or 0)
     assert (told["collective"], told["by_user"], told["compiling"]) == ("", False, False)
     assert "test_a_stack_says" in told["stacks"]
     frame: Any = frame_of("/x/torch/distributed/distributed_c10d.py", "barrier", frame_of("/me.py"))
     wrapper: Any = frame_of("/x/torch/distributed/c10d_logger.py", "wrapper", frame)
-    assert collective_of(frame) == ("barrier", True)
-    assert collective_of(wrapper) == ("barrier", True)
+    assert find_blocking_collective(frame) == ("barrier", True)
+    assert find_blocking_collective(wrapper) == ("barrier", True)
     ours = str(Path(hang_watch.__file__).parents[2] / "fabric" / "world.py")
     caller = frame_of(str(Path(ours).parents[1] / "trainer" / "run.py"))
     frame = frame_of("/x/torch/distributed/c10d.py", "all_reduce", frame_of(ours, "add", caller))
-    assert collective_of(frame) == ("add", False)
+    assert find_blocking_collective(frame) == ("add", False)
     reads = frame_of("/x/torch/_tensor.py", "tolist", caller)
     assert [runs_own_code(one) for one in (reads, caller, frame_of("/me.py", "f", caller))] == [
         True,
@@ -542,53 +546,59 @@ A, B = "all_reduce 4 /m.py:1", "all_reduce 4 /m.py:2"
 
 
 def test_collectives_that_differ_are_named_with_both_ranks_and_both_lines() -> None:
-    assert find_unlike(3, {rank: kept(A, B) for rank in range(3)}) is None
-    found = find_unlike(3, {0: kept(A, B), 1: kept(A, B), 2: kept(B, A)})
+    assert compare_collectives(3, {rank: kept(A, B) for rank in range(3)}) is None
+    found = compare_collectives(3, {0: kept(A, B), 1: kept(A, B), 2: kept(B, A)})
     assert found is not None
     assert (found.rank, found.certain) == (2, True)
     assert "rank 0 calls all_reduce of 4 at m.py:1, rank 2 all_reduce of 4 at m.py:2" in found.line
-    found = find_unlike(3, {0: kept(B, A), 1: kept(A, B), 2: kept(A, B)})
+    found = compare_collectives(3, {0: kept(B, A), 1: kept(A, B), 2: kept(A, B)})
     assert found is not None
     assert found.rank == 0, "the rest agrees"
-    found = find_unlike(3, {0: kept(A), 1: kept(A, B), 2: kept(A)})
+    found = compare_collectives(3, {0: kept(A), 1: kept(A, B), 2: kept(A)})
     assert found is not None
     assert (found.rank, found.certain) == (1, True)
     assert "rank 0 calls none more, rank 1 all_reduce of 4 at m.py:2" in found.line
-    found = find_unlike(3, {0: kept(A), 1: kept("all_reduce 5 /m.py:1"), 2: kept(A)})
+    found = compare_collectives(3, {0: kept(A), 1: kept("all_reduce 5 /m.py:1"), 2: kept(A)})
     assert found is not None
     assert found.certain
-    found = find_unlike(3, {0: kept(A, A), 1: kept(A, B), 2: kept(A, A)})
+    found = compare_collectives(3, {0: kept(A, A), 1: kept(A, B), 2: kept(A, A)})
     assert found is not None
     assert (found.rank, found.certain) == (1, False), "it may be meant"
     ours = [
         "all_reduce 4 trainer/step/optimizer_step.py:1",
         "all_reduce 4 trainer/step/optimizer_step.py:2",
     ]
-    assert find_unlike(3, {0: kept(ours[0]), 1: kept(ours[1]), 2: kept(ours[0])}) is None
-    assert find_unlike(-3, {0: kept(A), 1: kept(A, B), 2: kept(A)}) is None, "it may come yet"
-    found = find_unlike(-3, {0: kept(A, B), 1: kept(A, A, B), 2: kept(A)})
+    assert compare_collectives(3, {0: kept(ours[0]), 1: kept(ours[1]), 2: kept(ours[0])}) is None
+    assert compare_collectives(-3, {0: kept(A), 1: kept(A, B), 2: kept(A)}) is None, (
+        "it may come yet"
+    )
+    found = compare_collectives(-3, {0: kept(A, B), 1: kept(A, A, B), 2: kept(A)})
     assert found is None
-    found = find_unlike(-3, {rank: kept(A, f"all_reduce {4 + rank} /m.py:1") for rank in range(2)})
+    found = compare_collectives(
+        -3, {rank: kept(A, f"all_reduce {4 + rank} /m.py:1") for rank in range(2)}
+    )
     assert found is not None
     assert found.certain
     parts = {0: kept(A, group="1:0,1"), 1: kept(A, group="1:0,1"), 2: kept(B, group="2:2")}
-    assert find_unlike(3, parts) is None, "another group's calls are its own business"
+    assert compare_collectives(3, parts) is None, "another group's calls are its own business"
 
 
 def test_a_page_keeps_the_calls_of_its_last_steps() -> None:
-    watched = Watched("test")
-    page = Page.open({PAGE_VARIABLE: watched.path})
+    watched = OwnedPage("test")
+    page = WatchPage.open({PAGE_VARIABLE: watched.path})
     assert page is not None
     for step in range(1, 11):
-        page.keep_calls(step, step, f"{step}".encode())
+        page.write_calls(step, step, f"{step}".encode())
     assert watched.calls(()) == {step: f"{step}".encode() for step in range(3, 11)}
     assert watched.calls(range(10)) == {10: b"10"}
-    page.keep_calls(11, 11, b"x" * 100_000)
+    page.write_calls(11, 11, b"x" * 100_000)
     assert len(watched.calls(range(11))[11]) < 17_000
-    page.keep_calls(12, 12, kept(*[A] * 1000))
+    page.write_calls(12, 12, kept(*[A] * 1000))
     cut = watched.calls(range(12))[12]
     assert 16_000 < len(cut) < 17_000
-    assert find_unlike(12, {0: cut, 1: kept(*[A] * 1000)}) is None, "what had no room may be there"
-    found = find_unlike(12, {0: cut, 1: kept(B, *[A] * 999)})
+    assert compare_collectives(12, {0: cut, 1: kept(*[A] * 1000)}) is None, (
+        "what had no room may be there"
+    )
+    found = compare_collectives(12, {0: cut, 1: kept(B, *[A] * 999)})
     assert found is not None
     assert not found.certain

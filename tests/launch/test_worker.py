@@ -9,8 +9,8 @@ import pytest
 
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError, TrainingError, UserError
 from shoal.launch import run_worker
-from shoal.launch.guardian import guard
-from shoal.launch.worker_errors import traceback_text
+from shoal.launch.guardian import collect_leftover_groups
+from shoal.launch.worker_errors import format_user_traceback
 from shoal.launch.worker_failures import read_report
 
 
@@ -108,7 +108,7 @@ def test_a_long_traceback_keeps_its_end_and_its_causes() -> None:
         except KeyError as cause:
             raise ValueError("top") from cause
     except ValueError as failure:
-        text = traceback_text(failure)
+        text = format_user_traceback(failure)
     lines = text.splitlines()
     assert len(lines) == 26
     assert lines[0].endswith("lines above are in the log)")
@@ -131,7 +131,7 @@ def test_a_damaged_report_is_no_report(tmp_path: Path) -> None:
 
 
 def test_guardian_forgets_what_is_gone() -> None:
-    assert guard(["+5\n", "+6\n", "-5\n"]) == {6}
+    assert collect_leftover_groups(["+5\n", "+6\n", "-5\n"]) == {6}
 
 
 @pytest.mark.parametrize("supervised", [False, True])

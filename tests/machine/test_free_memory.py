@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.machine import free_memory
-from shoal.machine.free_memory import file_in_memory, free_bytes
+from shoal.machine.free_memory import create_memory_file, free_bytes
 
 GIB = 2**30
 
@@ -37,6 +37,6 @@ def test_a_cgroup_around_us_counts(
     for name, told in zip(names, (16 * GIB, 3 * GIB), strict=True):
         (place / name).write_text(str(told))
     assert free_bytes() == 13 * GIB
-    assert file_in_memory("test", GIB, 6 * GIB) is None, "12 is less than twice 7"
+    assert create_memory_file("test", GIB, 6 * GIB) is None, "12 is less than twice 7"
     (place / names[1]).write_text(str(17 * GIB))
     assert free_bytes() == 0

@@ -11,20 +11,20 @@ import torch
 
 from shoal.base.estimates.facts import MachineFacts
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.forecast.machines.cluster_syntax import parse_machines
 from shoal.forecast.machines.measured_machine import (
     BUSY_BYTES,
     BUSY_WAIT_S,
     _gpu_name,
-    cluster_of,
+    cluster_from_document,
+    estimate_this_machine,
     machine_path,
     read_measured,
-    this_cluster,
 )
 from shoal.machine import measure as machine
 from shoal.machine.link_rates import fit_line
-from shoal.machine.measure import Sizes, best_of, measure_machine, write_bytes_per_s
+from shoal.machine.measure import MeasurementSizes, best_rates, measure_machine, write_bytes_per_s
 
 LINE = {"latency_s": 2e-5, "bytes_per_s": 1e9, "error": 0.04}
 DOCUMENT = {
@@ -85,7 +85,7 @@ def test_a_document_is_a_cluster(tmp_path):
 
 
 def test_one_process_has_no_links():
-    alone = cluster_of({**DOCUMENT, "processes": 1, "local": 1, "links": {}})
+    alone = cluster_from_document({**DOCUMENT, "processes": 1, "local": 1, "links": {}})
     assert alone.devices == 1
     assert "not measured" in alone.inside.source
     assert alone.calibration.efficiency == {}
@@ -124,7 +124,7 @@ def test_a_gpu_machine_that_was_not_measured(tmp_path):
     (told / "information").write_text("Model: \t NVIDIA H200\nIRQ: 7\n")
     assert _gpu_name(tmp_path) == "NVIDIA H200"
     assert _gpu_name(tmp_path / "none") == ""
-    cluster = this_cluster(MachineFacts(16, 2**37, 2), 2)
+    cluster = estimate_this_machine(MachineFacts(16, 2**37, 2), 2)
     assert cluster.device.kind == "gpu"
     assert "not measured" in cluster.device.source
 
@@ -164,7 +164,7 @@ def test_facts_are_those_of_as_many_threads_as_the_user_asked_for(tmp_path, monk
 def test_a_file_of_no_version_is_measured_again(tmp_path, monkeypatch):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({k: v for k, v in DOCUMENT.items() if k != "version"}))
-    monkeypatch.setattr(machine, "cluster_of", lambda document: document)
+    monkeypatch.setattr(machine, "cluster_from_document", lambda document: document)
     assert machine._read(path) is None
     path.write_text(json.dumps(DOCUMENT))
     assert machine._read(path) == DOCUMENT
@@ -182,8 +182,8 @@ def one_thread(monkeypatch):
 
 @pytest.mark.usefixtures("one_thread")
 def test_one_process_measures_and_remembers(tmp_path):
-    world = World(Place(), torch.device("cpu"), None)
-    tiny = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 2)
+    world = World(ProcessInfo(), torch.device("cpu"), None)
+    tiny = MeasurementSizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 2)
     first = measure_machine(world, tmp_path, tiny)
     assert [flop for flop, _ in first["matrix"]["bf16"]] == [2 * 16**3, 2 * 32**3]
     assert [size for size, _ in first["stream"]] == [4096, 16384]
@@ -210,8 +210,8 @@ def test_of_several_passes_the_best_of_each_number_counts():
         }
 
     # Each pass has a slow half; the second one gave up the larger product.
-    best = best_of([passed(1, 2), passed(2, 1)])
-    alone = best_of([passed(1, 1)])
+    best = best_rates([passed(1, 2), passed(2, 1)])
+    alone = best_rates([passed(1, 1)])
     assert best == alone
     assert best["matrix"]["fp32"] == [[1e6, 1e10], [1e9, 4e10]]
     line = fit_line([(1e3, 1e-4), (1e6, 1e-3)], 2, "all_reduce")
@@ -220,9 +220,9 @@ def test_of_several_passes_the_best_of_each_number_counts():
 
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):
     (tmp_path / "file").write_text("")
-    world = World(Place(), torch.device("cpu"), None)
+    world = World(ProcessInfo(), torch.device("cpu"), None)
     told = measure_machine(
-        world, tmp_path / "file", Sizes((16,), (4096,), (1024, 4096), 4096, 1, 1)
+        world, tmp_path / "file", MeasurementSizes((16,), (4096,), (1024, 4096), 4096, 1, 1)
     )
     assert told["disk_bytes_per_s"] == 0
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.machine import matmul
-from shoal.machine.matmul import DAY_S, FILE, KEEP_DAYS, distrust, matmul_flops_per_s
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.machine.matmul import DAY_S, FILE, KEEP_DAYS, invalidate_rate, matmul_flops_per_s
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 NOW_S = 1_700_000_000.0
 
@@ -25,9 +25,9 @@ class Machine:
     def __init__(self, cache: Path, patch: pytest.MonkeyPatch) -> None:
         self.cache, self.made, self.now_s = cache, 0, NOW_S
         self.next: tuple[float, bool] = (0.0, True)
-        patch.setattr(matmul, "_measure", self.measure)
+        patch.setattr(matmul, "_measure_flops_per_s", self.measure)
         patch.setattr(matmul, "time", SimpleNamespace(**{**vars(matmul.time), "time": self.clock}))
-        self.world = World(Place(), torch.device("cpu"), None)
+        self.world = World(ProcessInfo(), torch.device("cpu"), None)
 
     def clock(self) -> float:
         return self.now_s
@@ -88,9 +88,9 @@ def test_what_an_older_version_kept_has_no_date(machine: Machine) -> None:
 def test_steps_that_pass_it_have_it_measured_again(machine: Machine, tmp_path: Path) -> None:
     """No share beyond 100 % is ever shown: it is left out, said once, and right at the next start."""
     rate = machine.rate(27.4e9)
-    recorder = Recorder(tmp_path / "run", machine.world)
+    recorder = MetricsRecorder(tmp_path / "run", machine.world)
     recorder.machine_flops_per_s, recorder.flops_per_sample = rate, 1e30
-    recorder.passed = lambda: distrust(machine.world, "fp32", machine.cache)
+    recorder.passed = lambda: invalidate_rate(machine.world, "fp32", machine.cache)
     rows = [recorder.step({"step": step, "tokens": 1}, samples=8) for step in (1, 2)]
     assert [row["mfu"] for row in rows] == [None, None]
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
@@ -113,8 +113,8 @@ def test_a_real_one_is_finite_and_says_whether_it_was_quiet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(matmul, "ROUNDS", 1)
-    rate, quiet = matmul._measure(torch.float32, torch.device("cpu"))
+    rate, quiet = matmul._measure_flops_per_s(torch.float32, torch.device("cpu"))
     assert rate > 0
     assert isinstance(quiet, bool)
     monkeypatch.setattr(matmul, "QUIET", 1e9)
-    assert not matmul._measure(torch.float32, torch.device("cpu"))[1]
+    assert not matmul._measure_flops_per_s(torch.float32, torch.device("cpu"))[1]

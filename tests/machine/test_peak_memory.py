@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.machine import process_memory
-from shoal.machine.process_memory import forget_peak, peak_memory_bytes
+from shoal.machine.process_memory import peak_memory_bytes, reset_peak_memory
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -20,23 +20,23 @@ def test_what_is_over_is_forgotten() -> None:
     torch.ones(64 * MIB, dtype=torch.uint8).sum()  # touched, then freed
     high = peak_memory_bytes(CPU)
     assert high >= before
-    forget_peak(CPU)
+    reset_peak_memory(CPU)
     held = torch.ones(256 * MIB, dtype=torch.uint8)
     assert int(held[0]) == 1
     assert peak_memory_bytes(CPU) >= 256 * MIB
     del held
-    forget_peak(CPU)
+    reset_peak_memory(CPU)
     assert peak_memory_bytes(CPU) < high + 128 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident peaks can be reset on Linux only")
 def test_a_reading_may_serve_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "FRESH_S", 60.0)
-    forget_peak(CPU)
+    reset_peak_memory(CPU)
     before = peak_memory_bytes(CPU, fresh=False)
     held = torch.ones(256 * MIB, dtype=torch.uint8)
     assert peak_memory_bytes(CPU, fresh=False) == before
     assert peak_memory_bytes(CPU) >= before + 128 * MIB
     del held
-    forget_peak(CPU)
+    reset_peak_memory(CPU)
     assert peak_memory_bytes(CPU, fresh=False) < before + 128 * MIB

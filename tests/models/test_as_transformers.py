@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.forecast.models.model_facts import resolve
+from shoal.forecast.models.model_facts import resolve_model
 from shoal.models.as_transformers import llama_config, llama_name
 from shoal.models.catalog import build
 from shoal.models.llama import Llama
@@ -28,7 +28,7 @@ def pair(**changed: Any) -> tuple[Llama, Any]:
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.mul_(5).add_(0.1 * torch.randn_like(parameter))
-    told = llama_config(resolve("llama", {**ARGUMENTS, **changed}).arguments, 0)
+    told = llama_config(resolve_model("llama", {**ARGUMENTS, **changed}).arguments, 0)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**told)).eval()
     state = {llama_name(name): tensor for name, tensor in ours.state_dict().items()}
     theirs.load_state_dict(state, strict=True)

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.forecast.models.model_facts import FAMILIES, PUBLISHED, parameters, resolve
-from shoal.forecast.models.own_transformers import own_family
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.models.model_facts import (
+    FAMILIES,
+    PUBLISHED,
+    count_model_parameters,
+    resolve_model,
+)
+from shoal.forecast.models.own_transformers import own_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
 from shoal.models.catalog import MODELS, build
 from shoal.models.loss import token_loss
 
@@ -38,12 +43,12 @@ from shoal.models.loss import token_loss
 def test_count_is_the_modules(name: str, arguments: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = build(name, arguments)
-    assert sum(p.numel() for p in model.parameters()) == parameters(name, arguments)
+    assert sum(p.numel() for p in model.parameters()) == count_model_parameters(name, arguments)
 
 
 def test_published_counts() -> None:
     """As in the papers' checkpoints on the Hugging Face hub."""
-    assert {name: parameters(name) for name in PUBLISHED} == {
+    assert {name: count_model_parameters(name) for name in PUBLISHED} == {
         "llama-2-7b": 6_738_415_616,
         "llama-2-13b": 13_015_864_320,
         "llama-3-8b": 8_030_261_248,
@@ -60,8 +65,10 @@ def test_published_counts() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "moe", "vit", "llama", *PUBLISHED])
 def test_the_planner_counts_the_same(name: str) -> None:
-    shape = own_family(name)
-    assert model_facts(shape, shape.positions or 64, 4).trainable == parameters(name)
+    shape = own_shape(name)
+    assert transformer_facts(shape, shape.positions or 64, 4).trainable == count_model_parameters(
+        name
+    )
 
 
 def test_counting_needs_no_torch() -> None:
@@ -77,14 +84,17 @@ def test_every_family_has_a_module() -> None:
 
 
 def test_demo_is_small_and_follows_the_data() -> None:
-    demo = resolve("llama", {}, vocabulary=1000, sequence=128).arguments
+    demo = resolve_model("llama", {}, vocabulary=1000, sequence=128).arguments
     assert (demo["vocabulary"], demo["sequence"], demo["hidden"], demo["kv_heads"]) == (
         1000, 128, 704, 2,
     )  # fmt: skip
-    assert resolve("llama").arguments["vocabulary"] == 2048
-    assert 3e6 < parameters("llama") < 4e6
-    assert resolve("llama-3-8b", {"layers": 2}, vocabulary=2048).arguments["vocabulary"] == 128256
-    assert resolve("llama", {"dropout": 0}).arguments["dropout"] == 0.0
+    assert resolve_model("llama").arguments["vocabulary"] == 2048
+    assert 3e6 < count_model_parameters("llama") < 4e6
+    assert (
+        resolve_model("llama-3-8b", {"layers": 2}, vocabulary=2048).arguments["vocabulary"]
+        == 128256
+    )
+    assert resolve_model("llama", {"dropout": 0}).arguments["dropout"] == 0.0
 
 
 @pytest.mark.parametrize(

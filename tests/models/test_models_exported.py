@@ -13,12 +13,12 @@ from torch import nn
 
 import shoal
 from shoal.checkpoint.export.export_folder import export_folder
-from shoal.checkpoint.format.listing import find, read_manifest
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.data.files.documents import Document
-from shoal.data.text.single_pass_text import Texts
+from shoal.data.text.single_pass_text import SinglePassTexts
 from shoal.data.text.text_files import train_bpe_on
-from shoal.models.huggingface import PROBE, tokenizer_line
-from shoal.trainer.run_folder.hub_files import keep_tokenizer
+from shoal.models.huggingface import PROBE, describe_tokenizer_mismatch
+from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,7 +44,7 @@ def exported(model: nn.Module, folder: Path, **policies: Any) -> tuple[Path, dic
         run.step((TOKENS, TOKENS.flip(1)))
         run.save()
         weights = run.state_dict()
-    saved = find(folder / "run" / "checkpoints")[0].path
+    saved = list_checkpoints(folder / "run" / "checkpoints")[0].path
     export_folder(saved, folder / "out")
     return folder / "out", weights
 
@@ -93,7 +93,7 @@ def test_ties_are_as_the_user_made_them(
     again = opened(out, weights)
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, model.eval()(TOKENS).logits)
-    record = read_manifest(find(tmp_path / "run" / "checkpoints")[0].path).record
+    record = read_manifest(list_checkpoints(tmp_path / "run" / "checkpoints")[0].path).record
     assert record["transformers"] == {"untold_ties": twice}
 
 
@@ -189,9 +189,10 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told(tmp_path: Path) -
     words = tmp_path / "words.txt"
     words.write_text("a naïve text, of 12345 words: don't\n" * 9)
     made = train_bpe_on(
-        Texts([Document("words.txt", str(words), words.stat().st_size, 0)], []).sample(), 300
+        SinglePassTexts([Document("words.txt", str(words), words.stat().st_size, 0)], []).sample(),
+        300,
     )
-    keep_tokenizer(made, "bpe:300", tmp_path)
+    write_hub_tokenizer(made, "bpe:300", tmp_path)
     for kind, line in {
         "llama": "",
         "qwen2": "tokenizer: AutoTokenizer is Qwen2Tokenizer for this model, and cuts text "
@@ -200,8 +201,8 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told(tmp_path: Path) -
         "no such kind": "",
     }.items():
         (tmp_path / "hub" / "config.json").write_text(json.dumps({"model_type": kind}))
-        assert tokenizer_line(tmp_path / "hub") == line
+        assert describe_tokenizer_mismatch(tmp_path / "hub") == line
     plain = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hub")
     assert plain(PROBE)["input_ids"] == made.encode(PROBE).ids
     (tmp_path / "hub" / "tokenizer_config.json").write_text("[]")
-    assert "AutoTokenizer does not open it (" in tokenizer_line(tmp_path / "hub")
+    assert "AutoTokenizer does not open it (" in describe_tokenizer_mismatch(tmp_path / "hub")

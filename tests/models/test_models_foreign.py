@@ -19,11 +19,11 @@ from forks import Forks
 from shoal.base.errors import ConfigError, PlanError
 from shoal.checkpoint.foreign.import_weights import import_weights
 from shoal.cli.main import app
-from shoal.cli.start import prepare
+from shoal.cli.start import prepare_run
 from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.files.token_files import SyntheticTokens
 from shoal.data.sources import Source
-from shoal.forecast.models.model_facts import parameters
+from shoal.forecast.models.model_facts import count_model_parameters
 from shoal.models.catalog import build
 from shoal.models.generate import generate
 from shoal.models.loss import token_loss
@@ -143,7 +143,9 @@ def test_shapes_alone_read_no_weights(tmp_path: Path) -> None:
         assert all(p.is_meta for p in build(name, {}).parameters())
     facts = trace_facts(lambda: build(name, {}), torch.zeros(2, 8, dtype=torch.int64))
     assert facts.trainable == sum(p.numel() for p in build(name, {}).parameters())
-    assert parameters(name) is None  # nobody but transformers can say, and that costs seconds
+    assert (
+        count_model_parameters(name) is None
+    )  # nobody but transformers can say, and that costs seconds
 
 
 def test_too_many_stages_are_refused_before_anything_is_imported(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_too_many_stages_are_refused_before_anything_is_imported(tmp_path: Path)
     asked = [f"model.name={name}", "layout.pp=2", "layout.schedule=interleaved", "layout.chunks=4",
              "launch.processes=2", "data.sequence=16"]  # fmt: skip
     with pytest.raises(PlanError) as caught:
-        prepare(asked, None)
+        prepare_run(asked, None)
     assert str(caught.value) == (
         f"layout.pp = 2 × 4 stages per rank (layout.schedule = interleaved) = 8: more stages than "
         f"the 2 blocks of {name}; try: layout.schedule=1f1b"
@@ -207,7 +209,7 @@ def test_mistakes_that_are_found_before_the_start(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[]")
     assert "has no model_type; give a transformers config.json" in refusal(name)
     with pytest.raises(ConfigError, match="has no model_type"):  # where the command line looks
-        parameters(name)
+        count_model_parameters(name)
 
 
 def test_transformers_missing_names_the_extra(

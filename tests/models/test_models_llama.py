@@ -14,7 +14,7 @@ from shoal.models import attention
 from shoal.models.attention import causal_attention
 from shoal.models.catalog import build
 from shoal.models.generate import generate
-from shoal.models.llama import Llama, rotary_table, rotate
+from shoal.models.llama import Llama, apply_rotary, rotary_table
 from shoal.models.loss import token_loss
 from shoal.models.norm import RMSNorm
 
@@ -106,12 +106,12 @@ def test_rotary_scores_depend_on_distance_only() -> None:
     like = torch.zeros((), dtype=torch.float64)
     cos, sin = rotary_table(20, 8, 10000.0, like)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 20, 1, 8)
-    scores = rotate(q, cos, sin)[0, :, 0] @ rotate(k, cos, sin)[0, :, 0].T
+    scores = apply_rotary(q, cos, sin)[0, :, 0] @ apply_rotary(k, cos, sin)[0, :, 0].T
     for distance in (-5, 0, 3):
         along = scores.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-12)
     assert float((scores.diagonal(3)[0] - scores.diagonal(0)[0]).abs()) > 1e-3
-    torch.testing.assert_close(rotate(q, cos, sin).norm(dim=-1), q.norm(dim=-1))
+    torch.testing.assert_close(apply_rotary(q, cos, sin).norm(dim=-1), q.norm(dim=-1))
 
 
 def test_rotary_table_is_exact_in_bf16_positions() -> None:

@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from shoal.models.catalog import build, loss_of
+from shoal.models.catalog import build, find_default_loss
 from shoal.models.loss import Unprojected, token_loss
 from shoal.models.moe import (
     Mixture,
     MoE,
     Routed,
+    apply_capacity,
     balanced_loss,
     dropped_places,
-    expert_loads,
-    within_capacity,
+    count_expert_loads,
 )
 from shoal.trace.costs.traced_facts import trace_facts
 
@@ -136,7 +136,7 @@ def test_capacity_drops_what_is_over_and_counts_it(capacity: float) -> None:
 
 def test_first_choices_come_before_second_ones() -> None:
     chosen = torch.tensor([[0, 1], [2, 1], [1, 0], [1, 2]])
-    assert within_capacity(chosen, 3, 2).tolist() == [[0, 3], [2, 3], [1, 0], [1, 2]]
+    assert apply_capacity(chosen, 3, 2).tolist() == [[0, 3], [2, 3], [1, 0], [1, 2]]
 
 
 def test_balance_is_one_where_the_router_is_indifferent() -> None:
@@ -152,7 +152,7 @@ def test_training_adds_the_auxiliary_loss_per_target_and_evaluation_does_not() -
     targets[0, :9] = -100
     outputs = model(tokens[:, :-1])
     assert isinstance(outputs, Routed)
-    assert loss_of("moe") is balanced_loss
+    assert find_default_loss("moe") is balanced_loss
     total, count = balanced_loss(outputs, targets)
     plain, _ = token_loss(outputs, targets)
     means = []
@@ -174,9 +174,9 @@ def test_training_adds_the_auxiliary_loss_per_target_and_evaluation_does_not() -
 
 def test_loads_are_told_by_name() -> None:
     model = small()
-    assert expert_loads(model) == {}
+    assert count_expert_loads(model) == {}
     model(torch.randint(50, (2, 16)))
-    loads = expert_loads(model)
+    loads = count_expert_loads(model)
     assert list(loads) == ["blocks.0.mixture", "blocks.1.mixture"]
     assert all(int(load.sum()) == 2 * 16 * 2 for load in loads.values())
     assert dropped_places(model) == {}
@@ -184,7 +184,7 @@ def test_loads_are_told_by_name() -> None:
     model(torch.randint(50, (2, 16)))
     lost = dropped_places(model)
     assert list(lost) == list(loads)
-    assert all(int(n) + int(expert_loads(model)[k].sum()) == 64 for k, n in lost.items())
+    assert all(int(n) + int(count_expert_loads(model)[k].sum()) == 64 for k, n in lost.items())
 
 
 def test_routed_outputs_are_a_tree() -> None:
@@ -224,7 +224,7 @@ def test_learns_and_spreads_the_load() -> None:
             optimizer.step()
             losses.append(float(total.detach() / count))
         assert losses[-1] < losses[0] - 0.3
-        fullest[balance] = max(float(n.max() / n.sum()) for n in expert_loads(model).values())
+        fullest[balance] = max(float(n.max() / n.sum()) for n in count_expert_loads(model).values())
     assert fullest[0.3] < fullest[0.0]
 
 

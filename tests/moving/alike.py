@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, RandomSampler
 
 from shoal.data.loading.sample_order import permute
-from shoal.parallel.dropout_rng import key
+from shoal.parallel.dropout_rng import derive_seed
 
 Ended = tuple[dict[str, Any], str]
 """The names that a script leaves, and what it printed."""
@@ -67,7 +67,7 @@ def batches(per_epoch: Callable[[int], list[list[int]]]) -> Patch:
 
 def _seeded(step: int, micro_batch: int, where: str, draw: Callable[[], Tensor]) -> Tensor:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key(0, step, micro_batch, where))
+        torch.manual_seed(derive_seed(0, step, micro_batch, where))
         return draw()
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 import shoal
-from shoal.trainer.loaders.run_loaders import Feed
+from shoal.trainer.loaders.run_loaders import RunLoaders
 from shoal.trainer.step.call_contract import sum_and_count
 
 
@@ -114,7 +114,7 @@ def test_a_loader_that_gives_every_rank_everything_is_refused() -> None:
         """Batches of an epoch; `other` is what the second rank tells of its data."""
         tells = lambda mine: [mine, other or mine]  # noqa: E731
         world = SimpleNamespace(size=ranks, rank=0, gather_json=tells)
-        return len(list(Feed(plan, world, notice=print).training(data, 0, None)))
+        return len(list(RunLoaders(plan, world, notice=print).training_batches(data, 0, None)))
 
     for loader, kind in (
         (DataLoader(dataset, batch_size=2, shuffle=True), "RandomSampler"),

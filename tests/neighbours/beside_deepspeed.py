@@ -25,7 +25,7 @@ import sys
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.configs.deepspeed_config import Settings, read
+from shoal.neighbours.configs.deepspeed_config import DeepSpeedSettings, read
 
 ON_OR_OFF = [True, False]
 ZERO: dict[str, list[Any]] = {
@@ -105,7 +105,7 @@ def values_of_theirs(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def values_of_ours(found: Settings) -> dict[str, Any]:
+def values_of_ours(found: DeepSpeedSettings) -> dict[str, Any]:
     scale = found.loss_scale
     cut = found.compute == "fp16" and found.stage > 0
     mine = vars(found)

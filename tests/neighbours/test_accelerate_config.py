@@ -10,12 +10,12 @@ import pytest
 
 from shoal.base.errors import ConfigError
 from shoal.cli.config_import import import_
-from shoal.config.load import load
-from shoal.neighbours.configs.accelerate_config import BLOCK_OF, Imported, read
-from shoal.neighbours.configs.written_config import Key, read_table
+from shoal.config.load import load_config
+from shoal.neighbours.configs.accelerate_config import BLOCK_OF, AccelerateSettings, read
+from shoal.neighbours.configs.written_config import KeyRow, read_table
 
 KNOWN = json.loads((Path(__file__).parent / "accelerate_documented.json").read_text())
-TABLE: dict[str, Key] = read_table("accelerate_keys")
+TABLE: dict[str, KeyRow] = read_table("accelerate_keys")
 ASKED_ALONE = {  # by `accelerate config`, or by the environment, under names of their own
     "mpirun_config.mpirun_ccl",
     "fp8_config.fp8_amax_history_length",
@@ -60,7 +60,7 @@ def with_key(path: str, value: Any) -> dict[str, Any]:
     return config
 
 
-def imported(tmp_path: Path, config: dict[str, Any]) -> Imported:
+def imported(tmp_path: Path, config: dict[str, Any]) -> AccelerateSettings:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return read(path)
@@ -206,7 +206,7 @@ def test_the_same_run_as_by_hand(
     source.write_text(WRITTEN.format(kind=kind, block=block))
     hand.write_text(HAND.format(ranks=8) + text)
     import_(str(source), 0, "", out)
-    assert load(out).config == load(hand).config
+    assert load_config(out).config == load_config(hand).config
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith('kept     distributed_type = "')
     assert lines[-1].startswith(f"next: shoal plan {out}")
@@ -222,7 +222,7 @@ def test_a_file_of_deepspeeds_inside_says_the_rest(
     config = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": block}
     source.write_text(json.dumps(config))
     import_(str(source), 0, "", out)
-    found = load(out).config
+    found = load_config(out).config
     assert (found.train.batch, found.precision.compute) == (32, "bf16")
     assert (found.launch.processes, found.layout.strategy) == (4, "ddp")
     assert "kept     train_batch_size = 32" in capsys.readouterr().out

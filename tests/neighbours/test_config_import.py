@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.cli.config_import import import_, translate
-from shoal.cli.plan_subject import find_subject
-from shoal.config.load import load
-from shoal.config.resolve import plan_of
-from shoal.forecast.search.layout_search import search
+from shoal.cli.config_import import import_, translate_settings
+from shoal.cli.plan_subject import resolve_subject
+from shoal.config.load import load_config
+from shoal.config.resolve import make_plan
+from shoal.forecast.search.layout_search import search_layouts
 from shoal.forecast.search.plan_document import plan_record
 from shoal.neighbours.configs.deepspeed_config import read
 
@@ -116,9 +116,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 def planned(path: Path) -> dict[str, Any]:
     """What `shoal plan PATH model.name=llama-2-7b --on 8xA100-80GB --json` shows."""
-    loaded = load(path, ["model.name=llama-2-7b", "data.sequence=2048"])
-    subject = find_subject(loaded, "8xA100-80GB")
-    return plan_record(search(subject.case, subject.space), subject.space, top=5, notes=[])
+    loaded = load_config(path, ["model.name=llama-2-7b", "data.sequence=2048"])
+    subject = resolve_subject(loaded, "8xA100-80GB")
+    return plan_record(search_layouts(subject.case, subject.space), subject.space, top=5, notes=[])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -130,8 +130,8 @@ def test_the_same_plan_as_by_hand(
     source.write_text(json.dumps(config))
     hand.write_text(f"{text}[launch]\nprocesses = 8\n")
     import_(str(source), 8, "0.19.8", out)
-    assert load(out).config == load(hand).config
-    assert plan_of(load(out).config) == plan_of(load(hand).config)
+    assert load_config(out).config == load_config(hand).config
+    assert make_plan(load_config(out).config) == make_plan(load_config(hand).config)
     assert planned(out) == planned(hand)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(("kept ", "left "))
@@ -163,7 +163,7 @@ def test_what_differs_is_said() -> None:
         "activation_checkpointing": {"cpu_checkpointing": True},
         "dataloader_drop_last": True,
     }
-    values, differs = translate(read(config, data_parallel=1), 1)
+    values, differs = translate_settings(read(config, data_parallel=1), 1)
     assert values["layout.strategy"] == "single"
     assert (values["memory.offload"], values["memory.offload_to"]) == ("parameters", "files")
     assert (values["optimizer.schedule"], values["train.steps"]) == ("one-cycle", 4000)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.configs.deepspeed_config import LossScale, Settings, read
-from shoal.neighbours.deepspeed_engine import Scale
+from shoal.neighbours.configs.deepspeed_config import DeepSpeedSettings, LossScaleSettings, read
+from shoal.neighbours.deepspeed_engine import DeepSpeedLossScale
 
 BATCH = {"train_batch_size": 8, "gradient_clipping": 1.0}
 PRINTED = {
@@ -26,7 +26,7 @@ PRINTED = {
 }
 
 
-def read_one(config: dict[str, object], ranks: int = 1, **more: object) -> Settings:
+def read_one(config: dict[str, object], ranks: int = 1, **more: object) -> DeepSpeedSettings:
     return read({**BATCH, **config}, data_parallel=ranks, **more)  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ def test_the_printed_one() -> None:
     assert (found.batch, found.micro_batch, found.accumulate) == (32, 4, 4)
     assert (found.stage, found.offload_optimizer, found.offload_parameters) == (2, True, False)
     assert found.compute == "fp16"
-    assert found.loss_scale == LossScale(0.0, 65536.0, 1000, 2, False, 1.0, True)
+    assert found.loss_scale == LossScaleSettings(0.0, 65536.0, 1000, 2, False, 1.0, True)
     assert found.clip == 1.0
     assert found.optimizer == "AdamW"
     adam = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -247,11 +247,11 @@ def test_loss_scales() -> None:
     """At stage 0 DeepSpeed's fp16 optimizer halves at once and goes on at the least scale."""
     half = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50, "min_loss_scale": 2}
     plain = read_one({"fp16": {**half, "hysteresis": 3}})
-    assert plain.loss_scale == LossScale(0.0, 256.0, 50, 1, False, 2.0, False)
+    assert plain.loss_scale == LossScaleSettings(0.0, 256.0, 50, 1, False, 2.0, False)
     assert any("at stage 0" in line for line in plain.told)
     cut = {"stage": 1}
     found = read_one({"fp16": {**half, "consecutive_hysteresis": True}, "zero_optimization": cut})
-    assert found.loss_scale == LossScale(0.0, 256.0, 50, 2, True, 2.0, True)
+    assert found.loss_scale == LossScaleSettings(0.0, 256.0, 50, 2, True, 2.0, True)
     fixed = read_one({"fp16": {"enabled": True, "loss_scale": "128", "loss_scale_window": 0}})
     assert fixed.loss_scale.fixed == 128.0
     assert read_one({"bfloat16": {"enabled": "true"}}).compute == "bf16"
@@ -264,10 +264,14 @@ SCALES = json.loads((Path(__file__).parent / "deepspeed_scales.json").read_text(
 def test_loss_scales_move_as_deepspeeds_scaler_does(run: dict[str, Any]) -> None:
     """Update by update, every scale is that of DeepSpeed 0.19.8."""
     names = ("initial", "window", "hysteresis", "consecutive_hysteresis", "least")
-    scale, scales, ends = Scale(LossScale(0.0, *(run[name] for name in names))), [], None
+    scale, scales, ends = (
+        DeepSpeedLossScale(LossScaleSettings(0.0, *(run[name] for name in names))),
+        [],
+        None,
+    )
     for place, overflows in enumerate(run["overflows"]):
         try:
-            scale.lower() if overflows else scale.held()
+            scale.lower() if overflows else scale.handle_clean_step()
         except ConfigError:
             ends = place
             break

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.configs.deepspeed_config import Settings, read
-from shoal.neighbours.configs.written_config import Key, read_table, version
+from shoal.neighbours.configs.deepspeed_config import DeepSpeedSettings, read
+from shoal.neighbours.configs.written_config import KeyRow, parse_version, read_table
 
 
-def keys() -> dict[str, Key]:
+def keys() -> dict[str, KeyRow]:
     return read_table("deepspeed_keys")
 
 
@@ -79,11 +79,11 @@ def with_key(path: str, value: Any, config: dict[str, Any] | None = None) -> dic
     return found
 
 
-def read_with(path: str, value: Any, era: str = "", **more: Any) -> Settings:
+def read_with(path: str, value: Any, era: str = "", **more: Any) -> DeepSpeedSettings:
     return read(with_key(path, value, **more), data_parallel=1, era=era)
 
 
-def bare(settings: Settings) -> Settings:
+def bare(settings: DeepSpeedSettings) -> DeepSpeedSettings:
     """Without what was said."""
     return dataclasses.replace(settings, verdicts=(), told=())
 
@@ -204,7 +204,7 @@ def test_what_a_version_took_away_is_refused_from_it_on(path: str) -> None:
     key = keys()[path]
     top = outermost(path)
     plain = False if keys()[path].values[0] in ("off", "false", "") else json.loads(key.values[0])
-    before = ".".join(map(str, (0, 19, version(key.fate)[2] - 1)))
+    before = ".".join(map(str, (0, 19, parse_version(key.fate)[2] - 1)))
     read_with(path, plain, before)
     told = key.fate if top == path or top == "zero_optimization" else keys()[top].fate
     with pytest.raises(ConfigError, match=f"DeepSpeed {told} took it away"):
@@ -217,7 +217,7 @@ def test_what_a_version_took_away_is_refused_from_it_on(path: str) -> None:
 def test_arguments_of_optimizers_and_schedules(path: str) -> None:
     """A default that is written changes nothing, another value what is read; refused ones raise."""
     _, kind, name = path.split(".")
-    key: Key = keys()[path]
+    key: KeyRow = keys()[path]
     block = "optimizer" if kind in ("Adam", "Lion") else "scheduler"
     needed = {
         one.rpartition(".")[2]: ARGUMENTS[one.rpartition(".")[2]]

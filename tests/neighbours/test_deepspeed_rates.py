@@ -13,7 +13,7 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.neighbours.configs.deepspeed_config import read
-from shoal.neighbours.configs.deepspeed_rates import Schedule
+from shoal.neighbours.configs.deepspeed_rates import DeepSpeedSchedule
 
 CASES = json.loads((Path(__file__).parent / "deepspeed_rates.json").read_text())["updates"]
 
@@ -23,11 +23,13 @@ def groups_of_two(rates: tuple[Any, Any] = (3e-4, 1e-3)) -> torch.optim.Optimize
     return torch.optim.AdamW(groups)
 
 
-def schedule_of(optimizer: Any, name: str, params: dict[str, Any], era: str = "") -> Schedule:
+def schedule_of(
+    optimizer: Any, name: str, params: dict[str, Any], era: str = ""
+) -> DeepSpeedSchedule:
     scheduler = {"type": name, "params": params}
     config = {"train_batch_size": 8, "gradient_clipping": 0, "scheduler": scheduler}
     found = read(config, data_parallel=1, era=era)
-    return Schedule(optimizer, found.scheduler, found.scheduler_args)
+    return DeepSpeedSchedule(optimizer, found.scheduler, found.scheduler_args)
 
 
 @pytest.mark.parametrize(("name", "params", "rows"), CASES)

@@ -193,7 +193,7 @@ SHARES = torch.rand(6, 4)
     ],
 )
 def test_what_a_loss_is_the_mean_of(loss: Any, count: float) -> None:
-    assert exact.count_of(loss()).item() == count
+    assert exact.count_targets(loss()).item() == count
 
 
 @pytest.mark.usefixtures("weighed")
@@ -210,7 +210,7 @@ def test_what_a_loss_is_the_mean_of(loss: Any, count: float) -> None:
 )
 def test_what_nobody_knows_is_refused(loss: Any) -> None:
     with pytest.raises(ConfigError, match="try: loss = nn"):
-        exact.count_of(loss())
+        exact.count_targets(loss())
 
 
 @pytest.mark.usefixtures("weighed")
@@ -222,7 +222,7 @@ def test_a_model_of_transformers_with_labels() -> None:
     labels = ids.clone()
     labels[0, 3:] = -100
     loss = hf.LlamaForCausalLM(config)(input_ids=ids, labels=labels).loss
-    assert exact.count_of(loss).item() == (labels[:, 1:] != -100).sum().item() == 9
+    assert exact.count_targets(loss).item() == (labels[:, 1:] != -100).sum().item() == 9
 
 
 def test_nothing_is_weighed_unless_asked() -> None:

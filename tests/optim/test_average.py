@@ -60,18 +60,18 @@ def test_swapped_in_and_back_bit_for_bit() -> None:
     average.update()
     before, address = flat.clone(), p.data_ptr()
     seen = []
-    with average.swapped(lambda: seen.append(flat.clone())):
+    with average.swap_weights(lambda: seen.append(flat.clone())):
         assert torch.equal(flat[2:], average.tensors()["p"])
         with pytest.raises(BugError, match="stood in for the weights"):
             average.update()
-        with pytest.raises(BugError, match="already"), average.swapped():
+        with pytest.raises(BugError, match="already"), average.swap_weights():
             pass
     assert torch.equal(flat, before)
     assert p.data_ptr() == address
     assert len(seen) == 2
     assert torch.equal(seen[0][2:], average.tensors()["p"])
     assert torch.equal(seen[1], before)
-    with pytest.raises(ZeroDivisionError), average.swapped():
+    with pytest.raises(ZeroDivisionError), average.swap_weights():
         raise ZeroDivisionError
     assert torch.equal(flat, before)
     average.update()

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.base.errors import BugError, PlanError
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.optim.sharded_optimizer import localize
+from shoal.optim.sharded_optimizer import shard_optimizer
 
 SHAPES = {"w": (6, 5), "b": (6,), "tau": ()}
 
@@ -60,7 +60,7 @@ def test_pieces_go_on_where_wholes_were(make: str, span: tuple[int, int]) -> Non
         optimizer.step()
         reference.step()
     local, cut = flat_pieces(whole, *span)
-    localize(optimizer, local, cut)
+    shard_optimizer(optimizer, local, cut)
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.2]
     for step in (2, 3):
         give_gradients(twin.values(), step)
@@ -89,7 +89,9 @@ def test_groups_stay_when_empty_and_schedulers_go_on() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
     piece = nn.Parameter(whole["b"].detach()[:2])
     lists = [g["params"] for g in optimizer.param_groups]
-    localize(optimizer, {whole["w"]: None, whole["b"]: piece, whole["tau"]: None}, lambda p, t: t)
+    shard_optimizer(
+        optimizer, {whole["w"]: None, whole["b"]: piece, whole["tau"]: None}, lambda p, t: t
+    )
     assert [len(members) for members in lists] == [0, 1, 0]
     assert all(g["params"] is held for g, held in zip(optimizer.param_groups, lists, strict=True))
     piece.grad = torch.ones(2)
@@ -103,7 +105,7 @@ def test_groups_stay_when_empty_and_schedulers_go_on() -> None:
 def test_names_of_named_parameters_run_along() -> None:
     whole = named()
     optimizer = torch.optim.SGD(whole.items(), lr=0.1)
-    localize(optimizer, {whole["w"]: None, whole["b"]: whole["b"], whole["tau"]: None}, None)
+    shard_optimizer(optimizer, {whole["w"]: None, whole["b"]: whole["b"], whole["tau"]: None}, None)
     assert optimizer.param_groups[0]["param_names"] == ["b"]
 
 
@@ -113,7 +115,7 @@ def test_a_0_dim_parameters_moments_are_cut_and_its_step_is_not() -> None:
     tau.grad = torch.tensor(1.0)
     optimizer.step()
     piece = nn.Parameter(tau.detach().reshape(1))
-    localize(optimizer, {tau: piece}, lambda p, t: t)
+    shard_optimizer(optimizer, {tau: piece}, lambda p, t: t)
     assert optimizer.state[piece]["step"].shape == ()
     assert optimizer.state[piece]["exp_avg"].shape == (1,)
     piece.grad = torch.ones(1)
@@ -127,7 +129,7 @@ def test_owners_take_factored_state_whole() -> None:
     optimizer.step()
     rows = optimizer.state[whole["w"]]["row_var"]
     owned = nn.Parameter(whole["w"].detach().clone())
-    localize(optimizer, {whole["w"]: owned, whole["b"]: None, whole["tau"]: None}, None)
+    shard_optimizer(optimizer, {whole["w"]: owned, whole["b"]: None, whole["tau"]: None}, None)
     assert optimizer.state[owned]["row_var"] is rows
     assert list(optimizer.state) == [owned]
 
@@ -138,7 +140,9 @@ def test_muon_and_its_inner_optimizers_follow() -> None:
     give_gradients(whole.values(), 0)
     optimizer.step()
     owned = nn.Parameter(whole["w"].detach().clone())
-    localize(optimizer, {whole["w"]: owned, whole["b"]: None, whole["tau"]: None}, lambda p, t: t)
+    shard_optimizer(
+        optimizer, {whole["w"]: owned, whole["b"]: None, whole["tau"]: None}, lambda p, t: t
+    )
     before = owned.detach().clone()
     owned.grad = torch.ones_like(owned)
     optimizer.step()
@@ -153,7 +157,7 @@ def test_what_cannot_be_cut_is_one_line_and_changes_nothing() -> None:
     optimizer.step()
     local, cut = flat_pieces(whole, 0, 17)
     with pytest.raises(PlanError) as failure:
-        localize(optimizer, local, cut)
+        shard_optimizer(optimizer, local, cut)
     assert str(failure.value) == (
         "optimizer: Adafactor has stepped already and keeps row_var of shape [6, 1] for a parameter "
         "of shape [6, 5], which cannot be cut with it; hand over an optimizer that has not stepped; "
@@ -167,8 +171,8 @@ def test_a_trainable_parameter_without_a_piece_is_our_bug_a_frozen_one_is_not() 
     whole = named()
     optimizer = torch.optim.SGD(whole.values(), lr=0.1)
     with pytest.raises(BugError, match=r"no piece for a trainable parameter, place 1, shape \[6\]"):
-        localize(optimizer, {whole["w"]: None}, None)
+        shard_optimizer(optimizer, {whole["w"]: None}, None)
     whole["b"].requires_grad_(False)
     whole["tau"].requires_grad_(False)
-    localize(optimizer, {whole["w"]: None}, None)
+    shard_optimizer(optimizer, {whole["w"]: None}, None)
     assert optimizer.param_groups[0]["params"] == [whole["b"], whole["tau"]]

@@ -8,14 +8,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.base.layouts.policies import WHOLE_STEPS
-from shoal.base.plans.tensor_shards import Slicing
-from shoal.optim.elementwise_probe import probe
+from shoal.base.plans.tensor_shards import StepDivisibility
+from shoal.optim.elementwise_probe import probe_slicing
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.optim.optimizer_support import ELEMENT_WISE, slicing_of
+from shoal.optim.optimizer_support import ELEMENT_WISE, determine_slicing
 
-YES = Slicing("", "", "")
+YES = StepDivisibility("", "", "")
 
 
 def parameters() -> list[nn.Parameter]:
@@ -44,13 +44,13 @@ SLICED = {
 
 @pytest.mark.parametrize("name", SLICED)
 def test_elementwise_rules_work_on_pieces(name: str) -> None:
-    assert probe(SLICED[name](parameters())) == YES
+    assert probe_slicing(SLICED[name](parameters())) == YES
 
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_what_is_known_without_asking_is_what_the_probe_finds(name: str) -> None:
     optimizer = getattr(torch.optim, name)(parameters())
-    assert slicing_of(optimizer) == probe(optimizer) == YES
+    assert determine_slicing(optimizer) == probe_slicing(optimizer) == YES
 
 
 def test_a_known_name_with_another_step_is_asked() -> None:
@@ -59,10 +59,10 @@ def test_a_known_name_with_another_step_is_asked() -> None:
             torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
             return super().step(closure)
 
-    assert slicing_of(SGD(parameters())).flat
+    assert determine_slicing(SGD(parameters())).flat
     patched = torch.optim.SGD(parameters())
     patched.step = lambda closure=None: None
-    assert slicing_of(patched) != YES
+    assert determine_slicing(patched) != YES
 
 
 class EagerSums(torch.optim.Optimizer):
@@ -85,12 +85,12 @@ class EagerSums(torch.optim.Optimizer):
 
 def test_state_that_is_there_from_the_start_is_tried_too() -> None:
     optimizer = EagerSums(parameters())
-    assert probe(optimizer) == YES
+    assert probe_slicing(optimizer) == YES
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.ones_like(p)
     optimizer.step()
-    assert probe(optimizer) == YES
+    assert probe_slicing(optimizer) == YES
 
 
 WHOLE = {
@@ -104,7 +104,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_rules_on_whole_tensors_are_dealt_to_owners(name: str) -> None:
     make, flat, rows = WHOLE[name]
-    found = probe(make(parameters()))
+    found = probe_slicing(make(parameters()))
     assert flat in found.flat
     assert rows in found.rows
     assert found.apart == ""
@@ -112,12 +112,12 @@ def test_rules_on_whole_tensors_are_dealt_to_owners(name: str) -> None:
 
 
 def test_the_line_says_who_what_and_where() -> None:
-    found = probe(torch.optim.Adafactor(parameters()[:1]))
+    found = probe_slicing(torch.optim.Adafactor(parameters()[:1]))
     assert found.flat.startswith(
         "Adafactor: a step on flat pieces of a parameter differs from that"
     )
     assert found.flat.endswith("(group 0, shape [40, 12])")
-    muon = probe(torch.optim.Muon(parameters()[:1])).flat
+    muon = probe_slicing(torch.optim.Muon(parameters()[:1])).flat
     assert muon == (
         "Muon: a step on flat pieces of a parameter raises ValueError: "
         "Param gradient must be a 2D matrix"
@@ -170,25 +170,27 @@ def normalise_late(params, optimizer):
 
 @pytest.mark.parametrize("change", [unit_norm, clip_each, clip_all, log_norms, normalise_late])
 def test_whole_tensors_matter(change) -> None:
-    found = probe(Changed(parameters(), change))
+    found = probe_slicing(Changed(parameters(), change))
     assert found.flat
     assert found.rows
 
 
 def test_what_starts_at_4096_elements_is_seen() -> None:
     large = [nn.Parameter(torch.ones(300, 200))]
-    assert "differs" in probe(Changed(large, big_ones_in_eight_bits)).flat
+    assert "differs" in probe_slicing(Changed(large, big_ones_in_eight_bits)).flat
 
 
 def test_a_norm_over_all_parameters_may_not_even_be_dealt_out() -> None:
-    assert probe(Changed(parameters(), unit_norm)).apart == ""
-    found = probe(Changed(parameters(), clip_all)).apart
+    assert probe_slicing(Changed(parameters(), unit_norm)).apart == ""
+    found = probe_slicing(Changed(parameters(), clip_all)).apart
     assert found.startswith("Changed: a step on some parameters without the others differs from")
-    assert probe(Changed(parameters()[:1], clip_all)).apart.endswith("(group 0, shape [40, 12])")
+    assert probe_slicing(Changed(parameters()[:1], clip_all)).apart.endswith(
+        "(group 0, shape [40, 12])"
+    )
 
 
 def test_state_of_a_piece_must_be_a_piece_of_the_state() -> None:
-    found = probe(Changed(parameters(), log_norms))
+    found = probe_slicing(Changed(parameters(), log_norms))
     assert "leaves another norm in its state than a whole step" in found.flat
 
 
@@ -209,7 +211,7 @@ def test_the_users_optimizer_notices_nothing() -> None:
     state = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
     random = torch.get_rng_state()
     try:
-        assert probe(optimizer) == YES
+        assert probe_slicing(optimizer) == YES
         with pytest.raises(AssertionError):
             torch.optim.SGD([params[0]]).step()  # the hook for all is there again
     finally:
@@ -229,7 +231,9 @@ def test_random_numbers_of_an_optimizer_are_not_the_users() -> None:
             p.grad += torch.randn_like(p)
 
     before = torch.get_rng_state()
-    assert probe(Changed(parameters(), noise)).apart  # another rank would draw other numbers
+    assert probe_slicing(
+        Changed(parameters(), noise)
+    ).apart  # another rank would draw other numbers
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -249,9 +253,9 @@ class Wrapper(torch.optim.Optimizer):
 def test_an_optimizer_inside_is_followed_if_it_shares_groups() -> None:
     params = parameters()
     before = [p.detach().clone() for p in params]
-    assert probe(Wrapper(torch.optim.Adam(params))) == YES
-    assert "Wrapper: a step on" in probe(Wrapper(LAMB(params))).rows
-    found = probe(Wrapper(torch.optim.Adam(params), share=False))
+    assert probe_slicing(Wrapper(torch.optim.Adam(params))) == YES
+    assert "Wrapper: a step on" in probe_slicing(Wrapper(LAMB(params))).rows
+    found = probe_slicing(Wrapper(torch.optim.Adam(params), share=False))
     assert found.flat == found.rows == found.apart
     assert found.flat == (
         "Wrapper cannot be tried on stand-ins: it holds a Adam over parameter groups of its own"
@@ -261,14 +265,14 @@ def test_an_optimizer_inside_is_followed_if_it_shares_groups() -> None:
 
 def test_what_cannot_be_tried_is_refused_with_a_reason() -> None:
     still = Changed(parameters(), lambda params, optimizer: [p.grad.zero_() for p in params])
-    assert "its steps leave group 0, shape [] where it was" in probe(still).apart
+    assert "its steps leave group 0, shape [] where it was" in probe_slicing(still).apart
     locked = torch.optim.SGD(parameters())
     locked.lock = __import__("threading").Lock()
-    assert probe(locked).apart.endswith("its lock, a lock, cannot be copied")
+    assert probe_slicing(locked).apart.endswith("its lock, a lock, cannot be copied")
     replaced = torch.optim.SGD(parameters())
     replaced.step = forbidden
-    assert probe(replaced).flat.endswith("its step was replaced on the instance")
-    broken = probe(Changed(parameters(), forbidden))
+    assert probe_slicing(replaced).flat.endswith("its step was replaced on the instance")
+    broken = probe_slicing(Changed(parameters(), forbidden))
     assert broken.rows.endswith("stand-ins: raises AssertionError: ran on stand-ins")
 
 
@@ -284,9 +288,9 @@ def test_groups_with_other_settings_are_all_tried() -> None:
             return super().step(closure)
 
     plain = [{"params": [a], "normalise": False}, {"params": [b], "normalise": False}]
-    assert probe(Mixed(plain)) == YES
+    assert probe_slicing(Mixed(plain)) == YES
     second = [{"params": [a], "normalise": False}, {"params": [b], "normalise": True}]
-    assert "group 1, shape [40]" in probe(Mixed(second)).flat
+    assert "group 1, shape [40]" in probe_slicing(Mixed(second)).flat
 
 
 BY_NAME = {
@@ -299,7 +303,7 @@ BY_NAME = {
 @pytest.mark.parametrize("name", sorted({*WHOLE_STEPS, *BY_NAME}))
 def test_what_is_refused_by_name_is_what_the_probe_refuses(name: str) -> None:
     """The command refuses these before anything starts; the probe, of any optimizer, with a model."""
-    found = probe(BY_NAME[name](parameters()))
+    found = probe_slicing(BY_NAME[name](parameters()))
     assert name in WHOLE_STEPS
     assert found.flat
     assert found.rows

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.optim.lamb import LAMB
 from shoal.optim.named_state import merge_records, sliced_keys, split_state
-from shoal.optim.restore_state import check_class, join_state, restore_lr
+from shoal.optim.restore_state import check_optimizer_class, restore_lr, restore_optimizer_state
 
 
 def stepped(make, *shapes: tuple[int, ...]):
@@ -63,14 +63,14 @@ def test_pieces_of_two_ranks_are_one_state_on_any_other_layout() -> None:
     whole.grad = gradient.clone()
     reference.step()
     joined = torch.optim.AdamW([whole], lr=0.1, fused=True)
-    assert join_state(joined, {"w": whole}, saved, merged) == []
+    assert restore_optimizer_state(joined, {"w": whole}, saved, merged) == []
     for key, value in reference.state[whole].items():
         assert joined.state[whole][key].shape == value.shape
         torch.testing.assert_close(joined.state[whole][key], value, rtol=1e-15, atol=1e-15)
     rows = nn.Parameter(whole.detach()[2:5].clone())
     third = torch.optim.AdamW([rows], lr=0.1, fused=True)
     cut = {n: t.view(6, 4)[2:5] if t.ndim else t for n, t in saved.items()}
-    join_state(third, {"w": rows}, cut, merged)
+    restore_optimizer_state(third, {"w": rows}, cut, merged)
     assert third.state[rows]["exp_avg"].shape == (3, 4)
     rows.grad = torch.ones_like(rows)
     third.step()
@@ -81,7 +81,7 @@ def test_a_0_dim_parameters_state_fits_its_piece() -> None:
     tensors, record = split_state(optimizer, {p: f"p{i}" for i, p in enumerate(optimizer.state)})
     piece = nn.Parameter(tau.detach().reshape(1))
     other = torch.optim.AdamW([piece])
-    join_state(other, {"p0": piece}, tensors, record)
+    restore_optimizer_state(other, {"p0": piece}, tensors, record)
     assert other.state[piece]["exp_avg"].shape == (1,)
     assert other.state[piece]["step"].shape == ()
     piece.grad = torch.ones(1)
@@ -101,7 +101,7 @@ def test_records_of_ranks_are_merged() -> None:
     assert merged["sliced"] == ["buffer"]
     assert [g["names"] for g in merged["groups"]] == [["a", "b"], ["c"]]
     assert [g["lr"] for g in merged["groups"]] == [0.1, 0.5]
-    check_class(one, merged)
+    check_optimizer_class(one, merged)
 
 
 def test_learning_rates_come_back_also_where_a_group_is_empty() -> None:
@@ -129,7 +129,7 @@ def test_memory_format_of_whole_parameters_comes_back() -> None:
     optimizer.step()
     tensors, record = split_state(optimizer, {p: "w"})
     plain = {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    join_state(optimizer, {"w": p}, plain, record)
+    restore_optimizer_state(optimizer, {"w": p}, plain, record)
     assert optimizer.state[p]["exp_avg"].stride() == p.stride()
     assert torch.equal(optimizer.state[p]["exp_avg"], plain["w.exp_avg"])
 

@@ -17,7 +17,7 @@ from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW, hidden_matrices
 from shoal.optim.named_state import split_state
-from shoal.optim.restore_state import check_class, join_state
+from shoal.optim.restore_state import check_optimizer_class, restore_optimizer_state
 
 
 def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
@@ -184,7 +184,9 @@ def test_muon_with_adamw_goes_on_from_torchs_state_dict_and_from_ours() -> None:
     twins[1].load_state_dict(copy.deepcopy(twins[0].state_dict()))
     tensors_then, record = split_state(twins[0], {p: f"p{i}" for i, p in enumerate(members[0])})
     copies = {name: t.clone() for name, t in tensors_then.items()}
-    join_state(twins[2], {f"p{i}": p for i, p in enumerate(members[2])}, copies, record)
+    restore_optimizer_state(
+        twins[2], {f"p{i}": p for i, p in enumerate(members[2])}, copies, record
+    )
     for params, one in zip(members, twins, strict=True):
         gradients(params, 1)
         one.step()
@@ -242,4 +244,4 @@ def test_own_names_learn(name: str) -> None:
 def test_the_checkpoints_class_is_named_as_in_the_configuration() -> None:
     optimizer = torch.optim.SGD(tensors((2,)))
     with pytest.raises(CheckpointError, match=r"MuonWithAdamW, .* try: optimizer.name=muon$"):
-        check_class(optimizer, {"class": "MuonWithAdamW"})
+        check_optimizer_class(optimizer, {"class": "MuonWithAdamW"})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from shoal.parallel.compiling.compile_cache import remove_half_written
+from shoal.parallel.compiling.compile_cache import remove_truncated_libraries
 
 LIBRARY = Path(torch._C.__file__)
 """A shared library of a few KiB."""
@@ -30,17 +30,17 @@ def cache(tmp_path: Path) -> Path:
 
 
 def test_only_half_written_libraries_go(cache: Path) -> None:
-    gone = {path.name for path in remove_half_written(cache)}
+    gone = {path.name for path in remove_truncated_libraries(cache)}
     assert gone == {"half.main.so", "empty.main.so", "zeros.main.so"}
     assert [path.name for path in cache.glob("*/*.so")] == ["whole.main.so"]
-    assert remove_half_written(cache) == []
+    assert remove_truncated_libraries(cache) == []
 
 
 def test_one_that_is_being_written_is_left_to_its_writer(cache: Path) -> None:
     with FileLock(cache / "locks" / "half.lock"):
-        gone = {path.name for path in remove_half_written(cache)}
+        gone = {path.name for path in remove_truncated_libraries(cache)}
     assert gone == {"empty.main.so", "zeros.main.so"}
 
 
 def test_a_cache_that_is_not_there_yet_is_none(tmp_path: Path) -> None:
-    assert remove_half_written(tmp_path / "never") == []
+    assert remove_truncated_libraries(tmp_path / "never") == []

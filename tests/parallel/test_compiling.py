@@ -163,7 +163,7 @@ def test_what_a_block_changes_is_changed_once(monkeypatch) -> None:
     monkeypatch.setattr(compiling, "_compile", lambda function: function)
     for seen in (None, Counter()):
         block, x, drawn = Changes(), torch.randn(2, 4), []
-        compiling._Compiled("block", block, set())
+        compiling._CompiledForward("block", block, set())
         mine = x.clone()
         np.random.seed(7)
         random.seed(7)
@@ -205,7 +205,7 @@ def test_what_a_killed_compiler_left_is_removed_before_anything_compiles(
     half.parent.mkdir()
     half.write_bytes(b"\x7fELF\x02\x01\x01")
     (tmp_path / "locks").mkdir()
-    monkeypatch.setattr(compiling, "code_cache", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "get_compile_cache", lambda: tmp_path)
     monkeypatch.setattr(compiling, "_compile", lambda function: function)
     steps("blocks")
     assert not half.exists()

@@ -14,26 +14,26 @@ from torch import nn
 
 import shoal
 from shoal.base.errors import BugError, ConfigError, PlanError
-from shoal.base.layouts.compression import WHOLE_SHARE, Compression, check_compress
+from shoal.base.layouts.compression import WHOLE_SHARE, Compression, check_compression
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Bucket, Plan
-from shoal.config.load import load
+from shoal.config.load import load_config
 from shoal.fabric import World
-from shoal.fabric.compressed.codecs.base import Codec, Pieces
+from shoal.fabric.compressed.codecs.base import Codec, SegmentedCodec
 from shoal.fabric.compressed.codecs.feedback import Residual
 from shoal.fabric.compressed.compressed_sums import (
     CODES,
-    CodedSum,
-    LargestSum,
-    ScatteredSum,
-    Sender,
+    CompressedAllReduce,
+    CompressedReduceScatter,
+    CompressedSum,
+    TopKAllReduce,
 )
-from shoal.fabric.compressed.powersgd import LowRankSum, Matrix
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.compressed.powersgd import Matrix, PowerSgdAllReduce
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.parallel.data_parallel import compress
-from shoal.parallel.program import Program, undivided
+from shoal.parallel.program import Program, make_undivided_program
 
-ALONE = World(Place(), torch.device("cpu"), None)
+ALONE = World(ProcessInfo(), torch.device("cpu"), None)
 ELEMENTS = 3000
 
 
@@ -45,17 +45,17 @@ MATRICES = [Matrix(10, 1210, 30, 40, (40, 1)), Matrix(1210, 2410, 30, 40, (1, 30
             Matrix(2410, 2420, 2, 5, (5, 1))]  # fmt: skip
 
 
-def senders() -> dict[str, Sender]:
+def senders() -> dict[str, CompressedSum]:
     f32 = torch.float32
     return {
-        **{code: CodedSum(ELEMENTS, make(f32), ALONE) for code, make in CODES.items()},
-        "scattered": ScatteredSum((0, ELEMENTS), CODES["int8"](f32), ALONE),
-        "topk": LargestSum(ELEMENTS, f32, ALONE, 0.05),
-        "powersgd": LowRankSum(ELEMENTS, f32, ALONE, MATRICES, 3),
+        **{code: CompressedAllReduce(ELEMENTS, make(f32), ALONE) for code, make in CODES.items()},
+        "scattered": CompressedReduceScatter((0, ELEMENTS), CODES["int8"](f32), ALONE),
+        "topk": TopKAllReduce(ELEMENTS, f32, ALONE, 0.05),
+        "powersgd": PowerSgdAllReduce(ELEMENTS, f32, ALONE, MATRICES, 3),
     }
 
 
-def through(sender: Sender, flat: torch.Tensor) -> torch.Tensor:
+def through(sender: CompressedSum, flat: torch.Tensor) -> torch.Tensor:
     """One sum of one rank."""
     flight = sender.send(flat)
     flight.turn()
@@ -154,7 +154,7 @@ def test_blocks_begin_anew_where_they_are_told_to(wide: torch.dtype) -> None:
     for starts in ([], [42], [32, 64, 64, 499], [500], [600]):
         pieces = flat.tensor_split(starts)
         alone = torch.cat([decoded(codec, one) for one in pieces if len(one)])
-        assert torch.equal(decoded(Pieces(codec, starts), flat), alone)
+        assert torch.equal(decoded(SegmentedCodec(codec, starts), flat), alone)
         assert torch.equal(decoded(codec, flat), alone) == (starts in ([], [500], [600]))
 
 
@@ -163,13 +163,13 @@ def test_blocks_are_counted_from_where_parameters_begin() -> None:
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
     bucket = Bucket(("c", "b", "a"), 1304, "float32", 4)
     #  c from 0, b from 650, a from 1290, padding from 1300
-    told = compress._starts(bucket, [0, 326, 652, 978, 1304], parameters)
+    told = compress._code_block_starts(bucket, [0, 326, 652, 978, 1304], parameters)
     assert told == [[], [384 - 326, 650 - 326], [714 - 652], [650 + 384 - 978]]
 
 
 def test_low_rank_finds_a_matrix_of_low_rank() -> None:
     """A sum of rank 3 is exact at rank 3 from the first step; vectors always are."""
-    sender = LowRankSum(ELEMENTS, torch.float32, ALONE, MATRICES, 3)
+    sender = PowerSgdAllReduce(ELEMENTS, torch.float32, ALONE, MATRICES, 3)
     flat = drawn(ELEMENTS)
     for matrix in MATRICES[:2]:
         matrix.of(flat).copy_(drawn(30, 3, seed=4) @ drawn(3, 40, seed=5))
@@ -181,7 +181,7 @@ def test_low_rank_finds_a_matrix_of_low_rank() -> None:
 def test_low_rank_starts_where_it_ended() -> None:
     """Power iteration: the same matrix again comes nearer to its best approximation."""
     matrix = Matrix(0, 1200, 30, 40, (40, 1))
-    sender = LowRankSum(1200, torch.float32, ALONE, [matrix], 2)
+    sender = PowerSgdAllReduce(1200, torch.float32, ALONE, [matrix], 2)
     flat = drawn(1200, seed=8)
     u, s, v = torch.linalg.svd(matrix.of(flat), full_matrices=False)
     best = float((matrix.of(flat) - u[:, :2] * s[:2] @ v[:2]).norm())
@@ -197,7 +197,7 @@ def test_low_rank_starts_where_it_ended() -> None:
 
 def test_low_rank_of_zeros_recovers() -> None:
     """A frozen or unused layer gives zeros; the next start must not be stuck at zero."""
-    sender = LowRankSum(1200, torch.float32, ALONE, [Matrix(0, 1200, 30, 40, (40, 1))], 2)
+    sender = PowerSgdAllReduce(1200, torch.float32, ALONE, [Matrix(0, 1200, 30, 40, (40, 1))], 2)
     sender.begin()
     assert float(through(sender, torch.zeros(1200)).norm()) == 0
     sender.commit()
@@ -247,9 +247,9 @@ def test_a_text_that_is_none(text: str, said: str) -> None:
 )  # fmt: skip
 def test_what_a_layout_cannot_carry(text, strategy, formats, said) -> None:
     with pytest.raises(PlanError) as caught:
-        check_compress(text, strategy, **formats)
+        check_compression(text, strategy, **formats)
     assert str(caught.value).endswith(said)
-    check_compress("none", strategy, **formats)
+    check_compression("none", strategy, **formats)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ def test_what_a_layout_cannot_carry(text, strategy, formats, said) -> None:
 )
 def test_the_key_is_looked_at_before_any_process(given: list[str], error: type) -> None:
     with pytest.raises(error, match="layout.compress"):
-        load(None, given)
-    assert load(None, ["layout.compress=topk:0.1"]).config.layout.compress == "topk:0.1"
-    load(None, ["layout.compress=int8", "layout.dp_shard=2", "layout.zero=1"])
-    load(None, ["layout.compress=one-bit", "layout.dp_shard=2"])
+        load_config(None, given)
+    assert load_config(None, ["layout.compress=topk:0.1"]).config.layout.compress == "topk:0.1"
+    load_config(None, ["layout.compress=int8", "layout.dp_shard=2", "layout.zero=1"])
+    load_config(None, ["layout.compress=one-bit", "layout.dp_shard=2"])
 
 
 def test_one_process_says_that_nothing_travels(tmp_path: Path) -> None:
@@ -299,10 +299,10 @@ def program_of(compress: str, reducer: object) -> Program:
     """A program of two processes, of which this one never sends."""
     buckets = (Bucket(("w",), 3, "float32", 4),)
     plan = Plan(Layout(dp_replicate=2), 4, 2, 1, compute="fp32", buckets=buckets, compress=compress)
-    world = World(Place(rank=0, size=2), torch.device("cpu"), None)
+    world = World(ProcessInfo(rank=0, size=2), torch.device("cpu"), None)
     module = nn.Module()
     module.w = nn.Parameter(torch.zeros(3))
-    return replace(undivided(module, plan, world), reducer=reducer)
+    return replace(make_undivided_program(module, plan, world), reducer=reducer)
 
 
 def test_a_share_of_the_steps_is_told() -> None:

@@ -15,29 +15,29 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.estimate import PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.memory.offloaded_bytes import copies
-from shoal.forecast.models.published_models import published
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.memory.offloaded_bytes import predict_copies
+from shoal.forecast.models.published_models import published_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
 from shoal.forecast.time.step_time import predict_time
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel.offload import optimizer_state, parameters
-from shoal.parallel.offload.copy_stream import Lane
+from shoal.parallel.offload.copy_stream import CopyStream
 from shoal.parallel.offload.optimizer_state import stream_state
-from shoal.parallel.placement_rows import Derived, rows_of
-from shoal.parallel.program import bind, undivided
+from shoal.parallel.placement_rows import ModelDivision, derive_placements
+from shoal.parallel.program import bind_placements, make_undivided_program
 from shoal.planning.gradient_buckets import BUCKET_BYTES, plan_buckets
 
 CPU = torch.device("cpu")
 
 
-class Clock(Lane):
+class Clock(CopyStream):
     """A lane whose copies and kernels take time: three streams, and the same things in a row."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -46,11 +46,15 @@ class Clock(Lane):
         self.at = {"compute": 0.0, "out": 0.0, "back": 0.0}
         self.serial_s = 0.0
 
-    def send(self, tensor: torch.Tensor, host: torch.Tensor | None = None) -> tuple[Any, Any]:
-        return super().send(tensor, host)[0], self._takes("out", tensor)
+    def copy_to_host(
+        self, tensor: torch.Tensor, host: torch.Tensor | None = None
+    ) -> tuple[Any, Any]:
+        return super().copy_to_host(tensor, host)[0], self._takes("out", tensor)
 
-    def bring(self, host: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Any, Any]:
-        return super().bring(host, into)[0], self._takes("back", host)
+    def copy_to_device(
+        self, host: torch.Tensor, into: torch.Tensor | None = None
+    ) -> tuple[Any, Any]:
+        return super().copy_to_device(host, into)[0], self._takes("back", host)
 
     def wait(self, event: float) -> None:
         self.at["compute"] = max(self.at["compute"], event)
@@ -65,7 +69,7 @@ class Clock(Lane):
 
     def _takes(self, stream: str, tensor: torch.Tensor) -> float:
         seconds = tensor.nbytes / self.bytes_per_s
-        # As `Lane._copy`: not before what was computed so far.
+        # As `CopyStream._copy`: not before what was computed so far.
         self.at[stream] = max(self.at[stream], self.at["compute"]) + seconds
         self.serial_s += seconds
         return self.at[stream]
@@ -84,34 +88,36 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case() -> PlanningCase:
     """llama-2-13b on one RTX 4090, as `shoal plan` proposes it."""
     cluster = parse_machines("1xRTX4090-24GB")
-    model = model_facts(published("llama-2-13b"), 2048, 2)
+    model = transformer_facts(published_shape("llama-2-13b"), 2048, 2)
     plan = Plan(Layout(), 8, 4, ROUNDS, compute="bf16", recompute="full", offload="parameters")
-    return Case(model, cluster, plan)
+    return PlanningCase(model, cluster, plan)
 
 
 class Twin:
     """A small model, on a clock that runs slower by the ratio of their sizes."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: PlanningCase) -> None:
         self.case, self.parts = case, predict_time(case).parts
         torch.manual_seed(0)
         self.module = build("llama", TWIN, vocabulary=VOCABULARY, sequence=SEQUENCE)
         plan = replace(case.plan, placements=(), buckets=())
-        program = undivided(self.module, plan, World(Place(), CPU, None))
+        program = make_undivided_program(self.module, plan, World(ProcessInfo(), CPU, None))
         self.elements = sum(p.numel() for p in self.module.parameters())
         real = sum(unit.count * unit.parameters for unit in case.model.units)
         self.clock = Clock(case.cluster.host_bytes_per_s * self.elements / real)
-        program = bind(program, rows_of(self.module, plan, Derived(), CPU).values())
+        program = bind_placements(
+            program, derive_placements(self.module, plan, ModelDivision(), CPU).values()
+        )
         bucket_bytes = BUCKET_BYTES * self.elements // real
         buckets = plan_buckets(program.plan.placements, plan.layout, 0, bucket_bytes)
         self.program = program.but(buckets=buckets)
 
     def step(self, monkeypatch: pytest.MonkeyPatch) -> float:
         """Run a whole step of streamed parameters; seconds of its passes alone."""
-        monkeypatch.setattr(parameters, "Lane", lambda device: self.clock)
+        monkeypatch.setattr(parameters, "CopyStream", lambda device: self.clock)
         program = parameters.apply(self.program)
         reducer: Any = program.reducer
         for block in program.blocks:
@@ -119,7 +125,7 @@ class Twin:
         tokens = torch.randint(VOCABULARY, (2, SEQUENCE))
         reducer.begin(ROUNDS)
         for index in range(ROUNDS):
-            reducer.arm(index == ROUNDS - 1)
+            reducer.prepare_backward(index == ROUNDS - 1)
             with torch.autocast("cpu", torch.bfloat16):
                 total, _ = token_loss(self.module(tokens), tokens)
             total.backward()
@@ -172,14 +178,16 @@ class Twin:
 
 
 def test_a_13b_on_one_device_takes_six_tenths_of_its_parts_in_a_row(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: PlanningCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin = Twin(case)
     passes_s = twin.step(monkeypatch)
     share = twin.clock.makespan_s / twin.clock.serial_s
     assert 0.4 < share <= 0.6, (share, passes_s, twin.clock.makespan_s, twin.clock.serial_s)
     # The planner foresees the same, but for the host's own pass over the sums.
-    found = copies(case, 13.0e9, 0.0, twin.parts["optimizer"], case.cluster.host_bytes_per_s)
+    found = predict_copies(
+        case, 13.0e9, 0.0, twin.parts["optimizer"], case.cluster.host_bytes_per_s
+    )
     scaled_s = 2 * 13.0e9 * 4 / case.cluster.host_bytes_per_s
     foreseen_s = found.optimizer_s + found.offload_s - scaled_s
     assert twin.clock.makespan_s - passes_s == pytest.approx(foreseen_s, rel=0.1)
@@ -188,7 +196,7 @@ def test_a_13b_on_one_device_takes_six_tenths_of_its_parts_in_a_row(
     )
 
 
-def test_state_comes_and_goes_at_once(case: Case) -> None:
+def test_state_comes_and_goes_at_once(case: PlanningCase) -> None:
     """memory.offload = optimizer: the step alone, which nothing but itself can hide."""
     twin = Twin(case)
     masters = list(twin.module.parameters())
@@ -199,10 +207,10 @@ def test_state_comes_and_goes_at_once(case: Case) -> None:
         return twin.clock
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "Lane", lane)
+        patch.setattr(optimizer_state, "CopyStream", lane)
         twin.update(masters, None)
     assert twin.clock.makespan_s / twin.clock.serial_s <= 0.6
-    found = copies(
+    found = predict_copies(
         case.but(offload="optimizer"), 13.0e9, 0.0, twin.parts["optimizer"],
         case.cluster.host_bytes_per_s,
     )  # fmt: skip

@@ -250,20 +250,22 @@ def test_threads_of_one_process_notice_draws_of_the_gpus_generator(monkeypatch) 
     from shoal.base.layouts.layout import Layout
     from shoal.base.plans.plan import Plan
     from shoal.fabric import World
-    from shoal.fabric.rendezvous.process_info import Place
+    from shoal.fabric.rendezvous.process_info import ProcessInfo
     from shoal.parallel.data_parallel import thread_replicas
-    from shoal.parallel.program import undivided
+    from shoal.parallel.program import make_undivided_program
 
     gpu = torch.Generator().manual_seed(5)  # stands in for the device's own
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     plan = Plan(Layout(threads=2), 4, 2, 2, compute="fp32")
-    program = undivided(nn.Linear(2, 2), plan, World(Place(), torch.device("cuda", 0), None))
-    replicas = thread_replicas.Replicas(program)
+    program = make_undivided_program(
+        nn.Linear(2, 2), plan, World(ProcessInfo(), torch.device("cuda", 0), None)
+    )
+    replicas = thread_replicas.ThreadReplicas(program)
     torch.manual_seed(0)  # building drew
-    replicas._note()
+    replicas._note_draws()
     assert not replicas.in_turn
     torch.rand(1, generator=gpu)
-    replicas._note()
+    replicas._note_draws()
     replicas.close()
     assert replicas.in_turn
 
@@ -274,7 +276,7 @@ class Plain:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, all_keyed: bool, hook: bool) -> None:
         self.seen: list[list[bool]] = []
         if all_keyed:
-            monkeypatch.setattr(dropout_rng, "_unkeyed", lambda model: set())
+            monkeypatch.setattr(dropout_rng, "_blocks_without_draws", lambda model: set())
         model = nn.Sequential(
             nn.Linear(4, 4), nn.ReLU(), Masks(self.seen), nn.Linear(4, 4), nn.Tanh(),
             nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4), nn.Dropout(0.5),

@@ -9,12 +9,12 @@ from torch import nn
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
-from shoal.parallel.data_parallel.fsdp import _at_once
+from shoal.parallel.data_parallel.fsdp import _no_blocks_notice
 
 
 def said(module: nn.Module, units: list[nn.Module]) -> list[str]:
     program: Any = SimpleNamespace(plan=Plan(Layout(dp_shard=2, zero=3), 8), module=module)
-    return _at_once(program, units)
+    return _no_blocks_notice(program, units)
 
 
 def test_a_root_without_weights_is_no_reason_for_a_line() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from shoal.base.plans.tensor_shards import Shard
 from shoal.parallel.build import full_state
-from shoal.parallel.build.full_state import assembled
+from shoal.parallel.build.full_state import assemble_tensors
 
 RANKS = 3
 
@@ -98,7 +98,7 @@ def test_every_rank_gets_all_of_it_or_the_first_alone(
 
     def work(rank: int) -> None:
         world: Any = Rank(rank, together)
-        found[rank] = assembled(parts_of(rank), world, only_first=only_first)
+        found[rank] = assemble_tensors(parts_of(rank), world, only_first=only_first)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
@@ -121,7 +121,7 @@ def test_of_equal_replicas_one_rank_sends() -> None:
     names = ("twice",)
 
     def work(rank: int) -> None:
-        assembled({n: parts_of(rank)[n] for n in names}, Rank(rank, together))  # type: ignore[arg-type]
+        assemble_tensors({n: parts_of(rank)[n] for n in names}, Rank(rank, together))  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:

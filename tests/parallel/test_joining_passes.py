@@ -11,7 +11,7 @@ from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Bucket, Plan
 from shoal.fabric import start_world
 from shoal.parallel.data_parallel.buckets import BucketReducer
-from shoal.parallel.program import bind, undivided, whole_locals
+from shoal.parallel.program import bind_placements, make_undivided_program, whole_local_parameters
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -20,16 +20,16 @@ def test_only_passes_that_count_use_parameters(counted: bool) -> None:
     bucket = Bucket(("b", "a"), 6, "float32", 4)
     plan = Plan(Layout(), 2, 1, buckets=(bucket,))
     rows = [Placement(name, (3,), "float32", trains=True) for name in "ab"]
-    program = bind(undivided(module, plan, start_world({})), rows)
+    program = bind_placements(make_undivided_program(module, plan, start_world({})), rows)
     parameters = program.parameters
-    reducer = BucketReducer(program, whole_locals(program))
+    reducer = BucketReducer(program, whole_local_parameters(program))
     reducer.begin(2)
-    reducer.arm(last=False)
+    reducer.prepare_backward(last=False)
     parameters["a"].sum().backward()
     reducer.passed(counted=True)
-    reducer.arm(last=True)
+    reducer.prepare_backward(last=True)
     (0 * parameters["b"]).sum().backward()
     reducer.passed(counted)
     reducer.finish()
-    assert reducer.used() == [True, counted]
+    assert reducer.used_parameters() == [True, counted]
     reducer.close()

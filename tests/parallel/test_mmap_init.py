@@ -16,7 +16,7 @@ from forks import Forks
 from shoal.base.errors import ConfigError
 from shoal.machine import free_memory
 from shoal.models.catalog import build
-from shoal.parallel.build.mmap_init import Opened, is_mapped, mmap_init, settle
+from shoal.parallel.build.mmap_init import OpenFiles, copy_to_memory, is_mapped, mmap_init
 
 LEAST_BYTES = 4096
 
@@ -105,7 +105,7 @@ def test_settled_models_share_what_they_shared_and_lie_in_memory() -> None:
         model.register_buffer("corner", model.embedding.weight.detach()[3:5, :7])
     before = {name: t.clone() for name, t in model.state_dict().items()}
     objects = [id(p) for p in model.parameters()]
-    settle([*model.parameters(), *model.buffers()])
+    copy_to_memory([*model.parameters(), *model.buffers()])
     assert [id(p) for p in model.parameters()] == objects
     assert not any(is_mapped(t) for t in model.state_dict().values())
     assert all(t.untyped_storage().filename is None for t in model.state_dict().values())
@@ -156,7 +156,7 @@ def test_what_goes_soon_lies_on_no_disk_while_there_is_memory(
     torch.manual_seed(3)
     plain = [torch.randn(64, 64) for _ in range(3)]
     torch.manual_seed(3)
-    opened = Opened()
+    opened = OpenFiles()
     with mmap_init(LEAST_BYTES, opened):
         weights = [torch.randn(64, 64) for _ in range(3)]
         torch.zeros(4)
@@ -170,7 +170,7 @@ def test_what_goes_soon_lies_on_no_disk_while_there_is_memory(
         assert is_mapped(weight)
         assert torch.equal(weight, wanted)
     assert list(tmp_path.iterdir()) == []
-    settle(weights)
+    copy_to_memory(weights)
     assert not any(is_mapped(weight) for weight in weights)
 
 
@@ -181,7 +181,7 @@ def test_without_a_place_in_memory_it_is_the_disk(monkeypatch: pytest.MonkeyPatc
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(os, "memfd_create", refused, raising=False)
-    opened = Opened()
+    opened = OpenFiles()
     with mmap_init(LEAST_BYTES, opened):
         weight = torch.ones(64, 64)
     (name,) = opened

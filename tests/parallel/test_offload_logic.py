@@ -16,16 +16,16 @@ from shoal.base.errors import PlanError
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import offload, recompute
 from shoal.parallel.build.mmap_init import is_mapped
 from shoal.parallel.compose import prepare
-from shoal.parallel.offload.copy_stream import Lane
-from shoal.parallel.offload.offloaded_activations import Activations
+from shoal.parallel.offload.copy_stream import CopyStream
+from shoal.parallel.offload.offloaded_activations import ActivationOffload
 from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
-from shoal.parallel.program import Program, undivided
+from shoal.parallel.program import Program, make_undivided_program
 
 CPU = torch.device("cpu")
 
@@ -40,9 +40,9 @@ def one_thread():
 
 def program_of(model: nn.Module, device: str = "cpu", layout: Layout | None = None) -> Program:
     layout = layout or Layout()
-    world = World(Place(size=layout.processes), torch.device(device), None)
+    world = World(ProcessInfo(size=layout.processes), torch.device(device), None)
     plan = Plan(layout, 8, 2, 4, compute="fp64")
-    return undivided(model, plan, world)
+    return make_undivided_program(model, plan, world)
 
 
 def test_a_run_on_the_cpu_has_everything_on_the_host_already() -> None:
@@ -94,7 +94,7 @@ def llama() -> nn.Module:
     return build("llama", arguments, vocabulary=61, sequence=16).double()
 
 
-def gradients(model: nn.Module, park: Activations | None) -> list[torch.Tensor]:
+def gradients(model: nn.Module, park: ActivationOffload | None) -> list[torch.Tensor]:
     tokens = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(1))
     for index in range(2):
         if park is None:
@@ -105,7 +105,7 @@ def gradients(model: nn.Module, park: Activations | None) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
-class Counted(Lane):
+class Counted(CopyStream):
     """Counts copies, and overwrites what left, so that a use of it is seen."""
 
     def __init__(self) -> None:
@@ -113,13 +113,13 @@ class Counted(Lane):
         self.sent: list[tuple[int, ...]] = []
         self.brought = 0
 
-    def send(self, tensor, host=None):
+    def copy_to_host(self, tensor, host=None):
         self.sent.append(tuple(tensor.shape))
-        return super().send(tensor, host)
+        return super().copy_to_host(tensor, host)
 
-    def bring(self, host, into=None):
+    def copy_to_device(self, host, into=None):
         self.brought += 1
-        return super().bring(host, into)
+        return super().copy_to_device(host, into)
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
@@ -127,7 +127,7 @@ def test_parked_activations_give_the_same_bits(policy: str) -> None:
     expected = gradients(llama(), None)
     model = llama()
     recompute.apply(program_of(model).but(recompute=policy))
-    park = Activations(model, (), CPU, least_bytes=1)
+    park = ActivationOffload(model, (), CPU, least_bytes=1)
     park.lane = lane = Counted()
     ours = gradients(model, park)
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
@@ -139,7 +139,7 @@ def test_parked_activations_give_the_same_bits(policy: str) -> None:
 
 def test_weights_and_small_and_expanded_tensors_stay() -> None:
     model = llama()
-    park = Activations(model, (), CPU, least_bytes=32 * 32 * 8)
+    park = ActivationOffload(model, (), CPU, least_bytes=32 * 32 * 8)
     park.lane = lane = Counted()
     gradients(model, park)
     assert lane.sent
@@ -150,14 +150,14 @@ def test_weights_and_small_and_expanded_tensors_stay() -> None:
     assert lane.sent.count((61, 32)) == 2
     with park.micro_batch(0, 0):
         row = torch.ones(1, 64)
-        assert park.park(row) is row
+        assert park.offload(row) is row
         wide = row.expand(1000, 64)
-        assert park.park(wide) is wide
+        assert park.offload(wide) is wide
 
 
 def test_a_tensor_that_is_saved_three_times_leaves_once() -> None:
     model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).double()
-    park = Activations(model, (), CPU, least_bytes=1)
+    park = ActivationOffload(model, (), CPU, least_bytes=1)
     park.lane = lane = Counted()
     x = torch.randn(4, 8, dtype=torch.double)
     with park.micro_batch(0, 0):
@@ -170,19 +170,19 @@ def test_a_tensor_that_is_saved_three_times_leaves_once() -> None:
 
 def test_another_tensor_in_the_same_memory_is_another() -> None:
     """A key is an address: it counts only as long as its tensor is still here."""
-    park = Activations(nn.Identity(), (), CPU, least_bytes=1)
+    park = ActivationOffload(nn.Identity(), (), CPU, least_bytes=1)
     with park.micro_batch(0, 0):
         memory = torch.zeros(4)
-        first = park.park(memory)
+        first = park.offload(memory)
         assert torch.equal(park.fetch(first), torch.zeros(4))
         with torch.no_grad():
             memory.data.fill_(1.0)  # by torch's count of writes nothing happened
-        assert torch.equal(park.fetch(park.park(memory)), torch.ones(4))
+        assert torch.equal(park.fetch(park.offload(memory)), torch.ones(4))
 
 
 def test_nothing_is_left_between_micro_batches() -> None:
     model = llama()
-    park = Activations(model, (), CPU, least_bytes=1)
+    park = ActivationOffload(model, (), CPU, least_bytes=1)
     gradients(model, park)
     assert not park.leaving
     assert not park.returning

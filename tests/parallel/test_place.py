@@ -17,8 +17,8 @@ from shoal.base.errors import PlanError
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.base.plans.tensor_shards import Shard
-from shoal.parallel.placement_rows import derive, rows_of
-from shoal.trace.flow.forward_record import Record
+from shoal.parallel.placement_rows import derive_division, derive_placements
+from shoal.trace.flow.forward_record import ForwardRecord
 from shoal.trainer.step.call_contract import call_model
 
 CPU = torch.device("cpu")
@@ -43,12 +43,12 @@ def layout_of(name: str) -> Layout:
 def test_every_layout_has_one_row_per_tensor_whose_parts_make_it_up(name: str) -> None:
     refused = []
     module, inputs, call = model_of(name)
-    record = Record(module, partial(call_model, inputs=inputs, call=call))
+    record = ForwardRecord(module, partial(call_model, inputs=inputs, call=call))
     for label in DEGREES:
         layout = layout_of(label)
         plan = Plan(layout, 64, 4, 64 // 4 // layout.data_degree)
         try:
-            found = rows_of(module, plan, derive(record, plan), CPU)
+            found = derive_placements(module, plan, derive_division(record, plan), CPU)
         except PlanError as refusal:
             refused.append(str(refusal))
             continue

@@ -24,7 +24,7 @@ from shoal.parallel import (
     recompute,
     sync_buffers,
 )
-from shoal.parallel.program import Program, undivided
+from shoal.parallel.program import Program, make_undivided_program
 
 POLICIES = ["selective", "full"]
 both = pytest.mark.parametrize("policy", POLICIES)
@@ -40,7 +40,7 @@ def one_thread():
 
 def program_of(model: nn.Module, policy: str) -> Program:
     plan = Plan(Layout(), 8, 2, 4, compute="fp64")
-    program = undivided(model, plan, start_world({}))
+    program = make_undivided_program(model, plan, start_world({}))
     program = dropout_rng.apply(program, 3)
     program = batch_norm.apply(program)
     program = sync_buffers.apply(program)

@@ -13,9 +13,9 @@ from torch import nn
 
 from shoal.base.plans.tensor_shards import Shard
 from shoal.parallel.data_parallel import shared_parameters
-from shoal.parallel.data_parallel.shared_parameters import sum_shared
+from shoal.parallel.data_parallel.shared_parameters import all_reduce_shared_gradients
 from shoal.parallel.data_parallel.single import LocalGradients
-from shoal.parallel.program import Local
+from shoal.parallel.program import LocalParameter
 
 Ranks = tuple[int, ...]
 
@@ -36,7 +36,7 @@ class Few:
     """As much of a program as the sums look at."""
 
     sums: dict[str, tuple[Any, ...]]
-    local: dict[str, Local]
+    local: dict[str, LocalParameter]
 
 
 class Rank:
@@ -46,7 +46,7 @@ class Rank:
         self.seen: list[tuple[Ranks, int]] = []
         self.parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
         local = {
-            name: Local(p, Shard.whole(name, tuple(p.shape), "float32"))
+            name: LocalParameter(p, Shard.whole(name, tuple(p.shape), "float32"))
             for name, p in self.parameters.items()
         }
         data = Others((0,), [])
@@ -55,7 +55,7 @@ class Rank:
         self.reducer.begin(1)
 
     def sum(self) -> None:
-        sum_shared(self.program, self.reducer)
+        all_reduce_shared_gradients(self.program, self.reducer)
 
 
 def test_what_another_holder_computed_arrives() -> None:

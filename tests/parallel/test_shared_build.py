@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.machine.process_memory import forget_peak, peak_memory_bytes
-from shoal.parallel.build.mmap_init import Opened, is_mapped
-from shoal.parallel.build.pretrained import checkpoint_of
-from shoal.parallel.build.weight_tables import table_of
+from shoal.machine.process_memory import peak_memory_bytes, reset_peak_memory
+from shoal.parallel.build.mmap_init import OpenFiles, is_mapped
+from shoal.parallel.build.pretrained import checkpoint_folder
+from shoal.parallel.build.weight_tables import make_weight_table
 from shoal.trainer.run_folder.hub_files import is_pretrained
 
 MIB = 2**20
@@ -32,10 +32,10 @@ def test_small_tensors_leave_memory_while_they_move_into_their_file() -> None:
     model.append(nn.Linear(128, 128, bias=False))
     model[512].weight = model[0].weight
     before = [one.weight.detach().sum().item() for one in model]
-    forget_peak(torch.device("cpu"))
+    reset_peak_memory(torch.device("cpu"))
     held, peak = private_bytes(), peak_memory_bytes(torch.device("cpu"))
-    files = Opened()
-    assert table_of(model, files)["tensors"]
+    files = OpenFiles()
+    assert make_weight_table(model, files)["tensors"]
     assert private_bytes() < held - 28 * MIB, "32 MiB of weights"
     assert peak_memory_bytes(torch.device("cpu")) < peak + 4 * MIB
     assert all(is_mapped(one.weight) for one in model)
@@ -49,6 +49,6 @@ def test_a_program_with_a_tokenizer_alone_does_not_import_the_models(monkeypatch
     """transformers imports what is asked for, and its models take two CPU seconds on every rank."""
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
-    assert checkpoint_of(nn.Linear(2, 2)) is None
+    assert checkpoint_folder(nn.Linear(2, 2)) is None
     assert not is_pretrained(nn.Linear(2, 2))
     assert "transformers.modeling_utils" not in sys.modules

@@ -12,11 +12,11 @@ from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Plan
-from shoal.forecast.machines.measured_machine import this_cluster
+from shoal.forecast.machines.measured_machine import estimate_this_machine
 from shoal.parallel.data_parallel.small_units import small_units_line
 
 LAPTOP = replace(
-    this_cluster(MachineFacts(cores=2, memory_bytes=2**34, gpus=0), 2),
+    estimate_this_machine(MachineFacts(cores=2, memory_bytes=2**34, gpus=0), 2),
     inside=Link("gloo", 5e-4, 5e8),
 )
 FSDP = Plan(Layout(dp_shard=2, zero=3), 16, micro_batch=8, accumulate=1)

@@ -56,7 +56,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """One projection for q, k and v; `interleaved`: each head's q, k, v lie side by side."""
+    """One projection for q, k and v; `interleaved_actions`: each head's q, k, v lie side by side."""
 
     def __init__(self, interleaved: bool = False) -> None:
         super().__init__()

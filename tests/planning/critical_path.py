@@ -13,11 +13,11 @@ Derived from the definition of the actions (base/plans/pipeline_actions.py); tes
 
 from __future__ import annotations
 
-from shoal.base.plans.pipeline_actions import Schedule
+from shoal.base.plans.pipeline_actions import PipelineSchedule
 
 
 def critical_path_s(
-    schedule: Schedule, forward_s: float = 1.0, input_s: float = 1.0, weight_s: float = 1.0
+    schedule: PipelineSchedule, forward_s: float = 1.0, input_s: float = 1.0, weight_s: float = 1.0
 ) -> tuple[float, float]:
     """Least (makespan, bubble) of any order of these actions on these ranks, seconds.
 
@@ -27,7 +27,7 @@ def critical_path_s(
     >>> critical_path_s(make_schedule("gpipe", 4, 8))
     (33.0, 9.0)
     """
-    ranks, pieces = len(schedule.ranks), schedule.pieces
+    ranks, pieces = len(schedule.ranks), schedule.stages_per_copy
     share, m = ranks / pieces, schedule.micro_batches
     cut = any(act.kind == "I" for acts in schedule.ranks for act in acts)
     back = input_s if cut else input_s + weight_s

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.estimates.facts import MachineFacts
-from shoal.base.layouts.compression import check_compress
+from shoal.base.layouts.compression import check_compression
 from shoal.base.layouts.degrees import BUILT_AXES, check_degrees
 from shoal.base.layouts.layout import AXES, PIPELINES, STRATEGIES, Layout
 from shoal.base.layouts.policies import TensorPolicy
@@ -16,10 +16,10 @@ from shoal.base.layouts.schedule_names import (
     SCHEDULES,
     SPLIT_BACKWARD,
     check_recompute,
-    copies,
+    model_copies,
     stages_per_rank,
 )
-from shoal.base.layouts.strategies import expand
+from shoal.base.layouts.strategies import expand_strategy
 from shoal.base.plans.plan import Plan
 from shoal.planning.pipeline_bubble import describe_bubble
 from shoal.planning.pipeline_schedules import check_micro_batches, make_schedule
@@ -47,7 +47,7 @@ NO_DEGREES = ("single", "dp", "parameter-server")
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in NO_DEGREES])
 @pytest.mark.parametrize("processes", [4, 8])
 def test_a_name_and_its_degrees_are_the_same_layout(name: str, processes: int) -> None:
-    layout = expand(name, processes)
+    layout = expand_strategy(name, processes)
     assert layout.processes == processes
     wanted = "pp" if name in PIPELINES else SAME.get(name, name)
     assert layout.strategy == wanted
@@ -64,12 +64,17 @@ def test_a_name_and_its_degrees_are_the_same_layout(name: str, processes: int) -
 
 
 def test_what_people_read() -> None:
-    assert expand("tp", 2).text() == "tp (tp = 2)"
-    assert expand("pp", 2).text() == "pp (pp = 2, schedule = 1f1b)"
-    assert expand("afab", 2).text() == "pp (pp = 2, schedule = gpipe)"
-    assert expand("interleaved", 2).text() == "pp (pp = 2, schedule = interleaved, chunks = 2)"
-    assert expand("3d", 4).text() == "3d (pp = 2, tp = 2, schedule = 1f1b)"
-    assert expand("3d", 8).text() == "3d (pp = 2, dp_replicate = 2, tp = 2, schedule = 1f1b)"
+    assert expand_strategy("tp", 2).text() == "tp (tp = 2)"
+    assert expand_strategy("pp", 2).text() == "pp (pp = 2, schedule = 1f1b)"
+    assert expand_strategy("afab", 2).text() == "pp (pp = 2, schedule = gpipe)"
+    assert (
+        expand_strategy("interleaved", 2).text()
+        == "pp (pp = 2, schedule = interleaved, chunks = 2)"
+    )
+    assert expand_strategy("3d", 4).text() == "3d (pp = 2, tp = 2, schedule = 1f1b)"
+    assert (
+        expand_strategy("3d", 8).text() == "3d (pp = 2, dp_replicate = 2, tp = 2, schedule = 1f1b)"
+    )
     mixed = choose("auto", {"tp": 2, "dp_shard": 2}, 4)
     assert mixed.text() == "fsdp + tp (dp_shard = 2, tp = 2)"
     mixed = choose("auto", {"pp": 2, "dp_shard": 2}, 4, zero=1, schedule="zbv")
@@ -90,15 +95,15 @@ def test_on_one_process_every_name_is_single(name: str) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_schedule_beside_a_name_without_stages_is_refused(name: str, processes: int) -> None:
     with pytest.raises(PlanError, match="schedule = zbv: is about the stages of a pipeline"):
-        expand(name, processes, schedule="zbv")
+        expand_strategy(name, processes, schedule="zbv")
 
 
 def test_what_a_schedule_makes_is_what_its_name_promises() -> None:
     for name in SCHEDULES:
         chunks = 3 if name == "interleaved" else 1
         made = make_schedule(name, 2, 4, chunks)
-        assert made.pieces == Layout(pp=2, schedule=name, chunks=chunks).stages
-        assert made.copies == copies(name)
+        assert made.stages_per_copy == Layout(pp=2, schedule=name, chunks=chunks).stages
+        assert made.copies == model_copies(name)
         assert stages_per_rank(name, chunks) * 2 == made.stages
         kinds = {action.kind for rank in made.ranks for action in rank}
         assert ("W" in kinds) == (name in SPLIT_BACKWARD), name
@@ -189,7 +194,7 @@ def test_every_axis_is_built_or_refused() -> None:
 
 
 def test_micro_batches_of_a_pipeline() -> None:
-    layout = expand("interleaved", 4)
+    layout = expand_strategy("interleaved", 4)
     assert describe_bubble(layout, 16, 2) == (
         "pipeline: interleaved over 8 stages, 8 micro-batches per step: 16 % of it is bubble"
     )
@@ -205,17 +210,17 @@ def test_micro_batches_of_a_pipeline() -> None:
     check_micro_batches(layout, 32, 4)
     assert describe_bubble(Layout(dp_replicate=2), 4, 2) == ""
     for name in ("gpipe", "1f1b"):  # fewer micro-batches than stages: legal, and the bubble is said
-        check_micro_batches(expand(name, 4), 2, 1)
-        assert describe_bubble(expand(name, 4), 2, 1) == (
+        check_micro_batches(expand_strategy(name, 4), 2, 1)
+        assert describe_bubble(expand_strategy(name, 4), 2, 1) == (
             f"pipeline: {name} over 4 stages, 2 micro-batches per step: 60 % of it is bubble"
         )
-    check_micro_batches(expand("zbv", 2), 8, 1)
-    assert "0 % of it is bubble" in describe_bubble(expand("zbv", 2), 8, 1)
+    check_micro_batches(expand_strategy("zbv", 2), 8, 1)
+    assert "0 % of it is bubble" in describe_bubble(expand_strategy("zbv", 2), 8, 1)
 
 
 @pytest.mark.parametrize(("batch", "micro_batch"), [(12, 2), (22, 2), (36, 4)])
 def test_micro_batches_that_feed_both_ends(batch: int, micro_batch: int) -> None:
-    layout = expand("dualpipe", 4)
+    layout = expand_strategy("dualpipe", 4)
     check_micro_batches(layout, 16, 2)
     assert "dualpipe over 4 stages, 8 micro-batches" in describe_bubble(layout, 16, 2)
     with pytest.raises(PlanError) as caught:
@@ -249,10 +254,10 @@ def test_halves_of_a_backward_recompute_nothing(schedule: str, recompute: str) -
 def test_compress_speaks_of_the_data_parallel_axes() -> None:
     sharded = choose("3d", {"pp": 2, "tp": 2, "dp_shard": 2}, 8)
     with pytest.raises(PlanError, match="fsdp cuts gradients where no matrix ends"):
-        check_compress("powersgd", sharded.data_strategy)
-    check_compress("one-bit", sharded.data_strategy)
-    check_compress("int8", choose("auto", {"tp": 2, "dp_shard": 2}, 4, zero=2).data_strategy)
-    check_compress("powersgd:2", expand("3d", 8).data_strategy)
+        check_compression("powersgd", sharded.data_strategy)
+    check_compression("one-bit", sharded.data_strategy)
+    check_compression("int8", choose("auto", {"tp": 2, "dp_shard": 2}, 4, zero=2).data_strategy)
+    check_compression("powersgd:2", expand_strategy("3d", 8).data_strategy)
 
 
 def test_what_a_user_says_of_parameters() -> None:
@@ -275,7 +280,7 @@ def test_what_a_user_says_of_parameters() -> None:
 
 
 def test_a_plan_keeps_it_all() -> None:
-    layout = expand("interleaved", 2)
+    layout = expand_strategy("interleaved", 2)
     plan = Plan(layout, 4, 1, 4, strict=True, sequence_parallel="off", split=("*.q=column",))
     assert Plan.from_json(plan.to_json({"steps": 3})) == plan
     # A plan of a run from before these fields.

@@ -10,9 +10,9 @@ from critical_path import critical_path_s
 
 from shoal.base.errors import PlanError
 from shoal.base.layouts.schedule_names import SCHEDULES
-from shoal.base.plans.pipeline_actions import Action, Schedule
+from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.schedule_checks import check
+from shoal.planning.schedule_checks import check_schedule
 
 NAMES = {name: (4, 8, 2 if name == "interleaved" else 1) for name in SCHEDULES}
 
@@ -27,14 +27,14 @@ def act(text: str) -> Action:
     return Action(text[0], int(stage), int(batch))
 
 
-def lists(*ranks: str, name: str = "own", batches: int = 1, copies: int = 1) -> Schedule:
+def lists(*ranks: str, name: str = "own", batches: int = 1, copies: int = 1) -> PipelineSchedule:
     acts = tuple(tuple(act(word) for word in rank.split()) for rank in ranks)
-    return Schedule(name, acts, tuple(range(len(ranks))), batches, copies)
+    return PipelineSchedule(name, acts, tuple(range(len(ranks))), batches, copies)
 
 
-def refusal(schedule: Schedule) -> str:
+def refusal(schedule: PipelineSchedule) -> str:
     with pytest.raises(PlanError) as error:
-        check(schedule)
+        check_schedule(schedule)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -76,7 +76,7 @@ def test_a_pair_that_cannot_be_one_block_says_which_half_waits() -> None:
     says = refusal(schedule)
     assert "rank 0, position 1, B0@0 waits for B0@1 of rank 1" in says
     assert "rank 1, position 0, F0@1 waits for F0@0 of rank 0" in says
-    assert check(schedule, blocks=False).in_flight == (1, 1)
+    assert check_schedule(schedule, blocks=False).in_flight == (1, 1)
 
 
 def test_maps_that_are_none() -> None:
@@ -121,7 +121,7 @@ def test_a_shuffled_order_is_never_better_than_the_critical_path_or_is_refused(n
         acts[at], acts[at + 1] = acts[at + 1], acts[at]
         ranks = (*schedule.ranks[:rank], tuple(acts), *schedule.ranks[rank + 1 :])
         try:
-            count = check(replace(schedule, ranks=ranks, pairs=()))
+            count = check_schedule(replace(schedule, ranks=ranks, pairs=()))
         except PlanError:
             continue
         passed += 1
@@ -131,7 +131,7 @@ def test_a_shuffled_order_is_never_better_than_the_critical_path_or_is_refused(n
 
 def test_what_is_kept_until_the_weights_gradient() -> None:
     """I frees a part only: until W the micro-batch counts, `open_inputs` says what I could free."""
-    count = check(lists("F0@0 F1@0 I0@0 I1@0 F2@0 I2@0 W0@0 W1@0 W2@0", batches=3))
+    count = check_schedule(lists("F0@0 F1@0 I0@0 I1@0 F2@0 I2@0 W0@0 W1@0 W2@0", batches=3))
     assert count.in_flight == (3,)
     assert count.open_inputs == (2,)
     assert count.stage_flight == (3,)

@@ -12,9 +12,9 @@ from shoal.base.estimates.cluster import Link
 from shoal.base.layouts.schedule_names import SCHEDULES
 from shoal.planning.pipeline_bubble import bubble_s
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.schedule_checks import check
+from shoal.planning.schedule_checks import check_schedule
 from shoal.teach.costs import AnalyticalCosts
-from shoal.teach.schedules_simulate import bubble_of, simulate
+from shoal.teach.schedules_simulate import simulate_schedule, timeline_bubble
 
 RANKS = (1, 2, 3, 4, 7, 8, 16)
 near = pytest.approx
@@ -28,7 +28,10 @@ def batches(p: int) -> list[int]:
 @pytest.mark.parametrize("p", RANKS)
 def test_gpipe_and_1f1b_match_the_formulas_for_every_m(p: int) -> None:
     for m in batches(p):
-        gpipe, one = check(make_schedule("gpipe", p, m)), check(make_schedule("1f1b", p, m))
+        gpipe, one = (
+            check_schedule(make_schedule("gpipe", p, m)),
+            check_schedule(make_schedule("1f1b", p, m)),
+        )
         assert gpipe.bubble_s == one.bubble_s == (p - 1) * 3
         assert gpipe.in_flight == (m,) * p
         assert one.in_flight == tuple(min(m, p - i) for i in range(p))
@@ -39,7 +42,7 @@ def test_gpipe_and_1f1b_match_the_formulas_for_every_m(p: int) -> None:
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_divides_the_bubble_and_keeps_more(p: int, v: int) -> None:
     for m in (p, 2 * p, 4 * p):
-        count = check(make_schedule("interleaved", p, m, v))
+        count = check_schedule(make_schedule("interleaved", p, m, v))
         assert count.bubble_s == near((p - 1) * 3 / v)
         assert max(count.in_flight) == count.in_flight[0] == near(min(p + (p - 1) / v, m))
 
@@ -47,7 +50,7 @@ def test_interleaved_divides_the_bubble_and_keeps_more(p: int, v: int) -> None:
 @pytest.mark.parametrize("p", RANKS)
 def test_zero_bubble_keeps_what_1f1b_keeps(p: int) -> None:
     for m in (m for m in batches(p) if m >= p):
-        count = check(make_schedule("zero-bubble", p, m))
+        count = check_schedule(make_schedule("zero-bubble", p, m))
         assert count.bubble_s == p - 1  # (p − 1)(F + B − W) at F = B = W = 1
         assert max(count.in_flight) <= min(p, m)
 
@@ -55,7 +58,7 @@ def test_zero_bubble_keeps_what_1f1b_keeps(p: int) -> None:
 @pytest.mark.parametrize("p", RANKS)
 def test_zbv_has_no_bubble_and_even_memory(p: int) -> None:
     for m in (m for m in batches(p) if m >= 2 * p):
-        count = check(make_schedule("zbv", p, m))
+        count = check_schedule(make_schedule("zbv", p, m))
         assert count.bubble_s == 0
         assert count.in_flight == (p,) * p
 
@@ -65,11 +68,11 @@ def test_dualpipe_matches_its_paper(p: int) -> None:
     """(p/2 − 1)(F&B + (B + W) − 3W) at F = B = W; p + 1 micro-batches kept."""
     for m in (2 * p, 2 * p + 2, 3 * p, 64):
         schedule = make_schedule("dualpipe", p, m)
-        count = check(schedule)
+        count = check_schedule(schedule)
         assert count.bubble_s == near((p / 2 - 1) * (3 + 2 - 3))
         assert count.in_flight == (p + 1,) * p
-        assert check(schedule, blocks=False).bubble_s <= count.bubble_s
-        overlapped = check(schedule, pair_s=2.4).bubble_s
+        assert check_schedule(schedule, blocks=False).bubble_s <= count.bubble_s
+        overlapped = check_schedule(schedule, pair_s=2.4).bubble_s
         assert overlapped <= (p / 2 - 1) * (2.4 + 2 - 3) + 1e-9
 
 
@@ -96,30 +99,30 @@ def test_engine_and_checker_agree_and_nothing_beats_the_critical_path(
     name: str, p: int, m: int, v: int, costs: tuple[float, float, float]
 ) -> None:
     schedule = make_schedule(name, p, m, v)
-    count = check(schedule, *costs)
-    line = simulate(schedule, AnalyticalCosts.of_stage(*costs))
+    count = check_schedule(schedule, *costs)
+    line = simulate_schedule(schedule, AnalyticalCosts.for_pipeline(*costs))
     assert line.end_s == near(count.makespan_s)
-    assert bubble_of(line) == near(count.bubble_s, abs=1e-9)
+    assert timeline_bubble(line) == near(count.bubble_s, abs=1e-9)
     least, least_bubble = critical_path_s(schedule, *costs)
     assert count.makespan_s >= least - 1e-9
     assert count.bubble_s >= least_bubble - 1e-9
     assert bubble_s(name, p, m, *costs, v) == near(count.bubble_s, rel=0.02, abs=1e-9)
-    alone = check(schedule, *costs, blocks=False)
-    line = simulate(schedule, AnalyticalCosts.of_stage(*costs), blocks=False)
-    assert (line.end_s, bubble_of(line)) == near((alone.makespan_s, alone.bubble_s), abs=1e-9)
+    alone = check_schedule(schedule, *costs, blocks=False)
+    line = simulate_schedule(schedule, AnalyticalCosts.for_pipeline(*costs), blocks=False)
+    assert (line.end_s, timeline_bubble(line)) == near((alone.makespan_s, alone.bubble_s), abs=1e-9)
 
 
 def test_critical_path_is_reached_where_nothing_can_be_moved() -> None:
     for p, m in ((1, 3), (4, 1), (4, 8), (8, 5)):
         schedule = make_schedule("1f1b", p, m)
-        count = check(schedule, 1, 2, 0.5)
+        count = check_schedule(schedule, 1, 2, 0.5)
         assert critical_path_s(schedule, 1, 2, 0.5) == near((count.makespan_s, count.bubble_s))
 
 
 def test_messages_take_their_time_on_the_link() -> None:
     link = Link("wire", 0.25, 8.0)
-    table = AnalyticalCosts.of_stage(1, 1, 1, link)
-    line = simulate(make_schedule("gpipe", 2, 1), table, message_bytes=2)
+    table = AnalyticalCosts.for_pipeline(1, 1, 1, link)
+    line = simulate_schedule(make_schedule("gpipe", 2, 1), table, message_bytes=2)
     assert line.end_s == near(1 + 0.5 + 1 + 2 + 0.5 + 2)
     assert [(s.start_s, s.end_s) for s in line.spans if s.lane == "link"] == [(1, 1.5), (4.5, 5)]
 
@@ -127,17 +130,19 @@ def test_messages_take_their_time_on_the_link() -> None:
 def test_memory_on_the_timeline_is_the_checkers_count() -> None:
     for name in ("1f1b", "zero-bubble", "zbv"):
         schedule = make_schedule(name, 4, 9)
-        line = simulate(schedule, AnalyticalCosts.of_stage(1, 1, 1), activation_bytes=10)
+        line = simulate_schedule(
+            schedule, AnalyticalCosts.for_pipeline(1, 1, 1), activation_bytes=10
+        )
         peaks = tuple(line.peak_bytes(rank) for rank in range(4))
-        assert peaks == tuple(10 * kept for kept in check(schedule).in_flight)
+        assert peaks == tuple(10 * kept for kept in check_schedule(schedule).in_flight)
 
 
 def test_the_optimizers_barrier_takes_back_what_zbv_gained_between_steps() -> None:
-    table = AnalyticalCosts({**AnalyticalCosts.of_stage(1, 1, 1).unit_s, "update": 0.5})
+    table = AnalyticalCosts({**AnalyticalCosts.for_pipeline(1, 1, 1).unit_s, "update": 0.5})
     schedule = make_schedule("zbv", 4, 8)
-    line = simulate(schedule, table, barrier=True)
+    line = simulate_schedule(schedule, table, barrier=True)
     assert line.facts["bubble"] == "0.0 ms"
-    assert bubble_of(line) == 0
+    assert timeline_bubble(line) == 0
     ends = {s.rank: s.start_s for s in line.spans if s.kind == "update"}
     assert set(ends.values()) == {8 * 3 + 3 * 0.5}  # the last rank starts three half forwards late
     assert line.facts["makespan"] == "25.5 s"
@@ -145,8 +150,8 @@ def test_the_optimizers_barrier_takes_back_what_zbv_gained_between_steps() -> No
 
 
 def test_an_uneven_stage_sets_the_pace() -> None:
-    table = AnalyticalCosts.of_stage(1, 1, 1)
-    line = simulate(make_schedule("1f1b", 2, 50), table, stage_scale=(1, 2))
+    table = AnalyticalCosts.for_pipeline(1, 1, 1)
+    line = simulate_schedule(make_schedule("1f1b", 2, 50), table, stage_scale=(1, 2))
     assert line.end_s == near(1 + 50 * 6 + 2)
 
 
@@ -176,7 +181,7 @@ def test_bubbles_of_long_pipelines_grow_with_their_length() -> None:
     """Counted at 32 ranks and scaled: within 3 % of the list of 40."""
     costs = (0.5, 1.0, 2.0)
     for name in ("zbv", "dualpipe"):
-        counted = check(make_schedule(name, 40, 80), *costs).bubble_s
+        counted = check_schedule(make_schedule(name, 40, 80), *costs).bubble_s
         assert bubble_s(name, 40, 80, *costs) == near(counted, rel=0.03)
     assert bubble_s("afab", 1, 5, 1, 1, 1) == 0
     assert bubble_s("zbv", 4, 5, 0, 0, 0) == 0

@@ -10,10 +10,10 @@ import pytest
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.strategies import expand
+from shoal.base.layouts.strategies import expand_strategy
 from shoal.base.plans.plan import Plan
-from shoal.planning.recorded_plan import kept_plan
-from shoal.planning.settle import Words, settle, words_of
+from shoal.planning.recorded_plan import read_recorded_plan
+from shoal.planning.settle import Words, layout_keys, settle_plan
 
 SERVER = MachineFacts(cores=64, memory_bytes=2**40, gpus=8)
 OPEN = Plan(Layout(), 48)
@@ -31,16 +31,16 @@ OPEN = Plan(Layout(), 48)
     ],
 )  # fmt: skip
 def test_a_settled_plan_settles_to_itself(said: Words, processes: int) -> None:
-    plan = settle(replace(OPEN, micro_batch=2), said, processes, 1000, SERVER)
+    plan = settle_plan(replace(OPEN, micro_batch=2), said, processes, 1000, SERVER)
     assert plan.batch == plan.micro_batch * plan.accumulate * plan.layout.data_degree
-    again = settle(plan, words_of(plan.layout), processes, 1000, SERVER)
+    again = settle_plan(plan, layout_keys(plan.layout), processes, 1000, SERVER)
     assert again == plan
     assert Plan.from_json(plan.to_json({"chosen": True})) == plan
 
 
 def test_words_of_a_layout_win_over_the_plans_own() -> None:
     said = {"tp": 2, "sequence_parallel": "off", "split": ["*.q=row"]}
-    plan = settle(replace(OPEN, strict=True), said, 2, None, SERVER)
+    plan = settle_plan(replace(OPEN, strict=True), said, 2, None, SERVER)
     assert (plan.sequence_parallel, plan.split, plan.strict) == ("off", ("*.q=row",), True)
 
 
@@ -64,18 +64,18 @@ def test_what_cannot_go_together_is_one_line(
     said: str, policies: dict[str, object], line: str
 ) -> None:
     with pytest.raises((PlanError, ConfigError)) as failure:
-        settle(replace(OPEN, **policies), said, 4, None, SERVER)  # type: ignore[arg-type]
+        settle_plan(replace(OPEN, **policies), said, 4, None, SERVER)  # type: ignore[arg-type]
     assert line in str(failure.value)
     assert "\n" not in str(failure.value)
 
 
 def test_a_choice_of_another_number_of_ranks_is_none(tmp_path: Path) -> None:
-    plan = settle(OPEN, "zero1", 4, None, SERVER)
+    plan = settle_plan(OPEN, "zero1", 4, None, SERVER)
     (tmp_path / "plan.json").write_text(plan.to_json({"chosen": True}))
-    assert kept_plan(tmp_path, 4) == plan
-    assert kept_plan(tmp_path, 2) is None
+    assert read_recorded_plan(tmp_path, 4) == plan
+    assert read_recorded_plan(tmp_path, 2) is None
     (tmp_path / "plan.json").write_text(plan.to_json({"chosen": False}))
-    assert kept_plan(tmp_path, 4) is None
+    assert read_recorded_plan(tmp_path, 4) is None
     for damaged in (
         "",
         "[]",
@@ -83,15 +83,15 @@ def test_a_choice_of_another_number_of_ranks_is_none(tmp_path: Path) -> None:
         '{"chosen": true, "layout": {"tp": "x", "a": 1}}',
     ):
         (tmp_path / "plan.json").write_text(damaged)
-        assert kept_plan(tmp_path, 4) is None
+        assert read_recorded_plan(tmp_path, 4) is None
 
 
 def test_every_layout_is_spelled_out() -> None:
     for name, ranks in (("hsdp", 8), ("3d", 8), ("interleaved", 4), ("dp", 1), ("single", 1)):
-        layout = expand(name, ranks)
-        assert settle(OPEN, words_of(layout), ranks, None, SERVER).layout == layout
+        layout = expand_strategy(name, ranks)
+        assert settle_plan(OPEN, layout_keys(layout), ranks, None, SERVER).layout == layout
 
 
 def test_dp_takes_every_gpu_of_the_machine() -> None:
-    assert settle(OPEN, "dp", 1, None, SERVER).layout.threads == SERVER.gpus
-    assert settle(OPEN, {"strategy": "dp", "threads": 2}, 1, None, SERVER).layout.threads == 2
+    assert settle_plan(OPEN, "dp", 1, None, SERVER).layout.threads == SERVER.gpus
+    assert settle_plan(OPEN, {"strategy": "dp", "threads": 2}, 1, None, SERVER).layout.threads == 2

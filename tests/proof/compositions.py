@@ -321,12 +321,12 @@ def weights_apart(here: str, there: str) -> tuple[float, str]:
     """(distance of all weights, of their norm; the parameter that differs most)."""
     from safetensors.torch import load_file
 
-    from shoal.checkpoint.export.export_file import export
-    from shoal.checkpoint.format.listing import find
+    from shoal.checkpoint.export.export_file import export_file
+    from shoal.checkpoint.format.listing import list_checkpoints
 
     def read(run: str) -> dict[str, Any]:
         target = Path(run) / "weights.safetensors"
-        export(find(Path(run) / "checkpoints")[0].path, target)
+        export_file(list_checkpoints(Path(run) / "checkpoints")[0].path, target)
         return load_file(target)
 
     one, other = read(here), read(there)

@@ -54,9 +54,9 @@ import plane_case  # noqa: E402
 import shoal  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
-from shoal.fabric._torch import knock  # noqa: E402
+from shoal.fabric._torch import post_unreceived_byte  # noqa: E402
 from shoal.fabric.islands import inter_island_links  # noqa: E402
-from shoal.fabric.islands.heartbeat import Pulse  # noqa: E402
+from shoal.fabric.islands.heartbeat import HeartbeatThread  # noqa: E402
 from shoal.launch.processes import PrivateStore, free_port  # noqa: E402
 
 SIZE, QUIET_S, SLOW_S, STACKS_S = 2, 20.0, 120.0, 15.0
@@ -336,7 +336,7 @@ def survive(index: int, meet_at: str, codec: Any, answer: Any) -> None:
 
     def asking(group: Any, place: int) -> None:
         try:
-            knock(group, place)
+            post_unreceived_byte(group, place)
         except RuntimeError:
             refused.append(place)
             raise
@@ -350,8 +350,8 @@ def survive(index: int, meet_at: str, codec: Any, answer: Any) -> None:
     with (
         plane_case.small_chunks(),
         plane_case.joined(index, plane_case.ISLANDS, meet_at) as plane,
-        mock.patch.object(Pulse, "blame", blame),
-        mock.patch.object(inter_island_links, "knock", asking),
+        mock.patch.object(HeartbeatThread, "blame", blame),
+        mock.patch.object(inter_island_links, "post_unreceived_byte", asking),
     ):
         before = delayed()
         plane_case.both(plane, flat, codec, weights, deadline_s=DEADLINE_S)

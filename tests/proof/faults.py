@@ -33,7 +33,7 @@ from kept_trials import run_trials  # noqa: E402
 from cli_run import CommandLine, lines, trajectory  # noqa: E402
 from fault_runs import ARGUMENTS, command  # noqa: E402
 from forks import shared  # noqa: E402
-from shoal.checkpoint.format.listing import find  # noqa: E402
+from shoal.checkpoint.format.listing import list_checkpoints  # noqa: E402
 from shoal.view.diagnose import diagnose  # noqa: E402
 
 TARGET = HERE.parents[1] / "docs" / "proof" / "faults.json"
@@ -185,7 +185,7 @@ def done(run: CommandLine, trial: dict[str, Any]) -> tuple[int, str]:
         psutil.Process({e["rank"]: e["pid"] for e in told}[rank]).send_signal(signal.SIGTERM)
     code, output = run.finish(DEADLINE_S)
     if trial["kind"] == "damaged" and code == 0:
-        newest = find(place / "checkpoints")[0].path
+        newest = list_checkpoints(place / "checkpoints")[0].path
         victim = newest / f"rank-{0 if islands else trial['rank']}.safetensors"
         raw = bytearray(victim.read_bytes())
         raw[len(raw) // 2] ^= 4

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.forecast.models.hf_config import TYPES, VISION, from_config
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.models.hf_config import TYPES, VISION, shape_from_config
+from shoal.forecast.models.transformer_costs import transformer_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "docs" / "proof" / "hf-counts.json"
@@ -175,7 +175,7 @@ def no_initial_values() -> Iterator[None]:
 def planned(document: Document) -> int | str:
     """The planner's number for a config.json, or the line with which it refuses the file."""
     try:
-        return model_facts(from_config(document), 64, 2).trainable
+        return transformer_facts(shape_from_config(document), 64, 2).trainable
     except ConfigError as refusal:
         return str(refusal)
 

@@ -35,12 +35,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")
 
 from shoal.base.errors import ShoalError  # noqa: E402
 from shoal.base.runlog.events import append_line  # noqa: E402
-from shoal.base.runlog.truncate_logs import cut_lines  # noqa: E402
+from shoal.base.runlog.truncate_logs import truncate_steps  # noqa: E402
 from shoal.cli import start  # noqa: E402
-from shoal.cli.ending import Ending  # noqa: E402
+from shoal.cli.ending import SessionEnding  # noqa: E402
 from shoal.launch.stop_grace import longest_save_s  # noqa: E402
-from shoal.launch.supervisor import Progress  # noqa: E402
-from shoal.view import LiveView, summary  # noqa: E402
+from shoal.launch.supervisor import MetricsProgress  # noqa: E402
+from shoal.view import LiveView, summarise_run  # noqa: E402
 from told_run import tell_run  # noqa: E402
 
 LIMIT_S = 20
@@ -118,9 +118,9 @@ def whole(folder: Path) -> Path:
         f"run.name={folder.name}",
         f"run.folder={folder.parent}",
     ]
-    prepared = start.prepare([*named, "layout.strategy=ddp", "launch.processes=2"], None)
+    prepared = start.prepare_run([*named, "layout.strategy=ddp", "launch.processes=2"], None)
     folder.mkdir()
-    start.write_folder(prepared)
+    start.write_run_folder(prepared)
     tell_run(folder, steps=8)
     return folder
 
@@ -129,27 +129,27 @@ def read_all(folder: Path) -> str:
     """Everything that reads the logs of a run folder, as a resume and its end do."""
     (folder / "checkpoints" / "step-4").mkdir(parents=True)
     (folder / "checkpoints" / "step-4" / "manifest.json").touch()
-    start.write_folder(start.prepare([], folder))
+    start.write_run_folder(start.prepare_run([], folder))
     out = io.StringIO()
     view = LiveView(folder, stream=out)
     view.tick()
-    progress = Progress(folder / "metrics.jsonl")
+    progress = MetricsProgress(folder / "metrics.jsonl")
     progress.look()
     progress.step_s()
     progress.last_step()
     longest_save_s(folder)
-    told = cut_lines(folder / "metrics.jsonl", 4)
+    told = truncate_steps(folder / "metrics.jsonl", 4)
     append_line(folder / "metrics.jsonl", {"step": 5, "loss": 1.0})
     view.finish()
-    Ending.of(folder)
-    summary(folder)
+    SessionEnding.of(folder)
+    summarise_run(folder)
     return told
 
 
 def prepared(path: Path, *, resumed: bool) -> str:
     """All that `shoal train` checks before it starts anything; gives the refusal."""
     try:
-        start.prepare([] if resumed else [str(path)], path.parent if resumed else None)
+        start.prepare_run([] if resumed else [str(path)], path.parent if resumed else None)
     except ShoalError as refused:
         return str(refused)
     return ""

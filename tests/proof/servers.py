@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import served_case as case  # noqa: E402
 import trajectory  # noqa: E402
 from cli_run import CommandLine, lines  # noqa: E402
-from shoal.forecast.time.server_costs import pace  # noqa: E402
+from shoal.forecast.time.server_costs import simulate_pace  # noqa: E402
 from worlds import Members  # noqa: E402
 
 LONG_S = 560.0
@@ -74,7 +74,7 @@ def paced(folder: Path, sleep_s: float = 0.25) -> dict[str, Any]:
         bounded = f"layout.updates=bounded-stale layout.staleness={staleness}"
         words = bounded if staleness else "layout.updates=asynchronous"
         measured = _rate(folder / str(staleness), words, sleep_s)
-        foreseen = pace(each, bound=staleness or None, steps=STEPS).steps_per_s
+        foreseen = simulate_pace(each, bound=staleness or None, steps=STEPS).steps_per_s
         rows.append({
             "staleness": staleness or None, "foreseen_per_s": foreseen,
             "measured_per_s": measured, "off": measured / foreseen - 1,

@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 
 import psutil  # noqa: E402
 
-from shoal.base.runlog.atomic_files import saved_steps  # noqa: E402
+from shoal.base.runlog.atomic_files import list_saved_steps  # noqa: E402
 
 MODULE = """
 import os, time, torch
@@ -179,7 +179,7 @@ def judge(run: Path, status: int, output: str, number: int) -> dict[str, Any]:
         lines = folder / "metrics.jsonl"
         steps = [json.loads(line)["step"] for line in lines.open()] if lines.exists() else []
         made = max([made, *steps])
-        saved = max([saved, *saved_steps(folder)])
+        saved = max([saved, *list_saved_steps(folder)])
     all_saved = saved == made
     wrong = ""
     if status == 128 + number and not all_saved:

@@ -173,11 +173,11 @@ def _as_command(words: Sequence[str], folder: Path, environ: dict[str, str], log
         try:
             # As `shoal train` does, which would be slower to reach through its parser.
             resume = Path(words[1]) if words[0] == "--resume" else None
-            prepared = start.prepare(list(words[2:] if resume else words), resume)
+            prepared = start.prepare_run(list(words[2:] if resume else words), resume)
             if WANTED[-1] not in sys.modules:
                 os._exit(COLD)
             _measure_nothing(environ.get(FORESEES) != "0")
-            code = start.launch(prepared, dict(os.environ))
+            code = start.launch_run(prepared, dict(os.environ))
         except ShoalError as failure:
             sys.stderr.write(f"shoal: {failure}\n")
             code = failure.exit_code

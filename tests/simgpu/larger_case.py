@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shoal
-from shoal.checkpoint.export.export_file import export
+from shoal.checkpoint.export.export_file import export_file
 from shoal.fabric import World, start_world
 from shoal.machine.process_memory import trim_heap
 from shoal.models.catalog import build
 from shoal.parallel.build import shared_build
-from shoal.trainer.state.run_state import model_parts
+from shoal.trainer.state.run_state import collect_model_shards
 
 SEQUENCE, VOCABULARY, STEPS = 4, 768, 3
 OPTIMIZERS: dict[str, Any] = {
@@ -172,7 +172,7 @@ def apart(run: Any, path: Path) -> list[str]:
     """Tensors of which this rank's part has other bits than a file of whole ones."""
     found = []
     with safe_open(path, "pt") as file:
-        for name, (part, shard) in model_parts(run).items():
+        for name, (part, shard) in collect_model_shards(run).items():
             whole = file.get_slice(name)
             boxes = [whole[tuple(slice(a, b) for a, b in box)].reshape(-1) for box in shard.slices]
             if shard.slices and not torch.equal(part.cpu().reshape(-1), torch.cat(boxes)):
@@ -220,7 +220,7 @@ def drop_cached(folder: Path) -> None:
 
 def left(run: Any) -> None:
     """All of `run.close` but leaving the world."""
-    for part in (run.saving, run.guards):
+    for part in (run.checkpoint_saver, run.guards):
         part.close()
     for undo in run.program.on_close:
         undo()
@@ -243,7 +243,7 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
     with instants.during("build"):
         run = started(world, asked, layout, asked["model"])
     blocks = run.program.twin.blocks if run.program.twin is not None else run.model.blocks
-    parts = [part for part, _ in model_parts(run).values()]
+    parts = [part for part, _ in collect_model_shards(run).values()]
     each_bytes = {"fp32": 4, "fp64": 8}[asked["precision"]]
     in_blocks = {id(p) for p in blocks.parameters()}
     whole = run.program.twin if run.program.twin is not None else run.model
@@ -278,7 +278,7 @@ def leg(world: World, asked: dict[str, Any], number: int, host: Host | None) -> 
         out = folder / f"exported-{number}.safetensors"
         with instants.during("export"):
             if world.is_first:
-                export(saved, out)
+                export_file(saved, out)
             world.barrier()
         told["exported apart"] = apart(run, out)
     left(run)

@@ -26,11 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shoal
 from shoal.fabric import World, start_world
-from shoal.fabric.device import held_bytes, is_accelerator, synchronize
+from shoal.fabric.device import allocated_bytes, is_accelerator, synchronize
 from shoal.fabric.exchanges.ring_exchange import Ring
 from shoal.models.catalog import build
 from shoal.parallel import offload
-from shoal.parallel.offload.copy_stream import Lane
+from shoal.parallel.offload.copy_stream import CopyStream
 from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
 
 STEPS = 3
@@ -142,7 +142,7 @@ def trained(world: World, name: str, seeds: int) -> tuple[list[float], dict[str,
     for parameter in run.model.parameters():
         digest.update(own_part(parameter).contiguous().view(-1).view(torch.uint8).numpy().data)
     whole = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
-    for part in (run.saving, run.guards):  # all of `run.close` but leaving the world
+    for part in (run.checkpoint_saver, run.guards):  # all of `run.close` but leaving the world
         part.close()
     for undo in run.program.on_close:
         undo()
@@ -172,9 +172,9 @@ def lent(world: World) -> list[float]:
     """Host memory that was on its way to the device may change once a lane has finished."""
     if not is_accelerator(world.device):
         return [12288.0]
-    lane = Lane(world.device)
-    here = lane.host_like(torch.empty(4096, device=world.device)).fill_(3.0)
-    there, arrived = lane.bring(here)
+    lane = CopyStream(world.device)
+    here = lane.empty_on_host(torch.empty(4096, device=world.device)).fill_(3.0)
+    there, arrived = lane.copy_to_device(here)
     lane.finish()
     here.fill_(7.0)
     lane.wait(arrived)
@@ -186,14 +186,14 @@ def parked(world: World) -> list[float]:
     if not is_accelerator(world.device):
         return [1.0]
     park, before = (
-        offload.Activations(torch.nn.Identity(), (), world.device),
-        held_bytes(world.device),
+        offload.ActivationOffload(torch.nn.Identity(), (), world.device),
+        allocated_bytes(world.device),
     )
     with park.micro_batch(0, 0):
         saved = torch.full((4096,), 3.0, device=world.device, requires_grad=True) * 2
         unused = saved.exp()  # its backward pass, which does not come, reads it
         del saved, unused
-    left = held_bytes(world.device) - before
+    left = allocated_bytes(world.device) - before
     again = [torch.zeros(4096, device=world.device) for _ in range(8)]  # its block among them
     return [1.0 + left + sum(float(one.sum()) for one in again)]
 
@@ -290,7 +290,7 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """All the named layouts, in one world."""
     torch.set_num_threads(1)
-    offload.Activations.__init__.__defaults__ = (1,)  # tensors here are small
+    offload.ActivationOffload.__init__.__defaults__ = (1,)  # tensors here are small
     world = start_world()
     rows: dict[str, Any] = {}
     steps: dict[str, Any] = {}

@@ -205,8 +205,8 @@ def bytes_and_memory_are_as_foreseen() -> None:
     data = torch.randn(8, 512), torch.randn(8, 512)
     run.step(data)
     traffic = run.world.traffic
-    traffic.take()
-    traffic.take = lambda: ({}, 0.0)  # else the row of metrics.jsonl has it
+    traffic.pop_counts()
+    traffic.pop_counts = lambda: ({}, 0.0)  # else the row of metrics.jsonl has it
     for index in range(4):
         torch.cuda.reset_peak_memory_stats(index)
     run.step(data)

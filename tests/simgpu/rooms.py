@@ -22,19 +22,19 @@ from torch import nn
 
 import shoal
 from shoal.base.errors import PlanError
-from shoal.checkpoint.agreement.rank_pieces import Block
+from shoal.checkpoint.agreement.rank_pieces import HeldSlice
 from shoal.checkpoint.format import boxes
 from shoal.checkpoint.save.host_copy import HostCopy
 from shoal.cli.workers import find_batch_worker
 from shoal.fabric import device as devices
 from shoal.fabric import start_world
 from shoal.machine import matmul, measure
-from shoal.machine.device_pool import Pool, device_pool, pool_text
-from shoal.machine.process_memory import forget_peak, peak_memory_bytes
-from shoal.machine.states import peak_extra_bytes
+from shoal.machine.device_pool import AllocatorPool, describe_pool, read_device_pool
+from shoal.machine.process_memory import peak_memory_bytes, reset_peak_memory
+from shoal.machine.states import measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.parallel.compiling import check_compiler
-from shoal.trace.isolation.stream_weights import lent
+from shoal.trace.isolation.stream_weights import stream_weights
 
 MIB = 2**20
 HERE = torch.device("cuda", 0)
@@ -70,23 +70,23 @@ def lacking(device: torch.device) -> int:
 
 @check
 def a_device_tells_what_it_is() -> None:
-    assert devices.own_device(0, 1, bound=False) == HERE
+    assert devices.select_local_device(0, 1, bound=False) == HERE
     assert devices.pick_device(0, 2, devices=1, bound=True) == HERE
     assert devices.pick_device(0, 1, devices=0, bound=False) == devices.HOST
     with pytest.raises(PlanError, match="try: launch.processes=4, or CUDA_VISIBLE"):
-        devices.own_device(0, 5, bound=False)
-    assert devices.backends(HERE) == "cpu:gloo,cuda:nccl"
+        devices.select_local_device(0, 5, bound=False)
+    assert devices.process_group_backend(HERE) == "cpu:gloo,cuda:nccl"
     assert devices.device_name(HERE) == "simulated"
-    able = devices.abilities(HERE)
-    assert able == devices.Abilities(fused=able.fused)
+    able = devices.get_device_capabilities(HERE)
+    assert able == devices.DeviceCapabilities(fused=able.fused)
     lacks = "" if able.fused else "simulated: no fused optimizers: one kernel per operation"
-    assert devices.what_is_missing(HERE) == lacks
-    assert devices.takes_flash(torch.zeros(1, 64, dtype=torch.bfloat16, device=HERE))
-    assert not devices.takes_flash(torch.zeros(1, 60, dtype=torch.bfloat16, device=HERE))
-    assert devices.what_is_missing(devices.HOST) == ""
-    assert devices.utilisation(HERE) == 0.5
+    assert devices.missing_capabilities_line(HERE) == lacks
+    assert devices.supports_flash(torch.zeros(1, 64, dtype=torch.bfloat16, device=HERE))
+    assert not devices.supports_flash(torch.zeros(1, 60, dtype=torch.bfloat16, device=HERE))
+    assert devices.missing_capabilities_line(devices.HOST) == ""
+    assert devices.device_utilisation(HERE) == 0.5
     known, torch.cuda.utilization = torch.cuda.utilization, lacking
-    assert devices.utilisation(HERE) is None
+    assert devices.device_utilisation(HERE) is None
     torch.cuda.utilization = known
     assert devices.total_bytes(HERE) == torch.cuda.mem_get_info(HERE)[1]
     assert devices.device_generators() == list(torch.cuda.default_generators)
@@ -96,11 +96,14 @@ def a_device_tells_what_it_is() -> None:
 @check
 def a_group_that_exists_sends_from_the_device() -> None:
     torch.distributed.init_process_group(
-        devices.backends(HERE), store=torch.distributed.HashStore(), rank=0, world_size=1
+        devices.process_group_backend(HERE),
+        store=torch.distributed.HashStore(),
+        rank=0,
+        world_size=1,
     )
     assert devices.device_of_group() == HERE
-    assert devices.carries_host_tensors(None)
-    assert devices.runs_in_queues(None, HERE)
+    assert devices.supports_host_tensors(None)
+    assert devices.serializes_messages(None, HERE)
     torch.distributed.destroy_process_group()
 
 
@@ -121,26 +124,26 @@ def steps_are_recorded() -> None:
 
 @check
 def memory_is_counted() -> None:
-    forget_peak(HERE)
-    before = devices.held_bytes(HERE)
-    assert peak_extra_bytes(lambda: torch.zeros(MIB, device=HERE).add_(1), HERE) == 4 * MIB
+    reset_peak_memory(HERE)
+    before = devices.allocated_bytes(HERE)
+    assert measure_peak_bytes(lambda: torch.zeros(MIB, device=HERE).add_(1), HERE) == 4 * MIB
     assert peak_memory_bytes(HERE) == before + 4 * MIB
     reserved = torch.cuda.memory_reserved(HERE)
-    devices.give_back_unused()
+    devices.empty_cache()
     assert torch.cuda.memory_reserved(HERE) <= reserved
-    pool = device_pool(HERE)
+    pool = read_device_pool(HERE)
     assert pool is not None
-    assert pool.allocated_bytes == devices.held_bytes(HERE)
-    assert pool_text(pool).endswith(f"largest hole {pool_text(pool).rsplit('hole ')[-1]}")
-    assert "expandable_segments" in pool_text(Pool(6 * MIB, 10 * MIB, 4 * MIB, MIB))
-    assert devices.outside_bytes(HERE) == 0
+    assert pool.allocated_bytes == devices.allocated_bytes(HERE)
+    assert describe_pool(pool).endswith(f"largest hole {describe_pool(pool).rsplit('hole ')[-1]}")
+    assert "expandable_segments" in describe_pool(AllocatorPool(6 * MIB, 10 * MIB, 4 * MIB, MIB))
+    assert devices.non_torch_bytes(HERE) == 0
 
 
 @check
 def weights_on_the_host_are_lent_to_a_pass() -> None:
     norm = nn.BatchNorm1d(4)
     sparse = torch.eye(3).to_sparse()
-    with lent(norm, HERE):
+    with stream_weights(norm, HERE):
         out = norm(torch.arange(8.0, device=HERE).view(2, 4))
         assert norm.weight.device == HERE
         assert norm.weight.is_cuda
@@ -156,7 +159,7 @@ def weights_on_the_host_are_lent_to_a_pass() -> None:
 @check
 def a_machine_is_measured() -> None:
     world = start_world()
-    sizes = measure.Sizes((32, 64, 2**15), (2**14, 2**16), (2**12,), 2**12, 1, 0.001, 1)
+    sizes = measure.MeasurementSizes((32, 64, 2**15), (2**14, 2**16), (2**12,), 2**12, 1, 0.001, 1)
     measure.LONGEST_S, before = 1e9, torch.cuda.memory_reserved()
     with tempfile.TemporaryDirectory() as folder:
         told = measure.measure_machine(world, Path(folder), sizes)
@@ -168,7 +171,7 @@ def a_machine_is_measured() -> None:
         assert torch.cuda.memory_reserved() <= before, "what was measured with is kept"
         matmul.LARGEST, matmul.LONG_S = 2048, {"accelerator": 60.0}
         assert matmul.matmul_flops_per_s(world, "fp32", Path(folder)) > 0
-    assert max(measure.quick(HERE).products) > max(measure.QUICK.products)
+    assert max(measure.quick_sizes(HERE).products) > max(measure.QUICK.products)
 
 
 @check
@@ -176,7 +179,7 @@ def a_try_of_a_micro_batch_holds_no_more_than_it_may() -> None:
     told: list[tuple[float, torch.device]] = []
     known = torch.cuda.set_per_process_memory_fraction
     torch.cuda.set_per_process_memory_fraction = lambda *given: told.append(given)
-    find_batch_worker.impose(devices.total_bytes(HERE) // 4, HERE)
+    find_batch_worker.limit_memory(devices.total_bytes(HERE) // 4, HERE)
     torch.cuda.set_per_process_memory_fraction = known
     assert told == [(0.25, HERE)]
 
@@ -187,10 +190,10 @@ def copies_are_pinned_until_they_grow_or_go() -> None:
     for elements in (100, 1000):
         source = torch.arange(float(elements), device=HERE)
         shape = (elements,)
-        block = Block("x", shape, "float32", boxes.whole(shape), source, 0, None)
-        (copied,) = kept.take([block])
+        block = HeldSlice("x", shape, "float32", boxes.whole(shape), source, 0, None)
+        (copied,) = kept.copy_blocks([block])
         source.zero_()
-        kept.arrived()
+        kept.wait_until_copied()
         assert torch.equal(copied.data, torch.arange(float(elements)))
     kept.free()
 
@@ -235,11 +238,11 @@ def auto_means_bf16_here() -> None:
 
 @check
 def a_module_on_a_device_is_not_shared() -> None:
-    from shoal.parallel.build.mmap_init import Opened
-    from shoal.parallel.build.weight_tables import CannotShare, table_of
+    from shoal.parallel.build.mmap_init import OpenFiles
+    from shoal.parallel.build.weight_tables import SharedBuildError, make_weight_table
 
-    with pytest.raises(CannotShare, match="weight is on cuda:0"):
-        table_of(nn.Linear(64, 64, device=HERE), Opened())
+    with pytest.raises(SharedBuildError, match="weight is on cuda:0"):
+        make_weight_table(nn.Linear(64, 64, device=HERE), OpenFiles())
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from itertools import product
 
 from shoal.base.errors import PlanError
 from shoal.base.plans.timeline import Timeline
-from shoal.teach.puzzles import Puzzle, puzzle_of, score, timeline_of
+from shoal.teach.puzzles import Puzzle, get_puzzle, puzzle_run_timeline, score
 from shoal.teach.puzzles.model import Program
-from shoal.teach.puzzles.ours import Replicas, ShardedStages, Stages
+from shoal.teach.puzzles.ours import DataParallelProgram, PipelineProgram, ShardedPipelineProgram
 
 SHARDED = {3: "weights", 4: "all"}
 
@@ -42,11 +42,11 @@ def search(number: int) -> list[Found]:
     >>> [(found.steps, found.memory) for found in search(2)]
     [(5.1, 1572864.0)]
     """
-    puzzle = puzzle_of(number)
+    puzzle = get_puzzle(number)
     found = []
     for program, mailbox in _settings(puzzle):
         try:
-            steps, memory = score(puzzle.play(program, mailbox))
+            steps, memory = score(puzzle.run_program(program, mailbox))
         except PlanError:
             continue  # a setting under which ranks wait for each other is no solution
         if steps <= puzzle.author[0] and memory <= puzzle.author[1]:
@@ -59,20 +59,20 @@ def _settings(puzzle: Puzzle) -> Iterator[tuple[Program, str]]:
     flags = (True, False)
     if puzzle.number in (0, 1):
         for parts, soon, early in product(_cuts(puzzle.batches), flags, flags):
-            yield Replicas(parts, "", soon, early), "one"
+            yield DataParallelProgram(parts, "", soon, early), "one"
     elif puzzle.number in (2, 3, 4):
         sharded = SHARDED.get(puzzle.number, "")
         keeps = range(puzzle.layers + 1) if sharded else range(1)
         for soon, early, keep in product(flags, flags, keeps):
-            yield Replicas((1,), sharded, soon, early, keep), "one"
+            yield DataParallelProgram((1,), sharded, soon, early, keep), "one"
     elif puzzle.number in (5, 6):
         cuts = _cuts(puzzle.batches) if puzzle.number == 6 else [(puzzle.batches,)]
         for parts, mailbox, at_once in product(cuts, ("one", "each"), flags):
             for ahead in product(*_leads(puzzle.ranks, len(parts))):
-                yield Stages(parts, at_once, True, ahead), mailbox
+                yield PipelineProgram(parts, at_once, True, ahead), mailbox
     else:
         for waits, early, keep in product(flags, flags, range(puzzle.layers + 1)):
-            yield ShardedStages(4, waits, early, keep), "one"
+            yield ShardedPipelineProgram(4, waits, early, keep), "one"
 
 
 def _cuts(total: int) -> list[tuple[int, ...]]:
@@ -114,12 +114,14 @@ def found_timeline(number: int, place: int = 0, sample: str = "start") -> Timeli
 
     Errors  PlanError for a puzzle or a place that does not exist
     """
-    puzzle, solutions = puzzle_of(number), search(number)
+    puzzle, solutions = get_puzzle(number), search(number)
     if not 0 <= place < len(solutions):
         raise PlanError(
             f"puzzle {number}: solution {place} does not exist, the search found "
             f"{len(solutions)}; try: {min(max(place, 0), len(solutions) - 1)}"
         )
     found = solutions[place]
-    models = puzzle.play(found.program, found.mailbox)
-    return timeline_of(models, f"puzzle {number}, {puzzle.title}: found by the search", sample)
+    models = puzzle.run_program(found.program, found.mailbox)
+    return puzzle_run_timeline(
+        models, f"puzzle {number}, {puzzle.title}: found by the search", sample
+    )

@@ -90,12 +90,12 @@ def test_amdahl_and_the_serial_share_undo_each_other() -> None:
 
 
 def test_no_row_of_the_known_table_has_one_serial_share() -> None:
-    for shares in scaling.folk_serial_shares().values():
+    for shares in scaling.copied_serial_shares().values():
         assert max(shares) / min(shares) > 1.5
 
 
 def test_the_known_rows_implied_shares() -> None:
-    shares = {k: [round(100 * q, 1) for q in v] for k, v in scaling.folk_serial_shares().items()}
+    shares = {k: [round(100 * q, 1) for q in v] for k, v in scaling.copied_serial_shares().items()}
     assert (shares["DP"][0], shares["DP"][-1]) == (11.1, 6.7)
     assert (shares["DDP"][0], shares["DDP"][-1]) == (5.3, 1.5)
     assert (shares["FSDP"][0], shares["FSDP"][-1]) == (5.3, 1.0)
@@ -103,7 +103,7 @@ def test_the_known_rows_implied_shares() -> None:
 
 def test_the_ring_factor_is_the_difference_to_the_common_form() -> None:
     devices, size, single = 16, 1e9, 2.0
-    common = scaling.folk_step_s(single, devices, size, 0.0, BETA)
+    common = scaling.common_step_s(single, devices, size, 0.0, BETA)
     ring = scaling.ring_step_s(single, devices, size, 0.0, BETA)
     assert (ring - single / devices) / (common - single / devices) == pytest.approx(2 * 15 / 16)
 
@@ -121,7 +121,7 @@ def test_overlap_never_hides_more_than_there_is() -> None:
     ("mean_h", "stall_s", "minutes", "share"), [(3.1, 60, 19, 0.84), (3.1, 5, 5.6, 0.92)]
 )
 def test_worked_goodput(mean_h: float, stall_s: float, minutes: float, share: float) -> None:
-    tau = goodput.young_s(stall_s, mean_h * 3600)
+    tau = goodput.young_interval_s(stall_s, mean_h * 3600)
     assert tau / 60 == pytest.approx(minutes, rel=0.02)
     assert goodput.first_order_goodput(tau, stall_s, 600, mean_h * 3600) == pytest.approx(
         share, abs=0.005
@@ -132,7 +132,7 @@ def test_first_order_is_the_limit_of_the_exact_goodput() -> None:
     """Where losses are small the two forms differ by their squares only."""
     for scale in (1.0, 0.1, 0.01):
         stall, restart, mean = 60 * scale, 600 * scale, 1e6
-        tau = goodput.young_s(stall, mean)
+        tau = goodput.young_interval_s(stall, mean)
         first = goodput.first_order_goodput(tau, stall, restart, mean)
         exact = goodput.goodput(tau, stall, restart, mean)
         assert abs(first - exact) < 2 * (1 - exact) ** 2
@@ -144,12 +144,12 @@ def test_the_best_interval_is_best_and_daly_is_near_it() -> None:
         top = goodput.goodput(best, stall, 600, mean)
         for factor in (0.9, 0.99, 1.01, 1.1):
             assert goodput.goodput(best * factor, stall, 600, mean) < top
-        assert goodput.daly_s(stall, mean) == pytest.approx(best, rel=0.02)
-        assert goodput.goodput(goodput.young_s(stall, mean), stall, 600, mean) > top - 0.01
+        assert goodput.daly_interval_s(stall, mean) == pytest.approx(best, rel=0.02)
+        assert goodput.goodput(goodput.young_interval_s(stall, mean), stall, 600, mean) > top - 0.01
 
 
 def test_lost_time_adds_up() -> None:
-    parts = goodput.wasted(1157, 60, 600, 11160, 120)
+    parts = goodput.time_shares(1157, 60, 600, 11160, 120)
     assert sum(parts.values()) == pytest.approx(1)
     assert all(part > 0 for part in parts.values())
 
@@ -185,13 +185,13 @@ def test_model_flops_meet_parameters_times_six() -> None:
 
 
 def test_diloco_published_factors() -> None:
-    assert diloco.less_traffic(100, 8, 32) == diloco.less_traffic(100, 4, 16) == 400
+    assert diloco.traffic_reduction(100, 8, 32) == diloco.traffic_reduction(100, 4, 16) == 400
     for seconds, share in ((103, 95.7), (382, 85.6), (469, 83.0)):
         assert 100 * diloco.utilisation(2280, seconds) == pytest.approx(share, abs=0.1)
 
 
 def test_the_memory_table_with_all_states() -> None:
-    rows = zero_costs.folk_memory_rows((8, 64))
+    rows = zero_costs.copied_memory_rows((8, 64))
     known = {
         7e9: (112, (26.3, 15.5), (14, 1.75)),
         13e9: (208, (48.8, 28.8), (26, 3.25)),
@@ -252,13 +252,13 @@ WRONG = {
     "overlap": lambda: scaling.ring_step_s(1.0, 4, 1.0, 0.0, 0.0, overlap=2.0),
     "gpus": lambda: scaling.serial_share(1.0, 1),
     "write_s": lambda: goodput.goodput(10, 1, 1, 100, 11),
-    "mtbf": lambda: goodput.young_s(1, 0),
-    "stall_s": lambda: goodput.young_s(-1, 10),
+    "mtbf": lambda: goodput.young_interval_s(1, 0),
+    "stall_s": lambda: goodput.young_interval_s(-1, 10),
     "share": lambda: pipeline.micro_batches_for("1f1b", 4, 1.0),
     "chunks": lambda: pipeline.bubble_of_step("1f1b", 4, 4, chunks=0),
     "recompute": lambda: used.recompute_factor("some", 1.0, 1.0),
     "peak": lambda: used.mfu(1.0, 1.0, 1, 0.0),
-    "period": lambda: diloco.less_traffic(0, 4, 16),
+    "period": lambda: diloco.traffic_reduction(0, 4, 16),
     "bits": lambda: diloco.bytes_per_outer_step(1e9, 2, 0),
     "bytes_per_s": lambda: diloco.outer_step_s(1e9, 2, 4, 0),
     "zero": lambda: zero_costs.state_bytes(1e9, 4, 8),

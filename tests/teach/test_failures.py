@@ -14,9 +14,9 @@ from shoal.teach.failure_timeline import (
     FailureCase,
     erlang_b,
     expected_goodput,
+    least_spares,
     simulate_failures,
-    spares_for,
-    stretches,
+    simulate_intervals,
     waiting_share,
 )
 
@@ -112,7 +112,7 @@ def test_bursts_are_kinder_than_chance() -> None:
 
 def test_stretches_follow_each_other() -> None:
     last = 0.0
-    for piece in stretches(replace(LLAMA, spares=1, repair_s=8 * HOUR), 30 * 86400.0, 1):
+    for piece in simulate_intervals(replace(LLAMA, spares=1, repair_s=8 * HOUR), 30 * 86400.0, 1):
         assert piece.start_s == last
         assert piece.start_s <= piece.up_s <= piece.run_s <= piece.end_s
         last = piece.end_s
@@ -127,7 +127,7 @@ def test_erlang_b_is_the_truncated_poisson_share() -> None:
 
 def test_spares_for_a_share_are_enough_and_one_fewer_is_not() -> None:
     case = replace(LLAMA, repair_s=24 * HOUR)
-    enough = spares_for(case, 0.01)
+    enough = least_spares(case, 0.01)
     assert waiting_share(replace(case, spares=enough)) <= 0.01
     assert waiting_share(replace(case, spares=enough - 1)) > 0.01
 
@@ -162,4 +162,4 @@ def test_no_run_of_no_time_and_none_of_millions_of_failures() -> None:
         with pytest.raises(PlanError, match="duration_s.*try: "):
             simulate_failures(LLAMA, duration_s)
     with pytest.raises(PlanError, match="share.*try: "):
-        spares_for(LLAMA, 1.0)
+        least_spares(LLAMA, 1.0)

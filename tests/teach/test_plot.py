@@ -10,11 +10,11 @@ import pytest
 from shoal.teach.drawings.plot import (
     ASCII_SIGNS,
     SIGNS,
-    Axis,
     Chart,
+    PlotAxis,
     Series,
+    make_scale,
     plot_lines,
-    scale_of,
     tick_text,
 )
 from shoal.teach.drawings.plot_svg import plot_svg
@@ -22,8 +22,10 @@ from shoal.teach.drawings.plot_svg import plot_svg
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def chart(*series: Series, x: Axis | None = None, y: Axis | None = None, **more: object) -> Chart:
-    return Chart(x or Axis("time, s"), y or Axis("bytes"), series, **more)
+def chart(
+    *series: Series, x: PlotAxis | None = None, y: PlotAxis | None = None, **more: object
+) -> Chart:
+    return Chart(x or PlotAxis("time, s"), y or PlotAxis("bytes"), series, **more)
 
 
 def cells(lines: list[str], sign: str) -> list[tuple[int, int]]:
@@ -49,7 +51,7 @@ def test_points_land_where_their_values_are() -> None:
 
 def test_equal_factors_are_equal_steps_on_a_logarithmic_axis() -> None:
     dots = Series("a", tuple((10.0**k, 2.0**k) for k in range(5)), dots=True)
-    both = chart(dots, x=Axis("n", log=True), y=Axis("t", log=True))
+    both = chart(dots, x=PlotAxis("n", log=True), y=PlotAxis("t", log=True))
     found = sorted(cells(plot_lines(both, width=80, height=13), SIGNS[0]), key=lambda p: p[1])
     steps = [b[1] - a[1] for a, b in zip(found, found[1:], strict=False)]
     rows = [a[0] - b[0] for a, b in zip(found, found[1:], strict=False)]
@@ -74,7 +76,7 @@ def test_the_first_series_is_drawn_over_the_others() -> None:
 @pytest.mark.parametrize("width", [30, 80, 100])
 def test_no_line_is_wider_than_asked(width: int) -> None:
     many = [Series(f"series number {k}", ((1, k), (9e9, 2 * k))) for k in range(6)]
-    drawn = chart(*many, x=Axis("x", log=True), title="t", marks=((50, "here"), (5e8, "there")))
+    drawn = chart(*many, x=PlotAxis("x", log=True), title="t", marks=((50, "here"), (5e8, "there")))
     assert max(map(len, plot_lines(drawn, width=width))) <= width
 
 
@@ -94,9 +96,11 @@ def test_plain_signs_where_the_terminal_knows_no_others() -> None:
 
 def test_what_no_axis_can_show_is_left_out() -> None:
     odd = Series("a", ((0, 1), (1, math.inf), (1, math.nan), (10, 10), (100, 100)), dots=True)
-    drawn = chart(odd, x=Axis("x", log=True), y=Axis("y", log=True))
+    drawn = chart(odd, x=PlotAxis("x", log=True), y=PlotAxis("y", log=True))
     assert len(cells(plot_lines(drawn), SIGNS[0])) == 2
-    cut = chart(Series("a", ((0, 0), (1, 1), (2, 9)), dots=True), y=Axis("y", low=0.0, high=2.0))
+    cut = chart(
+        Series("a", ((0, 0), (1, 1), (2, 9)), dots=True), y=PlotAxis("y", low=0.0, high=2.0)
+    )
     assert len(cells(plot_lines(cut), SIGNS[0])) == 2
 
 
@@ -105,14 +109,14 @@ def test_no_point_one_point_and_a_flat_line_can_be_drawn(
     points: tuple[tuple[float, float], ...],
 ) -> None:
     for log in (False, True):
-        drawn = chart(Series("a", points), x=Axis("x", log=log), y=Axis("y", log=log))
+        drawn = chart(Series("a", points), x=PlotAxis("x", log=log), y=PlotAxis("y", log=log))
         assert plot_lines(drawn)[0] == "y"
         ElementTree.fromstring(plot_svg(drawn))
 
 
 def test_ticks_are_round_numbers_within_the_axis() -> None:
     for low, high in ((0.0, 0.83), (3.0, 17.0), (-5.0, 5.0), (1e6, 1.2e6)):
-        scale = scale_of(Axis("t"), [low, high], 6)
+        scale = make_scale(PlotAxis("t"), [low, high], 6)
         assert scale.low <= low <= high <= scale.high
         assert 2 <= len(scale.ticks) <= 9
         step = scale.ticks[1] - scale.ticks[0]
@@ -120,7 +124,7 @@ def test_ticks_are_round_numbers_within_the_axis() -> None:
         assert min(abs(mantissa - m) for m in (1, 2, 2.5, 5)) < 1e-6
     for low, high in ((1.0, 1e9), (3.0, 40.0), (0.002, 7.0)):
         for base in (2, 10):
-            ticks = scale_of(Axis("t", log=True, base=base), [low, high], 6).ticks
+            ticks = make_scale(PlotAxis("t", log=True, base=base), [low, high], 6).ticks
             assert all(low <= tick <= high for tick in ticks)
             assert len(ticks) <= 7
 

@@ -7,10 +7,10 @@ from puzzle_search import found_timeline, search
 
 from shoal.base.errors import PlanError
 from shoal.teach.costs import AnalyticalCosts
-from shoal.teach.puzzles import PUZZLES, puzzle_timeline, score, timeline_of
-from shoal.teach.puzzles.model import Model, Program
-from shoal.teach.puzzles.ours import Stages
-from shoal.teach.puzzles.puzzle_world import play
+from shoal.teach.puzzles import PUZZLES, puzzle_run_timeline, puzzle_timeline, score
+from shoal.teach.puzzles.model import Program, PuzzleRank
+from shoal.teach.puzzles.ours import PipelineProgram
+from shoal.teach.puzzles.puzzle_world import run_puzzle
 
 AUTHOR = {
     0: (16.5, 2_621_440),
@@ -33,7 +33,7 @@ def test_the_authors_programs_score_exactly(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(8))
 def test_ours_are_no_worse_in_anything(number: int) -> None:
-    steps, memory = score(PUZZLES[number].ours())
+    steps, memory = score(PUZZLES[number].run_ours())
     assert steps <= AUTHOR[number][0]
     assert memory <= AUTHOR[number][1]
     if number in KNOWN:
@@ -42,7 +42,7 @@ def test_ours_are_no_worse_in_anything(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(8))
 def test_the_search_finds_nothing_that_ours_or_the_author_beat(number: int) -> None:
-    ours = score(PUZZLES[number].ours())
+    ours = score(PUZZLES[number].run_ours())
     found = search(number)
     assert any(f.steps <= ours[0] and f.memory <= ours[1] for f in found)
     for one in found:
@@ -66,10 +66,10 @@ def test_counting_outputs_shows_more() -> None:
 
 def test_1f1b_without_a_head_start_needs_a_mailbox_per_sender() -> None:
     puzzle = PUZZLES[6]
-    plain = Stages((1, 1, 1, 1))
+    plain = PipelineProgram((1, 1, 1, 1))
     with pytest.raises(PlanError, match="rank 1 waits in send for rank 2; rank 2 waits in send"):
-        puzzle.play(plain)
-    assert score(puzzle.play(plain, "each")) == (32.9, 2_490_368)
+        puzzle.run_program(plain)
+    assert score(puzzle.run_program(plain, "each")) == (32.9, 2_490_368)
 
 
 def test_timelines_can_be_drawn() -> None:
@@ -89,17 +89,17 @@ def test_timelines_can_be_drawn() -> None:
 def test_other_costs_for_the_same_programs() -> None:
     """With a backward of twice the forward and free links the pipeline fills as formulas say."""
     table = AnalyticalCosts({"forward": 0.5, "backward": 1.0, "loss": 0.0, "update": 0.0})
-    line = timeline_of(PUZZLES[6].reference(), costs=table)
+    line = puzzle_run_timeline(PUZZLES[6].reference(), costs=table)
     assert line.end_s == pytest.approx((4 + 4 - 1) * (1 + 2))
 
 
 def broken(program: Program, ranks: int = 1, layers: int = 1, batches: int = 1) -> str:
     with pytest.raises(PlanError) as error:
-        play(program, ranks, layers, batches)
+        run_puzzle(program, ranks, layers, batches)
     return str(error.value)
 
 
-def backward(m: Model, batches: int) -> None:
+def backward(m: PuzzleRank, batches: int) -> None:
     m.load(0)
     m.input(range(batches), 0)
     m.forward(0, 0, 1, 0)
@@ -108,41 +108,41 @@ def backward(m: Model, batches: int) -> None:
 
 
 def test_the_rules() -> None:
-    async def shard(m: Model) -> None:
+    async def shard(m: PuzzleRank) -> None:
         m.load(0, None, m.rank, 2)
         m.input([0], 0)
         m.forward(0, 0, 1, 0)
 
-    async def half(m: Model) -> None:
+    async def half(m: PuzzleRank) -> None:
         backward(m, 1)
         m.update(0, 0, 0)
 
-    async def lazy(m: Model) -> None:
+    async def lazy(m: PuzzleRank) -> None:
         backward(m, 1)
 
-    async def late(m: Model) -> None:
+    async def late(m: PuzzleRank) -> None:
         backward(m, 1)
         m.load(0, "again")
 
-    async def twice(m: Model) -> None:
+    async def twice(m: PuzzleRank) -> None:
         m.input([0], 0)
         m.input([0], 1)
 
-    async def nothing(m: Model) -> None:
+    async def nothing(m: PuzzleRank) -> None:
         m.load(0)
         m.forward(0, 0, 1, 0)
 
-    async def early(m: Model) -> None:
+    async def early(m: PuzzleRank) -> None:
         m.load(0)
         m.input([0], 0)
         m.loss(0, 0)
 
-    async def other_batches(m: Model) -> None:
+    async def other_batches(m: PuzzleRank) -> None:
         backward(m, 1)
         m.input([1], "x")
         m.backward(0, "x", 1, 0, 0, 0)
 
-    async def whole_for_shard(m: Model) -> None:
+    async def whole_for_shard(m: PuzzleRank) -> None:
         m.load(0, None, 0, 2)
         m.load(0, "whole")
         m.input([0], 0)
@@ -163,7 +163,7 @@ def test_the_rules() -> None:
     assert "shards do not match" in broken(whole_for_shard, 2)
 
 
-def two_layers(m: Model) -> None:
+def two_layers(m: PuzzleRank) -> None:
     """Layers 0 and 1 loaded, an activation of layer 0 and one of layer 1 held."""
     for layer in range(2):
         m.load(layer)
@@ -172,51 +172,51 @@ def two_layers(m: Model) -> None:
 
 
 def test_the_rules_about_layers_and_shards() -> None:
-    async def beyond(m: Model) -> None:
+    async def beyond(m: PuzzleRank) -> None:
         m.input([1], 0)
 
-    async def wrong_weight(m: Model) -> None:
+    async def wrong_weight(m: PuzzleRank) -> None:
         two_layers(m)
         m.forward(1, 1, 2, 0)
 
-    async def wrong_input(m: Model) -> None:
+    async def wrong_input(m: PuzzleRank) -> None:
         two_layers(m)
         m.forward(1, 0, 2, 1)
 
-    async def backward_weight(m: Model) -> None:
+    async def backward_weight(m: PuzzleRank) -> None:
         two_layers(m)
         m.forward(1, 1, 2, 1)
         m.loss(2, 2)
         m.backward(1, 1, 2, 1, 1, 0)
 
-    async def backward_input(m: Model) -> None:
+    async def backward_input(m: PuzzleRank) -> None:
         two_layers(m)
         m.forward(1, 1, 2, 1)
         m.loss(2, 2)
         m.backward(1, 0, 2, 1, 1, 1)
 
-    async def sum_of_layers(m: Model) -> None:
+    async def sum_of_layers(m: PuzzleRank) -> None:
         m.empty(0, "a")
         m.empty(1, "b")
         m.add("a", "b")
 
-    async def overwrite(m: Model) -> None:
+    async def overwrite(m: PuzzleRank) -> None:
         m.empty(0, "a")
         m.empty(0, "b")
         m.rename("weight_grads", "a", "b")
 
-    async def other_update(m: Model) -> None:
+    async def other_update(m: PuzzleRank) -> None:
         m.load(0)
         m.empty(1, 1)
         m.update(0, 1, 0)
 
-    async def twice(m: Model) -> None:
+    async def twice(m: PuzzleRank) -> None:
         backward(m, 1)
         m.update(0, 0, 0, "new")
         m.stores["states"]["new"] = m.stores["states"][0]
         m.update(0, 0, "new")
 
-    async def shard_again(m: Model) -> None:
+    async def shard_again(m: PuzzleRank) -> None:
         m.empty(0, 0)
         await m.reduce_scatter(0)
         await m.reduce_scatter(0)
@@ -234,15 +234,15 @@ def test_the_rules_about_layers_and_shards() -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    async def wait(m: Model) -> None:
+    async def wait(m: PuzzleRank) -> None:
         await m.receive(1 - m.rank, 0)
 
-    async def differ(m: Model) -> None:
+    async def differ(m: PuzzleRank) -> None:
         m.load(m.rank)
         m.empty(m.rank, 0)
         await m.all_reduce(0)
 
-    async def race(m: Model) -> None:
+    async def race(m: PuzzleRank) -> None:
         m.input([0], 0)
         if m.rank < 2:
             await m.send(2, "activations", 0)

@@ -7,22 +7,22 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from shoal.base.plans.timeline import Held, Span, Timeline
-from shoal.teach.drawings.timeline_rows import mixed
+from shoal.base.plans.timeline import MemorySample, Timeline, TimelineSpan
+from shoal.teach.drawings.timeline_rows import mix_with_white
 from shoal.teach.drawings.timeline_svg import text_width, timeline_svg
-from shoal.teach.drawings.timeline_trace import trace, trace_text
+from shoal.teach.drawings.timeline_trace import trace_object, trace_text
 from shoal.teach.drawings.walk_svg import walk_svg
 from shoal.teach.puzzles import puzzle_timeline
 from shoal.teach.walks import collectives_walk, zero_walk
 from shoal.teach.walks.fsdp_walk import fsdp
-from shoal.teach.walks.pipelines_walk import Pipeline, pipeline
+from shoal.teach.walks.pipelines_walk import PipelineCase, pipeline
 
 NS = "{http://www.w3.org/2000/svg}"
 FSDP = fsdp(4).timeline
 PICTURES = {
-    "1f1b": lambda: timeline_svg([pipeline("1f1b", Pipeline(4, 8))]),
-    "gpipe wide": lambda: timeline_svg([pipeline("gpipe", Pipeline(8, 64))]),
-    "dualpipe": lambda: timeline_svg([pipeline("dualpipe", Pipeline(8, 20))]),
+    "1f1b": lambda: timeline_svg([pipeline("1f1b", PipelineCase(4, 8))]),
+    "gpipe wide": lambda: timeline_svg([pipeline("gpipe", PipelineCase(8, 64))]),
+    "dualpipe": lambda: timeline_svg([pipeline("dualpipe", PipelineCase(8, 20))]),
     "puzzle 6": lambda: timeline_svg([puzzle_timeline(6, "reference"), puzzle_timeline(6)]),
     "puzzle 7": lambda: timeline_svg([puzzle_timeline(7, "reference")]),
     "ring": lambda: walk_svg(collectives_walk.ring(4)),
@@ -77,7 +77,7 @@ def boxes(svg: str) -> list[ET.Element]:
 
 
 def test_boxes_stand_where_their_times_are() -> None:
-    line = pipeline("1f1b", Pipeline(4, 8))
+    line = pipeline("1f1b", PipelineCase(4, 8))
     drawn = boxes(timeline_svg([line]))
     assert len(drawn) == 4 * 8 * 2
     by_row: dict[str, list[tuple[float, float]]] = {}
@@ -95,15 +95,15 @@ def test_boxes_stand_where_their_times_are() -> None:
 
 
 def test_a_box_says_what_it_is() -> None:
-    box = boxes(timeline_svg([pipeline("zbv", Pipeline(2, 4))]))[0]
+    box = boxes(timeline_svg([pipeline("zbv", PipelineCase(2, 4))]))[0]
     assert "".join(box.itertext()) == "rank 0: forward 0 of stage 0, 0 to 0.5 s"
-    paler = {b.get("fill") for b in boxes(timeline_svg([pipeline("zbv", Pipeline(2, 4))]))}
+    paler = {b.get("fill") for b in boxes(timeline_svg([pipeline("zbv", PipelineCase(2, 4))]))}
     assert len(paler) == 6, "three kinds, and a paler one of each for the second piece"
 
 
 def test_curves_reach_as_high_as_the_peak() -> None:
-    low = Timeline("a", 1, (Span(0, 0.0, 1.0, "forward"),), (Held(0, 0.0, 1.0),))
-    high = Timeline("b", 1, (Span(0, 0.0, 1.0, "forward"),), (Held(0, 0.0, 4.0),))
+    low = Timeline("a", 1, (TimelineSpan(0, 0.0, 1.0, "forward"),), (MemorySample(0, 0.0, 1.0),))
+    high = Timeline("b", 1, (TimelineSpan(0, 0.0, 1.0, "forward"),), (MemorySample(0, 0.0, 4.0),))
     paths = [p.get("d", "") for p in ET.fromstring(timeline_svg([low, high])).iter(f"{NS}path")]
     rises = [
         max(ys) - min(ys)
@@ -113,13 +113,13 @@ def test_curves_reach_as_high_as_the_peak() -> None:
 
 
 def test_words_of_others_are_escaped() -> None:
-    line = Timeline("a < b & c", 1, (Span(0, 0.0, 1.0, "forward", "<x>", note='"&"'),))
+    line = Timeline("a < b & c", 1, (TimelineSpan(0, 0.0, 1.0, "forward", "<x>", note='"&"'),))
     assert ET.fromstring(timeline_svg([line])).get("aria-label") == "a < b & c"
 
 
 def test_mixing_goes_to_white() -> None:
-    assert mixed("#102030", 0.0) == "#102030"
-    assert mixed("#102030", 1.0) == "#ffffff"
+    assert mix_with_white("#102030", 0.0) == "#102030"
+    assert mix_with_white("#102030", 1.0) == "#ffffff"
 
 
 def test_a_trace_is_what_perfetto_reads() -> None:
@@ -145,7 +145,7 @@ def test_a_trace_is_what_perfetto_reads() -> None:
 
 
 def test_two_timelines_are_different_processes_of_a_trace() -> None:
-    made = trace([puzzle_timeline(0, "reference"), puzzle_timeline(2)])
+    made = trace_object([puzzle_timeline(0, "reference"), puzzle_timeline(2)])
     spans = [e for e in made["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in spans} == {0, 1, 2, 3, 4}
     assert made["otherData"]["units"] == ["1 ms = 1 of steps"] * 2
@@ -154,7 +154,7 @@ def test_two_timelines_are_different_processes_of_a_trace() -> None:
 
 
 def test_a_pipeline_trace_names_stage_and_micro_batch() -> None:
-    made = trace([pipeline("interleaved", Pipeline(2, 2))])
+    made = trace_object([pipeline("interleaved", PipelineCase(2, 2))])
     args = [e["args"] for e in made["traceEvents"] if e["ph"] == "X"]
     assert {(a["stage"], a["micro-batch"]) for a in args} == {
         (str(stage), str(mb)) for stage in range(4) for mb in range(2)

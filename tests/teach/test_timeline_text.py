@@ -8,14 +8,14 @@ import re
 import pytest
 from terminals import Terminal
 
-from shoal.base.plans.timeline import Held, Span, Timeline
-from shoal.teach.drawings.timeline_rows import group_name, rank_groups, rows, ticks
+from shoal.base.plans.timeline import MemorySample, Timeline, TimelineSpan
+from shoal.teach.drawings.timeline_rows import group_name, make_rows, make_ticks, rank_groups
 from shoal.teach.drawings.timeline_text import print_timelines, timeline_lines
 from shoal.teach.drawings.walk_text import print_walk, walk_lines
 from shoal.teach.puzzles import puzzle_timeline
 from shoal.teach.walks import collectives_walk, zero_walk
 from shoal.teach.walks.fsdp_walk import fsdp
-from shoal.teach.walks.pipelines_walk import Pipeline, pipeline
+from shoal.teach.walks.pipelines_walk import PipelineCase, pipeline
 
 
 def text(timelines: list[Timeline], width: int = 100) -> list[str]:
@@ -24,7 +24,7 @@ def text(timelines: list[Timeline], width: int = 100) -> list[str]:
 
 def test_one_f_one_b_drawn_by_hand() -> None:
     """p = 2, m = 2, F = 1, B = 2: rank 0 waits from 2 to 4, then from 6 to 7."""
-    lines = text([pipeline("1f1b", Pipeline(2, 2))])
+    lines = text([pipeline("1f1b", PipelineCase(2, 2))])
     assert [line[:6] for line in lines[2:4]] == ["rank 0", "rank 1"]
     per = 6
     assert (
@@ -40,12 +40,12 @@ def test_one_f_one_b_drawn_by_hand() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pipeline("gpipe", Pipeline(4, 64)),
-        pipeline("1f1b", Pipeline(8, 24)),
-        pipeline("interleaved", Pipeline(4, 8, chunks=4)),
-        pipeline("zbv", Pipeline(6, 16)),
-        pipeline("dualpipe", Pipeline(8, 20)),
-        pipeline("1f1b", Pipeline(3, 7, 0.123, 0.456, 0.0789)),
+        pipeline("gpipe", PipelineCase(4, 64)),
+        pipeline("1f1b", PipelineCase(8, 24)),
+        pipeline("interleaved", PipelineCase(4, 8, chunks=4)),
+        pipeline("zbv", PipelineCase(6, 16)),
+        pipeline("dualpipe", PipelineCase(8, 20)),
+        pipeline("1f1b", PipelineCase(3, 7, 0.123, 0.456, 0.0789)),
         puzzle_timeline(6, "reference"),
         puzzle_timeline(7, "reference"),
         *[
@@ -61,9 +61,9 @@ def test_fits_in_100_columns_and_keeps_places(line: Timeline) -> None:
     assert max(map(len, lines)) <= 100
     axis = lines[1]
     margin = axis.index("0", axis.index(","))
-    drawn = [one for one in lines[2:] if re.match(r"(ranks? |link)", one)][: len(rows(line))]
+    drawn = [one for one in lines[2:] if re.match(r"(ranks? |link)", one)][: len(make_rows(line))]
     columns = max(len(one) for one in drawn) - margin
-    for row, one in zip(rows(line), drawn, strict=True):
+    for row, one in zip(make_rows(line), drawn, strict=True):
         for column, sign in list(enumerate(one[margin:]))[::3]:
             middle_s = (column + 0.5) / columns * line.end_s
             busy = any(s.start_s <= middle_s < s.end_s for s in row.spans)
@@ -76,7 +76,7 @@ def test_fits_in_100_columns_and_keeps_places(line: Timeline) -> None:
 
 
 def test_piped_is_plain_and_a_terminal_has_colours() -> None:
-    line, pipe = pipeline("zbv", Pipeline(2, 4)), io.StringIO()
+    line, pipe = pipeline("zbv", PipelineCase(2, 4)), io.StringIO()
     print_timelines([line], pipe)
     assert "\x1b" not in pipe.getvalue()
     drawn = "\n".join(one for one in pipe.getvalue().splitlines() if one.startswith("rank"))
@@ -94,25 +94,29 @@ def test_piped_is_plain_and_a_terminal_has_colours() -> None:
 def test_a_pipe_that_speaks_ascii_only_gets_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    print_timelines([pipeline("1f1b", Pipeline(2, 2))], stream)
+    print_timelines([pipeline("1f1b", PipelineCase(2, 2))], stream)
     print_walk(collectives_walk.ring(2), stream)
     stream.flush()
     assert b"rank 0" in raw.getvalue()
 
 
 def test_later_pieces_have_small_letters_and_the_legend_says_so() -> None:
-    lines = text([pipeline("zbv", Pipeline(2, 4))])
+    lines = text([pipeline("zbv", PipelineCase(2, 4))])
     assert "f0" in lines[2] or "f" in lines[2]
     assert any("small letters" in one for one in lines)
-    assert not any("small letters" in one for one in text([pipeline("1f1b", Pipeline(2, 4))]))
-    both = text([pipeline("dualpipe", Pipeline(2, 4))])
+    assert not any("small letters" in one for one in text([pipeline("1f1b", PipelineCase(2, 4))]))
+    both = text([pipeline("dualpipe", PipelineCase(2, 4))])
     assert any(one == "small letters: the second copy of the model" for one in both)
     assert not any("second copy" in one for one in lines)
 
 
 def test_two_timelines_share_one_scale() -> None:
-    long = Timeline("long", 1, (Span(0, 0.0, 20.0, "forward", "0"),), (Held(0, 0.0, 2.0**20),))
-    short = Timeline("short", 1, (Span(0, 0.0, 10.0, "forward", "0"),), (Held(0, 0.0, 2.0**19),))
+    long = Timeline(
+        "long", 1, (TimelineSpan(0, 0.0, 20.0, "forward", "0"),), (MemorySample(0, 0.0, 2.0**20),)
+    )
+    short = Timeline(
+        "short", 1, (TimelineSpan(0, 0.0, 10.0, "forward", "0"),), (MemorySample(0, 0.0, 2.0**19),)
+    )
     lines = text([long, short])
     boxes = [len(one[10:]) for one in lines if one.startswith("rank 0    F0")]
     assert boxes[0] == 2 * boxes[1]
@@ -121,8 +125,10 @@ def test_two_timelines_share_one_scale() -> None:
 
 
 def test_what_costs_nothing_is_not_drawn() -> None:
-    line = Timeline("t", 1, (Span(0, 0.0, 0.0, "send"), Span(0, 0.0, 1.0, "forward")))
-    assert [s.kind for row in rows(line) for s in row.spans] == ["forward"]
+    line = Timeline(
+        "t", 1, (TimelineSpan(0, 0.0, 0.0, "send"), TimelineSpan(0, 0.0, 1.0, "forward"))
+    )
+    assert [s.kind for row in make_rows(line) for s in row.spans] == ["forward"]
     assert not any("send" in one for one in text([line]))
 
 
@@ -130,12 +136,12 @@ def test_many_ranks_that_do_the_same_share_a_row() -> None:
     line = puzzle_timeline(7, "reference")
     assert rank_groups(line) == [tuple(range(first, 16, 4)) for first in range(4)]
     assert group_name(rank_groups(line)[1]) == "ranks 1 5 9 13"
-    few = Timeline("t", 3, tuple(Span(r, 0.0, 1.0 + r % 2, "forward") for r in range(3)))
+    few = Timeline("t", 3, tuple(TimelineSpan(r, 0.0, 1.0 + r % 2, "forward") for r in range(3)))
     assert rank_groups(few) == [(0,), (1,), (2,)], "few ranks keep their order"
 
 
 def test_more_rows_than_a_screen_are_counted_out() -> None:
-    spans = tuple(Span(r, float(r), r + 1.0, "forward", "0") for r in range(50))
+    spans = tuple(TimelineSpan(r, float(r), r + 1.0, "forward", "0") for r in range(50))
     lines = text([Timeline("t", 50, spans)])
     assert any(one.startswith("… 18 more rows") for one in lines)
 
@@ -143,7 +149,7 @@ def test_more_rows_than_a_screen_are_counted_out() -> None:
 @pytest.mark.parametrize("end", [1e-7, 0.3, 1.0, 33.0, 99.999, 1e6])
 @pytest.mark.parametrize("most", [2, 5, 12])
 def test_ticks_are_few_round_and_inside(end: float, most: int) -> None:
-    found = ticks(end, most)
+    found = make_ticks(end, most)
     assert 1 <= len(found) <= most
     assert found[0] == 0
     assert found[-1] <= end * (1 + 1e-9)

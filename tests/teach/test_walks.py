@@ -9,19 +9,24 @@ import pytest
 from shoal.base.errors import BugError, PlanError
 from shoal.base.plans.timeline import Timeline
 from shoal.teach.calculators import collectives_costs as costs
-from shoal.teach.schedules_simulate import bubble_of
+from shoal.teach.schedules_simulate import timeline_bubble
 from shoal.teach.walks import collectives_walk, fsdp_walk, walk_messages, zero_walk
-from shoal.teach.walks.pipelines_walk import Pipeline, afab_beside_1f1b, closed_formula, pipeline
+from shoal.teach.walks.pipelines_walk import (
+    PipelineCase,
+    closed_formula,
+    compare_afab_1f1b,
+    pipeline,
+)
 from shoal.teach.walks.shards_walk import first_weights, gradient
-from shoal.teach.walks.walk import Cell, Walk
-from shoal.teach.walks.walk_messages import ALPHA_S, BYTES_PER_S, Message, Ranks
+from shoal.teach.walks.walk import StepThrough, TableCell
+from shoal.teach.walks.walk_messages import ALPHA_S, BYTES_PER_S, ChunkMessage, ChunkSimulation
 from traffic_theory import Payload, step_traffic
 
 BETA = 1 / BYTES_PER_S
 M = 48 * 2**20
 
 
-def column(cells: tuple[tuple[Cell, ...], ...], place: int) -> list[int]:
+def column(cells: tuple[tuple[TableCell, ...], ...], place: int) -> list[int]:
     return [int(row[place].text) for row in cells if row[place].text]
 
 
@@ -50,7 +55,7 @@ def test_gather_scatter_broadcast_end_as_they_must(ranks: int) -> None:
     spread = collectives_walk.broadcast(ranks, M)
     assert column(spread.start, 0) == [int(spread.start[0][0].text)]
     assert column(spread.steps[-1].cells, 0) == [int(spread.start[0][0].text)] * ranks
-    assert len(spread.steps) == costs.rounds(ranks)
+    assert len(spread.steps) == costs.broadcast_rounds(ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 13, 16])
@@ -69,15 +74,17 @@ def test_time_is_that_of_the_calculators(ranks: int) -> None:
 
 
 def test_a_rank_is_never_added_twice() -> None:
-    world = Ranks([{0: 1}, {0: 2}], 1, 8.0)
-    world.round("there", "send", [Message(0, 1, (0,), adds=True)], "")
+    world = ChunkSimulation([{0: 1}, {0: 2}], 1, 8.0)
+    world.run_round("there", "send", [ChunkMessage(0, 1, (0,), adds=True)], "")
     with pytest.raises(BugError, match="rank 0 would be counted twice"):
-        world.round("again", "send", [Message(0, 1, (0,), adds=True)], "")
+        world.run_round("again", "send", [ChunkMessage(0, 1, (0,), adds=True)], "")
 
 
 def test_all_messages_of_a_round_leave_at_once() -> None:
-    world = Ranks([{0: 1}, {0: 2}], 1, 8.0)
-    world.round("swap", "send", [Message(0, 1, (0,), True), Message(1, 0, (0,), True)], "")
+    world = ChunkSimulation([{0: 1}, {0: 2}], 1, 8.0)
+    world.run_round(
+        "swap", "send", [ChunkMessage(0, 1, (0,), True), ChunkMessage(1, 0, (0,), True)], ""
+    )
     assert [own[0] for own in world.held] == [3, 3]
     assert world.busiest_bytes == 8.0
 
@@ -129,7 +136,7 @@ def lanes(line: Timeline) -> dict[tuple[int, str], list[tuple[float, float, str,
     return {key: sorted(spans) for key, spans in found.items()}
 
 
-def timeline(walk: Walk) -> Timeline:
+def timeline(walk: StepThrough) -> Timeline:
     assert walk.timeline is not None
     return walk.timeline
 
@@ -211,9 +218,9 @@ def test_zero_holds_less_by_stage(ranks: int) -> None:
 
 
 def test_zero_notices_a_stage_that_forgets_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = zero_walk._Stage._update
+    right = zero_walk._StageTraining._update
 
-    def forgets(self: zero_walk._Stage) -> None:
+    def forgets(self: zero_walk._StageTraining) -> None:
         stage, self.stage = self.stage, 0
         if stage == 1:
             for mine in self.ranks:  # update the own part, tell nobody
@@ -225,7 +232,7 @@ def test_zero_notices_a_stage_that_forgets_to_gather(monkeypatch: pytest.MonkeyP
             right(self)
         self.stage = stage
 
-    monkeypatch.setattr(zero_walk._Stage, "_update", forgets)
+    monkeypatch.setattr(zero_walk._StageTraining, "_update", forgets)
     with pytest.raises(BugError, match="stage 1: weights"):
         zero_walk.zero(4)
 
@@ -238,7 +245,7 @@ def test_first_weights_are_small_and_differ_between_units() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (4, 3), (8, 16)])
 def test_afab_beside_1f1b(p: int, m: int) -> None:
-    (afab, other), lines = afab_beside_1f1b(Pipeline(ranks=p, micro_batches=m, input_s=0.5))
+    (afab, other), lines = compare_afab_1f1b(PipelineCase(ranks=p, micro_batches=m, input_s=0.5))
     assert [afab.peak_bytes(r) for r in range(p)] == [m] * p
     assert [other.peak_bytes(r) for r in range(p)] == [min(m, p - r) for r in range(p)]
     assert afab.held_unit == other.held_unit == "micro-batches"
@@ -247,13 +254,13 @@ def test_afab_beside_1f1b(p: int, m: int) -> None:
 
 
 def test_facts_of_a_schedule() -> None:
-    facts = pipeline("zero-bubble", Pipeline(4, 8)).facts
+    facts = pipeline("zero-bubble", PipelineCase(4, 8)).facts
     assert facts["bubble"] == "3.0 s = 12.5% of it, formula (p−1)(F+B−W): 3.0 s"
     assert facts["work of a rank"] == "24.0 s"
     assert facts["step up to the optimizer's barrier"] == "27.0 s"
-    chunks = pipeline("interleaved", Pipeline(4, 8, chunks=3))
+    chunks = pipeline("interleaved", PipelineCase(4, 8, chunks=3))
     assert "3 pieces of the model per rank" in chunks.title
-    uneven = pipeline("zbv", Pipeline(4, 8, 1.0, 2.0, 0.5)).facts
+    uneven = pipeline("zbv", PipelineCase(4, 8, 1.0, 2.0, 0.5)).facts
     assert uneven["bubble"].endswith("counted"), "there is no formula for this"
 
 
@@ -261,17 +268,17 @@ def test_facts_of_a_schedule() -> None:
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 4), (4, 4), (4, 8), (4, 12), (6, 12), (8, 16)])
 @pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0), (1.0, 2.0, 0.5)])
 def test_a_formula_that_is_shown_is_what_the_drawing_shows(name, p, m, seconds) -> None:
-    asked = Pipeline(p, m, 2, *seconds)
+    asked = PipelineCase(p, m, 2, *seconds)
     closed = closed_formula(name, asked, 2)
     if closed is None or (name == "interleaved" and m % p):
         assert name not in ("gpipe", "1f1b")
         return
-    assert bubble_of(pipeline(name, asked)) == pytest.approx(closed[1], abs=1e-9)
+    assert timeline_bubble(pipeline(name, asked)) == pytest.approx(closed[1], abs=1e-9)
 
 
 def test_too_much_to_draw_is_said() -> None:
     with pytest.raises(PlanError, match="too much to draw; try: --micro-batches"):
-        pipeline("1f1b", Pipeline(ranks=16, micro_batches=100_000))
+        pipeline("1f1b", PipelineCase(ranks=16, micro_batches=100_000))
 
 
 def test_numbers_at_the_start_are_small() -> None:
@@ -289,6 +296,6 @@ def test_activations_are_drawn_in_every_micro_batch() -> None:
 
 
 def test_figures_of_a_drawing_are_rounded_and_one_is_one() -> None:
-    assert pipeline("1f1b", Pipeline(2, 1)).facts["held at most"] == "1 micro-batch"
-    for line in (pipeline(name, Pipeline(4, 12)) for name in ("zbv", "interleaved")):
+    assert pipeline("1f1b", PipelineCase(2, 1)).facts["held at most"] == "1 micro-batch"
+    for line in (pipeline(name, PipelineCase(4, 12)) for name in ("zbv", "interleaved")):
         assert re.fullmatch(r"\d+(\.\d\d?)? micro-batch(es)?", line.facts["held at most"])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shoal import parallelize
 from shoal.base.errors import PlanError
 from shoal.base.layouts.policies import BlocksPolicy
-from shoal.trace.find.blocks import find_blocks, gathered_blocks
+from shoal.trace.find.blocks import detect_blocks, fsdp_blocks
 
 
 class Layer(nn.Module):
@@ -46,7 +46,7 @@ class Net(nn.Module):
     ],
 )
 def test_blocks_are_named_by_name_or_class(wished: tuple[str, ...], names: list[str]) -> None:
-    assert list(find_blocks(Net(), BlocksPolicy(blocks=wished))) == names
+    assert list(detect_blocks(Net(), BlocksPolicy(blocks=wished))) == names
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,15 @@ def test_blocks_are_named_by_name_or_class(wished: tuple[str, ...], names: list[
 )  # fmt: skip
 def test_what_is_no_block_is_one_line(wished: tuple[str, ...], line: str) -> None:
     with pytest.raises(PlanError) as refused:
-        find_blocks(Net(), BlocksPolicy(blocks=wished))
+        detect_blocks(Net(), BlocksPolicy(blocks=wished))
     assert str(refused.value) == line
     with pytest.raises(PlanError, match="layout.blocks = "):
         parallelize(Net(), torch.optim.SGD, blocks=wished)
 
 
 def test_fsdp_gathers_them_one_at_a_time() -> None:
-    assert list(gathered_blocks(Net(), BlocksPolicy(blocks=("again",)))) == ["again"]
-    assert not gathered_blocks(Net(), BlocksPolicy(blocks=("Linear",))), (
+    assert list(fsdp_blocks(Net(), BlocksPolicy(blocks=("again",)))) == ["again"]
+    assert not fsdp_blocks(Net(), BlocksPolicy(blocks=("Linear",))), (
         "bare layers stay with the root"
     )
 

@@ -12,8 +12,8 @@ from user_modules import EXAMPLES, made
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd import model_split
 from shoal.trace.flow import forward_record
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.isolation.memoized_forward import NoLog, as_cheaply, echoing
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.isolation.memoized_forward import NoLog, memoize_layers, run_memoized
 
 CALLS: list[Any] = []
 
@@ -53,7 +53,7 @@ class Stack(nn.Module):
 
 def passed(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
     CALLS.clear()
-    with echoing(model, NoLog()):
+    with memoize_layers(model, NoLog()):
         out = model(x)
     assert all("forward" not in vars(part) for part in model.modules())
     return len(CALLS), out
@@ -101,7 +101,7 @@ def test_a_layer_called_again_computes() -> None:
 
 def test_an_input_of_another_kind_is_computed() -> None:
     model = Stack()
-    with echoing(model, NoLog()):
+    with memoize_layers(model, NoLog()):
         CALLS.clear()
         for rows in (2, 3, 2):
             model.layers[0](torch.ones(rows, 4))
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_live_with_echoes_is_run_as_it_is() -> None:
             raise KeyError("what a layer would have left")
         return "found"
 
-    assert as_cheaply(look) == "found"
+    assert run_memoized(look) == "found"
     assert seen == [True, False]
 
 
@@ -127,10 +127,10 @@ def found(name: str) -> Any:
     module = made(EXAMPLES[name].build)
     inputs = EXAMPLES[name].inputs(3)
     run = lambda m: EXAMPLES[name].call(m, inputs)  # noqa: E731
-    seen = Record(module, run).trunk
+    seen = ForwardRecord(module, run).trunk
     told: Any
     try:
-        split = model_split.plan_split(Record(module, run), 2, sequence=True)
+        split = model_split.plan_split(ForwardRecord(module, run), 2, sequence=True)
         told = split.parameters, split.exchanges, split.notices, split.tables.split
     except PlanError as refusal:
         told = str(refusal)
@@ -140,5 +140,5 @@ def found(name: str) -> Any:
 @pytest.mark.parametrize("name", ["nested", "unet", "tuples", "encoder"])
 def test_echoes_change_nothing_that_is_found(name: str, monkeypatch: Any) -> None:
     with_echoes = found(name)
-    monkeypatch.setattr(forward_record, "as_cheaply", lambda look: look(False))
+    monkeypatch.setattr(forward_record, "run_memoized", lambda look: look(False))
     assert found(name) == with_echoes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.trace.graph.layer_graph import Untraceable, trace
+from shoal.trace.graph.layer_graph import UntraceableLayer, trace_layer
 
 
 class Clipped(nn.Linear):
@@ -18,5 +18,5 @@ class Clipped(nn.Linear):
 
 
 def test_a_constant_without_numbers_is_no_graph() -> None:
-    with pytest.raises(Untraceable, match="it takes a weight's `.data`"):
-        trace(Clipped(4, 4), (torch.randn(2, 4),), {})
+    with pytest.raises(UntraceableLayer, match="it takes a weight's `.data`"):
+        trace_layer(Clipped(4, 4), (torch.randn(2, 4),), {})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.models.catalog import build
-from shoal.trace.isolation.stream_weights import lent
+from shoal.trace.isolation.stream_weights import stream_weights
 
 META = torch.device("meta")
 
@@ -51,7 +51,7 @@ class Mixed(nn.Module):
 def test_a_pass_runs_on_the_device_with_weights_that_stay() -> None:
     model = build("llama", {"dim": 16, "layers": 2}, vocabulary=32, sequence=8)
     copies = Copies()
-    with lent(model, META), copies:
+    with stream_weights(model, META), copies:
         out = model(torch.zeros(2, 8, dtype=torch.long, device=META))
     assert all(not p.is_meta for p in model.parameters())
     assert out is not None
@@ -62,7 +62,7 @@ def test_a_pass_runs_on_the_device_with_weights_that_stay() -> None:
 
 def test_reads_beside_layers_are_lent_too() -> None:
     model = Mixed()
-    with lent(model, META):
+    with stream_weights(model, META):
         assert model.scale.device == META
         assert model.scale.shape == (4,)
         model.count = torch.zeros(())  # not lent: no part of the module when it began
@@ -75,7 +75,7 @@ def test_reads_beside_layers_are_lent_too() -> None:
 def test_copies_of_layers_are_on_the_device_and_shapes_cost_nothing() -> None:
     model = nn.Linear(4, 4)
     copies = Copies()
-    with lent(model, META), copies:
+    with stream_weights(model, META), copies:
         assert model.weight.numel() == 16
         assert not copies.elements
         twin = copy.deepcopy(model)
@@ -88,6 +88,6 @@ def test_copies_of_layers_are_on_the_device_and_shapes_cost_nothing() -> None:
 def test_what_is_there_already_is_left_alone(device: str) -> None:
     model = nn.Linear(4, 4, device=device)
     copies = Copies()
-    with lent(model, torch.device(device)), copies:
+    with stream_weights(model, torch.device(device)), copies:
         assert model(torch.ones(1, 4, device=device)).device.type == device
     assert not copies.elements

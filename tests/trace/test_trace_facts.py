@@ -8,18 +8,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.transformer_shape import TransformerShape
 from shoal.forecast.models.block_parts import Kernels
-from shoal.forecast.models.model_facts import resolve
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.models.model_facts import resolve_model
+from shoal.forecast.models.transformer_costs import transformer_facts
 from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
 from shoal.models.resnet import ResNet
 from shoal.trace.costs.traced_facts import trace_facts
-from shoal.trace.isolation.meta_inputs import narrow_products
+from shoal.trace.isolation.meta_inputs import cast_product_weights
 
-LLAMA_8B = Transformer("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
+LLAMA_8B = TransformerShape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
 
 
 def build_8b():
@@ -46,7 +46,7 @@ def test_llama_3_8b_is_what_arithmetic_says(kernels, rules, units):
     told = trace_facts(
         build_8b, ids, kernels=kernels, element_bytes=2, loss=token_loss, targets=ids
     )
-    said = model_facts(LLAMA_8B, 8192, 2, rules)
+    said = transformer_facts(LLAMA_8B, 8192, 2, rules)
     block, other = by_name(told)["blocks"], said.units[1]
     assert told.trainable == said.trainable == 8_030_261_248
     assert sum(u.count * u.parameters for u in told.units) == told.trainable
@@ -67,14 +67,14 @@ def test_llama_3_8b_is_what_arithmetic_says(kernels, rules, units):
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_small_llamas_agree_with_arithmetic_too(tied, element_bytes):
     arguments = {"vocabulary": 512, "dim": 128, "layers": 3, "heads": 8, "kv_heads": 2}
-    given = resolve("llama", {**arguments, "tied": tied}, sequence=256).arguments
-    shape = Transformer("t", 3, 128, 8, 2, given["hidden"], 512, tied=tied)
+    given = resolve_model("llama", {**arguments, "tied": tied}, sequence=256).arguments
+    shape = TransformerShape("t", 3, 128, 8, 2, given["hidden"], 512, tied=tied)
     ids = torch.zeros(4, 256, dtype=torch.long)
     told = trace_facts(
         lambda: Llama(**given), ids, kernels="gpu", element_bytes=element_bytes,
         loss=token_loss, targets=ids,
     )  # fmt: skip
-    said = model_facts(shape, 256, element_bytes)
+    said = transformer_facts(shape, 256, element_bytes)
     units = by_name(told)
     assert told.trainable == said.trainable
     assert told.forward_flops == said.forward_flops
@@ -111,7 +111,7 @@ def test_autocast_keeps_what_a_real_step_keeps(positions):
 
     ids = torch.zeros(2, positions, dtype=torch.long)
     facts = trace_facts(build, ids, element_bytes=2, autocast=True)
-    module = narrow_products(build(), torch.bfloat16)
+    module = cast_product_weights(build(), torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         kept = bytes_autograd_keeps(module, ids)
     assert 2 * sum(u.count * saved(u) for u in facts.units) == kept
@@ -214,7 +214,7 @@ def test_attention_counts_on_a_cpu_where_torch_counts_none():
 
 
 def test_our_resnet():
-    model = ResNet(**resolve("resnet").arguments)
+    model = ResNet(**resolve_model("resnet").arguments)
     facts = trace_facts(
         model, torch.rand(2, 3, 32, 32) if _colours(model) == 3 else torch.rand(2, 1, 8, 8)
     )

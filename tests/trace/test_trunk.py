@@ -12,11 +12,11 @@ from hf_modules import HF_EXAMPLES
 from torch import nn
 from user_modules import EXAMPLES, HIDDEN, Example, Layer, made, named, numbers, tokens
 
-from shoal.forecast.models.hf_presence import foreign_layers
+from shoal.forecast.models.hf_presence import count_hf_layers
 from shoal.models.catalog import build
-from shoal.trace.find.trunk import Run, Trunk
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.isolation.preserve_state import without_trace
+from shoal.trace.find.trunk import ForwardFunction, Trunk
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.isolation.preserve_state import preserve_state
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 OURS = {
@@ -36,8 +36,8 @@ ALL = {**OURS, **EXAMPLES, **{f"hf {name}": example for name, example in HF_EXAM
 LEAVES = {"mlp", "our mlp"}
 
 
-def find_trunk(module: nn.Module, run: Run) -> Trunk:
-    return Record(module, run).trunk
+def find_trunk(module: nn.Module, run: ForwardFunction) -> Trunk:
+    return ForwardRecord(module, run).trunk
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -58,12 +58,12 @@ def test_calls_hold_what_came_in() -> None:
     example = EXAMPLES["unet"]
     module = made(example.build)
     inputs = example.inputs(2)
-    record = Record(module, lambda m: example.call(m, inputs))
+    record = ForwardRecord(module, lambda m: example.call(m, inputs))
     calls = record.calls(record.trunk.blocks)
     assert tuple(calls) == record.trunk.calls
     for name, call in calls.items():
         again = module.get_submodule(name)(*call.args, **call.kwargs)
-        assert [again.shape] == record.seen.shapes[name]
+        assert [again.shape] == record.first_pass.shapes[name]
     assert list(calls[record.trunk.calls[-1]].kwargs) == ["skip"]
     assert record.passes == {"look": 1}
 
@@ -91,7 +91,7 @@ def test_arguments_are_kept_as_they_were_before_the_call() -> None:
     module = nn.Sequential(*(Rewriting() for _ in range(3)))
     x = torch.randn(2, 4)
     before = x.clone()
-    record = Record(module, lambda m: m(x))
+    record = ForwardRecord(module, lambda m: m(x))
     assert record.trunk.blocks == ("0", "1", "2")
     assert torch.equal(record.calls(["0"])["0"].args[0], before)
     assert not torch.equal(x, before)
@@ -159,7 +159,7 @@ def test_what_is_seen_does_not_depend_on_a_rank_s_draws() -> None:
     for rank in range(2):
         torch.manual_seed(rank)
         drawn = torch.get_rng_state()
-        seen.append(Record(module, lambda m: m(x)).calls(["1"])["1"].args[0])
+        seen.append(ForwardRecord(module, lambda m: m(x)).calls(["1"])["1"].args[0])
         assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.equal(*seen)
 
@@ -180,7 +180,7 @@ def test_attributes_are_left_as_they_were() -> None:
             return self.result
 
     module = nn.Sequential(Keeps(), Keeps())
-    with without_trace(module):
+    with preserve_state(module):
         module(torch.ones(2, 3))
         assert module[1].calls == 1
     for part in module:
@@ -205,4 +205,4 @@ def test_a_configuration_says_how_many_blocks_there_are(name: str, tmp_path: Pat
     module.config.save_pretrained(tmp_path)
     batch = FAMILIES[name].inputs(2)
     calls = find_trunk(module, lambda m: m(**batch)).calls
-    assert foreign_layers(f"hf:{tmp_path}") == (None if name in SEVERAL_STACKS else len(calls))
+    assert count_hf_layers(f"hf:{tmp_path}") == (None if name in SEVERAL_STACKS else len(calls))

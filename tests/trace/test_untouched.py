@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.trace.isolation.module_copies import meta_twin
-from shoal.trace.isolation.preserve_state import without_trace
+from shoal.trace.isolation.module_copies import copy_to_meta
+from shoal.trace.isolation.preserve_state import preserve_state
 
 
 class Hooked(nn.Module):
@@ -29,7 +29,7 @@ class Hooked(nn.Module):
 
 def test_hooks_that_a_pass_adds_are_not_added_twice() -> None:
     model = Hooked()
-    with without_trace(model):
+    with preserve_state(model):
         model(torch.ones(1, 2))
     assert not model.layer._forward_hooks
     model(torch.ones(1, 2))
@@ -40,7 +40,7 @@ def test_hooks_that_a_pass_adds_are_not_added_twice() -> None:
 def test_a_users_own_hooks_stay() -> None:
     model, heard = Hooked(), []
     model.layer.register_forward_hook(lambda *_: heard.append(1))
-    with without_trace(model):
+    with preserve_state(model):
         model(torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert heard == [1, 1]
@@ -49,7 +49,7 @@ def test_a_users_own_hooks_stay() -> None:
 def test_a_twin_of_a_model_that_ran_adds_its_own() -> None:
     model = Hooked()
     model(torch.ones(1, 2))
-    twin = meta_twin(model)
+    twin = copy_to_meta(model)
     twin(torch.ones(1, 2, device="meta"))
     assert len(twin.layer._forward_hooks) == 1
     assert model.heard == 1

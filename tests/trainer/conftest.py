@@ -44,9 +44,9 @@ def run(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def one(*overrides: str, before: Any = None) -> tuple[Path, int]:
         base = ["model.build=my_ends:build", "data.source=my_ends:data", "train.batch=2",
                 "train.steps=4", "layout.strategy=single", "run.name=x"]  # fmt: skip
-        prepared = start.prepare([*base, *overrides], None, 1)
+        prepared = start.prepare_run([*base, *overrides], None, 1)
         prepared.folder.mkdir(parents=True)
-        start.write_folder(prepared)
+        start.write_run_folder(prepared)
         if before is not None:
             before(prepared.folder)
         return prepared.folder, train(prepared.folder, prove_run, world=start_world({}))

@@ -81,7 +81,7 @@ def steps_of(run: Run, sample: torch.Tensor) -> dict[str, Any]:
     run.hear(lambda record: rows.append(record) if record["event"] == "step" else None)
     sent: list[int] = []
     tally_s: list[float] = []
-    terms, tally = step_vector.zero_sum_terms, optimizer_step._tally
+    terms, tally = step_vector.zero_sum_terms, optimizer_step._reduce_totals
 
     def alone(*given: Any) -> list[float]:
         return [0.0] * len(terms(*given))
@@ -98,7 +98,7 @@ def steps_of(run: Run, sample: torch.Tensor) -> dict[str, Any]:
     ]
     with (
         patch.object(step_vector, "zero_sum_terms", alone),
-        patch.object(optimizer_step, "_tally", timed),
+        patch.object(optimizer_step, "_reduce_totals", timed),
     ):
         for _ in range(STEPS):
             run.step((sample, sample))

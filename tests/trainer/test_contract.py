@@ -14,7 +14,12 @@ from trainer_small import assert_same_bits, bits, cross_entropy_mean, linear, pa
 import shoal
 from shoal.base.errors import ConfigError
 from shoal.models.loss import token_loss
-from shoal.trainer.step.call_contract import batch_length, cut_batch, split_batch, sum_and_count
+from shoal.trainer.step.call_contract import (
+    batch_length,
+    split_batch,
+    split_into_micro_batches,
+    sum_and_count,
+)
 
 
 def told(failure: pytest.ExceptionInfo) -> str:
@@ -226,7 +231,7 @@ def test_cutting_along_dim_0() -> None:
         "settings": ["two", "words"],
         "text": "whole",
     }
-    parts = list(cut_batch(batch, 2))
+    parts = list(split_into_micro_batches(batch, 2))
     assert [batch_length(p) for p in parts] == [2, 2, 1]
     assert [p["names"] for p in parts] == [["a", "b"], ["c", "d"], ["e"]]
     assert parts[1]["array"].tolist() == [[4, 5], [6, 7]]

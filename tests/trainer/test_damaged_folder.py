@@ -14,7 +14,7 @@ from trainer_small import Rows, linear, run_of
 
 from shoal.base.errors import CheckpointError, ConfigError, ShoalError
 from shoal.checkpoint.format.lease import RunLease
-from shoal.checkpoint.format.manifest import _sealed
+from shoal.checkpoint.format.manifest import _add_digest
 from shoal.trainer.state.replaced_folder import save_if_deleted
 
 ROWS = Rows(8)
@@ -82,7 +82,7 @@ def forge(folder: Path, change: Any) -> None:
     content = json.loads(path.read_bytes())
     content.pop("digest")
     change(content["record"])
-    path.write_bytes(_sealed(content))
+    path.write_bytes(_add_digest(content))
 
 
 FORGED: dict[str, tuple[Any, str]] = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import UNSAVED_CODE, ConfigError, TrainingError
-from shoal.base.runlog.atomic_files import saved_steps
-from shoal.view import summary
-from shoal.wire.phases import Phase, listen
+from shoal.base.runlog.atomic_files import list_saved_steps
+from shoal.view import summarise_run
+from shoal.wire.phases import Phase, set_phase_listener
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -38,8 +38,8 @@ def test_a_run_in_which_nothing_moved_is_no_success(run: Any, loss: str, text: s
 def test_a_run_of_which_a_step_moved_completes(run: Any) -> None:
     folder, code = run("model.loss=my_ends:half")
     assert code == 0
-    assert "skipped" in summary(folder)
-    assert saved_steps(folder)[-1] == 4
+    assert "skipped" in summarise_run(folder)
+    assert list_saved_steps(folder)[-1] == 4
 
 
 def test_an_end_without_its_checkpoint_is_told_once_and_is_no_success(run: Any) -> None:
@@ -51,14 +51,14 @@ def test_an_end_without_its_checkpoint_is_told_once_and_is_no_success(run: Any) 
     failed = [e["step"] for e in events if e["event"] == "checkpoint_failed"]
     assert failed == sorted(set(failed)), "one event for each"
     assert not any("was not saved" in e.get("text", "") for e in events), "and no second line"
-    assert summary(folder).startswith(
+    assert summarise_run(folder).startswith(
         "completed at step 4; the last checkpoint could not be written\n"
     )
 
 
 def test_the_summary_counts_samples_and_splits_the_time(run: Any) -> None:
     folder, _ = run()
-    text = summary(folder)
+    text = summarise_run(folder)
     assert "4 steps, 8 samples in " in text
     assert " samples/s" in text
     assert "token" not in text
@@ -82,10 +82,10 @@ def test_a_start_tells_what_it_is_busy_with_in_this_order(run: Any) -> None:
     def hear(phases: list[Phase]) -> None:
         heard.extend(one.name for one in phases if one.name not in heard)
 
-    listen(hear)
+    set_phase_listener(hear)
     try:
         run()
     finally:
-        listen(None)
+        set_phase_listener(None)
     wanted = ["data", "set up", "build", "first step", "save"]
     assert [name for name in heard if name in wanted] == wanted

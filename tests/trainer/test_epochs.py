@@ -17,7 +17,7 @@ from torch import nn
 import shoal
 from proof_rows import chosen
 from shoal.trainer.process import stop_signals
-from shoal.trainer.process.stop_signals import ask_on_signals
+from shoal.trainer.process.stop_signals import install_stop_handlers
 
 SAMPLES, BATCH, EPOCHS = 20, 8, 3  # steps of 8, 8 and 4: nine in all
 
@@ -162,7 +162,7 @@ def test_a_stop_by_a_signal_costs_nothing(
 def test_a_second_ctrl_c_ends_a_loop_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """An echo of the first does not; a thread that hears no signals says so, and goes on."""
     asked, told = [], []
-    put_back = ask_on_signals(lambda: asked.append(1), told.append)
+    put_back = install_stop_handlers(lambda: asked.append(1), told.append)
     try:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
@@ -172,7 +172,7 @@ def test_a_second_ctrl_c_ends_a_loop_now(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         put_back()
     assert asked == [1, 1, 1]
-    thread = threading.Thread(target=ask_on_signals, args=(asked.clear, told.append))
+    thread = threading.Thread(target=install_stop_handlers, args=(asked.clear, told.append))
     thread.start()
     thread.join()
     assert [line.partition(":")[0] for line in told] == ["run.stop_on_signals"]

@@ -26,27 +26,27 @@ import torch
 from torch import nn
 
 import shoal.cli.start as start
-from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.estimate import PlanningCase
 from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import POLICIES
 from shoal.base.plans.plan import Plan
-from shoal.cli.plan_subject import find_subject
-from shoal.config.load import load
-from shoal.config.resolve import asked_layout, plan_of, resolve_batch
+from shoal.cli.plan_subject import resolve_subject
+from shoal.config.load import load_config
+from shoal.config.resolve import collect_layout_keys, make_plan, resolve_batch
 from shoal.config.save import to_toml, toml_value
 from shoal.config.sections import Config, keys
-from shoal.forecast.machines.measured_machine import this_cluster
-from shoal.forecast.models.own_transformers import own_family
-from shoal.forecast.models.transformer_costs import model_facts
-from shoal.forecast.search.layout_search import Candidate, search
+from shoal.forecast.machines.measured_machine import estimate_this_machine
+from shoal.forecast.models.own_transformers import own_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
+from shoal.forecast.search.layout_search import LayoutCandidate, search_layouts
 from shoal.forecast.search.search_space import SearchSpace
-from shoal.planning.settle import is_open, settle_layout, words_of
+from shoal.planning.settle import is_layout_open, layout_keys, settle_layout
 from shoal.trainer import adapters
 from shoal.trainer import parallelize as room
 from shoal.trainer.autotune import rank_layouts
 from shoal.trainer.jobs import configured_run
-from shoal.trainer.jobs.run_forecast import case_of
+from shoal.trainer.jobs.run_forecast import make_case
 
 KEYS = [
     f"{section.name}.{key.name}"
@@ -331,8 +331,8 @@ def value_of(config: Config, key: str) -> Any:
 
 def said_value(key: str) -> Any:
     """The value under test, and that it is none that would be there anyway."""
-    value = value_of(load(None, words_of_key(key)).config, key)
-    assert value != value_of(load(None, ON_CPU.split()).config, key), key
+    value = value_of(load_config(None, words_of_key(key)).config, key)
+    assert value != value_of(load_config(None, ON_CPU.split()).config, key), key
     return value
 
 
@@ -347,13 +347,13 @@ def test_every_key_is_here() -> None:
 
 def test_a_file_says_what_the_command_line_says(tmp_path: Path) -> None:
     for key in KEYS:
-        by_words = load(None, words_of_key(key))
+        by_words = load_config(None, words_of_key(key))
         path = tmp_path / "run.toml"
         path.write_text(as_file(words_of_key(key)))
-        assert load(path).config == by_words.config, key
+        assert load_config(path).config == by_words.config, key
         assert said_value(key) == value_of(by_words.config, key)
         path.write_text(to_toml(by_words))  # as workers and --resume read it
-        assert load(path).config == by_words.config, key
+        assert load_config(path).config == by_words.config, key
 
 
 def as_file(words: list[str]) -> str:
@@ -372,13 +372,13 @@ def as_file(words: list[str]) -> str:
     )
 
 
-def settled(key: str, folder: Path) -> start.Prepared:
+def settled(key: str, folder: Path) -> start.PreparedRun:
     """The run that `shoal train` would start."""
     words = [*words_of_key(key)]
     if key not in ("run.folder", "run.name"):
         words += [f"run.folder={folder}", "run.name=one"]
     processes = None if key != "launch.nodes" else 2  # several machines: torchrun starts them
-    return start.prepare(words, None, processes)
+    return start.prepare_run(words, None, processes)
 
 
 def test_a_resumed_run_has_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,18 +386,20 @@ def test_a_resumed_run_has_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for key in KEYS:
         first = settled(key, tmp_path)
         first.folder.mkdir(parents=True, exist_ok=True)
-        start.write_folder(first)
+        start.write_run_folder(first)
         if key not in NOT_RESUMED:
             assert value_of(first.loaded.config, key) == said_value(key), key
         with monkeypatch.context() as held:
-            held.setattr(start, "find", lambda folder: ["step-1"])
-            held.setattr(start, "_check_goes_on", lambda islands, folder: None)
-            held.setattr(start, "_check_same", lambda loaded, folder: None)
-            held.setattr(start, "_in_folders", lambda islands, folder: False)
+            held.setattr(start, "list_checkpoints", lambda folder: ["step-1"])
+            held.setattr(start, "_check_islands_resume", lambda islands, folder: None)
+            held.setattr(start, "_check_result_unchanged", lambda loaded, folder: None)
+            held.setattr(start, "_has_island_folders", lambda islands, folder: False)
             moved = first.folder.rename(tmp_path / "moved") if key in NOT_RESUMED else first.folder
             nodes = 2 if key == "launch.nodes" else None
-            again = start.prepare([], moved, nodes)
-        worker = load(first.folder / "run.toml" if moved == first.folder else moved / "run.toml")
+            again = start.prepare_run([], moved, nodes)
+        worker = load_config(
+            first.folder / "run.toml" if moved == first.folder else moved / "run.toml"
+        )
         there = value_of(again.loaded.config, key)
         if key in NOT_RESUMED:
             assert there != said_value(key), key
@@ -415,7 +417,7 @@ def with_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: name == "peft" or find(name, *more)
     )
-    monkeypatch.setattr(adapters, "adapt", lambda model, *said: model)
+    monkeypatch.setattr(adapters, "add_adapters", lambda model, *said: model)
 
 
 class Ranks(SimpleNamespace):
@@ -452,7 +454,7 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
             model: Any, optimizer: Any, loss: Any, plan: Plan, said: Any, **more: Any
         ) -> Any:
             seen.update(plan=plan, length=more["length"])
-            words = words_of(plan.layout) if said is None else said
+            words = layout_keys(plan.layout) if said is None else said
             layout = settle_layout(plan, words, config.launch.processes, None, LAPTOP).layout
             seen.update(layout=layout)
             held = replace(plan, **UNHELD)
@@ -464,8 +466,8 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
         monkeypatch.setattr(configured_run, "import_loss", take_loss)
         monkeypatch.setattr(configured_run, "start_run", start_run)
         source = SimpleNamespace(train=[torch.zeros(4)], collate=None)
-        layout = asked_layout(config.layout)
-        run = configured_run.open_run(config, source, room.start_world(), plan_of(config), layout)
+        layout = collect_layout_keys(config.layout)
+        run = configured_run.open_run(config, source, room.start_world(), make_plan(config), layout)
         for key in PLAN_KEYS - {*UNHELD, *MADE, "compute"}:
             assert getattr(run.plan, key) == getattr(seen["plan"], key), key
         for undo in run.program.on_close:
@@ -495,7 +497,7 @@ PLANNED = f"{LLAMA} model.dim=512 train.batch=64 train.micro_batch=2 memory.reco
 
 def machines_of(words: list[str]) -> str:
     """GPUs for a layout; this machine where the number of processes is what is asked about."""
-    config = load(None, words).config
+    config = load_config(None, words).config
     if config.launch.processes:
         return ""
     if config.layout.threads:
@@ -505,13 +507,13 @@ def machines_of(words: list[str]) -> str:
     return f"{math.prod(degrees.values()) if degrees else 2}xH100-80GB"
 
 
-def planned(words: list[str], machines: str) -> Candidate:
+def planned(words: list[str], machines: str) -> LayoutCandidate:
     """The best of what `shoal plan` ranks."""
-    subject = find_subject(load(None, words), machines)
-    return search(subject.case, subject.space)[0]
+    subject = resolve_subject(load_config(None, words), machines)
+    return search_layouts(subject.case, subject.space)[0]
 
 
-def figures(candidate: Candidate) -> Any:
+def figures(candidate: LayoutCandidate) -> Any:
     """What is foreseen of a step."""
     time, memory = candidate.time, candidate.memory
     return time.parts, time.bytes, memory.parts, memory.peak_bytes
@@ -567,36 +569,43 @@ def test_a_run_foresees_what_its_plan_foresaw() -> None:
         given, _ = pair(key)
         machines = machines_of(given)
         best = planned(given, machines)
-        case, config = best.case, load(None, given).config
+        case, config = best.case, load_config(None, given).config
         settled = {"compute": case.plan.compute, "batch": case.batch}
         free = {"layout": case.layout, "micro_batch": case.micro_batch}  # for a search
-        plan = replace(plan_of(config), **settled, **free)
-        assert case_of(config, plan, case.model, case.cluster) == case, key
+        plan = replace(make_plan(config), **settled, **free)
+        assert make_case(config, plan, case.model, case.cluster) == case, key
 
 
 def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[tuple[Case, SearchSpace]] = []
-    model = model_facts(own_family("llama"), 128, 4)
+    told: list[tuple[PlanningCase, SearchSpace]] = []
+    model = transformer_facts(own_shape("llama"), 128, 4)
     machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
 
-    def look(case: Case, space: SearchSpace) -> list[Candidate]:
+    def look(case: PlanningCase, space: SearchSpace) -> list[LayoutCandidate]:
         told.append((case, space))
-        return search(case, space)
+        return search_layouts(case, space)
 
-    monkeypatch.setattr(rank_layouts, "search", look)
-    monkeypatch.setattr(rank_layouts, "measured_here", lambda *given: this_cluster(machine, 2))
+    monkeypatch.setattr(rank_layouts, "search_layouts", look)
+    monkeypatch.setattr(
+        rank_layouts, "read_measured_cluster", lambda *given: estimate_this_machine(machine, 2)
+    )
     for key in KEYS:
-        loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
+        loaded = load_config(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
         resolve_batch(loaded, 2)
         config = loaded.config
-        if not is_open(asked_layout(config.layout)) or config.memory.offload != "none":
+        if (
+            not is_layout_open(collect_layout_keys(config.layout))
+            or config.memory.offload != "none"
+        ):
             continue
         if key in ("launch.nodes", "launch.processes", "model.build", "precision.loss_scale"):
             continue  # how many ranks, which facts, and a format that no CPU has
-        (tmp_path / "plan.json").write_text(plan_of(config).to_json({"chosen": False}))
-        chosen, _ = rank_layouts.choose(config, lambda **more: model, Ranks(size=2), tmp_path)
-        loaded = load(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
-        wanted = find_subject(loaded, "")
+        (tmp_path / "plan.json").write_text(make_plan(config).to_json({"chosen": False}))
+        chosen, _ = rank_layouts.choose_run_layout(
+            config, lambda **more: model, Ranks(size=2), tmp_path
+        )
+        loaded = load_config(None, words_of_key(key, f"{ON_CPU} memory.recompute=none"))
+        wanted = resolve_subject(loaded, "")
         case, space = told[-1]
         settled = {"compute": wanted.case.plan.compute, "batch": wanted.case.batch}
         assert replace(case.plan, **settled, why="") == wanted.case.plan, key
@@ -606,5 +615,5 @@ def test_auto_ranks_by_every_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert replace(space, given=wanted.space.given) == wanted.space, key
         assert space.given == frozenset(POLICIES), "a run recomputes what it is told to"
         assert replace(chosen, layout=Layout(), why="", accumulate=0) == replace(
-            plan_of(config), accumulate=0
+            make_plan(config), accumulate=0
         ), key

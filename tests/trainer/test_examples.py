@@ -209,9 +209,9 @@ def test_lora_is_the_same_alone_and_resumed_on_two_processes(tmp_path: Path) -> 
 
 def test_the_toml_example_is_accepted() -> None:
     """`shoal train examples/digits.toml` itself takes 15 s; here its keys and values are checked."""
-    from shoal.config.load import load
-    from shoal.forecast.models.model_facts import resolve
+    from shoal.config.load import load_config
+    from shoal.forecast.models.model_facts import resolve_model
 
-    config = load(EXAMPLES / "digits.toml").config
+    config = load_config(EXAMPLES / "digits.toml").config
     assert config.data.source == "digits"
-    assert resolve(config.model.name, config.model.arguments).family == "resnet"
+    assert resolve_model(config.model.name, config.model.arguments).family == "resnet"

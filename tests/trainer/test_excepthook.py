@@ -14,11 +14,11 @@ import torch
 
 from forks import Forks
 from shoal.base.errors import ConfigError, TrainingError
-from shoal.base.text.user_frames import user_place
+from shoal.base.text.user_frames import user_line
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
-from shoal.trainer.process.crash_report import line
-from shoal.trainer.process.excepthook import install
+from shoal.fabric.rendezvous.process_info import ProcessInfo
+from shoal.trainer.process.crash_report import format_error_line
+from shoal.trainer.process.excepthook import install_excepthook
 from shoal.view.diagnose import diagnose
 
 SCRIPT = """\
@@ -200,26 +200,26 @@ def test_another_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         """IPython's, or a debugger's."""
 
     monkeypatch.setattr(sys, "excepthook", theirs)
-    install()
+    install_excepthook()
     assert sys.excepthook is theirs
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    hook = install()
+    hook = install_excepthook()
     assert sys.excepthook is hook
-    assert install() is hook
+    assert install_excepthook() is hook
 
     def torchs(*what):
         """torch.distributed wraps the hook that it finds when a process group is made."""
 
     torchs.__module__ = "torch.distributed.distributed_c10d"
     monkeypatch.setattr(sys, "excepthook", torchs)
-    assert install() is not hook
+    assert install_excepthook() is not hook
     assert sys.excepthook.ordinary is torchs
 
 
 def test_the_line() -> None:
-    assert line(ConfigError("a: b\nc"), None, None) == "shoal: a: b c"
-    world = World(Place(rank=3, size=4), torch.device("cpu"), None)
-    assert line(TrainingError("x"), None, world) == "[rank 3] shoal: x"
+    assert format_error_line(ConfigError("a: b\nc"), None, None) == "shoal: a: b c"
+    world = World(ProcessInfo(rank=3, size=4), torch.device("cpu"), None)
+    assert format_error_line(TrainingError("x"), None, world) == "[rank 3] shoal: x"
 
 
 def test_the_place_is_the_users_innermost() -> None:
@@ -229,7 +229,7 @@ def test_the_place_is_the_users_innermost() -> None:
     try:
         mine()
     except RuntimeError as failure:
-        place = user_place(failure.__traceback__)
+        place = user_line(failure.__traceback__)
     assert place is not None
     assert place.startswith(os.path.relpath(__file__))
-    assert user_place(None) is None
+    assert user_line(None) is None

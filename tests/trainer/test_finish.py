@@ -34,7 +34,7 @@ def test_a_sample_that_fails_is_one_line(monkeypatch: Any, failure: Exception) -
     def fails(*_given: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(run_end, "sample", fails)
+    monkeypatch.setattr(run_end, "generate_sample", fails)
     run = run_of(Layout())
     assert run_end._try_sample(run, SimpleNamespace()) is None  # type: ignore[arg-type]
     (line,) = run.told
@@ -43,7 +43,7 @@ def test_a_sample_that_fails_is_one_line(monkeypatch: Any, failure: Exception) -
 
 
 def test_others_ranks_write_nothing_alone(monkeypatch: Any) -> None:
-    monkeypatch.setattr(run_end, "sample", lambda *_: "text")
+    monkeypatch.setattr(run_end, "generate_sample", lambda *_: "text")
     assert run_end._try_sample(run_of(Layout(), keeps=False), SimpleNamespace()) is None  # type: ignore[arg-type]
     together = run_of(Layout(), together=True, keeps=False)
     assert run_end._try_sample(together, SimpleNamespace()) == "text"  # type: ignore[arg-type]

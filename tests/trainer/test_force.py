@@ -65,7 +65,7 @@ def resume(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         shutil.copytree(FOLDERS / "runs" / "single", folder)
         monkeypatch.setenv(resume_checks.STRICT, "" if force else "strict")
         try:
-            start.write_folder(start.prepare([override], folder, 1, force=force))
+            start.write_run_folder(start.prepare_run([override], folder, 1, force=force))
             assert main_job.train(folder, prove_run, world=start_world({})) == 0
         except ShoalError as stop:
             return f"{stop}" if stop.exit_code == 2 else f"exit status {stop.exit_code}"

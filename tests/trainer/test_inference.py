@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.trainer.passes.inference import _from_last_stage
+from shoal.trainer.passes.inference import _broadcast_outputs
 
 PIPE = SimpleNamespace(
     gather_json=lambda message: [message], broadcast=lambda *_: None, device=torch.device("cpu")
@@ -27,9 +27,9 @@ class Answer:
 def test_an_unknown_class_is_refused(outputs: Any) -> None:
     """The other stages would get None in its place, without a word."""
     with pytest.raises(ConfigError, match="of a class that pytree cannot write; try: tensors"):
-        _from_last_stage(outputs, cast(Any, PIPE))
+        _broadcast_outputs(outputs, cast(Any, PIPE))
 
 
 def test_tensors_and_numbers_are_told() -> None:
     outputs = {"logits": torch.ones(2), "loss": None, "steps": 3}
-    assert _from_last_stage(outputs, cast(Any, PIPE)) is outputs
+    assert _broadcast_outputs(outputs, cast(Any, PIPE)) is outputs

@@ -15,7 +15,11 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.data.sources import open_data
-from shoal.trainer.islands.island_data import check_same_data, find_difference, fingerprint
+from shoal.trainer.islands.island_data import (
+    check_same_data,
+    describe_difference,
+    fingerprint_dataset,
+)
 from shoal.trainer.islands.island_loop import train_rounds
 
 INNER = SimpleNamespace(rank=0, broadcast_json=lambda value: value)
@@ -38,7 +42,10 @@ class Others:
 
 def compare(*datasets: Any, key: str = "data.source", workers: int = 0) -> None:
     """As islands 0, 1, … that hold these."""
-    own = [{key: {"source": f"s{n}", **fingerprint(d, workers)}} for n, d in enumerate(datasets)]
+    own = [
+        {key: {"source": f"s{n}", **fingerprint_dataset(d, workers)}}
+        for n, d in enumerate(datasets)
+    ]
     joined: Any = SimpleNamespace(inner=INNER, plane=Others(*own[1:]))
     check_same_data(joined, {key: ("s0", datasets[0])}, workers)
 
@@ -146,16 +153,18 @@ def test_another_order_tokenizer_or_length_of_sample_is_another_stream(tmp_path:
 def test_what_is_drawn_anew_or_cannot_be_read_says_nothing() -> None:
     draws = iter(range(10**6))
     anew = Rows(lambda n: next(draws))
-    assert fingerprint(anew, 0) == {"samples": 40, "seen": []}
+    assert fingerprint_dataset(anew, 0) == {"samples": 40, "seen": []}
     compare(anew, Rows(lambda n: n))
     augmented = Rows(lambda n: torch.rand(3) + n)  # from torch's own generator, which is seeded
     state = torch.get_rng_state()
     compare(augmented, Rows(lambda n: torch.rand(3) + n))
     assert torch.equal(torch.get_rng_state(), state)
-    assert fingerprint(Rows(lambda n: {}[n]), 0)["seen"] == []
+    assert fingerprint_dataset(Rows(lambda n: {}[n]), 0)["seen"] == []
     nan = Rows(lambda n: float("nan"))
     compare(nan, Rows(lambda n: float("nan")))
-    assert find_difference(fingerprint(nan, 0), fingerprint(Rows(lambda n: 1.0), 0))
+    assert describe_difference(
+        fingerprint_dataset(nan, 0), fingerprint_dataset(Rows(lambda n: 1.0), 0)
+    )
 
 
 def test_it_is_asked_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +172,7 @@ def test_it_is_asked_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> 
     from shoal.config.sections import Config
     from shoal.trainer.islands import island_loop
 
-    other = {"data.source": {"source": "b", **fingerprint(Rows(lambda n: n + 1), 0)}}
+    other = {"data.source": {"source": "b", **fingerprint_dataset(Rows(lambda n: n + 1), 0)}}
 
     class Plane(Others):
         def gather(self, message: bytes, *, deadline_s: float) -> list[bytes]:
@@ -171,9 +180,9 @@ def test_it_is_asked_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> 
             return [message, message if "train.steps" in own else json.dumps(other).encode()]
 
     rounds = SimpleNamespace(one=lambda: pytest.fail("a round was trained"), loader=None)
-    monkeypatch.setattr(island_loop, "Rounds", lambda *_: rounds)
-    monkeypatch.setattr(island_loop, "validator", lambda *_: None)
-    policy = IslandsPolicy("diloco", count=2).settled()
+    monkeypatch.setattr(island_loop, "IslandRounds", lambda *_: rounds)
+    monkeypatch.setattr(island_loop, "make_validator", lambda *_: None)
+    policy = IslandsPolicy("diloco", count=2).resolved()
     joined: Any = SimpleNamespace(policy=policy, inner=INNER, plane=Plane())
     run: Any = SimpleNamespace(loader=lambda *_, **__: None)
     source: Any = SimpleNamespace(train=Rows(lambda n: n), validation=None, collate=None)

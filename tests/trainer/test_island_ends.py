@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import UNSAVED_CODE, TrainingError
-from shoal.base.runlog.atomic_files import saved_steps
-from shoal.trainer.islands.island_loop import STOPPED, Rounds
+from shoal.base.runlog.atomic_files import list_saved_steps
+from shoal.trainer.islands.island_loop import STOPPED, IslandRounds
 from shoal.trainer.run import Run
-from shoal.view import summary
+from shoal.view import summarise_run
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_an_island_in_which_nothing_moved_is_no_success(
     assert "; no step of this island moved a weight; look at the" in str(caught.value)
     assert caught.value.exit_code == 3
     if loss == "nan":
-        assert saved_steps(Path("runs/x"))[-1] == 4, "what the others learnt would be kept"
+        assert list_saved_steps(Path("runs/x"))[-1] == 4, "what the others learnt would be kept"
 
 
 def test_an_island_of_which_a_step_moved_completes(island: Any) -> None:
@@ -56,21 +56,21 @@ def test_an_island_that_ends_without_its_checkpoint_is_no_success(
 ) -> None:
     """Its disk is full from the last round on: nobody votes on that any more."""
     after: list[Path] = []
-    close_round = Rounds._close_round
+    close_round = IslandRounds._close_round
 
-    def fill(rounds: Rounds, *given: Any) -> None:
+    def fill(rounds: IslandRounds, *given: Any) -> None:
         if rounds.common.round == 1:
             folder = after[0] / "checkpoints"
-            rounds.run.saving.settle()
+            rounds.run.checkpoint_saver.wait_pending()
             folder.rename(folder.with_name("before"))
             folder.write_text("in the way")
         close_round(rounds, *given)
 
-    monkeypatch.setattr(Rounds, "_close_round", fill)
+    monkeypatch.setattr(IslandRounds, "_close_round", fill)
     folder, code = island(before=after.append)
     assert code == UNSAVED_CODE
     assert ended(folder) == "completed; the last checkpoint could not be written"
-    assert summary(folder).startswith(
+    assert summarise_run(folder).startswith(
         "completed at step 4; the last checkpoint could not be written\n"
     )
 

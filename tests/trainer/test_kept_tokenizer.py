@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import shoal
 from shoal.checkpoint.export.export_folder import export_folder
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.cli.main import app
 
 WORDS = {"a": 0, "b": 1, "c": 2, "<|endoftext|>": 3}
@@ -68,7 +68,7 @@ def test_a_run_of_ones_own_is_exported_with_it_and_writes_on(tmp_path: Path, kin
     run.save()
     run.close()
     out = tmp_path / "out"
-    export_folder(find(folder / "checkpoints")[0].path, out)
+    export_folder(list_checkpoints(folder / "checkpoints")[0].path, out)
     opened = hf.AutoTokenizer.from_pretrained(out)
     assert opened("b", add_special_tokens=False)["input_ids"] == [1]
     assert opened.eos_token == "<|endoftext|>"

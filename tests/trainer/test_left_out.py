@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from shoal.view.summary import summarise_run
 from trainer_small import Rows, linear, run_of
 
 from shoal.base.errors import ClusterError
 from shoal.data.loading import read_retries
-from shoal.data.loading.read_retries import Misread
+from shoal.data.loading.read_retries import UnreadableSample
 from shoal.data.loading.step_samples import StepBatch
-from shoal.trainer.step.rank_share import to_join_with
+from shoal.trainer.step.rank_share import choose_spare_micro_batch
 from shoal.view.diagnose import diagnose
-from shoal.view.summary import summary
 
 
 class Torn(Rows):
@@ -153,7 +153,7 @@ def test_a_run_that_goes_on_counts_on_and_stops_past_the_cap(tmp_path: Path) -> 
     found = diagnose(folder)
     assert [one.kind for one in found] == ["sample_left_out"] * 3
     assert "part-" in found[0].what
-    assert "3 samples that could not be read" in summary(folder, 200)
+    assert "3 samples that could not be read" in summarise_run(folder, 200)
 
 
 def test_none_is_left_out_where_none_may_be(tmp_path: Path) -> None:
@@ -179,12 +179,12 @@ def test_a_second_try_is_told_and_loses_nothing(tmp_path: Path, workers: int) ->
 
 def test_a_rank_that_has_nothing_to_join_with_says_so() -> None:
     """Under fsdp, in a run's first step: it must pass as often as others, and has no sample."""
-    lost = Misread(7, 2, 0, 5, "OSError: gone", left_out=True)
+    lost = UnreadableSample(7, 2, 0, 5, "OSError: gone", left_out=True)
     batch = StepBatch((), 0, 8, 4, 0, (), left_out=(lost,))
     layout = SimpleNamespace(zero=3)
     program: Any = SimpleNamespace(
         data=SimpleNamespace(size=2, rank=1), together=True, plan=SimpleNamespace(layout=layout)
     )
     with pytest.raises(ClusterError, match="sample 7 .* gone; rank 1 has no other sample yet"):
-        to_join_with(program, batch, None, None, 2)
-    assert to_join_with(program, batch, None, "kept", 2) == "kept"
+        choose_spare_micro_batch(program, batch, None, None, 2)
+    assert choose_spare_micro_batch(program, batch, None, "kept", 2) == "kept"

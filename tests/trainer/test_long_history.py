@@ -14,9 +14,9 @@ import pytest
 
 from shoal.base.runlog import damaged_lines
 from shoal.base.runlog.events import EventLog, append_line
-from shoal.base.runlog.truncate_logs import cut_lines, mend_folder
-from shoal.cli.ending import Ending
-from shoal.view import LiveView, summary
+from shoal.base.runlog.truncate_logs import quarantine_damage, truncate_steps
+from shoal.cli.ending import SessionEnding
+from shoal.view import LiveView, summarise_run
 
 STEPS = 1_000_000
 LINES, BYTES = 60_000, 12 << 20
@@ -62,7 +62,7 @@ def test_a_resume_reads_the_end_of_a_long_history(history: Path, read: list[int]
     inode = path.stat().st_ino
     view = LiveView(history, stream=out)
     view.tick()
-    assert cut_lines(path, STEPS - 5) == ""
+    assert truncate_steps(path, STEPS - 5) == ""
     assert (path.stat().st_ino, size > path.stat().st_size) == (inode, True), "made shorter"
     log.emit("resumed", step=STEPS - 5, folder=f"step-{STEPS - 5}")
     log.emit("compute_started")
@@ -72,8 +72,8 @@ def test_a_resume_reads_the_end_of_a_long_history(history: Path, read: list[int]
         view.tick()
     view.finish()
     assert f"step={STEPS}" in out.getvalue()
-    assert Ending.of(history).made == STEPS
-    assert "5 steps, 40 tokens in 50.0 ms; last loss 1.2500" in summary(history)
+    assert SessionEnding.of(history).made == STEPS
+    assert "5 steps, 40 tokens in 50.0 ms; last loss 1.2500" in summarise_run(history)
     assert read[0] < LINES, "lines that were parsed"
     assert tracemalloc.get_traced_memory()[1] < BYTES, "bytes held at one time"
 
@@ -83,7 +83,7 @@ def test_the_end_of_a_long_session_is_told_of_its_last_steps(
 ) -> None:
     (history / "events.jsonl").unlink(missing_ok=True)
     EventLog(history / "events.jsonl", 0).emit("run_started")
-    told = summary(history)
+    told = summarise_run(history)
     assert f"{STEPS} steps; below: of the last 10000; last loss" in told
     assert read[0] < LINES
     assert tracemalloc.get_traced_memory()[1] < 2 * BYTES
@@ -98,7 +98,7 @@ def test_lines_from_the_end_are_those_of_the_file(monkeypatch: pytest.MonkeyPatc
         for line in data.split(b"\n")[:-1]:
             expected.append((place, line))
             place += len(line) + 1
-        assert list(damaged_lines.lines_from_end(io.BytesIO(data))) == expected[::-1], data
+        assert list(damaged_lines.iter_lines_backward(io.BytesIO(data))) == expected[::-1], data
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_lines_from_the_end_are_those_of_the_file(monkeypatch: pytest.MonkeyPatc
 def test_what_is_cut(tmp_path: Path, before: bytes, step: int, after: bytes, aside: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before)
-    assert bool(cut_lines(path, step)) == bool(aside)
+    assert bool(truncate_steps(path, step)) == bool(aside)
     assert path.read_bytes() == after
     damaged = tmp_path / "metrics.jsonl.damaged"
     assert (damaged.read_bytes() if damaged.exists() else b"") == aside
@@ -125,11 +125,11 @@ def test_what_is_cut(tmp_path: Path, before: bytes, step: int, after: bytes, asi
 
 def test_what_cannot_be_read_is_put_aside_before_a_run_goes_on(tmp_path: Path) -> None:
     events, plan = tmp_path / "events.jsonl", tmp_path / "plan.json"
-    assert mend_folder(tmp_path) == []
+    assert quarantine_damage(tmp_path) == []
     whole = b'{"event":"notice","text":"a"}\n'
     events.write_bytes(whole + b"null\n" + whole + b'{"event":"not')
     plan.write_text('{"steps": ')
-    assert mend_folder(tmp_path) == [
+    assert quarantine_damage(tmp_path) == [
         f"{events}: 1 line that cannot be read, put aside into events.jsonl.damaged",
         f"{plan}: cannot be read, put aside as plan.json.damaged",
     ]
@@ -137,4 +137,4 @@ def test_what_cannot_be_read_is_put_aside_before_a_run_goes_on(tmp_path: Path) -
     assert (tmp_path / "events.jsonl.damaged").read_bytes() == b"null\n"
     assert not plan.exists()
     plan.write_text("{}")
-    assert mend_folder(tmp_path) == []
+    assert quarantine_damage(tmp_path) == []

@@ -12,7 +12,7 @@ from shoal.fabric import start_world
 from shoal.forecast.machines.measured_machine import machine_path
 from shoal.machine.measure import QUICK, measure_machine
 from shoal.trainer.autotune import rank_layouts
-from shoal.trainer.jobs.run_forecast import cluster_here
+from shoal.trainer.jobs.run_forecast import describe_local_cluster
 
 
 def test_a_machine_with_gpus_that_computes_without(
@@ -25,6 +25,6 @@ def test_a_machine_with_gpus_that_computes_without(
     document = json.loads(machine_path(tmp_path, 1, "cpu", threads).read_text())
     machine_path(tmp_path, 1, "gpu", threads).write_text(json.dumps({**document, "kind": "gpu"}))
 
-    here = cluster_here(1, torch.device("cpu"), held_bytes=2**28)
+    here = describe_local_cluster(1, torch.device("cpu"), held_bytes=2**28)
     assert (here.device.kind, here.device.reserved_bytes) == ("cpu", 2**28)
-    assert cluster_here(1, torch.device("cuda", 0), held_bytes=2**28).device.kind == "gpu"
+    assert describe_local_cluster(1, torch.device("cuda", 0), held_bytes=2**28).device.kind == "gpu"

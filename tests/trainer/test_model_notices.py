@@ -13,7 +13,7 @@ from trainer_small import Rows, pair, run_of
 from shoal.models.loss import token_loss
 from shoal.trainer.autotune import share_fits, trial_passes
 from shoal.trainer.guards.reports.model_notices import auxiliary_loss_lines
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 LINE = (
     "model: 1 is a BatchNorm, whose statistics are those of a micro-batch: 2 samples by default, of "
@@ -44,10 +44,10 @@ def lines(
 ) -> list[str]:
     """What is said of a model whose share is not seen to fit: it then has micro-batches of 2."""
     told: list[str] = []
-    monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
-    monkeypatch.setattr(share_fits, "meta_twin", uncopied)
-    monkeypatch.setattr(trial_passes, "trial_passes", lambda *_: None)
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(share_fits, "is_small_share", lambda *_: False)
+    monkeypatch.setattr(share_fits, "copy_to_meta", uncopied)
+    monkeypatch.setattr(trial_passes, "run_trial_passes", lambda *_: None)
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
     run = run_of(model, batch=16, **given)
     for part in run.model.modules():
         if getattr(part, "frozen", False):
@@ -64,7 +64,7 @@ def uncopied(module: nn.Module) -> nn.Module:
 
 def test_a_share_that_is_one_pass_gets_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
     run = run_of(with_norm(nn.BatchNorm1d(8)), batch=16)
     for batch in run.loader(Rows(32)):
         assert len(batch) == 1
@@ -203,7 +203,7 @@ def test_an_auxiliary_loss_that_is_dropped_is_told() -> None:
 def test_own_loops_hear_of_it_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(24).view(3, 8)
     told: list[str] = []
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
     run = run_of(mixture(router_aux_loss_coef=0.5), None, token_loss)
     run.step((ids, ids.flip(1)))
     assert len([line for line in told if "router_aux_loss_coef = 0.5" in line]) == 1
@@ -296,7 +296,7 @@ def test_a_loss_of_the_models_own_that_the_default_loss_drops(
     form: str, cut: bool, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
     run = run_of(WithAuxiliary(form, cut), None, token_loss)
     ids = torch.arange(24).view(3, 8) % 8
     for _ in range(2):

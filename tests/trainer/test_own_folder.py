@@ -17,7 +17,7 @@ from trainer_small import Rows, linear, pair, run_of
 import stranger
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.fabric import start_world
-from shoal.trainer.run_folder.folder_lease import check_shared, own
+from shoal.trainer.run_folder.folder_lease import acquire_folder, check_shared_folder
 
 
 def test_old_checkpoints_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_a_folder_of_somebody_elses_is_one_line(tmp_path: Path) -> None:
 
     def asked() -> list[str]:
         said = []
-        for place, ask in ((folder, check_shared), (shut, own)):
+        for place, ask in ((folder, check_shared_folder), (shut, acquire_folder)):
             try:
-                ask(place, world, *([said.append] if ask is own else []))
+                ask(place, world, *([said.append] if ask is acquire_folder else []))
             except (ConfigError, CheckpointError) as refused:
                 said.append(str(refused))
         return said

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.opaque_ops import shown_whole
+from shoal.base.opaque_ops import opaque_ops
 from shoal.config.sections import DataSection
 from shoal.data.sources import open_source
 from shoal.models.catalog import build
@@ -75,7 +75,7 @@ def test_packed_equals_unpacked(both: list[Any], name: str, as_one: bool) -> Non
     packed, alone = (torch.utils.data.default_collate(list(rows)) for rows in both)
     assert len(packed[1]) < len(alone[1]) / 2
     if as_one:
-        with shown_whole():
+        with opaque_ops():
             total, count, grads = sums(model, packed)
     else:
         total, count, grads = sums(model, packed)

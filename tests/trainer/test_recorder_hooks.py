@@ -9,12 +9,12 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.fabric.rendezvous.process_info import ProcessInfo
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 
-def recorder() -> Recorder:
-    return Recorder(None, World(Place(), torch.device("cpu"), None))
+def recorder() -> MetricsRecorder:
+    return MetricsRecorder(None, World(ProcessInfo(), torch.device("cpu"), None))
 
 
 def test_a_word_that_there_is_none_of() -> None:

@@ -16,7 +16,12 @@ from trainer_small import Rows, linear, run_of
 from shoal.base.errors import ConfigError
 from shoal.base.runlog import environment
 from shoal.cli import start
-from shoal.config.differences import Difference, of_configurations, of_surroundings, refusal
+from shoal.config.differences import (
+    Difference,
+    compare_configurations,
+    compare_environments,
+    format_refusal,
+)
 from shoal.fabric import start_world
 from shoal.proof.start_proof import prove_run
 from shoal.trainer.main_job import train
@@ -25,8 +30,8 @@ from shoal.trainer.run_folder import resume_checks
 
 def again(folder: Path, *overrides: str, force: bool = False) -> tuple[int, list[str]]:
     """Resume in this process; gives the exit code and what the run says it differs in."""
-    prepared = start.prepare(list(overrides), folder, 1, force=force)
-    start.write_folder(prepared)
+    prepared = start.prepare_run(list(overrides), folder, 1, force=force)
+    start.write_run_folder(prepared)
     code = train(folder, prove_run, world=start_world({}))
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return code, [e for e in events if e["event"] == "resumed"][-1]["differs"]
@@ -58,17 +63,17 @@ def test_a_resume_of_the_command_stops_and_names_all(
     assert (code, told) == (0, ["train.steps: 4 → 6", "checkpoint.every: 0 → 2"])
 
     with pytest.raises(ConfigError) as refused:
-        start.prepare(["optimizer.lr=0.5", "optimizer.clip=3", "launch.restarts=1"], folder, 1)
+        start.prepare_run(["optimizer.lr=0.5", "optimizer.clip=3", "launch.restarts=1"], folder, 1)
     assert str(refused.value) == (
         f"--resume {folder}: not what step 6 was trained with (then → now): optimizer.lr: 0.001 → "
         f"0.5; optimizer.clip: 1.0 → 3.0; put that back, or say --force to go on with what is now"
     )
     source = tmp_path / "my_rows.py"
     source.write_text(source.read_text().replace("  # a comment", "").replace("\n\n\n", "\n\n"))
-    start.prepare([], folder, 1)
+    start.prepare_run([], folder, 1)
     source.write_text(source.read_text().replace("i % 3", "i % 2"))
     with pytest.raises(ConfigError, match=r"code of my_rows.py: as it was → changed; put"):
-        start.prepare([], folder, 1)
+        start.prepare_run([], folder, 1)
     source.write_text(source.read_text().replace("i % 2", "i % 3"))
 
     (tmp_path / "rows.json").write_text(json.dumps([i + 7 * (i == 5) for i in range(12)]))
@@ -90,7 +95,7 @@ def test_what_is_forced_goes_on_and_is_told(run: Any) -> None:
     code, told = again(folder, "optimizer.lr=0.5", "train.seed=3", "train.steps=5", force=True)
     assert code == 0
     assert told == ["optimizer.lr: 0.001 → 0.5", "train.steps: 4 → 5", "train.seed: 0 → 3"]
-    assert start.prepare([], folder, 1).resumed, "what was forced is the run's from then on"
+    assert start.prepare_run([], folder, 1).resumed, "what was forced is the run's from then on"
 
 
 def test_an_own_loop_is_told(
@@ -137,26 +142,26 @@ def test_an_own_loop_is_told(
 def test_which_keys_change_the_result() -> None:
     then = '[train]\nbatch = 8\nmicro_batch = 2\n[layout]\ncompress = "none"\ntp = 1\n'
     now = '[train]\nbatch = 16\nmicro_batch = 2\n[layout]\ncompress = "int8"\ntp = 2\n'
-    found = {one.key: one.changes for one in of_configurations(then, now)}
+    found = {one.key: one.changes for one in compare_configurations(then, now)}
     assert found == {"train.batch": True, "layout.compress": True, "layout.tp": False}
-    assert of_configurations(then, then) == []
-    assert of_configurations("[[[", now) == []
+    assert compare_configurations(then, then) == []
+    assert compare_configurations("[[[", now) == []
     older = "[optimizer]\nlr = 0.001\n"  # another Shoal, with fewer keys
-    assert of_configurations(older, "[optimizer]\nlr = 0.001\nclip = 1.0\n") == []
+    assert compare_configurations(older, "[optimizer]\nlr = 0.001\nclip = 1.0\n") == []
     moved = ('[run]\nname = "a"\n', '[run]\nname = "b"\n')
-    assert of_configurations(*moved) == []
-    assert [one.line for one in of_configurations("[model]\nwidth = 3\n", "[model]\n")] == [
+    assert compare_configurations(*moved) == []
+    assert [one.line for one in compare_configurations("[model]\nwidth = 3\n", "[model]\n")] == [
         "model.width: 3 → not given"
     ]
 
 
 def test_versions_are_told_and_stop_nothing() -> None:
-    found = of_surroundings(
-        {"versions": {"torch": "1.0", "python": environment.versions()["python"]}}
+    found = compare_environments(
+        {"versions": {"torch": "1.0", "python": environment.library_versions()["python"]}}
     )
     assert [one.line for one in found] == [f"version of torch: 1.0 → {torch.__version__}"]
-    assert refusal("--resume a", 3, found) == ""
-    assert refusal("--resume a", 3, [*found, Difference("data", 1, 2)]).count("→") == 2
+    assert format_refusal("--resume a", 3, found) == ""
+    assert format_refusal("--resume a", 3, [*found, Difference("data", 1, 2)]).count("→") == 2
 
 
 @pytest.mark.parametrize(
@@ -188,9 +193,9 @@ def test_a_dataset_that_workers_read_is_looked_at_by_a_process_of_its_own() -> N
             return super().__getitem__(index)
 
     rows = Once(8)
-    seen = resume_checks.look_at(rows, 2)
+    seen = resume_checks.digest_samples(rows, 2)
     assert not rows.opened
-    assert seen == resume_checks.look_at(rows, 0) != []
+    assert seen == resume_checks.digest_samples(rows, 0) != []
 
 
 def test_paths_are_resolved_as_the_system_does(tmp_path: Path, monkeypatch: Any) -> None:

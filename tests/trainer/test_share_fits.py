@@ -14,9 +14,9 @@ from trainer_small import Rows, run_of
 
 from shoal.base.errors import ConfigError
 from shoal.trainer.autotune import share_fits, trial_passes
-from shoal.trainer.autotune.share_fits import few_samples, is_small
-from shoal.trainer.metrics_recorder import Recorder
-from shoal.trainer.step.saved_activations import kept_bytes
+from shoal.trainer.autotune.share_fits import is_small_share, read_few_samples
+from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.step.saved_activations import count_saved_bytes
 
 
 class Opened(Rows):
@@ -32,7 +32,7 @@ class Opened(Rows):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_nobody_opens_or_moves_the_data_here(workers: int) -> None:
     data = Opened(32)
-    sample = few_samples(data, None, workers)
+    sample = read_few_samples(data, None, workers)
     assert [(part.shape[0], part.dtype) for part in sample] == [(2, torch.float32)] * 2
     assert data.reader == 0
 
@@ -58,10 +58,10 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 def test_a_stream_is_put_back_where_it_fails_too() -> None:
     stream = Stream()
     with pytest.raises(Exception, match="gone"):
-        few_samples(stream, None, 0)
+        read_few_samples(stream, None, 0)
     assert stream.next == 0
     with pytest.raises(ConfigError, match="read by its worker processes alone"):
-        few_samples(stream, None, 1)
+        read_few_samples(stream, None, 1)
 
 
 class Itself(nn.Linear):
@@ -118,8 +118,8 @@ def test_a_model_that_shapes_cannot_run_is_tried_in_another_process(
 ) -> None:
     """Its weights, draws, counts and hooks stay its own, and its share is one pass."""
     told: list[str] = []
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
-    monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(share_fits, "is_small_share", lambda *_: False)
     passes, ran = trained(MODELS[model](), told)
     assert (passes, len(ran), told) == ([1], 1, [])
 
@@ -130,9 +130,9 @@ def test_a_model_that_cannot_be_tried_is_left_alone(
 ) -> None:
     """It gets an eighth and one line, and trains."""
     told: list[str] = []
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
-    monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
-    monkeypatch.setattr(trial_passes, "trial_passes", lambda *_: None)
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(share_fits, "is_small_share", lambda *_: False)
+    monkeypatch.setattr(trial_passes, "run_trial_passes", lambda *_: None)
     passes, ran = trained(MODELS[model](), told)
     assert (passes, len(ran)) == ([8], 8)
     (line,) = [one for one in told if one.startswith("micro-batch:")]
@@ -144,7 +144,7 @@ def test_a_model_that_cannot_be_tried_is_left_alone(
 
 def test_generators_and_the_model_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a run with the look differs from one that was told its micro-batch."""
-    monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
+    monkeypatch.setattr(share_fits, "is_small_share", lambda *_: False)
 
     def weights(**given: int) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -175,8 +175,10 @@ def test_what_autograd_keeps_is_counted() -> None:
     """An input of 2 × 8 for the layer, an output of 2 × 16 for tanh, three times that for a loss."""
     with torch.device("meta"):
         twin = Counted()
-    assert kept_bytes(twin, torch.zeros(2, 8), "single") == 4 * (2 * 8 + 2 * 16 + 3 * 2 * 16)
-    assert kept_bytes(twin, torch.zeros(4, 8), "single") == 2 * 4 * (2 * 8 + 2 * 16 + 3 * 2 * 16)
+    assert count_saved_bytes(twin, torch.zeros(2, 8), "single") == 4 * (2 * 8 + 2 * 16 + 3 * 2 * 16)
+    assert count_saved_bytes(twin, torch.zeros(4, 8), "single") == 2 * 4 * (
+        2 * 8 + 2 * 16 + 3 * 2 * 16
+    )
 
 
 def test_a_model_whose_share_does_not_fit_is_looked_at_closely(
@@ -184,9 +186,9 @@ def test_a_model_whose_share_does_not_fit_is_looked_at_closely(
 ) -> None:
     """The planner's answer is taken, and told where it cannot count."""
     told: list[str] = []
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
-    monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
-    monkeypatch.setattr(share_fits.ShareFits, "_fits", lambda *_: False)
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(share_fits, "is_small_share", lambda *_: False)
+    monkeypatch.setattr(share_fits.MicroBatchChooser, "_fits", lambda *_: False)
     run = run_of(nn.Linear(4, 2), batch=16)
     loader = run.loader(Rows(64))
     assert run.plan.micro_batch == loader.micro_batch
@@ -199,5 +201,5 @@ def test_a_small_model_is_seen_to_be_small_and_a_large_one_is_not() -> None:
     for width, small in ((8, True), (4096, False)):
         model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2000), nn.Linear(2000, 2))
         run = run_of(model, batch=256)
-        assert is_small(run, few_samples(Rows(8), None, 0)) == small
+        assert is_small_share(run, read_few_samples(Rows(8), None, 0)) == small
         run.close()

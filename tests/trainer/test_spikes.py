@@ -15,8 +15,8 @@ from trainer_small import assert_same_bits, bits, linear, pair, run_of
 
 from shoal.base.errors import TrainingError
 from shoal.base.layouts.policies import OptimizerPolicy
-from shoal.trainer.state.rewind import go_back
-from shoal.trainer.step.skipped_steps import LEAST, Spikes
+from shoal.trainer.state.rewind import rewind_run
+from shoal.trainer.step.skipped_steps import LEAST, SpikeDetector
 
 
 class Rows:
@@ -63,7 +63,7 @@ def trained(
                 damage(run)
                 harm = harm if always else 0
             results.append(run.step(batch))
-            if go_back(run, results[-1].spike, batch) or run.step_count >= steps:
+            if rewind_run(run, results[-1].spike, batch) or run.step_count >= steps:
                 break
             if run.step_count % 10 == 0:
                 run.save()
@@ -74,7 +74,7 @@ def test_clean_numbers_are_not_blamed() -> None:
     """Normal noise around a falling level, 20 runs of 500 steps: no step of them leaps out."""
     rng = random.Random(5)
     for _ in range(20):
-        spikes = Spikes("skip")
+        spikes = SpikeDetector("skip")
         told = [
             spikes.judge(7 / (1 + n / 50) + rng.gauss(0, 0.1), 1 + abs(rng.gauss(0, 0.4)))
             for n in range(500)
@@ -83,14 +83,14 @@ def test_clean_numbers_are_not_blamed() -> None:
 
 
 def test_a_leap_is_named_by_what_leaps() -> None:
-    spikes = Spikes("tell")
+    spikes = SpikeDetector("tell")
     for n in range(LEAST):
         assert spikes.judge(2.0 + n % 2 / 10, 1e9 if n == 0 else 1.0) == ""
     assert spikes.judge(2.1, 50.0) == (
         "gradient norm 50 is 196 deviations above 1, the median of the last 16 steps"
     )
     assert spikes.judge(20.0, 1.0).startswith("loss 20 is ")
-    assert Spikes("off").judge(1e9, 1e9) == ""
+    assert SpikeDetector("off").judge(1e9, 1e9) == ""
 
 
 def test_told_by_default_and_the_update_is_made(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def final_loss(folder: Path, spikes: str, bad: tuple[int, ...], clip: float) -> 
     while run.step_count < STEPS:
         for batch in loader:
             result = run.step(batch)
-            if go_back(run, result.spike, batch) or run.step_count >= STEPS:
+            if rewind_run(run, result.spike, batch) or run.step_count >= STEPS:
                 break
             if run.step_count % 20 == 0:
                 run.save()

@@ -12,7 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.base.errors import ConfigError
-from shoal.config.load import load
+from shoal.config.load import load_config
 
 
 class Marked(nn.Linear):
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_among_them_traces_what_is_left(
 def test_other_texts_are_one_line(given: str, near: str) -> None:
     said = f"{given}: FIRST:LAST, two steps from 1 on, is wanted; try: "
     with pytest.raises(ConfigError) as caught:
-        load(None, [f"train.trace={given}"])
+        load_config(None, [f"train.trace={given}"])
     assert str(caught.value) == f"train.trace = {said}train.trace={near}"
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=f"^trace = {said}trace={near}"):

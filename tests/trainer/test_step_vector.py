@@ -10,12 +10,12 @@ from trainer_small import linear, pair, run_of
 from shoal.base.errors import BugError
 from shoal.fabric import World
 from shoal.trainer.passes.free_passes import FreePasses
-from shoal.trainer.servers.server_loop import _same_on_all_ranks
+from shoal.trainer.servers.server_loop import _make_equal_numbers
 from shoal.trainer.step.step_vector import (
     UNLIKE,
-    Group,
     Invariant,
     InvariantCheck,
+    InvariantGroup,
     StepVector,
     zero_sum_terms,
 )
@@ -45,7 +45,7 @@ def vector_of(rank: int) -> StepVector:
     vector.add("none", [])
     vector.add("used", [float(rank == 1)])
     vector.add_invariants((), 1, world_of(RANKS, []))
-    vector.add_rest("measured")
+    vector.add_device_entry("measured")
     vector.values[own] = [100.0 + rank, 200.0 + rank]  # as a device would fill it
     return vector
 
@@ -54,7 +54,7 @@ def test_what_ranks_add_is_read_by_name() -> None:
     vectors = [vector_of(rank) for rank in range(RANKS)]
     summed = [sum(column) for column in zip(*(one.values for one in vectors), strict=True)]
     for vector in vectors:
-        numbers = vector.summed([*summed, 7.0, 8.0], (), world_of(RANKS, []))
+        numbers = vector.name_sums([*summed, 7.0, 8.0], (), world_of(RANKS, []))
         assert numbers.sums("loss") == [4.5, 6.0]
         assert numbers.sums("broken") == [303.0, 603.0]
         assert numbers.sums("none") == []
@@ -72,7 +72,7 @@ def test_the_vector_does_not_grow_with_ranks() -> None:
     run.forward_backward(pair(4))
     assert run.step_state.tally is not None
     lengths = {
-        ranks: len(zero_sum_terms([Invariant("a", 1, Group(range(ranks), 0))], 1, ranks))
+        ranks: len(zero_sum_terms([Invariant("a", 1, InvariantGroup(range(ranks), 0))], 1, ranks))
         for ranks in (2, 4096)
     }
     assert len(set(lengths.values())) == 1
@@ -81,8 +81,8 @@ def test_the_vector_does_not_grow_with_ranks() -> None:
 
 def test_what_is_the_same_on_all_ranks_needs_no_message() -> None:
     world = world_of(2, [])
-    own = [Invariant("lr", 0.5, Group(range(2), 0))]
-    numbers = _same_on_all_ranks(own, {"unreadable": [3.0]}, world)
+    own = [Invariant("lr", 0.5, InvariantGroup(range(2), 0))]
+    numbers = _make_equal_numbers(own, {"unreadable": [3.0]}, world)
     assert not numbers.invariants.differs("lr")
     assert numbers.sums("unreadable") == [3.0]
     assert cast("Any", world).asked == 0
@@ -103,7 +103,7 @@ def test_all_ways_into_a_step_give_the_same_entries() -> None:
     tallies["written-out passes"] = run.step_state.written.finish()
     run = run_of(linear())
     run.begin(None)
-    passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+    passes = FreePasses(run.program, run.step_count, run.scale, run.collect_flags)
     loss = ((passes.forward(batch[0]) - batch[1]) ** 2).sum(1).mean()
     passes.backward(loss, share=1.0, last=True)
     tallies["free passes"] = passes.finish()
@@ -132,8 +132,8 @@ def test_sums_are_zero_where_members_of_all_groups_agree_and_else_they_are_not()
     """Groups may differ from one another; float64 adds the largest terms exactly."""
     ranks = 64
     groups = [tuple(range(first, ranks, 8)) for first in range(8)]
-    seen = {rank: Group(group, rank) for group in groups for rank in group}
-    everyone = {rank: Group(range(ranks), rank) for rank in range(ranks)}
+    seen = {rank: InvariantGroup(group, rank) for group in groups for rank in group}
+    everyone = {rank: InvariantGroup(range(ranks), rank) for rank in range(ranks)}
 
     def summed(values: list[int], step: int) -> list[float]:
         terms = [
@@ -160,7 +160,7 @@ def test_sums_are_zero_where_members_of_all_groups_agree_and_else_they_are_not()
 def test_no_order_of_adding_rounds() -> None:
     ranks = 4096
     groups = 32
-    own = [[Group(range(ranks), rank) for _ in range(groups)] for rank in range(ranks)]
+    own = [[InvariantGroup(range(ranks), rank) for _ in range(groups)] for rank in range(ranks)]
     totals = [0.0, 0.0]
     for rank in range(ranks):
         invariants = [Invariant(str(place), 1, group) for place, group in enumerate(own[rank])]
@@ -182,14 +182,17 @@ def test_who_differs_is_asked_only_where_somebody_does() -> None:
         asked.append(own)
         return told
 
-    own = [Invariant("mode", True, Group(range(4), 0)), Invariant("weights", 5, Group((0, 1), 0))]
+    own = [
+        Invariant("mode", True, InvariantGroup(range(4), 0)),
+        Invariant("weights", 5, InvariantGroup((0, 1), 0)),
+    ]
     equal = InvariantCheck(own, [0.0, 0.0], gather)
     assert not equal.differs("mode", "weights")
-    assert equal.first_pair("weights") is None
+    assert equal.first_differing_pair("weights") is None
     assert asked == []
     found = InvariantCheck(own, [0.0, 3.0], gather)
     assert found.differs("mode", "weights")
     assert not found.differs("mode")
-    assert found.first_pair("weights") == (2, 3)
+    assert found.first_differing_pair("weights") == (2, 3)
     assert found.by_rank("only here") == [None, None, None, 1]
     assert len(asked) == 1, "once for all questions"

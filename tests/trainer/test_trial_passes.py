@@ -11,7 +11,7 @@ from torch import nn
 from trainer_small import Rows
 
 from shoal.trainer.autotune import trial_passes as trial
-from shoal.trainer.autotune.trial_passes import PassBytes, trial_passes
+from shoal.trainer.autotune.trial_passes import PassBytes, run_trial_passes
 
 
 class Reads(nn.Module):
@@ -30,19 +30,19 @@ class Reads(nn.Module):
 
 def test_what_a_sample_keeps_is_the_difference_of_two_passes() -> None:
     """Inputs of 4, what tanh keeps (16), and three times the outputs, for a loss."""
-    found = trial_passes(Reads, Rows(8), None, "single")
+    found = run_trial_passes(Reads, Rows(8), None, "single")
     assert found == PassBytes(fixed=0, sample=4 * (4 + 16 + 3 * 16), weights=80)
 
 
 def test_few_samples_are_used_again_and_a_stream_is_not_moved() -> None:
-    assert trial_passes(Reads, Rows(1), None, "single") is not None
+    assert run_trial_passes(Reads, Rows(1), None, "single") is not None
     stream = iter(Rows(8))
 
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             return stream
 
-    assert trial_passes(Reads, Stream(), None, "single") is not None
+    assert run_trial_passes(Reads, Stream(), None, "single") is not None
     assert len(list(stream)) == 8
 
 
@@ -71,5 +71,5 @@ def test_a_model_that_cannot_be_tried_is_not_known(
         torch.ones(2**40)
 
     began_s = time.monotonic()
-    assert trial_passes(lambda: Reads(does), Rows(8), None, "single") is None
+    assert run_trial_passes(lambda: Reads(does), Rows(8), None, "single") is None
     assert time.monotonic() - began_s < 30

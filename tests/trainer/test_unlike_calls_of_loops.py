@@ -11,31 +11,33 @@ import torch.distributed as dist
 
 from shoal.base.errors import ConfigError
 from shoal.trainer.guards import call_log
-from shoal.trainer.guards.call_log import Meeting
+from shoal.trainer.guards.call_log import CollectiveCallLog
 
 
 @pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
+def both(monkeypatch: pytest.MonkeyPatch) -> list[CollectiveCallLog]:
     """The meetings of two ranks, which count in one store."""
     monkeypatch.setattr(call_log, "GATHER_S", 0.5)
     monkeypatch.setattr(call_log.phases, "page", None)  # that of a run before
     monkeypatch.setattr(call_log, "_made", iter([0, 0]))
     store = dist.HashStore()
     made = [
-        Meeting(SimpleNamespace(rank=rank, size=2, ranks=(0, 1), group=None), store)  # type: ignore[arg-type]
+        CollectiveCallLog(SimpleNamespace(rank=rank, size=2, ranks=(0, 1), group=None), store)  # type: ignore[arg-type]
         for rank in range(2)
     ]
     for one in made:
-        one.join()
+        one.open_run()
     return made
 
 
-def fails(meeting: Meeting) -> None:
+def fails(meeting: CollectiveCallLog) -> None:
     with pytest.raises(RuntimeError, match="a loss"), meeting.at("run.step"):
         raise RuntimeError("a loss that one rank cannot have")
 
 
-def test_an_error_that_one_rank_swallows_is_named_at_its_next_call(both: list[Meeting]) -> None:
+def test_an_error_that_one_rank_swallows_is_named_at_its_next_call(
+    both: list[CollectiveCallLog],
+) -> None:
     fails(both[1])
     for _ in range(2):  # who catches that too hears it again
         with pytest.raises(ConfigError) as caught, both[1].at("run.step"):
@@ -46,7 +48,7 @@ def test_an_error_that_one_rank_swallows_is_named_at_its_next_call(both: list[Me
     )
 
 
-def test_an_error_of_all_ranks_may_be_caught(both: list[Meeting]) -> None:
+def test_an_error_of_all_ranks_may_be_caught(both: list[CollectiveCallLog]) -> None:
     fails(both[0])
     late = threading.Timer(0.1, fails, [both[1]])
     late.start()
@@ -57,7 +59,7 @@ def test_an_error_of_all_ranks_may_be_caught(both: list[Meeting]) -> None:
         pass
 
 
-def test_an_error_on_its_way_up_stays_what_it_is(both: list[Meeting]) -> None:
+def test_an_error_on_its_way_up_stays_what_it_is(both: list[CollectiveCallLog]) -> None:
     def script() -> Any:
         try:
             with both[0].at("run.step"):
@@ -70,7 +72,7 @@ def test_an_error_on_its_way_up_stays_what_it_is(both: list[Meeting]) -> None:
         script()
 
 
-def test_an_error_caught_before_the_close_is_named(both: list[Meeting]) -> None:
+def test_an_error_caught_before_the_close_is_named(both: list[CollectiveCallLog]) -> None:
     fails(both[0])
     with (
         pytest.raises(ConfigError, match="rank 0 caught an error of run.step"),

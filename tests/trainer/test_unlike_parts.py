@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.launch.watch.page_reader import Watched
+from shoal.launch.watch.page_reader import OwnedPage
 from shoal.trainer.step.optimizer_step import update
 from shoal.wire import phases
 from shoal.wire.phases import BACKWARD, DATA, PASSES, UPDATE
-from shoal.wire.watch_page import PAGE_VARIABLE, Page
+from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_unequal_work_is_marked_in_the_page(
     own: set[int],
 ) -> None:
     """NaN: other work in this step · negative: of every step, as stages have."""
-    watched = Watched("rank 0")
-    page = Page.open({PAGE_VARIABLE: watched.path})
+    watched = OwnedPage("rank 0")
+    page = WatchPage.open({PAGE_VARIABLE: watched.path})
     assert page is not None
     monkeypatch.setattr(phases, "page", page)
     program: Any = SimpleNamespace(pipe=SimpleNamespace(size=stages), reducer=None)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer_small import pair, run_of
 
 from shoal.optim.muon import MuonWithAdamW
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 CUT_OFF, NEVER, UNHELD = "computed in step 1", "got no gradient in", "are in no optimizer"
 
@@ -89,7 +89,7 @@ def lines_of(
     act: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, close: bool = False
 ) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(MetricsRecorder, "notice", lambda recorder, text: told.append(text))
     run = act()
     if close:
         run.close()

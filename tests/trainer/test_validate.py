@@ -17,17 +17,17 @@ from torch.utils.data import DataLoader
 from trainer_small import run_of, sgd
 
 from shoal.base.errors import ConfigError
-from shoal.config.load import load
+from shoal.config.load import load_config
 from shoal.config.resolve import resolve_batch, resolve_length, resolve_validation
 from shoal.config.sections import Config, ModelSection, TrainSection
-from shoal.data.digits import EvenPart
+from shoal.data.digits import EvenSubset
 from shoal.data.sources import Source
 from shoal.models.loss import token_loss
 from shoal.trainer.jobs import run_end
 from shoal.trainer.jobs import validation as validate
-from shoal.trainer.jobs.validation import Reading, _for_all_ranks, validator
+from shoal.trainer.jobs.validation import ValidationData, _split_for_all_ranks, make_validator
 from shoal.trainer.run import Run
-from shoal.wire.phases import listen
+from shoal.wire.phases import set_phase_listener
 
 
 class Labels:
@@ -75,7 +75,7 @@ def begun(
     most = other.pop("most", None)
     source = Source(Labels(), held, None, None, None, None, "labels", "samples", most)
     config = Config(model=ModelSection(build="own:model"), train=TrainSection(**other))
-    return run, sizes, validator(run, source, config)
+    return run, sizes, make_validator(run, source, config)
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -110,13 +110,13 @@ def test_progress_is_told_with_the_number_of_micro_batches(
     monkeypatch.setattr("shoal.wire.phases.EVERY_S", 0.0)
     run, _, validate = begun(tmp_path, plain(), fits=8)
     heard: list[str] = []
-    listen(lambda phases: heard.extend(f"{p.name} {p.done}/{p.of}" for p in phases))
+    set_phase_listener(lambda phases: heard.extend(f"{p.name} {p.done}/{p.of}" for p in phases))
     try:
         validate()
         told = heard[-1]
         run.evaluate(DataLoader(Labels(), 5))
     finally:
-        listen(None)
+        set_phase_listener(None)
         run.close()
     assert told == "validation 3/3"
     assert heard[-1] == "validation 5/5", "batches of one's own are counted too"
@@ -154,7 +154,7 @@ def test_what_is_read_is_bounded(
     tmp_path: Path, keys: dict[str, str], most: int | None, read: int
 ) -> None:
     run, _, validate = begun(tmp_path, plain(), most=most, **keys)
-    part = EvenPart(Labels(), read, True)
+    part = EvenSubset(Labels(), read, True)
     with torch.no_grad():
         outputs = run.model(torch.stack([part[i][0] for i in range(read)]))
     total, count = token_loss(outputs, torch.stack([part[i][1] for i in range(read)]))
@@ -213,7 +213,7 @@ def test_of_much_a_part_of_what_is_trained_is_read(
     ],
 )
 def test_a_start_settles_how_much(words: list[str], kept: str) -> None:
-    loaded = load(None, words)
+    loaded = load_config(None, words)
     resolve_batch(loaded, 1)
     resolve_length(loaded)
     resolve_validation(loaded)
@@ -222,7 +222,7 @@ def test_a_start_settles_how_much(words: list[str], kept: str) -> None:
 
 def test_other_words_are_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
-        load(None, ["train.validate_samples=every"])
+        load_config(None, ["train.validate_samples=every"])
     assert str(refusal.value) == (
         "train.validate_samples = every: not a number of samples, and neither auto nor all; "
         "try: train.validate_samples=all"
@@ -233,23 +233,23 @@ def test_other_words_are_refused() -> None:
 def test_a_held_out_stream_that_every_rank_reads_whole_is_told(degree: int) -> None:
     plan: Any = SimpleNamespace(batch=4, micro_batch=2, layout=SimpleNamespace(data_degree=degree))
     run: Any = SimpleNamespace(plan=plan)
-    reading = Reading(iter(()), None, None, 2, "")
-    told = validate._told(run, reading, Config(), None)
+    reading = ValidationData(iter(()), None, None, 2, "")
+    told = validate._format_notice(run, reading, Config(), None)
     whole = (
         " of what can only be iterated, so that each of 2 ranks reads all of them (try: a "
         "dataset with __getitem__ and __len__)"
     )
     more = whole if degree > 1 else ""
     assert told == f"validation at the end: held-out samples{more}, 2 at a time"
-    some = Reading(Labels(), 23, 23, 2, "")
-    assert "iterated" not in validate._told(run, some, Config(), None)
+    some = ValidationData(Labels(), 23, 23, 2, "")
+    assert "iterated" not in validate._format_notice(run, some, Config(), None)
 
 
 def test_the_sample_of_text_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(nn.Linear(4, 3), sgd)
-    assert list(run_end._in_time(run, 12)) == list(range(12))
+    assert list(run_end._count_until_timeout(run, 12)) == list(range(12))
     monkeypatch.setattr(run_end, "SAMPLE_S", 0.0)
-    assert list(run_end._in_time(run, 12)) == [0]
+    assert list(run_end._count_until_timeout(run, 12)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -264,20 +264,22 @@ def test_every_rank_of_a_layout_that_gathers_has_a_micro_batch(
     run: Any = SimpleNamespace(
         plan=SimpleNamespace(layout=layout), program=SimpleNamespace(together=True)
     )
-    reading = Reading(None, samples, samples, micro_batch, "")
+    reading = ValidationData(None, samples, samples, micro_batch, "")
     if not found:
         with pytest.raises(ConfigError, match=r"^validation: 1 held-out sample, and layout fsdp"):
-            _for_all_ranks(run, reading)
+            _split_for_all_ranks(run, reading)
         return
-    assert _for_all_ranks(run, reading).micro_batch == found
+    assert _split_for_all_ranks(run, reading).micro_batch == found
     run.program.together = False
-    assert _for_all_ranks(run, reading) is reading
+    assert _split_for_all_ranks(run, reading) is reading
 
 
 def test_a_validation_reads_as_all_ranks_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validate, "_for_all_ranks", lambda run, one: replace(one, micro_batch=1))
+    monkeypatch.setattr(
+        validate, "_split_for_all_ranks", lambda run, one: replace(one, micro_batch=1)
+    )
     run, sizes, act = begun(tmp_path, plain())
     act()
     assert set(sizes) == {1}

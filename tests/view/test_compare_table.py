@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.cli.compare_rows import finish_rows
+from shoal.cli.compare_rows import add_relative_figures
 from shoal.view import chart
 from shoal.view.compare import comparison_lines, print_comparison
-from shoal.view.compare_progress import Waiting
+from shoal.view.compare_progress import ComparisonProgress
 
 MIB = 2**20
 
 
 def row(layout: str, parts: int, per_s: float | None = None, **more: Any) -> dict[str, Any]:
-    """A row of compare.json before `finish_rows`."""
+    """A row of compare.json before `add_relative_figures`."""
     rank = {"weights": 8 * MIB, "gradients": 8 * MIB, "optimizer": 16 * MIB, "rest": 30 * MIB}
     measured = {
         "text": layout, "precision": "fp32", "parameters": 2**21, "per_s": per_s,
@@ -34,7 +34,7 @@ def row(layout: str, parts: int, per_s: float | None = None, **more: Any) -> dic
 
 
 def record(*rows: dict[str, Any], cores: int = 2) -> dict[str, Any]:
-    finish_rows(list(rows), cores)
+    add_relative_figures(list(rows), cores)
     return {
         "machine": {"cores": cores, "memory_bytes": 2**34, "gpus": 0, "torch": "2.13.0",
                     "device": "cpu", "threads": 1},
@@ -149,7 +149,7 @@ def test_a_terminal_that_knows_no_blocks_gets_hashes() -> None:
 
 def test_progress_in_a_pipe_is_one_line_per_row(tmp_path: Path) -> None:
     path, stream = tmp_path / "rows.jsonl", io.StringIO()
-    waiting = Waiting(path, [("single", 1), ("tp", 2)], stream)
+    waiting = ComparisonProgress(path, [("single", 1), ("tp", 2)], stream)
     waiting.tick()
     told = [{"unit": "tokens"}, {"began": 0}, {"row": 0, "per_s": 5000.4}, {"began": 1}]
     path.write_text("".join(json.dumps(one) + "\n" for one in told))
@@ -164,17 +164,17 @@ def test_progress_in_a_pipe_is_one_line_per_row(tmp_path: Path) -> None:
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"--png: .* pip install 'shoal\[report\]'"):
-        chart.check_drawable("--png")
-    assert not chart.draw(record(row("single", 1, 5000.0)), tmp_path / "x.png")
+        chart.check_matplotlib("--png")
+    assert not chart.draw_comparison(record(row("single", 1, 5000.0)), tmp_path / "x.png")
 
 
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     path = tmp_path / "x.png"
-    assert chart.draw(record(*[row(*one) for one in FULL]), path)
+    assert chart.draw_comparison(record(*[row(*one) for one in FULL]), path)
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot be written"):
-        chart.draw(record(row("single", 1, 5000.0)), tmp_path / "none" / "x.png")
+        chart.draw_comparison(record(row("single", 1, 5000.0)), tmp_path / "none" / "x.png")
 
 
 def test_only_the_first_steps_are_compared() -> None:

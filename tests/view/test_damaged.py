@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.runlog.damaged_lines import parse_object
-from shoal.view import LiveView, summary
+from shoal.view import LiveView, summarise_run
 from told_run import tell_run
 
 ODD = (None, 1, -1, 1e300, 10**400, "x", True, [], [1, "a"], {}, {"a": []}, [[1], {}])
@@ -59,7 +59,7 @@ def test_no_damage_ends_a_view(tmp_path: Path, seed: int) -> None:
         shutil.copytree(source, folder)
         for _ in range(luck.randrange(1, 4)):
             damage(folder, luck)
-        assert summary(folder).splitlines()
+        assert summarise_run(folder).splitlines()
         for colour in (False, True):
             stream = io.StringIO()
             view = LiveView(folder, stream=stream, colour=colour)
@@ -77,7 +77,7 @@ def test_what_is_whole_beside_the_damage_is_told(tmp_path: Path) -> None:
         file.write(b"null\n" + DEEP + b'{"step":5,"loss":"x","tokens":8}\n\xff\n')
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"event":"validated","loss":[1]}\n1\n')
-    text = summary(folder)
+    text = summarise_run(folder)
     assert text.startswith("completed at step 5, by SIGTERM\n  trained      5 steps, 40 tokens in ")
     assert "checkpoints" not in text
     assert "  validation" not in text, "a row of damaged records is left out"

@@ -17,7 +17,7 @@ from shoal.base.runlog.damaged_lines import Record
 from shoal.base.runlog.events import EVENTS, EventLog
 from shoal.checkpoint.format.lease import OWNER_FILE, Owner
 from shoal.cli.main import app
-from shoal.view.diagnose import ALLOCATOR, LOOKS, Finding, diagnose, text_of
+from shoal.view.diagnose import ALLOCATOR, LOOKS, RunFinding, diagnose, findings_text
 
 GOES_ON = [("restarting", {"attempt": 1, "of": 3, "saved": 8}), ("compute_started", {})]
 DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
@@ -233,7 +233,7 @@ def test_what_went_on_by_itself_says_so_and_deaths_alike_are_told_once(tmp_path:
     assert [(one.over, one.what.endswith("(the last of 2 alike)")) for one in found] == [
         (True, True)
     ]
-    assert "the run went on by itself" in text_of(tmp_path, found)
+    assert "the run went on by itself" in findings_text(tmp_path, found)
 
 
 def test_islands_that_were_started_again_went_on_and_a_person_who_resumes_is_not_the_run(
@@ -280,7 +280,7 @@ def test_deaths_of_a_script_are_told_once_with_what_its_loop_may_do(tmp_path: Pa
     mine = Owner.this_process("run")
     dead = json.dumps({**asdict(mine), "born": mine.born - 1})
 
-    def found(name: str, *events: tuple[str, dict[str, Any]]) -> list[Finding]:
+    def found(name: str, *events: tuple[str, dict[str, Any]]) -> list[RunFinding]:
         folder = run_of(tmp_path / name, *events)
         (folder / "run.toml").unlink()
         (folder / OWNER_FILE).write_text(dead)
@@ -295,7 +295,7 @@ def test_deaths_of_a_script_are_told_once_with_what_its_loop_may_do(tmp_path: Pa
     one, other, end = found("again", died[0], again, died[1], again)
     assert (one.rank, other.rank, one.over, other.over) == (1, 0, True, True)
     assert end.what.startswith("the run ended without a word: its first process (pid ")
-    assert "; the run went on\n" in text_of(tmp_path / "again", [one])
+    assert "; the run went on\n" in findings_text(tmp_path / "again", [one])
     (one,) = found(
         "asked", ("worker_died", {**raised, "how": "killed by SIGTERM", "traceback": ""})
     )
@@ -307,11 +307,13 @@ def test_deaths_of_a_script_are_told_once_with_what_its_loop_may_do(tmp_path: Pa
 
 
 def test_the_allocators_setting_has_one_name() -> None:
-    from shoal.machine.device_pool import SETTING, is_set
+    from shoal.machine.device_pool import SETTING, has_expandable_segments
 
     assert SETTING == ALLOCATOR
-    assert is_set({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"})
-    assert not is_set({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
+    assert has_expandable_segments(
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+    )
+    assert not has_expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
 
 
 def test_nothing_wrong(tmp_path: Path) -> None:
@@ -373,7 +375,7 @@ def test_damaged_records_are_no_traceback(tmp_path: Path) -> None:
         (tmp_path / "events.jsonl").write_text(
             json.dumps({"event": name, "step": {}, "ranks": 7, "signal": [], "reason": 3}) + "\n"
         )
-        assert all(isinstance(one, Finding) for one in diagnose(tmp_path))
+        assert all(isinstance(one, RunFinding) for one in diagnose(tmp_path))
 
 
 def test_islands_are_looked_at_each_and_json_is_a_line_each(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.view import RunFolder
-from shoal.view.run_folder_reader import Tail
+from shoal.view.run_folder_reader import JsonLinesTail
 
 
 def steps(found: tuple[list[dict[str, int]], bool]) -> list[int]:
@@ -18,7 +18,7 @@ def line(step: int) -> str:
 
 def test_only_what_is_new_is_given(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    tail = Tail(path)
+    tail = JsonLinesTail(path)
     assert tail.read() == ([], False)  # not there yet
     path.write_text(line(1))
     assert steps(tail.read()) == [1]
@@ -30,7 +30,7 @@ def test_only_what_is_new_is_given(tmp_path: Path) -> None:
 
 def test_half_a_line_waits_for_its_rest(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    tail = Tail(path)
+    tail = JsonLinesTail(path)
     path.write_text(line(1) + '{"ste')
     assert steps(tail.read()) == [1]
     assert tail.read() == ([], False)
@@ -42,14 +42,14 @@ def test_half_a_line_waits_for_its_rest(tmp_path: Path) -> None:
 def test_a_torn_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(line(1) + '{"step":{"step":2}\n' + "[3]\n" + "\x00\x00\n" + line(4))
-    tail = Tail(path)
+    tail = JsonLinesTail(path)
     assert steps(tail.read()) == [1, 4]
 
 
 def test_a_file_that_was_cut_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(line(1) + line(2) + line(3))
-    tail = Tail(path)
+    tail = JsonLinesTail(path)
     tail.read()
     path.write_text(line(1))
     assert tail.read() == ([{"step": 1}], True)
@@ -61,7 +61,7 @@ def test_a_file_that_was_cut_is_read_again(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_and_has_grown_beyond_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(line(1) + line(2) + line(3))
-    tail = Tail(path)
+    tail = JsonLinesTail(path)
     tail.read()
     path.write_text(line(1) + '{"step":2,"again":1}\n' + line(3) + line(4))
     records, cut_back = tail.read()
@@ -72,7 +72,7 @@ def test_a_file_that_was_cut_and_has_grown_beyond_is_noticed(tmp_path: Path) -> 
 def test_a_file_cut_to_nothing_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(line(1))
-    tail = Tail(path)
+    tail = JsonLinesTail(path)
     tail.read()
     path.write_text("")
     assert tail.read() == ([], True)

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shoal.view.forecast_errors import foreseen_lines, misses
-from shoal.view.summary import summary
+from shoal.view.summary import summarise_run
+
+from shoal.view.forecast_errors import forecast_error_lines, predicted_and_measured
 
 
 def row(**changed: Any) -> dict[str, Any]:
@@ -23,17 +24,17 @@ def row(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_row_shows_how_far_the_prediction_was() -> None:
-    lines = [text for text, _ in foreseen_lines([row()])]
+    lines = [text for text, _ in forecast_error_lines([row()])]
     assert lines[1].split() == ["ddp", "2", "110.0", "ms", "+10%", "5.0", "MiB", "+25%", "1000",
                                 "B", "+0%"]  # fmt: skip
     assert all(len(line) <= 80 for line in lines)
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert foreseen_lines([row(predicted=None), row(predicted={"reason": "no sample"})]) == []
-    assert foreseen_lines([row(step_s=None, memory=None, sent_bytes=None)]) == []
+    assert forecast_error_lines([row(predicted=None), row(predicted={"reason": "no sample"})]) == []
+    assert forecast_error_lines([row(step_s=None, memory=None, sent_bytes=None)]) == []
     unseen = row(memory=[{"weights": 1, "rest": None}], sent_bytes={})
-    assert list(misses(unseen)) == ["step"]
+    assert list(predicted_and_measured(unseen)) == ["step"]
 
 
 def test_a_run_ends_with_what_was_foreseen(tmp_path: Path) -> None:
@@ -44,9 +45,9 @@ def test_a_run_ends_with_what_was_foreseen(tmp_path: Path) -> None:
         for n in range(1, 4)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    line = next(text for text in summary(tmp_path).splitlines() if "foreseen" in text)
+    line = next(text for text in summarise_run(tmp_path).splitlines() if "foreseen" in text)
     assert line.split(None, 1)[1] == (
         "step 90.0 ms (-10%), peak 1.0 MiB (-50%), sent 2.0 KiB (+100%)"
     )
     (tmp_path / "plan.json").write_text(json.dumps({"predicted": {"reason": "no sample"}}))
-    assert "foreseen" not in summary(tmp_path)
+    assert "foreseen" not in summarise_run(tmp_path)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal.view.summary import summarise_run
 
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, by_link
+from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, costs_by_link
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
-from shoal.view.island_lines import islands_lines, islands_row, link_lines, merged
-from shoal.view.summary import summary
+from shoal.view.island_lines import islands_lines, islands_summary_line, link_lines, sum_rounds
 
 Record = dict[str, Any]
 
@@ -49,7 +49,7 @@ RUN = [
 
 
 def test_committed_rounds_add_up() -> None:
-    found = merged(RUN)
+    found = sum_rounds(RUN)
     assert found is not None
     assert (found.rounds, found.discarded, found.steps) == (2, 1, 100)
     assert found.refused == {"1": 2, "2": 1}
@@ -82,7 +82,7 @@ def test_the_table_puts_predicted_beside_measured() -> None:
 
 
 def test_what_is_measured_is_named_as_what_is_foreseen() -> None:
-    found = merged(RUN)
+    found = sum_rounds(RUN)
     assert found is not None
     cost = islands_cost(IslandsPolicy("diloco", count=2), IslandsFacts(1e6, 1.0, 1e6))
     assert set(found.figures()) <= set(cost.record())
@@ -90,23 +90,23 @@ def test_what_is_measured_is_named_as_what_is_foreseen() -> None:
 
 def test_without_a_prediction_the_measured_stand_alone() -> None:
     assert any("utilisation" in line and line.endswith("96.2%") for line in islands_lines(RUN))
-    assert islands_row(RUN[:2]) == "1 round, 96.2% used, 800 B per token and island"
-    row = islands_row(RUN, {"utilisation": 0.977})
+    assert islands_summary_line(RUN[:2]) == "1 round, 96.2% used, 800 B per token and island"
+    row = islands_summary_line(RUN, {"utilisation": 0.977})
     assert row == ("2 rounds, 1 discarded, 96.2% used (foreseen 97.7%), 800 B per token and island")
 
 
 def test_islands_that_stay_apart_say_how_far() -> None:
     """The newest round's that told; an island may have been alone in the last one."""
     told = [ended(0, spread=0.5), ended(1, spread=0.0123), ended(2)]
-    assert islands_row(told).endswith(" per token and island, weights 1.23% apart")
+    assert islands_summary_line(told).endswith(" per token and island, weights 1.23% apart")
     lines = [line.split() for line in islands_lines(told)]
     assert ["weights", "apart,", "last", "merge", "1.23%"] in lines
 
 
 def test_runs_without_rounds_show_nothing() -> None:
-    assert merged(RUN[:1]) is None
+    assert sum_rounds(RUN[:1]) is None
     assert islands_lines([]) == []
-    assert islands_row([]) == ""
+    assert islands_summary_line([]) == ""
 
 
 def test_broken_fields_do_no_harm() -> None:
@@ -114,12 +114,12 @@ def test_broken_fields_do_no_harm() -> None:
     assert lines
     assert not any("nan" in line or "per token" in line for line in lines)
     assert islands_lines([{"event": "round_committed"}], {"utilisation": float("nan"), "steps": []})
-    assert islands_row([{"event": "round_discarded"}]) == "0 rounds, 1 discarded"
+    assert islands_summary_line([{"event": "round_discarded"}]) == "0 rounds, 1 discarded"
 
 
 def test_links_before_a_run() -> None:
     policy, facts = IslandsPolicy("diloco", count=3), IslandsFacts(20e6, 0.5, 1.0)
-    costs = by_link(policy, facts)
+    costs = costs_by_link(policy, facts)
     lines = link_lines(list(zip(RATES_BYTES_PER_S, costs, strict=True)))
     assert max(map(len, lines)) <= 80
     assert len(lines) == 5
@@ -131,7 +131,7 @@ def test_a_run_ends_with_its_islands(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(said))
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in RUN[:2]))
     assert "  islands      1 round, 96.2% used (foreseen 97.7%), 800 B per token and island" in (
-        summary(tmp_path).splitlines()
+        summarise_run(tmp_path).splitlines()
     )
 
 

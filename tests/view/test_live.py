@@ -17,7 +17,7 @@ from terminals import Terminal, busy
 import shoal.view.live
 from shoal.base.runlog.events import EventLog, append_line
 from shoal.view import LiveView
-from shoal.view.phase_lines import read_doing
+from shoal.view.phase_lines import read_current_phases
 
 STEP = {
     "grad_norm": 0.91, "lr": 1e-3, "tokens": 1000, "step_s": 0.1, "tokens_per_s": 10000.0,
@@ -344,15 +344,15 @@ def test_what_a_worker_was_busy_with_that_is_gone_is_not_shown(tmp_path: Path) -
     view = LiveView(tmp_path, total_steps=40, stream=stream, colour=False)
     view.tick()
     busy(tmp_path, ("data", 0, 0, 1.0))
-    assert read_doing(tmp_path, view.since_s).names() == "data"
+    assert read_current_phases(tmp_path, view.since_s).names() == "data"
     time.sleep(0.01)
     events_of(tmp_path).emit("restarting", attempt=1, of=3)
     view.tick()
     assert "first step" not in stream.getvalue()
-    assert not read_doing(tmp_path, view.since_s).phases
+    assert not read_current_phases(tmp_path, view.since_s).phases
     for torn in ("", "[1]", '{"time_s": 9e9, "phases": [1, {"name": "x"}]}'):
         (tmp_path / "phase.json").write_text(torn)
-        assert not read_doing(tmp_path).phases
+        assert not read_current_phases(tmp_path).phases
 
 
 def test_a_narrower_terminal_keeps_nothing_of_lines_that_it_broke(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-from shoal.base.plans.parameter_splits import ExchangeRow, Explained, SplitRow
-from shoal.view.split_lines import fold, print_splits, split_lines
+from shoal.base.plans.parameter_splits import ExchangeRow, SplitReport, SplitRow
+from shoal.view.split_lines import fold_rows, print_splits, split_lines
 
 WHY = "column: its product's input is whole on every rank, and every head needs its own rows only"
 GATE = SplitRow("blocks.0.mlp.gate.weight", (704, 256), "tp", "rows 0:352 of 704", reason=WHY)
@@ -25,12 +25,12 @@ def blocks(count: int) -> tuple[SplitRow, ...]:
     )
 
 
-def lines(explained: Explained) -> list[str]:
+def lines(explained: SplitReport) -> list[str]:
     return [text for text, _ in split_lines(explained)]
 
 
 def test_equal_blocks_are_one_line() -> None:
-    explained = Explained("llama", "tp (tp = 2)", (*blocks(12), NORM))
+    explained = SplitReport("llama", "tp (tp = 2)", (*blocks(12), NORM))
     shown = lines(explained)
     assert shown[0] == "llama: 25 parameters under tp (tp = 2), 24 split, 1 whole on every rank"
     assert [line.split()[0] for line in shown[3:] if not line.startswith(" ")] == [
@@ -43,22 +43,22 @@ def test_equal_blocks_are_one_line() -> None:
 def test_a_block_that_differs_stands_alone() -> None:
     rows = list(blocks(4))
     rows[4] = replace(rows[4], axis="", shard="whole", reason="a hook of the user's")
-    assert [row.name for row in fold(rows)] == [
+    assert [row.name for row in fold_rows(rows)] == [
         "blocks.0,1,3.mlp.gate.weight", "blocks.0–3.mlp.down.weight", "blocks.2.mlp.gate.weight",
     ]  # fmt: skip
 
 
 def test_numbers_at_two_places() -> None:
     rows = [replace(GATE, name=f"layers.{a}.experts.{b}.w") for a in range(3) for b in range(4)]
-    assert [row.name for row in fold(rows)] == ["layers.0–2.experts.0–3.w"]
-    assert [row.name for row in fold(rows[:-1])] == [
+    assert [row.name for row in fold_rows(rows)] == ["layers.0–2.experts.0–3.w"]
+    assert [row.name for row in fold_rows(rows[:-1])] == [
         "layers.0,1.experts.0–3.w", "layers.2.experts.0–2.w",
     ]  # fmt: skip
 
 
 def test_a_long_text_of_several_lines_is_written_once() -> None:
     up = replace(GATE, name="blocks.0.mlp.up.weight")
-    shown = lines(Explained("llama", "tp (tp = 2)", (GATE, up, DOWN)))
+    shown = lines(SplitReport("llama", "tp (tp = 2)", (GATE, up, DOWN)))
     text = "\n".join(shown)
     assert text.count("[1]") == 3  # two lines and the note itself
     assert " ".join(text.split()).count(WHY) == 1
@@ -67,7 +67,7 @@ def test_a_long_text_of_several_lines_is_written_once() -> None:
 def test_stages_exchanges_and_notices() -> None:
     staged = replace(GATE, stage=(0,), axis="", shard="whole", reason="")
     tied = replace(NORM, stage=(0, 1))
-    explained = Explained(
+    explained = SplitReport(
         "mine", "pp (pp = 2)", (staged, tied),
         exchanges=(
             ExchangeRow("blocks.0", "all_reduce", "forward", 96 * 1024, 2),
@@ -92,13 +92,13 @@ def test_stages_exchanges_and_notices() -> None:
 def test_long_names_are_broken_not_cut() -> None:
     name = "encoder.layers.0.self_attention.output_projection.dense.weight"
     stream = io.StringIO()
-    print_splits(Explained("m", "tp (tp = 2)", (replace(GATE, name=name),)), stream)
+    print_splits(SplitReport("m", "tp (tp = 2)", (replace(GATE, name=name),)), stream)
     shown = stream.getvalue().splitlines()
     assert name in "".join(line[:40].strip() for line in shown[3:])
 
 
 def test_the_document_names_every_parameter() -> None:
-    record = Explained("llama", "tp (tp = 2)", (*blocks(3), NORM), samples=3).record()
+    record = SplitReport("llama", "tp (tp = 2)", (*blocks(3), NORM), samples=3).record()
     assert record["version"] == 1
     assert len(record["parameters"]) == 7, "folding is for the eye only"
     assert record["parameters"][0]["shape"] == (704, 256)

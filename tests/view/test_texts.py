@@ -11,7 +11,7 @@ import pytest
 
 from shoal.base.runlog.events import EVENTS, EventLog, append_line
 from shoal.base.text.event_sentences import SENTENCES, event_text
-from shoal.view import summary
+from shoal.view import summarise_run
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
     log.emit("validated", step=4, loss=4.5, targets=9, unigram_entropy=6.0, seconds=2.0)
     told = "10.0 GiB reserved, 9.0 GiB allocated, largest hole 1.0 GiB"
     log.emit("run_finished", how="finished", steps=4, allocator=told)
-    lines = summary(tmp_path).splitlines()
+    lines = summarise_run(tmp_path).splitlines()
     assert lines[0] == "finished at step 4"
     assert lines[1] == "  trained      4 steps, 4.0K tokens in 9.3 s; last loss 4.6000"
     assert re.fullmatch(r"  took         [\d.]+ ms: 9.3 s steps, 2.0 s validation", lines[2])
@@ -133,7 +133,9 @@ def test_what_rank_0_waits_for_is_said_where_a_rank_was_slow(tmp_path: Path) -> 
     log = fake_run(tmp_path)
     for _ in range(2):
         log.emit("slow_rank", rank=1, host="a", phase="data", extra_s=0.01, share=0.3)
-    waited = " ".join(summary(tmp_path).partition("  waited")[2].split("  restarts")[0].split())
+    waited = " ".join(
+        summarise_run(tmp_path).partition("  waited")[2].split("  restarts")[0].split()
+    )
     assert waited == (
         "per step 10.0 ms communication (0.4%), 0.0 ms data (0.0%); all wait for rank 1 (data)"
     )
@@ -143,7 +145,7 @@ def test_a_cpus_rate_is_not_called_mfu_and_noise_is_left_out(tmp_path: Path) -> 
     fake_run(tmp_path, comm_bytes=0, comm_bytes_by_kind={}, samples=[0, 16])
     plan = {"steps": 4, "device": "cpu", "unit": "samples"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    text = summary(tmp_path)
+    text = summarise_run(tmp_path)
     assert "4 steps, 64 samples in 9.3 s" in text
     assert "median, 160 samples/s, 25.0% of machine's matmul rate\n" in text
     assert "waited       per step 0.0 ms data (0.0%)" in text, "one process waits for nobody"
@@ -151,13 +153,13 @@ def test_a_cpus_rate_is_not_called_mfu_and_noise_is_left_out(tmp_path: Path) -> 
     assert "MFU" not in text
     (tmp_path / "small").mkdir()
     fake_run(tmp_path / "small", mfu=0.0004)
-    assert "MFU" not in summary(tmp_path / "small")
+    assert "MFU" not in summarise_run(tmp_path / "small")
 
 
 def test_a_narrow_terminal_breaks_lines_at_words(tmp_path: Path) -> None:
     fake_run(tmp_path).emit("worker_died", rank=1, pid=9, how="exit code 1", fatal=True,
                             traceback="ValueError: " + "boom " * 40)  # fmt: skip
-    wide, narrow = summary(tmp_path), summary(tmp_path, 60)
+    wide, narrow = summarise_run(tmp_path), summarise_run(tmp_path, 60)
     assert max(map(len, narrow.splitlines())) <= 60
     assert narrow.split() == wide.split(), "nothing is lost, no word is cut"
 
@@ -169,24 +171,24 @@ def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     log.emit("resumed", rank=0, step=3, folder="checkpoints/step-3")
     append_line(tmp_path / "metrics.jsonl", {"step": 4, "loss": 1.0, "tokens": 500})
     log.emit("run_finished", how="finished", steps=4)
-    text = summary(tmp_path)
+    text = summarise_run(tmp_path)
     assert text.startswith("finished at step 4\n")
     assert "1 step, 500 tokens" in text
 
 
 def test_summary_of_runs_that_did_not_finish(tmp_path: Path) -> None:
-    assert summary(tmp_path) == "no end recorded; last seen before the first step"
+    assert summarise_run(tmp_path) == "no end recorded; last seen before the first step"
     log = fake_run(tmp_path, mfu=None, peak_memory_bytes=None, peak_memory_bytes_by_rank=None)
-    assert summary(tmp_path).splitlines()[0] == "no end recorded; last seen at step 4"
-    assert "MFU" not in summary(tmp_path)
-    assert "memory" not in summary(tmp_path)
+    assert summarise_run(tmp_path).splitlines()[0] == "no end recorded; last seen at step 4"
+    assert "MFU" not in summarise_run(tmp_path)
+    assert "memory" not in summarise_run(tmp_path)
     log.emit("stop_requested", signal="SIGINT")
-    head = summary(tmp_path).splitlines()[0]
+    head = summarise_run(tmp_path).splitlines()[0]
     assert head == "stopped at step 4, by Ctrl-C; nothing was saved"
     log.emit("run_finished", how="stopped on request; the last save failed")
-    head = summary(tmp_path).splitlines()[0]
+    head = summarise_run(tmp_path).splitlines()[0]
     assert head == "stopped on request at step 4, by Ctrl-C; the last save failed"
     log.emit("worker_died", rank=1, pid=9, how="exit code 1", fatal=True,
              traceback="Traceback:\nValueError: boom")  # fmt: skip
-    head = summary(tmp_path).splitlines()[0]
+    head = summarise_run(tmp_path).splitlines()[0]
     assert head == "failed at step 4: rank 1 (pid 9): exit code 1: ValueError: boom"

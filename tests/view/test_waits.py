@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from terminals import Terminal, busy
 
-from shoal.view.compare_progress import Waiting
-from shoal.view.phase_lines import Doing, PhaseLine, read_doing, shown_waits
+from shoal.view.compare_progress import ComparisonProgress
+from shoal.view.phase_lines import CurrentPhases, PhaseLine, read_current_phases, show_phases
 from shoal.wire.phases import Phase, phase
 
 
@@ -23,7 +23,7 @@ def test_prove_on_a_terminal(tmp_path: Path) -> None:
     stream = Terminal()
     line = PhaseLine(stream)
     busy(tmp_path, ("battery", 0, 0, 30.1), ("one process: sgd", 2, 5, 4.1))
-    line.show(read_doing(tmp_path))
+    line.show(read_current_phases(tmp_path))
     line.finish()
     assert frames(stream) == ["battery: one process: sgd 2/5 · 4 s · 6 s left", ""]
 
@@ -33,7 +33,7 @@ def test_prove_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("shoal.view.phase_lines.time.monotonic", lambda: now_s)
     line = PhaseLine(stream)
     for now_s in range(8):
-        line.show(Doing((Phase("layout", 10, int(now_s), 100.0),), 100.0 + now_s))
+        line.show(CurrentPhases((Phase("layout", 10, int(now_s), 100.0),), 100.0 + now_s))
     assert stream.getvalue().splitlines() == [
         "phase=layout done=2/10 seconds=2 left=8s",
         "phase=layout done=6/10 seconds=6 left=4s",
@@ -46,7 +46,7 @@ def test_export_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.view.phase_lines.time.monotonic", lambda: now_s)
     monkeypatch.setattr("shoal.wire.phases.time.monotonic", lambda: now_s)
     stream = Terminal()
-    with shown_waits(stream):
+    with show_phases(stream):
         now_s = 1.0
         with phase("export", of=38) as told:
             for now_s in (2.0, 3.0):  # noqa: B007 - the clock
@@ -64,7 +64,7 @@ def test_compare_names_the_row_and_its_phase(
     now_s = 50.0
     monkeypatch.setattr("shoal.view.phase_lines.time.monotonic", lambda: now_s)
     stream = Terminal() if terminal else io.StringIO()
-    waiting = Waiting(tmp_path / "rows.jsonl", [("ddp", 1), ("fsdp", 2)], stream)
+    waiting = ComparisonProgress(tmp_path / "rows.jsonl", [("ddp", 1), ("fsdp", 2)], stream)
     waiting.tick()
     (tmp_path / "rows.jsonl").write_text('{"began": 1, "unit": "tokens"}\n')
     now_s = 53.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.wire.phases import counting, listen, phase, tell_folder
+from shoal.wire.phases import iter_with_progress, phase, set_phase_listener, write_phases_to_folder
 
 
 def told(folder: Path) -> list[tuple[str, int, int]]:
@@ -19,10 +19,10 @@ def told(folder: Path) -> list[tuple[str, int, int]]:
 
 def test_a_folder_says_what_is_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.wire.phases.EVERY_S", 0.0)
-    tell_folder(tmp_path)
+    write_phases_to_folder(tmp_path)
     try:
         with contextlib.suppress(RuntimeError), phase("proof"):
-            for number in counting("steps", 3, range(3)):
+            for number in iter_with_progress("steps", 3, range(3)):
                 assert told(tmp_path) == [("proof", 0, 0), ("steps", number, 3)]
                 if number == 1:
                     break
@@ -44,4 +44,4 @@ def test_a_folder_says_what_is_going_on(tmp_path: Path, monkeypatch: pytest.Monk
         with phase("where nothing can be written"):
             pass
     finally:
-        listen(None)
+        set_phase_listener(None)

@@ -26,11 +26,11 @@ from shoal.fabric import World
 from shoal.parallel.build.mmap_init import mmap_init
 from shoal.parallel.spmd.labelling.labels import Whole
 from shoal.parallel.spmd.model_split import plan_split
-from shoal.proof import Battery, Side, Trial
+from shoal.proof import Battery, Trial, TrialSide
 from shoal.proof.battery import SGD
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.isolation.lifted_casts import CastsLifted
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.isolation.lifted_casts import LiftedCasts
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.step.call_contract import call_model, split_batch
 from shoal.trainer.step.optimizer_step import StepResult
 
@@ -166,7 +166,7 @@ def split_share(model: str, degree: int) -> float:
     )
     try:
         with mmap_init():
-            split = plan_split(Record(module, lambda m: call_model(m, inputs, call)), degree)
+            split = plan_split(ForwardRecord(module, lambda m: call_model(m, inputs, call)), degree)
     except PlanError:
         return 0.0
     sizes = {name: p.numel() for name, p in module.named_parameters()}
@@ -184,7 +184,7 @@ def trial_of(model: str) -> Trial:
         torch.manual_seed(0)
         return example.build()
 
-    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+    def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
         data = Samples(example.inputs)
         call = "kwargs" if isinstance(data.whole, dict) else "single"
         run = side.parallelize(
@@ -222,7 +222,7 @@ def _our_model(model: str) -> tuple[Callable[[], nn.Module], Any]:
 def _our_trial(model: str) -> Trial:
     build, data = _our_model(model)
 
-    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+    def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
         run = side.parallelize(
             build,
             batch=BATCH,
@@ -257,11 +257,11 @@ def prove(
     torch.set_num_threads(1)
     told: list[str] = []
 
-    def hear(recorder: Recorder, text: str) -> None:
+    def hear(recorder: MetricsRecorder, text: str) -> None:
         told.append(text)
 
-    lift = CastsLifted() if lifted and model.startswith("hf ") else nullcontext()
-    with lift, mock.patch.object(Recorder, "notice", hear):
+    lift = LiftedCasts() if lifted and model.startswith("hf ") else nullcontext()
+    with lift, mock.patch.object(MetricsRecorder, "notice", hear):
         try:
             asked = LAYOUTS[layout] if isinstance(layout, str) else layout
             report = battery(model, lifted, steps).prove(world, asked)

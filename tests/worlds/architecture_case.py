@@ -14,7 +14,7 @@ from torch import nn
 from family_case import OUTPUTS, battery_of, leaning_loss, proven
 from shoal.fabric import World
 from shoal.proof import Battery
-from shoal.proof.trial_side import plain_experts
+from shoal.proof.trial_side import unfuse_experts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 
@@ -80,7 +80,7 @@ def beside_plan(world: World, folder: str, name: str) -> dict[str, Any]:
     made = Architecture(folder, name)
     torch.manual_seed(0)
     whole = made.build().double().eval()
-    plain_experts(whole, [])
+    unfuse_experts(whole, [])
     split = copy.deepcopy(whole)
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     asked = DistributedConfig(tp_size=world.size)

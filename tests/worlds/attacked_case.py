@@ -32,8 +32,8 @@ import netns
 from shoal.base.errors import ShoalError
 from shoal.fabric import start_world
 from shoal.fabric import world as worlds
-from shoal.fabric.islands.heartbeat import read_beat
-from shoal.fabric.islands.inter_island_group import meet, open_plane
+from shoal.fabric.islands.heartbeat import parse_heartbeat
+from shoal.fabric.islands.inter_island_group import connect_islands, join_island_store
 from stranger import become_nobody
 
 HOST, PORT, TOKEN = "10.77.0.1", 29411, "the token of the run under attack"
@@ -63,7 +63,7 @@ def raw(junk: bytes, times: int) -> str:
 
 def joined(token: bytes) -> str:
     """As an island of his own would, with what settings he likes; before the rightful one comes."""
-    meet(f"{HOST}:{PORT}", 1, 2, deadline_s=0.5, token=token, tell=lambda line: None)
+    join_island_store(f"{HOST}:{PORT}", 1, 2, deadline_s=0.5, token=token, tell=lambda line: None)
     return "joined"
 
 
@@ -156,8 +156,10 @@ def island(net: netns.Net, number: int, token: str) -> dict[str, Any]:
         tell_where_it_listens()
     lines: list[str] = []
     at = f"{HOST}:{PORT}"
-    store = meet(at, number, 2, deadline_s=DEADLINE_S / 2, token=token.encode(), tell=lines.append)
-    plane = open_plane(
+    store = join_island_store(
+        at, number, 2, deadline_s=DEADLINE_S / 2, token=token.encode(), tell=lines.append
+    )
+    plane = connect_islands(
         store, "0", number, 2, connections=1, host=HOST, deadline_s=10, tell=lines.append
     )
     right = 0
@@ -165,7 +167,7 @@ def island(net: netns.Net, number: int, token: str) -> dict[str, Any]:
         told = plane.gather(str(number).encode(), deadline_s=10)
         right += told == [b"0", b"1"]
         time.sleep(0.1)
-    beats = [read_beat(store.get(f"lane/0/beat/{k}"), 2).given_up for k in range(2)]
+    beats = [parse_heartbeat(store.get(f"lane/0/beat/{k}"), 2).given_up for k in range(2)]
     plane.close()
     return {"right": right, "told": beats, "lines": lines}
 

@@ -34,7 +34,7 @@ def start(world: World, layout: str, folder: Path, precision: str = "fp64") -> s
 
 def end(run: shoal.Run) -> None:
     """Leave the world to the next check."""
-    run.saving.close()
+    run.checkpoint_saver.close()
     for undo in run.program.on_close:
         undo()
     if run.lease is not None:

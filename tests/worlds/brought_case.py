@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from own_passes_case import end
 from shoal.fabric import World
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.parallelize import parallelize
 
 STEPS = 3
@@ -45,7 +45,7 @@ def heard(
 ) -> dict[str, Any]:
     """Losses of some steps, and what the run had to say."""
     told: list[str] = []
-    with mock.patch.object(Recorder, "notice", lambda _, text: told.append(text)):
+    with mock.patch.object(MetricsRecorder, "notice", lambda _, text: told.append(text)):
         losses = trained(world, model, data, loss, layout=layout)
     return {"losses": losses, "told": told}
 

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from shoal.checkpoint.export.export_file import export
+from shoal.checkpoint.export.export_file import export_file
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build
 from shoal.parallel.build import shared_build
 from shoal.parallel.build.full_state import gather_weights
 from shoal.parallel.build.mmap_init import PREFIX, mmap_init
-from shoal.parallel.build.pretrained import made_beside, pretrained_shapes
+from shoal.parallel.build.pretrained import converted_parameters, pretrained_shapes
 from shoal.parallel.build.shared_build import build_once
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.data_parallel import fsdp
 from shoal.trainer import parallelize as starting
 from shoal.trainer.parallelize import build_module, parallelize
-from shoal.trainer.state.run_state import model_parts
+from shoal.trainer.state.run_state import collect_model_shards
 
 SEED = 3
 MAPPED_BYTES = 4096
@@ -198,7 +198,7 @@ def built(
         "apart": _apart(module, plain),
         "ties": _ties(module) == _ties(plain),
         "kept": _kept(module),
-        "made": made_beside(module, Path(checkpoint)) if checkpoint else [],
+        "made": converted_parameters(module, Path(checkpoint)) if checkpoint else [],
         "files": len(list(Path(checkpoint).glob("*.safetensors"))) if checkpoint else 0,
         "alone": _alone(world, module),
         "unopened": unopened,
@@ -299,7 +299,7 @@ def _alone(world: World, module: nn.Module) -> bool:
 def moves(found: list[int]) -> Iterator[None]:
     """Inside, what a run's model holds whenever all of it is moved, once it is built: in bytes."""
     roots: list[nn.Module] = []
-    build_it, apply = starting._built, nn.Module._apply
+    build_it, apply = starting._build_model, nn.Module._apply
 
     def noted(*given: Any) -> Any:
         module, lines = build_it(*given)
@@ -313,7 +313,7 @@ def moves(found: list[int]) -> Iterator[None]:
         return apply(module, *given, **named)
 
     with (
-        mock.patch.object(starting, "_built", noted),
+        mock.patch.object(starting, "_build_model", noted),
         mock.patch.object(nn.Module, "_apply", applied),
     ):
         yield
@@ -329,14 +329,14 @@ def in_files(world: World, layout: Any) -> list[int]:
         ends = [row[0].split("-") for row in rows if PREFIX in " ".join(row[5:])]
         found.append(sum(int(stop, 16) - int(start, 16) for start, stop in ends))
 
-    bring = fsdp._bring_rows
+    bring = fsdp._load_own_rows
 
     def brought(*given: Any) -> None:
         found or note()
         bring(*given)
 
     with (
-        mock.patch.object(fsdp, "_bring_rows", brought),
+        mock.patch.object(fsdp, "_load_own_rows", brought),
         mock.patch.object(fsdp, "trim_heap", note),
     ):
         started(world, layout, 0, layers=12)
@@ -385,7 +385,7 @@ def started(
     saved = run.save()
     run.close()
     if world.is_first:
-        export(saved, Path(folder, "exported.safetensors"))
+        export_file(saved, Path(folder, "exported.safetensors"))
     world.barrier()
     exported = load_file(Path(folder, "exported.safetensors"))
     return {
@@ -502,7 +502,7 @@ def read(
     apart   from plain weights · lines  for the user
     """
     lines: list[str] = []
-    built = starting._built
+    built = starting._build_model
 
     def told(*given: Any) -> Any:
         module, found = built(*given)
@@ -511,7 +511,7 @@ def read(
 
     def start() -> Any:
         tokens = torch.arange(2 * 8).view(2, 8)
-        with mock.patch.object(starting, "_built", told):
+        with mock.patch.object(starting, "_build_model", told):
             return parallelize(
                 Large,
                 lambda p: torch.optim.SGD(p, lr=1e-2),
@@ -545,7 +545,7 @@ def read(
         "read": read_bytes,
         "files": len(list(Path(FOLDER[0]).glob("*.safetensors"))),
         "weights": 4 * run.plan.parameters,
-        "share": 4 * sum(part.numel() for part, _ in model_parts(run).values()),
+        "share": 4 * sum(part.numel() for part, _ in collect_model_shards(run).values()),
         "block": sum(p.nbytes for p in blocks) // 8,
         "beside": sum(p.nbytes for p in held.values()) - sum(p.nbytes for p in blocks),
         "narrow": sum(inside) // 2,

@@ -197,7 +197,7 @@ def trajectory(run: Path) -> list[tuple[int, float, float, list[int]]]:
 
 def final_hashes(run: Path) -> dict[str, Any]:
     """Digest of every slice of the newest checkpoint's tensors, by name."""
-    from shoal.checkpoint.format.listing import find, read_manifest
+    from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 
-    manifest = read_manifest(find(run / "checkpoints")[0].path)
+    manifest = read_manifest(list_checkpoints(run / "checkpoints")[0].path)
     return {n: [s.sha256 for s in t.slices] for n, t in manifest.tensors.items()}

@@ -18,7 +18,11 @@ from shoal.base.errors import ShoalError
 from shoal.fabric import World
 from shoal.fabric.collectives import sharded_collectives, uneven_collectives
 from shoal.fabric.collectives.traffic_counts import wire_bytes
-from shoal.fabric.compressed.compressed_sums import CODES, CodedSum, ScatteredSum
+from shoal.fabric.compressed.compressed_sums import (
+    CODES,
+    CompressedAllReduce,
+    CompressedReduceScatter,
+)
 from shoal.planning.gradient_buckets import plan_buckets
 from shoal.trainer import parallelize as module
 from shoal.trainer.run import Run
@@ -148,7 +152,7 @@ def telescope(
 def own_rows(run: Run, unit: torch.Tensor, world: World) -> list[torch.Tensor]:
     """Of the only unit's elements this rank's rows, tensor by tensor as `sums` gives them."""
     row, found, place = unit.view(world.size, -1)[world.rank], [], 0
-    for name in run.program.reducer.summed():
+    for name in run.program.reducer.summed_names():
         count, whole = run.program.local[name].parameter.numel(), Bare().get_parameter(name)
         if not whole.ndim:  # no rows: summed whole, not in codes
             found.append(torch.zeros(1, dtype=torch.float64))
@@ -167,7 +171,7 @@ def far(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 def uneven(world: World, code: str) -> dict[str, Any]:
     """Owners of nothing, and of parts that are no multiple of anything; twice, in fp64."""
     cuts = (0, 0, 501, 501, 1304)
-    sender = ScatteredSum(cuts, CODES[code](torch.float64), world)
+    sender = CompressedReduceScatter(cuts, CODES[code](torch.float64), world)
     addends = [
         torch.randn(1304, generator=torch.Generator().manual_seed(r)).double().to(world.device)
         for r in range(world.size)
@@ -228,10 +232,10 @@ def sent(world: World, compress: str, layout: str) -> dict[str, Any]:
     """Bytes of one reduction: as counted, and as given to torch."""
     run = start(world, compress, layout)
     run.step(gradient(0, world.rank))
-    world.traffic.take()
+    world.traffic.pop_counts()
     with wire(world) as given:
         run.forward_backward(gradient(1, world.rank))
-    counted = sum(world.traffic.take()[0].values())
+    counted = sum(world.traffic.pop_counts()[0].values())
     run.update()
     senders = [getattr(one, "sum", one) for one in run.program.owed.senders]
     starts = [[list(part) for part in getattr(one, "starts", ())] for one in senders]
@@ -305,9 +309,9 @@ def warm(world: World, compress: str, layout: str, folder: str) -> dict[str, Any
     """Bytes of the first steps of a run of nine and of one that goes on from its second, by step."""
 
     def bytes_of(run: Run, step: int) -> int:
-        world.traffic.take()
+        world.traffic.pop_counts()
         run.forward_backward(gradient(step, world.rank))
-        sent = sum(world.traffic.take()[0].values())
+        sent = sum(world.traffic.pop_counts()[0].values())
         run.update()
         return sent
 
@@ -364,9 +368,9 @@ def against_reference(world: World, code: str, scattered: bool) -> float:
 
     if scattered:
         cuts = [part * rank for rank in range(ranks + 1)]
-        sender: Any = ScatteredSum(cuts, CODES[code](wide), world, starts)
+        sender: Any = CompressedReduceScatter(cuts, CODES[code](wide), world, starts)
     else:
-        sender = CodedSum(elements, CODES[code](wide), world, starts)
+        sender = CompressedAllReduce(elements, CODES[code](wide), world, starts)
     left = torch.zeros(ranks, ranks, part, dtype=wide)
     left_of_sum, apart = torch.zeros(ranks, part, dtype=wide), 0.0
     for step in range(steps):

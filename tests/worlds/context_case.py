@@ -19,16 +19,16 @@ from inside_causes import explained
 from limited_case import limited
 from planted_divided import shared_twice, tie_not_summed
 from shoal.fabric import World
-from shoal.machine.states import peak_extra_bytes
+from shoal.machine.states import measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import find_logits, token_loss
 from shoal.parallel import context_parallel
 from shoal.parallel.program import Program
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.check_causes import Finding
+from shoal.parallel.spmd.check_causes import CheckFinding
 from shoal.proof import Battery
 from shoal.proof.battery import SGD
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -74,12 +74,12 @@ def nothing() -> Iterator[None]:
 @contextmanager
 def restarted() -> Iterator[None]:
     """Every rank takes the first part of tables: its own tokens count from 0."""
-    right = autograd_collectives.cut
+    right = autograd_collectives.cut_tensor
 
     def cut(value: Any, label: Any, rank: int, degree: int) -> Any:
         return right(value, label, rank if value.requires_grad else 0, degree)
 
-    with patch.object(autograd_collectives, "cut", cut):
+    with patch.object(autograd_collectives, "cut_tensor", cut):
         yield
 
 
@@ -88,14 +88,14 @@ def restarted_lookup() -> Iterator[None]:
     """Every rank looks up the first positions: those of the first rank."""
     from shoal.parallel.context_parallel import sharded_forward
 
-    right = sharded_forward.local_of
+    right = sharded_forward.local_part_of
 
     def local_of(value: Any, deal: Any) -> Any:
         if value.dim() > 1:
             return right(value, deal)
         return value[: right(value, deal).shape[0]]
 
-    with patch.object(sharded_forward, "local_of", local_of):
+    with patch.object(sharded_forward, "local_part_of", local_of):
         yield
 
 
@@ -118,12 +118,12 @@ def own_keys() -> Iterator[None]:
     """Keys and values do not travel: a rank's tokens see each other only."""
     from shoal.parallel.context_parallel import ring
 
-    right = ring.Unmasked.of
+    right = ring.UnmaskedKeys.of
 
     def of(self: Any, source: int) -> Any:
         return right(self, source) if self.rank == source else iter(())
 
-    with patch.object(ring.Unmasked, "of", of):
+    with patch.object(ring.UnmaskedKeys, "of", of):
         yield
 
 
@@ -147,10 +147,10 @@ def _heard() -> Iterator[list[str]]:
     """What runs tell inside."""
     told: list[str] = []
 
-    def hear(recorder: Recorder, text: str) -> None:
+    def hear(recorder: MetricsRecorder, text: str) -> None:
         told.append(text)
 
-    with patch.object(Recorder, "notice", hear):
+    with patch.object(MetricsRecorder, "notice", hear):
         yield told
 
 
@@ -203,7 +203,7 @@ def divides(world: World, layout: dict[str, Any]) -> dict[str, Any]:
 
     tokens = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(1))
     seen: dict[str, Any] = {"tokens": set(), "heads": set()}
-    right = context_parallel.attention_of("auto")
+    right = context_parallel.select_attention("auto")
     assert right is not None
 
     def attention(q: Any, axis: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
@@ -212,7 +212,7 @@ def divides(world: World, layout: dict[str, Any]) -> dict[str, Any]:
 
     with (
         _heard() as told,
-        patch.object(context_parallel, "attention_of", lambda context: attention),
+        patch.object(context_parallel, "select_attention", lambda context: attention),
     ):
         run = _run(world, _llama(8), tokens, layout)
     block = run.model.get_submodule("blocks.1")
@@ -331,7 +331,9 @@ def same_as_one(world: World, case: str, layout: dict[str, Any] | None = None) -
             result = run.step((other, its_targets))
             validated = run.evaluate([(other, its_targets)])["loss"]
         program = run.program
-        held = {name: (p.detach(), program.place(name)) for name, p in program.parameters.items()}
+        held = {
+            name: (p.detach(), program.shard_of(name)) for name, p in program.parameters.items()
+        }
         told.append((result.loss, validated, held, notices))
         _close(run)
     (loss_here, seen, held, notices), (right, right_seen, wholes, _) = told
@@ -352,9 +354,9 @@ def norm_whole(world: World) -> dict[str, Any]:
     """As `same_as_one`, where a layer with a backward of its own runs whole on every rank."""
     right = context_parallel.check_class
 
-    def check(module: nn.Module, group: Any, *axes: Any) -> Finding | None:
+    def check(module: nn.Module, group: Any, *axes: Any) -> CheckFinding | None:
         if group.names[0] == "norm":
-            return Finding("norm", 1.0, (), "planted")
+            return CheckFinding("norm", 1.0, (), "planted")
         return right(module, group, *axes)
 
     with patch.object(context_parallel, "check_class", check):
@@ -362,9 +364,9 @@ def norm_whole(world: World) -> dict[str, Any]:
 
 
 def _place() -> Any:
-    from shoal.fabric.rendezvous.process_info import Place
+    from shoal.fabric.rendezvous.process_info import ProcessInfo
 
-    return Place()
+    return ProcessInfo()
 
 
 def _close(run: Run) -> None:
@@ -430,7 +432,7 @@ def memory(world: World, sequence: int) -> dict[str, int]:
         run = _run(home, _llama(sequence, **LONG), tokens[:, :64], layout)
         run.step((tokens, tokens))
         found[f"{name} kept"] = _kept(run, tokens)
-        found[f"{name} peak"] = peak_extra_bytes(
+        found[f"{name} peak"] = measure_peak_bytes(
             lambda run=run: run.step((tokens, tokens)), world.device, 2
         )
         _close(run)

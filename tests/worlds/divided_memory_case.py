@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from shoal.base.estimates.cluster import Cluster, Device, Link
-from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.fabric import World
 from shoal.forecast.fit.peak_memory import predict_memory
-from shoal.forecast.memory.model_states import state_bytes as assigned_bytes
-from shoal.forecast.memory.transient_memory import rank_sum, wide_elements
-from shoal.forecast.time.model_traffic import sent_by
-from shoal.machine.states import peak_extra_bytes, state_bytes
+from shoal.forecast.memory.model_states import predict_state_bytes as assigned_bytes
+from shoal.forecast.memory.transient_memory import sum_rank_elements, wide_elements
+from shoal.forecast.time.model_traffic import predict_rank_traffic
+from shoal.machine.states import count_state_bytes, measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.planning.pipeline_stages import cut
+from shoal.planning.pipeline_stages import stage_units
 from shoal.trace.costs.traced_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
@@ -85,9 +85,9 @@ def one(
     run.step(batch)  # after it Adam has its moments, and forms of messages are known
     calls = _sent(run, batch)
     run.forward_backward(batch)
-    held = state_bytes(run)
+    held = count_state_bytes(run)
     run.update()
-    extra = peak_extra_bytes(lambda: run.step(batch), world.device, 3) if peak else 0
+    extra = measure_peak_bytes(lambda: run.step(batch), world.device, 3) if peak else 0
     answer = {**_foreseen(run, tied), "held": asdict(held), "extra": extra, "calls": calls}
     answer["elements"] = sum(p.numel() for p in run.program.parameters.values())
     for undo in run.program.on_close:
@@ -121,16 +121,16 @@ def _foreseen(run: Run, tied: bool) -> dict[str, Any]:
     plan, rank = run.plan, run.program.pipe.rank
     device = Device("cpu", 1e12, {}, 1e10, kind="cpu")
     cluster = Cluster(device, 1, plan.layout.processes, LINK, LINK)
-    case = Case(facts(2 if plan.compute == "bf16" else 4, tied), cluster, plan)
-    stage = cut(case, rank)
-    elements = rank_sum(case, stage.units, stage.tied)
+    case = PlanningCase(facts(2 if plan.compute == "bf16" else 4, tied), cluster, plan)
+    stage = stage_units(case, rank)
+    elements = sum_rank_elements(case, stage.units, stage.tied)
     peak = predict_memory(case, rank)
     travel = run.program.travel() if run.program.travel else None
     return {
         "assigned": assigned_bytes(case, elements, wide_elements(case, stage))._asdict(),
         "foreseen": peak.allocated_bytes - sum(peak.parts.get(kind, 0.0) for kind in STATES),
         "blocks": sum(count for unit, count in stage.blocks),
-        "stated": asdict(sent_by(case, travel, rank)) if travel else {},
+        "stated": asdict(predict_rank_traffic(case, travel, rank)) if travel else {},
         "exchanges": [[asdict(each) for each in stage] for stage in travel.exchanges],
         "parameters": plan.parameters,
     }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
-from shoal.machine.link_check import check_links, check_sums, wrong_results
+from shoal.machine.link_check import check_collectives, check_links, check_sums
 
 
 class OffByOne:
@@ -46,7 +46,7 @@ class OffByOne:
 def wrong_sum(world: World, rank: int, kind: str, dtype: str) -> list[Any]:
     """[ok, line] of the check of sums."""
     bad: Any = OffByOne(world, rank, kind, getattr(torch, dtype))
-    told = check_sums(wrong_results(bad), world.size)
+    told = check_sums(check_collectives(bad), world.size)
     return [told.ok, told.line()]
 
 

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 import shoal
 from guards import message
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.checkpoint.load.read import load
 from shoal.fabric import World, start_world
 from shoal.fabric.collectives import json_messages
-from shoal.trainer.guards.checksums import here
+from shoal.trainer.guards.checksums import local_part
 from shoal.trainer.guards.corruption import SHARE, CorruptionCheck
 from shoal.trainer.run import Run
 
@@ -57,7 +57,7 @@ def begin(world: World, layout: Any, drift: str = "every", **more: Any) -> Run:
 
 def leave(run: Run) -> None:
     """As `run.close`, but for the group, which other checks use."""
-    run.saving.close()
+    run.checkpoint_saver.close()
     for undo in run.program.on_close:
         undo()
 
@@ -121,7 +121,7 @@ def flips(
             undo = tensor
         rng = random.Random(f"{seed} {trial}")  # the same again on all ranks
         name, bit = world.broadcast_json([name, bit], rank)
-        before = len(find(root / "checkpoints"))
+        before = len(list_checkpoints(root / "checkpoints"))
         act: Callable[[], Any] = run.save if saves else lambda: steps(run, 1)
         told = message(act)
         if undo is not None:
@@ -136,7 +136,7 @@ def flips(
             and f" of rank {rank} (" in told
             and f": {name} changed in memory" in told
             and f": bit {bit % 32} of one element flipped" in told
-            and len(find(root / "checkpoints")) == before
+            and len(list_checkpoints(root / "checkpoints")) == before
         )
         if not right:
             wrong.append(f"{'save' if saves else 'step'}, rank {rank}, {name}, bit {bit}: {told}")
@@ -196,7 +196,7 @@ def flips_by_default(
             wrong.append(f"rank {rank}, {name}, bit {bit}, {apart} and {ahead} steps: {told}")
         _put_back(run, before)
         if world.is_first:
-            for kept in find(root / "checkpoints"):
+            for kept in list_checkpoints(root / "checkpoints"):
                 shutil.rmtree(kept.path)
         world.barrier()
         steps(run, 1)
@@ -228,7 +228,7 @@ def unlike_at_a_reading(world: World, noise: bool) -> str:
 def _up_to_a_save(run: Run, count: int, first: int) -> None:
     steps(run, count, first)
     run.save()
-    run.saving.settle()
+    run.checkpoint_saver.wait_pending()
 
 
 def _held(run: Run) -> list[torch.Tensor]:
@@ -242,7 +242,7 @@ def _stepped(run: Run) -> list[torch.Tensor]:
     if run.plan.layout.zero < 3:
         found += run.program.parameters.values()
     found += [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-    return [here(tensor) for tensor in found]
+    return [local_part(tensor) for tensor in found]
 
 
 def _put_back(run: Run, held: list[torch.Tensor]) -> None:
@@ -262,7 +262,7 @@ def unwatched(world: World, layout: Any, folder: str) -> dict[str, Any]:
         flip(one.parameter, 30)
     flipped = one.parameter.detach().clone()
     told = message(lambda: run.save() and None)
-    (newest,) = find(Path(folder) / "checkpoints")
+    (newest,) = list_checkpoints(Path(folder) / "checkpoints")
     kept = load(newest.path, [replace(one.shard, name=f"model.{name}")])[f"model.{name}"]
     leave(run)
     return {"told": told, "kept": bool(torch.equal(kept.reshape(flipped.shape), flipped))}
@@ -357,7 +357,7 @@ def costs() -> dict[str, dict[str, float]]:
             began_s = time.thread_time()
             run.step(batch)
             step_s = time.thread_time()
-            watched.take(run.step_count)
+            watched.record_checksums(run.step_count)
             watched.sums()
             took.append((step_s - began_s, time.thread_time() - step_s))
         step_s, look_s = (sorted(one)[len(took) // 2] for one in zip(*took, strict=True))

@@ -15,7 +15,7 @@ import cases
 from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.models.catalog import build as catalog
-from shoal.proof import Battery, Side, Trial
+from shoal.proof import Battery, Trial, TrialSide
 from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.step.optimizer_step import StepResult
@@ -44,7 +44,7 @@ def trial_of(model: str, samples: int) -> Trial:
         sizes = {"vocabulary": 61, "sequence": 12} if words else {}
         return catalog(name, arguments, **sizes)
 
-    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+    def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
         run = side.parallelize(
             build,
             batch=BATCH,

@@ -20,17 +20,17 @@ import cases
 from inside_causes import explained
 from shoal.base.errors import ConfigError, PlanError
 from shoal.data.loading.sample_order import permute
-from shoal.fabric import Traffic, World, start_world
-from shoal.fabric.axis_worlds import along
+from shoal.fabric import TrafficCounter, World, start_world
+from shoal.fabric.axis_worlds import axis_world
 from shoal.models.catalog import build
 from shoal.models.moe import Mixture, balanced_loss
 from shoal.parallel import expert_parallel
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.expert_parallel import expert_load
 from shoal.parallel.program import Program
-from shoal.proof import Battery, Side
+from shoal.proof import Battery, TrialSide
 from shoal.proof.battery import SGD
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.step.optimizer_step import StepResult
 
@@ -194,7 +194,7 @@ def _first(data: Any) -> Any:
     return torch.utils.data.Subset(data, range(SAMPLES))
 
 
-def train(model: str, side: Side, **settings: Any) -> Iterator[tuple[str, StepResult]]:
+def train(model: str, side: TrialSide, **settings: Any) -> Iterator[tuple[str, StepResult]]:
     """What both sides do."""
     data = _first(cases.Images() if model.startswith("own") else cases.Tokens())
     run = side.parallelize(
@@ -224,13 +224,13 @@ def prove(world: World, model: str, layout: str, steps: int = 5) -> dict[str, An
     torch.set_num_threads(1)
     told: list[str] = []
 
-    def hear(recorder: Recorder, text: str) -> None:
+    def hear(recorder: MetricsRecorder, text: str) -> None:
         told.append(text)
 
     lift = any_case.CastsLifted() if model.startswith("hf ") else nullcontext()
     with (
         lift,
-        mock.patch.object(Recorder, "notice", hear),
+        mock.patch.object(MetricsRecorder, "notice", hear),
         mock.patch.object(any_case, "BATCH", BATCH),
     ):
         report = explained(battery(model, steps), world, LAYOUTS[layout])
@@ -346,7 +346,7 @@ def averaged() -> Iterator[None]:
 @contextmanager
 def never_summed() -> Iterator[None]:
     """Ranks that hold the same experts keep what their own group's tokens gave."""
-    with on_sums(lambda program: along(program.world, program.plan.layout.degrees, ["pp"])):
+    with on_sums(lambda program: axis_world(program.world, program.plan.layout.degrees, ["pp"])):
         yield
 
 
@@ -422,13 +422,13 @@ def counted(world: World, layout: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part, Mixture):
             part.experts.register_forward_pre_hook(watch)
     sent: Counter[str] = Counter()
-    count = Traffic.count
+    count = TrafficCounter.count
 
-    def heard(traffic: Traffic, kind: str, payload_bytes: int, degree: int) -> None:
+    def heard(traffic: TrafficCounter, kind: str, payload_bytes: int, degree: int) -> None:
         sent[kind] += payload_bytes
         count(traffic, kind, payload_bytes, degree)
 
-    with mock.patch.object(Traffic, "count", heard):
+    with mock.patch.object(TrafficCounter, "count", heard):
         run.step(next(iter(loader)))
     stacks = [p for name, p in run.program.parameters.items() if "experts" in name]
     told = {
@@ -446,11 +446,11 @@ def lines(world: World, every: int) -> list[str]:
     """What a run tells of how tokens spread, every so many steps."""
     told: list[str] = []
 
-    def hear(recorder: Recorder, text: str) -> None:
+    def hear(recorder: MetricsRecorder, text: str) -> None:
         told.append(text)
 
     with (
-        mock.patch.object(Recorder, "notice", hear),
+        mock.patch.object(MetricsRecorder, "notice", hear),
         mock.patch.object(expert_load, "EVERY", every),
     ):
         run, loader = moe_run(world, {"strategy": "ep"}, "moe with capacity")

@@ -13,7 +13,7 @@ import torch
 import shoal
 from shoal.checkpoint.export.export_folder import export_folder
 from shoal.fabric import World
-from shoal.parallel.build.full_state import held
+from shoal.parallel.build.full_state import local_state
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 
@@ -76,8 +76,8 @@ def exported(world: World, name: str, layout: str, folder: str) -> dict[str, Any
         run.step(rows)
     saved = run.save()
     weights = run.state_dict()
-    here = sum(shard.elements for _, shard in held(run.program).values())
-    with run._averaged():
+    here = sum(shard.elements for _, shard in local_state(run.program).values())
+    with run._averaged_weights():
         averages = run.state_dict()
     unique = {tensor.data_ptr(): tensor.numel() for tensor in weights.values()}
     told: dict[str, Any] = {"share held": round(here / sum(unique.values()), 3)}
@@ -92,7 +92,7 @@ def exported(world: World, name: str, layout: str, folder: str) -> dict[str, Any
             for name in run.program.parameters
             if name in averages and torch.equal(averages[name], weights[name])
         ]
-    run.saving.close()
+    run.checkpoint_saver.close()
     for undo in run.program.on_close:
         undo()
     if run.lease is not None:

@@ -15,9 +15,9 @@ from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.fabric import World
-from shoal.proof import Battery, Side, Trial
+from shoal.proof import Battery, Trial, TrialSide
 from shoal.proof.battery import SGD
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import StepResult
 
@@ -70,7 +70,7 @@ def trial_of(made: Any, shares: dict[str, Any]) -> Trial:
             built.config.use_cache = True
         return built
 
-    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+    def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
         data = Samples(made.inputs(SAMPLES))
         collate = torch.utils.data.default_collate
         run = side.parallelize(
@@ -136,11 +136,11 @@ def proven(
     torch.set_num_threads(1)
     told: list[str] = []
 
-    def hear(recorder: Recorder, text: str) -> None:
+    def hear(recorder: MetricsRecorder, text: str) -> None:
         told.append(text)
 
     shares.clear()
-    with mock.patch.object(Recorder, "notice", hear):
+    with mock.patch.object(MetricsRecorder, "notice", hear):
         try:
             report = made.prove(world, layout)
         except (PlanError, ConfigError) as refusal:

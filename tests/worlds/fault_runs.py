@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cli_run import CommandLine, trajectory
-from shoal.view.diagnose import Finding, diagnose
+from shoal.view.diagnose import RunFinding, diagnose
 
 HERE = Path(__file__).parent
 ARGUMENTS = [
@@ -41,7 +41,7 @@ def command(
     return CommandLine(folder, *ARGUMENTS, *arguments, **settings)
 
 
-def wrong(run: CommandLine) -> list[Finding]:
+def wrong(run: CommandLine) -> list[RunFinding]:
     """What is wrong with the run, by its folder."""
     return [one for one in diagnose(run.run) if not one.advice]
 

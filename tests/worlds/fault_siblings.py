@@ -17,7 +17,7 @@ from loop_faults import CHANGED, DROPPED, FOUR, SILENT, WRITTEN, Branch, fault, 
 from mistakes import DATA, begin, net, off_by, sgd, whole
 from shoal.fabric import World
 from shoal.planning.micro_batch_sizes import with_micro_batch
-from shoal.trainer.autotune.share_fits import ShareFits, take
+from shoal.trainer.autotune.share_fits import MicroBatchChooser, set_micro_batch
 from shoal.trainer.run import Run
 
 FIRST = len(loop_faults.ROWS)
@@ -248,9 +248,9 @@ class Normed(nn.Module):
         return self.head(self.norm(self.first(x)))
 
 
-def kept_eighth(chooser: ShareFits, run: Run, *_: Any) -> None:
+def kept_eighth(chooser: MicroBatchChooser, run: Run, *_: Any) -> None:
     """The micro-batch of a share that does not fit, or that other ranks have chosen."""
-    take(run, with_micro_batch(run.plan, run.plan.batch // 8))
+    set_micro_batch(run, with_micro_batch(run.plan, run.plan.batch // 8))
 
 
 def by_a_loader(world: World, layout: str, norm: nn.Module, **more: Any) -> None:
@@ -261,7 +261,7 @@ def by_a_loader(world: World, layout: str, norm: nn.Module, **more: Any) -> None
 
 @fault("model: norm is a BatchNorm, whose statistics are those of a micro-batch",
        proof=("ddp", "zero2", "fsdp", "single"))  # fmt: skip
-@patch.object(ShareFits, "choose", kept_eighth)
+@patch.object(MicroBatchChooser, "choose", kept_eighth)
 def batch_norm_of_a_loader(world: World, layout: str) -> None:
     by_a_loader(world, layout, nn.BatchNorm1d(8, affine=False))
 
@@ -273,13 +273,13 @@ def batch_norm_of_a_whole_share(world: World, layout: str) -> float:
 
 
 @fault("model: norm is a BatchNorm, whose statistics are those of a micro-batch", proof=("ddp",))
-@patch.object(ShareFits, "choose", kept_eighth)
+@patch.object(MicroBatchChooser, "choose", kept_eighth)
 def batch_norm_without_running_statistics(world: World, layout: str) -> None:
     by_a_loader(world, layout, nn.BatchNorm1d(8, track_running_stats=False))
 
 
 @fault("model: norm.1 is a BatchNorm", proof=("ddp", "fsdp"))
-@patch.object(ShareFits, "choose", kept_eighth)
+@patch.object(MicroBatchChooser, "choose", kept_eighth)
 def batch_norm_inside_of_a_block(world: World, layout: str) -> None:
     norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
     by_a_loader(world, layout, norm)

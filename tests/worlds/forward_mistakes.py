@@ -31,10 +31,10 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.placement import Placement
-from shoal.parallel.spmd.labelling.labels import Split, cut, divides, join
+from shoal.parallel.spmd.labelling.labels import Split, cut_tensor, divides, join_parts
 from shoal.proof.diagnosis.clue import Clue
 from shoal.proof.diagnosis.evidence import Evidence
-from shoal.proof.trajectory_record import Record, Tensors
+from shoal.proof.trajectory_record import Tensors, TrajectoryRecord
 from step_again import StepAgain, step_again
 
 SAME, SAME_ROUNDED = 1e-10, 1e-5
@@ -66,7 +66,7 @@ def wrong_loss(evidence: Evidence) -> Clue | None:
     return None
 
 
-def _suspicions(got: Record, again: StepAgain, label: str) -> Iterator[Suspicion]:
+def _suspicions(got: TrajectoryRecord, again: StepAgain, label: str) -> Iterator[Suspicion]:
     start = f"{label}/" if label else ""
     held = {
         name.removeprefix(start): one for name, one in got.held.items() if name.startswith(start)
@@ -162,7 +162,7 @@ def fused(held: Mapping[str, Placement], weights: Tensors, degree: int) -> Itera
 
 
 def _read_as(weight: torch.Tensor, cut_as: Split, read_as: Split, degree: int) -> torch.Tensor:
-    return join([cut(weight, cut_as, rank, degree) for rank in range(degree)], read_as)
+    return join_parts([cut_tensor(weight, cut_as, rank, degree) for rank in range(degree)], read_as)
 
 
 def shared(held: Mapping[str, Placement], weights: Tensors, degree: int) -> Iterator[Suspicion]:

@@ -268,7 +268,7 @@ def a_forward_pass_more(world: World) -> dict[str, Any]:
     for _ in range(2):
         run.begin(None)
         run.step_state.written = passes = FreePasses(
-            run.program, run.step_count, run.scale, run.flags
+            run.program, run.step_count, run.scale, run.collect_flags
         )
         loss = ((passes.forward(x) - y) ** 2).sum(1).mean()
         passes.backward(loss, share=1.0, last=True)

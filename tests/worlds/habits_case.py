@@ -126,7 +126,7 @@ def saved(world: World, folder: str, layout: Any) -> list[str]:
     plateau.step(0.5)
     run.save(extra={"plateau": plateau, "best": best})
     run.save()  # what was kept before stays
-    run.saving.close()
+    run.checkpoint_saver.close()
     end(run)
     if run.lease is not None:
         run.lease.release()
@@ -149,7 +149,7 @@ def gone_on(world: World, folder: str, layout: Any) -> dict[str, Any]:
         "seen": type(run.extra["best"]["seen"]).__name__,
         "pair": [type(pair).__name__, pair[0], math.isnan(pair[1])],
     }
-    run.saving.close()
+    run.checkpoint_saver.close()
     end(run)
     if run.lease is not None:
         run.lease.release()
@@ -164,7 +164,7 @@ def back_in_time(world: World, folder: str) -> list[str]:
         run.save(tag="best") if run.step_count != 2 else run.save()
     run.restore(step=2)
     run.save(tag="best")
-    run.saving.close()
+    run.checkpoint_saver.close()
     end(run)
     if run.lease is not None:
         run.lease.release()
@@ -200,7 +200,7 @@ def hooks(world: World, folder: str) -> dict[str, Any]:
         if run.stopping:
             break
     run.evaluate(Held(samples()[:4]))
-    run.saving.close()
+    run.checkpoint_saver.close()
     end(run)
     if run.lease is not None:
         run.lease.release()

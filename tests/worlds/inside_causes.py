@@ -24,12 +24,12 @@ from inside_experts import experts
 from inside_norms import norm_of_parts
 from shoal.fabric import World
 from shoal.proof import Battery
-from shoal.proof.diagnosis.causes import explain
+from shoal.proof.diagnosis.causes import explain_difference
 from shoal.proof.diagnosis.clue import Clue
-from shoal.proof.diagnosis.evidence import Evidence, Look
-from shoal.proof.diagnosis.gradient_sums import Sums
+from shoal.proof.diagnosis.evidence import CauseTest, Evidence
+from shoal.proof.diagnosis.gradient_sums import GradientSums
 
-Reader = Callable[[Sums, Evidence], Clue | None]
+Reader = Callable[[GradientSums, Evidence], Clue | None]
 """Recognises one family of mistakes in a step's wrong gradients."""
 
 READERS: tuple[Reader, ...] = (
@@ -60,7 +60,7 @@ def wrong_gradient(evidence: Evidence) -> Clue | None:
     return None
 
 
-INSIDE: tuple[Look, ...] = (wrong_loss, norm_of_parts, wrong_gradient)
+INSIDE: tuple[CauseTest, ...] = (wrong_loss, norm_of_parts, wrong_gradient)
 """What `Battery(inside=…)` takes."""
 
 
@@ -71,7 +71,7 @@ class AsUsers:
     told: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, evidence: Evidence) -> None:
-        clue = explain(evidence)
+        clue = explain_difference(evidence)
         self.told = {**asdict(clue), "text": clue.text()}
 
 

@@ -12,8 +12,14 @@ from collections.abc import Sequence
 
 from shoal.proof.diagnosis.clue import Clue
 from shoal.proof.diagnosis.evidence import Evidence
-from shoal.proof.diagnosis.gradient_sums import Sums, factor_of, groups, near, same
-from shoal.proof.trajectory_record import Record
+from shoal.proof.diagnosis.gradient_sums import (
+    GradientSums,
+    common_value,
+    find_factor,
+    group_values,
+    is_near,
+)
+from shoal.proof.trajectory_record import TrajectoryRecord
 
 
 def some(names: Sequence[str]) -> str:
@@ -21,13 +27,13 @@ def some(names: Sequence[str]) -> str:
     return f"{len(names)} parameters (first {names[0]})" if len(names) > 1 else names[0]
 
 
-def never_summed(sums: Sums, evidence: Evidence) -> Clue | None:
+def never_summed(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """One rank's own micro-batches and nothing else."""
-    values, atoms = evidence.weights, evidence.atoms
+    values, atoms = evidence.weights, evidence.micro_batch_gradients
     if values is None or atoms is None or atoms.ranks == 1:
         return None
-    by_rank = groups(values, atoms.rank_of, atoms.ranks)
-    own = [rank for rank, value in enumerate(by_rank or ()) if not near(value, 0.0)]
+    by_rank = group_values(values, atoms.rank_of, atoms.ranks)
+    own = [rank for rank, value in enumerate(by_rank or ()) if not is_near(value, 0.0)]
     if by_rank is None or len(own) != 1 or len(by_rank) == 1:
         return None
     return Clue(
@@ -42,7 +48,7 @@ def never_summed(sums: Sums, evidence: Evidence) -> Clue | None:
     )
 
 
-def _bucket_text(got: Record, names: Sequence[str]) -> str:
+def _bucket_text(got: TrajectoryRecord, names: Sequence[str]) -> str:
     """Where in the buckets the wrong parameters are, if that says something."""
     if not got.buckets or len(names) > len(got.trainable) / 2:
         return ""
@@ -55,14 +61,14 @@ def _bucket_text(got: Record, names: Sequence[str]) -> str:
     return f" ({'all' if whole else 'part'} of {place})"
 
 
-def tie(sums: Sums, evidence: Evidence) -> Clue | None:
+def tie(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """What a tie's names share has a whole multiple of its gradient."""
     tied = evidence.got.tied
     name = sums.names[0]
-    factor = factor_of(sums, [name])
+    factor = find_factor(sums, [name])
     if not set(sums.names) <= set(tied.values()) or factor is None:
         return None
-    if not near(factor, round(factor)) or round(factor) < 2:
+    if not is_near(factor, round(factor)) or round(factor) < 2:
         return None
     return Clue(
         "tie counted twice",
@@ -74,10 +80,10 @@ def tie(sums: Sums, evidence: Evidence) -> Clue | None:
     )
 
 
-def whole_scale(sums: Sums, evidence: Evidence) -> Clue | None:
+def whole_scale(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """Every micro-batch has the same wrong share."""
-    times = factor_of(sums, sums.names)
-    if times is None or near(times, 1.0):
+    times = find_factor(sums, sums.names)
+    if times is None or is_near(times, 1.0):
         return None
     ranks = evidence.got.layout.data_degree
     seen = f"the gradient of {some(sums.names)} at step {sums.step} is {times:.6g} × that of one"
@@ -98,7 +104,7 @@ def whole_scale(sums: Sums, evidence: Evidence) -> Clue | None:
         f"factor {ranks} is lost",
     }
     for value, cause in known.items():
-        if ranks > 1 and near(times, value):
+        if ranks > 1 and is_near(times, value):
             return Clue(
                 "factor of ranks",
                 "",
@@ -109,17 +115,17 @@ def whole_scale(sums: Sums, evidence: Evidence) -> Clue | None:
     return None
 
 
-def sync_each(sums: Sums, evidence: Evidence) -> Clue | None:
+def sync_each(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """Earlier micro-batches of the accumulation weigh more, by the number of ranks per place."""
-    values, atoms = evidence.weights, evidence.atoms
+    values, atoms = evidence.weights, evidence.micro_batch_gradients
     if values is None or atoms is None:
         return None
     places = -(-len(values) // atoms.ranks)
-    by_place = groups(values, lambda i: i // atoms.ranks, places)
-    if by_place is None or len(by_place) < 2 or same(by_place) is not None:
+    by_place = group_values(values, lambda i: i // atoms.ranks, places)
+    if by_place is None or len(by_place) < 2 or common_value(by_place) is not None:
         return None
     ratios = [a / b for a, b in zip(by_place, by_place[1:], strict=False) if b]
-    if not all(near(ratio, float(atoms.ranks)) for ratio in ratios):
+    if not all(is_near(ratio, float(atoms.ranks)) for ratio in ratios):
         return None
     return Clue(
         "sync on every micro-batch",

@@ -21,19 +21,19 @@ from dataclasses import replace
 import torch
 
 from inside_data_parallel import some
-from shoal.proof.diagnosis.clue import Clue, listed
+from shoal.proof.diagnosis.clue import Clue, join_numbers
 from shoal.proof.diagnosis.evidence import Evidence
-from shoal.proof.diagnosis.gradient_clue import AXES, common
+from shoal.proof.diagnosis.gradient_clue import AXES, describe_common
 from shoal.proof.diagnosis.gradient_sums import (
     TOLERANCE,
-    Sums,
-    factor_of,
-    fits,
-    near,
+    GradientSums,
+    accept_shares,
+    find_factor,
+    is_near,
     norm_of,
-    solve,
+    solve_sums,
 )
-from shoal.proof.trajectory_record import Record
+from shoal.proof.trajectory_record import TrajectoryRecord
 
 MOST = 0.8
 """Share of the parameters before a place that are wrong if a backward pass broke there."""
@@ -42,7 +42,7 @@ MOST = 0.8
 # ---- replicas
 
 
-def replicas(sums: Sums, evidence: Evidence) -> Clue | None:
+def replicas(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """Ranks that hold the same part have different gradients of it."""
     apart, got = [name for name in sums.names if name in sums.apart], evidence.got
     if not apart or not sums.loss_right:
@@ -86,13 +86,13 @@ def replicas(sums: Sums, evidence: Evidence) -> Clue | None:
     )
 
 
-def _tie_not_summed(sums: Sums, got: Record, name: str, adds_up: str) -> Clue:
+def _tie_not_summed(sums: GradientSums, got: TrajectoryRecord, name: str, adds_up: str) -> Clue:
     tied = [second for second, first in got.tied.items() if first == name]
     also = f" (it is {' and '.join(tied)} too)" if tied else ""
     return Clue(
         "tie not summed",
         name,
-        f"stages {listed(got.held[name].stages)} both hold it{also} and have different gradients "
+        f"stages {join_numbers(got.held[name].stages)} both hold it{also} and have different gradients "
         f"of it at step {sums.step}{adds_up}",
         "each stage keeps the share of its own use of the weight: the sum over the stages that "
         "hold it is missing",
@@ -100,20 +100,20 @@ def _tie_not_summed(sums: Sums, got: Record, name: str, adds_up: str) -> Clue:
     )
 
 
-def tie_twice(sums: Sums, evidence: Evidence) -> Clue | None:
+def tie_twice(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """What several stages hold has a whole multiple of its gradient."""
     held = evidence.got.held
     names = [n for n in sums.names if n in held and len(held[n].stages) > 1]
     if len(names) < len(sums.names):
         return None
-    times = factor_of(sums, names)
-    if times is None or not near(times, round(times)) or round(times) < 2:
+    times = find_factor(sums, names)
+    if times is None or not is_near(times, round(times)) or round(times) < 2:
         return None
     return Clue(
         "tie counted twice",
         names[0],
         f"its gradient at step {sums.step} is {times:.4g} × that of one process; stages "
-        f"{listed(held[names[0]].stages)} hold it",
+        f"{join_numbers(held[names[0]].stages)} hold it",
         "the sum over the stages that share it is done more than once",
         "see what is summed over stages (Placement.sum_over), and after which sum",
     )
@@ -122,7 +122,7 @@ def tie_twice(sums: Sums, evidence: Evidence) -> Clue | None:
 # ---- backward
 
 
-def border(sums: Sums, evidence: Evidence) -> Clue | None:
+def border(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """All parameters before a place are wrong, those behind it right, the loss too."""
     got = evidence.got
     if not got.held or not sums.loss_right or evidence.weights is not None:
@@ -162,39 +162,43 @@ DROPPED = "micro-batch dropped"
 """Name of a cause."""
 
 
-def dropped(sums: Sums, evidence: Evidence) -> Clue | None:
+def dropped(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """Whole micro-batches are missing, on some stages or on all."""
     got, names, values = evidence.got, sums.names, evidence.weights
     if got.layout.pp == 1:
         return None
     if values is None:  # a tied weight mixes what two stages give
         names = _of_one_stage(sums, got)
-        values = fits(solve(replace(sums, names=names), evidence.atoms)) if names else None
+        values = (
+            accept_shares(solve_sums(replace(sums, names=names), evidence.micro_batch_gradients))
+            if names
+            else None
+        )
     known = [i for i, value in enumerate(values or ()) if not math.isnan(value)]
-    gone = [i for i in known if near(values[i], 0.0)]
+    gone = [i for i in known if is_near(values[i], 0.0)]
     rest = [values[i] for i in known if i not in gone]
-    if not gone or not rest or not all(near(value, 1.0) for value in rest):
+    if not gone or not rest or not all(is_near(value, 1.0) for value in rest):
         return None
     one = len(gone) == 1
     return Clue(
         DROPPED,
         names[0],
-        f"at step {sums.step} micro-batch{'' if one else 'es'} {listed(gone)} of {len(values)} "
+        f"at step {sums.step} micro-batch{'' if one else 'es'} {join_numbers(gone)} of {len(values)} "
         f"{'has' if one else 'have'} no share in the gradient of {some(names)}"
-        f"{common(names, got)}",
+        f"{describe_common(names, got)}",
         "the pipeline never ran its backward pass there, or what came of it was not added",
         "see the action list (planning/pipeline_schedules.py), and what runs it (pipeline/runtime.py)",
     )
 
 
-def factor(sums: Sums, evidence: Evidence) -> Clue | None:
+def factor(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """All wrong gradients by the degree of an axis, or by the number of micro-batches."""
-    got, times = evidence.got, factor_of(sums, sums.names)
-    if times is None or near(times, 1.0) or sums.short is not None:
+    got, times = evidence.got, find_factor(sums, sums.names)
+    if times is None or is_near(times, 1.0) or sums.short is not None:
         return None
     seen = (
         f"the gradient of {some(sums.names)} at step {sums.step} is {times:.6g} × that of one "
-        f"process{common(sums.names, got)}"
+        f"process{describe_common(sums.names, got)}"
     )
     everything = len(sums.names) == len(sums.right)
     for axis in ("tp", "pp", "cp"):
@@ -202,7 +206,7 @@ def factor(sums: Sums, evidence: Evidence) -> Clue | None:
         if degree == 1 or (everything and degree == got.layout.data_degree):
             continue
         for value, what in ((float(degree), "done twice"), (1 / degree, "an average, or missing")):
-            if near(times, value):
+            if is_near(times, value):
                 return Clue(
                     f"factor of {axis}",
                     sums.names[0],
@@ -211,8 +215,12 @@ def factor(sums: Sums, evidence: Evidence) -> Clue | None:
                     "see over which ranks it is summed (Placement.sum_over), and what the loss is "
                     "multiplied by",
                 )
-    count = len(evidence.atoms.gradients) if evidence.atoms is not None else 0
-    if count > 1 and near(times, 1 / count) and count != got.layout.data_degree:
+    count = (
+        len(evidence.micro_batch_gradients.gradients)
+        if evidence.micro_batch_gradients is not None
+        else 0
+    )
+    if count > 1 and is_near(times, 1 / count) and count != got.layout.data_degree:
         return Clue(
             "average over micro-batches",
             sums.names[0] if not everything else "",
@@ -227,7 +235,7 @@ def factor(sums: Sums, evidence: Evidence) -> Clue | None:
 # ---- inside
 
 
-def _last_stage_wrong(sums: Sums, got: Record) -> int | None:
+def _last_stage_wrong(sums: GradientSums, got: TrajectoryRecord) -> int | None:
     """The stage up to which gradients are wrong, if all later stages have right ones."""
     at = {n: got.held[n].stages[0] for n in sums.right if len(got.held[n].stages) == 1}
     wrong = [at[n] for n in sums.names if n in at]
@@ -236,14 +244,14 @@ def _last_stage_wrong(sums: Sums, got: Record) -> int | None:
     return last if len(before) < len(at) and len(wrong) >= MOST * len(before) else None
 
 
-def _of_one_stage(sums: Sums, got: Record) -> tuple[str, ...]:
+def _of_one_stage(sums: GradientSums, got: TrajectoryRecord) -> tuple[str, ...]:
     """The wrong ones that lie on one stage alone, of the last such stage."""
     alone = [n for n in sums.names if n in got.held and len(got.held[n].stages) == 1]
     last = max((got.held[n].stages for n in alone), default=())
     return tuple(n for n in alone if got.held[n].stages == last)
 
 
-def _behind(names: Sequence[str], sums: Sums, got: Record) -> list[str]:
+def _behind(names: Sequence[str], sums: GradientSums, got: TrajectoryRecord) -> list[str]:
     """Parameters after the last wrong one, in the module's order, whose gradients are right."""
     order = [n for n in got.trainable if n in sums.right]
     last = max(order.index(name) for name in names)

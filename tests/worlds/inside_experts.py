@@ -16,22 +16,29 @@ import torch
 
 from shoal.proof.diagnosis.clue import Clue
 from shoal.proof.diagnosis.evidence import Evidence
-from shoal.proof.diagnosis.gradient_sums import TOLERANCE, Sums, factor_of, groups, near, norm_of
+from shoal.proof.diagnosis.gradient_sums import (
+    TOLERANCE,
+    GradientSums,
+    find_factor,
+    group_values,
+    is_near,
+    norm_of,
+)
 
 NAME = "factor of ep"
 WHERE = "see over which axes they are summed (Placement.sum_over)"
 
 
-def experts(sums: Sums, evidence: Evidence) -> Clue | None:
+def experts(sums: GradientSums, evidence: Evidence) -> Clue | None:
     """Only gradients of experts are wrong."""
     got = evidence.got
     if got.layout.ep == 1 or not set(sums.names) <= set(got.experts) or not sums.loss_right:
         return None
     more = f"{len(sums.names)} parameters" if len(sums.names) > 1 else "it"
     seen = f"at step {sums.step} the gradient of {more}, experts dealt to {got.layout.ep} ranks, is"
-    times = factor_of(sums, sums.names)
+    times = find_factor(sums, sums.names)
     for value in (float(got.layout.ep), 1.0 / got.layout.ep):
-        if times is not None and near(times, value):
+        if times is not None and is_near(times, value):
             return Clue(
                 NAME,
                 sums.names[0],
@@ -53,11 +60,11 @@ def experts(sums: Sums, evidence: Evidence) -> Clue | None:
     return _not_summed(sums, evidence, seen)
 
 
-def _not_summed(sums: Sums, evidence: Evidence, seen: str) -> Clue | None:
+def _not_summed(sums: GradientSums, evidence: Evidence, seen: str) -> Clue | None:
     degree, values = evidence.got.layout.data_degree, evidence.weights
-    by_rank = groups(values, lambda i: i % degree, degree) if values else None
-    own = [str(rank) for rank, value in enumerate(by_rank or ()) if near(value, 1.0)]
-    none = [value for value in by_rank or () if near(value, 0.0)]
+    by_rank = group_values(values, lambda i: i % degree, degree) if values else None
+    own = [str(rank) for rank, value in enumerate(by_rank or ()) if is_near(value, 1.0)]
+    none = [value for value in by_rank or () if is_near(value, 0.0)]
     if not by_rank or not own or not none or len(own) + len(none) < len(by_rank):
         return None
     return Clue(

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from shoal.proof.diagnosis.clue import Clue
 from shoal.proof.diagnosis.evidence import Evidence
-from shoal.proof.diagnosis.gradient_sums import coefficient, near, norm_of
-from shoal.proof.trajectory_record import Record
+from shoal.proof.diagnosis.gradient_sums import clip_coefficient, is_near, norm_of
+from shoal.proof.trajectory_record import TrajectoryRecord
 
 
 def norm_of_parts(evidence: Evidence) -> Clue | None:
@@ -26,12 +26,12 @@ def norm_of_parts(evidence: Evidence) -> Clue | None:
     ours, theirs = expected.rows[number], got.rows[number]
     if not ours.grad_norm or not theirs.grad_norm:
         return None
-    scale = coefficient(ours.grad_norm, expected.clip)
+    scale = clip_coefficient(ours.grad_norm, expected.clip)
     squares = {n: (norm_of(g) / scale) ** 2 for n, g in expected.gradients[number].items()}
     near_ones = []
     for counts, name, cause in _countings(got):
         wrong = math.sqrt(math.fsum(counts.get(n, 0) * square for n, square in squares.items()))
-        if near(wrong / theirs.grad_norm, 1.0) and not near(wrong / ours.grad_norm, 1.0):
+        if is_near(wrong / theirs.grad_norm, 1.0) and not is_near(wrong / ours.grad_norm, 1.0):
             near_ones.append((abs(wrong - theirs.grad_norm), name, cause))
     if not near_ones:
         return None
@@ -47,7 +47,7 @@ def norm_of_parts(evidence: Evidence) -> Clue | None:
     )
 
 
-def _countings(got: Record) -> Iterator[tuple[dict[str, float], str, str]]:
+def _countings(got: TrajectoryRecord) -> Iterator[tuple[dict[str, float], str, str]]:
     """Wrong ways to count: how often each parameter, the name of the mistake, what is counted."""
     held = got.held
     often = {name: float(one.copies_in_model(got.layout)) for name, one in held.items()}

@@ -20,12 +20,12 @@ from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.fabric import World
 from shoal.fabric.device import HOST
 from shoal.fabric.islands.inter_island_group import IslandLost
-from shoal.fabric.rendezvous.process_info import Place
-from shoal.parallel.build.full_state import gather_weights, held
-from shoal.trainer.islands.island_join import Joined, join, movable
-from shoal.trainer.islands.island_loop import Rounds
+from shoal.fabric.rendezvous.process_info import ProcessInfo
+from shoal.parallel.build.full_state import gather_weights, local_state
+from shoal.trainer.islands.island_join import IslandConnection, collect_merge_tensors, join_islands
+from shoal.trainer.islands.island_loop import IslandRounds
 from shoal.trainer.run import Run
-from shoal.wire.phases import listen
+from shoal.wire.phases import set_phase_listener
 
 LR = 0.05
 MICRO_BATCH = 2
@@ -66,12 +66,12 @@ def opened(
     return run, data
 
 
-def leave(run: Run, joined: Joined | None = None) -> None:
+def leave(run: Run, joined: IslandConnection | None = None) -> None:
     """As a process that ends, but the world stays for the next check."""
-    listen(None)
+    set_phase_listener(None)
     if joined is not None:
         joined.close()
-    run.saving.close()
+    run.checkpoint_saver.close()
     for undo in run.program.on_close:
         undo()
     if run.lease is not None:
@@ -98,20 +98,20 @@ def train(
     run, data = opened(world, folder=own, **{k: asked.pop(k) for k in RUN & set(asked)})
     policy = {"pace": "equal", **asked}  # speeds differ from run to run
     phases: set[str] = set()
-    listen(lambda doing: phases.update(one.name for one in doing))
-    joined = join(run, IslandsPolicy(count=count, at=at, index=index, **policy).settled())
+    set_phase_listener(lambda doing: phases.update(one.name for one in doing))
+    joined = join_islands(run, IslandsPolicy(count=count, at=at, index=index, **policy).resolved())
     began = joined.common.round
-    loop = Rounds(run, joined, run.loader(data))
+    loop = IslandRounds(run, joined, run.loader(data))
     Trouble(loop, [one for one in trouble or [] if one["island"] == index])
     try:
         merges = [loop.one() for _ in range(rounds - began)]
     except IslandLost as lost:
-        run.saving.settle()
+        run.checkpoint_saver.wait_pending()
         leave(run, joined)
         told = {"line": str(lost), "islands": list(lost.islands), "after_s": lost.after_s}
         return {**told, "round": joined.common.round}
     except (TrainingError, ClusterError) as stop:
-        run.saving.settle()
+        run.checkpoint_saver.wait_pending()
         leave(run, joined)
         return {"line": str(stop), "code": stop.exit_code, "round": joined.common.round}
     feedback = joined.merger.feedback
@@ -141,7 +141,7 @@ def train(
         "left": {tag: digest({tag: one}) for tag, one in left.items()},
     }
     if folder:
-        run.saving.settle()
+        run.checkpoint_saver.wait_pending()
         for name, found in (("weights", weights), ("own", own)) if world.is_first else ():
             host = {n: tensor.cpu() for n, tensor in found.items()}
             torch.save(host, Path(folder) / f"{name}-{index}.pt")
@@ -165,7 +165,7 @@ class Trouble:
     hasty             it waits for others no longer than so many `seconds`
     """
 
-    def __init__(self, loop: Rounds, asked: list[dict[str, Any]]) -> None:
+    def __init__(self, loop: IslandRounds, asked: list[dict[str, Any]]) -> None:
         self.loop, self.asked = loop, asked
         if not asked:
             return
@@ -176,7 +176,7 @@ class Trouble:
         merger.method.message = self.altered
         merger.method.step = self.before_vote
         merger.plane.gather = self.gathered
-        self.saver = run.saving.prepare()
+        self.saver = run.checkpoint_saver.prepare()
         self.write, self.deadline_s = self.saver._write, merger.patience.deadline_s
         self.saver._write = self.written
         merger.patience.deadline_s = self.hastily
@@ -202,7 +202,7 @@ class Trouble:
             next(iter(outer.weights.values())).view(torch.int64).view(-1)[0] ^= 1 << 22
         asked = self.due("poison", "statistics")
         if asked:
-            weights, plain = movable(self.loop.run)
+            weights, plain = collect_merge_tensors(self.loop.run)
             for tensor, _ in (weights if asked["what"] == "poison" else plain).values():
                 tensor.detach().fill_(math.nan)
         return result
@@ -252,7 +252,7 @@ def norm(tensors: dict[str, torch.Tensor]) -> float:
 
 def single(device: torch.device = HOST) -> World:
     """A world of this process alone."""
-    return World(Place(), device, None)
+    return World(ProcessInfo(), device, None)
 
 
 def in_turn(
@@ -273,7 +273,7 @@ def in_turn(
     runs, loaders = [run for run, _ in found], [run.loader(data) for run, data in found]
     batch = runs[0].plan.batch
     names = runs[0].program.names
-    local = [{n: held(run.program)[n][0] for n in names} for run in runs]
+    local = [{n: local_state(run.program)[n][0] for n in names} for run in runs]
     merged = {n: local[0][n].clone() for n in names}
     outer = torch.optim.SGD(
         [torch.nn.Parameter(w) for w in merged.values()], lr=lr, momentum=momentum,

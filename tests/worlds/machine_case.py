@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from shoal.cli.links import measure as measure_all
+from shoal.cli.links import measure_collectives as measure_all
 from shoal.fabric import World
-from shoal.fabric.exchanges.timed_collectives import bare_call
+from shoal.fabric.exchanges.timed_collectives import prepare_bare_collective
 from shoal.machine import link_rates
 from shoal.machine.link_rates import measure_links
-from shoal.machine.measure import Sizes, measure_machine
+from shoal.machine.measure import MeasurementSizes, measure_machine
 
-TINY = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 1)
+TINY = MeasurementSizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 1)
 
 
 def measure(world: World, cache: str) -> dict[str, Any]:
@@ -34,13 +34,13 @@ def every(world: World) -> dict[str, Any]:
     """All collectives in groups of 2 and 4; rank 3 is late to every broadcast to a pair's other."""
 
     def slow(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
-        call = bare_call(group, kind, size_bytes)
+        call = prepare_bare_collective(group, kind, size_bytes)
         if kind != "broadcast" or world.rank != 3 or group.size != 2:
             return call
         return lambda: (time.sleep(0.03), call())
 
     asked = {"sizes": [1024, 65536], "groups": [], "repeats": 3}
-    with mock.patch.object(link_rates, "bare_call", slow):
+    with mock.patch.object(link_rates, "prepare_bare_collective", slow):
         return measure_all(world, asked)
 
 

@@ -36,7 +36,7 @@ import shoal
 from guards import Lines
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
-from shoal.trainer.process.watchdog_client import watch_from_outside
+from shoal.trainer.process.watchdog_client import start_watchdog
 from shoal.wire import phases
 
 RIGHT = "right"
@@ -70,7 +70,7 @@ def attempt(world: World, name: str, layout: str) -> dict[str, Any]:
     """What came of it: the error's text, the lines that were told, the value."""
     error, value = "", None
     if TABLE[name].hangs:  # a world that is given by hand is watched by nobody
-        assert watch_from_outside(world, None, own=True)
+        assert start_watchdog(world, None, own=True)
     with Lines() as told:
         try:
             value = TABLE[name].act(world, layout)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.models.catalog import build
 from shoal.parallel import compiling
 from shoal.trainer.parallelize import parallelize
@@ -89,7 +89,7 @@ def fate(world: World, folder: str, model: str, words: dict[str, Any]) -> dict[s
             return {"refused": str(refusal)}
     if not world.is_first:
         return {"cold": cold, "warm": warm}
-    alone = World(Place(), world.device, None)
+    alone = World(ProcessInfo(), world.device, None)
     right = _steps(alone, None, **{**told, "words": {**only, "layout": "single"}})
     return {"cold": cold, "warm": warm, "alone": right}
 
@@ -134,7 +134,7 @@ def _steps(
     finally:
         for undo in run.program.on_close:  # as `run.close`, but the world stays for others
             undo()
-        run.saving.settle()
+        run.checkpoint_saver.wait_pending()
 
 
 def _step(run: Run, batch: Tensor) -> tuple[float, float]:

@@ -14,8 +14,8 @@ from torch import nn
 
 import cases
 from shoal.fabric import World
-from shoal.models.catalog import build, loss_of
-from shoal.proof import Battery, Side
+from shoal.models.catalog import build, find_default_loss
+from shoal.proof import Battery, TrialSide
 from shoal.trainer.step.optimizer_step import StepResult
 
 FOREIGN = {
@@ -45,10 +45,13 @@ def make(case: str) -> nn.Module:
         return build(f"hf:{path}", {}, vocabulary=61, sequence=12)
 
 
-def train(case: str, side: Side) -> Iterator[tuple[str, StepResult]]:
+def train(case: str, side: TrialSide) -> Iterator[tuple[str, StepResult]]:
     """What both sides do."""
     run = side.parallelize(
-        lambda: make(case), loss_of(case), batch=cases.BATCH, micro_batch=cases.MICRO_BATCH
+        lambda: make(case),
+        find_default_loss(case),
+        batch=cases.BATCH,
+        micro_batch=cases.MICRO_BATCH,
     )
     loader = run.loader(cases.dataset("cnn" if case == "vit" else "llama"))
     while True:

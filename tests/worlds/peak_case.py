@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.estimates.cluster import Cluster, Device, Link
-from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.forecast.fit.memory_instants import predict_run
 from shoal.forecast.fit.peak_memory import predict_memory, validation_micro_batch
 from shoal.forecast.memory.transient_memory import gathered_elements
-from shoal.machine.states import peak_extra_bytes, state_bytes
+from shoal.machine.states import count_state_bytes, measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.planning.pipeline_stages import cut
+from shoal.planning.pipeline_stages import stage_units
 from shoal.trace.costs.traced_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
@@ -69,7 +69,7 @@ class Blocks(nn.Module):
 
 
 def model(name: str) -> nn.Module:
-    """Blocks with attention, `Blocks`, bare layers, which fsdp leaves in the root."""
+    """Blocks with attention, `BlockIndex`, bare layers, which fsdp leaves in the root."""
     if name in ("listed", "attributes", "often"):
         return Blocks(name)
     if name == "llama":
@@ -132,7 +132,7 @@ def gathered(world: World, name: str, starts: int) -> dict[str, Any]:
             undo()
         gc.collect()  # else the next one may begin with this one's shards: modules are cycles
 
-    start_bytes = peak_extra_bytes(begin_and_end, world.device, times=starts) if starts else 0
+    start_bytes = measure_peak_bytes(begin_and_end, world.device, times=starts) if starts else 0
     told = logging.handlers.QueueHandler(queue.SimpleQueue())  # rank 0's lines go through logging
     logging.getLogger("shoal").addHandler(told)
     run = begin()
@@ -152,7 +152,7 @@ def gathered(world: World, name: str, starts: int) -> dict[str, Any]:
     for undo in run.program.on_close:
         undo()
     case = case_of(known, run.plan.layout, world.size, run.plan.batch, 2)
-    blocks, root = gathered_elements(case, cut(case, 0))
+    blocks, root = gathered_elements(case, stage_units(case, 0))
     return {
         "sizes": sorted(sizes),
         "foreseen": sorted({*map(round, blocks), round(root)}),
@@ -172,11 +172,11 @@ def case_of(
     rows: int,
     loss: str = "full",
     reshard: str = "yes",
-) -> Case:
+) -> PlanningCase:
     """The run as the planner sees it."""
     machine = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, ranks, LINK, LINK)
     plan = Plan(layout, batch, rows, compute="fp32", reshard=reshard)
-    return Case(known, machine, plan, loss=loss)
+    return PlanningCase(known, machine, plan, loss=loss)
 
 
 def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) -> dict[str, Any]:
@@ -199,10 +199,10 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
     )
     batch = samples(name, rounds * rows, world.rank)
     run.step(batch)
-    states = state_bytes(run)
+    states = count_state_bytes(run)
     # On busy cores gloo lets go late in one run of six, and "layers" is one buffer: of more, the middle.
     times = 9 if name == "layers" else 5
-    extra_bytes = peak_extra_bytes(lambda: run.step(batch), world.device, times=times)
+    extra_bytes = measure_peak_bytes(lambda: run.step(batch), world.device, times=times)
     loss = "chunked" if name == "llama" else "full"
     case = case_of(known, run.plan.layout, world.size, run.plan.batch, rows, loss, reshard)
     foreseen = predict_memory(case)
@@ -210,7 +210,7 @@ def one(world: World, name: str, layout: str, rounds: int, known: ModelFacts) ->
     held_out = [samples(name, at_once, world.rank)]
     sizes: list[int] = []
     watch = run.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    validating = peak_extra_bytes(lambda: run.evaluate(held_out), world.device, times=times)
+    validating = measure_peak_bytes(lambda: run.evaluate(held_out), world.device, times=times)
     watch.remove()
     for undo in run.program.on_close:
         undo()

@@ -20,20 +20,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.base.errors import ShoalError
-from shoal.base.plans.pipeline_actions import Schedule
+from shoal.base.plans.pipeline_actions import PipelineSchedule
 from shoal.fabric import World
 from shoal.fabric.exchanges import point_to_point
 from shoal.fabric.exchanges.point_to_point import PointToPoint
 from shoal.models import catalog
 from shoal.models.loss import token_loss
-from shoal.parallel.pipeline import drop_foreign
+from shoal.parallel.pipeline import free_other_stages
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.runtime import PipeRuntime
-from shoal.parallel.pipeline.stage import Stages
-from shoal.parallel.pipeline.stage_messages import Message, Messages, route
+from shoal.parallel.pipeline.stage import PipelineStages
+from shoal.parallel.pipeline.stage_messages import StageMessage, StageMessenger, derive_route
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.schedule_checks import check
-from shoal.trace.flow.forward_record import Record
+from shoal.planning.schedule_checks import check_schedule
+from shoal.trace.flow.forward_record import ForwardRecord
 
 WIDTH = 6
 
@@ -201,11 +201,11 @@ def build(world: World, schedule: str, chunks: int, swap: tuple[int, ...] = ()) 
     """This rank's runtime; swap: stages that are held in each other's place."""
     make = functools.partial(make_schedule, schedule, world.size, chunks=chunks)
     lists = make(2 * world.size)
-    held = {s: s % lists.pieces for s in range(lists.stages)}
+    held = {s: s % lists.stages_per_copy for s in range(lists.stages)}
     if swap:
         held |= {swap[0]: swap[1], swap[1]: swap[0]}
     stages = {
-        s: Cut(pieces(held[s], lists.pieces).to(world.device))
+        s: Cut(pieces(held[s], lists.stages_per_copy).to(world.device))
         for s, rank in enumerate(lists.stage_rank)
         if rank == world.rank
     }
@@ -261,10 +261,10 @@ def equality(
         losses, reducer = [], Told()
         for module in modules.values():
             module.zero_grad()
-        world.traffic.take()
+        world.traffic.pop_counts()
         passes = [micro_batch(k, losses, scale, world.device) for k in range(micro_batches)]
         runtime.run(None, passes, reducer)
-        sent.append(world.traffic.take()[0].get("send", 0))
+        sent.append(world.traffic.pop_counts()[0].get("send", 0))
     given = runtime.schedules[micro_batches]
     left = sum(alive(module) for module in modules.values()) + len(runtime.kept)
     apart = [
@@ -277,7 +277,7 @@ def equality(
         runtime.forward_only(micro_batch(index, [], device=world.device))
         for index in range(micro_batches)
     ]
-    runtime.settle()
+    runtime.wait_for_sends()
     told = {
         "far": max(apart),
         "loss": abs(float(total) - loss) / loss,
@@ -292,7 +292,7 @@ def equality(
         "counted": reducer.counted.count(True),
     }
     if not planted:
-        flight = check(given).stage_flight
+        flight = check_schedule(given).stage_flight
         told["planned"] = {str(s): flight[s] for s in modules}
         told["payload"] = payload_bytes(world, runtime, given, frozen)
     return told
@@ -339,15 +339,17 @@ def alive(module: Pieces) -> int:
     return max(len(block.alive) for block in module.blocks)
 
 
-def payload_bytes(world: World, runtime: PipeRuntime, schedule: Schedule, frozen: int) -> int:
+def payload_bytes(
+    world: World, runtime: PipeRuntime, schedule: PipelineSchedule, frozen: int
+) -> int:
     """What a step's messages weigh that leave this rank, headers apart."""
     total, place = 0, runtime.stage_rank
     for stage in runtime.stages:
-        piece = stage % schedule.pieces
+        piece = stage % schedule.stages_per_copy
         for index in schedule.runs(stage):
             size = micro_batch(index, []).inputs["x"].shape[0]
             wide = size * WIDTH * 8
-            if piece + 1 < schedule.pieces and place[stage + 1] != world.rank:
+            if piece + 1 < schedule.stages_per_copy and place[stage + 1] != world.rank:
                 total += 3 * wide + size * 8 + size  # three wide values, integers, booleans
             if piece > 0 and place[stage - 1] != world.rank:
                 # after frozen stages only what later blocks made needs a gradient
@@ -366,12 +368,12 @@ def far(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> f
     return float((one - other).norm() / other.norm())
 
 
-def without(schedule: Schedule, micro_batch: int) -> Schedule:
+def without(schedule: PipelineSchedule, micro_batch: int) -> PipelineSchedule:
     """The bug of forgetting one micro-batch."""
     lists = tuple(
         tuple(act for act in acts if act.micro_batch != micro_batch) for acts in schedule.ranks
     )
-    return Schedule(schedule.name, lists, schedule.stage_rank, schedule.micro_batches)
+    return PipelineSchedule(schedule.name, lists, schedule.stage_rank, schedule.micro_batches)
 
 
 def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
@@ -392,16 +394,16 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
     make = functools.partial(make_schedule, schedule, world.size, chunks=chunks)
     lists = make(2 * world.size)
     placed = lists.stage_rank
-    cut = cut_stages(Record(module, sample), lists.pieces)
-    own = {s: s % lists.pieces for s, rank in enumerate(placed) if rank == world.rank}
-    drop_foreign(module, set().union(*(cut.keep[piece] for piece in own.values())))
-    held = Stages(module, cut, own.values(), world.device)
+    cut = cut_stages(ForwardRecord(module, sample), lists.stages_per_copy)
+    own = {s: s % lists.stages_per_copy for s, rank in enumerate(placed) if rank == world.rank}
+    free_other_stages(module, set().union(*(cut.keep[piece] for piece in own.values())))
+    held = PipelineStages(module, cut, own.values(), world.device)
     stages = {stage: held.stages[piece] for stage, piece in own.items()}
     runtime = PipeRuntime(stages, placed, world, make, copies=lists.copies)
     losses: list[torch.Tensor] = []
     passes = [Tokens(index, tokens(index), losses) for index in range(6)]
     runtime.run(None, passes, Told())
-    held.take_away()
+    held.restore_forwards()
     expected: list[torch.Tensor] = []
     for index in range(6):
         one = Tokens(index, tokens(index), expected)
@@ -469,11 +471,11 @@ def too_late(world: World) -> str:
 
     told = ""
     with mock.patch.object(point_to_point, "COLLECTIVE_TIMEOUT", soon):
-        messages = Messages(pipe)  # all ranks together
+        messages = StageMessenger(pipe)  # all ranks together
     if world.rank == 1:
-        messages.begin(route(schedule, 1), schedule.stage_rank, lambda number: number)
+        messages.begin(derive_route(schedule, 1), schedule.stage_rank, lambda number: number)
         try:
-            messages.take(Message("F", 1, 0))
+            messages.receive(StageMessage("F", 1, 0))
         except ShoalError as error:
             told = f"{type(error).__name__}: {error}"
     world.barrier()
@@ -528,7 +530,7 @@ def makespan(
     """
     make = functools.partial(make_schedule, schedule, world.size, chunks=chunks)
     lists = make(micro_batches)
-    each = [s * world.size / lists.pieces for s in seconds]
+    each = [s * world.size / lists.stages_per_copy for s in seconds]
     runtime = PipeRuntime(
         {s: Cut(Sleeper(*each)) for s, rank in enumerate(lists.stage_rank) if rank == world.rank},
         lists.stage_rank,
@@ -543,5 +545,5 @@ def makespan(
     began_s = time.perf_counter()
     runtime.run(None, passes, Told())
     ended_s = time.perf_counter()
-    planned = check(lists, *seconds, blocks=False)
+    planned = check_schedule(lists, *seconds, blocks=False)
     return {"began": began_s, "ended": ended_s, "planned": planned.makespan_s}

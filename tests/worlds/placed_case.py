@@ -12,11 +12,11 @@ import torch
 
 import any_case
 from shoal.base.plans.plan import Plan
-from shoal.checkpoint.format.listing import find, read_manifest
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.fabric import World
 from shoal.forecast.memory import placed_bytes
-from shoal.machine.states import state_bytes
-from shoal.parallel.build.full_state import held
+from shoal.machine.states import count_state_bytes
+from shoal.parallel.build.full_state import local_state
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -78,9 +78,9 @@ def measure(
     run.step(batch)
     heard = _heard(run, batch)
     run.forward_backward(batch)
-    counted = state_bytes(run)
+    counted = count_state_bytes(run)
     run.update()
-    shards = {name: shard.slices for name, (_, shard) in held(run.program).items()}
+    shards = {name: shard.slices for name, (_, shard) in local_state(run.program).items()}
     run.save()
     told = {
         "names": names,
@@ -141,7 +141,7 @@ def _foreseen(plan: Plan, rank: int, per_node: int) -> dict[str, Any]:
     sums = Counter(tuple(one) for one in placed_bytes.gradient_sums(plan, rank))
     gathers = Counter(tuple(one) for one in placed_bytes.weight_gathers(plan, rank, per_node))
     return {
-        "planned states": list(placed_bytes.states(plan, rank, 4)),
+        "planned states": list(placed_bytes.placed_state_bytes(plan, rank, 4)),
         "planned sums": [[*call, times] for call, times in sums.items()],
         "planned gathers": [[*call, times] for call, times in gathers.items()],
     }
@@ -149,7 +149,7 @@ def _foreseen(plan: Plan, rank: int, per_node: int) -> dict[str, Any]:
 
 def _file(folder: Path) -> dict[str, Any]:
     """Slices of every tensor of the model in the newest checkpoint."""
-    manifest = read_manifest(find(folder / "checkpoints")[0].path)
+    manifest = read_manifest(list_checkpoints(folder / "checkpoints")[0].path)
     return {
         name.removeprefix("model."): [list(tensor.shape), [one.box for one in tensor.slices]]
         for name, tensor in manifest.tensors.items()

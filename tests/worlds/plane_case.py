@@ -33,7 +33,13 @@ from shoal.base.errors import ShoalError
 from shoal.fabric import World
 from shoal.fabric.compressed.codecs import find_codec
 from shoal.fabric.islands import compressed_all_reduce
-from shoal.fabric.islands.inter_island_group import Arrived, IslandLost, Plane, meet, open_plane
+from shoal.fabric.islands.inter_island_group import (
+    CompressedExchange,
+    InterIslandGroup,
+    IslandLost,
+    connect_islands,
+    join_island_store,
+)
 
 DEADLINE_S, PATIENT_S = 20.0, 3.0
 SMALL_CHUNK = 8192
@@ -47,10 +53,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def joined(index: int, count: int, at: str, connections: int = 2) -> Iterator[Plane]:
-    store = meet(at, index, count, deadline_s=DEADLINE_S)
+def joined(index: int, count: int, at: str, connections: int = 2) -> Iterator[InterIslandGroup]:
+    store = join_island_store(at, index, count, deadline_s=DEADLINE_S)
     host = at.rpartition(":")[0]
-    plane = open_plane(
+    plane = connect_islands(
         store, "0", index, count, connections=connections, host=host, deadline_s=DEADLINE_S
     )
     yield plane
@@ -102,10 +108,12 @@ def bits(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
-def both(plane: Plane, flat: Tensor, codec: Any, weights: list[float], **other: Any) -> Any:
+def both(
+    plane: InterIslandGroup, flat: Tensor, codec: Any, weights: list[float], **other: Any
+) -> Any:
     """(Arrived, sum) of one exchange."""
     named = {"feedback": None, "tag": "t", "deadline_s": DEADLINE_S, **other}
-    arrived: Arrived = plane.begin(flat, codec, **named)
+    arrived: CompressedExchange = plane.begin(flat, codec, **named)
     total = arrived.finish(weights, sum(weights) or 1.0, deadline_s=named["deadline_s"])
     return arrived, total
 
@@ -167,7 +175,9 @@ def coded(world: World, at: str, name: str) -> dict[str, Any]:
         arrived, total = both(plane, messages[world.rank], codec, weights, feedback=tags, tag="3")
         sent = plane.sent_bytes - before
         finite = plane.gather(json.dumps(arrived.finite).encode(), deadline_s=DEADLINE_S)
-        cut = compressed_all_reduce.Cut(elements, 1 if codec.gathers else world.size, SMALL_CHUNK)
+        cut = compressed_all_reduce.ChunkLayout(
+            elements, 1 if codec.gathers else world.size, SMALL_CHUNK
+        )
         true = torch.empty(elements)
         theory = 0
         for owner in range(1 if codec.gathers else world.size):
@@ -208,13 +218,13 @@ def parts(world: World, at: str) -> dict[str, Any]:
             (world.rank // 2 * 2, world.rank // 2 * 2 + 1),
             (world.rank % 2, world.rank % 2 + 2),
         ):
-            part = plane.among(pair)
-            assert part is plane.among(pair)
+            part = plane.subgroup(pair)
+            assert part is plane.subgroup(pair)
             _, total = both(part, message(world.rank, 5000), Raw(), [1.0, 1.0])
             told.append(torch.equal(total, fixed_sum([message(i, 5000) for i in pair], [1.0, 1.0])))
             said = part.gather(bytes([world.rank] * world.rank), deadline_s=DEADLINE_S)
             told.append(said == [bytes([i] * i) for i in pair])
-        told.append(plane.among(tuple(range(world.size))) is plane)
+        told.append(plane.subgroup(tuple(range(world.size))) is plane)
         said = plane.gather(b"x" * 100_000 * world.rank, deadline_s=DEADLINE_S)
         told.append([len(one) for one in said] == [100_000 * i for i in range(world.size)])
         counted = plane.sent_bytes > plane.links.sent_bytes
@@ -252,9 +262,9 @@ def refused(world: World, at: str, index: int, count: int, times: int = 1) -> st
     store = None
     try:
         if world.rank == 0:
-            store = meet(at, 0, 2, deadline_s=PATIENT_S)
+            store = join_island_store(at, 0, 2, deadline_s=PATIENT_S)
         for _ in range(times * world.rank):
-            meet(at, index, count, deadline_s=PATIENT_S)
+            join_island_store(at, index, count, deadline_s=PATIENT_S)
     except ShoalError as failure:
         return f"{type(failure).__name__}: {failure}"
     finally:
@@ -266,7 +276,7 @@ def refused(world: World, at: str, index: int, count: int, times: int = 1) -> st
 # Faults: each island is a fork of the script's process.
 
 ISLANDS, CHUNKS, FAULT_DEADLINE_S = 3, 6, 3.0
-Island = Callable[[int, Plane], Any]
+Island = Callable[[int, InterIslandGroup], Any]
 
 
 class Deadly(Raw):
@@ -285,7 +295,7 @@ class Deadly(Raw):
 def fault(victim: int, number: int, half: int) -> Island:
     """Exchanges in which the victim ends itself after two chunks of a half."""
 
-    def island(index: int, plane: Plane) -> Any:
+    def island(index: int, plane: InterIslandGroup) -> Any:
         codec: Any = Raw()
         if index == victim:
             codec = Deadly(number, 2 * ISLANDS if half == 1 else CHUNKS * ISLANDS + 2)
@@ -296,7 +306,7 @@ def fault(victim: int, number: int, half: int) -> Island:
     return island
 
 
-def late(index: int, plane: Plane) -> Any:
+def late(index: int, plane: InterIslandGroup) -> Any:
     """Island 1 lives, but does not come."""
     if index == 1:
         time.sleep(2 * FAULT_DEADLINE_S)
@@ -304,7 +314,7 @@ def late(index: int, plane: Plane) -> Any:
     return lost(plane, lambda: plane.gather(b"", deadline_s=1.0))
 
 
-def lost(plane: Plane, work: Callable[[], Any]) -> Any:
+def lost(plane: InterIslandGroup, work: Callable[[], Any]) -> Any:
     """What is said of a failure, how long that took, and what is said when asked again."""
     began_s = time.monotonic()
     try:
@@ -393,7 +403,7 @@ def faults() -> dict[str, Any]:
 def linked(elements: int) -> Island:
     """An undisturbed exchange, one with the link away for a while, one with the link gone."""
 
-    def island(index: int, plane: Plane) -> Any:
+    def island(index: int, plane: InterIslandGroup) -> Any:
         codec, flat = find_codec("int8", torch.float32), message(index, elements)
         weights = [1.0] * ISLANDS
         plane.gather(b"", deadline_s=DEADLINE_S)

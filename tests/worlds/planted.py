@@ -237,7 +237,7 @@ def optimizer_first(world: World) -> Iterator[None]:
 
     The guard that finds this at the first step is put aside: the battery must find it too.
     """
-    right = parallelizing.hand_over
+    right = parallelizing.shard_param_groups
 
     def hand_over(optimizer: Any, originals: Any, program: Any) -> None:
         right(optimizer, originals, program)
@@ -246,7 +246,7 @@ def optimizer_first(world: World) -> Iterator[None]:
             optimizer.step = torch.optim.SGD(copies, lr=0.1).step
 
     with (
-        patch.object(parallelizing, "hand_over", hand_over),
+        patch.object(parallelizing, "shard_param_groups", hand_over),
         patch.object(MovementCheck, "moved", lambda self: None),
     ):
         yield
@@ -277,7 +277,7 @@ def bf16_sums(world: World) -> Iterator[None]:
 @contextmanager
 def batch_norm_drift(world: World) -> Iterator[None]:
     """Every rank moves its running statistics by its own micro-batches."""
-    right = batch_norm._Rule.commit
+    right = batch_norm._StatisticsCollector.commit
 
     def commit(self: Any, _uneven: bool) -> None:
         shared, self.world = self.world, Alone(self.world)
@@ -286,7 +286,7 @@ def batch_norm_drift(world: World) -> Iterator[None]:
         finally:
             self.world = shared
 
-    with patch.object(batch_norm._Rule, "commit", commit):
+    with patch.object(batch_norm._StatisticsCollector, "commit", commit):
         yield
 
 
@@ -320,7 +320,7 @@ def one_rank_skips(world: World) -> Iterator[None]:
     with (
         patch.object(running, "update", on_update(doubt)),
         patch.object(
-            unreadable_samples, "skip", lambda *rest, **more: None
+            unreadable_samples, "report_skip", lambda *rest, **more: None
         ),  # where all ranks would meet
     ):
         yield

@@ -21,7 +21,7 @@ from planted import prove_large
 from shoal.fabric import World
 from shoal.parallel import pipeline, tensor_parallel
 from shoal.parallel.data_parallel import shared_parameters
-from shoal.parallel.pipeline.runtime import PipeRuntime, _Step
+from shoal.parallel.pipeline.runtime import PipeRuntime, _PipelineStep
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.labelling.labels import Split, Tiled
 from shoal.proof import Battery
@@ -61,7 +61,9 @@ def prove(
     in_files, by_blocks  as for large models
     """
     torch.set_num_threads(1)
-    unchecked = patch.object(tensor_parallel, "checked", lambda module, split, axis, strict: split)
+    unchecked = patch.object(
+        tensor_parallel, "check_blocks", lambda module, split, axis, strict: split
+    )
     with unchecked, BUGS[bug]():
         return prove_large(battery(model), world, layout, in_files, by_blocks)
 
@@ -147,34 +149,34 @@ def parts_not_summed() -> Iterator[None]:
 @contextmanager
 def neighbours_heads() -> Iterator[None]:
     """Query heads meet the key/value heads of other ranks."""
-    right = autograd_collectives.cut
+    right = autograd_collectives.cut_tensor
 
     def cut(value: Any, label: Any, rank: int, degree: int) -> Any:
         return right(
             value, label, (rank + 2) % degree if isinstance(label, Tiled) else rank, degree
         )
 
-    with patch.object(autograd_collectives, "cut", cut):
+    with patch.object(autograd_collectives, "cut_tensor", cut):
         yield
 
 
 @contextmanager
 def shared_twice() -> Iterator[None]:
     """What is summed beyond the data ranks is summed once more."""
-    right = shared_parameters.sum_shared
+    right = shared_parameters.all_reduce_shared_gradients
 
     def twice(*given: Any) -> None:
         right(*given)
         right(*given)
 
-    with patch.object(shared_parameters, "sum_shared", twice):
+    with patch.object(shared_parameters, "all_reduce_shared_gradients", twice):
         yield
 
 
 @contextmanager
 def tie_not_summed() -> Iterator[None]:
     """The embedding's stage and the head's keep their own share of the tied weight's gradient."""
-    with patch.object(shared_parameters, "sum_shared", lambda *given: None):
+    with patch.object(shared_parameters, "all_reduce_shared_gradients", lambda *given: None):
         yield
 
 
@@ -185,18 +187,18 @@ def replicas_counted() -> Iterator[None]:
     def squares(program: Any, reducer: Any) -> torch.Tensor:
         return stepping.sum_of_squares(reducer.sums()) / program.data.size
 
-    with patch.object(stepping, "_squares", squares):
+    with patch.object(stepping, "_squared_norm", squares):
         yield
 
 
 def on_squares(counts: Any) -> Any:
     """The squared norm, of the ranks only for which `counts(program)`."""
-    right = stepping._squares
+    right = stepping._squared_norm
 
     def squares(program: Any, reducer: Any) -> torch.Tensor:
         return right(program, reducer) * float(program.world.size == 1 or counts(program))
 
-    return patch.object(stepping, "_squares", squares)
+    return patch.object(stepping, "_squared_norm", squares)
 
 
 @contextmanager
@@ -209,18 +211,18 @@ def norm_of_a_stage() -> Iterator[None]:
 @contextmanager
 def own_norm() -> Iterator[None]:
     """Every rank clips by the norm over the ranks of its own mesh: all but the pipeline's."""
-    right = stepping._tally
+    right = stepping._reduce_totals
 
     def tally(program: Any, *rest: Any) -> Any:
         told = right(program, *rest)
         if program.world.size == 1:
             return told
-        found = stepping._squares(program, stepping.reducer_of(program))
+        found = stepping._squared_norm(program, stepping.reducer_of(program))
         square = torch.tensor([float(found)], dtype=torch.float64)
         program.tensor.all_reduce(square)
         return replace(told, norm=float(square) ** 0.5)
 
-    with patch.object(stepping, "_tally", tally):
+    with patch.object(stepping, "_reduce_totals", tally):
         yield
 
 
@@ -242,7 +244,7 @@ def stages_exchanged() -> Iterator[None]:
 
 def on_backward(number: int, stage: int | None) -> Any:
     """The backward pass of micro-batch `number` does nothing, on one stage or all."""
-    right = _Step._backward
+    right = _PipelineStep._backward
 
     def backward(self: Any, act: Any, seeds: Any) -> Any:
         if act.micro_batch == number and stage in (None, act.stage):
@@ -250,7 +252,7 @@ def on_backward(number: int, stage: int | None) -> Any:
             return [torch.zeros_like(leaf) for leaf in leaves]
         return right(self, act, seeds)
 
-    return patch.object(_Step, "_backward", backward)
+    return patch.object(_PipelineStep, "_backward", backward)
 
 
 @contextmanager
@@ -270,12 +272,12 @@ def dropped_on_a_stage() -> Iterator[None]:
 @contextmanager
 def messages_exchanged() -> Iterator[None]:
     """A stage takes the gradients that belong to another of its arrivals: of the next element."""
-    right = _Step._backward
+    right = _PipelineStep._backward
 
     def backward(self: Any, act: Any, seeds: Any) -> Any:
         return [gradient.roll(1, 0) for gradient in right(self, act, seeds)]
 
-    with patch.object(_Step, "_backward", backward):
+    with patch.object(_PipelineStep, "_backward", backward):
         yield
 
 

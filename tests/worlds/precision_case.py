@@ -11,14 +11,14 @@ import torch
 import cases
 import shoal
 from shoal.fabric import World
-from shoal.fabric.device import own_device
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.device import select_local_device
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.parallel.build.full_state import gather_weights
 
 
 def alone() -> World:
     """A world of this process only."""
-    return World(Place(), own_device(0, 1, bound=False), None)
+    return World(ProcessInfo(), select_local_device(0, 1, bound=False), None)
 
 
 def train(

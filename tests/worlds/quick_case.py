@@ -18,14 +18,14 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.models.loss import token_loss
-from shoal.proof import Battery, ProofCase, prove_before, start_proof
-from shoal.wire.phases import Phase, listen
+from shoal.proof import Battery, ProofCase, prove_layout, start_proof
+from shoal.wire.phases import Phase, set_phase_listener
 
 
 def ask(
     world: World, folder: str, bug: str = "nothing", environ: dict[str, str] | None = None, **other
 ) -> dict[str, Any]:
-    """What `prove_before` says of the mlp case on ddp, with the cache in `folder`.
+    """What `prove_layout` says of the mlp case on ddp, with the cache in `folder`.
 
     layout   another one; it is told as well what the proof was busy with
     """
@@ -50,15 +50,15 @@ def ask(
         layout,
         replace(Plan(Layout(), 24, 2), **other),
     )
-    listen(hear)
+    set_phase_listener(hear)
     try:
         with BUGS[bug](world):
-            told = prove_before(made, world, Path(folder) / "run", environ or {})
+            told = prove_layout(made, world, Path(folder) / "run", environ or {})
         return {"line": told, "phases": heard}
     except ShoalError as failure:
         return {"error": str(failure), "code": failure.exit_code}
     finally:
-        listen(None)
+        set_phase_listener(None)
         del os.environ["SHOAL_CACHE"]
         start_proof.BUDGET_S, Battery.twin = budget_s, twin
 

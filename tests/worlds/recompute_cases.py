@@ -18,7 +18,7 @@ from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.models.loss import token_loss
 from shoal.parallel import dropout_rng, recompute
-from shoal.parallel.program import Program, undivided
+from shoal.parallel.program import Program, make_undivided_program
 
 POLICIES = ("none", "selective", "full")
 
@@ -72,7 +72,7 @@ def fsdp(world: World) -> dict[str, dict[str, Any]]:
 def _fsdp(world: World, policy: str) -> dict[str, Any]:
     model = cases.build("llama").double()
     plan = Plan(Layout(dp_shard=world.size), 8, 2, 2, compute="fp64")
-    program = undivided(model, plan, world)
+    program = make_undivided_program(model, plan, world)
     program = recompute.apply(dropout_rng.apply(program, 3).but(recompute=policy))
     for block in model.blocks:
         fully_shard(block)
@@ -102,7 +102,7 @@ def fsdp_undo(world: World) -> bool:
     """What recompute replaced can be taken away after FSDP2 changed the blocks' classes."""
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
     plan = Plan(Layout(dp_shard=world.size), 8, 2, 2, compute="fp64")
-    program = undivided(model, plan, world)
+    program = make_undivided_program(model, plan, world)
     program = recompute.apply(program.but(recompute="full"))
     fully_shard(model[0])
     for undo in program.on_close:

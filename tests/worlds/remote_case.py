@@ -85,7 +85,7 @@ def run_of(world: World, folder: str, store: str, **more: Any) -> Run:
 
 def left(run: Run) -> None:
     """Close, as far as members of a world that goes on can: the last copy is waited for."""
-    run.saving.close()
+    run.checkpoint_saver.close()
     end(run)
     if run.lease is not None:
         run.lease.release()
@@ -121,7 +121,7 @@ def trained(
         if tags:
             run.save(tag="best")
         run.save(wait=False)
-        run.saving.settle()
+        run.checkpoint_saver.wait_pending()
         if said != "hang" and world.is_first:
             _until_idle(run)
         world.barrier()

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import cases
-from shoal.checkpoint.export.export_file import export
+from shoal.checkpoint.export.export_file import export_file
 from shoal.checkpoint.format.listing import verify
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build as catalog
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.parallel.build.full_state import assembled, gather_weights
+from shoal.parallel.build.full_state import assemble_tensors, gather_weights
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -160,7 +160,7 @@ def averages(run: Run) -> dict[str, torch.Tensor]:
     """The averaged weights, whole, on every rank."""
     kept = run.average.tensors() if run.average is not None else {}
     local = run.program.local
-    return assembled(
+    return assemble_tensors(
         {name: (tensor, local[name].shard) for name, tensor in kept.items()}, run.world
     )
 
@@ -172,7 +172,7 @@ def wrong_export(
     wrong = verify(path)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "model.safetensors")
-        export(path, file)
+        export_file(path, file)
         with safetensors.safe_open(file, "pt") as stored:
             names, told = set(stored.keys()), stored.metadata()
             wrong += [f"{n} in one only" for n in names ^ set(weights)]

@@ -17,12 +17,12 @@ import torch
 
 from shoal.base.errors import ClusterError
 from shoal.base.plans.tensor_shards import Shard
-from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, verify
 from shoal.checkpoint.load.read import load
 from shoal.checkpoint.save import shard_writer
 from shoal.checkpoint.save.write import Piece
 from shoal.fabric import World
-from shoal.trainer.run_folder.run_saves import FAILED, Saving
+from shoal.trainer.run_folder.run_saves import FAILED, RunSaver
 
 ROWS, WIDTH = 64, 1024
 STEPS_AT_MOST = 2000
@@ -35,7 +35,7 @@ class Told:
     def __init__(self, world: World) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.notices: list[str] = []
-        self.saving = Saving(world, self.emit, self.notices.append)
+        self.saving = RunSaver(world, self.emit, self.notices.append)
 
     def emit(self, event: str, **fields: Any) -> None:
         self.events.append((event, fields))
@@ -92,14 +92,14 @@ def back_to_back(world: World, folder: str, saves: int) -> dict[str, Any]:
         number = torch.tensor([float(step)])
         world.all_reduce(number)
         sums.append(number.item())
-    last = told.saving.settle()
+    last = told.saving.wait_pending()
     told.saving.close()
     world.barrier()
     return {
         "events": [event for event, _ in told.events],
         "steps": [fields["step"] for _, fields in told.events],
-        "kept": [found.step for found in find(root)],
-        "right": [right(root, found.step, world.size) for found in find(root)],
+        "kept": [found.step for found in list_checkpoints(root)],
+        "right": [right(root, found.step, world.size) for found in list_checkpoints(root)],
         "last": last is not None and last.saved is not None and last.step,
         "sums": sums == [step * world.size for step in range(saves)],
         "files": sorted(os.listdir(root / f"step-{saves - 1}")),
@@ -125,7 +125,7 @@ def steps_until_told(told: Told, world: World) -> dict[str, Any]:
         number = torch.tensor([float(heard)])
         world.all_reduce(number)
         if number.item():
-            outcome = told.saving.settle()
+            outcome = told.saving.wait_pending()
             text = str(outcome.failure) if outcome is not None else "settle gave nothing"
             return {"step": step, "heard": heard, "text": text}
         time.sleep(0.005)
@@ -136,7 +136,7 @@ def failing_writer(world: World, folder: str) -> dict[str, Any]:
     """Rank 1 cannot write its file: all ranks know at the same step, and go on."""
     root, told = Path(folder) / "checkpoints", Told(world)
     begin(told, world, root, 1)
-    told.saving.settle()
+    told.saving.wait_pending()
     with small_files(100_000 if world.rank == 1 else resource.RLIM_INFINITY):
         begin(told, world, root, 2)
         answer = steps_until_told(told, world)
@@ -170,7 +170,7 @@ def bad_state_on_one_rank(world: World, folder: str, first: bool) -> dict[str, A
     begin(told, world, root, 3)
     told.saving.close()
     world.barrier()
-    return {**answer, "kept": [found.step for found in find(root)]}
+    return {**answer, "kept": [found.step for found in list_checkpoints(root)]}
 
 
 def record_that_is_no_json(world: World, folder: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def record_that_is_no_json(world: World, folder: str) -> dict[str, Any]:
     begin(told, world, root, 2)
     told.saving.close()
     world.barrier()
-    return {**answer, "kept": [found.step for found in find(root)]}
+    return {**answer, "kept": [found.step for found in list_checkpoints(root)]}
 
 
 def offers_of_one_rank_change(world: World, folder: str) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def the_training_thread_only_copies(world: World, folder: str) -> dict[str, Any]
     others have begun theirs."""
     root, told, watch = Path(folder) / "checkpoints", Told(world), Watch()
     begin(told, world, root, 1)
-    told.saving.settle()
+    told.saving.wait_pending()
     world.barrier()
     with watch.watching():
         if world.is_first:
@@ -267,7 +267,7 @@ def the_training_thread_only_copies(world: World, folder: str) -> dict[str, Any]
         "talked": sorted(set(watch.talked)),
         "right": right(root, 2, world.size),
         "held_bytes": held_bytes,
-        "nobody_else": world.traffic.take()[0].keys() <= {"all_gather", "all_reduce"},
+        "nobody_else": world.traffic.pop_counts()[0].keys() <= {"all_gather", "all_reduce"},
     }
 
 
@@ -293,12 +293,12 @@ def a_rank_dies_in_a_save(world: World, folder: str) -> NoReturn:
     """Rank 1 is killed where it would write its file; rank 0 writes down what it then heard, and ends."""
     root, told = Path(folder) / "checkpoints", Told(world)
     begin(told, world, root, 1, keep=1)
-    told.saving.settle()
+    told.saving.wait_pending()
     if world.rank == 1:
         shard_writer.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     begin(told, world, root, 2, keep=1)
     try:
-        told.saving.settle()
+        told.saving.wait_pending()
     except ClusterError as failure:
         (Path(folder) / "text").write_text(str(failure))
         os._exit(1)

@@ -31,7 +31,7 @@ def fresh(world: World, model: nn.Module, optimizer: Any, layout: str, **more: A
 
 def done(run: shoal.Run) -> None:
     """Leave the world to the next check."""
-    run.saving.close()
+    run.checkpoint_saver.close()
     for undo in run.program.on_close:
         undo()
     if run.lease is not None:

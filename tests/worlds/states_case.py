@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
-from shoal.machine.states import state_bytes
+from shoal.machine.states import count_state_bytes
 from shoal.models.catalog import build
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
@@ -105,7 +105,7 @@ def measure(world: World, layout: str, precision: str) -> dict[str, Any]:
     tokens = torch.randint(0, VOCABULARY, (2 * ROWS, SEQUENCE))
     run.step((tokens, tokens))  # after it Adam has its moments
     run.forward_backward((tokens, tokens))
-    counted = state_bytes(run)
+    counted = count_state_bytes(run)
     tensors = settled_bytes(tensors_before + 1.02 * counted.total) - tensors_before
     answer = {
         "elements": run.plan.parameters,

@@ -41,8 +41,8 @@ class StepAgain:
             begin()
         with mistake(module):
             for one in (replace(one, sums=sums) for one in self.passes):
-                with one.entered():
-                    one.total(one.outputs(module))
+                with one.keyed_context():
+                    one.compute_loss(one.outputs(module))
         total, count = sums.tolist()
         return float(total / count) if count else float("nan")
 

@@ -14,8 +14,8 @@ import shoal
 from shoal.base.errors import ShoalError
 from shoal.base.plans.placement import Placement
 from shoal.fabric import World
-from shoal.parallel.data_parallel.fetched_rows import OnServers
-from shoal.proof import Battery, Side, Trial
+from shoal.parallel.data_parallel.fetched_rows import RemoteTable
+from shoal.proof import Battery, Trial, TrialSide
 from shoal.trainer.step.optimizer_step import StepResult
 
 SAMPLES, BATCH, MICRO_BATCH = 54, 24, 2
@@ -100,7 +100,7 @@ def trial_of(case: str) -> Trial:
     """What both sides train."""
     build, data, loss = CASES[case]
 
-    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+    def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
         run = side.parallelize(build, loss, batch=BATCH, micro_batch=MICRO_BATCH)
         loader = run.loader(data())
         while True:
@@ -176,10 +176,10 @@ def bytes_of_a_step(world: World, servers: int) -> dict[str, Any]:
     for name, layout in (("ddp", "ddp"), ("served", _servers(servers))):
         run = _run(world, Large, layout)
         batch = next(iter(run.loader(Ids())))
-        world.traffic.take()
+        world.traffic.pop_counts()
         rows = [ids for m in batch.micro_batches for ids in m.value[0].reshape(-1).tolist()]
         run.forward_backward(batch)
-        sent = world.traffic.take()[0]
+        sent = world.traffic.pop_counts()[0]
         run.update()
         if name == "ddp":
             found["ddp"] = sent["all_reduce"]
@@ -241,7 +241,7 @@ def refused(world: World) -> dict[str, str]:
             said[name] = str(told)
     if world.rank == 0:  # of these a worker alone has passes
         row = Placement("emb.weight", (30, 16), "float32", True)
-        weight = OnServers.of(nn.Parameter(torch.zeros(30, 16)), row)
+        weight = RemoteTable.of(nn.Parameter(torch.zeros(30, 16)), row)
         for name, use in (
             ("read otherwise", torch.norm),
             ("outside", lambda w: F.embedding(NONE, w)),

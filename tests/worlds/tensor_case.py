@@ -25,15 +25,15 @@ from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
 from shoal.parallel import recompute
-from shoal.parallel.dropout_rng import key
+from shoal.parallel.dropout_rng import derive_seed
 from shoal.parallel.program import Program
 from shoal.parallel.spmd import block_trial
-from shoal.parallel.spmd.block_check import check_class, checked
+from shoal.parallel.spmd.block_check import check_blocks, check_class
 from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.split_block import BlockSplit, ModelSplit
-from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
-from shoal.trace.flow.forward_record import Record
+from shoal.parallel.tensor_parallel.cut_weights import apply_split, parameter_cut
+from shoal.trace.flow.forward_record import ForwardRecord
 from shoal.trainer.parallelize import parallelize
 
 BATCH, SEQ, VOCABULARY = 2, 12, 67
@@ -184,7 +184,7 @@ def trained(module: nn.Module, name: str, loss: str, seed: int = 1, odd: bool = 
     inputs, targets = sample(name, seed)
     if odd:
         inputs, targets = inputs[:, :-1], targets[:, :-1]
-    torch.manual_seed(key(0, 1, seed, ""))
+    torch.manual_seed(derive_seed(0, 1, seed, ""))
     total = losses(module(inputs), targets, loss)
     total.backward()
     return total.detach()
@@ -211,20 +211,20 @@ def equality(
     reference = copy.deepcopy(module)
     inputs, _ = sample(name)
     split = plan_split(
-        Record(module, lambda m: m(inputs)),
+        ForwardRecord(module, lambda m: m(inputs)),
         world.size,
         sequence=sequence,
         overrides=overrides or {},
     )
     undo_split = apply_split(module, split, world)
     undo = recompute.apply(program_of(module, world).but(recompute=again)).on_close
-    world.traffic.take()
+    world.traffic.pop_counts()
     worst_loss, expected = 0.0, torch.zeros(())
     for seed in seeds:
         got = trained(module, name, loss, seed, odd)
         expected = trained(reference, name, loss, seed, odd)
         worst_loss = max(worst_loss, float((got - expected).abs() / expected.abs()))
-    sent, _ = world.traffic.take()
+    sent, _ = world.traffic.pop_counts()
     told = {
         "loss": worst_loss,
         **gradients(world, module, reference, split),
@@ -261,7 +261,7 @@ def gradients(
             world.all_reduce(grad)
         whole = wholes[name].grad
         whole = torch.zeros_like(wholes[name]) if whole is None else whole
-        if cut := cut_of(name, tuple(whole.shape), split):
+        if cut := parameter_cut(name, tuple(whole.shape), split):
             boxes = cut.boxes(tuple(whole.shape), world.rank)
             parts = [whole[tuple(slice(a, b) for a, b in box)].reshape(-1) for box in boxes]
             whole = torch.cat(parts).view_as(grad)
@@ -305,7 +305,7 @@ def planned_with(world: World, bug: str) -> tuple[nn.Module, ModelSplit]:
     }.get(bug, ("fused", {}))
     module = built(name, **settings)
     inputs, _ = sample(name)
-    split = plan_split(Record(module, lambda m: m(inputs)), world.size)
+    split = plan_split(ForwardRecord(module, lambda m: m(inputs)), world.size)
     (group,) = split.classes
     wrong = group.split
     if bug == "qkv cut":
@@ -318,7 +318,7 @@ def planned_with(world: World, bug: str) -> tuple[nn.Module, ModelSplit]:
 @contextmanager
 def graphs_with(bug: str) -> Iterator[None]:
     """The check's graphs have the mistake, or are right though the labels are not."""
-    real = block_trial.again
+    real = block_trial.split_for_inputs
 
     def planted(split: BlockSplit, *call: Any) -> BlockSplit:
         if bug == "qkv cut":
@@ -334,12 +334,12 @@ def graphs_with(bug: str) -> Iterator[None]:
             made.run.recompile()
         return made
 
-    computes_in = block_trial._computes_in
-    block_trial.again, block_trial._computes_in = planted, lambda *_: False
+    computes_in = block_trial._runs_in_dtype
+    block_trial.split_for_inputs, block_trial._runs_in_dtype = planted, lambda *_: False
     try:
         yield
     finally:
-        block_trial.again, block_trial._computes_in = real, computes_in
+        block_trial.split_for_inputs, block_trial._runs_in_dtype = real, computes_in
 
 
 def finding(world: World, bug: str) -> str:
@@ -356,9 +356,9 @@ def after_the_check(world: World) -> dict[str, Any]:
     reference = copy.deepcopy(module)
     strict = ""
     with graphs_with("row bias"):
-        split = checked(module, split, world)
+        split = check_blocks(module, split, world)
         try:
-            checked(module, planned_with(world, "row bias")[1], world, strict=True)
+            check_blocks(module, planned_with(world, "row bias")[1], world, strict=True)
         except PlanError as refusal:
             strict = str(refusal)
     apply_split(module, split, world)
@@ -366,7 +366,7 @@ def after_the_check(world: World) -> dict[str, Any]:
     trained(reference, "fused", "default")
     told = gradients(world, module, reference, split)
     shapes = {name: tuple(p.shape) for name, p in reference.named_parameters()}
-    cut = [name for name, shape in shapes.items() if cut_of(name, shape, split)]
+    cut = [name for name, shape in shapes.items() if parameter_cut(name, shape, split)]
     return {**told, "notice": split.notices[-1], "split": cut, "strict": strict}
 
 
@@ -444,11 +444,13 @@ def example(world: World, name: str, *, sequence: bool = False) -> dict[str, Any
     module = made(one.build)
     reference = copy.deepcopy(module)
     inputs = one.inputs(3)
-    split = plan_split(Record(module, lambda m: one.call(m, inputs)), world.size, sequence=sequence)
-    kept = checked(module, split, world)
+    split = plan_split(
+        ForwardRecord(module, lambda m: one.call(m, inputs)), world.size, sequence=sequence
+    )
+    kept = check_blocks(module, split, world)
     apply_split(module, kept, world)
     totals = []
-    world.traffic.take()
+    world.traffic.pop_counts()
     for m in (module, reference):
         torch.manual_seed(5)
         outputs = one.call(m, inputs)

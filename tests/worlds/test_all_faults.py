@@ -27,7 +27,7 @@ import torch
 import stranger
 from cli_run import CommandLine, lines, trajectory
 from fault_runs import command, lives, nothing_left, same, wrong
-from shoal.checkpoint.format.listing import find, verify
+from shoal.checkpoint.format.listing import list_checkpoints, verify
 from shoal.view.diagnose import diagnose
 
 
@@ -128,7 +128,7 @@ def test_a_process_that_leaves_quietly_has_not_come_to_its_end(tmp_path: Path) -
 
 def test_2_the_launcher_is_killed(tmp_path: Path, unbroken: list[Any]) -> None:
     run = command(tmp_path, None)
-    run.wait_for(lambda: run.steps() >= 9 and find(run.run / "checkpoints") != [])
+    run.wait_for(lambda: run.steps() >= 9 and list_checkpoints(run.run / "checkpoints") != [])
     run.process.kill()
     run.process.wait(timeout=10)
     until_s = time.monotonic() + 2
@@ -155,7 +155,7 @@ def test_4_a_stop_saves_and_nothing_is_wrong(tmp_path: Path, whom: str) -> None:
         run.kill(1, signal.SIGTERM)
     code, output = run.finish()
     assert code == 143, output
-    assert find(run.run / "checkpoints")[0].step == run.steps()
+    assert list_checkpoints(run.run / "checkpoints")[0].step == run.steps()
     assert wrong(run) == []
     nothing_left(run)
 
@@ -187,7 +187,7 @@ def test_5_a_full_disk_is_named_and_training_goes_on(tmp_path: Path, resumed: bo
         code, output = run.finish()
         assert code == 0, output
         assert [row[0] for row in trajectory(run.run)] == list(range(1, 25))
-        newest = find(run.run / "checkpoints")[0]
+        newest = list_checkpoints(run.run / "checkpoints")[0]
         assert newest.step == 24, "saving works again once there is room"
         assert verify(newest.path) == []
         found = wrong(run)
@@ -207,12 +207,14 @@ def test_6_a_death_in_a_save_leaves_the_one_before(tmp_path: Path, unbroken: lis
     folder = run.run / "checkpoints"
     # One save is complete; on a busy machine steps are faster than the first of them.
     run.wait_for(
-        lambda: run.steps() >= 8 and find(folder) != [] and any(folder.glob("step-*.tmp-*"))
+        lambda: (
+            run.steps() >= 8 and list_checkpoints(folder) != [] and any(folder.glob("step-*.tmp-*"))
+        )
     )
     for pid in [*run.pids().values(), run.process.pid]:
         os.kill(pid, signal.SIGKILL)
     run.process.wait(timeout=10)
-    newest = find(folder)[0].step
+    newest = list_checkpoints(folder)[0].step
     again = CommandLine(tmp_path, "--resume", "runs/run")
     code, output = again.finish()
     assert code == 0, output
@@ -224,7 +226,7 @@ def test_6_a_death_in_a_save_leaves_the_one_before(tmp_path: Path, unbroken: lis
 def test_7_a_flipped_byte_is_named(tmp_path: Path) -> None:
     run = command(tmp_path, None, "train.steps=12")
     assert run.finish()[0] == 0
-    victim = find(run.run / "checkpoints")[0].path / "rank-0.safetensors"
+    victim = list_checkpoints(run.run / "checkpoints")[0].path / "rank-0.safetensors"
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 4
     victim.write_bytes(raw)
@@ -320,7 +322,7 @@ def test_18_a_hostile_checkpoint_runs_nothing(tmp_path: Path, unbroken: list[Any
     assert run.finish()[0] == 0
     canary = tmp_path / "canary"
     torch.save(Canary(canary), kept := io.BytesIO())
-    newest, older = find(run.run / "checkpoints")[:2]
+    newest, older = list_checkpoints(run.run / "checkpoints")[:2]
     (newest.path / "rank-1.safetensors").write_bytes(kept.getvalue())
     for name in (".metadata", "rng.pt", "loader.pkl", "pytorch_model.bin"):
         (older.path.parent / name).write_bytes(kept.getvalue())
@@ -379,7 +381,7 @@ def test_20_every_start_of_many_finds_its_own_place(tmp_path: Path, unbroken: li
     folder = run.run / "checkpoints"
     for number in range(4):
         least = 5 * number + 5
-        run.wait_for(lambda least=least: run.steps() >= least and find(folder) != [])
+        run.wait_for(lambda least=least: run.steps() >= least and list_checkpoints(folder) != [])
         run.kill(number % 2)
         run.wait_for(lambda number=number: len(run.events("restarting")) > number)
     code, output = run.finish()
@@ -492,7 +494,7 @@ def test_24_a_disk_that_refuses_a_save_is_named_and_training_goes_on(
     assert trajectory(run.run) == unbroken
     found = wrong(run)
     assert {(one.kind, one.rank, one.over) for one in found} == {("checkpoint_failed", 1, True)}
-    assert find(run.run / "checkpoints")[0].step == 24
+    assert list_checkpoints(run.run / "checkpoints")[0].step == 24
 
 
 def test_17_a_bit_that_turns_over_is_named_and_never_saved(

@@ -106,7 +106,7 @@ def test_what_a_command_refuses_is_true_of_it(
     for number in range(80):
         layout, words = draw(random.Random(f"7.{number}"))
         try:
-            start.prepare([f"{k}={v}" for k, v in {**words, "run.name": "x"}.items()], None)
+            start.prepare_run([f"{k}={v}" for k, v in {**words, "run.name": "x"}.items()], None)
         except UserError as refusal:
             refused.append((layout, str(refusal), reason_of(str(refusal), words)))
     assert len(refused) > 10

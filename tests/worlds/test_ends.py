@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 
 TWO = ("launch.processes=2", "data.source=toy:slow_to_validate", "checkpoint.every=100")
 
@@ -37,7 +37,7 @@ def test_a_stop_is_obeyed_within_a_validation_and_loader_processes_live_through_
     assert code == 143, output
     assert read.stat().st_size < 4000, "not when the validation was over"
     assert command.steps() == 4
-    assert [found.step for found in find(command.run / "checkpoints")] == [4]
+    assert [found.step for found in list_checkpoints(command.run / "checkpoints")] == [4]
     assert command.events("validated") == []
     assert command.events("worker_died") == []
     assert "stopped on request at step 4, by SIGTERM" in output

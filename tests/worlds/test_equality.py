@@ -17,17 +17,17 @@ import trajectory
 from shoal.base.plans.batches import cut_step
 from shoal.data.loading.sample_order import samples_at
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.proof.battery import OPTIMIZERS, SGD
-from shoal.proof.distances import away, norm_over
-from shoal.proof.trajectory_record import Record
+from shoal.proof.distances import difference_norm, norm_over
+from shoal.proof.trajectory_record import TrajectoryRecord
 from shoal.proof.trial_side import perturb
 from shoal.view.proof_lines import proof_text
 
 WEIGHT_BOUND = 1e-12
 
 
-def alone(case: str) -> Record:
+def alone(case: str) -> TrajectoryRecord:
     """What one process computes on a case, with SGD."""
     return trajectory.battery(case).twin(SGD, torch.device("cpu"))
 
@@ -104,8 +104,8 @@ def test_perturbed_weights_hide_nothing() -> None:
 @pytest.mark.parametrize("case", ["llama", "mlp", "gpt"])
 def test_one_process_equals_a_loop_by_hand(case: str) -> None:
     """`single` against plain PyTorch: sum over targets / count, torch's own clipping and SGD."""
-    from shoal.parallel.dropout_rng import key
-    from shoal.trace.find.blocks import blocks
+    from shoal.parallel.dropout_rng import derive_seed
+    from shoal.trace.find.blocks import iterate_blocks
 
     expected = alone(case)
     battery = trajectory.battery(case)
@@ -113,13 +113,13 @@ def test_one_process_equals_a_loop_by_hand(case: str) -> None:
     data = cases.dataset(case)
     optimizer = battery.optimizers[SGD]([p for p in model.parameters() if p.requires_grad])
     at = [0, 0]
-    for name, block in blocks(model):
+    for name, block in iterate_blocks(model):
         # The one thing a plain loop lacks: dropout keyed by (seed, step, micro-batch, block).
         block.register_forward_pre_hook(lambda m, i, n=name: seed(3, *at, n) and None)
         block.register_forward_hook(lambda m, i, o, n=name: seed(3, *at, f"{n}/after") and None)
 
     def seed(*parts) -> None:
-        torch.manual_seed(key(*parts))
+        torch.manual_seed(derive_seed(*parts))
 
     position = 0
     for step in range(5):
@@ -146,19 +146,21 @@ def test_one_process_equals_a_loop_by_hand(case: str) -> None:
         whole = norm_over(expected.gradients[step].values())
         for name, p in model.named_parameters():
             if p.requires_grad and p.grad is not None:
-                assert away(p.grad, expected.gradients[step][name]) <= 1e-12 * whole, name
+                assert difference_norm(p.grad, expected.gradients[step][name]) <= 1e-12 * whole, (
+                    name
+                )
         optimizer.step()
         position = micro_batches[-1].stop
     whole = norm_over(expected.weights.values())
     for name, p in model.named_parameters():
-        assert away(p.detach(), expected.weights[name]) <= WEIGHT_BOUND * whole, name
+        assert difference_norm(p.detach(), expected.weights[name]) <= WEIGHT_BOUND * whole, name
 
 
 def test_adamw_given_equal_gradients_updates_equally() -> None:
     """The optimizer under a program is torch's own: same gradients in, same update to 1e-14."""
     import shoal
 
-    world = World(Place(), torch.device("cpu"), None)
+    world = World(ProcessInfo(), torch.device("cpu"), None)
     run = shoal.parallelize(
         cases.build("llama"), OPTIMIZERS["adamw"], precision="fp64", world=world
     )
@@ -169,7 +171,7 @@ def test_adamw_given_equal_gradients_updates_equally() -> None:
         for ours, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):
             ours.grad = torch.randn_like(ours)
             theirs.grad = ours.grad.clone()
-        with run.guards.writes.stepping():
+        with run.guards.writes.mark_own_step():
             run.optimizer.step()
         plain.step()
     for ours, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_run import lines
-from shoal.checkpoint.format.listing import find, verify
+from shoal.checkpoint.format.listing import list_checkpoints, verify
 
 SCRIPT = """
 import sys, torch
@@ -86,7 +86,7 @@ def test_worlds_one_after_another_in_the_same_processes(tmp_path: Path) -> None:
     closes = closes.replace("run.close()", "run.save(wait=False)\nrun.close()")
     end_well(closes.replace("names = ", AGAIN) + FORGETS.replace("FOLDER", repr(str(last))))
     for folder in (first, last):
-        (saved,) = find(folder / "checkpoints")
+        (saved,) = list_checkpoints(folder / "checkpoints")
         assert verify(saved.path) == []
         assert [line["event"] for line in lines(folder / "events.jsonl")].count(
             "checkpoint_saved"

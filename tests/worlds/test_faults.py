@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 
 TWO = "launch.processes=2"
 
@@ -44,7 +44,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_previous_one_used(
     """The steps that are done again, one that is skipped may be among them, come out alike."""
     whole = poisoned[0]
     expected = trajectory(whole.run), final_hashes(whole.run)
-    newest = find(whole.run / "checkpoints")[0].path
+    newest = list_checkpoints(whole.run / "checkpoints")[0].path
     victim = newest / "rank-1.safetensors"
     raw = bytearray(victim.read_bytes())
     raw[-100] ^= 1

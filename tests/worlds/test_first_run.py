@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cli_run import CommandLine, lines
 from shoal.cli.main import app, main
-from shoal.config.load import load
+from shoal.config.load import load_config
 
 SMALL = [
     "model.layers=1", "model.dim=64", "data.sequence=64", "data.tokenizer=bpe:512",
@@ -56,7 +56,7 @@ def test_validation_loss_is_below_the_unigram_entropy(first: tuple[CommandLine, 
 
 def test_the_run_folder_is_whole(first: tuple[CommandLine, str]) -> None:
     run = first[0].run
-    assert load(run / "run.toml").config.train.steps == 30
+    assert load_config(run / "run.toml").config.train.steps == 30
     plan = json.loads((run / "plan.json").read_text())
     # As this machine was measured: zero1 and zero2 send as much as ddp, and a hair may decide.
     assert plan["strategy"] in ("single", "ddp", "zero1", "zero2")

@@ -13,9 +13,9 @@ import torch
 
 from cli_run import lines
 from netns import Forbidden, Net, skip
-from shoal.checkpoint.format.listing import find, read_manifest
-from shoal.islands.methods.noloco import pairs
-from shoal.trainer.islands.island_join import rounds_held
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
+from shoal.islands.methods.noloco import draw_pairs
+from shoal.trainer.islands.island_join import list_held_rounds
 from worlds import Failed, Islands
 
 DILOCO = {"method": "diloco", "period": 3}
@@ -59,7 +59,7 @@ def test_a_run_without_islands_goes_on_as_islands(worlds, islands, tmp_path: Pat
     ours, theirs = (torch.load(tmp_path / f"weights-{w}.pt") for w in ("0", "dp"))
     apart = torch.sqrt(sum(((ours[n] - theirs[n]) ** 2).sum() for n in theirs))
     assert apart <= 1e-12 * told[0][0]["norm"]
-    held = rounds_held(tmp_path / "island-0", 1)
+    held = list_held_rounds(tmp_path / "island-0", 1)
     assert list(held) == ["3", "2"]
 
 
@@ -186,7 +186,7 @@ def test_running_statistics_that_are_no_numbers_stay_on_their_island(islands) ->
 
 def test_a_round_that_only_some_islands_keep_is_over_for_all(islands) -> None:
     """NoLoCo: the one without a partner learns no numbers; its step did not happen, the round did."""
-    alone = [next(p[0] for p in pairs(3, r, 3) if len(p) == 1) for r in range(3)]
+    alone = [next(p[0] for p in draw_pairs(3, r, 3) if len(p) == 1) for r in range(3)]
     trouble = [{"island": alone[1], "round": 1, "what": "nan"}]
     asked = {"model": "towers", "method": "noloco", "period": 2, "batch": 4}
     told = islands(3).call("island_case:train", rounds=3, trouble=trouble, **asked)
@@ -256,11 +256,11 @@ def test_a_round_that_was_taken_back_leaves_nothing(islands, tmp_path: Path) -> 
     two = islands(2)
     asked = {"model": "towers", "batch": 4, "folder": str(tmp_path), "method": "diloco"}
     two.call("island_case:train", rounds=2, period=1, **asked)
-    newest = find(tmp_path / "island-1" / "checkpoints")[0].path
+    newest = list_checkpoints(tmp_path / "island-1" / "checkpoints")[0].path
     shutil.rmtree(newest)
     told = two.call("island_case:train", rounds=2, period=1, outer_lr=0.5, **asked)
     assert [island[0]["began"] for island in told] == [1, 1]
-    held = [rounds_held(tmp_path / f"island-{index}", 1) for index in range(2)]
+    held = [list_held_rounds(tmp_path / f"island-{index}", 1) for index in range(2)]
     assert held[0] == held[1]
     assert held[0]["2"][0] == told[0][0]["digests"][-1]
 
@@ -301,10 +301,13 @@ def test_an_island_that_cannot_save_holds_the_others_back(islands, tmp_path: Pat
         events = lines(tmp_path / f"island-{index}" / "events.jsonl")
         discarded = [event["why"] for event in events if event["event"] == "round_discarded"]
         assert discarded == [island["why"][2]]
-        found = [read_manifest(one.path) for one in find(tmp_path / f"island-{index}/checkpoints")]
+        found = [
+            read_manifest(one.path)
+            for one in list_checkpoints(tmp_path / f"island-{index}/checkpoints")
+        ]
         kept = [one.record["islands"] for one in found]
         assert [(one["round"], one["failures"]) for one in kept] == [(3, 0), (2, 0)]
-    held = [rounds_held(tmp_path / f"island-{index}", 1) for index in range(2)]
+    held = [list_held_rounds(tmp_path / f"island-{index}", 1) for index in range(2)]
     assert {r: d for r, (d, _) in held[0].items()} == {r: d for r, (d, _) in held[1].items()}
     asked["trouble"] = [{**full, "round": 4, "saves": 9}]
     stopped = two.call("island_case:train", rounds=9, **asked)

@@ -12,8 +12,8 @@ import pytest
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
 from shoal.base.errors import ConfigError
 from shoal.checkpoint.format.lease import RunLease
-from shoal.checkpoint.format.listing import find
-from shoal.cli.checkpoint import checkpoints_of
+from shoal.checkpoint.format.listing import list_checkpoints
+from shoal.cli.checkpoint import list_run_checkpoints
 from shoal.launch.processes import free_port
 
 DEADLINE_S = 120
@@ -49,7 +49,7 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     assert code == 0, output
     assert "3 islands met at" in output
     with pytest.raises(ConfigError, match="try: .*island-0"):
-        checkpoints_of(run)
+        list_run_checkpoints(run)
     assert "round 11: 3 islands merged" in output
     assert same_merged(run, 3)
 
@@ -59,7 +59,7 @@ def test_no_island_outlives_its_launcher(tmp_path: Path) -> None:
     command = CommandLine(tmp_path, *TOY_ARGUMENTS, *ISLANDS, "train.steps=400", "data.workers=1")
     run = command.run
     kept = [run / f"island-{island}" / "checkpoints" for island in (0, 1)]
-    command.wait_for(lambda: all(p.is_dir() and find(p) for p in kept), DEADLINE_S)
+    command.wait_for(lambda: all(p.is_dir() and list_checkpoints(p) for p in kept), DEADLINE_S)
     family = psutil.Process(command.process.pid).children(recursive=True)
     assert len(family) >= 2 * 3, "a supervisor, a worker and a loader process of each"
     command.process.kill()

@@ -49,8 +49,8 @@ def copied(here: Path, name: str) -> Path:
 
 def prepared(folder: Path) -> Any:
     """What `shoal train --resume` settles and writes before it starts workers."""
-    found = start.prepare([], folder)
-    start.write_folder(found)
+    found = start.prepare_run([], folder)
+    start.write_run_folder(found)
     return found
 
 

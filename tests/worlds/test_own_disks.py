@@ -16,7 +16,7 @@ from cli_run import lines
 from elastic import Nodes, rounds, wait_for
 from forks import Forks
 from netns import Forbidden, skip
-from shoal.checkpoint.format.listing import find, verify
+from shoal.checkpoint.format.listing import list_checkpoints, verify
 from shoal.view.diagnose import diagnose
 from test_elastic import LOOP, SLOWLY, WORDS, taken, unbroken
 
@@ -25,12 +25,12 @@ WHAT = "nodes that share no disk NOT TESTED"
 
 def has(disk: Path, step: int) -> bool:
     """Whether a checkpoint of a step, or a later one, lies in a run folder."""
-    return any(found.step >= step for found in find(disk / "checkpoints"))
+    return any(found.step >= step for found in list_checkpoints(disk / "checkpoints"))
 
 
 def whole(disk: Path) -> dict[str, bytes]:
     """The newest checkpoint's files; it verifies."""
-    newest = find(disk / "checkpoints")[0].path
+    newest = list_checkpoints(disk / "checkpoints")[0].path
     assert verify(newest) == []
     return {path.name: path.read_bytes() for path in newest.iterdir()}
 
@@ -127,8 +127,8 @@ def test_a_node_goes_on_from_its_own_disk_and_brings_the_other_up_to_it(tmp_path
         nodes.start(1)
         wait_for(lambda: has(here, 4) and has(there, 4), 90, said)
         nodes.kill(0)  # what rank 0 had written is on its own disk alone
-        wait_for(lambda: has(there, find(here / "checkpoints")[0].step + 4), 60, said)
-        stale = find(here / "checkpoints")[0].step
+        wait_for(lambda: has(there, list_checkpoints(here / "checkpoints")[0].step + 4), 60, said)
+        stale = list_checkpoints(here / "checkpoints")[0].step
         nodes.start(0)
         wait_for(
             lambda: sum(one["size"] == 2 and bool(one["steps"]) for one in rounds(logs)) == 4,

@@ -11,8 +11,8 @@ import torch
 from netns import told_by
 from plane_case import Raw, free_port, message
 from shoal.base.errors import BugError, ClusterError, ConfigError
-from shoal.fabric.islands.compressed_all_reduce import COARSE, Cut
-from shoal.fabric.islands.inter_island_group import meet, open_plane
+from shoal.fabric.islands.compressed_all_reduce import COARSE, ChunkLayout
+from shoal.fabric.islands.inter_island_group import connect_islands, join_island_store
 
 SCRIPT_S = 60
 
@@ -46,7 +46,7 @@ def test_lossy_codes(worlds, codec: str) -> None:
         sums = {tag: n for tag, n in one["tags"].items() if tag not in messages}
         assert sum(messages.values()) == 100_001
         assert {tag.split("/")[1] for tag in messages} == {str(owner) for owner in range(owners)}
-        part = Cut(100_001, 4)
+        part = ChunkLayout(100_001, 4)
         share = part.piece(island, 0)[0], part.piece(island + 1, 0)[0]
         assert sum(sums.values()) == (0 if owners == 1 else share[1] - share[0])
 
@@ -66,14 +66,14 @@ def test_nobody_else_is_listened_to(worlds) -> None:
 
 
 def test_one_island_needs_no_other() -> None:
-    store = meet("", 0, 1, deadline_s=1)
-    plane = open_plane(store, "0", 0, 1, connections=2, host="", deadline_s=1)
+    store = join_island_store("", 0, 1, deadline_s=1)
+    plane = connect_islands(store, "0", 0, 1, connections=2, host="", deadline_s=1)
     flat = message(0, 300_000)
     arrived = plane.begin(flat, Raw(), feedback=None, tag="", deadline_s=1)
     assert arrived.gram[0][0] == pytest.approx(float(flat.double().square().sum()), rel=1e-12)
     assert torch.equal(arrived.finish([3.0], 3.0, deadline_s=1), flat * 3 / 3)
     assert plane.gather(b"alone", deadline_s=1) == [b"alone"]
-    assert plane.among((0,)) is plane
+    assert plane.subgroup((0,)) is plane
     assert plane.sent_bytes == 0
     with pytest.raises(BugError, match="float64.*for codec raw of"):
         plane.begin(flat.double(), Raw(), feedback=None, tag="", deadline_s=1)
@@ -85,7 +85,7 @@ def test_one_island_needs_no_other() -> None:
 @pytest.mark.parametrize("elements", [0, 1, 4096, 100_001, 3_000_000, 12_500_000])
 @pytest.mark.parametrize("owners", [1, 2, 3, 5])
 def test_every_number_has_one_owner(elements: int, owners: int) -> None:
-    cut = Cut(elements, owners)
+    cut = ChunkLayout(elements, owners)
     ends = [cut.piece(owner, chunk) for owner in range(owners) for chunk in range(cut.chunks)]
     full = [end for end in ends if end[0] < end[1]]
     assert sum(last - first for first, last in full) == elements
@@ -95,19 +95,19 @@ def test_every_number_has_one_owner(elements: int, owners: int) -> None:
 
 def test_islands_that_cannot_meet(worlds) -> None:
     with pytest.raises(ConfigError, match=r"islands.at = far: not HOST:PORT; try: far:29400"):
-        meet("far", 0, 2, deadline_s=1)
+        join_island_store("far", 0, 2, deadline_s=1)
     with pytest.raises(ClusterError, match="island 0 cannot listen there: Cannot assign requested"):
-        meet("192.0.2.1:29400", 0, 2, deadline_s=1)
+        join_island_store("192.0.2.1:29400", 0, 2, deadline_s=1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ClusterError, match="cannot listen there: Address already in use"):
-            meet(at, 0, 2, deadline_s=1)
+            join_island_store(at, 0, 2, deadline_s=1)
     at = here()
     with pytest.raises(ClusterError, match=f"islands.at = {at}: island 1 of 2 did not come within"):
-        meet(at, 0, 2, deadline_s=0.2)
+        join_island_store(at, 0, 2, deadline_s=0.2)
     at = here()
     with pytest.raises(ClusterError, match=f"{at}: island 1 does not reach island 0 there within"):
-        meet(at, 1, 2, deadline_s=0.5)
+        join_island_store(at, 1, 2, deadline_s=0.5)
     for settings, said in [
         ({"index": 1, "count": 3}, "ConfigError: islands.count = 3 on island 1: the islands at "),
         ({"index": 1, "count": 2, "times": 2}, "ConfigError: islands.index = 1: another island "),

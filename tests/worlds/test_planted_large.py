@@ -132,7 +132,7 @@ def test_layers_one_after_another_are_no_blocks() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 def test_a_shelf_gives_back_the_bits(tmp_path, monkeypatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(tensor_spill, "IN_MEMORY_BYTES", 20)
-    kept = tensor_spill.Shelf(tmp_path)
+    kept = tensor_spill.TensorSpill(tmp_path)
     given = {
         "first": torch.arange(2).to(dtype), "turned": torch.arange(12).view(3, 4).t().to(dtype),
         "one": torch.tensor(3).to(dtype), "none": torch.zeros(0, 2).to(dtype),
@@ -154,15 +154,21 @@ def test_room_is_foreseen(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(reference_limits.psutil, "virtual_memory", lambda: free)
     sizes = [50] * 2
     for layout, most in (("ddp", 2), ({"tp": 2}, 1), ({"dp_shard": 2, "zero": 3}, 1)):
-        room = reference_limits.Room(2, reference_limits.ranks_sharing(layout, 2), 5, tmp_path)
+        room = reference_limits.ProofResources(
+            2, reference_limits.ranks_sharing(layout, 2), 5, tmp_path
+        )
         needed = most * reference_limits.STATES * 100 + reference_limits.GATHERED * 50
         free.available = needed
-        assert room.lacking(sizes) == ""
+        assert room.find_shortage(sizes) == ""
         free.available = needed - 1
-        assert room.lacking(sizes).startswith("memory: one process, and after it 2 of the layout")
+        assert room.find_shortage(sizes).startswith(
+            "memory: one process, and after it 2 of the layout"
+        )
     free.available = 2**60
     disk = SimpleNamespace(free=7 * 2**30 - 1)
     monkeypatch.setattr(reference_limits.shutil, "disk_usage", lambda folder: disk)
-    assert room.lacking([2**30]).startswith("disk: what one process computes in 5 steps takes 7")
+    assert room.find_shortage([2**30]).startswith(
+        "disk: what one process computes in 5 steps takes 7"
+    )
     disk.free += 1
-    assert room.lacking([2**30]) == ""
+    assert room.find_shortage([2**30]) == ""

@@ -99,23 +99,23 @@ def test_overflow_on_one_rank_is_everybodys(worlds, tmp_path, layout: str) -> No
 def test_the_scale_grows_and_a_fixed_one_stays() -> None:
     scale = LossScale()
     for _ in range(GROWTH_EVERY):
-        scale.held()
+        scale.handle_clean_step()
     assert scale.value == 2.0**17
-    assert scale.overflowed()
+    assert scale.handle_overflow()
     assert (scale.value, scale.clean) == (2.0**16, 0)
     while scale.value > LEAST:
-        scale.overflowed()
-    assert not scale.overflowed(), "what is smaller cures nothing"
+        scale.handle_overflow()
+    assert not scale.handle_overflow(), "what is smaller cures nothing"
     wide = LossScale()
-    assert wide.overflowed(2.0**18)
+    assert wide.handle_overflow(2.0**18)
     assert wide.value == 2.0**-3, "large sums start below 1"
     summed = LossScale()
-    assert summed.overflowed(250.0)
+    assert summed.handle_overflow(250.0)
     assert summed.value == 2.0**7, "as a mean over 256 targets would have it"
-    assert summed.overflowed(250.0)
+    assert summed.handle_overflow(250.0)
     assert summed.value == 2.0**6
     fixed = LossScale(128.0)
-    assert not fixed.overflowed()
+    assert not fixed.handle_overflow()
     assert fixed.value == 128.0
 
 

@@ -17,8 +17,8 @@ from shoal.models.catalog import build as catalog
 from shoal.models.loss import token_loss
 from shoal.planning.pipeline_schedules import check_micro_batches
 from shoal.proof import reference_seconds
-from shoal.proof.proof_case import ProofCase, head
-from shoal.proof.start_proof import _structure, model_parts, source_of
+from shoal.proof.proof_case import ProofCase, select_first_samples
+from shoal.proof.start_proof import _build_structure, hash_source, model_parts
 
 
 def ask(worlds, folder: Path, **arguments):
@@ -108,18 +108,18 @@ def test_a_proof_that_breaks_off_leaves_that_it_began(worlds, tmp_path: Path) ->
 
 
 def test_the_estimate_is_the_work_at_the_rate_of_here(monkeypatch) -> None:
-    monkeypatch.setattr(reference_seconds, "_rate", lambda device: 1000.0)
+    monkeypatch.setattr(reference_seconds, "_measure_flops_per_s", lambda device: 1000.0)
     module = nn.Linear(10, 5)  # 2 · 50 FLOP forward, as many for the weight's gradient
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         return outputs.sum(), len(targets)
 
     data = [(torch.zeros(10), torch.zeros(())) for _ in range(40)]
-    case = ProofCase(lambda: module, loss, data, None, "ddp", Plan(Layout(), 64, 16)).small(4)
+    case = ProofCase(lambda: module, loss, data, None, "ddp", Plan(Layout(), 64, 16)).shrink(4)
     assert reference_seconds.expected_seconds(module, case, torch.device("cpu")) == 200 * 18 / 500
-    stream = ProofCase(lambda: module, loss, iter(data), None, "ddp", Plan(Layout(), 64, 16)).small(
-        4
-    )
+    stream = ProofCase(
+        lambda: module, loss, iter(data), None, "ddp", Plan(Layout(), 64, 16)
+    ).shrink(4)
     assert reference_seconds.expected_seconds(module, stream, torch.device("cpu")) == 0.0
 
 
@@ -128,18 +128,20 @@ def test_the_key_of_our_models_needs_no_numbers() -> None:
         return catalog("llama", {"dim": 32, "layers": 2}, vocabulary=64, sequence=16)
 
     case = ProofCase(build, token_loss, range(9), None, "ddp", Plan(Layout(), 8, 2), ours=True)
-    light, full = _structure(case), _structure(replace(case, ours=False))
+    light, full = _build_structure(case), _build_structure(replace(case, ours=False))
     assert all(p.is_meta for p in light.parameters())
     assert model_parts(light) == model_parts(full)
 
 
 def test_small_steps_hold_a_short_one() -> None:
-    small = ProofCase(nn.Identity, None, range(100), None, "ddp", Plan(Layout(), 64, 16)).small(4)
+    small = ProofCase(nn.Identity, None, range(100), None, "ddp", Plan(Layout(), 64, 16)).shrink(4)
     assert (small.plan.batch, small.plan.micro_batch, small.full_steps) == (16, 2, 1)
-    assert len(head(range(100), 16, 2, 1)) == 18
-    assert len(head(range(100), 32, 8, 2)) == 64 + 8 + 4
-    assert len(head(range(5), 32, 8, 2)) == 5
-    assert head(iter(range(10**9)), 2, 1, 1) == [0, 1, 2], "of a stream only what is needed"
+    assert len(select_first_samples(range(100), 16, 2, 1)) == 18
+    assert len(select_first_samples(range(100), 32, 8, 2)) == 64 + 8 + 4
+    assert len(select_first_samples(range(5), 32, 8, 2)) == 5
+    assert select_first_samples(iter(range(10**9)), 2, 1, 1) == [0, 1, 2], (
+        "of a stream only what is needed"
+    )
 
 
 def test_ranks_that_share_a_micro_batch_ask_for_no_more_of_them() -> None:
@@ -147,7 +149,7 @@ def test_ranks_that_share_a_micro_batch_ask_for_no_more_of_them() -> None:
 
     def step(layout: dict[str, int], processes: int) -> int:
         case = ProofCase(nn.Identity, None, range(100), None, layout, Plan(Layout(), 64, 16))
-        return case.small(processes).plan.batch
+        return case.shrink(processes).plan.batch
 
     assert step({"tp": 2, "pp": 2}, 4) == step({"pp": 2}, 2) == 8
     assert step({"tp": 4, "cp": 2}, 8) == step({"tp": 2}, 2) == 4
@@ -172,8 +174,8 @@ def test_the_key_knows_the_model() -> None:
     other = linear(3)
     other[1].p = 0.2
     assert model_parts(linear(3)) != model_parts(other), "settings count"
-    assert source_of(linear) != source_of(ask)
-    assert source_of(nn.Linear) == torch.nn.Linear.__module__
+    assert hash_source(linear) != hash_source(ask)
+    assert hash_source(nn.Linear) == torch.nn.Linear.__module__
 
 
 def test_what_would_take_too_long_is_not_begun(worlds, tmp_path: Path) -> None:

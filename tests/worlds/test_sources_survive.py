@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cli_run import CommandLine, trajectory
-from shoal.config.load import load
+from shoal.config.load import load_config
 from shoal.data.loading.loader import Loader
 from shoal.data.sources import open_source
 
@@ -122,7 +122,7 @@ def test_every_sample_once(tmp_path: Path, source: str, monkeypatch: pytest.Monk
     assert spans[0][0] == 0
     assert all(before[1] == after[0] for before, after in zip(spans, spans[1:], strict=False))
     monkeypatch.chdir(tmp_path)
-    config = load(command.run / "run.toml").config
+    config = load_config(command.run / "run.toml").config
     data = open_source(config.data, config.train.seed).train
     given = {"batch": 8, "micro_batch": 2, "seed": config.train.seed}
     loader = Loader(data, **given)

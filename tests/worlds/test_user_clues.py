@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from shoal.base.layouts.layout import Layout
-from shoal.proof.diagnosis.causes import explain
+from shoal.proof.diagnosis.causes import explain_difference
 from shoal.proof.diagnosis.clue import Clue
 from shoal.proof.diagnosis.evidence import Evidence
 from shoal.proof.equality_bounds import bounds_for
-from shoal.proof.trajectory_record import Record, Row
-from shoal.proof.verdict import compare
+from shoal.proof.trajectory_record import StepRow, TrajectoryRecord
+from shoal.proof.verdict import compare_records
 
 OURS = (
     "report it with proof.json (shoal prove run.toml --json > proof.json): this is a mistake of Shoal, not "
@@ -159,12 +159,12 @@ def test_a_user_reads_where_how_much_and_what_to_do(
 NAMES = ("first", "second")
 
 
-def side(scale: dict[str, float] | None = None, **more: Any) -> Record:
+def side(scale: dict[str, float] | None = None, **more: Any) -> TrajectoryRecord:
     """One step of a model of two parameters; `scale` multiplies gradients."""
     draw = torch.Generator().manual_seed(1)
     right = {name: torch.randn(8, generator=draw, dtype=torch.float64) for name in NAMES}
     start = {name: torch.zeros(8, dtype=torch.float64) for name in NAMES}
-    row = Row("", 1, 2.0, 1.0, 4.0, False)
+    row = StepRow("", 1, 2.0, 1.0, 4.0, False)
     known: dict[str, Any] = {
         "rows": [row],
         "gradients": [{name: right[name] * (scale or {}).get(name, 1.0) for name in NAMES}],
@@ -174,18 +174,18 @@ def side(scale: dict[str, float] | None = None, **more: Any) -> Record:
         "trainable": list(NAMES),
         "layout": Layout(dp_replicate=2),
     }
-    return Record(**{**known, **more})
+    return TrajectoryRecord(**{**known, **more})
 
 
-def told(got: Record, expected: Record | None = None) -> Clue:
+def told(got: TrajectoryRecord, expected: TrajectoryRecord | None = None) -> Clue:
     """The clue, where the one process cannot be run again."""
     expected = expected or side()
 
     def again(*_: Any) -> None:
         raise RuntimeError("once only")
 
-    return explain(
-        Evidence(expected, got, compare(expected, got, bounds_for("fp64", "sgd")), again)
+    return explain_difference(
+        Evidence(expected, got, compare_records(expected, got, bounds_for("fp64", "sgd")), again)
     )
 
 
@@ -196,7 +196,7 @@ def test_a_gradient_that_is_lost_is_told_without_another_run() -> None:
 
 
 def test_a_step_that_the_layout_skips_is_told() -> None:
-    row = Row("", 1, None, None, 4.0, True)
+    row = StepRow("", 1, None, None, 4.0, True)
     clue = told(side(rows=[row], rank_rows=[[row], [row]], gradients=[{}]))
     assert clue.seen == (
         "at step 1 its gradient, like that of 1 other parameter, is 0, in one process it is not; "
@@ -219,7 +219,7 @@ def test_a_degree_that_two_axes_have_names_both() -> None:
 
 
 def test_a_loss_that_differs_by_rank_is_the_models_own() -> None:
-    rows = [Row("", 1, 3.0, 1.0, 4.0, False)]
+    rows = [StepRow("", 1, 3.0, 1.0, 4.0, False)]
     gradients = [{name: torch.ones(8, dtype=torch.float64) for name in NAMES}]
     clue = told(side(rows=rows, gradients=gradients))
     assert clue.name == "forward pass"
@@ -285,7 +285,7 @@ def test_a_buffer_of_the_users_own_is_named(drift: dict[str, list[list[int]]]) -
 
 
 def test_what_looks_like_nothing_known_is_told_as_it_was_seen() -> None:
-    clue = told(side(rows=[Row("", 1, math.pi, 1.0, 4.0, False)]))
+    clue = told(side(rows=[StepRow("", 1, math.pi, 1.0, 4.0, False)]))
     assert clue.text() == (
         "the loss differs at step 1 by 4.3e-01, 1e-12 is allowed. Likely cause: no known mistake "
         "looks like this. Next: prove with another layout, which tells whether it depends on this "

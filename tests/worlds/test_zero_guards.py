@@ -15,7 +15,7 @@ import shoal
 import zero_guards
 from guards import INPUTS, TARGETS, message, sgd, squares
 from shoal.fabric import start_world
-from shoal.trace.find.blocks import gathered_blocks as units
+from shoal.trace.find.blocks import fsdp_blocks as units
 
 WAIT_S = 30.0
 

@@ -13,7 +13,7 @@ import torch
 import cases
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
-from shoal.proof import Battery, Side, Trial
+from shoal.proof import Battery, Trial, TrialSide
 from shoal.trainer.step.optimizer_step import StepResult
 
 CASES = ("llama", "gpt", "cnn", "mlp", "towers", "gan")
@@ -62,7 +62,7 @@ def trial_of(case: str) -> Trial:
     if case == "gan":
         return gan
 
-    def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+    def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
         run = side.parallelize(
             lambda: cases.build(case),
             cases.loss(case),
@@ -77,7 +77,7 @@ def trial_of(case: str) -> Trial:
     return train
 
 
-def gan(side: Side) -> Iterator[tuple[str, StepResult]]:
+def gan(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
     """Two runs in one process: every step trains the judge, then the maker against it."""
     sizes = {"batch": cases.BATCH, "micro_batch": cases.MICRO_BATCH}
     judging = side.parallelize(cases.judge, cases.judged, label="judge", **sizes)

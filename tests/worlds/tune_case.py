@@ -13,7 +13,7 @@ from torch.nn import functional
 from export_case import family
 from own_passes_case import end
 from shoal.fabric import World
-from shoal.parallel.build.full_state import held
+from shoal.parallel.build.full_state import local_state
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -147,7 +147,7 @@ def trained(world: World, name: str, adapter: str, layout: Any) -> dict[str, Any
         if len(losses) == STEPS:
             break
     rows = {row.name: row for row in run.program.plan.placements if not row.is_buffer}
-    mine = {n: shard.elements for n, (_, shard) in held(run.program).items()}
+    mine = {n: shard.elements for n, (_, shard) in local_state(run.program).items()}
     whole = run.state_dict()
     weights = {n: t for n, t in whole.items() if n in rows and rows[n].trains}
     found = {
@@ -193,7 +193,7 @@ def reopened(
 
     from shoal.checkpoint.export.export_adapter import export_adapter
     from shoal.checkpoint.export.export_folder import export_folder
-    from shoal.trainer.merge_adapter import merged
+    from shoal.trainer.merge_adapter import merge_adapters
 
     tokens = torch.stack([row for row, _ in samples()[:4]])
     trained_model = build(name, adapter).eval()
@@ -201,7 +201,7 @@ def reopened(
     wanted = trained_model(tokens).logits
     for _ in range(2):  # the second takes the place of an earlier export
         files = export_adapter(saved, folder / "adapter").files
-        export_folder(saved, folder / "whole", merged=merged(saved))
+        export_folder(saved, folder / "whole", merged=merge_adapters(saved))
     found = PeftModel.from_pretrained(plain(name).double(), folder / "adapter").double().eval()
     whole, loading = AutoModelForCausalLM.from_pretrained(
         folder / "whole", output_loading_info=True

@@ -15,10 +15,10 @@ from torch.distributed import all_reduce  # by its own name, as users import it
 
 from planted import BUGS
 from shoal.fabric import World
-from shoal.proof import Battery, Side
+from shoal.proof import Battery, TrialSide
 from shoal.proof.battery import SGD
-from shoal.proof.start_proof import line
-from shoal.trace.costs.flops import backward_flops
+from shoal.proof.start_proof import format_line
+from shoal.trace.costs.flops import count_training_flops
 from shoal.trainer.step.optimizer_step import StepResult
 
 WIDTH = 16
@@ -149,7 +149,7 @@ def prove(world: World, model: str, layout: dict[str, int], bug: str = "") -> di
     torch.set_num_threads(1)
     began_s = time.monotonic()
 
-    def trial(side: Side) -> Iterator[tuple[str, StepResult]]:
+    def trial(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
         run = side.parallelize(
             MODELS[model],
             contrastive if model == "talks in loss" else None,
@@ -166,7 +166,7 @@ def prove(world: World, model: str, layout: dict[str, int], bug: str = "") -> di
     battery = replace(battery, optimizers={SGD: battery.optimizers[SGD]})
     with BUGS[bug or "nothing"](world):
         report = battery.prove(world, layout)
-    told = line(report) if report["verdict"] != "different" else ""
+    told = format_line(report) if report["verdict"] != "different" else ""
     return {"report": report, "line": told, "took_s": time.monotonic() - began_s}
 
 
@@ -181,4 +181,4 @@ def flops_of_talking(world: World) -> int | None:
     if not world.is_first:
         return None
     rows = torch.randn(2, WIDTH)
-    return backward_flops(Talking("forward"), rows, lambda module, x: module(x).sum())
+    return count_training_flops(Talking("forward"), rows, lambda module, x: module(x).sum())

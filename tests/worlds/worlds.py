@@ -141,7 +141,7 @@ class Members:
         return self.collect(deadline_s)
 
     def ask(self, function: str, **arguments: Any) -> None:
-        """The first half of `call`: `collect` is the second."""
+        """The first half of `call`: `collect_share` is the second."""
         line = json.dumps({"call": function, "arguments": arguments}) + "\n"
         for channel in self.channels:
             channel.socket.sendall(line.encode())

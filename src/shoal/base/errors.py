@@ -71,7 +71,7 @@ class BugError(ShoalError):
     """A ShoalError: Shoal broke one of its own promises, no user's mistake; exit status 1."""
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
+def nearest_word(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most similar to `word`; None if none has similarity 0.6 (difflib).
 
     >>> nearest("micro_bach", ["batch", "micro_batch", "steps"])
@@ -87,7 +87,7 @@ LONGEST = 80
 """Characters of a value that a message repeats."""
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """Truncate a text of over 80 characters to 80 and a note of its length.
 
     >>> short("bf16"), short("x" * 5000)[-24:]
@@ -96,7 +96,7 @@ def short(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
 
-def one_of(
+def format_choice_error(
     where: str, got: object, allowed: Iterable[str], others: Mapping[str, str] | None = None
 ) -> str:
     """Format the line for a value outside a list: the value, all legal values, the nearest.
@@ -110,6 +110,6 @@ def one_of(
     """
     names = list(allowed)
     word = str(got)
-    close = (others or {}).get(word.lower()) or nearest(word, names)
+    close = (others or {}).get(word.lower()) or nearest_word(word, names)
     hint = f"; try: {close}" if close else ""
-    return f"{where} = {short(word)}: not one of {', '.join(names)}{hint}"
+    return f"{where} = {shorten(word)}: not one of {', '.join(names)}{hint}"

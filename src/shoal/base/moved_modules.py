@@ -57,7 +57,7 @@ class _Alias(Loader):
         module.__spec__ = self.spec  # importlib has put the alias's there
 
 
-class _Finder:
+class _MovedModuleFinder:
     """Finder of moved modules, for import paths without a module."""
 
     def find_spec(
@@ -67,7 +67,7 @@ class _Finder:
         return None if moved == name else ModuleSpec(name, _Alias(moved))
 
 
-def install() -> None:
+def install_import_aliases() -> None:
     """Install the finder of old module paths, last on sys.meta_path."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+    if not any(isinstance(finder, _MovedModuleFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModuleFinder())

@@ -2,7 +2,7 @@
 
 Our models implement some operations in several steps because that is faster on one device
 (attention in blocks of rows). Code that rewrites such an operation for several ranks needs it as
-one. Inside `shown_whole` the models call torch's own function instead; outside nothing changes.
+one. Inside `opaque_ops` the models call torch's own function instead; outside nothing changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _asked: ContextVar[bool] = ContextVar("whole operations", default=False)
 
 
 @contextmanager
-def shown_whole() -> Iterator[None]:
+def opaque_ops() -> Iterator[None]:
     """Inside the `with`, make our models call torch's own function for composite operations.
 
     So a tracer sees attention in blocks of rows as one operation. It applies to this thread.
@@ -27,6 +27,6 @@ def shown_whole() -> Iterator[None]:
         _asked.reset(token)
 
 
-def asked_whole() -> bool:
-    """Return whether this thread is inside `shown_whole`."""
+def opaque_ops_enabled() -> bool:
+    """Return whether this thread is inside `opaque_ops`."""
     return _asked.get()

@@ -24,23 +24,23 @@ WINDOWS = (
 )
 
 
-def this_system() -> str:
+def system_name() -> str:
     """Return Python's name of the system: linux, darwin, win32 or another."""
     return sys.platform
 
 
-def loopback() -> str:
+def loopback_interface() -> str:
     """Return the loopback interface's name on this system: lo0 on macOS, else lo."""
-    return "lo0" if this_system() == "darwin" else "lo"
+    return "lo0" if system_name() == "darwin" else "lo"
 
 
-def untried() -> str:
+def untested_system_warning() -> str:
     """Return the warning for a system on which Shoal was never tested; "" on Linux.
 
     Raises:
         ConfigError: the system is Windows, where a run cannot start.
     """
-    system = this_system()
+    system = system_name()
     if system.startswith(TRIED):
         return ""
     if system in ("win32", "cygwin"):

@@ -10,7 +10,7 @@ samples of one validation, however short the run is.
 """
 
 
-def default_validation(batch: int, steps: int, every: int) -> int:
+def default_validation_samples(batch: int, steps: int, every: int) -> int:
     """Return the samples of one validation if the user sets no number.
 
     Args:
@@ -28,7 +28,7 @@ def default_validation(batch: int, steps: int, every: int) -> int:
     return max(LEAST_VALIDATED, int(VALIDATED_SHARE * batch * steps) // max(times, 1))
 
 
-def check_validation(samples: str) -> None:
+def check_validation_samples(samples: str) -> None:
     """Refuse a `train.validate_samples` that is neither a number nor a word for one.
 
     Raises:

@@ -15,8 +15,8 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.wire.phases import phase
 
 if TYPE_CHECKING:  # these modules import torch
-    from shoal.checkpoint.export.export_file import Outgoing
-    from shoal.checkpoint.export.export_folder import Translated
+    from shoal.checkpoint.export.export_file import ExportTensors
+    from shoal.checkpoint.export.export_folder import HubTranslation
 
 app = typer.Typer(
     help="List, verify and export the checkpoints of a run; import other tools'.",
@@ -49,7 +49,7 @@ def list_(path: Path = RUN) -> None:
     from shoal.base.text.units import bytes_text
     from shoal.checkpoint.format.listing import read_manifest
 
-    for step_folder in checkpoints_of(path, tags=True):
+    for step_folder in list_run_checkpoints(path, tags=True):
         try:
             manifest = read_manifest(step_folder)
         except CheckpointError as failure:
@@ -66,14 +66,14 @@ def list_(path: Path = RUN) -> None:
 def verify(path: Path = RUN) -> None:
     """Read every byte, of tags too, and compare with its hash; exit status 2 if any differs."""
     from shoal.checkpoint.format import listing
-    from shoal.checkpoint.format.checkpoint_faults import shown
+    from shoal.checkpoint.format.checkpoint_faults import short_path
 
     damaged = 0
-    for step_folder in checkpoints_of(path, tags=True):
+    for step_folder in list_run_checkpoints(path, tags=True):
         problems = listing.verify(step_folder)
         damaged += bool(problems)
         for problem in problems:
-            typer.echo(problem.replace(shown(step_folder), str(step_folder), 1))
+            typer.echo(problem.replace(short_path(step_folder), str(step_folder), 1))
         if not problems:
             typer.echo(f"{step_folder}: every byte is as it was written")
     if damaged:
@@ -92,12 +92,16 @@ def export(
     with --adapter written as peft's own folder. What it replaces must be empty or an earlier
     export. FILE.safetensors gets the weights alone, under the module's own names.
     """
-    from shoal.view.phase_lines import shown_waits
+    from shoal.view.phase_lines import show_phases
 
-    _check_out(out)
-    newest = checkpoints_of(path)[0]
-    with shown_waits(sys.stdout):
-        told = _write_adapter(newest, out, average) if adapter else _write(newest, out, average)
+    _check_export_path(out)
+    newest = list_run_checkpoints(path)[0]
+    with show_phases(sys.stdout):
+        told = (
+            _export_adapter(newest, out, average)
+            if adapter
+            else _export_model(newest, out, average)
+        )
     typer.echo(told)
 
 
@@ -109,16 +113,16 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
     transformers come along, so that model.name=hf:FOLDER trains from it.
     """
     from shoal.base.text.units import bytes_text
-    from shoal.checkpoint.foreign.foreign_weights import counted
+    from shoal.checkpoint.foreign.foreign_weights import format_count
     from shoal.checkpoint.foreign.import_weights import import_weights
-    from shoal.view.phase_lines import shown_waits
+    from shoal.view.phase_lines import show_phases
 
-    with shown_waits(sys.stdout):
+    with show_phases(sys.stdout):
         done = import_weights(source, folder, key)
     for line in done.said:
         typer.echo(line)
     typer.echo(
-        f"{done.file}: {bytes_text(done.size_bytes)}, {counted(done.tensors)} from {source} "
+        f"{done.file}: {bytes_text(done.size_bytes)}, {format_count(done.tensors)} from {source} "
         f"({done.kind})"
     )
     if "config.json" in done.beside:
@@ -130,7 +134,7 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
         )
 
 
-def _write(newest: Path, out: Path, average: bool) -> str:
+def _export_model(newest: Path, out: Path, average: bool) -> str:
     """Export a checkpoint's model and return the line that reports it."""
     from shoal.base.text.units import bytes_text
 
@@ -138,21 +142,22 @@ def _write(newest: Path, out: Path, average: bool) -> str:
         from shoal.checkpoint.export import export_file, export_folder
     if out.suffix == ".safetensors" and not out.is_dir():
         return (
-            f"{out}: {bytes_text(export_file.export(newest, out, average=average))} from {newest}"
+            f"{out}: {bytes_text(export_file.export_file(newest, out, average=average))} "
+            f"from {newest}"
         )
     from shoal.checkpoint.format.hub_folder import TOKENIZER
 
-    translated = _translated(newest)
-    whole = _merged(newest, average)
+    translated = _translate_llama(newest)
+    whole = _merge_adapters(newest, average)
     written = export_folder.export_folder(
         newest, out, average=average, translated=translated, merged=whole
     )
     line = f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
     if written.has_config and TOKENIZER in written.files and translated is None:
-        from shoal.models.huggingface import tokenizer_line
+        from shoal.models.huggingface import describe_tokenizer_mismatch
 
         with phase("tokenizer"):
-            return "\n".join(filter(None, (line, tokenizer_line(out))))
+            return "\n".join(filter(None, (line, describe_tokenizer_mismatch(out))))
     if written.has_config:
         return line
     return (
@@ -161,7 +166,7 @@ def _write(newest: Path, out: Path, average: bool) -> str:
     )
 
 
-def _write_adapter(newest: Path, out: Path, average: bool) -> str:
+def _export_adapter(newest: Path, out: Path, average: bool) -> str:
     """Export a checkpoint's adapters and return the line that reports it.
 
     Raises:
@@ -179,7 +184,7 @@ def _write_adapter(newest: Path, out: Path, average: bool) -> str:
     return f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
 
 
-def _merged(newest: Path, average: bool) -> Outgoing | None:
+def _merge_adapters(newest: Path, average: bool) -> ExportTensors | None:
     """Merge a checkpoint's adapters into its base weights; return None if it has no adapters.
 
     Raises:
@@ -197,41 +202,43 @@ def _merged(newest: Path, average: bool) -> Outgoing | None:
             f"{newest}: merging its adapters needs peft, which is not installed; try: "
             f"pip install 'shoal[tune]', or the same with --adapter"
         )
-    from shoal.trainer.merge_adapter import merged
+    from shoal.trainer.merge_adapter import merge_adapters
 
-    return merged(newest, average=average)
+    return merge_adapters(newest, average=average)
 
 
-def _translated(checkpoint: Path) -> Translated | None:
+def _translate_llama(checkpoint: Path) -> HubTranslation | None:
     """Translate a checkpoint's Llama to transformers' names; return None for any other model.
 
     Raises: ConfigError the run.toml cannot be read.
     """
     from shoal.checkpoint.format.hub_folder import HUB, run_folder
-    from shoal.config.load import load
-    from shoal.forecast.models.model_facts import family_of, resolve
+    from shoal.config.load import load_config
+    from shoal.forecast.models.model_facts import family_of, resolve_model
 
     folder = run_folder(checkpoint)
     if not (folder / "run.toml").is_file():
         return None
-    config = load(folder / "run.toml").config
+    config = load_config(folder / "run.toml").config
     if config.model.build or family_of(config.model.name) != "llama":
         return None
-    from shoal.checkpoint.export.export_folder import Translated
+    from shoal.checkpoint.export.export_folder import HubTranslation
     from shoal.checkpoint.format.listing import read_manifest
     from shoal.models.as_transformers import llama_config, llama_name
 
     vocabulary = read_manifest(checkpoint).tensors["model.embedding.weight"].shape[0]
-    resolved = resolve(
+    resolved = resolve_model(
         config.model.name,
         config.model.arguments,
         vocabulary=vocabulary,
         sequence=config.data.sequence,
     )
-    return Translated(llama_name, llama_config(resolved.arguments, _end_of_text(folder / HUB)))
+    return HubTranslation(
+        llama_name, llama_config(resolved.arguments, _end_of_text_id(folder / HUB))
+    )
 
 
-def _end_of_text(hub: Path) -> int | None:
+def _end_of_text_id(hub: Path) -> int | None:
     """Return the id of the token that ends a text, from a run's hub/; None if the run has none."""
     from shoal.checkpoint.format.hub_folder import TOKENIZER
 
@@ -244,7 +251,7 @@ def _end_of_text(hub: Path) -> int | None:
         return None
 
 
-def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
+def list_run_checkpoints(path: Path, tags: bool = False) -> list[Path]:
     """Return the checkpoint folders that a path names, newest first.
 
     Args:
@@ -254,23 +261,27 @@ def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
     Raises:
         ConfigError: the path holds no complete checkpoint.
     """
-    from shoal.checkpoint.format.listing import find
+    from shoal.checkpoint.format.listing import list_checkpoints
 
     if (path / "manifest.json").exists():
         return [path]
     roots = (path / "checkpoints", path)
-    found: list[Path] = next(filter(None, ([f.path for f in find(root)] for root in roots)), [])
-    tagged = [f.path for tag in sorted(path.glob("tags/*")) for f in find(tag / "checkpoints")]
+    found: list[Path] = next(
+        filter(None, ([f.path for f in list_checkpoints(root)] for root in roots)), []
+    )
+    tagged = [
+        f.path for tag in sorted(path.glob("tags/*")) for f in list_checkpoints(tag / "checkpoints")
+    ]
     if found or (tags and tagged):
         return [*found, *(tagged if tags else ())]
-    from shoal.cli.islands import islands_of
+    from shoal.cli.islands import island_folders
 
-    others = [*islands_of(path), *(one.parent.parent for one in tagged)]
+    others = [*island_folders(path), *(one.parent.parent for one in tagged)]
     near = f"try: {others[0]}" if others else "a run folder keeps them in checkpoints/"
     raise ConfigError(f"{path}: no complete checkpoint there; {near}")
 
 
-def _check_out(out: Path) -> None:
+def _check_export_path(out: Path) -> None:
     """Refuse an export path that cannot be written.
 
     Raises:

@@ -19,10 +19,10 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ConfigError, PlanError
-from shoal.cli.words import TRUST, file_and_overrides
+from shoal.cli.words import TRUST, split_arguments
 
 if TYPE_CHECKING:
-    from shoal.cli.compare_measure import Comparison
+    from shoal.cli.compare_measure import LayoutComparison
     from shoal.config.sections import Config, LayoutSection
 
 ARGUMENTS = typer.Argument(
@@ -64,24 +64,24 @@ def compare(
     per row. Exit status: 0 with a table, 2 something to correct, 1 anything else.
     """
     from shoal.cli import torchrun
-    from shoal.cli.compare_measure import measure
-    from shoal.view.chart import check_drawable, draw
+    from shoal.cli.compare_measure import measure_rows
+    from shoal.view.chart import check_matplotlib, draw_comparison
     from shoal.view.compare import print_comparison
 
-    if torchrun.launched():
+    if torchrun.is_launched():
         raise PlanError("shoal compare: starts its own processes; run it without torchrun or srun")
     if png is not None:
-        check_drawable("--png")
-    comparison = prepare(arguments or [], layouts, processes, steps, trust=trust)
-    code = measure(comparison, quiet=as_json)
+        check_matplotlib("--png")
+    comparison = plan_comparison(arguments or [], layouts, processes, steps, trust=trust)
+    code = measure_rows(comparison, quiet=as_json)
     if code:
         raise typer.Exit(code)
-    record = result(comparison)
+    record = comparison_record(comparison)
     text = json.dumps(record, indent=1)
     (comparison.folder / "compare.json").write_text(text + "\n", encoding="utf-8")
     kept = [comparison.folder / "compare.json"]
     for path in (comparison.folder / "compare.png", png):
-        if path is not None and draw(record, path):
+        if path is not None and draw_comparison(record, path):
             kept.append(path)
     if as_json:
         typer.echo(text)
@@ -90,32 +90,32 @@ def compare(
     raise typer.Exit(0 if any(row["per_s"] for row in record["rows"]) else 1)
 
 
-def prepare(
+def plan_comparison(
     arguments: list[str], layouts: str, processes: str, steps: int, *, trust: bool = False
-) -> Comparison:
+) -> LayoutComparison:
     """Check the request and plan the rows.
 
     Raises:
         ConfigError, PlanError: the request is wrong; one line each.
     """
-    from shoal.base.estimates.facts import this_machine
-    from shoal.cli.compare_measure import Comparison
+    from shoal.base.estimates.facts import read_machine_facts
+    from shoal.cli.compare_measure import LayoutComparison
     from shoal.cli.compare_rows import (
         check_memory,
         common_micro_batch,
+        parse_layout_names,
+        parse_process_counts,
         plan_rows,
-        read_counts,
-        read_names,
     )
     from shoal.config.resolve import micro_batch_is_open, resolve_batch, resolve_length
-    from shoal.config.trust import load_own
-    from shoal.forecast.models.model_facts import parameters as count_parameters
+    from shoal.config.trust import load_trusted
+    from shoal.forecast.models.model_facts import count_model_parameters as count_parameters
 
-    path, overrides = file_and_overrides(arguments)
-    names, machine = read_names(layouts), this_machine()
-    counts = read_counts(processes or f"1,{machine.gpus if machine.gpus > 1 else 2}")
-    smaller = [] if path else _smaller(overrides)
-    loaded = load_own(path, [*smaller, *overrides], trust=trust)
+    path, overrides = split_arguments(arguments)
+    names, machine = parse_layout_names(layouts), read_machine_facts()
+    counts = parse_process_counts(processes or f"1,{machine.gpus if machine.gpus > 1 else 2}")
+    smaller = [] if path else _shrink_default_job(overrides)
+    loaded = load_trusted(path, [*smaller, *overrides], trust=trust)
     _check_paths(loaded.config)
     train = loaded.config.train
     # `accumulate` applies to one layout: the one with the most processes.
@@ -134,10 +134,12 @@ def prepare(
         loaded.replace("train", "the largest that every row can run", micro_batch=size)
     if parameters is not None:
         check_memory(rows, parameters, machine)
-    return Comparison(loaded, rows, parameters, machine, steps, _own_folder(loaded.config))
+    return LayoutComparison(
+        loaded, rows, parameters, machine, steps, _make_comparison_folder(loaded.config)
+    )
 
 
-def _smaller(overrides: list[str]) -> list[str]:
+def _shrink_default_job(overrides: list[str]) -> list[str]:
     """Return overrides that shrink the default main job where the user sets no key."""
     chosen: list[str] = []
     for keys, values in SMALLER.items():
@@ -172,7 +174,7 @@ def _check_layout_keys(section: LayoutSection) -> None:
             )
 
 
-def _own_folder(config: Config) -> Path:
+def _make_comparison_folder(config: Config) -> Path:
     """Make `compare/NAME-N` beside the folder of the runs, with the first free N."""
     from shoal.config.resolve import model_label
 
@@ -197,9 +199,9 @@ BLANK = {
 }  # fmt: skip
 
 
-def result(comparison: Comparison) -> dict[str, Any]:
+def comparison_record(comparison: LayoutComparison) -> dict[str, Any]:
     """Return the whole comparison as JSON values; an unknown figure is null."""
-    from shoal.cli.compare_rows import finish_rows
+    from shoal.cli.compare_rows import add_relative_figures
 
     said = comparison.said.get("machine", {})
     rows = [
@@ -214,7 +216,7 @@ def result(comparison: Comparison) -> dict[str, Any]:
         for number, row in enumerate(comparison.rows)
     ]
     on_cpu = said.get("device", "cpu") == "cpu"
-    finish_rows(rows, comparison.machine.cores if on_cpu else math.inf)
+    add_relative_figures(rows, comparison.machine.cores if on_cpu else math.inf)
     config, machine = comparison.loaded.config, comparison.machine
     return {
         "shoal": __version__,

@@ -18,15 +18,20 @@ from typing import Any
 import psutil
 
 from shoal.base.estimates.facts import MachineFacts
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.events import EventLog
 from shoal.base.text.event_sentences import event_text
-from shoal.cli.compare_rows import COMPARED_STEPS, RowPlan, memory_text, needed_bytes
-from shoal.cli.workers.worker import imports_of
-from shoal.config.load import Loaded
+from shoal.cli.compare_rows import (
+    COMPARED_STEPS,
+    RowPlan,
+    memory_shortage_text,
+    training_state_bytes,
+)
+from shoal.cli.workers.worker import worker_imports
+from shoal.config.load import LoadedConfig
 from shoal.config.save import to_toml
 from shoal.launch import supervise
-from shoal.view.compare_progress import Waiting
+from shoal.view.compare_progress import ComparisonProgress
 from shoal.view.diagnose import WATCHED
 
 FIRST_S, PATIENCE_S = 300.0, 180.0
@@ -40,7 +45,7 @@ LOOK_S = 0.3
 
 
 @dataclass
-class Comparison:
+class LayoutComparison:
     """Request and results of one comparison.
 
     Attributes:
@@ -50,7 +55,7 @@ class Comparison:
         busy: share of this machine's cores that other work used just before the measurement.
     """
 
-    loaded: Loaded
+    loaded: LoadedConfig
     rows: list[RowPlan]
     parameters: int | None
     machine: MachineFacts
@@ -61,7 +66,7 @@ class Comparison:
     busy: float = 0.0
 
 
-def measure(comparison: Comparison, *, quiet: bool) -> int:
+def measure_rows(comparison: LayoutComparison, *, quiet: bool) -> int:
     """Run every row that can run, and return an exit code: 0 if there is something to show.
 
     Args:
@@ -70,18 +75,20 @@ def measure(comparison: Comparison, *, quiet: bool) -> int:
     """
     folder, rows = comparison.folder, comparison.rows
     comparison.busy = psutil.cpu_percent(LOOK_S) / 100
-    write_whole(folder / "run.toml", to_toml(comparison.loaded))
-    asked = [{"layout": r.strategy, "parts": r.parts, "run": _run_layout(r)} for r in rows]
+    write_atomically(folder / "run.toml", to_toml(comparison.loaded))
+    asked = [
+        {"layout": r.strategy, "parts": r.parts, "run": _parallelize_argument(r)} for r in rows
+    ]
     request = {"steps": comparison.steps, "compared_steps": COMPARED_STEPS, "rows": asked}
-    write_whole(folder / "request.json", json.dumps(request, indent=1))
+    write_atomically(folder / "request.json", json.dumps(request, indent=1))
     for processes in sorted({row.processes for row in rows if row.runs}):
-        while left := _left(comparison, processes):
+        while left := _unmeasured_rows(comparison, processes):
             if code := _run_world(comparison, processes, left, quiet):
                 return code
     return 0
 
 
-def _left(comparison: Comparison, processes: int) -> list[int]:
+def _unmeasured_rows(comparison: LayoutComparison, processes: int) -> list[int]:
     """Return the unmeasured rows on `processes` processes; rows without memory get their reason."""
     left = []
     for number, row in enumerate(comparison.rows):
@@ -89,22 +96,24 @@ def _left(comparison: Comparison, processes: int) -> list[int]:
         if done or row.layout is None or row.processes != processes:
             continue
         # The size of a user-built model is known only after the first row has run.
-        need_bytes = needed_bytes(row.layout, comparison.parameters or 0)
+        need_bytes = training_state_bytes(row.layout, comparison.parameters or 0)
         machine = comparison.machine
         if need_bytes > machine.memory_bytes and not machine.gpus:
-            reason = memory_text(row, need_bytes, comparison.parameters or 0, machine)
+            reason = memory_shortage_text(row, need_bytes, comparison.parameters or 0, machine)
             comparison.found[number] = {"reason": reason}
             continue
         left.append(number)
     return left
 
 
-def _run_layout(row: RowPlan) -> str | dict[str, int]:
+def _parallelize_argument(row: RowPlan) -> str | dict[str, int]:
     """Return the row's layout as the argument that `parallelize` takes."""
     return {"threads": row.parts} if row.strategy == "dp" else row.strategy
 
 
-def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet: bool) -> int:
+def _run_world(
+    comparison: LayoutComparison, processes: int, numbers: list[int], quiet: bool
+) -> int:
     """Measure rows with one group of processes; their figures go to `comparison`.
 
     Returns:
@@ -114,7 +123,9 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
     results = folder / "rows.jsonl"
     skip = len(results.read_text(encoding="utf-8").splitlines()) if results.exists() else 0
     asked = [(row.strategy, row.parts) for row in comparison.rows]
-    waiting = Waiting(results, asked, sys.stderr if quiet else sys.stdout, quiet=quiet, skip=skip)
+    waiting = ComparisonProgress(
+        results, asked, sys.stderr if quiet else sys.stdout, quiet=quiet, skip=skip
+    )
     deaths: list[dict[str, Any]] = []
     try:
         outcome = supervise(
@@ -123,17 +134,17 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
             processes=processes,
             folder=folder,
             restarts=0,
-            emit=_listening(EventLog(folder / "events.jsonl", None), deaths),
+            emit=_record_deaths(EventLog(folder / "events.jsonl", None), deaths),
             on_tick=waiting.tick,
-            environ=_environment(comparison),
-            imports=imports_of(comparison.loaded.config.model.name),
+            environ=_worker_environment(comparison),
+            imports=worker_imports(comparison.loaded.config.model.name),
             first_s=FIRST_S,
             patience_s=PATIENCE_S,
         )  # fmt: skip
     finally:
         waiting.finish()
     began = None
-    for record in _lines(results)[skip:]:
+    for record in _read_json_lines(results)[skip:]:
         if "machine" in record:
             comparison.said = {**record, **comparison.said}
         elif "began" in record:
@@ -146,11 +157,11 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
     if outcome.status == "stopped" or began is None or began in comparison.found:
         sys.stderr.write(f"shoal: {outcome.message}\n")
         return outcome.exit_code
-    comparison.found[began] = {"reason": _last_words(deaths) or outcome.message.splitlines()[0]}
+    comparison.found[began] = {"reason": _death_reason(deaths) or outcome.message.splitlines()[0]}
     return 0
 
 
-def _environment(comparison: Comparison) -> dict[str, str]:
+def _worker_environment(comparison: LayoutComparison) -> dict[str, str]:
     """Return the workers' environment, with the same number of threads per process in every row."""
     environ = dict(os.environ)
     paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
@@ -160,7 +171,7 @@ def _environment(comparison: Comparison) -> dict[str, str]:
     return environ
 
 
-def _listening(log: EventLog, deaths: list[dict[str, Any]]) -> Callable[..., None]:
+def _record_deaths(log: EventLog, deaths: list[dict[str, Any]]) -> Callable[..., None]:
     def emit(event: str, **fields: Any) -> None:
         if event == "worker_died":
             deaths.append(fields)
@@ -172,7 +183,7 @@ def _listening(log: EventLog, deaths: list[dict[str, Any]]) -> Callable[..., Non
     return emit
 
 
-def _last_words(deaths: list[dict[str, Any]]) -> str:
+def _death_reason(deaths: list[dict[str, Any]]) -> str:
     """Return in one line why the processes of a row died."""
     if not deaths:
         return ""
@@ -183,7 +194,7 @@ def _last_words(deaths: list[dict[str, Any]]) -> str:
     return words[-1].strip() if words else f"{deaths[-1]['how']}{memory}"
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     return (
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if path.exists()

@@ -11,12 +11,12 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, UserError, one_of
+from shoal.base.errors import ConfigError, PlanError, UserError, format_choice_error
 from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.layout import PLANNED, STRATEGIES, Layout
-from shoal.base.layouts.schedule_names import copies
-from shoal.base.layouts.strategies import expand
-from shoal.base.plans.batches import turn_of
+from shoal.base.layouts.schedule_names import model_copies
+from shoal.base.layouts.strategies import expand_strategy
+from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
 from shoal.base.text.units import bytes_text, count_text
 from shoal.planning.layout_guide import STATE_BYTES_PER_PARAMETER
@@ -52,7 +52,7 @@ class RowPlan:
         return 1 if self.strategy in ONE_PROCESS else self.parts
 
 
-def read_names(text: str) -> list[str]:
+def parse_layout_names(text: str) -> list[str]:
     """Return the layout names of `--layouts`, once each; the baseline `single` always comes first.
 
     Raises:
@@ -64,13 +64,13 @@ def read_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in (*STRATEGIES, *PLANNED):
-            raise ConfigError(one_of("--layouts", name, STRATEGIES))
+            raise ConfigError(format_choice_error("--layouts", name, STRATEGIES))
     if not names:
         raise ConfigError("--layouts: is empty; try: --layouts single,ddp")
     return list(dict.fromkeys(names if "single" in names else ["single", *names]))
 
 
-def read_counts(text: str) -> list[int]:
+def parse_process_counts(text: str) -> list[int]:
     """Return the process counts of `--processes`, ascending, once each.
 
     >>> read_counts("4,1,2")
@@ -112,9 +112,9 @@ def _plan_row(name: str, count: int, batch: int, micro_batch: int) -> RowPlan:
         return row
     try:
         if name == "dp":
-            row.layout = expand(name, 1, threads=count)
+            row.layout = expand_strategy(name, 1, threads=count)
         else:
-            row.layout = expand(name, count)
+            row.layout = expand_strategy(name, count)
         settle_batch(Plan(row.layout, batch, micro_batch))
     except UserError as failure:
         row.reason = str(failure)
@@ -136,10 +136,12 @@ def common_micro_batch(rows: list[RowPlan], batch: int) -> int:
     """
     layouts = [row.layout for row in rows if row.layout and not row.reason]
     sizes = [set(micro_batch_sizes(layout, batch)) for layout in layouts]
-    return max(set.intersection(*sizes), default=turn_of(batch)) if sizes else turn_of(batch)
+    return (
+        max(set.intersection(*sizes), default=default_turn(batch)) if sizes else default_turn(batch)
+    )
 
 
-def needed_bytes(layout: Layout, parameters: int) -> int:
+def training_state_bytes(layout: Layout, parameters: int) -> int:
     """Return the bytes of training state of all ranks of `layout` together.
 
     Formula   per rank 16 bytes = weights 4 + gradients 4 + Adam 8, each of which is divided by
@@ -151,7 +153,7 @@ def needed_bytes(layout: Layout, parameters: int) -> int:
     >>> needed_bytes(Layout(tp=2), 10)
     160
     """
-    twice = copies(layout.schedule)
+    twice = model_copies(layout.schedule)
     quarter = twice * STATE_BYTES_PER_PARAMETER * parameters / (4 * layout.tp * layout.pp)
     shard = layout.dp_shard
     held = [quarter / (shard if layout.zero >= stage else 1) for stage in (3, 2, 1, 1)]
@@ -168,12 +170,14 @@ def check_memory(rows: list[RowPlan], parameters: int, machine: MachineFacts) ->
     for row in rows:
         if row.layout is None or machine.gpus:
             continue
-        need_bytes = needed_bytes(row.layout, parameters)
+        need_bytes = training_state_bytes(row.layout, parameters)
         if need_bytes > machine.memory_bytes:
-            raise PlanError(memory_text(row, need_bytes, parameters, machine))
+            raise PlanError(memory_shortage_text(row, need_bytes, parameters, machine))
 
 
-def memory_text(row: RowPlan, need_bytes: int, parameters: int, machine: MachineFacts) -> str:
+def memory_shortage_text(
+    row: RowPlan, need_bytes: int, parameters: int, machine: MachineFacts
+) -> str:
     """Return the reason for a row whose states exceed this machine's memory."""
     each_bytes = need_bytes / row.parts
     fewer = int(machine.memory_bytes // each_bytes)
@@ -186,7 +190,7 @@ def memory_text(row: RowPlan, need_bytes: int, parameters: int, machine: Machine
     )
 
 
-def finish_rows(rows: list[Record], cores: float) -> None:
+def add_relative_figures(rows: list[Record], cores: float) -> None:
     """Add to measured rows the figures relative to `single`: speedup, efficiency, differences.
 
     Args:
@@ -202,7 +206,7 @@ def finish_rows(rows: list[Record], cores: float) -> None:
         row["efficiency"] = row["speedup"] / row["parts"] if row["speedup"] else None
         losses = base["losses"] if base else None
         row["spread"] = _spread(row["step_s"])
-        row["loss_difference"] = _largest(row["losses"], losses)
+        row["loss_difference"] = _largest_difference(row["losses"], losses)
         limit = NOISE.get(row["precision"] or "", math.inf)
         known = [row["loss_difference"], row["weight_difference"]]
         row["difference"] = max((one for one in known if one is not None), default=None)
@@ -222,7 +226,9 @@ def _spread(step_s: list[float] | None) -> float | None:
     return (high - low) / middle
 
 
-def _largest(here: list[float | None] | None, there: list[float | None] | None) -> float | None:
+def _largest_difference(
+    here: list[float | None] | None, there: list[float | None] | None
+) -> float | None:
     """Return the largest relative difference of two rows' first losses; None if unknown."""
     if not here or not there:
         return None

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shoal.base.errors import ConfigError, nearest, short
+from shoal.base.errors import ConfigError, nearest_word, shorten
 
 if TYPE_CHECKING:
-    from shoal.neighbours.configs.deepspeed_config import Settings
-    from shoal.neighbours.configs.written_config import Verdict
+    from shoal.neighbours.configs.deepspeed_config import DeepSpeedSettings
+    from shoal.neighbours.configs.written_config import KeyVerdict
 
 app = typer.Typer(help="Bring another library's configuration.", no_args_is_help=True)
 FILE = typer.Argument(
@@ -51,50 +51,50 @@ def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: P
 
     Exit status: 0 written, 2 a key or a value that is not here, with the nearest that is.
     """
-    from shoal.base.runlog.atomic_files import write_whole
-    from shoal.config.load import load
+    from shoal.base.runlog.atomic_files import write_atomically
+    from shoal.config.load import load_config
     from shoal.config.save import toml_value
 
     if out.exists():
         raise ConfigError(f"--out {out}: exists; try: another name, or move it away")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: no folder {out.parent}; try: make it first")
-    values, lines = _read(file, processes, era)
+    values, lines = _read_settings(file, processes, era)
     words = {key: toml_value(value) for key, value in values.items()}
-    load(None, [f"{key}={word}" for key, word in words.items()])  # refuses bad values
-    write_whole(out, _toml(words))
+    load_config(None, [f"{key}={word}" for key, word in words.items()])  # refuses bad values
+    write_atomically(out, _toml_text(words))
     for line in lines:
         typer.echo(line)
     typer.echo(f"{out}: {' '.join(f'{key}={word}' for key, word in words.items())}")
     typer.echo(f"next: shoal plan {shlex.quote(str(out))} model.build=pkg.mod:function")
 
 
-def _read(file: str, processes: int, era: str) -> tuple[dict[str, Any], list[str]]:
+def _read_settings(file: str, processes: int, era: str) -> tuple[dict[str, Any], list[str]]:
     """Read a file of either library: (section.key → value, lines that report each key)."""
-    from shoal.base.estimates.facts import default_processes, this_machine
+    from shoal.base.estimates.facts import default_processes, read_machine_facts
     from shoal.neighbours.configs import accelerate_config
     from shoal.neighbours.configs.deepspeed_config import read
 
-    if accelerate_config.is_accelerates(file):
+    if accelerate_config.is_accelerate_file(file):
         found = accelerate_config.read(file, processes=processes)
-        values, lines = found.values, _table(found.verdicts, found.differs, found.told)
+        values, lines = found.values, _report_rows(found.verdicts, found.differs, found.told)
         if found.ds_file:
             settings = read(found.ds_file, data_parallel=found.ranks, era=era)
-            inside, differs = translate(settings, found.ranks)
-            values, lines = {**inside, **values}, [*lines, *lines_of(settings, differs)]
+            inside, differs = translate_settings(settings, found.ranks)
+            values, lines = {**inside, **values}, [*lines, *report_lines(settings, differs)]
         else:
             lines.append("no batch, optimizer or data is in the file: a run's own hold")
         return values, lines
-    ranks = processes or default_processes(this_machine())
+    ranks = processes or default_processes(read_machine_facts())
     settings = read(file, data_parallel=ranks, era=era)
-    values, differs = translate(settings, ranks)
-    lines = lines_of(settings, differs)
+    values, differs = translate_settings(settings, ranks)
+    lines = report_lines(settings, differs)
     if not processes:
         lines.append(f"--processes not given: {ranks}, as this machine has; the batch follows it")
     return values, lines
 
 
-def _toml(words: dict[str, str]) -> str:
+def _toml_text(words: dict[str, str]) -> str:
     """Return run.toml text with the imported keys by section; a plan chooses all other keys.
 
     >>> print(_toml({"train.batch": "8", "layout.strategy": '"ddp"', "train.steps": "9"}))
@@ -115,7 +115,7 @@ def _toml(words: dict[str, str]) -> str:
     return "\n".join(["# written by shoal config import", *parts])
 
 
-def lines_of(settings: Settings, differs: list[str]) -> list[str]:
+def report_lines(settings: DeepSpeedSettings, differs: list[str]) -> list[str]:
     """Return the report: each kept key beside its run.toml key, then differences and the rest.
 
     >>> from shoal.neighbours.configs.deepspeed_config import read
@@ -127,16 +127,18 @@ def lines_of(settings: Settings, differs: list[str]) -> list[str]:
     told     train_micro_batch_size_per_gpu = 1, on 8 data-parallel ranks
     told     gradient_accumulation_steps = 1, on 8 data-parallel ranks
     """
-    return _table(settings.verdicts, differs, settings.told)
+    return _report_rows(settings.verdicts, differs, settings.told)
 
 
-def _table(verdicts: Iterable[Verdict], differs: list[str], told: Iterable[str]) -> list[str]:
+def _report_rows(
+    verdicts: Iterable[KeyVerdict], differs: list[str], told: Iterable[str]
+) -> list[str]:
     rows = []
     for one in verdicts:
         if one.fate == "honoured" and not isinstance(one.value, dict):
             left = one.words == FACADE
             words = "in no run.toml" if left else one.words
-            said = f"{one.path} = {short(json.dumps(one.value, default=str))}"
+            said = f"{one.path} = {shorten(json.dumps(one.value, default=str))}"
             rows.append(f"{'left' if left else 'kept':<9}{said:<49} {words}")
     return [
         *rows,
@@ -145,7 +147,7 @@ def _table(verdicts: Iterable[Verdict], differs: list[str], told: Iterable[str])
     ]
 
 
-def translate(settings: Settings, ranks: int) -> tuple[dict[str, Any], list[str]]:
+def translate_settings(settings: DeepSpeedSettings, ranks: int) -> tuple[dict[str, Any], list[str]]:
     """Translate settings to keys of run.toml, for `ranks` data-parallel ranks.
 
     Returns:
@@ -167,7 +169,7 @@ def translate(settings: Settings, ranks: int) -> tuple[dict[str, Any], list[str]
         differs.append(f"zero_optimization.stage = {settings.stage}: one process splits nothing")
     if settings.reduce:
         values["precision.reduce"] = settings.reduce
-    _scale(settings, values, differs)
+    _translate_loss_scale(settings, values, differs)
     if settings.offload_optimizer or settings.offload_parameters:
         both = "parameters" if settings.offload_parameters else "optimizer"
         values |= {"memory.offload": both, "memory.offload_to": settings.offload_to}
@@ -184,12 +186,14 @@ def translate(settings: Settings, ranks: int) -> tuple[dict[str, Any], list[str]
     sinks = {"tensorboard": "shoal.sinks:TensorBoard", "wandb": "shoal.sinks:WandB"}
     if on := [sink for block, sink in sinks.items() if block in curves]:
         values["train.on"] = on
-    _optimizer(settings, values, differs)
-    _schedule(settings, values, differs)
+    _translate_optimizer(settings, values, differs)
+    _translate_schedule(settings, values, differs)
     return values, differs
 
 
-def _scale(settings: Settings, values: dict[str, Any], differs: list[str]) -> None:
+def _translate_loss_scale(
+    settings: DeepSpeedSettings, values: dict[str, Any], differs: list[str]
+) -> None:
     if settings.compute != "fp16":
         return
     if settings.loss_scale.fixed:
@@ -200,7 +204,9 @@ def _scale(settings: Settings, values: dict[str, Any], differs: list[str]) -> No
         differs.append(f"{', '.join(moves)}: a run finds and follows a loss scale of its own")
 
 
-def _optimizer(settings: Settings, values: dict[str, Any], differs: list[str]) -> None:
+def _translate_optimizer(
+    settings: DeepSpeedSettings, values: dict[str, Any], differs: list[str]
+) -> None:
     if not settings.optimizer:
         differs.append("optimizer: none in the file, so a run's defaults hold; set optimizer.lr")
         return
@@ -226,7 +232,9 @@ def _optimizer(settings: Settings, values: dict[str, Any], differs: list[str]) -
         differs.append(f"optimizer.params.{name} = {value}: a run takes torch's own default")
 
 
-def _schedule(settings: Settings, values: dict[str, Any], differs: list[str]) -> None:
+def _translate_schedule(
+    settings: DeepSpeedSettings, values: dict[str, Any], differs: list[str]
+) -> None:
     args, name = settings.scheduler_args, settings.scheduler
     if any(isinstance(value, list) for value in args.values()):
         raise ConfigError(f"scheduler.params: {name} has a list, and a run one rate; try: one")
@@ -246,7 +254,7 @@ def _schedule(settings: Settings, values: dict[str, Any], differs: list[str]) ->
         total = int(first + (first if second is None else second))
         found = ("one-cycle", args["cycle_max_lr"], "over 30 % from 1/25, and falls to 1/10⁴")
     else:
-        close = "shoal find lr" if name == "LRRangeTest" else _like(name)
+        close = "shoal find lr" if name == "LRRangeTest" else _nearest_schedule(name)
         raise ConfigError(f"scheduler.type = {name}: no run.toml says it; try: {close}")
     values |= {"optimizer.schedule": found[0], "optimizer.lr": found[1]}
     values["optimizer.warmup_steps"] = max(2, rise) if rise else 0
@@ -256,7 +264,7 @@ def _schedule(settings: Settings, values: dict[str, Any], differs: list[str]) ->
         differs.append(f"scheduler.type = {name}: a run's {found[0]} rises {found[2]}")
 
 
-def _like(name: str) -> str:
+def _nearest_schedule(name: str) -> str:
     """Return the name of the schedule of a run that is most similar to one of torch's."""
     alike = {"CosineAnnealingLR": "cosine", "OneCycleLR": "one-cycle", "ConstantLR": "constant"}
-    return f"optimizer.schedule={alike.get(nearest(name, alike) or '', 'linear')}"
+    return f"optimizer.schedule={alike.get(nearest_word(name, alike) or '', 'linear')}"

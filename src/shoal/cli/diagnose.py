@@ -19,7 +19,7 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
     Exit status: 0 nothing is wrong, 1 something is or was, 2 no run folder.
     """
     from shoal.view.diagnose import diagnose as look
-    from shoal.view.diagnose import text_of
+    from shoal.view.diagnose import findings_text
 
     if not (path / "events.jsonl").exists():
         near = path.parent if (path.parent / "events.jsonl").exists() else None
@@ -33,6 +33,6 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
             for one in found:
                 typer.echo(json.dumps({"run": str(folder), **one.record()}))
         else:
-            typer.echo(text_of(folder, found))
+            typer.echo(findings_text(folder, found))
     if wrong:
         raise typer.Exit(1)

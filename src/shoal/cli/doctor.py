@@ -17,7 +17,7 @@ import typer
 from shoal.base.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
-    from shoal.machine.health_check import Told
+    from shoal.machine.health_check import CheckResult
 
 FOLDER = typer.Option("runs", "--folder", help="Where run folders are made: run.folder.")
 FREE = typer.Option(1.0, "--free-gib", help="GiB that checkpoints there will need.")
@@ -37,8 +37,8 @@ def doctor(
 
     Exit status: 0 all is well, 1 something is wrong, 2 wrong input.
     """
-    from shoal.base.estimates.facts import default_processes, this_machine
-    from shoal.cli.torchrun import launched
+    from shoal.base.estimates.facts import default_processes, read_machine_facts
+    from shoal.cli.torchrun import is_launched
 
     for name, value, most in (
         ("--free-gib", free_gib, 2**40),
@@ -48,11 +48,11 @@ def doctor(
         if not 0 <= value <= most:  # also refuses NaN
             nearest = most if value > most else 0
             raise ConfigError(f"{name} {value:g}: from 0 to {most}; try: {nearest}")
-    asked = (folder, free_gib, processes or default_processes(this_machine()), port)
-    if launched():
-        told, wrong = _on_all_ranks(*asked)
+    asked = (folder, free_gib, processes or default_processes(read_machine_facts()), port)
+    if is_launched():
+        told, wrong = _check_all_ranks(*asked)
     else:
-        told = [*_this_machine(*asked), *_between_processes(asked[2])]
+        told = [*_check_this_machine(*asked), *_check_local_links(asked[2])]
         wrong = not all(one.ok for one in told)
     for one in told:
         typer.echo(json.dumps(one.record()) if as_json else one.line())
@@ -60,27 +60,29 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _this_machine(folder: Path, free_gib: float, processes: int, port: int) -> list[Told]:
+def _check_this_machine(
+    folder: Path, free_gib: float, processes: int, port: int
+) -> list[CheckResult]:
     from shoal.base.runlog.atomic_files import cache_folder
     from shoal.machine.health_check import check_machine
 
     return check_machine(folder, cache_folder(), int(free_gib * 2**30), processes, port)
 
 
-def _between_processes(processes: int) -> list[Told]:
+def _check_local_links(processes: int) -> list[CheckResult]:
     """Start processes on this machine and return their results about the links between them."""
-    from shoal.cli.links import told_by_ranks
-    from shoal.machine.health_check import Told
+    from shoal.cli.links import run_ranks
+    from shoal.machine.health_check import CheckResult
 
     if processes == 1:
-        return [Told("links", True, "one process, no links (--processes 2 tries one)")]
+        return [CheckResult("links", True, "one process, no links (--processes 2 tries one)")]
     try:
-        return [Told(**one) for one in told_by_ranks("shoal.cli.doctor", processes)]
+        return [CheckResult(**one) for one in run_ranks("shoal.cli.doctor", processes)]
     except ClusterError as failure:
-        return [Told("links", False, str(failure))]
+        return [CheckResult("links", False, str(failure))]
 
 
-def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> tuple[Any, bool]:
+def _check_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> tuple[Any, bool]:
     """Run the checks as a rank of a launcher.
 
     Returns:
@@ -89,18 +91,20 @@ def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> t
     from dataclasses import replace
 
     from shoal.fabric import start_world
-    from shoal.machine.health_check import Told
+    from shoal.machine.health_check import CheckResult
     from shoal.machine.link_check import check_links
 
     world = start_world()
-    own: list[Told] = []
+    own: list[CheckResult] = []
     if world.local_rank == 0:
         host = socket.gethostname()
         # Only rank 0 listens at a port; the launcher's own port is in use by now.
-        found = _this_machine(folder, free_gib, world.local_size, port if world.is_first else 0)
+        found = _check_this_machine(
+            folder, free_gib, world.local_size, port if world.is_first else 0
+        )
         own = [replace(one, host=host) for one in found]
     rows = world.gather_json([one.record() for one in own])
-    told = [Told(**one) for row in rows for one in row]
+    told = [CheckResult(**one) for row in rows for one in row]
     told += check_links(world, world.gather_json(socket.gethostname()))
     world.close()
     return (told if world.is_first else []), not all(one.ok for one in told)
@@ -108,19 +112,19 @@ def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> t
 
 def main() -> int:
     """Run one process of the link test; rank 0 writes the results."""
-    from shoal.cli.links import tell
+    from shoal.cli.links import write_rank_result
     from shoal.fabric import start_world
     from shoal.machine.link_check import check_links
 
     world = start_world()
     told = check_links(world, [""] * world.size)
     if world.is_first:
-        tell([one.record() for one in told])
+        write_rank_result([one.record() for one in told])
     world.close()
     return 0
 
 
 if __name__ == "__main__":
-    from shoal.launch import end_with
+    from shoal.launch import run_and_exit
 
-    end_with(main)
+    run_and_exit(main)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record
-from shoal.cli.islands import island_folder, islands_of
-from shoal.launch import Outcome
+from shoal.cli.islands import island_folder, island_folders
+from shoal.launch import RunOutcome
 from shoal.view import RunFolder
-from shoal.view.run_folder_reader import last_session
+from shoal.view.run_folder_reader import last_session_events
 
 UNSAVED_STATUS = 1
 LEAD = len("or train longer: ")
@@ -31,7 +31,7 @@ HEADER_BYTES = 200
 
 
 @dataclass(frozen=True)
-class Ending:
+class SessionEnding:
     """Steps made and saved by one session of a run.
 
     Attributes:
@@ -48,66 +48,66 @@ class Ending:
     reason: str = ""
 
     @staticmethod
-    def of(folder: Path) -> Ending:
+    def of(folder: Path) -> SessionEnding:
         """Read the ending of a run folder's last session, or of its last attempt."""
         run = RunFolder(folder)
-        events = last_session(run.events.read()[0])
+        events = last_session_events(run.events.read()[0])
         restarts = [i for i, event in enumerate(events) if event["event"] == "restarting"]
         attempt = events[restarts[-1] :] if restarts else events
         steps = [record["step"] for record in run.last_steps(LAST_STEPS)]
-        made = max(steps, default=0) if any(map(_began, attempt)) else 0
-        began = any(map(_began, events))
+        made = max(steps, default=0) if any(map(_is_compute_start, attempt)) else 0
+        began = any(map(_is_compute_start, events))
         failed = [str(e.get("reason")) for e in events if e["event"] == "checkpoint_failed"]
         saved = max(run.checkpoints(), default=None)
-        return Ending(folder, began, made, saved, failed[-1] if failed else "")
+        return SessionEnding(folder, began, made, saved, failed[-1] if failed else "")
 
     @property
     def lost(self) -> int:
         """Return the number of steps that were made and that no checkpoint holds."""
         return max(0, self.made - (self.saved or 0))
 
-    def status(self, outcome: Outcome) -> int:
+    def status(self, outcome: RunOutcome) -> int:
         """Return the exit status: the outcome's own; for a stop that lost steps 1."""
         unsaved = self.saved is None or self.lost
         return UNSAVED_STATUS if outcome.status == "stopped" and unsaved else outcome.exit_code
 
-    def trouble(self, outcome: Outcome) -> str:
+    def error_line(self, outcome: RunOutcome) -> str:
         """Return the line for standard error; empty if nothing went wrong."""
         if outcome.status == "failed":
             return outcome.message
         if outcome.status == "unsaved":
             newest = "there is none" if self.saved is None else f"the newest is step-{self.saved}"
             why = f" ({self.reason})" if self.reason else ""
-            return f"{outcome.message}{why}: {newest}, so {self.words()} lost"
+            return f"{outcome.message}{why}: {newest}, so {self.lost_steps_text()} lost"
         if outcome.status == "stopped" and self.made and self.status(outcome) == UNSAVED_STATUS:
-            return f"{outcome.message}; nothing was saved: {self.words()} lost"
+            return f"{outcome.message}; nothing was saved: {self.lost_steps_text()} lost"
         # A stop that lost nothing needs no line; else the lost steps follow the signal's name.
         return outcome.message if ";" in outcome.message else ""
 
-    def words(self) -> str:
+    def lost_steps_text(self) -> str:
         """Return the lost steps with their verb, such as "steps 3 – 5 are"."""
         if self.lost == 1:
             return f"step {self.made} is"
         return f"steps {self.made - self.lost + 1} – {self.made} are"
 
-    def next(self, outcome: Outcome) -> str:
+    def next_command_lines(self, outcome: RunOutcome) -> str:
         """Return the run folder and the next command, as lines."""
         return next_lines(self.folder, self.status(outcome), outcome.status, self.saved)
 
-    def is_empty(self, outcome: Outcome) -> bool:
+    def is_empty(self, outcome: RunOutcome) -> bool:
         """Return whether a stop came so early that the folder holds neither steps nor logs."""
         logs = (self.folder / "logs").glob("rank-*.log")
         quiet = all(log.stat().st_size < HEADER_BYTES for log in logs)
         bare = self.saved is None and not (self.folder / "metrics.jsonl").exists()
         return outcome.status == "stopped" and bare and quiet
 
-    def forget(self) -> str:
+    def remove_folder(self) -> str:
         """Remove the folder of a run that never made a step; return the last line to print."""
         shutil.rmtree(self.folder)
         return "stopped before the first step: nothing to save, and no run folder is left"
 
 
-def end_of_islands(folder: Path, outcomes: Sequence[Outcome]) -> tuple[int, str, list[str]]:
+def islands_exit_status(folder: Path, outcomes: Sequence[RunOutcome]) -> tuple[int, str, list[str]]:
     """Return the exit status of a run of islands, checking the folder of each island.
 
     Returns:
@@ -115,11 +115,11 @@ def end_of_islands(folder: Path, outcomes: Sequence[Outcome]) -> tuple[int, str,
     """
     statuses, bad, lines = [], [], []
     for index, outcome in enumerate(outcomes):
-        ending = Ending.of(island_folder(folder, index))
+        ending = SessionEnding.of(island_folder(folder, index))
         statuses.append(ending.status(outcome))
         if outcome.status == "failed" or statuses[-1] == UNSAVED_STATUS:
             bad.append(statuses[-1])
-        if trouble := ending.trouble(outcome):
+        if trouble := ending.error_line(outcome):
             lines.append(f"island {index}: {trouble}")
     found = {outcome.status for outcome in outcomes}
     how = next(one for one in ("failed", "unsaved", "stopped", "finished") if one in found)
@@ -128,7 +128,7 @@ def end_of_islands(folder: Path, outcomes: Sequence[Outcome]) -> tuple[int, str,
     return max(statuses), how, lines
 
 
-def _began(event: Record) -> bool:
+def _is_compute_start(event: Record) -> bool:
     return event["event"] == "compute_started"
 
 
@@ -139,13 +139,13 @@ def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
         how: `status` of an Outcome.
     """
     shown = f"run folder: {folder}\nnext: "
-    islands = islands_of(folder)  # all islands hold the same merged weights
-    resume = command("shoal", "train", "--resume", str(folder))
-    again = command("shoal", "train", str(folder / "run.toml"))
+    islands = island_folders(folder)  # all islands hold the same merged weights
+    resume = shell_command("shoal", "train", "--resume", str(folder))
+    again = shell_command("shoal", "train", str(folder / "run.toml"))
     if status == 0:
         source = str(islands[0] if islands else folder)
-        export = command("shoal", "checkpoint", "export", source, f"{folder.name}-exported")
-        longer = command("shoal", "train", "--resume", str(folder), "train.steps=N")
+        export = shell_command("shoal", "checkpoint", "export", source, f"{folder.name}-exported")
+        longer = shell_command("shoal", "train", "--resume", str(folder), "train.steps=N")
         return f"{shown}{export}\nor train longer: {longer}"
     held = saved is not None or bool(islands)
     if how == "unsaved":
@@ -157,7 +157,7 @@ def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
     return f"{shown}mend the above, then start a new run"
 
 
-def told(text: str) -> str:
+def error_text(text: str) -> str:
     """Return an error as lines for standard error, wrapped at blanks on a narrow terminal."""
     text = f"shoal: {text}"
     if sys.stderr.isatty() and "\n" not in text:
@@ -166,7 +166,7 @@ def told(text: str) -> str:
     return text + "\n"
 
 
-def command(*words: str) -> str:
+def shell_command(*words: str) -> str:
     """Quote a command for a shell; on a narrow terminal continue it over several lines.
 
     >>> command("shoal", "train", "--resume", "my runs/a")

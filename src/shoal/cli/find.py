@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.cli.words import TRUST, file_and_overrides
+from shoal.cli.words import TRUST, split_arguments
 from shoal.wire.phases import phase
 
 if TYPE_CHECKING:
     from shoal.config.sections import Config
-    from shoal.trainer.jobs.rate_range import RateRange
+    from shoal.trainer.jobs.rate_range import RangeTestResult
 
 app = typer.Typer(help="Try what a run should be given.", no_args_is_help=True)
 ARGUMENTS = typer.Argument(None, metavar="[run.toml] [section.key=value …]")
@@ -34,7 +34,7 @@ def options() -> None:
 
 
 @app.command("lr")
-def rate(
+def learning_rate(
     arguments: list[str] = ARGUMENTS,
     least: float = LEAST,
     most: float = MOST,
@@ -52,11 +52,11 @@ def rate(
             f"--from {least:g} --to {most:g}: a rate above 0 and a larger one are wanted; try: "
             f"--from 1e-07 --to 10"
         )
-    found = _tried(arguments or [], least, most, steps, trust=trust)
+    found = _run_range_test(arguments or [], least, most, steps, trust=trust)
     if json:
         typer.echo(json_text.dumps({**asdict(found), "named": found.named}))
         return
-    for line in lines_of(found):
+    for line in range_test_lines(found):
         typer.echo(line)
 
 
@@ -74,18 +74,18 @@ def micro_batch(
     """
     from shoal.base.text.units import bytes_text
     from shoal.cli import torchrun
-    from shoal.cli.find_batch import find_batch, read_bytes
+    from shoal.cli.find_batch import find_micro_batch, parse_bytes
     from shoal.cli.start import settle_run
-    from shoal.config.paths import search_here
-    from shoal.config.trust import load_own
+    from shoal.config.paths import add_working_folder
+    from shoal.config.trust import load_trusted
 
-    if torchrun.launched():
+    if torchrun.is_launched():
         raise PlanError("shoal find micro-batch: starts its own processes; run it without torchrun")
     if memory:
-        read_bytes(memory)  # reports a wrong size before anything is imported
-    loaded = load_own(*file_and_overrides(arguments or []), trust=trust)
+        parse_bytes(memory)  # reports a wrong size before anything is imported
+    loaded = load_trusted(*split_arguments(arguments or []), trust=trust)
     given = [key for key in ("train.batch", "train.micro_batch") if key in loaded.origins]
-    search_here()
+    add_working_folder()
     plan, _ = settle_run(loaded, None)
     if plan.layout.threads > 1 or loaded.config.islands.on:
         what = "layout.strategy = dp" if plan.layout.threads > 1 else "islands.method"
@@ -93,7 +93,7 @@ def micro_batch(
     batch = loaded.config.train.batch
     if given:
         typer.echo(f"{' and '.join(given)}: tries do not take it, each has its own", err=True)
-    found = find_batch(loaded, plan, memory, lambda line: typer.echo(line, err=True))
+    found = find_micro_batch(loaded, plan, memory, lambda line: typer.echo(line, err=True))
     size, degree = found.micro_batch, plan.layout.data_degree
     if json:
         told = {**asdict(found), "micro_batch": size, "layout": plan.layout.text()}
@@ -113,36 +113,36 @@ def micro_batch(
         )
 
 
-def _tried(
+def _run_range_test(
     arguments: list[str], least: float, most: float, steps: int, *, trust: bool
-) -> RateRange:
+) -> RangeTestResult:
     from shoal.base.layouts.layout import Layout
     from shoal.base.plans.plan import Plan
-    from shoal.cli.start import check_tune, settle_portions
-    from shoal.config.paths import check_data, search_here
-    from shoal.config.trust import load_own
-    from shoal.view.phase_lines import shown_waits
+    from shoal.cli.start import check_tune, settle_run_batch
+    from shoal.config.paths import add_working_folder, check_data
+    from shoal.config.trust import load_trusted
+    from shoal.view.phase_lines import show_phases
 
-    loaded = load_own(*file_and_overrides(arguments), trust=trust)
-    search_here()
+    loaded = load_trusted(*split_arguments(arguments), trust=trust)
+    add_working_folder()
     check_data(loaded.config.data)
     check_tune(loaded.config)
-    settle_portions(loaded, Plan(Layout()))
-    for notice in (*loaded.notices, *_left_out(loaded.config)):
+    settle_run_batch(loaded, Plan(Layout()))
+    for notice in (*loaded.notices, *_unused_settings(loaded.config)):
         typer.echo(notice, err=True)
-    with shown_waits(sys.stderr):
+    with show_phases(sys.stderr):
         with phase("import"):
             from shoal.data.sources import open_source
             from shoal.fabric import start_world
-            from shoal.trainer.jobs.rate_range import range_test
+            from shoal.trainer.jobs.rate_range import run_range_test
         for name in ("RANK", "WORLD_SIZE"):  # run as one process, also inside a job of several
             os.environ.pop(name, None)
         config = loaded.config
         source = open_source(config.data, config.train.seed)
-        return range_test(config, source, start_world(), least=least, most=most, steps=steps)
+        return run_range_test(config, source, start_world(), least=least, most=most, steps=steps)
 
 
-def _left_out(config: Config) -> list[str]:
+def _unused_settings(config: Config) -> list[str]:
     """List the settings of a configuration that a test on one process does not use."""
     words = config.layout.degrees()
     asked = " ".join(f"layout.{axis}={n}" for axis, n in words.items() if n > 1)
@@ -151,15 +151,15 @@ def _left_out(config: Config) -> list[str]:
     return [f"{asked}: left out, the test runs on one process"] if asked else []
 
 
-def lines_of(found: RateRange, width: int = 100) -> list[str]:
+def range_test_lines(found: RangeTestResult, width: int = 100) -> list[str]:
     """Return the loss curve, the reason why the search ended, and the chosen rate with its rule."""
-    from shoal.teach.drawings.plot import Axis, Chart, Series, plot_lines
+    from shoal.teach.drawings.plot import Chart, PlotAxis, Series, plot_lines
 
     top = 1.5 * max(found.smoothed[0], min(found.smoothed))
     points = tuple(zip(found.rates, (min(one, top) for one in found.smoothed), strict=True))
     chart = Chart(
-        Axis("learning rate", log=True),
-        Axis("smoothed loss"),
+        PlotAxis("learning rate", log=True),
+        PlotAxis("smoothed loss"),
         (Series("smoothed loss", points),),
         marks=((found.named, "a tenth of the rate of the least loss"),),
         title=f"learning-rate range test, {len(found.rates)} steps",
@@ -167,7 +167,7 @@ def lines_of(found: RateRange, width: int = 100) -> list[str]:
     lines = [*plot_lines(chart, width), ""]
     if found.ended:
         lines.append(f"ended: {found.ended}")
-    if found.at_an_end:
+    if found.is_range_too_short:
         lines.append("the least loss is at an end of the range: widen it by --from or --to")
     lines.append(
         f"optimizer.lr={found.named:.1e}: a tenth of the rate at which the smoothed loss is least"

@@ -20,9 +20,9 @@ from typing import Any
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.events import EventLog
-from shoal.config.load import Loaded
+from shoal.config.load import LoadedConfig
 from shoal.machine.free_memory import free_bytes
 
 UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "b": 1}
@@ -31,7 +31,7 @@ MOST = 2**16
 
 
 @dataclass
-class Found:
+class MicroBatchSearch:
     """Results of a micro-batch search.
 
     Attributes:
@@ -51,7 +51,7 @@ class Found:
         return max((size for size, why in self.tries.items() if not why), default=0)
 
 
-def read_bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Return the bytes of a size with its unit.
 
     Raises:
@@ -68,7 +68,7 @@ def read_bytes(text: str) -> int:
     raise ConfigError(f"--memory {text}: a size above 0 with its unit is wanted; try: 2GiB")
 
 
-def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
+def search_power_of_two(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest power of two that fits, starting from a guess; 0 if 1 does not fit.
 
     Args:
@@ -91,7 +91,9 @@ def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
     return 0
 
 
-def find_batch(loaded: Loaded, plan: Plan, memory: str, say: Callable[[str], None]) -> Found:
+def find_micro_batch(
+    loaded: LoadedConfig, plan: Plan, memory: str, say: Callable[[str], None]
+) -> MicroBatchSearch:
     """Search the largest micro-batch under the layout of a settled run.
 
     Raises:
@@ -99,8 +101,8 @@ def find_batch(loaded: Loaded, plan: Plan, memory: str, say: Callable[[str], Non
     """
     from shoal.data.loading.dataset_kind import is_indexed
     from shoal.data.sources import open_source
-    from shoal.fabric.device import accelerator
-    from shoal.planning.settle import words_of
+    from shoal.fabric.device import accelerator_type
+    from shoal.planning.settle import layout_keys
 
     config, layout = loaded.config, plan.layout
     processes = config.launch.processes
@@ -108,58 +110,73 @@ def find_batch(loaded: Loaded, plan: Plan, memory: str, say: Callable[[str], Non
     share = layout.data_degree
     samples = len(source.train) if is_indexed(source.train) else MOST * share
     most = 2 ** ((max(1, min(MOST, samples // share))).bit_length() - 1)
-    on_cpu = accelerator() is None
-    limit = read_bytes(memory) if memory else (free_bytes() // processes if on_cpu else 0)
+    on_cpu = accelerator_type() is None
+    limit = parse_bytes(memory) if memory else (free_bytes() // processes if on_cpu else 0)
     with tempfile.TemporaryDirectory(prefix="find-") as scratch:
-        foreseen, capacity = _foreseen(loaded, plan, source, limit, most)
-        found = Found(foreseen, limit or capacity, most)
+        foreseen, capacity = _predict_micro_batch(loaded, plan, source, limit, most)
+        found = MicroBatchSearch(foreseen, limit or capacity, most)
         said = f"{foreseen} foreseen by the planner" if foreseen else "nothing foreseen"
         say(f"{layout.text()}: {said}")
 
         def fits(size: int) -> bool:
-            loaded.replace("train", "tried", micro_batch=size, batch=size * share * _passes(plan))
+            loaded.replace(
+                "train",
+                "tried",
+                micro_batch=size,
+                batch=size * share * _micro_batches_per_step(plan),
+            )
             folder = Path(scratch, str(size))
             folder.mkdir()
-            asked = {"limit_bytes": limit, "layout": words_of(layout)}
-            found.tries[size] = _try(loaded, plan, folder, asked)
+            asked = {"limit_bytes": limit, "layout": layout_keys(layout)}
+            found.tries[size] = _run_trial(loaded, plan, folder, asked)
             say(f"micro-batch {size}: {found.tries[size] or 'fits'}")
             return not found.tries[size]
 
-        search(foreseen or 1, most, fits)
+        search_power_of_two(foreseen or 1, most, fits)
     return found
 
 
-def _passes(plan: Plan) -> int:
+def _micro_batches_per_step(plan: Plan) -> int:
     """Return the micro-batches of a rank's step: enough to sum gradients and fill a pipeline."""
     return 2 * plan.layout.pp
 
 
-def _foreseen(
-    loaded: Loaded, plan: Plan, source: Any, limit_bytes: int, most: int
+def _predict_micro_batch(
+    loaded: LoadedConfig, plan: Plan, source: Any, limit_bytes: int, most: int
 ) -> tuple[int, int]:
     """Return the planner's largest power of two that fits, 0 for none, and the limit in bytes."""
     import torch
 
     from shoal.base.errors import ShoalError
-    from shoal.fabric.device import accelerator
+    from shoal.fabric.device import accelerator_type
     from shoal.forecast.fit.memory_instants import predict_run
     from shoal.forecast.memory.model_states import WIDTHS
-    from shoal.forecast.search.case_settings import format_on
-    from shoal.trainer.jobs.run_forecast import case_of, cluster_here, facts_of, held_now_bytes
+    from shoal.forecast.search.case_settings import choose_format
+    from shoal.trainer.jobs.run_forecast import (
+        collect_model_facts,
+        describe_local_cluster,
+        make_case,
+        read_resident_bytes,
+    )
 
-    device = torch.device(accelerator() or "cpu")
-    held = held_now_bytes()
-    cluster = cluster_here(loaded.config.launch.processes, device, held)
+    device = torch.device(accelerator_type() or "cpu")
+    held = read_resident_bytes()
+    cluster = describe_local_cluster(loaded.config.launch.processes, device, held)
     limit = limit_bytes or int(cluster.device.memory_bytes)
-    compute = format_on(plan, cluster, [])
+    compute = choose_format(plan, cluster, [])
     try:
         kind = cluster.device.kind
-        facts = facts_of(loaded.config, source, kernels=kind, element_bytes=WIDTHS[compute])
+        facts = collect_model_facts(
+            loaded.config, source, kernels=kind, element_bytes=WIDTHS[compute]
+        )
         size, best = 1, 0
         while size <= most:
-            batch = size * plan.layout.data_degree * _passes(plan)
+            batch = size * plan.layout.data_degree * _micro_batches_per_step(plan)
             tried = replace(plan, compute=compute, micro_batch=size, batch=batch)
-            if predict_run(case_of(loaded.config, tried, facts, cluster)).most_bytes > limit:
+            if (
+                predict_run(make_case(loaded.config, tried, facts, cluster)).training_peak_bytes
+                > limit
+            ):
                 break
             size, best = size * 2, size
     except ShoalError:
@@ -167,18 +184,18 @@ def _foreseen(
     return best, limit
 
 
-def _try(loaded: Loaded, plan: Plan, folder: Path, asked: dict[str, Any]) -> str:
+def _run_trial(loaded: LoadedConfig, plan: Plan, folder: Path, asked: dict[str, Any]) -> str:
     """Train three steps in fresh processes; return "" or the error of an exhausted memory.
 
     Raises:
         UserError, ClusterError: a rank died of anything but memory.
     """
-    from shoal.cli.workers.worker import imports_of
+    from shoal.cli.workers.worker import worker_imports
     from shoal.config.save import to_toml
     from shoal.launch import supervise
 
-    write_whole(folder / "run.toml", to_toml(loaded))
-    write_whole(folder / "request.json", json.dumps(asked))
+    write_atomically(folder / "run.toml", to_toml(loaded))
+    write_atomically(folder / "request.json", json.dumps(asked))
     deaths: list[dict[str, Any]] = []
     log = EventLog(folder / "events.jsonl", None)
 
@@ -197,7 +214,7 @@ def _try(loaded: Loaded, plan: Plan, folder: Path, asked: dict[str, Any]) -> str
         restarts=0,
         emit=emit,
         environ=environ,
-        imports=imports_of(loaded.config.model.name, plan.layout),
+        imports=worker_imports(loaded.config.model.name, plan.layout),
     )
     if outcome.status == "finished":
         return ""

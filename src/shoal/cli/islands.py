@@ -30,25 +30,25 @@ import typer
 from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalError
 from shoal.base.estimates.facts import usable_cores
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.events import EventLog
-from shoal.checkpoint.format.folders import temporary
+from shoal.checkpoint.format.folders import make_temporary_path
 from shoal.checkpoint.format.lease import RunLease
-from shoal.checkpoint.format.listing import find
-from shoal.cli.workers.worker import imports_of
-from shoal.config.load import Loaded, load
-from shoal.config.resolve import asked_layout
+from shoal.checkpoint.format.listing import list_checkpoints
+from shoal.cli.workers.worker import worker_imports
+from shoal.config.load import LoadedConfig, load_config
+from shoal.config.resolve import collect_layout_keys
 from shoal.config.save import MICRO_BATCH, to_toml
 from shoal.config.sections import Config
-from shoal.launch import Outcome, supervise
-from shoal.launch.processes import Guardian, die_with, free_port
-from shoal.launch.stop_grace import Grace
+from shoal.launch import RunOutcome, supervise
+from shoal.launch.processes import Guardian, free_port, make_parent_death_hook
+from shoal.launch.stop_grace import StopGrace
 from shoal.launch.stop_requests import ASKED, StopSignals
-from shoal.launch.supervisor import Progress
-from shoal.planning.recorded_plan import keep_choice
+from shoal.launch.supervisor import MetricsProgress
+from shoal.planning.recorded_plan import restore_choice
 from shoal.planning.settle import settle_batch
 from shoal.view.live import LiveView
-from shoal.wire.run_token import TOKEN, find_token, new_token
+from shoal.wire.run_token import TOKEN, new_token, read_token
 
 LOOK_S = 0.1
 GRACE_S = 30.0
@@ -70,15 +70,15 @@ def island_folder(folder: Path, index: int) -> Path:
     return folder / f"island-{index}"
 
 
-def islands_of(folder: Path) -> list[Path]:
+def island_folders(folder: Path) -> list[Path]:
     """Return the island folders that hold a checkpoint, by island index."""
-    found = [path for path in folder.glob("island-*") if find(path / "checkpoints")]
+    found = [path for path in folder.glob("island-*") if list_checkpoints(path / "checkpoints")]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def launch_all(
-    loaded: Loaded, plan: Plan, folder: Path, environ: Mapping[str, str], events: EventLog
-) -> list[Outcome]:
+def launch_islands(
+    loaded: LoadedConfig, plan: Plan, folder: Path, environ: Mapping[str, str], events: EventLog
+) -> list[RunOutcome]:
     """Run all islands to the end, or until one fails for good; return the outcome of each.
 
     Raises:
@@ -86,18 +86,20 @@ def launch_all(
     """
     config = loaded.config
     count, restarts = config.islands.count, config.launch.restarts
-    if not find_token(environ):  # every user of this machine can connect to their port
+    if not read_token(environ):  # every user of this machine can connect to their port
         environ = {**environ, TOKEN: new_token()}
     view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
-    for old, new in _set_aside(folder, count):
+    for old, new in _rename_surplus_islands(folder, count):
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         for attempt in range(restarts + 1):
-            _share_out(folder, count)  # also for an island that died before its first checkpoint
+            _copy_island_checkpoints(
+                folder, count
+            )  # also for an island that died before its first checkpoint
             _write_folders(loaded, plan, folder)
             folders = [island_folder(folder, index) for index in range(count)]
-            islands = [_Island(one, guardian, attempt) for one in folders]
-            codes = _run_once(islands, environ, view, stop)
+            islands = [_IslandSupervisor(one, guardian, attempt) for one in folders]
+            codes = _run_islands(islands, environ, view, stop)
             lost = [island for island, code in enumerate(codes) if code not in STOPPED]
             if not lost or stop.first is not None or attempt == restarts:
                 break
@@ -114,12 +116,12 @@ def launch_all(
     ]
 
 
-def _write_folders(loaded: Loaded, plan: Plan, folder: Path) -> None:
+def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path) -> None:
     """Write a run.toml and a plan for every island; all meet on a free port of this machine."""
     at = f"127.0.0.1:{free_port()}"
     islands = loaded.config.islands
     for index in range(islands.count):
-        own = Loaded(loaded.config, dict(loaded.origins), [])
+        own = LoadedConfig(loaded.config, dict(loaded.origins), [])
         own.config = replace(
             loaded.config,
             islands=replace(islands, at=at, index=index),
@@ -128,22 +130,22 @@ def _write_folders(loaded: Loaded, plan: Plan, folder: Path) -> None:
         )
         path = island_folder(folder, index)
         path.mkdir(parents=True, exist_ok=True)
-        write_whole(path / "run.toml", to_toml(own))
-        settled, chosen = keep_choice(plan, asked_layout(own.config.layout), path)
+        write_atomically(path / "run.toml", to_toml(own))
+        settled, chosen = restore_choice(plan, collect_layout_keys(own.config.layout), path)
         open_size = loaded.origins.get(MICRO_BATCH) == "derived"
         least = replace(settled, micro_batch=0) if open_size else settled
         settled = settle_batch(least, at_most=plan.micro_batch)
-        write_whole(path / "plan.json", settled.to_json({"chosen": chosen, "sized": True}))
+        write_atomically(path / "plan.json", settled.to_json({"chosen": chosen, "sized": True}))
 
 
-def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:
+def _rename_surplus_islands(folder: Path, count: int) -> list[tuple[Path, Path]]:
     """Rename the folders of islands beyond `count`; return old and new names.
 
     A folder left in place would rejoin with weights of other rounds if the run later had more
     islands again.
     """
     moved = []
-    for own in islands_of(folder):
+    for own in island_folders(folder):
         if int(own.name.rpartition("-")[2]) >= count:
             new, tries = own.with_name(f"set-aside-{own.name}"), 1
             while new.exists():
@@ -153,27 +155,30 @@ def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:
     return moved
 
 
-def _share_out(folder: Path, count: int) -> None:
+def _copy_island_checkpoints(folder: Path, count: int) -> None:
     """Copy the checkpoints of the first island that has some to every island that has none.
 
     All checkpoints are copied: the islands agree on their newest common round only when they meet.
     If no island holds a checkpoint, all islands begin from the checkpoints of the run itself, which
     may have begun without islands.
     """
-    holders = islands_of(folder) or [folder]
-    given = find(holders[0] / "checkpoints")
+    holders = island_folders(folder) or [folder]
+    given = list_checkpoints(holders[0] / "checkpoints")
     for index in range(count):
         own = island_folder(folder, index) / "checkpoints"
-        if find(own):
+        if list_checkpoints(own):
             continue
         for source in given:
-            copy = temporary(own / source.path.name)  # partial copies have another name
+            copy = make_temporary_path(own / source.path.name)  # partial copies have another name
             shutil.copytree(source.path, copy)
             copy.rename(own / source.path.name)
 
 
-def _run_once(
-    islands: Sequence[_Island], environ: Mapping[str, str], view: LiveView, stop: StopSignals
+def _run_islands(
+    islands: Sequence[_IslandSupervisor],
+    environ: Mapping[str, str],
+    view: LiveView,
+    stop: StopSignals,
 ) -> list[int]:
     """Start every island, wait until all have ended, and return their exit codes."""
     for island in islands:
@@ -188,7 +193,7 @@ def _run_once(
                     island.ask_to_stop()
             if told and (stop.insists or time.monotonic() > until_s):
                 break
-            if any(island.refused for island in islands):
+            if any(island.failed_to_start for island in islands):
                 for island in islands:  # they would wait in vain for the lost island
                     island.ask_to_stop()
             view.tick()
@@ -199,7 +204,7 @@ def _run_once(
     return [island.ended() for island in islands]
 
 
-class _Island:
+class _IslandSupervisor:
     """Handle of one island's supervisor process.
 
     Args:
@@ -217,7 +222,7 @@ class _Island:
         Raises:
             ClusterError: the process cannot be started.
         """
-        config = load(self.folder / "run.toml").config
+        config = load_config(self.folder / "run.toml").config
         threads = str(max(1, usable_cores() // (count * config.launch.processes)))
         self.log_path.parent.mkdir(exist_ok=True)
         try:
@@ -231,7 +236,7 @@ class _Island:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=die_with(os.getpid()),
+                    preexec_fn=make_parent_death_hook(os.getpid()),
                 )
         except (OSError, subprocess.SubprocessError) as failure:
             raise ClusterError(f"{self.folder.name} cannot be started: {failure}") from failure
@@ -239,14 +244,14 @@ class _Island:
 
     def grace_s(self) -> float:
         """Return the seconds that the island's supervisor waits for its workers to stop."""
-        config = load(self.folder / "run.toml").config
-        step_s = Progress(self.folder / "metrics.jsonl").step_s()
-        return Grace(self.folder, config.launch.grace_s, _steps_to_save(config)).seconds(step_s)
+        config = load_config(self.folder / "run.toml").config
+        step_s = MetricsProgress(self.folder / "metrics.jsonl").step_s()
+        return StopGrace(self.folder, config.launch.grace_s, _steps_to_save(config)).seconds(step_s)
 
     @property
-    def refused(self) -> bool:
+    def failed_to_start(self) -> bool:
         """Return whether the island ended before it started a worker; it cannot take part."""
-        return self.process.poll() not in (None, *STOPPED) and bool(self._said())
+        return self.process.poll() not in (None, *STOPPED) and bool(self._refusal_line())
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the supervisor, once."""
@@ -269,7 +274,7 @@ class _Island:
         self.process.wait()
         self.guardian.tell("-", self.process.pid)
 
-    def outcome(self, code: int, signal_number: int | None, attempts: int) -> Outcome:
+    def outcome(self, code: int, signal_number: int | None, attempts: int) -> RunOutcome:
         """Return the island's outcome, as `supervise` returns it for a run without islands.
 
         The outcome trusts the exit code; `ending.py` checks it against the disk.
@@ -280,16 +285,16 @@ class _Island:
         if code in STOPPED:
             number = signal_number or max(0, code - 128)
             if not number:
-                return Outcome("finished", 0, attempts, "")
+                return RunOutcome("finished", 0, attempts, "")
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            return Outcome("stopped", 128 + number, attempts, f"stopped by {name}")
+            return RunOutcome("stopped", 128 + number, attempts, f"stopped by {name}")
         if code == UNSAVED_CODE:
-            return Outcome("unsaved", 1, attempts, "the last checkpoint could not be written")
-        return Outcome("failed", code, attempts, self.why(code))
+            return RunOutcome("unsaved", 1, attempts, "the last checkpoint could not be written")
+        return RunOutcome("failed", code, attempts, self.why(code))
 
     def why(self, code: int) -> str:
         """Return the supervisor's error, or else the error or exit status of its worker."""
-        if said := self._said():
+        if said := self._refusal_line():
             return said
         for path in sorted(self.log_path.parent.glob("rank-*.error.json")):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -297,7 +302,7 @@ class _Island:
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         return f"ended with {how}; log: {self.log_path.parent}"
 
-    def _said(self) -> str:
+    def _refusal_line(self) -> str:
         """Return the error line with which the supervisor refused to start; "" if it started."""
         try:
             with self.log_path.open("rb") as log:
@@ -309,13 +314,13 @@ class _Island:
         return found[0].removeprefix(REFUSED) if found else ""
 
 
-def check_resumable(folder: Path) -> None:
+def check_islands_resumable(folder: Path) -> None:
     """Refuse to resume a run of islands without any checkpoint.
 
     Raises:
         ConfigError: no island holds a complete checkpoint.
     """
-    if not islands_of(folder):
+    if not island_folders(folder):
         raise ConfigError(
             f"--resume {folder}: none of its islands holds a complete checkpoint; start anew with "
             f"shoal train {folder}/run.toml"
@@ -326,7 +331,7 @@ def main() -> int:
     """Supervise the workers of the island whose folder the command line names."""
     folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
     try:
-        config = load(folder / "run.toml").config
+        config = load_config(folder / "run.toml").config
         with RunLease(folder, config.run.name):
             outcome = _supervise(folder, config, attempt)
     except ShoalError as failure:
@@ -337,10 +342,10 @@ def main() -> int:
     return UNSAVED_CODE if outcome.status == "unsaved" else outcome.exit_code
 
 
-def _supervise(folder: Path, config: Config, attempt: int) -> Outcome:
+def _supervise(folder: Path, config: Config, attempt: int) -> RunOutcome:
     processes = config.launch.processes
     events = EventLog(folder / "events.jsonl", None)
-    resumed = bool(find(folder / "checkpoints"))
+    resumed = bool(list_checkpoints(folder / "checkpoints"))
     events.emit("run_started", processes=processes, resumed=resumed, attempt=attempt)
     return supervise(
         [sys.executable, "-m", "shoal.cli.workers.worker", str(folder)],
@@ -349,7 +354,7 @@ def _supervise(folder: Path, config: Config, attempt: int) -> Outcome:
         restarts=0,
         emit=events.emit,
         environ=dict(os.environ),
-        imports=imports_of(config.model.name),
+        imports=worker_imports(config.model.name),
         patience_s=config.launch.patience_s,
         grace_s=config.launch.grace_s,
         steps_to_save=_steps_to_save(config),
@@ -358,7 +363,7 @@ def _supervise(folder: Path, config: Config, attempt: int) -> Outcome:
 
 def _steps_to_save(config: Config) -> int:
     """Return the steps until a save: islands stop only where they merge, up to a round later."""
-    return 2 + config.islands.settled().period
+    return 2 + config.islands.resolved().period
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ JOB_FILE = "logs/job"
 """File in a run folder: the launcher's name of the job that last wrote there."""
 
 
-def attempt_of(environ: Mapping[str, str]) -> int:
+def job_attempt(environ: Mapping[str, str]) -> int:
     """Return how many times the launcher restarted this job, the maximum of Slurm's and torchrun's.
 
     >>> attempt_of({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"})
@@ -24,7 +24,7 @@ def attempt_of(environ: Mapping[str, str]) -> int:
     return max(int(count) if count.isdigit() else 0 for count in counts)
 
 
-def job_of(environ: Mapping[str, str]) -> str:
+def job_name(environ: Mapping[str, str]) -> str:
     """Return the launcher's own name for the job; "" if it has none.
 
     >>> job_of({"SLURM_JOB_ID": "77"}), job_of({"TORCHELASTIC_RUN_ID": "none"})
@@ -34,14 +34,14 @@ def job_of(environ: Mapping[str, str]) -> str:
     return "" if job == "none" else job
 
 
-def note_job(folder: Path, environ: Mapping[str, str]) -> None:
+def write_job_name(folder: Path, environ: Mapping[str, str]) -> None:
     """Write the job's name into a run folder; nothing if the job has no name."""
-    if job := job_of(environ):
+    if job := job_name(environ):
         (folder / JOB_FILE).parent.mkdir(exist_ok=True)
         (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
-def is_of(folder: Path, job: str) -> bool:
+def belongs_to_job(folder: Path, job: str) -> bool:
     """Return whether a run folder was last written by this very job."""
     try:
         return bool(job) and (folder / JOB_FILE).read_text(encoding="utf-8") == job

@@ -16,14 +16,14 @@ from pathlib import Path
 import typer
 
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.base.estimates.facts import this_machine
-from shoal.cli.words import file_and_overrides
-from shoal.config.load import load
-from shoal.config.resolve import asked_layout, plan_of
+from shoal.base.estimates.facts import read_machine_facts
+from shoal.cli.words import split_arguments
+from shoal.config.load import load_config
+from shoal.config.resolve import collect_layout_keys, make_plan
 from shoal.launch import jobs
 from shoal.launch.jobs import Job
 from shoal.planning.settle import settle_layout
-from shoal.wire.run_token import TOKEN, find_token, new_token
+from shoal.wire.run_token import TOKEN, new_token, read_token
 
 app = typer.Typer(
     help="Write the job of a run for a cluster, or hand it over (docs/cluster.md).",
@@ -70,9 +70,9 @@ def slurm(
 
     Slurm counts restarts, and the run goes on in the folder of the job's number.
     """
-    job = _job(arguments, name, nodes, gpus, processes, grace)
-    text = jobs.slurm(job, hours=hours, cpus=cpus, partition=partition)
-    _hand_over(["sbatch"], text) if submit else typer.echo(text, nl=False)
+    job = _requested_job(arguments, name, nodes, gpus, processes, grace)
+    text = jobs.make_slurm_script(job, hours=hours, cpus=cpus, partition=partition)
+    _submit_text(["sbatch"], text) if submit else typer.echo(text, nl=False)
 
 
 @app.command("kubernetes")
@@ -91,14 +91,16 @@ def kubernetes(
     """Print a JobSet or TrainJob with its secret, or give them to kubectl. They hold the token."""
     if kind not in ("jobset", "trainjob"):
         raise ConfigError(f"--kind {kind}: jobset or trainjob; try: --kind jobset")
-    job = _job(arguments, name, nodes, gpus, processes, grace)
+    job = _requested_job(arguments, name, nodes, gpus, processes, grace)
     for key, value in (("run.name", name), ("run.folder", "/runs")):
         if not any(word.startswith(f"{key}=") for word in job.words):
             job = replace(job, words=(*job.words, f"{key}={value}"))
-    token = find_token(os.environ).decode() or new_token()
-    documents = jobs.kubernetes(job, kind=kind, image=image, claim=claim, token=token)
-    text = "".join(f"---\n{jobs.yaml(document)}\n" for document in documents)
-    _hand_over(["kubectl", "apply", "-f", "-"], text) if submit else typer.echo(text, nl=False)
+    token = read_token(os.environ).decode() or new_token()
+    documents = jobs.make_kubernetes_documents(
+        job, kind=kind, image=image, claim=claim, token=token
+    )
+    text = "".join(f"---\n{jobs.to_yaml(document)}\n" for document in documents)
+    _submit_text(["kubectl", "apply", "-f", "-"], text) if submit else typer.echo(text, nl=False)
 
 
 @app.command("ssh")
@@ -113,19 +115,19 @@ def ssh(
     submit: bool = SUBMIT,
 ) -> None:
     """Print a script that starts the ranks of each host by ssh, or start them and wait."""
-    found = jobs.hosts_of(hosts)
+    found = jobs.read_hostfile(hosts)
     slots = {count for _, count in found if count} or {gpus or processes or 1}
     if len(slots) > 1:
         raise ConfigError(f"--hosts {hosts}: slots differ ({sorted(slots)}): as many on each host")
     each = processes or gpus or slots.pop()
-    job = replace(_job(arguments, "shoal", len(found), gpus, each, grace), python=python)
+    job = replace(_requested_job(arguments, "shoal", len(found), gpus, each, grace), python=python)
     names, where = [host for host, _ in found], folder or os.getcwd()
     if submit:
-        raise typer.Exit(_over_ssh(job, names, where))
-    typer.echo(jobs.ssh_script(job, names, where), nl=False)
+        raise typer.Exit(_start_over_ssh(job, names, where))
+    typer.echo(jobs.make_ssh_script(job, names, where), nl=False)
 
 
-def _job(
+def _requested_job(
     arguments: list[str] | None, name: str, nodes: int, gpus: int, processes: int, grace: int
 ) -> Job:
     """Return the requested job.
@@ -135,11 +137,11 @@ def _job(
     """
     words = list(arguments or [])
     # A wrong key or a layout for another number of processes is reported before the job queues.
-    loaded = load(*file_and_overrides(words))
+    loaded = load_config(*split_arguments(words))
     config = loaded.config
     each = processes or gpus or 1
-    asked = asked_layout(config.layout)
-    settle_layout(plan_of(config), asked, nodes * each, None, this_machine())
+    asked = collect_layout_keys(config.layout)
+    settle_layout(make_plan(config), asked, nodes * each, None, read_machine_facts())
     if not name.replace("-", "").isalnum() or name != name.lower():
         raise ConfigError(f"--name {name}: small letters, digits and - only; try: --name shoal")
     said = {"run.name": config.run.name, "launch.processes": config.launch.processes}
@@ -147,7 +149,7 @@ def _job(
     return Job(tuple(words), name, nodes, each, gpus, grace, said=set_keys)
 
 
-def _hand_over(command: list[str], text: str) -> None:
+def _submit_text(command: list[str], text: str) -> None:
     """Pass a text to a client on its standard input.
 
     Raises:
@@ -163,13 +165,13 @@ def _hand_over(command: list[str], text: str) -> None:
         raise ClusterError(f"--submit: {command[0]} ended with status {code}")
 
 
-def _over_ssh(job: Job, hosts: list[str], folder: str) -> int:
+def _start_over_ssh(job: Job, hosts: list[str], folder: str) -> int:
     """Start every host's ranks and wait; return the first exit status that is not 0."""
     if shutil.which("ssh") is None:
         raise ClusterError("--submit: there is no ssh here")
     token = os.environ.get(TOKEN) or new_token()
     started = []
-    for command in jobs.ssh(job, hosts, folder):
+    for command in jobs.make_ssh_commands(job, hosts, folder):
         one = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         started.append(one)
         if one.stdin is not None:

@@ -65,10 +65,14 @@ def links(
 
     Exit status: 0 measured, 1 processes did not talk, 2 wrong input.
     """
-    from shoal.base.estimates.facts import default_processes, this_machine
-    from shoal.cli.torchrun import launched
+    from shoal.base.estimates.facts import default_processes, read_machine_facts
+    from shoal.cli.torchrun import is_launched
 
-    asked: Document = {"sizes": _sizes(sizes), "groups": _groups(groups), "repeats": repeats}
+    asked: Document = {
+        "sizes": _parse_sizes(sizes),
+        "groups": _parse_group_sizes(groups),
+        "repeats": repeats,
+    }
     for name, value, least, most in (
         ("--processes", processes, 0, 1024),
         ("--repeats", repeats, 1, 10_000),
@@ -78,28 +82,30 @@ def links(
             raise ConfigError(f"{name} {value}: from {least} to {most}; try: {nearest}")
     if html is not None and not html.parent.is_dir():
         raise ConfigError(f"--html {html}: {html.parent} is no folder")
-    if launched():
-        document = _on_all_ranks(asked)
+    if is_launched():
+        document = _measure_all_ranks(asked)
     else:
-        document = _here(processes or max(2, default_processes(this_machine())), asked)
+        document = _measure_local_ranks(
+            processes or max(2, default_processes(read_machine_facts())), asked
+        )
     if document is None:  # another rank prints
         return
     if html is not None:
-        html.write_text(page(document), encoding="utf-8")
+        html.write_text(links_html(document), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(document))
         return
-    lines = table(document)
+    lines = links_table(document)
     if plot:
         from shoal.teach.drawings.plot import plot_lines
 
-        lines += [line for chart in charts(document) for line in ["", *plot_lines(chart)]]
+        lines += [line for chart in links_charts(document) for line in ["", *plot_lines(chart)]]
     if html is not None:
         lines += ["", f"written: {html}"]
     typer.echo("\n".join(lines))
 
 
-def _sizes(text: str) -> list[int]:
+def _parse_sizes(text: str) -> list[int]:
     """Return the message sizes in bytes, as a user writes them; the default sizes for ""."""
     if not text:
         return list(USUAL)
@@ -120,7 +126,7 @@ def _sizes(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def _groups(text: str) -> list[int]:
+def _parse_group_sizes(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")] if text else []
     for word in words:
         if not word.isdecimal() or int(word) < 2:
@@ -128,16 +134,16 @@ def _groups(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _here(processes: int, asked: Document) -> Document:
+def _measure_local_ranks(processes: int, asked: Document) -> Document:
     """Start processes on this machine and return their measurements."""
     if processes < 2:
         raise ConfigError(f"--processes {processes}: one process has no links; try: 2")
     _check_groups(asked["groups"], processes)
-    return dict(told_by_ranks("shoal.cli.links", processes, json.dumps(asked)))
+    return dict(run_ranks("shoal.cli.links", processes, json.dumps(asked)))
 
 
-def told_by_ranks(program: str, processes: int, *words: str) -> Any:
-    """Start processes of this machine that run a module; return what rank 0 passed to `tell`.
+def run_ranks(program: str, processes: int, *words: str) -> Any:
+    """Start processes that run a module; return what rank 0 passed to `write_rank_result`.
 
     Args:
         program: name of the module.
@@ -168,12 +174,12 @@ def told_by_ranks(program: str, processes: int, *words: str) -> Any:
         return json.loads((place / TOLD).read_text(encoding="utf-8"))
 
 
-def tell(found: Any) -> None:
+def write_rank_result(found: Any) -> None:
     """Write a JSON value for the parent of the ranks; rank 0 calls it."""
     (Path(os.environ["SHOAL_RUN_FOLDER"]) / TOLD).write_text(json.dumps(found), encoding="utf-8")
 
 
-def _on_all_ranks(asked: Document) -> Document | None:
+def _measure_all_ranks(asked: Document) -> Document | None:
     """Measure as a rank of a launcher; return None on all ranks but the first."""
     from shoal.fabric import start_world
 
@@ -182,7 +188,7 @@ def _on_all_ranks(asked: Document) -> Document | None:
         world.close()
         raise ConfigError("shoal links: one process has no links; try: --nproc-per-node=2")
     _check_groups(asked["groups"], world.size)
-    document = measure(world, asked)
+    document = measure_collectives(world, asked)
     first = world.is_first
     world.close()
     return document if first else None
@@ -196,28 +202,28 @@ def _check_groups(groups: list[int], ranks: int) -> None:
             raise ConfigError(f"--groups {size}: {ranks} ranks make no such groups; try: {near}")
 
 
-def measure(world: World, asked: Document) -> Document:
+def measure_collectives(world: World, asked: Document) -> Document:
     """Return all measurements as one document, the same on every rank; each rank calls it."""
     from itertools import combinations
 
     import torch
 
-    from shoal.fabric.axis_worlds import along
-    from shoal.fabric.device import backends
+    from shoal.fabric.axis_worlds import axis_world
+    from shoal.fabric.device import process_group_backend
     from shoal.fabric.exchanges.point_to_point import PointToPoint
     from shoal.machine.link_check import MOST_RANKS, measure_pairs
-    from shoal.machine.link_rates import look_at_groups
+    from shoal.machine.link_rates import measure_groups
 
     size, hosts = world.size, world.gather_json(socket.gethostname())
     wanted = asked["groups"] or [n for n in DOUBLINGS if n < size and not size % n] + [size]
     groups: dict[str, World] = {}
     for ranks in wanted:
         name = f"all {size} ranks" if ranks == size else f"{ranks} neighbours"
-        groups[name] = along(world, {"apart": size // ranks, "inside": ranks}, ["inside"])
+        groups[name] = axis_world(world, {"apart": size // ranks, "inside": ranks}, ["inside"])
     firsts = sorted({host: hosts.index(host) for host in hosts}.values())
     local = world.local_size
     if len(firsts) > 1 and size == local * len(firsts) and local > 1:
-        groups["one rank of each machine"] = along(
+        groups["one rank of each machine"] = axis_world(
             world, {"across": len(firsts), "inside": local}, ["across"]
         )
     members = range(size) if size <= MOST_RANKS else firsts
@@ -225,16 +231,16 @@ def measure(world: World, asked: Document) -> Document:
         "ranks": size,
         "hosts": hosts,
         "device": world.device.type,
-        "backend": backends(world.device),
+        "backend": process_group_backend(world.device),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "repeats": asked["repeats"],
-        "groups": look_at_groups(world, groups, asked["sizes"], asked["repeats"]),
+        "groups": measure_groups(world, groups, asked["sizes"], asked["repeats"]),
         "pairs": measure_pairs(world, PointToPoint(world), list(combinations(members, 2))),
     }
 
 
-def table(document: Document) -> list[str]:
+def links_table(document: Document) -> list[str]:
     """Return the document as lines of at most 100 columns."""
     machines = len(set(document["hosts"]))
     where = f"{machines} machine{'s' * (machines > 1)}, {document['backend']}, {document['device']}"
@@ -247,20 +253,21 @@ def table(document: Document) -> list[str]:
         for kind, told in group["links"].items():
             lines += [
                 "",
-                f"{NAMES[kind]} · {group['name']}{several} · model: {_short(told['latency_s'])} a "
+                f"{NAMES[kind]} · {group['name']}{several} · model: "
+                f"{_seconds_text(told['latency_s'])} a "
                 f"round, {bytes_text(told['bytes_per_s'])}/s, off by {told['error']:.0%}",
                 f"{'message':>12}{'median':>12}{'best':>12}{'model':>12}{'sent by a rank':>18}",
             ]
             lines += [
-                f"{bytes_text(one['bytes']):>12}{_short(one['median_s']):>12}"
-                f"{_short(one['best_s']):>12}{_short(one['model_s']):>12}"
+                f"{bytes_text(one['bytes']):>12}{_seconds_text(one['median_s']):>12}"
+                f"{_seconds_text(one['best_s']):>12}{_seconds_text(one['model_s']):>12}"
                 f"{bytes_text(one['bus_bytes_per_s']) + '/s':>18}"
                 for one in told["points"]
             ]
-    return [*lines, "", "pairs, one at a time:", *_pairs(document)]
+    return [*lines, "", "pairs, one at a time:", *_pair_lines(document)]
 
 
-def _pairs(document: Document) -> Iterator[str]:
+def _pair_lines(document: Document) -> Iterator[str]:
     many = len(set(document["hosts"])) > 1
     for pair in document["pairs"]:
         a, b = int(pair["a"]), int(pair["b"])
@@ -268,10 +275,10 @@ def _pairs(document: Document) -> Iterator[str]:
             f"{a} ({document['hosts'][a]}) – {b} ({document['hosts'][b]})" if many else f"{a} – {b}"
         )
         rate = f"{bytes_text(pair['bytes_per_s'])}/s"
-        yield f"{names:>12}{_short(pair['latency_s']):>12}{rate:>18}"
+        yield f"{names:>12}{_seconds_text(pair['latency_s']):>12}{rate:>18}"
 
 
-def _short(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     """Format seconds; below a millisecond as microseconds.
 
     >>> _short(0.00004213), _short(0.0042)
@@ -280,9 +287,9 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else seconds_text(seconds)
 
 
-def charts(document: Document) -> list[Chart]:
+def links_charts(document: Document) -> list[Chart]:
     """Return one chart per collective: medians as dots and the model's line, for every group."""
-    from shoal.teach.drawings.plot import Axis, Chart, Series
+    from shoal.teach.drawings.plot import Chart, PlotAxis, Series
 
     found = []
     for kind, name in NAMES.items():
@@ -302,17 +309,17 @@ def charts(document: Document) -> list[Chart]:
                     dots=True,
                 )
             )
-        axes = Axis("message, KiB", log=True, base=2), Axis("ms", log=True)
+        axes = PlotAxis("message, KiB", log=True, base=2), PlotAxis("ms", log=True)
         found.append(Chart(*axes, (*dots, *lines), title=name))
     return found
 
 
-def page(document: Document) -> str:
+def links_html(document: Document) -> str:
     """Return the table and charts as one self-contained HTML document."""
     from shoal.teach.drawings.plot_svg import plot_svg
 
-    text = escape("\n".join(table(document)))
-    pictures = "\n".join(plot_svg(chart) for chart in charts(document))
+    text = escape("\n".join(links_table(document)))
+    pictures = "\n".join(plot_svg(chart) for chart in links_charts(document))
     return (
         '<!doctype html>\n<meta charset="utf-8">\n<title>shoal links</title>\n'
         f"<body>\n{pictures}\n<pre>{text}</pre>\n</body>\n"
@@ -324,14 +331,14 @@ def main() -> int:
     from shoal.fabric import start_world
 
     world = start_world()
-    document = measure(world, json.loads(sys.argv[1]))
+    document = measure_collectives(world, json.loads(sys.argv[1]))
     if world.is_first:
-        tell(document)
+        write_rank_result(document)
     world.close()
     return 0
 
 
 if __name__ == "__main__":
-    from shoal.launch import end_with
+    from shoal.launch import run_and_exit
 
-    end_with(main)
+    run_and_exit(main)

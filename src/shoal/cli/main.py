@@ -10,12 +10,12 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ShoalError
-from shoal.base.operating_systems import untried
+from shoal.base.operating_systems import untested_system_warning
 from shoal.base.runlog.atomic_files import (
     cache_folder,
-    cache_trouble,
+    check_cache_folder,
+    make_temporary_cache,
     replace_compiler_caches,
-    temporary_cache,
 )
 from shoal.cli import (
     checkpoint,
@@ -33,7 +33,7 @@ from shoal.cli import (
     simulate,
     train,
 )
-from shoal.cli.terminal import GOES_ON, OutputLost, Terminal, check_letters, lost_line
+from shoal.cli.terminal import GOES_ON, OutputLostError, Terminal, check_encoding, output_lost_text
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -60,9 +60,9 @@ def check_caches(verb: str) -> None:
     line.
     """
     folder = cache_folder()
-    own = cache(temporary_cache)
+    own = cache(make_temporary_cache)
     lines = []
-    if verb in KEEPING and (why := cache_trouble(folder)):
+    if verb in KEEPING and (why := check_cache_folder(folder)):
         os.environ["SHOAL_CACHE"] = str(own())
         lines.append(
             f"cache folder {folder}: {why}; nothing is kept between runs; "
@@ -73,7 +73,7 @@ def check_caches(verb: str) -> None:
         sys.stderr.write("".join(f"shoal: {line}\n" for line in lines))
 
 
-def _keys() -> str | None:
+def _keys_help() -> str | None:
     """Return every key of run.toml by section for --help; else None, without an import."""
     if "--help" not in sys.argv:
         return None
@@ -89,7 +89,7 @@ def _keys() -> str | None:
     return f"\b\nKeys, each said in docs/configuration.md:\n{told}"
 
 
-app.command("train", epilog=_keys())(train.train)
+app.command("train", epilog=_keys_help())(train.train)
 app.command("compare")(compare.compare)
 app.command("diagnose")(diagnose.diagnose)
 app.command("doctor")(doctor.doctor)
@@ -110,7 +110,7 @@ for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"shoal {__version__}")
         raise typer.Exit
@@ -120,11 +120,15 @@ def _version(asked: bool) -> None:
 def options(
     context: typer.Context,
     version: bool = typer.Option(
-        False, "--version", help="Show the version and exit.", callback=_version, is_eager=True
+        False,
+        "--version",
+        help="Show the version and exit.",
+        callback=_print_version,
+        is_eager=True,
     ),
 ) -> None:
     """Shoal trains any PyTorch model on whatever its user has."""
-    if context.invoked_subcommand in STARTING and (line := untried()):
+    if context.invoked_subcommand in STARTING and (line := untested_system_warning()):
         typer.echo(f"shoal: {line}", err=True)
 
 
@@ -139,10 +143,10 @@ def main() -> None:
     terminal = Terminal(verb)
     code = 1
     try:
-        code = _command()
+        code = _run_command_line()
     finally:  # also for an exception that propagates
         if (lost := terminal.close()) is not None:
-            line = lost_line(lost)
+            line = output_lost_text(lost)
             sys.stderr.write(line)
             sys.stderr.flush()
             if not code and verb not in GOES_ON:
@@ -150,10 +154,10 @@ def main() -> None:
     sys.exit(code)
 
 
-def _command() -> int:
+def _run_command_line() -> int:
     """Run the command line, print its error line if any, and return the exit status."""
     try:
-        check_letters(sys.argv[1:])
+        check_encoding(sys.argv[1:])
         if sys.argv[1:2] and sys.argv[1] in BUILDING and "--help" not in sys.argv:
             check_caches(sys.argv[1])
         # typer prints the help for an empty command line.
@@ -165,7 +169,7 @@ def _command() -> int:
     except ShoalError as failure:
         sys.stderr.write(f"shoal: {failure}\n")
         return failure.exit_code
-    except OutputLost:
+    except OutputLostError:
         return 0  # `main` reports it, as it reports a failure of the last flush
     except BrokenPipeError:
         return 141

@@ -14,24 +14,24 @@ from pathlib import Path
 import typer
 
 
-def measure_here(arguments: list[str]) -> None:
+def measure_this_machine(arguments: list[str]) -> None:
     """Measure this machine with the processes of this request, replacing earlier measurements.
 
     Raises:
         ConfigError, PlanError: the request is wrong.
     """
-    from shoal.base.estimates.facts import this_machine
+    from shoal.base.estimates.facts import read_machine_facts
     from shoal.base.layouts.layout import Layout
     from shoal.base.runlog.events import EventLog
-    from shoal.config.load import load
+    from shoal.config.load import load_config
     from shoal.config.resolve import default_processes
     from shoal.launch import supervise
 
     paths = [Path(a) for a in arguments if "=" not in a]
-    config = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config
+    config = load_config(paths[0] if paths else None, [a for a in arguments if "=" in a]).config
     degrees = config.layout.degrees()
     asked = config.launch.processes or (Layout.of(degrees).processes if degrees else 0)
-    processes = asked or default_processes(this_machine())
+    processes = asked or default_processes(read_machine_facts())
     typer.echo(
         f"measuring this machine with {processes} process{'es' if processes > 1 else ''}, "
         f"under a minute",
@@ -65,6 +65,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from shoal.launch import end_with
+    from shoal.launch import run_and_exit
 
-    end_with(main)
+    run_and_exit(main)

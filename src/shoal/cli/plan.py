@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from shoal.cli.words import TRUST, file_and_overrides
+from shoal.cli.words import TRUST, split_arguments
 
 ARGUMENTS = typer.Argument(
     None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
@@ -62,13 +62,13 @@ def plan(
         explain_layout(arguments or [], on, as_json, trust=trust)
         return
     if measure:
-        from shoal.cli.measure import measure_here
+        from shoal.cli.measure import measure_this_machine
         from shoal.forecast.machines.cluster_syntax import parse_machines
 
         if on:
             parse_machines(on)  # reports a wrong machine before half a minute of measuring
-        measure_here(arguments or [])
-    record, best = _planned(arguments or [], on, top, trust=trust)
+        measure_this_machine(arguments or [])
+    record, best = _make_plan(arguments or [], on, top, trust=trust)
     if write is not None:
         from shoal.cli.plan_write import write_plan
 
@@ -83,37 +83,41 @@ def plan(
     raise typer.Exit(0 if best.fits else 1)
 
 
-def _planned(arguments: list[str], on: str, top: int, *, trust: bool) -> tuple[dict[str, Any], Any]:
+def _make_plan(
+    arguments: list[str], on: str, top: int, *, trust: bool
+) -> tuple[dict[str, Any], Any]:
     """Return the plan's document, and its best candidate."""
-    from shoal.cli.plan_subject import find_subject
-    from shoal.config.trust import load_own
-    from shoal.forecast.search.layout_search import search
+    from shoal.cli.plan_subject import resolve_subject
+    from shoal.config.trust import load_trusted
+    from shoal.forecast.search.layout_search import search_layouts
     from shoal.forecast.search.plan_document import plan_record
 
-    loaded = load_own(*file_and_overrides(arguments), trust=trust)
-    subject = find_subject(loaded, on)
-    found = search(subject.case, subject.space)
+    loaded = load_trusted(*split_arguments(arguments), trust=trust)
+    subject = resolve_subject(loaded, on)
+    found = search_layouts(subject.case, subject.space)
     record = plan_record(found, subject.space, top=top, notes=subject.notes)
     best = found[0]
     if best.memory.others_bytes:
-        from shoal.forecast.time.replica_costs import told
+        from shoal.forecast.time.replica_costs import describe_replicas
 
-        record["notes"].append(told(best.case, best.memory, sum(best.time.bytes.values())))
-    record["next"] = _next(best, record, arguments, on)
+        record["notes"].append(
+            describe_replicas(best.case, best.memory, sum(best.time.bytes.values()))
+        )
+    record["next"] = _next_command(best, record, arguments, on)
     return record, best
 
 
-def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> str:
+def _next_command(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> str:
     """Return the next command: a run, a plan that fits, or the plan as a file."""
     import shlex
 
     shown = ["--on", on] if on else []
     if not best.runs:
         fix = record["fixes"][0]["set"].split() if record["fixes"] else []
-        words = [*_without(arguments, fix), *fix, *shown]
+        words = [*_drop_replaced_arguments(arguments, fix), *fix, *shown]
         return f"shoal plan {shlex.join(words)}" if fix else ""
     if not on:
-        chosen = _chosen(best.case)
+        chosen = _non_default_keys(best.case)
         given = {word.partition("=")[0] for word in arguments}
         if "layout.strategy" in given:  # a strategy names a whole layout
             chosen = {key: value for key, value in chosen.items() if not key.startswith("layout.")}
@@ -122,7 +126,7 @@ def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> s
     return f"shoal plan {shlex.join([*arguments, *shown, '--write', 'run.toml'])}"
 
 
-def _without(arguments: list[str], fix: list[str]) -> list[str]:
+def _drop_replaced_arguments(arguments: list[str], fix: list[str]) -> list[str]:
     """Return the arguments without those that a fix replaces: degrees also replace a strategy."""
     said = {word.partition("=")[0] for word in fix}
     data = {"layout.strategy", "layout.dp_replicate", "layout.dp_shard", "layout.zero"}
@@ -136,15 +140,15 @@ ORDER = ("schedule", "chunks")
 """Keys of a pipeline schedule, given only where they are not the default."""
 
 
-def _chosen(case: Any) -> dict[str, Any]:
+def _non_default_keys(case: Any) -> dict[str, Any]:
     """Return the keys with which a run becomes this case, where its own defaults differ."""
     from shoal.base.layouts.policies import MemoryPolicy
     from shoal.base.layouts.schedule_names import DEFAULT
-    from shoal.planning.settle import words_of
+    from shoal.planning.settle import layout_keys
 
     layout, chosen = case.layout, {}
     if layout.is_derived:  # `auto` alone would not choose it
-        words = words_of(layout)
+        words = layout_keys(layout)
         chosen = {f"layout.{key}": n for key, n in words.items() if key not in ORDER}
     if layout.pp > 1 and case.schedule != DEFAULT:
         chosen["layout.schedule"] = case.schedule

@@ -15,22 +15,28 @@ from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.schedule_names import copies
-from shoal.base.plans.parameter_splits import ExchangeRow, Explained, FlopsRow, SplitRow, shard_text
-from shoal.cli.words import file_and_overrides
-from shoal.config.load import Loaded
+from shoal.base.layouts.schedule_names import model_copies
+from shoal.base.plans.parameter_splits import (
+    ExchangeRow,
+    FlopsRow,
+    SplitReport,
+    SplitRow,
+    shard_text,
+)
+from shoal.cli.words import split_arguments
+from shoal.config.load import LoadedConfig
 from shoal.config.sections import Config
-from shoal.config.trust import load_own
+from shoal.config.trust import load_trusted
 
 SAMPLES = 3
 """Samples with which the model is traced: no power of two, as degrees are."""
 
-Look = Callable[[Any], Any]
+ModelForward = Callable[[Any], Any]
 """Runs a model on the samples."""
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterShard:
     """Shard, collective and reason of one parameter on one axis."""
 
     axis: str = ""
@@ -40,10 +46,10 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Derived:
+class AxisEffect:
     """Effect of one axis on a model: parameters by name, exchanged messages, notices."""
 
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, ParameterShard] = field(default_factory=dict)
     exchanges: tuple[ExchangeRow, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -60,64 +66,74 @@ def explain(arguments: list[str], on: str, as_json: bool, *, trust: bool) -> Non
 
     from shoal.view.split_lines import print_splits
 
-    loaded = load_own(*file_and_overrides(arguments), trust=trust)
-    explained = explain_model(loaded.config, find_layout(loaded, on))
+    loaded = load_trusted(*split_arguments(arguments), trust=trust)
+    explained = explain_model(loaded.config, requested_layout(loaded, on))
     if as_json:
         typer.echo(json.dumps(explained.record(), indent=1))
     else:
         print_splits(explained, sys.stdout)
 
 
-def find_layout(loaded: Loaded, on: str) -> Layout:
+def requested_layout(loaded: LoadedConfig, on: str) -> Layout:
     """Return the requested layout, exactly as a run would take it; else the plan's best.
 
     Args:
         on: the text of --on, which sets the number of processes if nothing else does.
     """
-    from shoal.base.estimates.facts import this_machine
-    from shoal.cli.plan_subject import find_subject
-    from shoal.config.resolve import asked_layout, plan_of, processes_of
+    from shoal.base.estimates.facts import read_machine_facts
+    from shoal.cli.plan_subject import resolve_subject
+    from shoal.config.resolve import collect_layout_keys, count_processes, make_plan
     from shoal.forecast.machines.cluster_syntax import parse_machines
-    from shoal.forecast.search.layout_search import search
+    from shoal.forecast.search.layout_search import search_layouts
     from shoal.planning.settle import settle_layout
 
     config = loaded.config
     section = config.layout
     if section.strategy == "auto" and not section.degrees():
-        subject = find_subject(loaded, on)
-        return search(subject.case, subject.space)[0].case.layout
-    machine = this_machine()
+        subject = resolve_subject(loaded, on)
+        return search_layouts(subject.case, subject.space)[0].case.layout
+    machine = read_machine_facts()
     processes = config.launch.processes
     if not processes and on:
         processes = parse_machines(on, machine).devices
-    ranks = processes or processes_of(section, machine)
-    return settle_layout(plan_of(config), asked_layout(section), ranks, None, machine).layout
+    ranks = processes or count_processes(section, machine)
+    return settle_layout(
+        make_plan(config), collect_layout_keys(section), ranks, None, machine
+    ).layout
 
 
-def explain_model(config: Config, layout: Layout) -> Explained:
+def explain_model(config: Config, layout: Layout) -> SplitReport:
     """Return every parameter of the configured model under `layout`."""
-    from shoal.config.resolve import plan_of
-    from shoal.parallel.placement_rows import derive
-    from shoal.trace.flow.forward_record import Record
+    from shoal.config.resolve import make_plan
+    from shoal.parallel.placement_rows import derive_division
+    from shoal.trace.flow.forward_record import ForwardRecord
 
-    module, look, flops = _look_at(config)
-    plan = replace(plan_of(config), layout=layout)
-    found = derive(Record(module, look, plan), plan)
-    tensor = _over_tp(module, found.split, layout) if found.split is not None else Derived()
+    module, look, flops = _build_and_trace(config)
+    plan = replace(make_plan(config), layout=layout)
+    found = derive_division(ForwardRecord(module, look, plan), plan)
+    tensor = (
+        _tensor_parallel_effect(module, found.split, layout)
+        if found.split is not None
+        else AxisEffect()
+    )
     keep = found.cut.keep if found.cut is not None else ()
     experts = {
         f"{one.name}.{name}" for one in found.experts for name, _ in one.part.named_parameters()
     }
     rows = []
     for name, parameter in module.named_parameters():
-        inside = tensor.held.get(name, Held())
+        inside = tensor.held.get(name, ParameterShard())
         shape = tuple(parameter.shape)
-        across = over_data(layout, shape) if parameter.requires_grad else Held(reason="frozen")
+        across = (
+            data_parallel_shard(layout, shape)
+            if parameter.requires_grad
+            else ParameterShard(reason="frozen")
+        )
         if name in experts:
-            across = over_experts(layout, shape)
+            across = expert_parallel_shard(layout, shape)
         on = tuple(stage for stage, kept in enumerate(keep) if name in kept)
         tied = f"gradients of stages {', '.join(map(str, on))} summed" if len(on) > 1 else ""
-        if copies(layout.schedule) > 1:
+        if model_copies(layout.schedule) > 1:
             tied = "gradients of both copies summed"
         said = [inside.collective, across.collective, tied if parameter.requires_grad else ""]
         shards = [one.shard for one in (inside, across) if one.shard != "whole"]
@@ -133,12 +149,12 @@ def explain_model(config: Config, layout: Layout) -> Explained:
             )
         )
     name = config.model.build or config.model.name
-    return Explained(
+    return SplitReport(
         name, layout.text(), tuple(rows), tensor.exchanges, tensor.notices, SAMPLES, flops()
     )
 
 
-def over_data(layout: Layout, shape: tuple[int, ...]) -> Held:
+def data_parallel_shard(layout: Layout, shape: tuple[int, ...]) -> ParameterShard:
     """Return the effect of the data-parallel axes on one trainable parameter.
 
     >>> over_data(Layout(dp_replicate=2), (4, 4)).collective
@@ -148,21 +164,21 @@ def over_data(layout: Layout, shape: tuple[int, ...]) -> Held:
     """
     summed = "all_reduce of its gradient over dp_replicate"
     if layout.data_degree == 1:
-        return Held()
+        return ParameterShard()
     if not layout.zero:
-        return Held(collective=summed)
+        return ParameterShard(collective=summed)
     if layout.zero < 3:
-        return Held(
+        return ParameterShard(
             collective="reduce_scatter of its gradient, all_gather of its new values over dp_shard"
         )
     collective = "all_gather before use, reduce_scatter of its gradient over dp_shard"
     if layout.dp_replicate > 1:
         collective += f", {summed}"
     shard = shard_text(shape, 0, layout.dp_shard) if shape else "whole"
-    return Held("dp_shard", shard, collective)
+    return ParameterShard("dp_shard", shard, collective)
 
 
-def over_experts(layout: Layout, shape: tuple[int, ...]) -> Held:
+def expert_parallel_shard(layout: Layout, shape: tuple[int, ...]) -> ParameterShard:
     """Return the effect of expert parallelism on the stacked weights of experts.
 
     >>> over_experts(Layout(dp_replicate=4, ep=2), (8, 4, 4)).shard
@@ -175,25 +191,27 @@ def over_experts(layout: Layout, shape: tuple[int, ...]) -> Held:
         dp_shard=layout.expert_shard,
         zero=layout.zero if layout.expert_shard > 1 else 0,
     )
-    rest = over_data(own, (shape[0] // layout.ep, *shape[1:]))
+    rest = data_parallel_shard(own, (shape[0] // layout.ep, *shape[1:]))
     same = " of ranks with the same experts" if rest.collective else ""
     collectives = ["all_to_all of tokens to and from it", f"{rest.collective}{same}"]
     shards = [shard_text(shape, 0, layout.ep), rest.shard if rest.axis else ""]
-    return Held(
+    return ParameterShard(
         ", ".join(filter(None, ["ep", rest.axis])),
         ", of these ".join(filter(None, shards)),
         "; ".join(filter(None, collectives)),
     )
 
 
-def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ...]]]:
+def _build_and_trace(
+    config: Config,
+) -> tuple[Any, ModelForward, Callable[[], tuple[FlopsRow, ...]]]:
     """Return the model, its forward pass on the first samples, and the flops of that pass."""
     import torch
 
-    from shoal.data.loading.dataset_kind import is_indexed, join
-    from shoal.data.loading.sample_seeds import kept_draws
+    from shoal.data.loading.dataset_kind import is_indexed, join_samples
+    from shoal.data.loading.sample_seeds import preserved_rng
     from shoal.data.sources import open_source
-    from shoal.trace.costs.flops import module_flops
+    from shoal.trace.costs.flops import count_module_flops
     from shoal.trainer.jobs.configured_run import build_model, import_loss
     from shoal.trainer.parallelize import build_module
     from shoal.trainer.step.call_contract import call_model, split_batch, sum_and_count
@@ -204,9 +222,9 @@ def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ..
             f"data.source = {config.data.source}: can only be iterated, so there is no sample to "
             f"look at; try: a dataset with __getitem__ and __len__"
         )
-    with kept_draws():
+    with preserved_rng():
         few = [source.train[place] for place in range(min(SAMPLES, len(source.train)))]
-        batch = join(few, source.collate, "the first samples")
+        batch = join_samples(few, source.collate, "the first samples")
     module = build_module(lambda: build_model(config, source), config.train.seed).train()
     # The trace runs in fp32: the run's format changes none of the splits.
     inputs = split_batch(batch)[0]
@@ -221,24 +239,24 @@ def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ..
         return sum_and_count(import_loss(config.model)(outputs, targets), targets)
 
     def flops() -> tuple[FlopsRow, ...]:
-        counted = module_flops(module, batch, forward)
+        counted = count_module_flops(module, batch, forward)
         return tuple(replace(row, flops=row.flops / len(few)) for row in counted)
 
     return module, look, flops
 
 
-def _over_tp(module: Any, split: Any, layout: Layout) -> Derived:
+def _tensor_parallel_effect(module: Any, split: Any, layout: Layout) -> AxisEffect:
     """Return the effect of tensor parallelism on every parameter."""
     held = {}
     for name, parameter in module.named_parameters():
         one = split.parameters[name]
-        shard = label_text(tuple(parameter.shape), one.label, layout.tp)
+        shard = shard_label_text(tuple(parameter.shape), one.label, layout.tp)
         cut = shard != "whole"
         collective = "all_reduce of its gradient once a step" if one.partial else ""
         if cut and parameter.dim() > 1:
-            collective = _travels(name, one.reason, split.exchanges)
+            collective = _weight_collectives(name, one.reason, split.exchanges)
         reason = one.reason.partition(":")[0] if cut else one.reason.removeprefix("whole: ")
-        held[name] = Held("tp" if cut else "", shard, collective, reason)
+        held[name] = ParameterShard("tp" if cut else "", shard, collective, reason)
     counted: Counter[tuple[str, str, str, int]] = Counter()
     for owner, exchanges in split.exchanges.items():
         counted.update((owner, e.when, e.kind, e.payload_bytes) for e in exchanges)
@@ -246,10 +264,10 @@ def _over_tp(module: Any, split: Any, layout: Layout) -> Derived:
         ExchangeRow(owner, kind, when, payload_bytes, count)
         for (owner, when, kind, payload_bytes), count in counted.items()
     )
-    return Derived(held, rows, split.notices)
+    return AxisEffect(held, rows, split.notices)
 
 
-def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
+def _weight_collectives(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
     """Return the collectives that a split weight makes necessary, as text.
 
     Args:
@@ -274,7 +292,7 @@ def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
     return ", ".join(dict.fromkeys(said))
 
 
-def label_text(shape: tuple[int, ...], label: Any, degree: int) -> str:
+def shard_label_text(shape: tuple[int, ...], label: Any, degree: int) -> str:
     """Return as text which part the first of `degree` tensor-parallel ranks holds under a label."""
     from shoal.parallel.spmd.labelling.labels import Split, Tiled
 

@@ -13,23 +13,23 @@ from pathlib import Path
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.text.units import count_text
-from shoal.config.load import Loaded
-from shoal.config.resolve import micro_batch_is_open, plan_of, resolve_batch
+from shoal.config.load import LoadedConfig
+from shoal.config.resolve import make_plan, micro_batch_is_open, resolve_batch
 from shoal.config.sections import Config
 from shoal.forecast.machines.cluster_syntax import parse_machines
-from shoal.forecast.machines.measured_machine import read_measured, this_cluster
+from shoal.forecast.machines.measured_machine import estimate_this_machine, read_measured
 from shoal.forecast.memory.framework_memory import own_kernels
 from shoal.forecast.memory.model_states import WIDTHS
 from shoal.forecast.models.model_facts import FAMILIES, LANGUAGE
 from shoal.forecast.models.model_facts import PUBLISHED as BUILDABLE
-from shoal.forecast.models.own_transformers import own_family
-from shoal.forecast.models.published_models import from_config, published
-from shoal.forecast.models.transformer_costs import model_facts
-from shoal.forecast.search.case_settings import beside, format_on, left_out
-from shoal.forecast.search.search_space import SearchSpace, space_of
+from shoal.forecast.models.own_transformers import own_shape
+from shoal.forecast.models.published_models import published_shape, shape_from_config
+from shoal.forecast.models.transformer_costs import transformer_facts
+from shoal.forecast.search.case_settings import case_settings, choose_format, ignored_settings
+from shoal.forecast.search.search_space import SearchSpace, search_space
 
 TOKENS_PER_STEP = 4 * 2**20
 MOST_TOKENS = 16 * 2**20
@@ -39,15 +39,15 @@ PUBLISHED_SEQUENCE = 8192
 
 
 @dataclass
-class Subject:
+class PlanSubject:
     """Planned case, search space of its open fields, and assumptions made on the way."""
 
-    case: Case
+    case: PlanningCase
     space: SearchSpace
     notes: list[str] = field(default_factory=list)
 
 
-def find_subject(loaded: Loaded, machines: str) -> Subject:
+def resolve_subject(loaded: LoadedConfig, machines: str) -> PlanSubject:
     """Return the facts of the model and the machine for one request.
 
     Args:
@@ -58,15 +58,17 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     """
     config = loaded.config
     notes: list[str] = list(loaded.notices)
-    cluster = find_cluster(config, machines, notes)
-    compute = format_on(plan_of(config), cluster, notes)
-    model = find_model(loaded, cluster, WIDTHS[compute], notes)
+    cluster = resolve_cluster(config, machines, notes)
+    compute = choose_format(make_plan(config), cluster, notes)
+    model = resolve_model_facts(loaded, cluster, WIDTHS[compute], notes)
     degrees = config.layout.degrees()
     # `auto` leaves these axes at degree 1; a user who names one of them wants it searched.
     built = not machines and not {"tp", "pp", "cp"} & degrees.keys()
-    space = space_of(config.layout, cluster, built=built)
+    space = search_space(config.layout, cluster, built=built)
     layout = space.layout
-    batch, micro_batch, accumulate = _batch(loaded, model, cluster, layout, here=not machines)
+    batch, micro_batch, accumulate = _resolve_plan_batch(
+        loaded, model, cluster, layout, here=not machines
+    )
     notes += [note for note in loaded.notices if note not in notes]
     space = replace(
         space,
@@ -76,19 +78,19 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     )
     if layout is not None and layout.threads > 1 and cluster.device.kind == "cpu":
         notes.append("replicas in threads (dp) are not foreseen: the figures are one replica's")
-    notes += left_out(plan_of(config))
-    plan = replace(plan_of(config), compute=compute, batch=batch, micro_batch=micro_batch)
-    return Subject(Case(model, cluster, plan, **beside(config)), space, notes)
+    notes += ignored_settings(make_plan(config))
+    plan = replace(make_plan(config), compute=compute, batch=batch, micro_batch=micro_batch)
+    return PlanSubject(PlanningCase(model, cluster, plan, **case_settings(config)), space, notes)
 
 
-def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
+def resolve_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
     """Return the machines that --on names, or this machine as it was measured."""
-    from shoal.base.estimates.facts import this_machine
+    from shoal.base.estimates.facts import read_machine_facts
     from shoal.base.runlog.atomic_files import cache_folder
-    from shoal.config.resolve import processes_of
+    from shoal.config.resolve import count_processes
     from shoal.planning.layout_guide import check_cores
 
-    machine = this_machine()
+    machine = read_machine_facts()
     asked = config.launch
     if machines:
         found = parse_machines(machines, machine, cache_folder())
@@ -100,7 +102,7 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
             f"launch.nodes = {asked.nodes}: a plan for several machines needs to know them; "
             f'try: --on "{asked.nodes}x{max(1, machine.gpus or 8)}xH100-80GB"'
         )
-    processes = config.launch.processes or processes_of(config.layout, machine)
+    processes = config.launch.processes or count_processes(config.layout, machine)
     if config.layout.strategy == "dp" and machine.gpus > 1 and processes == 1:
         processes = config.layout.threads or machine.gpus  # one device each, in one process
     check_cores(processes, machine)
@@ -110,11 +112,11 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
             "this machine is not measured yet, so typical figures stand in; "
             "the first run measures it, or: shoal plan --measure"
         )
-    return measured or this_cluster(machine, processes)
+    return measured or estimate_this_machine(machine, processes)
 
 
-def find_model(
-    loaded: Loaded, cluster: Cluster, element_bytes: int, notes: list[str]
+def resolve_model_facts(
+    loaded: LoadedConfig, cluster: Cluster, element_bytes: int, notes: list[str]
 ) -> ModelFacts:
     """Return the model's facts: by its name, from config.json, or traced."""
     config = loaded.config
@@ -126,21 +128,19 @@ def find_model(
 
         check_tune(config)
     if section.build or tuned or (section.name in FAMILIES and not by_arithmetic):
-        return _traced(config, cluster, element_bytes)
+        return _trace_model_facts(config, cluster, element_bytes)
     sequence = config.data.sequence
     if section.name in FAMILIES:
         vocabulary = section.arguments.get("vocabulary") or _vocabulary(config)
-        shape = own_family(
-            section.name, section.arguments, vocabulary=vocabulary, sequence=sequence
-        )
+        shape = own_shape(section.name, section.arguments, vocabulary=vocabulary, sequence=sequence)
         kernels = own_kernels(cluster.device.kind, sequence, element_bytes)
-        return model_facts(shape, sequence, element_bytes, kernels)
+        return transformer_facts(shape, sequence, element_bytes, kernels)
     if section.name.startswith("hf:"):
-        shape = from_config(Path(section.name[3:]).expanduser())
+        shape = shape_from_config(Path(section.name[3:]).expanduser())
     elif section.name in BUILDABLE and section.arguments:
-        shape = own_family(section.name, section.arguments)
+        shape = own_shape(section.name, section.arguments)
     else:
-        shape = published(section.name)
+        shape = published_shape(section.name)
         if section.arguments:
             key = next(iter(section.arguments))
             raise ConfigError(
@@ -155,7 +155,7 @@ def find_model(
     if most and sequence > most:
         notes.append(f"{shape.name} has {most} positions, fewer than data.sequence")
     kernels = own_kernels(cluster.device.kind, sequence, element_bytes)
-    return model_facts(shape, sequence, element_bytes, kernels)
+    return transformer_facts(shape, sequence, element_bytes, kernels)
 
 
 def _vocabulary(config: Config) -> int:
@@ -163,17 +163,19 @@ def _vocabulary(config: Config) -> int:
     return int(size) if kind == "bpe" and size.isdecimal() else 2048
 
 
-def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
+def _trace_model_facts(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
     """Return the facts of a module without known arithmetic, by tracing one unit of each kind."""
     from shoal.data.sources import open_source
-    from shoal.trainer.jobs.run_forecast import facts_of
+    from shoal.trainer.jobs.run_forecast import collect_model_facts
 
     source = open_source(config.data, config.train.seed)
-    return facts_of(config, source, kernels=cluster.device.kind, element_bytes=element_bytes)
+    return collect_model_facts(
+        config, source, kernels=cluster.device.kind, element_bytes=element_bytes
+    )
 
 
-def _batch(
-    loaded: Loaded, model: ModelFacts, cluster: Cluster, layout: Layout | None, here: bool
+def _resolve_plan_batch(
+    loaded: LoadedConfig, model: ModelFacts, cluster: Cluster, layout: Layout | None, here: bool
 ) -> tuple[int, int, int]:
     """Return samples per step, per forward pass, micro-batches per rank; the last two 0: any.
 
@@ -198,7 +200,7 @@ def _batch(
     unit = (micro_batch or 1) * (accumulate or 1)
     if micro_batch and accumulate:
         return unit * degree, micro_batch, accumulate
-    batch = usual_batch(model.sequence, cluster.devices)
+    batch = default_batch(model.sequence, cluster.devices)
     if unit > 1:
         batch = max(1, round(batch / (unit * degree))) * unit * degree
     tokens = f", {count_text(batch * model.sequence)} tokens" if model.sequence else ""
@@ -206,7 +208,7 @@ def _batch(
     return batch, micro_batch, accumulate
 
 
-def usual_batch(sequence: int, devices: int) -> int:
+def default_batch(sequence: int, devices: int) -> int:
     """Return a common number of samples per step: 4M tokens, up to 16M on thousands of devices.
 
     The odd factor of the number of devices divides the batch, so that data-parallel degrees do.

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.layout import AXES
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.text.units import count_text
-from shoal.cli.words import file_and_overrides
-from shoal.config.load import load
+from shoal.cli.words import split_arguments
+from shoal.config.load import load_config
 from shoal.config.resolve import set_policies
 from shoal.config.save import to_toml
-from shoal.forecast.search.layout_search import Candidate
+from shoal.forecast.search.layout_search import LayoutCandidate
 
 ORIGIN = "shoal plan"
 
@@ -22,7 +22,7 @@ TEXT_UP_TO = 100_000_000
 """Parameters above which Python's own source text is too small a data set."""
 
 
-def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, list[str]]:
+def write_plan(best: LayoutCandidate, arguments: list[str], path: Path) -> tuple[str, list[str]]:
     """Write the request as a run.toml, with the plan's choices filled in.
 
     Returns:
@@ -36,7 +36,7 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
     if not path.parent.is_dir():
         raise ConfigError(f"--write {path}: no folder {path.parent}; try: make it first")
     case = best.case
-    loaded = load(*file_and_overrides(arguments))
+    loaded = load_config(*split_arguments(arguments))
     given = {axis: getattr(case.layout, axis) for axis in (*AXES[1:], "ep")}
     given = {axis: degree if degree > 1 else 0 for axis, degree in given.items()}
     single = case.layout.processes == 1
@@ -53,7 +53,7 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
         loaded.replace("layout", ORIGIN, schedule=case.schedule)
         if case.layout.chunks > 1:
             loaded.replace("layout", ORIGIN, chunks=case.layout.chunks)
-    write_whole(path, to_toml(loaded))
+    write_atomically(path, to_toml(loaded))
     notes = []
     if "data.source" not in loaded.origins and case.model.trainable > TEXT_UP_TO:
         notes.append(
@@ -61,11 +61,11 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
             f"text; nearest for {count_text(case.model.trainable)} parameters: "
             f"data.source=tokens:FOLDER"
         )
-    start, other = _start(best, path)
+    start, other = _start_command(best, path)
     return start, [*notes, *other]
 
 
-def _start(best: Candidate, path: Path) -> tuple[str, list[str]]:
+def _start_command(best: LayoutCandidate, path: Path) -> tuple[str, list[str]]:
     """Return the command that starts the run, here or by Slurm, and notes on other ways."""
     if not best.fits:
         return "", [f"{path} is written, and does not start on these devices"]

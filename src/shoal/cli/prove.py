@@ -57,13 +57,13 @@ def prove(
     from shoal.base.errors import ConfigError
     from shoal.cli import torchrun
 
-    if torchrun.launched():
+    if torchrun.is_launched():
         raise ConfigError(
             "prove: starts its own processes on this machine, and another launcher started this "
             "one; try: the same command alone, with launch.processes=N"
         )
     modes = ["--quick"] * quick + ["--by-blocks"] * by_blocks
-    report = _run(arguments or [], modes, quiet=as_json, trust=trust)
+    report = _run_proof(arguments or [], modes, quiet=as_json, trust=trust)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
@@ -73,23 +73,25 @@ def prove(
     raise typer.Exit(EXIT_CODES[report["verdict"]])
 
 
-def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) -> dict[str, Any]:
+def _run_proof(
+    arguments: list[str], modes: list[str], *, quiet: bool, trust: bool
+) -> dict[str, Any]:
     """Start the processes and return the report that they wrote."""
     from shoal.base.errors import BugError
-    from shoal.cli.start import prepare, write_folder
-    from shoal.cli.workers.worker import imports_of
-    from shoal.config.load import load
+    from shoal.cli.start import prepare_run, write_run_folder
+    from shoal.cli.workers.worker import worker_imports
+    from shoal.config.load import load_config
     from shoal.launch import supervise
-    from shoal.view.phase_lines import PhaseLine, read_doing
+    from shoal.view.phase_lines import PhaseLine, read_current_phases
 
     paths = [Path(a) for a in arguments if "=" not in a]
-    run = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
-    with _hidden(Path(run.folder)) as hidden:
+    run = load_config(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
+    with _hidden_folder(Path(run.folder)) as hidden:
         inside = [f"run.folder={hidden}", "run.name=proof"]
-        prepared = prepare([*arguments, *inside], None, trust=trust)
+        prepared = prepare_run([*arguments, *inside], None, trust=trust)
         folder, config = prepared.folder, prepared.loaded.config
         folder.mkdir(parents=True, exist_ok=True)
-        events = write_folder(prepared)
+        events = write_run_folder(prepared)
         if not quiet:
             count = config.launch.processes
             typer.echo(
@@ -106,12 +108,12 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
             processes=config.launch.processes,
             folder=folder,
             restarts=0,
-            emit=_telling(events.emit),
+            emit=_print_hangs(events.emit),
             first_s=FIRST_S,
             patience_s=PATIENCE_S,
-            on_tick=lambda: waiting.show(read_doing(folder)),
+            on_tick=lambda: waiting.show(read_current_phases(folder)),
             environ=environ,
-            imports=imports_of(config.model.name, prepared.plan.layout),
+            imports=worker_imports(config.model.name, prepared.plan.layout),
         )
         waiting.finish()
         if outcome.exit_code:
@@ -124,7 +126,7 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
         return report
 
 
-def _telling(emit: Callable[..., None]) -> Callable[..., None]:
+def _print_hangs(emit: Callable[..., None]) -> Callable[..., None]:
     """Wrap `emit` to print a hang with its stacks, since the folder is removed afterwards."""
     from shoal.base.text.event_sentences import event_text
 
@@ -140,7 +142,7 @@ def _telling(emit: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _hidden(root: Path) -> Iterator[Path]:
+def _hidden_folder(root: Path) -> Iterator[Path]:
     """Make a folder under `root` and remove it afterwards, `root` too if it did not exist."""
     existed = root.exists()
     root.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.errors import ConfigError, ShoalError, nearest
+from shoal.base.errors import ConfigError, ShoalError, nearest_word
 
 NEIGHBOURS = ("accelerate", "deepspeed")
 OTHERS = dict.fromkeys(
@@ -37,11 +37,11 @@ def run(
 ) -> None:
     """Run a script of another library's as it is: Shoal answers its import."""
     if library not in NEIGHBOURS:
-        first = OTHERS.get(library) or nearest(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
+        first = OTHERS.get(library) or nearest_word(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
         raise ConfigError(f"--as {library}: not one of {', '.join(NEIGHBOURS)}; try: {first}")
     script = Path(words[0])
     if not script.is_file():
-        near = nearest(script.name, [path.name for path in Path(script.parent).glob("*.py")])
+        near = nearest_word(script.name, [path.name for path in Path(script.parent).glob("*.py")])
         found = f"; try: {script.parent / near}" if near else ""
         raise ConfigError(f"{script}: there is no such script{found}")
     if processes > 0:

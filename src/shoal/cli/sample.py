@@ -42,17 +42,17 @@ def sample(
     folder is yours or root's, or with --trust.
     """
     from shoal.checkpoint.format.hub_folder import run_folder
-    from shoal.cli.checkpoint import checkpoints_of
-    from shoal.config.trust import load_own
-    from shoal.view.phase_lines import shown_waits
+    from shoal.cli.checkpoint import list_run_checkpoints
+    from shoal.config.trust import load_trusted
+    from shoal.view.phase_lines import show_phases
 
-    checkpoint = checkpoints_of(path)[0]
+    checkpoint = list_run_checkpoints(path)[0]
     if (named := run_folder(checkpoint) / "run.toml").is_file():
-        load_own(named, [], trust=trust)
-    with shown_waits(sys.stderr):
+        load_trusted(named, [], trust=trust)
+    with show_phases(sys.stderr):
         with phase("import"):
-            from shoal.trainer.jobs.text_generation import write_on
-        text = write_on(
+            from shoal.trainer.jobs.text_generation import generate_text
+        text = generate_text(
             run_folder(checkpoint),
             checkpoint,
             prompt,

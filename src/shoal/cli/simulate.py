@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shoal.base.errors import ConfigError, nearest
-from shoal.teach.simulate_table import ALIASES, CALCULATOR, WHATS, Asked, Entry
+from shoal.base.errors import ConfigError, nearest_word
+from shoal.teach.simulate_table import ALIASES, CALCULATOR, WHATS, Entry, SimulateRequest
 
 if TYPE_CHECKING:
-    from shoal.teach.simulate_shows import Shown
+    from shoal.teach.simulate_shows import SimulateContents
 
 WORDS = typer.Argument(None, metavar="WHAT", help="What to look at.")
 RANKS = typer.Option(None, "--ranks", metavar="N", help="Ranks; default 4.")
@@ -66,9 +66,9 @@ def simulate(
     Exit status: 0, or 2 with one line for something to correct.
     """
     if not words:
-        _list()
+        _print_entries()
         return
-    what, entry = find(words[0])
+    what, entry = find_entry(words[0])
     given: dict[str, float | None] = {
         "--ranks": ranks,
         "--micro-batches": micro_batches,
@@ -80,22 +80,26 @@ def simulate(
     }
     check_options(what, entry, given, words[1:])
     if entry.function == CALCULATOR:
-        _calculate(what, words[1:], svg, trace, as_json)
+        _print_calculator(what, words[1:], svg, trace, as_json)
         return
     from shoal.teach import simulate_shows
 
-    asked = Asked(what, tuple(words[1:]), {k: v for k, v in given.items() if v is not None})
-    shown: Shown = getattr(simulate_shows, entry.function)(asked)
-    kept = simulate_shows.write(shown, what, svg, trace)
+    asked = SimulateRequest(
+        what, tuple(words[1:]), {k: v for k, v in given.items() if v is not None}
+    )
+    shown: SimulateContents = getattr(simulate_shows, entry.function)(asked)
+    kept = simulate_shows.write_files(shown, what, svg, trace)
     if as_json:
-        typer.echo(json.dumps(simulate_shows.record(shown, what), indent=1, ensure_ascii=False))
+        typer.echo(
+            json.dumps(simulate_shows.contents_record(shown, what), indent=1, ensure_ascii=False)
+        )
         return
-    simulate_shows.draw(shown, sys.stdout)
+    simulate_shows.print_contents(shown, sys.stdout)
     for path, how in kept:
         typer.echo(f"kept: {path}{how}")
 
 
-def find(word: str) -> tuple[str, Entry]:
+def find_entry(word: str) -> tuple[str, Entry]:
     """Return the entry of a name, or of one of its aliases.
 
     Raises:
@@ -107,7 +111,7 @@ def find(word: str) -> tuple[str, Entry]:
     name = ALIASES.get(word, word)
     if name in WHATS:
         return name, WHATS[name]
-    close = nearest(word, [*WHATS, *ALIASES])
+    close = nearest_word(word, [*WHATS, *ALIASES])
     hint = f"; try: shoal simulate {close}" if close else "; shoal simulate lists them all"
     raise ConfigError(f"shoal simulate {word}: there is no such thing{hint}")
 
@@ -136,7 +140,7 @@ def check_options(
         raise ConfigError(f"shoal simulate {what} {words[0]}: {what} takes options only")
 
 
-def _calculate(
+def _print_calculator(
     what: str, words: list[str], svg: Path | None, trace: Path | None, as_json: bool
 ) -> None:
     """Print one screen of a calculator.
@@ -152,7 +156,7 @@ def _calculate(
     calculate(what, words, json=as_json, options={} if svg is None else {"svg": str(svg)})
 
 
-def _list() -> None:
+def _print_entries() -> None:
     """Print all entries, one line each."""
     from shoal.teach.calculate import SCREENS
 

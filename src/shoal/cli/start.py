@@ -13,63 +13,63 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest, short
-from shoal.base.estimates.facts import this_machine
+from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest_word, shorten
+from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.base.layouts.parameter_servers import spare_ranks
+from shoal.base.layouts.parameter_servers import expendable_ranks
 from shoal.base.layouts.schedule_names import check_stages
-from shoal.base.plans.batches import turn_of
+from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import EventLog
-from shoal.base.runlog.truncate_logs import mend_folder
+from shoal.base.runlog.truncate_logs import quarantine_damage
 from shoal.checkpoint.format.lease import RunLease
-from shoal.checkpoint.format.listing import find, read_manifest
-from shoal.cli.ending import Ending, end_of_islands, next_lines, told
-from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
-from shoal.cli.job_file import note_job
-from shoal.cli.words import file_and_overrides
-from shoal.cli.workers.worker import imports_of
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
+from shoal.cli.ending import SessionEnding, error_text, islands_exit_status, next_lines
+from shoal.cli.islands import check_islands_resumable, island_folder, island_folders, launch_islands
+from shoal.cli.job_file import write_job_name
+from shoal.cli.words import split_arguments
+from shoal.cli.workers.worker import worker_imports
 from shoal.config.differences import (
-    of_configurations,
-    of_surroundings,
-    refusal,
-    shows_when_opened,
+    compare_configurations,
+    compare_environments,
+    format_refusal,
+    may_fail_when_opened,
 )
-from shoal.config.load import Loaded, load
+from shoal.config.load import LoadedConfig, load_config
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
-    asked_layout,
-    check_reads,
+    check_model_data,
     chosen_micro_batch,
+    collect_layout_keys,
+    count_processes,
     kind_by_name,
+    make_plan,
     micro_batch_is_open,
-    plan_of,
-    processes_of,
     resolve_batch,
     resolve_folder,
     resolve_islands,
     resolve_length,
     resolve_validation,
 )
-from shoal.config.save import keep_origins, to_toml
+from shoal.config.save import restore_origins, to_toml
 from shoal.config.sections import Config
-from shoal.config.trust import load_own
-from shoal.forecast.models.hf_presence import foreign_config, is_foreign
-from shoal.forecast.models.model_facts import blocks as count_blocks
-from shoal.forecast.models.model_facts import parameters as count_parameters
+from shoal.config.trust import load_trusted
+from shoal.forecast.models.hf_presence import is_hf_name, resolve_hf_config
+from shoal.forecast.models.model_facts import count_model_blocks as count_blocks
+from shoal.forecast.models.model_facts import count_model_parameters as count_parameters
 from shoal.launch import supervise
 from shoal.planning.layout_guide import check_cores
 from shoal.planning.pipeline_bubble import describe_bubble
-from shoal.planning.recorded_plan import keep_choice
+from shoal.planning.recorded_plan import restore_choice
 from shoal.planning.settle import settle_batch, settle_layout
 from shoal.view.live import LiveView
-from shoal.view.summary import summary
+from shoal.view.summary import summarise_run
 
 
 @dataclass
-class Prepared:
+class PreparedRun:
     """A run that may start: its configuration, folder and plan.
 
     Attributes:
@@ -78,7 +78,7 @@ class Prepared:
         sized: an earlier start, or the run that wrote this run.toml, has chosen the micro-batch.
     """
 
-    loaded: Loaded
+    loaded: LoadedConfig
     folder: Path
     plan: Plan
     resumed: bool
@@ -87,14 +87,14 @@ class Prepared:
     sized: bool = False
 
 
-def prepare(
+def prepare_run(
     arguments: list[str],
     resume: Path | None,
     processes: int | None = None,
     *,
     force: bool = False,
     trust: bool = False,
-) -> Prepared:
+) -> PreparedRun:
     """Check the request and settle what was left open.
 
     Args:
@@ -105,36 +105,36 @@ def prepare(
     Raises:
         ConfigError, PlanError, CheckpointError: the request is wrong; one line each.
     """
-    path, overrides = file_and_overrides(arguments)
+    path, overrides = split_arguments(arguments)
     if resume is not None:
         if path:
             raise ConfigError(f"command line: {path}: --resume takes its own run.toml")
         _check_resumable(resume)
         path = resume / "run.toml"
-    loaded = load_own(path, overrides, trust=trust)
+    loaded = load_trusted(path, overrides, trust=trust)
     sized = chosen_micro_batch(loaded) > 0
     plan, chosen = settle_run(loaded, processes, resume)
     folder = resume or resolve_folder(loaded)
     if path == folder / "run.toml":
-        keep_origins(loaded, path)
+        restore_origins(loaded, path)
     if resume is not None:
-        _check_goes_on(loaded.config.islands, resume)
+        _check_islands_resume(loaded.config.islands, resume)
         for key, value in (("folder", str(resume.parent)), ("name", resume.name)):
             if value != getattr(loaded.config.run, key):
                 loaded.replace("run", "resumed", **{key: value})
         if not force:
-            _check_same(loaded, resume)
-        return Prepared(loaded, resume, plan, True, chosen, force, sized)
+            _check_result_unchanged(loaded, resume)
+        return PreparedRun(loaded, resume, plan, True, chosen, force, sized)
     # A run that never saved anything has nothing to lose; its lease protects a live one.
-    if find(folder / "checkpoints") or islands_of(folder):
+    if list_checkpoints(folder / "checkpoints") or island_folders(folder):
         raise ConfigError(
             f"run.name = {loaded.config.run.name}: {folder} holds a run already; to go on with it: "
             f"shoal train --resume {folder}; else another run.name"
         )
-    return Prepared(loaded, folder, plan, False, sized=sized)
+    return PreparedRun(loaded, folder, plan, False, sized=sized)
 
 
-def _check_same(loaded: Loaded, folder: Path) -> None:
+def _check_result_unchanged(loaded: LoadedConfig, folder: Path) -> None:
     """Refuse a resume whose settings or code change the result.
 
     Only differences that can be found without torch are checked here; the workers check data and
@@ -143,24 +143,24 @@ def _check_same(loaded: Loaded, folder: Path) -> None:
     Raises:
         ConfigError: names each difference from the newest checkpoint that changes the result.
     """
-    held = islands_of(folder)
-    for found in find((held[0] if held else folder) / "checkpoints"):
+    held = island_folders(folder)
+    for found in list_checkpoints((held[0] if held else folder) / "checkpoints"):
         try:
             record = read_manifest(found.path).record
         except CheckpointError:
             continue  # the code that restores the checkpoint reports the damage
         then = str(record.get("configuration", ""))
-        differences = of_configurations(then, to_toml(loaded)) if then else []
-        differences += of_surroundings(record)
-        if shows_when_opened(differences):
+        differences = compare_configurations(then, to_toml(loaded)) if then else []
+        differences += compare_environments(record)
+        if may_fail_when_opened(differences):
             return  # the workers refuse it, and offer --force only if it can resume
-        if line := refusal(f"--resume {folder}", found.step, differences):
+        if line := format_refusal(f"--resume {folder}", found.step, differences):
             raise ConfigError(line)
         return
 
 
 def settle_run(
-    loaded: Loaded, processes: int | None, resume: Path | None = None
+    loaded: LoadedConfig, processes: int | None, resume: Path | None = None
 ) -> tuple[Plan, bool]:
     """Settle processes, layout, batch and length in `loaded`; check model and data paths.
 
@@ -176,15 +176,15 @@ def settle_run(
         ConfigError, PlanError: one line each, with the nearest legal values.
     """
     config = loaded.config
-    machine = this_machine()
+    machine = read_machine_facts()
     if processes is None and config.launch.nodes > 1:
         raise PlanError(
             f"launch.nodes = {config.launch.nodes}: `shoal train` starts processes on this machine "
             f"only; on several, start the same command with torchrun --nnodes or srun"
         )
     resolve_islands(loaded)
-    section, alone = config.layout, _islands_here(loaded.config.islands) == 1
-    count = processes or config.launch.processes or processes_of(section, machine)
+    section, alone = config.layout, _count_local_islands(loaded.config.islands) == 1
+    count = processes or config.launch.processes or count_processes(section, machine)
     if not (alone or processes or config.launch.processes or section.degrees()):
         count = max(1, count // config.islands.count)
     check_cores(count, machine)
@@ -195,10 +195,12 @@ def settle_run(
         parameters = count_parameters(
             config.model.name, config.model.arguments, sequence=config.data.sequence
         )
-    plan = settle_layout(plan_of(config), asked_layout(section), count, parameters, machine)
+    plan = settle_layout(
+        make_plan(config), collect_layout_keys(section), count, parameters, machine
+    )
     chosen = False
     if resume is not None:
-        plan, chosen = keep_choice(plan, asked_layout(section), resume)
+        plan, chosen = restore_choice(plan, collect_layout_keys(section), resume)
     layout = plan.layout
     if layout.servers and config.islands.on:
         raise PlanError(
@@ -209,7 +211,7 @@ def settle_run(
         found := count_blocks(config.model.name, config.model.arguments)
     ):
         check_stages(layout.schedule, layout.pp, layout.chunks, found, config.model.name)
-    plan = settle_portions(loaded, plan)
+    plan = settle_run_batch(loaded, plan)
     if pipeline := describe_bubble(layout, plan.batch, plan.micro_batch):
         loaded.notices.append(pipeline)
     resolve_length(loaded)
@@ -217,7 +219,7 @@ def settle_run(
     return plan, chosen
 
 
-def settle_portions(loaded: Loaded, plan: Plan) -> Plan:
+def settle_run_batch(loaded: LoadedConfig, plan: Plan) -> Plan:
     """Settle the batch and its division, in `loaded` and in the plan that has its layout.
 
     A micro-batch that an earlier start chose is kept if it divides the share of a data-parallel
@@ -230,7 +232,7 @@ def settle_portions(loaded: Loaded, plan: Plan) -> Plan:
     resolve_batch(loaded, plan.layout.data_degree)
     train, chosen = loaded.config.train, chosen_micro_batch(loaded)
     given = 0 if micro_batch_is_open(loaded) else train.micro_batch
-    most = chosen or (turn_of(train.batch) if loaded.config.islands.on else 0)
+    most = chosen or (default_turn(train.batch) if loaded.config.islands.on else 0)
     plan = settle_batch(replace(plan, batch=train.batch, micro_batch=given), at_most=most)
     if chosen and plan.micro_batch != chosen:
         loaded.notices.append(
@@ -243,25 +245,25 @@ def settle_portions(loaded: Loaded, plan: Plan) -> Plan:
     return plan
 
 
-def _islands_here(islands: IslandsPolicy) -> int:
+def _count_local_islands(islands: IslandsPolicy) -> int:
     """Return the number of islands that this command starts on this machine."""
     return 1 if islands.at or not islands.on else islands.count
 
 
-def _in_folders(islands: IslandsPolicy, folder: Path) -> bool:
+def _has_island_folders(islands: IslandsPolicy, folder: Path) -> bool:
     """Return whether islands have their own folders in the run's, even a single remaining one."""
-    alone = islands.on and not islands.at and bool(islands_of(folder))
-    return alone or _islands_here(islands) > 1
+    alone = islands.on and not islands.at and bool(island_folders(folder))
+    return alone or _count_local_islands(islands) > 1
 
 
-def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
+def _check_islands_resume(islands: IslandsPolicy, folder: Path) -> None:
     """Refuse to resume a run of islands with a command that starts no islands.
 
     Raises:
         ConfigError: the folder holds islands, and islands.at or islands.method excludes them.
     """
-    held = islands_of(folder)
-    if held and not _in_folders(islands, folder):
+    held = island_folders(folder)
+    if held and not _has_island_folders(islands, folder):
         key = f"at = {islands.at}" if islands.at else f"method = {islands.method}"
         raise ConfigError(
             f"islands.{key}: {folder} was trained by islands, and only islands started from there "
@@ -284,7 +286,7 @@ def check_tune(config: Config) -> None:
                 value = getattr(tune, key)
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(
-                    f"tune.{key} = {short(str(shown))}: no adapter is asked for; try: "
+                    f"tune.{key} = {shorten(str(shown))}: no adapter is asked for; try: "
                     f"tune.adapter=lora"
                 )
         return
@@ -295,12 +297,12 @@ def check_tune(config: Config) -> None:
         )
     if config.model.build:
         return  # the weights of the user's build function
-    if not is_foreign(name):
+    if not is_hf_name(name):
         raise ConfigError(
             f"{where}: model.name = {name} starts from random weights, and frozen ones learn "
             f"nothing; try: model.name=hf:FOLDER, say of `shoal checkpoint export`"
         )
-    path, stored = foreign_config(name, config.model.arguments)
+    path, stored = resolve_hf_config(name, config.model.arguments)
     if not stored:
         raise ConfigError(
             f"{where}: no safetensors lie beside {path}, and frozen random weights learn nothing; "
@@ -308,7 +310,7 @@ def check_tune(config: Config) -> None:
         )
 
 
-def _check_paths(loaded: Loaded) -> None:
+def _check_paths(loaded: LoadedConfig) -> None:
     config = loaded.config
     check_data(config.data)
     check_tune(config)
@@ -325,24 +327,24 @@ def _check_paths(loaded: Loaded) -> None:
         check_remote(config.checkpoint.remote)
     kind = kind_by_name(config.data.source)
     if kind and not config.model.build:
-        check_reads(config.model.name, config.data.source, lambda: kind)
+        check_model_data(config.model.name, config.data.source, lambda: kind)
 
 
 def _check_resumable(folder: Path) -> None:
     if not (folder / "run.toml").exists():
         runs = [p.parent for p in Path("runs").glob("*/run.toml")]
-        close = nearest(str(folder), [str(r) for r in runs])
+        close = nearest_word(str(folder), [str(r) for r in runs])
         hint = f"; try: {close}" if close else "; run folders hold a run.toml"
-        if find(folder / "checkpoints"):
+        if list_checkpoints(folder / "checkpoints"):
             raise ConfigError(
                 f"--resume {folder}: has checkpoints but no run.toml, so a script of your own made "
                 f"it with shoal.parallelize; start that again: its run.restore() goes on"
             )
         raise ConfigError(f"--resume {folder}: no run there{hint}")
-    if _in_folders(load(folder / "run.toml").config.islands, folder):
-        return check_resumable(folder)
-    if not find(folder / "checkpoints"):
-        remote = load(folder / "run.toml").config.checkpoint.remote
+    if _has_island_folders(load_config(folder / "run.toml").config.islands, folder):
+        return check_islands_resumable(folder)
+    if not list_checkpoints(folder / "checkpoints"):
+        remote = load_config(folder / "run.toml").config.checkpoint.remote
         there = f", which goes on from what {remote} has" if remote else ""
         raise ConfigError(
             f"--resume {folder}: holds no complete checkpoint; start anew with "
@@ -355,7 +357,7 @@ def _check_resumable(folder: Path) -> None:
         )
 
 
-def launch(prepared: Prepared, environ: dict[str, str]) -> int:
+def launch_run(prepared: PreparedRun, environ: dict[str, str]) -> int:
     """Supervise the workers to the end; return the exit code."""
     folder, config = prepared.folder, prepared.loaded.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -366,17 +368,17 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             for path in files
             if prepared.resumed and path.exists()
         }
-        events = write_folder(prepared)
-        note_job(folder, environ)
+        events = write_run_folder(prepared)
+        write_job_name(folder, environ)
         environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not prepared.force else ""
-        if _in_folders(config.islands, folder):
-            outcomes = launch_all(prepared.loaded, prepared.plan, folder, environ, events)
-            code, how, lines = end_of_islands(folder, outcomes)
+        if _has_island_folders(config.islands, folder):
+            outcomes = launch_islands(prepared.loaded, prepared.plan, folder, environ, events)
+            code, how, lines = islands_exit_status(folder, outcomes)
             if code == ConfigError.exit_code:
-                _put_back(before)
+                _restore_files(before)
             _print_errors(lines)
-            typer.echo(summary(island_folder(folder, 0)))
-            typer.echo(next_lines(folder, code, how, Ending.of(folder).saved))
+            typer.echo(summarise_run(island_folder(folder, 0)))
+            typer.echo(next_lines(folder, code, how, SessionEnding.of(folder).saved))
             return code
         view = LiveView(folder, stream=sys.stdout, colour=True)
         paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
@@ -391,57 +393,57 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 emit=events.emit,
                 on_tick=view.tick,
                 environ=environ,
-                imports=imports_of(config.model.name, prepared.plan.layout),
+                imports=worker_imports(config.model.name, prepared.plan.layout),
                 patience_s=config.launch.patience_s,
                 grace_s=config.launch.grace_s,
                 steps_to_save=2 + (config.islands.period if config.islands.on else 0),
-                spare=spare_ranks(prepared.plan.layout),
+                spare=expendable_ranks(prepared.plan.layout),
             )
         finally:
             view.finish()
         # Only while owner.json exists: it alone reveals a deleted and re-created folder.
-        ending = Ending.of(folder := events.owner.place() if events.owner else folder)
+        ending = SessionEnding.of(folder := events.owner.current_path() if events.owner else folder)
     is_moved = folder != prepared.folder
     if not is_moved and prepared.resumed and outcome.status == "failed" and not ending.began:
-        _put_back(before)
+        _restore_files(before)
     if not (is_moved or prepared.resumed) and ending.is_empty(outcome):
-        typer.echo(ending.forget())
+        typer.echo(ending.remove_folder())
         return ending.status(outcome)
-    if trouble := ending.trouble(outcome):
+    if trouble := ending.error_line(outcome):
         _print_errors([trouble])
     if outcome.exit_code == 2:
         return outcome.exit_code
     if ending.made or prepared.resumed:
-        typer.echo(summary(folder, view.console.width if view.on_terminal else 80))
-    typer.echo(ending.next(outcome))
+        typer.echo(summarise_run(folder, view.console.width if view.on_terminal else 80))
+    typer.echo(ending.next_command_lines(outcome))
     return ending.status(outcome)
 
 
 def _print_errors(lines: list[str]) -> None:
     """Print lines on standard error, after flushing standard output so that the order stays."""
-    sys.stderr.writelines(told(line) for line in lines)
+    sys.stderr.writelines(error_text(line) for line in lines)
     sys.stderr.flush()
 
 
-def _put_back(before: dict[Path, str]) -> None:
+def _restore_files(before: dict[Path, str]) -> None:
     """Restore files after a failed resume: an override that failed does not belong to the run."""
     for path, text in before.items():
-        write_whole(path, text)
+        write_atomically(path, text)
 
 
-def write_folder(prepared: Prepared, attempt: int = 0) -> EventLog:
+def write_run_folder(prepared: PreparedRun, attempt: int = 0) -> EventLog:
     """Write the resolved run.toml and the first event into the run folder; return its event log.
 
     Args:
         attempt: restarts before this one.
     """
     folder = prepared.folder
-    mended = mend_folder(folder) if prepared.resumed else []
-    write_whole(folder / "run.toml", to_toml(prepared.loaded))
+    mended = quarantine_damage(folder) if prepared.resumed else []
+    write_atomically(folder / "run.toml", to_toml(prepared.loaded))
     # Facts that an earlier attempt recorded about another model do not apply to this one.
     known = read_object(folder / "plan.json") if prepared.resumed else {}
     told = {"chosen": prepared.chosen, "sized": prepared.sized}
-    write_whole(folder / "plan.json", prepared.plan.to_json({**known, **told}))
+    write_atomically(folder / "plan.json", prepared.plan.to_json({**known, **told}))
     events = EventLog(folder / "events.jsonl", None)
     config = prepared.loaded.config
     events.emit(

@@ -26,14 +26,14 @@ GOES_ON = ("train", "compare", "prove", "find", "launch")
 """Verbs whose work is worth more than their output: a run folder, a proof, a measurement."""
 
 
-class OutputLost(OSError):
+class OutputLostError(OSError):
     """Error of a standard output that takes no more.
 
     It has no errno: typer and Rich exit on the errno of a closed pipe.
     """
 
 
-class _Stream(io.RawIOBase):
+class _StandardStream(io.RawIOBase):
     """A standard stream by its file descriptor, which remembers that it was lost.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Stream(io.RawIOBase):
             except OSError as failure:
                 self.failure = failure
                 if not self.goes_on:
-                    raise OutputLost from None
+                    raise OutputLostError from None
         return size
 
     def fileno(self) -> int:
@@ -82,31 +82,31 @@ class Terminal:
 
     def __init__(self, verb: str) -> None:
         open_closed_streams()
-        self.out = _Stream(1, goes_on=verb in GOES_ON)
-        self.error = _Stream(2, goes_on=True)
+        self.out = _StandardStream(1, goes_on=verb in GOES_ON)
+        self.error = _StandardStream(2, goes_on=True)
         if verb != "run":
-            sys.stdout = _text(sys.stdout, self.out)
-            sys.stderr = _text(sys.stderr, self.error)
+            sys.stdout = _text_stream(sys.stdout, self.out)
+            sys.stderr = _text_stream(sys.stderr, self.error)
 
     def close(self) -> OSError | None:
         """Flush the streams; return the failure of standard output if it was lost."""
         try:
             sys.stdout.flush()
             sys.stderr.flush()
-        except OutputLost:
+        except OutputLostError:
             pass
         self.out.goes_on = True  # the lost output has been reported already
         return self.out.failure
 
 
-def lost_line(failure: OSError) -> str:
+def output_lost_text(failure: OSError) -> str:
     """Return why standard output takes no more; "" for a pipe whose reader has gone."""
     if failure.errno in (errno.EPIPE, errno.ESHUTDOWN):
         return ""
     return f"shoal: standard output: {failure.strerror}; try: another file or terminal\n"
 
 
-def check_letters(words: list[str]) -> None:
+def check_encoding(words: list[str]) -> None:
     """Refuse command-line words that Python cannot decode in this locale's encoding.
 
     Raises:
@@ -121,7 +121,7 @@ def check_letters(words: list[str]) -> None:
             )
 
 
-def _text(stream: Any, raw: _Stream) -> Any:
+def _text_stream(stream: Any, raw: _StandardStream) -> Any:
     """Return a text stream over `raw` like Python's own; a replaced stream (a test's) stays."""
     if stream is not None:
         try:

@@ -2,9 +2,9 @@
 
 Every process of the launcher runs the same command. All processes meet first. Rank 0 then settles
 the request, writes the run folder and broadcasts its path, or the error, so that all ranks exit in
-the same way. Rank 0 draws. A restarted job finds its folder by its name, `run.name` or the
-launcher's own for the job, and resumes from its newest checkpoint, or starts anew if there is none
-yet.
+the same way. Rank 0 draws. A restarted job finds its folder by its name, `train_as_worker.name` or
+the launcher's own for the job, and resumes from its newest checkpoint, or starts anew if there is
+none yet.
 With `torchrun --nnodes=1:2` the same happens when a node leaves or joins: all workers start again,
 and each agent counts only its own failures. If nodes share no disk, rank 0 first receives the
 newest run (`trainer/jobs/node_starts.py`).
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.errors import UNSAVED_CODE, CheckpointError, ConfigError, PlanError, ShoalError
 from shoal.base.runlog.events import EventLog
 from shoal.base.slurm import count_tasks
-from shoal.cli.job_file import JOB_FILE, attempt_of, is_of, job_of
-from shoal.wire.phases import tell_folder
+from shoal.cli.job_file import JOB_FILE, belongs_to_job, job_attempt, job_name
+from shoal.wire.phases import write_phases_to_folder
 
 if TYPE_CHECKING:
     from shoal.checkpoint.format.lease import RunLease
@@ -32,14 +32,14 @@ FILES = ("run.toml", "plan.json", JOB_FILE)
 """Files of a run folder that a start needs."""
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return whether torchrun or Slurm started this process as one of several."""
     env = os.environ
     torchrun = "RANK" in env and "WORLD_SIZE" in env
     return torchrun or count_tasks(env) not in ("", "1")
 
 
-def run(
+def train_as_worker(
     arguments: list[str], resume: Path | None, *, force: bool = False, trust: bool = False
 ) -> int:
     """Train as one of the launcher's processes; return the exit code.
@@ -50,28 +50,30 @@ def run(
     """
     from shoal.launch import run_worker
 
-    return run_worker(lambda: _work(arguments, resume, force, trust))
+    return run_worker(lambda: _train_worker(arguments, resume, force, trust))
 
 
-def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -> int:
-    from shoal.cli.ending import UNSAVED_STATUS, Ending
+def _train_worker(arguments: list[str], resume: Path | None, force: bool, trust: bool) -> int:
+    from shoal.cli.ending import UNSAVED_STATUS, SessionEnding
     from shoal.fabric import start_world
-    from shoal.launch import Outcome
+    from shoal.launch import RunOutcome
     from shoal.proof.start_proof import prove_run
     from shoal.trainer.main_job import train
-    from shoal.view.summary import summary
+    from shoal.view.summary import summarise_run
 
     world = start_world()
-    attempt = world.all_reduce_max(attempt_of(os.environ))
+    attempt = world.all_reduce_max(job_attempt(os.environ))
     force = force or attempt > 0
     if world.local_size < world.size:  # on several machines
-        from shoal.trainer.jobs.node_starts import meet
+        from shoal.trainer.jobs.node_starts import sync_newest_run
 
-        meet(arguments, resume, job_of(os.environ), FILES, world)
+        sync_newest_run(arguments, resume, job_name(os.environ), FILES, world)
     answer: dict[str, Any] = {}
     lease = None
     if world.is_first:
-        answer, lease = _settle(arguments, resume, attempt, world.size, force=force, trust=trust)
+        answer, lease = _settle_on_rank_0(
+            arguments, resume, attempt, world.size, force=force, trust=trust
+        )
     answer = world.broadcast_json(answer)
     if "error" in answer:
         if not world.is_first:
@@ -80,16 +82,16 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
         raise kinds.get(answer["kind"], ConfigError)(answer["error"])
     folder = Path(answer.pop("folder"))
     if world.keepers:
-        from shoal.trainer.jobs.node_starts import share
+        from shoal.trainer.jobs.node_starts import write_start_files
 
-        lease = share(folder, answer, FILES, world) or lease
+        lease = write_start_files(folder, answer, FILES, world) or lease
     os.environ["SHOAL_RUN_FOLDER"] = str(folder)
     log = EventLog(folder / "events.jsonl", world.rank)
     log.emit("worker_started", pid=os.getpid(), attempt=attempt)
     stop = None
     if world.is_first:
-        stop = _draw(folder)
-        tell_folder(folder)
+        stop = _start_live_view(folder)
+        write_phases_to_folder(folder)
     try:
         code = train(folder, prove_run, world=world)
     finally:
@@ -100,15 +102,15 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
     how = {0: "finished", UNSAVED_CODE: "unsaved"}.get(code, "stopped")
     code = UNSAVED_STATUS if code == UNSAVED_CODE else code
     if world.rank == 0:
-        outcome = Outcome(how, code, 1, "the last checkpoint could not be written")
-        ending = Ending.of(folder)
+        outcome = RunOutcome(how, code, 1, "the last checkpoint could not be written")
+        ending = SessionEnding.of(folder)
         if how == "unsaved":
-            sys.stderr.write(f"shoal: {ending.trouble(outcome)}\n")
-        sys.stdout.write(f"{summary(folder)}\n{ending.next(outcome)}\n")
+            sys.stderr.write(f"shoal: {ending.error_line(outcome)}\n")
+        sys.stdout.write(f"{summarise_run(folder)}\n{ending.next_command_lines(outcome)}\n")
     return code
 
 
-def _settle(
+def _settle_on_rank_0(
     arguments: list[str],
     resume: Path | None,
     attempt: int,
@@ -119,17 +121,17 @@ def _settle(
 ) -> tuple[dict[str, Any], RunLease | None]:
     """Return rank 0's broadcast, the run folder or an error, and its lease on the folder."""
     from shoal.checkpoint.format.lease import RunLease
-    from shoal.cli.start import prepare, write_folder
+    from shoal.cli.start import prepare_run, write_run_folder
 
     try:
-        again = continued(arguments, resume, os.environ, attempt)
-        prepared = prepare(*again, size, force=force, trust=trust)
+        again = continue_job(arguments, resume, os.environ, attempt)
+        prepared = prepare_run(*again, size, force=force, trust=trust)
         os.environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not force else ""
         (prepared.folder / "logs").mkdir(parents=True, exist_ok=True)
         lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
         lease.acquire()
-        write_folder(prepared, attempt)
-        (prepared.folder / JOB_FILE).write_text(job_of(os.environ), encoding="utf-8")
+        write_run_folder(prepared, attempt)
+        (prepared.folder / JOB_FILE).write_text(job_name(os.environ), encoding="utf-8")
     except ShoalError as failure:
         return {"error": str(failure), "kind": type(failure).__name__}, None
     except OSError as failure:
@@ -140,7 +142,7 @@ def _settle(
     return {"folder": str(prepared.folder), **started}, lease
 
 
-def continued(
+def continue_job(
     arguments: list[str], resume: Path | None, environ: Mapping[str, str], attempt: int
 ) -> tuple[list[str], Path | None]:
     """Return the arguments and the folder to resume of this attempt; a job keeps one folder.
@@ -153,15 +155,15 @@ def continued(
         ConfigError: a restarted job's folder has no name, so it cannot be found; or a folder of
             this name may belong to this job, and no record confirms it.
     """
-    from shoal.checkpoint.format.listing import find
-    from shoal.config.load import load
+    from shoal.checkpoint.format.listing import list_checkpoints
+    from shoal.config.load import load_config
 
     if resume is not None:
         return arguments, resume
     overrides = [a for a in arguments if "=" in a]
     paths = [Path(a) for a in arguments if "=" not in a]
-    run = load(paths[0] if paths else None, overrides).config.run
-    name, job = run.name, job_of(environ)
+    run = load_config(paths[0] if paths else None, overrides).config.run
+    name, job = run.name, job_name(environ)
     if not name:
         if not job and attempt:
             raise ConfigError(
@@ -173,9 +175,9 @@ def continued(
         name = f"job-{job}"
         arguments, overrides = [*arguments, f"run.name={name}"], [*overrides, f"run.name={name}"]
     folder = Path(run.folder) / name
-    if not find(folder / "checkpoints"):
+    if not list_checkpoints(folder / "checkpoints"):
         return arguments, None
-    if attempt or is_of(folder, job):
+    if attempt or belongs_to_job(folder, job):
         return overrides, folder  # the folder's run.toml holds the keys of the given file
     if not job and "TORCHELASTIC_RUN_ID" in environ:
         raise ConfigError(
@@ -186,26 +188,26 @@ def continued(
     return arguments, None
 
 
-def continued_alone(
+def continue_single_task_job(
     arguments: list[str], resume: Path | None, environ: Mapping[str, str]
 ) -> tuple[list[str], Path | None]:
-    """Return `continued` for a job of one task, whose command starts its processes itself.
+    """Return `continue_job` for a job of one task, whose command starts its processes itself.
 
     Only a restart of the same job resumes: one allocation may start many runs, one after another.
     """
-    from shoal.config.load import load
+    from shoal.config.load import load_config
 
-    attempt, job = attempt_of(environ), job_of(environ)
+    attempt, job = job_attempt(environ), job_name(environ)
     if resume is not None or not attempt or not job:
         return arguments, resume
     paths = [Path(a) for a in arguments if "=" not in a]
-    run = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
-    if not run.name or not is_of(Path(run.folder) / run.name, job):
+    run = load_config(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
+    if not run.name or not belongs_to_job(Path(run.folder) / run.name, job):
         return arguments, resume
-    return continued(arguments, resume, environ, attempt)
+    return continue_job(arguments, resume, environ, attempt)
 
 
-def _draw(folder: Path) -> Any:
+def _start_live_view(folder: Path) -> Any:
     """Draw the run from its folder in a thread; return the function that ends the thread."""
     from shoal.view.live import LiveView
 

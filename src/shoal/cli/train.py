@@ -20,7 +20,7 @@ from shoal.base.errors import ConfigError, PlanError
 from shoal.cli.words import TRUST
 
 if TYPE_CHECKING:
-    from shoal.cli.start import Prepared
+    from shoal.cli.start import PreparedRun
 
 ARGUMENTS = typer.Argument(
     None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
@@ -57,35 +57,37 @@ def train(
     """
     from shoal.cli import start, torchrun
 
-    if torchrun.launched():
-        raise typer.Exit(torchrun.run(arguments or [], resume, force=force, trust=trust))
+    if torchrun.is_launched():
+        raise typer.Exit(
+            torchrun.train_as_worker(arguments or [], resume, force=force, trust=trust)
+        )
     if force and resume is None:
         raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
-    words, folder = torchrun.continued_alone(arguments or [], resume, os.environ)
+    words, folder = torchrun.continue_single_task_job(arguments or [], resume, os.environ)
     force = force or folder != resume  # a restart of the same job resumes despite any difference
     typer.echo(f"shoal {__version__}: {'resuming ' + str(folder) if folder else 'preparing a run'}")
     sys.stdout.flush()
     try:
-        prepared = start.prepare(words, folder, force=force, trust=trust)
+        prepared = start.prepare_run(words, folder, force=force, trust=trust)
     except KeyboardInterrupt:
         sys.stderr.write("shoal: stopped by Ctrl-C before the run began\n")
         raise typer.Exit(1) from None
     if dry_run:
-        foresee(prepared)
+        print_forecast(prepared)
         raise typer.Exit(0)
-    raise typer.Exit(start.launch(prepared, dict(os.environ)))
+    raise typer.Exit(start.launch_run(prepared, dict(os.environ)))
 
 
-def foresee(prepared: Prepared) -> None:
+def print_forecast(prepared: PreparedRun) -> None:
     """Print a step's layout, time and memory, and the islands' waiting time, without a start.
 
     All checks of a real start come before it, so a dry run without an error can start.
     """
     from shoal.base.layouts.policies import POLICIES
     from shoal.base.text.units import bytes_text, seconds_text
-    from shoal.cli.plan_subject import find_subject
-    from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, by_link
-    from shoal.forecast.search.layout_search import search
+    from shoal.cli.plan_subject import resolve_subject
+    from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, costs_by_link
+    from shoal.forecast.search.layout_search import search_layouts
     from shoal.forecast.time.island_costs import IslandsFacts
     from shoal.view.island_lines import link_lines
 
@@ -103,9 +105,9 @@ def foresee(prepared: Prepared) -> None:
         f"micro-batches of {train.micro_batch}"
     )
     try:
-        subject = find_subject(loaded, "")
+        subject = resolve_subject(loaded, "")
         # A plan would search over recompute; a run recomputes what its configuration sets.
-        best = search(subject.case, replace(subject.space, given=frozenset(POLICIES)))[0]
+        best = search_layouts(subject.case, replace(subject.space, given=frozenset(POLICIES)))[0]
     except PlanError as refusal:
         typer.echo(f"not foreseen: {refusal}")
         return
@@ -120,7 +122,7 @@ def foresee(prepared: Prepared) -> None:
             tokens=train.batch * config.data.sequence,
             ranks=config.launch.processes,
         )
-        costs = by_link(islands, facts)
+        costs = costs_by_link(islands, facts)
         typer.echo(f"islands: {islands.method}, a merge every {islands.period} steps")
         typer.echo("\n".join(link_lines(list(zip(RATES_BYTES_PER_S, costs, strict=True)))))
     typer.echo("nothing was started")

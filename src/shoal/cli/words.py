@@ -14,7 +14,7 @@ TRUST = typer.Option(
 )
 
 
-def file_and_overrides(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Separate the run.toml of a command line from its overrides.
 
     Raises:

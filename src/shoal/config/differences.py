@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import short
-from shoal.base.runlog.environment import changed_code, versions
+from shoal.base.errors import shorten
+from shoal.base.runlog.environment import find_changed_code, library_versions
 from shoal.config.save import MICRO_BATCH
 from shoal.config.sections import Config
 
@@ -58,7 +58,7 @@ class Difference:
         >>> Difference("optimizer.lr", 0.001, 0.5).line
         'optimizer.lr: 0.001 → 0.5'
         """
-        return f"{self.key}: {short(str(self.then))} → {short(str(self.now))}"
+        return f"{self.key}: {shorten(str(self.then))} → {shorten(str(self.now))}"
 
 
 def changes_result(key: str) -> bool:
@@ -71,7 +71,7 @@ def changes_result(key: str) -> bool:
     return key in BINDING or not free
 
 
-def of_configurations(then: str, now: str) -> list[Difference]:
+def compare_configurations(then: str, now: str) -> list[Difference]:
     """Compare two run.toml texts, key by key; return [] if one of them cannot be parsed.
 
     A key that only one of them has (another version of Shoal wrote the other) counts with its
@@ -88,11 +88,13 @@ def of_configurations(then: str, now: str) -> list[Difference]:
             continue
         for name in dict.fromkeys((*old, *new)):
             key = f"{section}.{name}"
-            usual = _default(section, name)
+            usual = _default_value(section, name)
             was, is_now = old.get(name, usual), new.get(name, usual)
             if was != is_now and key not in PLACES:
                 changes = changes_result(key) and not (
-                    key == MICRO_BATCH and _is_chosen(then) and _is_chosen(now)
+                    key == MICRO_BATCH
+                    and _is_micro_batch_chosen(then)
+                    and _is_micro_batch_chosen(now)
                 )
                 found.append(Difference(key, was, is_now, changes))
     if any(one.key == "islands.method" for one in found):  # the other keys follow from it
@@ -100,23 +102,24 @@ def of_configurations(then: str, now: str) -> list[Difference]:
     return found
 
 
-def _is_chosen(text: str) -> bool:
+def _is_micro_batch_chosen(text: str) -> bool:
     """Return whether Shoal chose the micro-batch of a run.toml: then it follows the layout."""
     lines = (line for line in text.splitlines() if line.startswith("micro_batch = "))
     return next(lines, "").endswith("# derived")
 
 
-def of_surroundings(
+def compare_environments(
     record: Mapping[str, Any], code: Mapping[str, list[str]] | None = None
 ) -> list[Difference]:
     """Compare versions and the user's own source with the record of a checkpoint.
 
     Args:
-        code: `user_code()`; None: nothing is imported, and the files are read in their old places.
+        code: `find_user_code()`; None: nothing is imported, and the files are read in their old
+        places.
     """
     before = record.get("versions")
     before = before if isinstance(before, dict) else {}
-    after = versions(before)
+    after = library_versions(before)
     found = [
         Difference(f"version of {name}", was, after.get(name, ABSENT), changes=False)
         for name, was in before.items()
@@ -126,11 +129,12 @@ def of_surroundings(
     told = told if isinstance(told, dict) else {}
     known = {name: one for name, one in told.items() if _is_source(one)}
     return found + [
-        Difference(f"code of {path}", "as it was", "changed") for path in changed_code(known, code)
+        Difference(f"code of {path}", "as it was", "changed")
+        for path in find_changed_code(known, code)
     ]
 
 
-def shows_when_opened(found: Sequence[Difference]) -> bool:
+def may_fail_when_opened(found: Sequence[Difference]) -> bool:
     """Return whether the changes may make a resume impossible, forced or not.
 
     >>> shows_when_opened([Difference("data.sequence", 8, 9)])
@@ -142,7 +146,7 @@ def shows_when_opened(found: Sequence[Difference]) -> bool:
     return any(key in OPENED or key.partition(".")[0] in OPENED_SECTIONS for key in keys)
 
 
-def refusal(where: str, step: int, found: Sequence[Difference]) -> str:
+def format_refusal(where: str, step: int, found: Sequence[Difference]) -> str:
     """Return the line with which a resume stops; "" if nothing changes the result.
 
     Args:
@@ -165,6 +169,6 @@ def _is_named(one: Difference) -> bool:
     return one.key in ("islands.method", "islands.count")
 
 
-def _default(section: str, name: str) -> Any:
+def _default_value(section: str, name: str) -> Any:
     value = getattr(getattr(Config(), section, None), name, ABSENT)
     return list(value) if isinstance(value, tuple) else value

@@ -19,16 +19,16 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from shoal.base.errors import ConfigError, nearest, short
-from shoal.base.layouts.compression import check_compress
+from shoal.base.errors import ConfigError, nearest_word, shorten
+from shoal.base.layouts.compression import check_compression
 from shoal.base.layouts.layout import AXES
 from shoal.base.layouts.policies import (
     check_compile,
+    check_nonelementwise_optimizer,
     check_value,
-    check_whole_steps,
 )
-from shoal.base.layouts.schedule_names import canonical
-from shoal.base.validation_size import check_validation
+from shoal.base.layouts.schedule_names import canonical_schedule
+from shoal.base.validation_size import check_validation_samples
 from shoal.config.sections import Config, LayoutSection, keys
 
 ALIASES = {
@@ -47,7 +47,7 @@ ALIASES = {
 
 
 @dataclass
-class Loaded:
+class LoadedConfig:
     """A whole configuration, with the origin of each value and notices for the user.
 
     `replace(section, origin, **values)` sets values in place, with their origin
@@ -70,7 +70,7 @@ class Loaded:
             self.origins[f"{section}.{key}"] = origin
 
 
-def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
+def load_config(path: Path | None, overrides: Iterable[str] = ()) -> LoadedConfig:
     """Load and check a run's configuration: overrides win over the file, the file over defaults.
 
     Args:
@@ -85,7 +85,7 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
         ConfigError: one line with file or "command line", key, legal values, the nearest one.
         PlanError: values that do not go together (compile, compress, optimizer, schedule).
     """
-    loaded = Loaded(Config())
+    loaded = LoadedConfig(Config())
     if path is not None:
         for section, table in _read_toml(path).items():
             if not isinstance(table, dict):
@@ -94,17 +94,17 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
                     f"{_guess_section(section) or '[train]'}"
                 )
             for key, value in table.items():
-                _set(loaded, section, key, value, str(path))
+                _set_key(loaded, section, key, value, str(path))
     for text in overrides:
         name, found, value_text = text.partition("=")
         section, dot, key = name.strip().partition(".")
         if not found or not dot:
             raise ConfigError(
-                f"command line: {short(text)}: overrides are written section.key=value"
+                f"command line: {shorten(text)}: overrides are written section.key=value"
                 + (f"; try: {_guess_section(name)}={value_text}" if _guess_section(name) else "")
             )
-        _set(loaded, section, key, _parse(value_text), "command line")
-    _let_strategy_win(loaded)
+        _set_key(loaded, section, key, _parse_value(value_text), "command line")
+    _apply_strategy_override(loaded)
     if loaded.config.data.packing == "on":  # packed rows pass their positions by name
         loaded.replace("model", "of data.packing", call="kwargs")
     _check_values(loaded.config)
@@ -115,7 +115,7 @@ SHAPES = (*(axis for axis in AXES[1:]), "ep", "zero", "threads", "schedule", "ch
 """Keys of [layout] that a strategy's name sets too."""
 
 
-def _let_strategy_win(loaded: Loaded) -> None:
+def _apply_strategy_override(loaded: LoadedConfig) -> None:
     """Reset the file's degrees if the command line names a strategy."""
     if loaded.origins.get("layout.strategy") != "command line":
         return
@@ -155,7 +155,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {failure.strerror}") from None
 
 
-def _parse(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Return a value from the command line: TOML if it parses as TOML, else the text itself.
 
     >>> _parse("3"), _parse("1e-3"), _parse("true"), _parse("adamw"), _parse("[0.9, 0.99]")
@@ -167,7 +167,7 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> None:
+def _set_key(loaded: LoadedConfig, section: str, key: str, value: Any, origin: str) -> None:
     sections = {f.name for f in fields(Config)}
     # In [model] the same word may be an argument of the user's own builder.
     canonical = ALIASES.get(key) if section != "model" else None
@@ -175,18 +175,18 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
         loaded.notices.append(f"{origin}: {section}.{key} is called {canonical} here")
         section, key = canonical.split(".")
     if section not in sections:
-        close = nearest(section, sections) or _section_of(key)
+        close = nearest_word(section, sections) or _section_of(key)
         hint = f"; try: {close}.{key}" if close else f"; sections: {', '.join(sorted(sections))}"
-        raise ConfigError(f"{origin}: {short(f'{section}.{key}')}: no such section{hint}")
+        raise ConfigError(f"{origin}: {shorten(f'{section}.{key}')}: no such section{hint}")
     current = getattr(loaded.config, section)
-    hints = _hints(section)
+    hints = _key_types(section)
     if section == "model" and key not in hints:
         loaded.replace("model", origin, arguments={**current.arguments, key: value})
         loaded.origins[f"model.{key}"] = origin
         return
     if key not in hints or key == "arguments":
         raise ConfigError(
-            f"{origin}: {short(f'{section}.{key}')}: no such key{_nearest_key(section, key)}"
+            f"{origin}: {shorten(f'{section}.{key}')}: no such key{_nearest_key(section, key)}"
         )
     if hints[key] is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
@@ -196,20 +196,20 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
         typed = msgspec.convert(value, type=hints[key], strict=True)
     except msgspec.ValidationError:
         raise ConfigError(
-            f"{origin}: {section}.{key} = {short(repr(value))}: {_type_text(hints[key])} is "
+            f"{origin}: {section}.{key} = {shorten(repr(value))}: {_type_text(hints[key])} is "
             f"wanted, got {_type_text(type(value))}"
         ) from None
     for text in typed if isinstance(typed, tuple) else (typed,):
         if isinstance(text, str) and any(ord(letter) < ord(" ") for letter in text):
             raise ConfigError(
-                f"{origin}: {section}.{key} = {short(repr(text))}: holds a line break or another "
-                f"control character; try: {short(repr(' '.join(text.split())))}"
+                f"{origin}: {section}.{key} = {shorten(repr(text))}: holds a line break or another "
+                f"control character; try: {shorten(repr(' '.join(text.split())))}"
             )
     loaded.replace(section, origin, **{key: typed})
 
 
 @cache
-def _hints(section: str) -> dict[str, Any]:
+def _key_types(section: str) -> dict[str, Any]:
     """Return the type of every key of a section; cached, as a run.toml has a hundred keys."""
     return get_type_hints(type(getattr(Config(), section)))
 
@@ -218,13 +218,13 @@ def _nearest_key(section: str, key: str) -> str:
     everywhere = {f"{f.name}.{k}" for f in fields(Config) for k in _keys(f.name)}
     # Names of other projects are understood, so a slip in one of them means ours.
     others = {name: ours for name, ours in ALIASES.items() if ours.startswith(f"{section}.")}
-    here = nearest(key, [*_keys(section), *others])
+    here = nearest_word(key, [*_keys(section), *others])
     if here:
         return f"; try: {others.get(here) or f'{section}.{here}'}"
     elsewhere = _section_of(key)
     if elsewhere:
         return f"; try: {elsewhere}.{key}"
-    close = nearest(f"{section}.{key}", everywhere)
+    close = nearest_word(f"{section}.{key}", everywhere)
     return f"; try: {close}" if close else f"; keys: {', '.join(sorted(_keys(section)))}"
 
 
@@ -259,15 +259,15 @@ def _check_values(config: Config) -> None:
         values = getattr(config, section.name)
         for key in keys(values):
             check_value(f"{section.name}.{key.name}", key, getattr(values, key.name))
-    check_validation(config.train.validate_samples)
+    check_validation_samples(config.train.validate_samples)
     precision.check_loss_scale("precision.loss_scale", "precision.compute", "fp16")
-    config.islands.settled()
+    config.islands.resolved()
     layout = config.layout
     check_compile(config.train.compile, config.memory.recompute)
-    check_whole_steps(optimizer.name, layout.named(), layout.tp, layout.ep)
-    check_compress(layout.compress, layout.named(), precision.compute, precision.reduce)
+    check_nonelementwise_optimizer(optimizer.name, layout.named(), layout.tp, layout.ep)
+    check_compression(layout.compress, layout.named(), precision.compute, precision.reduce)
     if layout.schedule:
-        canonical(layout.schedule)
+        canonical_schedule(layout.schedule)
     layout.check_split()
     if layout.zero not in range(-1, 4):
         raise ConfigError(

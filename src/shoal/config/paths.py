@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.base.errors import ConfigError, format_choice_error, nearest_word
 from shoal.base.moved_modules import current_path
 from shoal.config.mixture_syntax import split_mixture
 from shoal.config.sections import DataSection
@@ -82,11 +82,11 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     names = [*head.split("."), rest]
     if colon and head not in KINDS and all(name.isidentifier() for name in names):
         return "function", source
-    close = nearest(head, KINDS[:-1])
+    close = nearest_word(head, KINDS[:-1])
     named = close in ON_DISK or close == "mix"
     hint = f"; try: {close}{colon + rest if named else ''}"
     if close is None or (named and not rest):
-        raise ConfigError(one_of(where, source, FORMS))
+        raise ConfigError(format_choice_error(where, source, FORMS))
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
 
 
@@ -99,7 +99,7 @@ def is_remote(source: str) -> bool:
     return "://" in source
 
 
-def nearest_path(path: Path) -> str:
+def suggest_path(path: Path) -> str:
     """Return a hint for a missing path: a similar name, or its nearest existing folder."""
     missing = path
     folder = path.parent
@@ -129,7 +129,7 @@ def fixed_folder(pattern: str) -> Path:
     return Path(*parts[: plain[0] if plain else -1])
 
 
-def _matches(pattern: str) -> Iterator[Path]:
+def _iterate_matches(pattern: str) -> Iterator[Path]:
     found = glob.iglob(str(Path(pattern).expanduser()), recursive=True)
     return (Path(name) for name in found if os.path.isfile(name))
 
@@ -141,7 +141,7 @@ def glob_files(pattern: str, where: str = "data.source", kind: str = "text") -> 
         ConfigError: there is none; with the nearest existing folder or name. `where` is the key in
             its message, `kind` the word before the colon.
     """
-    files = sorted(set(_matches(pattern)))
+    files = sorted(set(_iterate_matches(pattern)))
     if not files:
         _refuse_pattern(pattern, where, kind)
     return files
@@ -153,11 +153,11 @@ def _refuse_pattern(pattern: str, where: str, kind: str) -> None:
         hint = f"it is a folder; try: {kind}:{pattern.rstrip('/')}/**/*.{GLOBS[kind]}"
     else:
         folder = fixed_folder(pattern)
-        hint = nearest_path(folder / path.name if folder.is_dir() else folder)
+        hint = suggest_path(folder / path.name if folder.is_dir() else folder)
     raise ConfigError(f"{where} = {kind}:{pattern}: no file matches; {hint}")
 
 
-def _locate_module(name: str) -> str | None:
+def _missing_module(name: str) -> str | None:
     """Return the first missing part of a dotted name, importing nothing; None if all exist."""
     search: list[str] | None = None
     done = ""
@@ -179,7 +179,7 @@ def _locate_module(name: str) -> str | None:
     return None
 
 
-def search_here() -> None:
+def add_working_folder() -> None:
     """Add the working folder to sys.path, as Python does for a script, for a user's own modules."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
@@ -197,7 +197,7 @@ def check_function(name: str, where: str) -> None:
     Raises:
         ConfigError: with the nearest module; `where` is the key in its message.
     """
-    search_here()
+    add_working_folder()
     module, _, attribute = name.partition(":")
     module = current_path(module)
     if not module or not attribute:
@@ -208,7 +208,7 @@ def check_function(name: str, where: str) -> None:
         raise ConfigError(
             f"{where} = {name}: is a file, a module is wanted; try: {dotted}:{attribute}"
         )
-    missing = _locate_module(module)
+    missing = _missing_module(module)
     if missing is None:
         return
     folder = Path(*missing.split(".")[:-1])
@@ -245,7 +245,7 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
         raise failure from error
     function = getattr(module, attribute, None)
     if function is None:
-        close = nearest(attribute, [n for n in vars(module) if not n.startswith("_")])
+        close = nearest_word(attribute, [n for n in vars(module) if not n.startswith("_")])
         hint = f"; try: {module_name}:{close}" if close else ""
         raise ConfigError(f"{where} = {name}: {module_name} has no {attribute}{hint}")
     if not callable(function):
@@ -269,12 +269,12 @@ def check_data_path(source: str, where: str = "data.source") -> None:
         )
     if is_remote(argument) and kind != "mix":
         return  # listed when the run opens it
-    if kind in GLOBS and next(_matches(argument), None) is None:
+    if kind in GLOBS and next(_iterate_matches(argument), None) is None:
         _refuse_pattern(argument, where, kind)
     if kind in ("images", "hf") and not (path := _folder_of(argument)).is_dir():
         hint = f"is a file; try: {kind}:{path.parent}"
         if not path.exists():
-            hint = f"no such folder; {nearest_path(path)}"
+            hint = f"no such folder; {suggest_path(path)}"
         raise ConfigError(f"{where} = {source}: {hint}")
     if kind == "mix":
         for _, part in split_mixture(argument, where):
@@ -308,8 +308,8 @@ def check_tokens_folder(folder: str, where: str = "data.source") -> None:
             f"train*.npy or train*.bin)"
         )
     if not path.is_dir():
-        raise ConfigError(f"{where} = tokens:{folder}: no such folder; {nearest_path(path)}")
-    if not token_files(path, "train"):
+        raise ConfigError(f"{where} = tokens:{folder}: no such folder; {suggest_path(path)}")
+    if not list_token_files(path, "train"):
         names = sorted(os.listdir(path))
         shown = f"has {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "empty"
         raise ConfigError(
@@ -318,7 +318,7 @@ def check_tokens_folder(folder: str, where: str = "data.source") -> None:
         )
 
 
-def token_files(folder: Path, part: str) -> list[Path]:
+def list_token_files(folder: Path, part: str) -> list[Path]:
     """Return the files of one part, `train` or `val`, sorted: those named PART*.npy and PART*.bin.
 
     The list is empty if there are none.
@@ -326,7 +326,7 @@ def token_files(folder: Path, part: str) -> list[Path]:
     return sorted(p for p in folder.glob(f"{part}*") if p.suffix in (".npy", ".bin"))
 
 
-def validation_share(section: DataSection) -> tuple[float, str]:
+def parse_validation_share(section: DataSection) -> tuple[float, str]:
     """Parse `data.validation` as (share, ""), or as (0.0, text) if it names a second source.
 
     Raises:
@@ -365,7 +365,7 @@ def check_tokenizer(spec: str) -> None:
         if not path.is_file():
             raise ConfigError(
                 f"data.tokenizer = {spec}: no such file, and not bpe:VOCABULARY; "
-                f"{nearest_path(path)}"
+                f"{suggest_path(path)}"
             )
     elif not size.isdecimal() or int(size) < LEAST_VOCABULARY:
         raise ConfigError(
@@ -404,7 +404,7 @@ def check_data(section: DataSection) -> None:
         ConfigError: one line.
     """
     check_data_path(section.source)
-    second = validation_share(section)[1]
+    second = parse_validation_share(section)[1]
     if second:
         check_data_path(second, "data.validation")
     kind = split_source(section.source)[0]

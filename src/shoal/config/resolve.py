@@ -18,10 +18,10 @@ from shoal.base.estimates.facts import MachineFacts, default_processes
 from shoal.base.layouts.island_options import check_keep
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import Policies
-from shoal.base.plans.batches import check_batch, share_of, turn_of
+from shoal.base.plans.batches import check_batch, default_turn, samples_per_rank
 from shoal.base.plans.plan import Plan
-from shoal.base.validation_size import default_validation
-from shoal.config.load import Loaded
+from shoal.base.validation_size import default_validation_samples
+from shoal.config.load import LoadedConfig
 from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, ModelSection, keys
 
@@ -29,7 +29,7 @@ DEFAULT_BATCH = 16
 DEFAULT_STEPS = 150
 
 
-def resolve_batch(loaded: Loaded, degree: int) -> None:
+def resolve_batch(loaded: LoadedConfig, degree: int) -> None:
     """Set train.batch in `loaded`, and train.micro_batch if the user fixes it.
 
     An open micro-batch stays as it is: 0, or the choice of an earlier start of the run
@@ -70,7 +70,7 @@ def resolve_batch(loaded: Loaded, degree: int) -> None:
             f"{micro_batch}; on other layouts accumulate is derived from it"
         )
     elif accumulate:
-        micro_batch = micro_batch or turn_of(DEFAULT_BATCH)
+        micro_batch = micro_batch or default_turn(DEFAULT_BATCH)
         origin = f"from accumulate = {accumulate}, fixed from now on"
         batch = micro_batch * accumulate * degree
         loaded.notices.append(
@@ -90,39 +90,39 @@ def resolve_batch(loaded: Loaded, degree: int) -> None:
             f"samples per step; try: train.batch={8 * degree}"
         )
     else:
-        share_of(batch, degree)
+        samples_per_rank(batch, degree)
     loaded.replace("train", "derived at every start", accumulate=0)
 
 
-def micro_batch_is_open(loaded: Loaded) -> bool:
+def micro_batch_is_open(loaded: LoadedConfig) -> bool:
     """Return whether the user left the micro-batch to Shoal, which may have chosen it before."""
     chosen = loaded.origins.get("train.micro_batch") == "derived"
     return chosen or not loaded.config.train.micro_batch
 
 
-def chosen_micro_batch(loaded: Loaded) -> int:
+def chosen_micro_batch(loaded: LoadedConfig) -> int:
     """Return the micro-batch that an earlier start of the run chose; 0: none, or the user did."""
     return loaded.config.train.micro_batch if micro_batch_is_open(loaded) else 0
 
 
-def resolve_length(loaded: Loaded) -> None:
+def resolve_length(loaded: LoadedConfig) -> None:
     """Set train.steps to 150, in place, if neither steps nor epochs are given."""
     if not loaded.config.train.steps and not loaded.config.train.epochs:
         loaded.replace("train", "derived", steps=DEFAULT_STEPS)
 
 
-def resolve_validation(loaded: Loaded) -> None:
+def resolve_validation(loaded: LoadedConfig) -> None:
     """Set train.validate_samples from the length of the run, in place, if it is left open.
 
     If the length is in epochs, the workers do it: they know how many samples an epoch has.
     """
     train = loaded.config.train
     if train.validate_samples == "auto" and train.steps:
-        samples = default_validation(train.batch, train.steps, train.validate_every)
+        samples = default_validation_samples(train.batch, train.steps, train.validate_every)
         loaded.replace("train", "derived", validate_samples=str(samples))
 
 
-def resolve_islands(loaded: Loaded) -> None:
+def resolve_islands(loaded: LoadedConfig) -> None:
     """Set, in place, the values of [islands] that the user left to the method.
 
     Raises:
@@ -130,7 +130,7 @@ def resolve_islands(loaded: Loaded) -> None:
             for them.
     """
     asked = loaded.config.islands
-    settled = asked.settled()
+    settled = asked.resolved()
     found = {f.name: getattr(settled, f.name) for f in fields(settled)}
     changed = {key: value for key, value in found.items() if value != getattr(asked, key)}
     if changed:
@@ -151,7 +151,7 @@ READS = {
 """Kind of data that each named model reads."""
 
 
-def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
+def check_model_data(model: str, source: str, find_kind: Callable[[], str]) -> None:
     """Refuse a named model for data that it cannot read, before training starts.
 
     Args:
@@ -207,7 +207,7 @@ def model_label(model: ModelSection) -> str:
     return (path.parent if path.suffix == ".json" else path).resolve().name
 
 
-def resolve_folder(loaded: Loaded) -> Path:
+def resolve_folder(loaded: LoadedConfig) -> Path:
     """Return the run's own folder, run.folder / run.name; create nothing on disk.
 
     Note:
@@ -236,7 +236,7 @@ def resolve_folder(loaded: Loaded) -> Path:
     return Path(run.folder) / loaded.config.run.name
 
 
-def asked_layout(section: LayoutSection) -> dict[str, Any]:
+def collect_layout_keys(section: LayoutSection) -> dict[str, Any]:
     """Return the keys of [layout] that describe the layout: strategy, degrees and related keys.
 
     `strategy` is always there; degrees, zero, threads, schedule and chunks only if set.
@@ -253,7 +253,7 @@ def asked_layout(section: LayoutSection) -> dict[str, Any]:
     return given
 
 
-def plan_of(config: Config) -> Plan:
+def make_plan(config: Config) -> Plan:
     """Return the plan of a configuration, before its layout is known.
 
     It takes every key that a `Plan` has by the same name, from all sections. Still open: layout
@@ -272,8 +272,8 @@ def plan_of(config: Config) -> Plan:
     return Plan(Layout(), **found)
 
 
-def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:
-    """Write a plan's policy keys back into a configuration, in place: the inverse of `plan_of`.
+def set_policies(loaded: LoadedConfig, plan: Plan, origin: str) -> None:
+    """Write a plan's policy keys back into a configuration, in place: the inverse of `make_plan`.
 
     Only values that differ change, and get `origin`; layout, batch and similar keys stay.
     """
@@ -286,7 +286,7 @@ def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:
             loaded.replace(section.name, origin, **changed)
 
 
-def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
+def count_processes(section: LayoutSection, machine: MachineFacts) -> int:
     """Return the default number of processes of a layout, for one island.
 
     It is the product of the degrees; without any, 1 for single, dp and threads, else the machine's

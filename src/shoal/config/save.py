@@ -1,7 +1,7 @@
 """Writer of a configuration as run.toml, each line with the origin of its value.
 
-`load` reads it back. The standard library has no TOML writer; this one writes the few types that
-sections hold.
+`load_config` reads it back. The standard library has no TOML writer; this one writes the few types
+that sections hold.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shoal.base.runlog.atomic_files import write_whole
-from shoal.config.load import Loaded, load
+from shoal.base.runlog.atomic_files import write_atomically
+from shoal.config.load import LoadedConfig, load_config
 from shoal.config.sections import Config, keys
 
 MICRO_BATCH = "train.micro_batch"
 """Shoal chooses it if the user leaves it open; its origin in run.toml is then "derived"."""
 
 
-def to_toml(loaded: Loaded) -> str:
+def to_toml(loaded: LoadedConfig) -> str:
     """Return a configuration as the text of a run.toml: every key, with its value's origin.
 
     The text includes defaults; the function writes nothing to disk.
@@ -43,7 +43,7 @@ def to_toml(loaded: Loaded) -> str:
     return "\n".join(lines)
 
 
-def keep_origins(loaded: Loaded, path: Path) -> None:
+def restore_origins(loaded: LoadedConfig, path: Path) -> None:
     """Restore, in `loaded`, the origins that a run's own run.toml records with its values.
 
     Values that have been set since keep their new origin; an edited "default" has the file as its
@@ -74,12 +74,12 @@ def keep_origins(loaded: Loaded, path: Path) -> None:
 
 def is_derived(path: Path, key: str) -> bool:
     """Return whether a value in a run.toml was derived from others, and not chosen by the user."""
-    loaded = load(path)
-    keep_origins(loaded, path)
+    loaded = load_config(path)
+    restore_origins(loaded, path)
     return loaded.origins.get(key) == "derived"
 
 
-def keep_derived(path: Path, section: str, **values: Any) -> None:
+def write_derived(path: Path, section: str, **values: Any) -> None:
     """Write values that workers derived into a run's run.toml, so that its resumes keep them.
 
     Args:
@@ -90,10 +90,10 @@ def keep_derived(path: Path, section: str, **values: Any) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    loaded = load(path)
-    keep_origins(loaded, path)
+    loaded = load_config(path)
+    restore_origins(loaded, path)
     loaded.replace(section, "derived", **values)
-    write_whole(path, to_toml(loaded))
+    write_atomically(path, to_toml(loaded))
 
 
 def toml_value(value: Any) -> str:

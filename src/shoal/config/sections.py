@@ -26,7 +26,7 @@ from shoal.base.layouts.policies import (
     ReadPolicy,
     TensorPolicy,
 )
-from shoal.base.layouts.policy_fields import number, word
+from shoal.base.layouts.policy_fields import choice_field, number_field
 
 TOKEN_DTYPES = ("auto", "uint8", "uint16", "uint32", "int32", "int64")
 """Of raw files of tokens, all little-endian; auto: as a meta.json beside them says."""
@@ -73,13 +73,13 @@ class TuneSection:
     `scale` is alpha, or 2 × rank without one
     """
 
-    adapter: str = word(("none", "lora", "dora"), {"qlora": "lora", "full": "none"})
+    adapter: str = choice_field(("none", "lora", "dora"), {"qlora": "lora", "full": "none"})
     """none, lora, dora: trains adapters of peft, and freezes the model's own weights"""
-    rank: int = number(8, least=1)
+    rank: int = number_field(8, least=1)
     """numbers between an adapter's two matrices"""
-    alpha: float = number(0.0, least=0, usual=16)
+    alpha: float = number_field(0.0, least=0, usual=16)
     """an adapter's sum is scaled by alpha / rank; 0: 2 × rank"""
-    dropout: float = number(0.0, least=0, below=1)
+    dropout: float = number_field(0.0, least=0, below=1)
     """of an adapter's inputs"""
     targets: tuple[str, ...] = ()
     """layers that get one, by the end of their names (q_proj,v_proj); none: all linear ones but the
@@ -118,21 +118,21 @@ class DataSection(ReadPolicy):
     field: str = ""
     """of jsonl, parquet, hf: the key that holds a row's text; empty: messages, prompt + completion,
     or text"""
-    dtype: str = word(TOKEN_DTYPES, OTHER_DTYPES)
+    dtype: str = choice_field(TOKEN_DTYPES, OTHER_DTYPES)
     """of the .bin files of tokens: uint8, uint16, uint32, int32, int64; auto: as meta.json beside
     them says, else uint16"""
     validation: str = "0.02"
     """share of files or samples held out, or a second source for validation"""
     tokenizer: str = "bpe:2048"
     """bpe:VOCABULARY trained on the text and cached, or the path of a tokenizer.json"""
-    sequence: int = number(128, least=1)
+    sequence: int = number_field(128, least=1)
     """tokens per sample"""
-    packing: str = word(("off", "on"))
+    packing: str = choice_field(("off", "on"))
     """of examples (jsonl, parquet, hf): on packs several to a row, which do not attend to each
     other"""
-    image_size: int = number(64, least=1)
+    image_size: int = number_field(64, least=1)
     """of images and wds: pixels on each side, to which images are scaled and cut"""
-    workers: int = number(0, least=0)
+    workers: int = number_field(0, least=0)
     """loader processes per rank; 0 loads between steps"""
     collate: str = ""
     """pkg.mod:function that joins a list of samples into a batch"""
@@ -142,27 +142,29 @@ class DataSection(ReadPolicy):
 class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
     """[train]: length of the run, batch and micro-batch, and checks during training."""
 
-    steps: int = number(0, least=0, usual=150)
+    steps: int = number_field(0, least=0, usual=150)
     """optimizer steps; 0 means train.epochs decides"""
-    epochs: int = number(0, least=0)
+    epochs: int = number_field(0, least=0)
     """passes over the data; 0 means train.steps decides"""
-    batch: int = number(0, least=0, usual=16)
+    batch: int = number_field(0, least=0, usual=16)
     """samples per optimizer step over all ranks; 0: from micro_batch and accumulate"""
-    micro_batch: int = number(0, least=0, usual=2)
+    micro_batch: int = number_field(0, least=0, usual=2)
     """samples per forward pass on one rank; 0: its whole share where that fits, chosen once"""
-    accumulate: int = number(0, least=0)
+    accumulate: int = number_field(0, least=0)
     """micro-batches per rank and step; fixes micro_batch once, is re-derived ever after"""
-    validate_every: int = number(0, least=0)
+    validate_every: int = number_field(0, least=0)
     """steps between validations; 0: at the end only"""
     validate_samples: str = "auto"
     """samples of one validation, spread evenly over those held out, or all; auto: all validations
     together read 15 % of what the run trains on, each at least 64"""
-    on_oom: str = word(("stop", "halve"), {"true": "halve", "false": "stop", "retry": "halve"})
+    on_oom: str = choice_field(
+        ("stop", "halve"), {"true": "halve", "false": "stop", "retry": "halve"}
+    )
     """stop, halve: what happens where a rank runs out of memory; halve starts again from the last
     checkpoint with half micro-batches, the batch stays; dropout and BatchNorm are other draws"""
     deterministic: bool = False
     """ask CUDA for deterministic kernels"""
-    prove: str = word(("quick", "off"))
+    prove: str = choice_field(("quick", "off"))
     """quick, off: before a fresh run on several processes, prove the layout on two small steps"""
     on: tuple[str, ...] = ()
     """pkg.mod:function hooks: called with every event and every step's row, a dict; what one gives,
@@ -205,13 +207,13 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     """data-parallel ranks to which the experts of a mixture are dealt; tokens travel to them"""
     schedule: str = ""
     """of pp: gpipe (= afab), 1f1b (default), interleaved, zero-bubble, zbv, dualpipe"""
-    chunks: int = number(0, least=0)
+    chunks: int = number_field(0, least=0)
     """stages per rank under interleaved; 0: two"""
-    servers: int = number(0, least=0)
+    servers: int = number_field(0, least=0)
     """of parameter-server: how many of the last ranks hold and step the weights; 0: one"""
     updates: str = ""
     """of parameter-server: synchronous (default), bounded-stale, asynchronous"""
-    staleness: int = number(0, least=0)
+    staleness: int = number_field(0, least=0)
     """of bounded-stale: steps that weights may lack when their gradient is applied; 0: twice the
     workers"""
     serves: str = ""
@@ -247,15 +249,15 @@ class RunSection:
 class LaunchSection:
     """[launch]: number of processes and of restarts."""
 
-    processes: int = number(0, least=0, usual=2)
+    processes: int = number_field(0, least=0, usual=2)
     """processes on this machine; 0: one per GPU, else 2 where there are 2 cores"""
-    nodes: int = number(1, least=1)
+    nodes: int = number_field(1, least=1)
     """machines; more than one are started by torchrun or srun"""
-    restarts: int = number(3, least=0)
+    restarts: int = number_field(3, least=0)
     """restarts from the last checkpoint before the run gives up"""
-    patience_s: float = number(60.0, least=0)
+    patience_s: float = number_field(60.0, least=0)
     """seconds that a rank which the others wait for, told as late, may still come back in"""
-    grace_s: float = number(0.0, least=0)
+    grace_s: float = number_field(0.0, least=0)
     """seconds that a stop (SIGTERM, SIGUSR1, Ctrl-C) may take to save, a little less than the
     scheduler waits; 0: a minute, two steps and three saves, as they are measured"""
 

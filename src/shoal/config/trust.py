@@ -12,8 +12,8 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shoal.base.errors import ConfigError, short
-from shoal.config.load import Loaded, load
+from shoal.base.errors import ConfigError, shorten
+from shoal.config.load import LoadedConfig, load_config
 from shoal.config.mixture_syntax import split_mixture
 from shoal.config.paths import split_source
 from shoal.config.save import MICRO_BATCH, is_derived
@@ -26,7 +26,7 @@ CODE = (
 """Keys whose values may name functions or classes, pkg.mod:name."""
 
 
-def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loaded:
+def load_trusted(path: Path | None, overrides: Iterable[str], *, trust: bool) -> LoadedConfig:
     """Load a configuration for a command that calls its functions.
 
     A micro-batch that Shoal chose for the run which wrote the file stays its choice, and may become
@@ -36,9 +36,9 @@ def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loa
         trust: the user passed --trust.
 
     Raises:
-        ConfigError: as `load`; or another user's file names functions.
+        ConfigError: as `load_config`; or another user's file names functions.
     """
-    loaded = load(path, overrides)
+    loaded = load_config(path, overrides)
     if path is not None:
         if not trust:
             check_owner(loaded, path)
@@ -50,52 +50,54 @@ def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loa
     return loaded
 
 
-def check_owner(loaded: Loaded, path: Path) -> None:
+def check_owner(loaded: LoadedConfig, path: Path) -> None:
     """Raise ConfigError if a file that is not this user's own names a function.
 
     Args:
         path: from which `loaded` was read.
     """
-    named = next(_functions(loaded, str(path)), "")
-    if named and (why := _whose(path) or _whose(path.absolute().parent)):
+    named = next(_list_functions(loaded, str(path)), "")
+    if named and (
+        why := _describe_foreign_owner(path) or _describe_foreign_owner(path.absolute().parent)
+    ):
         raise ConfigError(
             f"{path}: {why}, and it names functions that would be called here: {named}; try: "
             f"read it, then the same command with --trust"
         )
 
 
-def _functions(loaded: Loaded, origin: str) -> Iterator[str]:
+def _list_functions(loaded: LoadedConfig, origin: str) -> Iterator[str]:
     """Yield "key = value" for the keys of a file whose value names a function."""
     for key in CODE:
         section, _, name = key.partition(".")
         value = getattr(getattr(loaded.config, section), name)
         for text in [value] if isinstance(value, str) else value:
-            if loaded.origins.get(key) == origin and _calls(key, text):
-                yield f"{key} = {short(text)}"
+            if loaded.origins.get(key) == origin and _names_function(key, text):
+                yield f"{key} = {shorten(text)}"
 
 
-def _calls(key: str, text: str) -> bool:
+def _names_function(key: str, text: str) -> bool:
     if key not in ("data.source", "data.validation") or ":" not in text:  # a share has none
         return ":" in text
     kind, argument = split_source(text, key)
     if kind == "mix":
-        return any(_calls(key, part) for _, part in split_mixture(argument, key))
+        return any(_names_function(key, part) for _, part in split_mixture(argument, key))
     return kind == "function"
 
 
-def _whose(path: Path) -> str:
+def _describe_foreign_owner(path: Path) -> str:
     """Return the reason why a file or folder is not this user's own; "" if it is."""
     found = path.stat()
     here = "" if path.is_file() else f"its folder {path} "
     if found.st_uid not in (os.geteuid(), ROOT):
-        return f"{here}is {_name(found.st_uid)}'s"
+        return f"{here}is {_user_name(found.st_uid)}'s"
     # In a folder with the sticky bit, as /tmp, no user can replace another user's file.
     open_to_all = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
     return f"{here}may be written by everybody" if open_to_all else ""
 
 
-def _name(user: int) -> str:
-    import pwd  # no such thing on Windows, where `load_own` is not asked
+def _user_name(user: int) -> str:
+    import pwd  # no such thing on Windows, where `load_trusted` is not asked
 
     try:
         return pwd.getpwuid(user).pw_name

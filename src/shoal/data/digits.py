@@ -15,30 +15,30 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from shoal.data.files.token_files import cross_entropy, grown
+from shoal.data.files.token_files import cross_entropy, pad_counts
 from shoal.data.loading.sample_order import permute
 from shoal.data.loading.sample_seeds import draws_nothing
 
 SPLIT_SEED = 0
 
 
-class QuietTensors(TensorDataset):
+class DeterministicTensors(TensorDataset):
     """Tensors as samples, with a marker that reading them draws nothing at random."""
 
     draws_nothing = True
 
 
 @dataclass(frozen=True)
-class Digits:
+class DigitsDataset:
     """Both parts of the digits; samples are (image [1, 8, 8] float32 in 0 … 1, class int64)."""
 
-    train: QuietTensors
-    validation: QuietTensors | None
+    train: DeterministicTensors
+    validation: DeterministicTensors | None
     images: int
     class_entropy: float
 
 
-def open_digits(share: float) -> Digits:
+def open_digits(share: float) -> DigitsDataset:
     """Open 1797 handwritten digits (UCI, Alpaydin & Kaynak 1998), `share` of them held out.
 
     `class_entropy`: nats per target of guessing by the classes' frequencies, near ln 10. Raises an
@@ -52,17 +52,19 @@ def open_digits(share: float) -> Digits:
     shuffled = torch.from_numpy(permute(np.arange(len(targets)), len(targets), SPLIT_SEED, 0))
     held = max(1, round(share * len(targets))) if share else 0
     last, first = shuffled[:held], shuffled[held:]
-    counts = [grown(np.bincount(targets[i].numpy()), 10) for i in (first, last if held else first)]
-    return Digits(
-        train=QuietTensors(inputs[first], targets[first]),
-        validation=QuietTensors(inputs[last], targets[last]) if held else None,
+    counts = [
+        pad_counts(np.bincount(targets[i].numpy()), 10) for i in (first, last if held else first)
+    ]
+    return DigitsDataset(
+        train=DeterministicTensors(inputs[first], targets[first]),
+        validation=DeterministicTensors(inputs[last], targets[last]) if held else None,
         images=len(targets),
         class_entropy=cross_entropy(counts[0], counts[1]),
     )
 
 
-class First(IterableDataset[Any]):
-    """The first `samples` samples of an iterable: `First(data, samples)`, an IterableDataset.
+class LeadingSamples(IterableDataset[Any]):
+    """IterableDataset of the first `samples` samples: `LeadingSamples(data, samples)`.
 
     Every iteration restarts `data`; nothing is copied.
     """
@@ -75,7 +77,7 @@ class First(IterableDataset[Any]):
         return islice(iter(self.data), self.samples)
 
 
-class EvenPart(Dataset[Any]):
+class EvenSubset(Dataset[Any]):
     """The training or held-out samples of a dataset, the held-out ones spread evenly over it.
 
     A map-style dataset that reads `dataset` on demand; `whole_index(i)` is the index in `dataset`.

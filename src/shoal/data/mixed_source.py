@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
-from shoal.base.errors import ConfigError, short
+from shoal.base.errors import ConfigError, shorten
 from shoal.config.mixture_syntax import split_mixture
 from shoal.config.paths import TEXTS, split_source
 from shoal.config.sections import DataSection
@@ -20,11 +20,15 @@ from shoal.data.files.documents import Document
 from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
 from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.sample_seeds import draws_nothing
-from shoal.data.loading.weighted_mixture import Mixture
-from shoal.data.text.chat_examples import examples
-from shoal.data.text.single_pass_text import by_places, sample_rule, share_of
+from shoal.data.loading.weighted_mixture import WeightedMixture
+from shoal.data.text.chat_examples import iter_examples
+from shoal.data.text.single_pass_text import (
+    choose_sample_rule,
+    sample_texts_at_places,
+    tokenizer_sample_share,
+)
 from shoal.data.text.text_files import train_bpe_on
-from shoal.data.text.text_rows import CHAT, PAIR, Rows, rows_at, rows_of, texts_at
+from shoal.data.text.text_rows import CHAT, PAIR, TextRows, iter_rows, iter_rows_at, iter_texts_at
 
 WHOLE_BYTES = 2**26
 """Bytes of text above which the tokenizer samples places: opening reads the parts again."""
@@ -33,7 +37,7 @@ Open = Callable[[DataSection], Any]
 Documents = Callable[[str], list[Document]]
 
 
-class Joined(ConcatDataset[Any]):
+class ConcatenatedParts(ConcatDataset[Any]):
     """Concatenated held-out parts, with a marker whether reading them draws at random."""
 
     def __init__(self, datasets: list[Any]) -> None:
@@ -65,7 +69,7 @@ def open_mixture(
     first = sources[0]
     for (_, name), source in zip(parts, sources, strict=True):
         _check(parts[0][1], first, name, source)
-    train = Mixture([source.train for source in sources], [part for part, _ in parts])
+    train = WeightedMixture([source.train for source in sources], [part for part, _ in parts])
     if second:
         other = opened(replace(section, source=second, validation="0"))
         if other.kind != first.kind:
@@ -76,7 +80,7 @@ def open_mixture(
         validation, read = other.train, None
     else:
         kept = [source for source in sources if source.validation is not None]
-        validation = Joined([source.validation for source in kept]) if kept else None
+        validation = ConcatenatedParts([source.validation for source in kept]) if kept else None
         read = sum(s.validation_samples or len(s.validation) for s in kept) or None
     told = " + ".join(
         f"{part}/{sum(p for p, _ in parts)} of {source.description}"
@@ -106,17 +110,22 @@ def _check(first_name: str, first: Any, name: str, source: Any) -> None:
         raise ConfigError(f"{where} gives {source.kind}, {first_name} gives {first.kind}")
     if source.classes != first.classes:  # class 0 would be another thing in each
         raise ConfigError(
-            f"{where} has the classes {short(', '.join(source.classes)) or '(none)'}, {first_name} "
-            f"has {short(', '.join(first.classes)) or '(none)'}; try: the same folders in both"
+            f"{where} has the classes {shorten(', '.join(source.classes)) or '(none)'}, "
+            f"{first_name} "
+            f"has {shorten(', '.join(first.classes)) or '(none)'}; try: the same folders in both"
         )
 
 
 def _shared_tokenizer(documents: list[Document], spec: str) -> str:
     """Return the path of the tokenizer trained on all documents; from the cache if possible."""
-    share, rule = share_of(documents), sample_rule(documents, WHOLE_BYTES)
+    share, rule = tokenizer_sample_share(documents), choose_sample_rule(documents, WHOLE_BYTES)
 
     def build(entry: NewEntry) -> dict[str, Any]:
-        texts = _evenly(documents, share) if rule == "whole" else by_places(documents, _at)
+        texts = (
+            _sample_evenly(documents, share)
+            if rule == "whole"
+            else sample_texts_at_places(documents, _sample_at_places)
+        )
         train_bpe_on(texts, int(spec[4:])).save(str(entry.folder / "tokenizer.json"))
         return {}
 
@@ -127,24 +136,24 @@ def _shared_tokenizer(documents: list[Document], spec: str) -> str:
 
 def _form(document: Document) -> tuple[str, ...]:
     """Return the form of a document's examples, () for plain text."""
-    field = document.field if isinstance(document, Rows) else ""
+    field = document.field if isinstance(document, TextRows) else ""
     return next((form for form in (PAIR, CHAT) if form[0] == field), ())
 
 
-def _evenly(documents: list[Document], share: float) -> Iterator[str]:
+def _sample_evenly(documents: list[Document], share: float) -> Iterator[str]:
     """Yield about so large a share of each document's text; for examples the model's input."""
     for document in documents:
         if not (form := _form(document)):
-            yield from document.sampled(document.texts(), share)
+            yield from document.sample_texts(document.texts(), share)
             continue
-        for number, example in enumerate(examples(rows_of(document, form), form, "", None)):
+        for number, example in enumerate(iter_examples(iter_rows(document, form), form, "", None)):
             if int((number + 1) * share) > int(number * share):
                 yield example.text
 
 
-def _at(documents: list[Rows], count: int, wanted: int) -> Iterator[str]:
+def _sample_at_places(documents: list[TextRows], count: int, wanted: int) -> Iterator[str]:
     """Yield the same text at some places."""
     if not (form := _form(documents[0])):
-        return texts_at(documents, count, wanted)
-    rows = rows_at(documents, count, wanted, form)
-    return (example.text for example in examples(rows, form, "", None))
+        return iter_texts_at(documents, count, wanted)
+    rows = iter_rows_at(documents, count, wanted, form)
+    return (example.text for example in iter_examples(rows, form, "", None))

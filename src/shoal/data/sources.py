@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.base.errors import ConfigError, nearest
+from shoal.base.errors import ConfigError, nearest_word
 from shoal.base.layouts.policies import check_value
 from shoal.base.text.units import bytes_text, count_text
 from shoal.config.paths import (
@@ -26,14 +26,14 @@ from shoal.config.paths import (
     check_data,
     is_remote,
     load_function,
+    parse_validation_share,
     reads_tokens,
     refuse_packing,
     split_source,
-    validation_share,
 )
 from shoal.config.sections import DataSection
 from shoal.config.sections import keys as keys_of
-from shoal.data.digits import EvenPart, open_digits
+from shoal.data.digits import EvenSubset, open_digits
 from shoal.data.files.documents import Document, glob_documents, hold_out, stdlib_documents
 from shoal.data.files.token_files import SyntheticTokens, TokenDataset, open_folder
 from shoal.data.loading.dataset_kind import Collate, is_indexed
@@ -100,7 +100,7 @@ def open_source(section: DataSection, seed: int) -> Source:
         from shoal.data.files.remote_data import local_section  # others do without
 
         section = local_section(section)
-    share, second = validation_share(section)
+    share, second = parse_validation_share(section)
     kind, argument = split_source(section.source)
     pictures = _open_pictures(section, kind, argument, share)
     if pictures is not None:
@@ -126,7 +126,7 @@ def open_source(section: DataSection, seed: int) -> Source:
     else:
         source = _open_function(argument, share)
     if second:
-        source = _with_second(source, section, second, seed)
+        source = _attach_validation(source, section, second, seed)
     if section.collate:
         source = replace(source, collate=load_function(section.collate, "data.collate"))
     return source
@@ -151,7 +151,7 @@ def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
     """
     known = {key.name: key for key in keys_of(DataSection)}
     for name in keys.keys() - known.keys() | keys.keys() & set(OF_THE_LOADER):
-        close = nearest(name, [key for key in known if key not in OF_THE_LOADER])
+        close = nearest_word(name, [key for key in known if key not in OF_THE_LOADER])
         near = f"run.loader(…, {name}=…)" if name in OF_THE_LOADER else close
         hint = f"try: {near}" if near else f"there are {', '.join(known)}"
         raise ConfigError(f"open_data has no argument {name}; {hint}")
@@ -173,10 +173,10 @@ def _documents(
     """Return the training texts of a source, and its held-out texts."""
     kind, argument = split_source(source, where)
     if kind in ROWS:
-        from shoal.data.text.text_rows import find_form, row_documents  # others do without
+        from shoal.data.text.text_rows import find_form, split_row_documents  # others do without
 
-        files, _ = row_documents(kind, argument, "", 0.0, where)
-        return row_documents(kind, argument, find_form(files, section.field)[0], share, where)
+        files, _ = split_row_documents(kind, argument, "", 0.0, where)
+        return split_row_documents(kind, argument, find_form(files, section.field)[0], share, where)
     documents = stdlib_documents() if kind == "stdlib" else glob_documents(argument, where)
     return hold_out(documents, share)
 
@@ -205,7 +205,7 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
     source = Source(
         train=train_part,
         validation=held_part,
-        validation_samples=share_of(share, train_part, held_part),
+        validation_samples=validation_sample_count(share, train_part, held_part),
         collate=None,
         vocabulary=corpus.vocabulary,
         tokenizer=corpus.tokenizer,
@@ -217,7 +217,7 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
     return source, second
 
 
-def share_of(share: float, train: Any, held: Any) -> int | None:
+def validation_sample_count(share: float, train: Any, held: Any) -> int | None:
     """Return the samples of a share of all, if more are held out, else None.
 
     Text is held out by whole files, so that no file is on both sides: of twenty files at least one,
@@ -333,7 +333,7 @@ def _open_function(name: str, share: float) -> Source:
     samples = len(train) if is_indexed(train) else None
     if validation is None and samples is not None and samples >= 2 and share:
         held = min(max(1, round(share * samples)), samples - 1)
-        train, validation = EvenPart(train, held, False), EvenPart(train, held, True)
+        train, validation = EvenSubset(train, held, False), EvenSubset(train, held, True)
         kept = f"{held} held out"
     else:
         kept = "no validation data" if validation is None else "with its own validation data"
@@ -356,7 +356,7 @@ def _part(section: DataSection, source: str) -> DataSection:
     return replace(section, source=source, dtype=dtype, collate="")
 
 
-def _with_second(source: Source, section: DataSection, second: str, seed: int) -> Source:
+def _attach_validation(source: Source, section: DataSection, second: str, seed: int) -> Source:
     """Return the source with another source's training data as validation.
 
     Raises a ConfigError if the two do not fit: tokens and samples, or ids beyond the vocabulary.

@@ -38,7 +38,7 @@ KNOCK = 1
 """Tag of messages that no rank receives; collectives use other tags."""
 
 
-def gloo_group(
+def create_gloo_group(
     store: dist.Store,
     index: int,
     count: int,
@@ -65,7 +65,7 @@ def gloo_group(
     return dist.ProcessGroupGloo(store, index, count, options)
 
 
-def exchange_bytes(
+def start_uneven_all_to_all(
     group: dist.ProcessGroupGloo,
     received: torch.Tensor,
     sent: torch.Tensor,
@@ -87,7 +87,7 @@ def exchange_bytes(
     return work
 
 
-def knock(group: dist.ProcessGroupGloo, member: int) -> None:
+def post_unreceived_byte(group: dist.ProcessGroupGloo, member: int) -> None:
     """Announce a byte that no member receives; a closed connection makes this fail at once.
 
     Raises:
@@ -96,7 +96,7 @@ def knock(group: dist.ProcessGroupGloo, member: int) -> None:
     group.send([torch.zeros(1, dtype=torch.uint8)], member, KNOCK)  # type: ignore[attr-defined]
 
 
-def empty_mesh(mesh: DeviceMesh) -> None:
+def drop_mesh_groups(mesh: DeviceMesh) -> None:
     """Remove the process groups that a DeviceMesh lists, so that Python can free them.
 
     DTensor caches sharding decisions by DTensorSpec, in C++ and for ever. A DTensorSpec refers to
@@ -107,13 +107,13 @@ def empty_mesh(mesh: DeviceMesh) -> None:
         getattr(one, "_pg_registry", {}).clear()
 
 
-def own_connection(store: dist.Store) -> dist.Store:
+def clone_store_connection(store: dist.Store) -> dist.Store:
     """Return the same store over a connection that no other thread uses."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
 
 
-def default_store() -> dist.Store:
+def get_default_store() -> dist.Store:
     """Return the store of the default process group, also if other code initialized that group."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import BugError
-from shoal.fabric.collectives.json_messages import prove_peers
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.collectives.json_messages import authenticate_peers
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
 
-def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
+def list_axis_groups(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
     """List the ranks of every sub-world in which only the named axes differ, in ascending order.
 
     Args:
@@ -43,7 +43,7 @@ def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int,
     return [tuple(ranks) for ranks in found.values()]
 
 
-def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> World:
+def axis_world(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> World:
     """Return this rank's part of `world`: the ranks that differ along the named axes only.
 
     The part is a World. A collective: every rank must call it with the same arguments, since it
@@ -58,10 +58,10 @@ def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Wor
     """
     if math.prod(degrees.values()) != world.size:
         raise BugError(f"axes {dict(degrees)} do not make {world.size} ranks")
-    return among(world, members(degrees, names))
+    return partition_world(world, list_axis_groups(degrees, names))
 
 
-def among(world: World, parts: Sequence[tuple[int, ...]]) -> World:
+def partition_world(world: World, parts: Sequence[tuple[int, ...]]) -> World:
     """Return the part that contains this rank, as a World; a rank in no part gets itself alone.
 
     A collective: every rank passes the same `parts` in the same order, since each becomes a process
@@ -89,10 +89,10 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
         if len(ranks) > 1 and world.group is not None:
             group = dist.new_group(list(ranks), COLLECTIVE_TIMEOUT, world.backend)
             if world.rank in ranks:
-                prove_peers(group, ranks, world.key)
+                authenticate_peers(group, ranks, world.key)
         place = ranks.index(world.rank) if world.rank in ranks else 0
         part = World(
-            Place(place, len(ranks), world.local_rank, world.local_size, world.started_by),
+            ProcessInfo(place, len(ranks), world.local_rank, world.local_size, world.started_by),
             world.device,
             group if world.rank in ranks else None,
             store=world.store,
@@ -103,7 +103,7 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
     return world.parts[ranks]
 
 
-def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
+def build_device_mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
     """Return torch's DeviceMesh of this rank's part of `world` along the named axes.
 
     The axes of the mesh are `names`, outermost first. A collective: every rank must call it with
@@ -114,11 +114,11 @@ def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Devi
     """
     key = (tuple(degrees.items()), tuple(names))
     if key not in world.meshes:
-        parts = [along(world, degrees, [name]) for name in names]
+        parts = [axis_world(world, degrees, [name]) for name in names]
         # Any: torch's signature requires existing groups, either several or one.
         groups: Any = [part.group for part in parts]
         shape = [degrees[name] for name in names]
-        ranks = torch.tensor(along(world, degrees, names).ranks).view(shape)
+        ranks = torch.tensor(axis_world(world, degrees, names).ranks).view(shape)
         world.meshes[key] = DeviceMesh.from_group(
             groups if len(names) > 1 else groups[0],
             world.device.type,

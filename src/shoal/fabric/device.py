@@ -37,7 +37,7 @@ UNUSED = ("mps",)
 HALF = (torch.float16, torch.bfloat16)
 
 
-def accelerator() -> str | None:
+def accelerator_type() -> str | None:
     """Return torch's device type of this machine's accelerator; None without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in UNUSED else found.type
@@ -82,13 +82,13 @@ HIDES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 """Environment variables that hide devices from a process."""
 
 
-def own_device(local_rank: int, local_size: int, bound: bool) -> torch.device:
+def select_local_device(local_rank: int, local_size: int, bound: bool) -> torch.device:
     """Select this process's device by its local rank, and make it the current device.
 
     Raises:
         PlanError: the machine has more processes than GPUs.
     """
-    kind = accelerator()
+    kind = accelerator_type()
     if kind is None:
         return HOST
     device = pick_device(local_rank, local_size, torch.accelerator.device_count(), bound, kind)
@@ -99,13 +99,15 @@ def own_device(local_rank: int, local_size: int, bound: bool) -> torch.device:
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device whose tensors a group sends: the accelerator if supported, else CPU."""
-    kind = accelerator()
-    if kind is not None and _carried(group).get(kind) == dist.get_default_backend_for_device(kind):
+    kind = accelerator_type()
+    if kind is not None and _backends_by_device_type(group).get(
+        kind
+    ) == dist.get_default_backend_for_device(kind):
         return torch.device(kind, torch.accelerator.current_device_index())
     return HOST
 
 
-def backends(device: torch.device) -> str:
+def process_group_backend(device: torch.device) -> str:
     """Return the `backend` of a process group: gloo for host tensors, plus the device's backend.
 
     >>> backends(torch.device("cpu")), backends(torch.device("cuda", 1))
@@ -116,24 +118,27 @@ def backends(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
 
 
-def carries_host_tensors(group: dist.ProcessGroup | None) -> bool:
+def supports_host_tensors(group: dist.ProcessGroup | None) -> bool:
     """Return whether a group accepts tensors in host memory, as all of Shoal's groups do."""
-    return "cpu" in _carried(group)
+    return "cpu" in _backends_by_device_type(group)
 
 
-def runs_in_queues(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def serializes_messages(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Return whether a communicator serializes a device's messages, as NCCL's do."""
-    return is_accelerator(device) and _carried(group).get(device.type) not in (None, "gloo")
+    return is_accelerator(device) and _backends_by_device_type(group).get(device.type) not in (
+        None,
+        "gloo",
+    )
 
 
-def _carried(group: dist.ProcessGroup | None) -> dict[str, str]:
+def _backends_by_device_type(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return the backends of a group by device type."""
     told = dist.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in told.split(",") if ":" in pair)
 
 
 @dataclass(frozen=True)
-class Abilities:
+class DeviceCapabilities:
     """Capabilities of a device that plans and messages depend on; `lines` lists the missing ones.
 
     Attributes:
@@ -162,7 +167,7 @@ INSTEAD = {
 
 
 @functools.cache
-def abilities(device: torch.device) -> Abilities:
+def get_device_capabilities(device: torch.device) -> DeviceCapabilities:
     """Return a device's capabilities, as torch reports them.
 
     >>> abilities(torch.device("cpu"))
@@ -170,15 +175,15 @@ def abilities(device: torch.device) -> Abilities:
     """
     kind = device.type
     if not is_accelerator(device):
-        return Abilities(fused=kind in fused_optimizer_devices(), pinned=False)
+        return DeviceCapabilities(fused=kind in fused_optimizer_devices(), pinned=False)
     module: Any = torch.get_device_module(device)
     tells_bf16 = getattr(module, "is_bf16_supported", None)
-    return Abilities(
+    return DeviceCapabilities(
         bf16=bool(tells_bf16()) if tells_bf16 is not None else False,
         float64=kind not in UNUSED,
         flash=_has_flash(device),
         fused=kind in fused_optimizer_devices(),
-        pinned=kind == accelerator(),
+        pinned=kind == accelerator_type(),
     )
 
 
@@ -189,19 +194,21 @@ def _has_flash(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def what_is_missing(device: torch.device) -> str:
+def missing_capabilities_line(device: torch.device) -> str:
     """Return one line on an accelerator's missing capabilities; "" if none is missing."""
     if not is_accelerator(device):
         return ""
-    able = abilities(device)
+    able = get_device_capabilities(device)
     missing = [line for name, line in INSTEAD.items() if not getattr(able, name)]
     return f"{device_name(device)}: {'; '.join(missing)}" if missing else ""
 
 
-def takes_flash(q: torch.Tensor) -> bool:
+def supports_flash(q: torch.Tensor) -> bool:
     """Return whether torch's flash kernel accepts queries [..., head_dim] as they are."""
     dim = q.shape[-1]
-    return q.dtype in HALF and dim % 8 == 0 and dim <= 256 and abilities(q.device).flash
+    return (
+        q.dtype in HALF and dim % 8 == 0 and dim <= 256 and get_device_capabilities(q.device).flash
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -216,14 +223,14 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def recorded_event(device: torch.device) -> Any:
+def record_event(device: torch.device) -> Any:
     """Record an event in a device's current stream, after the work queued so far."""
     event = torch.get_device_module(device).Event()
     event.record()
     return event
 
 
-def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
+def copy_numbers_to_device(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
     """Copy float64 numbers to a device, [numbers], without blocking the host."""
     return to_device(torch.tensor(numbers, dtype=torch.float64), device)
 
@@ -234,7 +241,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     From pageable memory the driver copies synchronously, when the stream reaches the copy. torch
     caches freed pinned memory, and reuses it after the copy from it is done.
     """
-    if tensor.device.type == "cpu" and abilities(device).pinned:
+    if tensor.device.type == "cpu" and get_device_capabilities(device).pinned:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -245,7 +252,7 @@ def device_generators(device: torch.device | None = None) -> list[torch.Generato
     Args:
         device: None: all devices that this process has used.
     """
-    kind = accelerator() if device is None else device.type
+    kind = accelerator_type() if device is None else device.type
     if kind is None or kind in ("cpu", "meta"):
         return []
     module: Any = torch.get_device_module(kind)
@@ -262,16 +269,16 @@ def first_accelerator(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes of tensors on a device since the start or `forget_peak_bytes`."""
+    """Return the peak bytes of tensors on a device since the start or `reset_peak_bytes`."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
-def forget_peak_bytes(device: torch.device) -> None:
+def reset_peak_bytes(device: torch.device) -> None:
     """Reset the peak to the bytes that tensors hold now."""
     torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
-def held_bytes(device: torch.device) -> int:
+def allocated_bytes(device: torch.device) -> int:
     """Return the bytes that tensors hold on a device now."""
     return int(torch.get_device_module(device).memory_allocated(device))
 
@@ -287,14 +294,14 @@ def limit_bytes(device: torch.device, most: int) -> None:
     torch.get_device_module(device).set_per_process_memory_fraction(share, device)
 
 
-def times_asked(device: torch.device) -> int:
+def allocation_count(device: torch.device) -> int:
     """Return the allocator's count of device allocations; 0 if it keeps no count."""
     if not is_accelerator(device):
         return 0
     return int(torch.get_device_module(device).memory_stats(device).get("num_device_alloc", 0))
 
 
-def outside_bytes(device: torch.device) -> int:
+def non_torch_bytes(device: torch.device) -> int:
     """Return the device bytes used outside the allocator: contexts, libraries, other processes."""
     module: Any = torch.get_device_module(device)
     torch.zeros(1, device=device)
@@ -302,13 +309,13 @@ def outside_bytes(device: torch.device) -> int:
     return int(total - free - module.memory_reserved(device))
 
 
-def give_back_unused() -> None:
+def empty_cache() -> None:
     """Release the allocator's unused reserved memory; does nothing without a device."""
-    if accelerator() is not None:
+    if accelerator_type() is not None:
         torch.accelerator.empty_cache()
 
 
-def utilisation(device: torch.device) -> float | None:
+def device_utilisation(device: torch.device) -> float | None:
     """Return the share (0–1) of the last sample period in which a kernel ran; None if unknown.
 
     Limits: needs NVIDIA's management library for Python (NVML); returns None without it.
@@ -322,7 +329,7 @@ def utilisation(device: torch.device) -> float | None:
         return None
 
 
-def pin(host: torch.Tensor, device: torch.device, owner: object) -> Any:
+def pin_host_memory(host: torch.Tensor, device: torch.device, owner: object) -> Any:
     """Pin existing host memory until the returned handle is called or `owner` is collected.
 
     torch's own pinned allocator rounds up to a power of two: up to twice the memory.

@@ -14,16 +14,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.collectives.json_messages import prove_peers
-from shoal.fabric.collectives.traffic_counts import Traffic
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.collectives.json_messages import authenticate_peers
+from shoal.fabric.collectives.traffic_counts import TrafficCounter
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.fabric.world import World
 
 TWIN_TIMEOUT = timedelta(hours=1)
 """Time that a rank waits for the other ranks, which may be writing to a slow disk."""
 
 
-def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
+def duplicate_world(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
     """Create a World over a second process group, gloo on the CPU, for a background thread.
 
     A collective: every rank must call it, in its training thread.
@@ -48,17 +48,17 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
         group = dist.new_group(
             ranks, backend="gloo", timeout=timeout, use_local_synchronization=part
         )
-        prove_peers(group, world.ranks, world.key)
-    place = Place(
+        authenticate_peers(group, world.ranks, world.key)
+    place = ProcessInfo(
         world.rank, world.size, world.local_rank, world.local_size, f"{world.started_by}, twin"
     )
     found = World(place, torch.device("cpu"), group)
     found.backend, found.key, found.keepers = "gloo", world.key, world.keepers
-    found.traffic = Traffic(watched=False)  # the page is the training thread's
+    found.traffic = TrafficCounter(watched=False)  # the page is the training thread's
     return found
 
 
-def leave(world: World) -> None:
+def destroy_duplicate(world: World) -> None:
     """Destroy a duplicate group, once no thread uses it; its World has none afterwards.
 
     A collective: it waits for all ranks (barrier). Without a group it does nothing. A group that is

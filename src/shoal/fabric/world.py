@@ -32,24 +32,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError
-from shoal.base.operating_systems import loopback
+from shoal.base.operating_systems import loopback_interface
 from shoal.base.standard_streams import open_closed_streams
-from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
+from shoal.fabric._torch import (
+    all_gather_single,
+    clone_store_connection,
+    drop_mesh_groups,
+    get_default_store,
+)
 from shoal.fabric.collectives import json_messages
-from shoal.fabric.collectives.json_messages import key_of, prove_peers
+from shoal.fabric.collectives.json_messages import authenticate_peers, derive_group_key
 from shoal.fabric.collectives.traffic_counts import (
     ALL_GATHER,
     ALL_REDUCE,
     BROADCAST,
     REDUCE_SCATTER,
     SEND,
-    Traffic,
+    TrafficCounter,
 )
-from shoal.fabric.device import HOST, backends, carries_host_tensors, device_of_group, own_device
-from shoal.fabric.rendezvous.process_info import Place, find_place
+from shoal.fabric.device import (
+    HOST,
+    device_of_group,
+    process_group_backend,
+    select_local_device,
+    supports_host_tensors,
+)
+from shoal.fabric.rendezvous.process_info import ProcessInfo, read_process_info
 
 if TYPE_CHECKING:
-    from shoal.fabric.collectives.uneven_collectives import PendingSum
+    from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
@@ -61,7 +72,7 @@ _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _holders: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
-def holds_groups(owner: Any, forget: Callable[[Any], None]) -> None:
+def register_group_owner(owner: Any, forget: Callable[[Any], None]) -> None:
     """Register `forget(owner)`, called when process groups end, so that `owner` drops its own.
 
     Args:
@@ -89,7 +100,7 @@ class World:
 
     def __init__(
         self,
-        place: Place,
+        place: ProcessInfo,
         device: torch.device,
         group: dist.ProcessGroup | None,
         *,
@@ -103,11 +114,11 @@ class World:
         self.started_by = place.started_by
         self.device = device
         # A message in host memory does not wait for the device.
-        self.messages = HOST if group is None or carries_host_tensors(group) else device
+        self.messages = HOST if group is None or supports_host_tensors(group) else device
         self.group = group
         self.owns_group = owns_group
         self.store = store
-        self.traffic = Traffic()
+        self.traffic = TrafficCounter()
         self.key, self.keepers = b"", tuple[int, ...]()
         self._turns = itertools.count()
         self.backend: str | None = None
@@ -122,7 +133,7 @@ class World:
         return self.rank == 0
 
     @property
-    def keeps(self) -> bool:
+    def writes_files(self) -> bool:
         """True on the rank that writes for all ranks on its disk: rank 0 if all ranks share one."""
         return self.rank == (self.keepers[self.rank] if self.keepers else 0)
 
@@ -137,17 +148,20 @@ class World:
             return None
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingFlatReduceScatter:
         """Reduce-scatter a flat tensor by sum; return a handle of this rank's part.
 
         Args:
             tensor: [elements]; must not change until the result is read.
             cuts: rank r gets elements cuts[r] to cuts[r + 1].
         """
-        from shoal.fabric.collectives.uneven_collectives import PendingSum, reduce_scatter
+        from shoal.fabric.collectives.uneven_collectives import (
+            PendingFlatReduceScatter,
+            reduce_scatter,
+        )
 
         if self.group is None:
-            return PendingSum(None, tensor.clone().unsqueeze(0), tensor)
+            return PendingFlatReduceScatter(None, tensor.clone().unsqueeze(0), tensor)
         self.traffic.count(REDUCE_SCATTER, tensor.numel() * tensor.element_size(), self.size)
         return reduce_scatter(tensor, cuts, self.rank, self.group)
 
@@ -201,7 +215,7 @@ class World:
         with self.traffic.waiting():
             dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def all_reduce_least(self, tensor: torch.Tensor) -> None:
+    def all_reduce_min(self, tensor: torch.Tensor) -> None:
         """All-reduce a tensor by minimum over ranks, in place."""
         if self.group is not None:
             self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
@@ -216,21 +230,21 @@ class World:
         """
         if self.group is None:
             return [json.loads(json.dumps(message))]
-        return json_messages.gather(self, message)
+        return json_messages.gather_json(self, message)
 
     def broadcast_json(self, message: Any, source: int = 0) -> Any:
         """Broadcast rank `source`'s JSON message and return it on every rank."""
         if self.group is None:
             return json.loads(json.dumps(message))
-        return json_messages.broadcast(self, message, source)
+        return json_messages.broadcast_json(self, message, source)
 
-    def differing(self, message: Any) -> tuple[int, Any, Any] | None:
+    def find_differing_rank(self, message: Any) -> tuple[int, Any, Any] | None:
         """Return (rank, rank 0's message, its own) of the first rank that differs, else None."""
-        return None if self.group is None else json_messages.differing(self, message)
+        return None if self.group is None else json_messages.find_differing_rank(self, message)
 
-    def differing_places(self, numbers: Sequence[int]) -> list[int]:
+    def find_differing_indices(self, numbers: Sequence[int]) -> list[int]:
         """Return the indices at which ranks' integers differ; every rank must pass as many."""
-        return [] if self.group is None else json_messages.differing_places(self, numbers)
+        return [] if self.group is None else json_messages.find_differing_indices(self, numbers)
 
     def all_true(self, flag: bool) -> bool:
         """Return whether the flag is true on every rank; all ranks get the same answer."""
@@ -240,7 +254,7 @@ class World:
         self.all_reduce(falses)
         return int(falses.item()) == 0
 
-    def local_first(self, work: Callable[[], Any]) -> Any:
+    def run_local_first(self, work: Callable[[], Any]) -> Any:
         """Run `work()` on every rank, on local rank 0 of each machine before the others there.
 
         Use it for work that is prepared once per machine (data, a cache) and may take hours. The
@@ -257,10 +271,10 @@ class World:
         _wait(self.store, [machine], PREPARE_TIMEOUT)
         return work()
 
-    def told_on_machine(self, work: Callable[[], Any]) -> Any:
+    def run_once_per_machine(self, work: Callable[[], Any]) -> Any:
         """Run `work()` on each machine's local rank 0; return its JSON value on all ranks there.
 
-        It may take hours, as in `local_first`; if it raises, the others get None.
+        It may take hours, as in `run_local_first`; if it raises, the others get None.
         """
         first = self.rank - self.local_rank
         if self.size == 1 or self.store is None:
@@ -277,7 +291,7 @@ class World:
         return json.loads(self.store.get(key))
 
     def machine_barrier(self) -> None:
-        """Wait for all ranks of this machine, which may take hours, as in `local_first`."""
+        """Wait for all ranks of this machine, which may take hours, as in `run_local_first`."""
         if self.size == 1 or self.store is None:
             self.barrier()
             return
@@ -318,40 +332,40 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
     """
     open_closed_streams()
     if dist.is_initialized():
-        place = Place(
+        place = ProcessInfo(
             dist.get_rank(),
             dist.get_world_size(),
             int(os.environ.get("LOCAL_RANK", "0")),
             int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             "an existing process group",
         )
-        atexit.register(_let_go)
-        store = meeting_store(f"shoal/{next(_worlds_made)}")
+        atexit.register(_drop_group_references)
+        store = clone_default_store(f"shoal/{next(_worlds_made)}")
         return World(place, device_of_group(), dist.group.WORLD, store=store)
-    place = find_place(os.environ if environ is None else environ)
-    device = own_device(place.local_rank, place.local_size, place.started_by == "Slurm")
+    place = read_process_info(os.environ if environ is None else environ)
+    device = select_local_device(place.local_rank, place.local_size, place.started_by == "Slurm")
     if place.size == 1:
         return World(place, device, None)
     if place.host in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     try:
-        store = _meeting_store(place)
+        store = _get_job_store(place)
         # Each attempt, and each world of one process, has its own names: a stock restart may read
         # a dead peer's address.
         named = dist.PrefixStore(f"attempt-{place.attempt}/{next(_worlds_made)}", store)
-        key = key_of(place.token, _await_all(named, place))
+        key = derive_group_key(place.token, _wait_for_all_ranks(named, place))
         dist.init_process_group(
-            backends(device),
+            process_group_backend(device),
             store=named,
             rank=place.rank,
             world_size=place.size,
             timeout=COLLECTIVE_TIMEOUT,
         )
-        prove_peers(dist.group.WORLD, range(place.size), key)
+        authenticate_peers(dist.group.WORLD, range(place.size), key)
     except (RuntimeError, dist.DistError) as failure:
         raise ClusterError(
             f"rank {place.rank} of {place.size} ({place.started_by}): the processes did not meet "
-            f"at {place.meets_at} within {JOIN_TIMEOUT.seconds} s: {failure}"
+            f"at {place.rendezvous_text} within {JOIN_TIMEOUT.seconds} s: {failure}"
         ) from failure
     atexit.register(_leave_at_exit)
     world = World(place, device, dist.group.WORLD, owns_group=True, store=named)
@@ -359,7 +373,7 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
     return world
 
 
-def _await_all(store: dist.Store, place: Place) -> bytes:
+def _wait_for_all_ranks(store: dist.Store, place: ProcessInfo) -> bytes:
     """Wait for all ranks and name the missing ones: torch would wait as long as for a collective.
 
     Returns:
@@ -385,12 +399,13 @@ def _await_all(store: dist.Store, place: Place) -> bytes:
         who = f"rank{'s' * (len(away) > 1)} {', '.join(away)}"
         if not away:
             raise ClusterError(
-                f"all ranks came to {place.meets_at}, and were not counted so: somebody else "
+                f"all ranks came to {place.rendezvous_text}, and were not counted so: somebody "
+                "else "
                 "writes to the store there"
             )
         if left_s <= TELL_AFTER_S:
             raise ClusterError(
-                f"{who} of {place.size} did not come to {place.meets_at} within "
+                f"{who} of {place.size} did not come to {place.rendezvous_text} within "
                 f"{JOIN_TIMEOUT.total_seconds():g} s ({place.started_by}); look at what they print"
             )
         if place.local_rank == 0:
@@ -415,9 +430,9 @@ _worlds_made = itertools.count()
 _stores: dict[str, dist.Store] = {}
 
 
-def _meeting_store(place: Place) -> dist.Store:
+def _get_job_store(place: ProcessInfo) -> dist.Store:
     """Return this job's store, opened once per process: its port cannot be bound a second time."""
-    at = place.meets_at
+    at = place.rendezvous_text
     if at not in _stores and place.file:
         _stores[at] = dist.FileStore(place.file)
         _stores[at].set_timeout(JOIN_TIMEOUT)
@@ -442,12 +457,12 @@ def _leave_at_exit() -> None:
 
 def _destroy_group() -> None:
     """Destroy the process group and drop references to it, which keep gloo's threads alive."""
-    await_rest()
-    _let_go()
+    wait_for_idle_threads()
+    _drop_group_references()
     dist.destroy_process_group()
 
 
-def _let_go() -> None:
+def _drop_group_references() -> None:
     """Drop every reference to process groups, also from worlds that await garbage collection.
 
     After a script destroys its group, gloo's threads live until the last reference to it. If that
@@ -456,7 +471,7 @@ def _let_go() -> None:
     """
     for world in _worlds:
         for mesh in world.meshes.values():
-            empty_mesh(mesh)
+            drop_mesh_groups(mesh)
         world.meshes.clear()
         world.group = world.store = None
     for owner, forget in list(_holders.items()):
@@ -464,13 +479,13 @@ def _let_go() -> None:
     _holders.clear()
 
 
-def meeting_store(prefix: str = "meeting") -> dist.Store | None:
+def clone_default_store(prefix: str = "meeting") -> dist.Store | None:
     """Return the default group's store over a connection of its own; None without a group.
 
     A second thread must not wait behind the main thread, which may wait at the store for hours.
     """
     try:
-        return dist.PrefixStore(prefix, own_connection(default_store()))
+        return dist.PrefixStore(prefix, clone_store_connection(get_default_store()))
     except (RuntimeError, NotImplementedError, ValueError):  # none, or no store that can
         return None
 
@@ -480,7 +495,7 @@ LOOK_S, LIMIT_S = 0.012, 5.0
 RUNLOOP = "gloo_runloop"
 
 
-def await_rest(tasks: Path = Path("/proc/self/task")) -> None:
+def wait_for_idle_threads(tasks: Path = Path("/proc/self/task")) -> None:
     """Wait until gloo's threads are idle, with Python's lock (GIL) released.
 
     Only then is it safe to drop the last reference to a group. A gloo thread that has finished a
@@ -495,16 +510,16 @@ def await_rest(tasks: Path = Path("/proc/self/task")) -> None:
     Source: docs/lab-log.md, "A world that did not end"
     """
     until_s = time.monotonic() + LIMIT_S
-    before = _switches(tasks)
+    before = _count_context_switches(tasks)
     while before:
         time.sleep(LOOK_S)
-        now = _switches(tasks)
+        now = _count_context_switches(tasks)
         if (now == before and None not in now.values()) or time.monotonic() > until_s:
             return
         before = now
 
 
-def _switches(tasks: Path) -> dict[str, str | None]:
+def _count_context_switches(tasks: Path) -> dict[str, str | None]:
     """Return the context switches of each of gloo's workers; None for one that is not asleep."""
     found: dict[str, str | None] = {}
     for task in tasks.glob("*"):

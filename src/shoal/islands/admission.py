@@ -27,7 +27,7 @@ The others' directions are changes scaled to length 1, unweighted; otherwise a h
 would make the honest ones look wrong. Correct changes from different data have cosines near 0, so
 the bound is below 0.
 
-Fragments of a model differ in size: each has its own `Admission`.
+Fragments of a model differ in size: each has its own `AdmissionTest`.
 
 Source: Hampel 1974 (median and MAD as robust location and scale); Blanchard et al. 2017 (Krum: one
 wrong sender spoils a mean); templar's checks of norm and finiteness in SparseLoCo runs are kin
@@ -56,7 +56,7 @@ Change = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AdmissionVerdict:
     """Admitted and refused islands of a merge; islands go by their numbers.
 
     Attributes:
@@ -74,7 +74,7 @@ class Verdict:
     tokens: dict[int, float]
 
 
-class Admission:
+class AdmissionTest:
     """Admission test for the islands' changes to one fragment, with past norms as memory.
 
     `judge` refuses changes that are not finite, too large or opposed to the others, and has no side
@@ -97,7 +97,7 @@ class Admission:
         gram: Sequence[Sequence[float]],
         tokens: Sequence[float],
         islands: Sequence[int] | None = None,
-    ) -> Verdict:
+    ) -> AdmissionVerdict:
         """Judge the changes; the same numbers and past give the same verdict. No side effects.
 
         Args:
@@ -124,13 +124,13 @@ class Admission:
         refused |= self._too_large(compared, past, told, alone=len(named) == 1)
         left = [island for island in norms if island not in refused]
         products = {(i, j): gram[a][b] for a, i in enumerate(named) for b, j in enumerate(named)}
-        directions = _Directions(left, norms, products)
-        refused |= self._against_the_others(directions, left, told)
+        directions = _UnitChanges(left, norms, products)
+        refused |= self._find_opposed(directions, left, told)
         admitted = tuple(island for island in named if island not in refused)
         cosines = directions.cosines(left)
-        return Verdict(admitted, refused, tuple(told), norms, cosines, worked)
+        return AdmissionVerdict(admitted, refused, tuple(told), norms, cosines, worked)
 
-    def commit(self, verdict: Verdict) -> None:
+    def commit(self, verdict: AdmissionVerdict) -> None:
         """Add the admitted norms of a committed round to the memory."""
         admitted = [
             (verdict.norms[island], verdict.tokens[island])
@@ -167,10 +167,10 @@ class Admission:
         self, now: Mapping[int, Change], past: Sequence[Change], told: list[str], *, alone: bool
     ) -> dict[int, str]:
         if not past and len(now) < 3:
-            self._tell_unlike_pair(now, told)
+            self._warn_of_unequal_pair(now, told)
             return {}
         alike = alone or len(now) > 1
-        readings = [_Reading(power, past, now, self.bound, alike) for power in (0.0, 1.0)]
+        readings = [_NormTest(power, past, now, self.bound, alike) for power in (0.0, 1.0)]
         if all(reading.grown for reading in readings):
             least = min(reading.growth for reading in readings)
             told.append(f"most changes grew alike: to {_times(least)} the median of past rounds")
@@ -184,7 +184,7 @@ class Admission:
                 refused[island] = f"island {island}: {line}"
         return refused
 
-    def _tell_unlike_pair(self, now: Mapping[int, Change], told: list[str]) -> None:
+    def _warn_of_unequal_pair(self, now: Mapping[int, Change], told: list[str]) -> None:
         if len(now) < 2:
             return
         small, large = sorted(now, key=lambda island: now[island][0])
@@ -195,8 +195,8 @@ class Admission:
                 f"past round says which is right"
             )
 
-    def _against_the_others(
-        self, directions: _Directions, left: Sequence[int], told: list[str]
+    def _find_opposed(
+        self, directions: _UnitChanges, left: Sequence[int], told: list[str]
     ) -> dict[int, str]:
         remaining, refused = list(directions.pointing), {}
         while len(remaining) >= 3:
@@ -222,7 +222,7 @@ class Admission:
         return refused
 
 
-class Refusals:
+class RefusalCounter:
     """Consecutive refused rounds of each island; at `limit` the island must stop.
 
     A round that admits an island resets its count to 0; a round without the island changes nothing.
@@ -252,7 +252,7 @@ class Refusals:
         self._in_a_row = {int(island): times for island, times in state.items()}
 
 
-class _Reading:
+class _NormTest:
     """Logarithms of norms / tokens^power, minus the median of the same in the past.
 
     Attributes:
@@ -286,7 +286,7 @@ class _Reading:
         return self.factor[island] - self.limit
 
 
-class _Directions:
+class _UnitChanges:
     """Changes scaled to length 1; `pointing` are those that are not 0."""
 
     def __init__(

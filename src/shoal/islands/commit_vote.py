@@ -61,7 +61,7 @@ class Ballot:
         Raises:
             ClusterError: the message is no ballot; the error names the island and the fault.
         """
-        found = read_object(message, f"island {island}: its ballot")
+        found = parse_json_object(message, f"island {island}: its ballot")
         names = [field.name for field in fields(Ballot)]
         if sorted(found) != sorted(names):
             raise ClusterError(
@@ -75,7 +75,7 @@ class Ballot:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VoteResult:
     """Result of a vote.
 
     Attributes:
@@ -88,7 +88,7 @@ class Outcome:
     stop: tuple[int, ...]
 
 
-def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Outcome:
+def count_ballots(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> VoteResult:
     """Count ballots and return whether the step is committed.
 
     Args:
@@ -107,12 +107,12 @@ def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Ou
         if not (ballot.ok and ballot.saved)
     ]
     if against:
-        return Outcome(False, "; ".join(against), stop)
-    apart = _apart({island: ballot.digest for island, ballot in cast.items()})
-    return Outcome(not apart, apart, stop)
+        return VoteResult(False, "; ".join(against), stop)
+    apart = _describe_digest_differences({island: ballot.digest for island, ballot in cast.items()})
+    return VoteResult(not apart, apart, stop)
 
 
-def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
+def decide_commit(ballots: Sequence[Ballot], partners: Sequence[int]) -> VoteResult:
     """Decide by all islands' ballots whether these partners commit their outer step.
 
     They do if every partner votes ok and all have the same digest. An island that could not save
@@ -132,11 +132,11 @@ def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
     """
     unsaved = {island: one for island, one in enumerate(ballots) if not one.saved}
     if unsaved:
-        return count(list(unsaved.values()), list(unsaved))
-    return count([ballots[island] for island in partners], partners)
+        return count_ballots(list(unsaved.values()), list(unsaved))
+    return count_ballots([ballots[island] for island in partners], partners)
 
 
-def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
+def commit_failure_remedy(ballots: Sequence[Ballot]) -> tuple[bool, str]:
     """Return (training is at fault, remedy) for an outer step that was not committed.
 
     True if an island could not save, or its numbers are at fault (not finite, no change admitted).
@@ -155,7 +155,7 @@ def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
     )
 
 
-def read_object(message: bytes, whose: str) -> dict[str, Any]:
+def parse_json_object(message: bytes, whose: str) -> dict[str, Any]:
     """Parse a JSON object from another machine's bytes; NaN is accepted.
 
     Raises:
@@ -207,7 +207,7 @@ def _check_places(cast: dict[int, Ballot]) -> None:
         )
 
 
-def _apart(digests: dict[int, str]) -> str:
+def _describe_digest_differences(digests: dict[int, str]) -> str:
     """Return a text on the islands whose digest differs from the majority, or ""."""
     (common, votes), *rest = Counter(digests.values()).most_common()
     if not rest:

@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.base.errors import CheckpointError, ClusterError
-from shoal.islands.commit_vote import name_islands, read_object
+from shoal.islands.commit_vote import name_islands, parse_json_object
 
 Held = Mapping[int, str]
 """Round → digest of the state after it."""
 
 
 @dataclass(frozen=True)
-class Resume:
+class ResumePoint:
     """Round after which the islands continue, and the donor of each island's state.
 
     Attributes:
@@ -37,7 +37,7 @@ class Resume:
     donors: tuple[int, ...]
 
 
-def newest_common(held: Sequence[Held]) -> int | None:
+def find_newest_common_round(held: Sequence[Held]) -> int | None:
     """Return the newest round that all islands hold with equal digests.
 
     >>> newest_common([{7: "a", 8: "b"}, {7: "a", 8: "c"}])
@@ -49,7 +49,7 @@ def newest_common(held: Sequence[Held]) -> int | None:
     return max((round_ for round_, _ in shared), default=None)
 
 
-def resume_point(held: Sequence[Held]) -> Resume | None:
+def find_resume_point(held: Sequence[Held]) -> ResumePoint | None:
     """Return the newest round that all islands with saved states hold with equal digests.
 
     An island without state loads that of the lowest island that has one. None if no island has
@@ -68,10 +68,10 @@ def resume_point(held: Sequence[Held]) -> Resume | None:
     holders = [island for island, one in enumerate(held) if one]
     if not holders:
         return None
-    newest = newest_common([held[island] for island in holders])
+    newest = find_newest_common_round([held[island] for island in holders])
     if newest is None:
         raise CheckpointError(_no_common(held, holders))
-    return Resume(newest, tuple(i if one else holders[0] for i, one in enumerate(held)))
+    return ResumePoint(newest, tuple(i if one else holders[0] for i, one in enumerate(held)))
 
 
 def refuse_damaged(folders: Sequence[str]) -> None:
@@ -94,18 +94,18 @@ def refuse_damaged(folders: Sequence[str]) -> None:
         )
 
 
-def to_bytes(held: Held) -> bytes:
+def encode_rounds(held: Held) -> bytes:
     """Encode this island's rounds and digests as JSON for the other islands."""
     return json.dumps({str(round_): digest for round_, digest in held.items()}).encode()
 
 
-def from_bytes(message: bytes, island: int) -> dict[int, str]:
-    """Decode the rounds and digests of `island` from a message of `to_bytes`.
+def decode_rounds(message: bytes, island: int) -> dict[int, str]:
+    """Decode the rounds and digests of `island` from a message of `encode_rounds`.
 
     Raises:
         ClusterError: the message is malformed; the error names the island.
     """
-    found = read_object(message, f"island {island}: its list of saved rounds")
+    found = parse_json_object(message, f"island {island}: its list of saved rounds")
     for round_, digest in found.items():
         if not (round_.isascii() and round_.isdecimal() and isinstance(digest, str)):
             raise ClusterError(

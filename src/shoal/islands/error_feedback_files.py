@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from shoal.base.plans.tensor_shards import Shard
-from shoal.fabric.compressed.codecs import Feedback
+from shoal.fabric.compressed.codecs import ErrorFeedback
 
 LEFT = "left."
 
 
 @dataclass
-class Leftovers:
+class IslandErrorFeedback:
     """Error feedback of one process of an island, as tensors of a checkpoint.
 
     Attributes:
@@ -33,7 +33,7 @@ class Leftovers:
             under other settings are dropped.
     """
 
-    feedback: Feedback | None
+    feedback: ErrorFeedback | None
     rank: int
     pieces: Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class Leftovers:
         """Return the settings of the pieces, the same on every rank; None for a lossless codec."""
         return None if self.feedback is None else dict(self.pieces)
 
-    def owns(self, names: Iterable[str], kept: Mapping[str, Any] | None) -> list[str]:
+    def select_own_tensors(self, names: Iterable[str], kept: Mapping[str, Any] | None) -> list[str]:
         """Return the checkpoint's tensors that this rank loads; `kept` as `record` returned it."""
         if self.feedback is None or kept != self.pieces:
             return []
@@ -68,7 +68,7 @@ class Leftovers:
         Returns:
             one line if residuals were dropped, else "".
         """
-        mine = self.owns(tensors, kept)
+        mine = self.select_own_tensors(tensors, kept)
         if self.feedback is not None:
             self.feedback.load({name.removeprefix(self._own): tensors[name] for name in mine})
         if kept is None or (self.feedback is not None and kept == self.pieces):

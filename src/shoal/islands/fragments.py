@@ -25,7 +25,7 @@ Block = tuple[tuple[str, ...], int]
 
 
 @dataclass(frozen=True)
-class Moment:
+class FragmentSchedule:
     """Schedule of a fragment, in finished inner steps of the round (1 … H).
 
     Attributes:
@@ -52,7 +52,9 @@ def block_of(name: str) -> Block | None:
     return None
 
 
-def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], ...]:
+def partition_parameters(
+    bytes_of: Mapping[str, int], fragments: int
+) -> tuple[tuple[str, ...], ...]:
     """Partition parameter names into non-empty fragments, whatever their order.
 
     Args:
@@ -94,7 +96,7 @@ def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], 
     return tuple(tuple(sorted(names)) for names in dealt)
 
 
-def moments(steps: int, fragments: int, overlap: int) -> tuple[Moment, ...]:
+def schedule_fragments(steps: int, fragments: int, overlap: int) -> tuple[FragmentSchedule, ...]:
     """Return the schedule of the fragments in a round of `steps` inner steps, in order.
 
     Args:
@@ -113,6 +115,6 @@ def moments(steps: int, fragments: int, overlap: int) -> tuple[Moment, ...]:
     for fragment in range(fragments):
         apply_after = max(1, (fragment + 1) * steps // fragments)
         send_after = max(before, apply_after - overlap)
-        found.append(Moment(fragment, send_after, apply_after))
+        found.append(FragmentSchedule(fragment, send_after, apply_after))
         before = apply_after
     return tuple(found)

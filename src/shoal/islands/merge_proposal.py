@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from shoal.islands.admission import Verdict
+from shoal.islands.admission import AdmissionVerdict
 from shoal.islands.commit_vote import Ballot
 
 
 @dataclass(frozen=True)
-class Say:
+class MergeProposal:
     """Metadata that an island sends with the message of a fragment.
 
     Attributes:
@@ -35,7 +35,7 @@ class Say:
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergeResult:
     """Result of the exchange of one fragment.
 
     Equal on every rank of the partners, except `plain`, `seconds` and `sent_bytes`.
@@ -62,7 +62,7 @@ class Merge:
     committed: bool
     why: str
     partners: tuple[int, ...]
-    verdict: Verdict
+    verdict: AdmissionVerdict
     ballots: tuple[Ballot, ...]
     divisor: float
     digest: str
@@ -81,7 +81,7 @@ class Merge:
         return self.verdict.refused.get(island, "")
 
 
-def refusals(merges: Sequence[Merge]) -> dict[int, str]:
+def collect_refusals(merges: Sequence[MergeResult]) -> dict[int, str]:
     """Collect the islands refused in a round: island → reason, ascending; {} if none.
 
     Args:
@@ -94,7 +94,7 @@ def refusals(merges: Sequence[Merge]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
+def collect_round_fields(merges: Sequence[MergeResult]) -> dict[str, Any]:
     """Collect the fields of a round's event from its merges, as plain JSON values.
 
     Args:
@@ -106,7 +106,7 @@ def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
     return {
         "tokens_all": sum(ballot.tokens for ballot in last.ballots),
         "admitted": list(last.verdict.admitted),
-        "refused": {str(island): why for island, why in refusals(merges).items()},
+        "refused": {str(island): why for island, why in collect_refusals(merges).items()},
         "divisor": last.divisor,
         "digest": last.digest,
         "why": last.why,
@@ -114,11 +114,11 @@ def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
     }
 
 
-def lines(merges: Sequence[Merge]) -> list[str]:
+def format_merge_lines(merges: Sequence[MergeResult]) -> list[str]:
     """List the printed lines of a round's merges; [] if there is nothing to report.
 
-    First the warnings on admitted changes (`Verdict.told`), then each uncommitted fragment except
-    the last, which the round's own event reports.
+    First the warnings on admitted changes (`AdmissionVerdict.told`), then each uncommitted fragment
+    except the last, which the round's own event reports.
     """
     told = [line for merge in merges for line in merge.verdict.told]
     return told + [

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.islands.fragments import Moment, deal, moments
-from shoal.islands.outer_optimizer import Build, Outer, all_finite, outer_builder
-from shoal.islands.two_tiers import TwoTiers, members
+from shoal.islands.fragments import FragmentSchedule, partition_parameters, schedule_fragments
+from shoal.islands.outer_optimizer import Build, OuterState, all_finite, make_outer_builder
+from shoal.islands.two_tiers import TwoTierOuterState, list_partners
 
 
-class Method:
+class MergeMethod:
     """Base class of the methods by which islands merge: DiLoCo with any torch outer optimizer.
 
     Rounds and islands are counted from 0.
@@ -52,31 +52,33 @@ class Method:
 
     def __init__(self, policy: IslandsPolicy) -> None:
         self.policy = policy
-        self._build = self.builder()
+        self._build = self.optimizer_builder()
 
-    def builder(self) -> Build:
+    def optimizer_builder(self) -> Build:
         """Return the constructor of the outer optimizer."""
-        return outer_builder(self.policy)
+        return make_outer_builder(self.policy)
 
-    def open(self, local: Mapping[str, Tensor]) -> Outer:
+    def open(self, local: Mapping[str, Tensor]) -> OuterState:
         """Create W at the start, equal on all islands: a copy of this rank's parts."""
         if self.policy.regions > 1:
-            return TwoTiers(local, self._build, self.policy.far_period)
-        return Outer(local, self._build)
+            return TwoTierOuterState(local, self._build, self.policy.far_period)
+        return OuterState(local, self._build)
 
     def fragments(self, bytes_of: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
         """Return the parameter names of every fragment; see `fragments.deal`."""
-        return deal(bytes_of, self.policy.fragments)
+        return partition_parameters(bytes_of, self.policy.fragments)
 
-    def moments(self, steps: int) -> tuple[Moment, ...]:
+    def schedule_fragments(self, steps: int) -> tuple[FragmentSchedule, ...]:
         """Return the schedule of the fragments in a round of `steps` inner steps of this island."""
-        return moments(steps, self.policy.fragments, self.policy.overlap)
+        return schedule_fragments(steps, self.policy.fragments, self.policy.overlap)
 
     def partners(self, round_number: int, index: int, count: int) -> tuple[int, ...]:
         """Return the islands that merge with island `index` in a round, itself included."""
-        return members(round_number, index, count, self.policy.regions, self.policy.far_period)
+        return list_partners(
+            round_number, index, count, self.policy.regions, self.policy.far_period
+        )
 
-    def weigh(
+    def message_weights(
         self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
         """Return the weight of each partner's message, and the divisor of their sum.
@@ -100,7 +102,7 @@ class Method:
         return weights, sum(weights)
 
     def message(
-        self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
+        self, outer: OuterState, names: Sequence[str], local: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return OLD − NEW of this rank's part of a fragment, in the dtype of W, on the CPU."""
         return {
@@ -109,7 +111,7 @@ class Method:
             if name in outer.weights
         }
 
-    def spread(self, gram: Sequence[Sequence[float]]) -> float | None:
+    def weight_distance(self, gram: Sequence[Sequence[float]]) -> float | None:
         """Return the relative distance between the partners' weights; None if they end up equal.
 
         Args:
@@ -118,14 +120,14 @@ class Method:
         del gram
         return None
 
-    def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:
+    def step(self, outer: OuterState, mean: Mapping[str, Tensor]) -> bool:
         """Propose W', u' from the mean of the messages; return whether they are finite."""
         return outer.propose(mean)
 
     @torch.no_grad()
-    def adopt(
+    def apply_merge(
         self,
-        outer: Outer,
+        outer: OuterState,
         names: Sequence[str],
         local: Mapping[str, Tensor],
         *,
@@ -150,7 +152,7 @@ class Method:
             own.copy_(merged)
 
     def sent(
-        self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
+        self, outer: OuterState, names: Sequence[str], local: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Copy this rank's part of a fragment at sending, on the device and in the dtype of W."""
         weights = outer.weights
@@ -158,7 +160,7 @@ class Method:
             name: _like(local[name], weights[name]).clone() for name in names if name in weights
         }
 
-    def before_update(self, outer: Outer, local: Mapping[str, nn.Parameter]) -> None:
+    def before_update(self, outer: OuterState, local: Mapping[str, nn.Parameter]) -> None:
         """Adjust gradients before every inner update, when `.grad` is the step's mean gradient."""
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.base.errors import BugError, CheckpointError, ConfigError, one_of
+from shoal.base.errors import BugError, CheckpointError, ConfigError, format_choice_error
 from shoal.base.layouts.island_options import IslandsPolicy
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -37,7 +37,7 @@ gradients, and those that need whole matrices, of which a rank may hold a part.
 """
 
 
-class Outer:
+class OuterState:
     """Merged weights W and outer optimizer state of this rank's parts, by parameter name.
 
     `propose` computes the next ones separately, `commit` installs them, `undo` drops them.
@@ -60,7 +60,7 @@ class Outer:
         self._before: dict[str, State] | None = None
         self._digests: dict[str, bytes] = {}
 
-    def at(self, round_number: int) -> Outer:
+    def at(self, round_number: int) -> OuterState:
         """Return the outer state that a round (from 0) merges; with one tier always this one."""
         del round_number
         return self
@@ -127,7 +127,7 @@ class Outer:
             whole.update(self._digests[name])
         return whole.hexdigest()
 
-    def agreed(self) -> str:
+    def vote_digest(self) -> str:
         """Return the SHA-256 that the partners of this merge must share, proposal included."""
         return self.digest()
 
@@ -243,7 +243,7 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def hash_of(tensors: Mapping[str, Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of names, dtypes, shapes and every bit of tensors."""
     found = hashlib.sha256()
     for name, part in sorted(tensors.items()):
@@ -252,7 +252,7 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def outer_builder(policy: IslandsPolicy) -> Build:
+def make_outer_builder(policy: IslandsPolicy) -> Build:
     """Return a constructor of torch.optim's `policy.outer` with the policy's settings.
 
     Args:
@@ -275,7 +275,7 @@ def outer_builder(policy: IslandsPolicy) -> Build:
     }
     known = sorted(set(classes) - set(UNFIT))
     if policy.outer not in known:
-        raise ConfigError(one_of("islands.outer", policy.outer, known))
+        raise ConfigError(format_choice_error("islands.outer", policy.outer, known))
     kind = classes[policy.outer]
     accepted = inspect.signature(kind).parameters
     settings: dict[str, Any] = {"lr": policy.outer_lr}

@@ -37,18 +37,18 @@ DOUBT = 4.0
 COMPARABLE = 16
 
 
-class Patience:
+class PeerDeadline:
     """Deadline of one process for its next exchange with other islands, learnt from past ones."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._paused = False
 
-    def others_pause(self) -> None:
+    def extend_next_deadline(self) -> None:
         """Allow extra time before the next exchange: another island does other work first."""
         self._paused = True
 
-    def learn(self, seconds: float, size_bytes: int) -> None:
+    def record_exchange(self, seconds: float, size_bytes: int) -> None:
         """Learn from a successful exchange of that many bytes; failed ones are not passed here."""
         self._past.append((seconds, size_bytes))
         self._paused = False

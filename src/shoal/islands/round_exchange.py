@@ -28,33 +28,33 @@ import torch
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
-from shoal.fabric.compressed.codecs import Codec, Feedback, find_codec
-from shoal.fabric.islands.compressed_all_reduce import is_of_sum
-from shoal.fabric.islands.inter_island_group import Arrived, IslandLost, Plane
-from shoal.islands.admission import Admission, Verdict
+from shoal.fabric.compressed.codecs import Codec, ErrorFeedback, find_codec
+from shoal.fabric.islands.compressed_all_reduce import is_sum_tag
+from shoal.fabric.islands.inter_island_group import CompressedExchange, InterIslandGroup, IslandLost
+from shoal.islands.admission import AdmissionTest, AdmissionVerdict
 from shoal.islands.commit_vote import (
     NOBODY_ADMITTED,
     NOT_FINITE,
     Ballot,
-    Outcome,
-    decide,
-    read_object,
+    VoteResult,
+    decide_commit,
+    parse_json_object,
 )
-from shoal.islands.merge_proposal import Merge, Say
-from shoal.islands.method import Method
-from shoal.islands.outer_optimizer import Outer
-from shoal.islands.peer_deadline import Patience
-from shoal.islands.send_slices import Shares
+from shoal.islands.merge_proposal import MergeProposal, MergeResult
+from shoal.islands.method import MergeMethod
+from shoal.islands.outer_optimizer import OuterState
+from shoal.islands.peer_deadline import PeerDeadline
+from shoal.islands.send_slices import MessageShards
 
 Value = TypeVar("Value")
 
 
-class Merger:
+class FragmentMerger:
     """Exchange of fragments with the same rank of other islands, one at a time, in a thread.
 
-    `send` starts an exchange, `result` waits for its `Merge`; all ranks of all islands call them in
-    the same order. The thread proposes, commits or undoes the step of `outer`; the island's own
-    weights do not change.
+    `send` starts an exchange, `result` waits for its `MergeResult`; all ranks of all islands call
+    them in the same order. The thread proposes, commits or undoes the step of `outer`; the island's
+    own weights do not change.
 
     Attributes:
         plane: connections to the same rank of other islands.
@@ -73,22 +73,22 @@ class Merger:
 
     def __init__(
         self,
-        plane: Plane,
+        plane: InterIslandGroup,
         inner: World,
-        shares: Shares,
-        method: Method,
-        outer: Outer,
+        shares: MessageShards,
+        method: MergeMethod,
+        outer: OuterState,
         codec: Codec,
-        feedback: Feedback | None,
-        admission: Sequence[Admission],
-        patience: Patience,
+        feedback: ErrorFeedback | None,
+        admission: Sequence[AdmissionTest],
+        patience: PeerDeadline,
     ) -> None:
         self.plane, self.inner, self.shares = plane, inner, shares
         self.method, self.outer, self.codec, self.feedback = method, outer, codec, feedback
         self.admission, self.patience = admission, patience
-        self.round_s, self.last_save = 0.0, LastSave()
+        self.round_s, self.last_save = 0.0, SaveStatus()
         self._thread: threading.Thread | None = None
-        self._merge: Merge | None = None
+        self._merge: MergeResult | None = None
         self._failure: BaseException | None = None
 
     def send(
@@ -96,7 +96,7 @@ class Merger:
         round_number: int,
         fragment: int,
         message: Mapping[str, torch.Tensor],
-        say: Say,
+        say: MergeProposal,
         plain: Mapping[str, torch.Tensor],
     ) -> None:
         """Start the exchange of a fragment; `result` ends it.
@@ -107,7 +107,7 @@ class Merger:
         """
         if self._thread is not None:
             raise BugError("islands: a fragment was sent while another is on its way")
-        work = _Work(
+        work = _ExchangeTask(
             self,
             round_number,
             fragment,
@@ -133,7 +133,7 @@ class Merger:
         """True while a fragment is in flight."""
         return self._thread is not None
 
-    def result(self) -> Merge:
+    def result(self) -> MergeResult:
         """Wait for the pending exchange; raises IslandLost when other islands are silent."""
         if self._thread is None:
             raise BugError("islands: no fragment is on its way")
@@ -147,25 +147,25 @@ class Merger:
 
 
 @dataclass
-class _Work:
+class _ExchangeTask:
     """One exchange, step by step."""
 
-    merger: Merger
+    merger: FragmentMerger
     round: int
     fragment: int
     like: dict[str, torch.Tensor]
     piece: torch.Tensor
     plain_like: dict[str, torch.Tensor]
     plain_piece: torch.Tensor
-    say: Say
+    say: MergeProposal
     saves_s: float = 0.0
     """seconds waited for islands that still saved; they report it, so no deadline learns from it"""
 
-    def run(self) -> Merge:
+    def run(self) -> MergeResult:
         merger = self.merger
         began_s, sent_before = time.monotonic(), merger.plane.sent_bytes
         partners = merger.method.partners(self.round, merger.plane.index, merger.plane.count)
-        plane = merger.plane.among(partners)
+        plane = merger.plane.subgroup(partners)
         self.outer = merger.outer.at(self.round)
         if merger.feedback is not None:
             merger.feedback.begin()
@@ -173,7 +173,7 @@ class _Work:
         self.deadline_s = merger.patience.deadline_s(size_bytes, merger.round_s)
         first = self._first_half(plane)
         verdict, gram = self._judge(plane, partners, first)
-        weights, divisor = merger.method.weigh(
+        weights, divisor = merger.method.message_weights(
             [verdict.tokens[island] for island in partners],
             [verdict.norms.get(island, 0.0) for island in partners],
             [island in verdict.admitted for island in partners],
@@ -181,10 +181,10 @@ class _Work:
         mean, plain = self._second_half(first, weights, divisor)
         finite = bool(divisor) and merger.method.step(self.outer, mean)
         outcome, ballots, digest = self._vote(partners, finite, verdict)
-        self._settle(outcome, verdict, partners)
+        self._commit_or_undo(outcome, verdict, partners)
         seconds = time.monotonic() - began_s
-        merger.patience.learn(seconds - self.saves_s, size_bytes)
-        return Merge(
+        merger.patience.record_exchange(seconds - self.saves_s, size_bytes)
+        return MergeResult(
             round=self.round,
             fragment=self.fragment,
             committed=outcome.committed,
@@ -197,10 +197,14 @@ class _Work:
             seconds=seconds,
             sent_bytes=merger.plane.sent_bytes - sent_before,
             plain=plain if outcome.committed else {},
-            spread=merger.method.spread(_among(gram, partners, verdict.admitted)),
+            spread=merger.method.weight_distance(
+                _select_products(gram, partners, verdict.admitted)
+            ),
         )
 
-    def _settle(self, outcome: Outcome, verdict: Verdict, partners: Sequence[int]) -> None:
+    def _commit_or_undo(
+        self, outcome: VoteResult, verdict: AdmissionVerdict, partners: Sequence[int]
+    ) -> None:
         """Commit or undo the proposed W and u."""
         merger = self.merger
         if not outcome.committed:
@@ -212,12 +216,12 @@ class _Work:
             # The residual of a refused message is as wrong as the message; the sum that its island
             # sent belongs to all islands, and was sent.
             admitted = merger.plane.index in verdict.admitted
-            merger.feedback.commit(lambda tag: admitted or is_of_sum(tag))
+            merger.feedback.commit(lambda tag: admitted or is_sum_tag(tag))
 
-    def _first_half(self, plane: Plane) -> list[Arrived]:
+    def _first_half(self, plane: InterIslandGroup) -> list[CompressedExchange]:
         merger = self.merger
 
-        def begin() -> list[Arrived]:
+        def begin() -> list[CompressedExchange]:
             # Fewer islands have other pieces, and a residual belongs to its own piece.
             tag = f"{self.fragment}" if plane is merger.plane else f"{self.fragment}.near"
             found = [
@@ -236,11 +240,11 @@ class _Work:
                 )  # fmt: skip
             return found
 
-        return self._together(begin)
+        return self._run_on_all_ranks(begin)
 
     def _judge(
-        self, plane: Plane, partners: Sequence[int], first: Sequence[Arrived]
-    ) -> tuple[Verdict, list[list[float]]]:
+        self, plane: InterIslandGroup, partners: Sequence[int], first: Sequence[CompressedExchange]
+    ) -> tuple[AdmissionVerdict, list[list[float]]]:
         """Judge every partner from statistics of all ranks and islands; return the products too.
 
         Args:
@@ -252,33 +256,35 @@ class _Work:
             "gram": first[0].gram,
             "tokens": self.say.tokens,
         }
-        rows = self._together(
+        rows = self._run_on_all_ranks(
             lambda: plane.gather(json.dumps(mine).encode(), deadline_s=self.deadline_s)
         )
-        told = [read_object(row, f"island {i}") for i, row in zip(partners, rows, strict=True)]
+        told = [
+            parse_json_object(row, f"island {i}") for i, row in zip(partners, rows, strict=True)
+        ]
         places = range(len(told))
         lanes = self.merger.inner.gather_json(
             {
                 "finite": [all(one["finite"][k] for one in told) for k in places],
-                "gram": _added([one["gram"] for one in told]),
+                "gram": _sum_matrices([one["gram"] for one in told]),
                 "tokens": [one["tokens"] for one in told],
             }
         )
         finite = [all(one["finite"][k] for one in lanes) for k in places]
-        gram = _added([one["gram"] for one in lanes])
+        gram = _sum_matrices([one["gram"] for one in lanes])
         verdict = self.admission(partners).judge(finite, gram, lanes[0]["tokens"], partners)
         return verdict, gram
 
-    def admission(self, partners: Sequence[int]) -> Admission:
+    def admission(self, partners: Sequence[int]) -> AdmissionTest:
         """Return the admission test with the norms of past rounds with these partners."""
         merger = self.merger
         if not merger.method.common_past:
-            return Admission(merger.admission[0].bound, merger.admission[0].cosine)
+            return AdmissionTest(merger.admission[0].bound, merger.admission[0].cosine)
         everyone = len(partners) == merger.plane.count
         return merger.admission[2 * self.fragment + everyone]
 
     def _second_half(
-        self, first: list[Arrived], weights: list[float], divisor: float
+        self, first: list[CompressedExchange], weights: list[float], divisor: float
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return means of the fragment's parameters and of plain tensors, this rank's parts."""
         if not divisor:  # no island is admitted: all know it, and nothing is sent
@@ -289,37 +295,37 @@ class _Work:
                 arrived.finish(weights, divisor, deadline_s=self.deadline_s) for arrived in first
             ]
 
-        means = self._together(finish)
+        means = self._run_on_all_ranks(finish)
         shares = self.merger.shares
         mean = shares.join(means[0], self.like)
         return mean, shares.join(means[1], self.plain_like) if len(means) > 1 else {}
 
     def _vote(
-        self, partners: Sequence[int], finite: bool, verdict: Verdict
-    ) -> tuple[Outcome, list[Ballot], str]:
+        self, partners: Sequence[int], finite: bool, verdict: AdmissionVerdict
+    ) -> tuple[VoteResult, list[Ballot], str]:
         """Vote on the step; return the outcome, the ballots and the digest that all islands share.
 
         All islands exchange ballots; those of the partners are counted.
         """
         plane = self.merger.plane
-        digests = self.merger.inner.gather_json([self.outer.digest(), self.outer.agreed()])
+        digests = self.merger.inner.gather_json([self.outer.digest(), self.outer.vote_digest()])
         whole, agreed = (_hash_of_all([told[k] for told in digests]) for k in range(2))
         began_s = time.monotonic()
         while True:
             own = self._ballot(finite, agreed, verdict)
             tell = partial(plane.gather, own.to_bytes(), deadline_s=self.deadline_s)
-            rows = self._together(tell)
+            rows = self._run_on_all_ranks(tell)
             ballots = [Ballot.from_bytes(row, island) for island, row in enumerate(rows)]
             if all(ballot.saved is not None for ballot in ballots):
-                return decide(ballots, partners), ballots, whole
+                return decide_commit(ballots, partners), ballots, whole
             self.saves_s = time.monotonic() - began_s
 
-    def _ballot(self, finite: bool, digest: str, verdict: Verdict) -> Ballot:
+    def _ballot(self, finite: bool, digest: str, verdict: AdmissionVerdict) -> Ballot:
         """Return this island's ballot, equal on all of its ranks; rank 0 sends it."""
         merger, say = self.merger, self.say
         mine = [say.tokens, say.used, say.steps_per_s, say.stop]
         told = merger.inner.gather_json([finite, self.outer.trouble, mine, merger.last_save.told()])
-        say = Say(*told[0][2])
+        say = MergeProposal(*told[0][2])
         if merger.plane.index not in verdict.admitted:
             say = replace(say, tokens=0, used=0)  # that island's change is lost
         saved, why = told[0][3]
@@ -345,7 +351,7 @@ class _Work:
             saved=saved,
         )
 
-    def _together(self, work: Callable[[], Value]) -> Value:
+    def _run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
         """Run `work()` on every rank of the island; all raise IslandLost if one of them did."""
         lost: IslandLost | None = None
         value: Value | None = None
@@ -364,7 +370,7 @@ class _Work:
         return value  # type: ignore[return-value]
 
 
-def _among(
+def _select_products(
     gram: Sequence[Sequence[float]], partners: Sequence[int], admitted: Sequence[int]
 ) -> list[list[float]]:
     """Return the inner products of the admitted partners."""
@@ -377,7 +383,7 @@ def _hash_of_all(digests: Sequence[str]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _added(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+def _sum_matrices(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """Sum matrices in their order: the same bits on any machine."""
     size = len(matrices[0])
     return [
@@ -389,7 +395,7 @@ PAUSE_S = 1.0
 """Seconds that a vote waits for a save before it reports that the save is unfinished."""
 
 
-class LastSave:
+class SaveStatus:
     """State of the last save, shared by the training thread and the exchange thread.
 
     The training thread starts a save after a committed round and records its end; the exchange

@@ -7,7 +7,7 @@ integer and a short list: all positions before `cursor` were dealt, except the u
     steps         = inner_steps(H, speeds)               H_i = max(1, round(H · v_i / v_max))
     wanted        = stream.samples_of(steps, batch, n)   samples of exactly these steps
     after, dealt  = stream.deal(wanted)                  open ranges first, island by island
-    island i runs   steps_in(dealt[i], n, batch)         exactly H_i steps
+    island i runs   cut_steps(dealt[i], n, batch)         exactly H_i steps
     commit          samples used after the last message are in flight: the next message has them
     refused         stream = after.give_back(dealt samples, and samples in flight)
 
@@ -16,7 +16,7 @@ the run continues from the last committed `stream`, saved before the deal, so th
 islands can resume. So over committed rounds each position is used exactly once.
 
 A step is contiguous and never straddles an epoch, so a step at the end of an epoch or of an open
-range is short. It counts as one of the H_i: `samples_of` deals fewer samples instead, so that no
+range is short. It counts as one of the H_i: `count_samples` deals fewer samples instead, so that no
 remainder causes short steps for ever. With period 1, island i of R trains on [p + i·B, p +
 (i+1)·B), which together is data parallelism's step of R·B; only where an epoch ends they differ:
 there data parallelism makes one short step, and of the islands just one does.
@@ -36,7 +36,7 @@ from shoal.base.plans.batches import cut_step
 
 
 @dataclass(frozen=True, order=True)
-class Span:
+class SampleRange:
     """Samples at stream positions start … stop − 1."""
 
     start: int
@@ -49,7 +49,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Stream:
+class SampleStream:
     """Samples not yet dealt to islands: all positions from `cursor` on, and those in `open`.
 
     Attributes:
@@ -57,9 +57,11 @@ class Stream:
     """
 
     cursor: int = 0
-    open: tuple[Span, ...] = ()
+    open: tuple[SampleRange, ...] = ()
 
-    def deal(self, wanted: Sequence[int]) -> tuple[Stream, tuple[tuple[Span, ...], ...]]:
+    def deal(
+        self, wanted: Sequence[int]
+    ) -> tuple[SampleStream, tuple[tuple[SampleRange, ...], ...]]:
         """Deal wanted[i] samples to island i, in the order of the islands, open ranges first.
 
         Returns:
@@ -72,15 +74,17 @@ class Stream:
         >>> [[(span.start, span.stop) for span in spans] for spans in dealt], after.cursor
         ([[(8, 10), (100, 102)], [(102, 106)]], 106)
         """
-        beyond = Span(self.cursor, self.cursor + sum(wanted) + 1)  # one more: it never runs out
-        left: tuple[Span, ...] = (*self.open, beyond)
+        beyond = SampleRange(
+            self.cursor, self.cursor + sum(wanted) + 1
+        )  # one more: it never runs out
+        left: tuple[SampleRange, ...] = (*self.open, beyond)
         dealt = []
         for samples in wanted:
-            taken, left = split(left, samples)
+            taken, left = split_ranges(left, samples)
             dealt.append(taken)
-        return Stream(left[-1].start, left[:-1]), tuple(dealt)
+        return SampleStream(left[-1].start, left[:-1]), tuple(dealt)
 
-    def give_back(self, spans: Iterable[Span]) -> Stream:
+    def return_unused(self, spans: Iterable[SampleRange]) -> SampleStream:
         """Return the stream with unused spans added back; ranges that touch are joined.
 
         Raises:
@@ -89,12 +93,12 @@ class Stream:
         >>> Stream(16).give_back([Span(12, 16), Span(4, 6), Span(6, 8)])
         Stream(cursor=12, open=(Span(start=4, stop=8),))
         """
-        merged: list[Span] = []
+        merged: list[SampleRange] = []
         for span in sorted([*self.open, *(span for span in spans if span.samples)]):
             if merged and span.start < merged[-1].stop:
                 raise BugError(f"samples {span.start} … {merged[-1].stop - 1} came back twice")
             if merged and span.start == merged[-1].stop:
-                merged[-1] = Span(merged[-1].start, span.stop)
+                merged[-1] = SampleRange(merged[-1].start, span.stop)
             else:
                 merged.append(span)
         if merged and merged[-1].stop > self.cursor:
@@ -104,9 +108,9 @@ class Stream:
             )
         at_the_end = bool(merged) and merged[-1].stop == self.cursor
         cursor = merged.pop().start if at_the_end else self.cursor
-        return Stream(cursor, tuple(merged))
+        return SampleStream(cursor, tuple(merged))
 
-    def samples_of(
+    def count_samples(
         self, steps: Sequence[int], batch: int, samples_per_epoch: int | None
     ) -> list[int]:
         """Return the samples that each island's steps[i] steps use, if dealt from here.
@@ -118,8 +122,8 @@ class Stream:
         >>> Stream(8).samples_of([2, 2], batch=4, samples_per_epoch=10)
         [6, 6]
         """
-        beyond = Span(self.cursor, self.cursor + sum(steps) * batch)
-        cuts = iter(steps_in((*self.open, beyond), samples_per_epoch, batch))
+        beyond = SampleRange(self.cursor, self.cursor + sum(steps) * batch)
+        cuts = iter(cut_steps((*self.open, beyond), samples_per_epoch, batch))
         return [sum(stop - start for start, stop in islice(cuts, count)) for count in steps]
 
     def to_json(self) -> dict[str, Any]:
@@ -127,10 +131,10 @@ class Stream:
         return {"cursor": self.cursor, "open": [[span.start, span.stop] for span in self.open]}
 
     @staticmethod
-    def from_json(kept: Any) -> Stream:
+    def from_json(kept: Any) -> SampleStream:
         """Parse the value of `to_json`; raise CheckpointError for anything else."""
         try:
-            found = Stream(kept["cursor"], tuple(Span(*pair) for pair in kept["open"]))
+            found = SampleStream(kept["cursor"], tuple(SampleRange(*pair) for pair in kept["open"]))
             ends = [end for span in found.open for end in (span.start, span.stop)]
             ends.append(found.cursor)
             sound = all(type(end) is int for end in ends) and ends[0] >= 0
@@ -145,7 +149,9 @@ class Stream:
         return found
 
 
-def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+def split_ranges(
+    spans: Sequence[SampleRange], samples: int
+) -> tuple[tuple[SampleRange, ...], tuple[SampleRange, ...]]:
     """Split spans into the first `samples` samples and the rest.
 
     Raises:
@@ -157,15 +163,15 @@ def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[
         cut = min(span.stop, span.start + missing)
         missing -= cut - span.start
         if cut > span.start:
-            first.append(Span(span.start, cut))
+            first.append(SampleRange(span.start, cut))
         if cut < span.stop:
-            left.append(Span(cut, span.stop))
+            left.append(SampleRange(cut, span.stop))
     if missing or samples < 0:
         raise BugError(f"{samples} samples of spans that hold {sum(s.samples for s in spans)}")
     return tuple(first), tuple(left)
 
 
-def unused(spans: Sequence[Span], consumed: int) -> tuple[Span, ...]:
+def drop_consumed(spans: Sequence[SampleRange], consumed: int) -> tuple[SampleRange, ...]:
     """Return an island's spans without the first `consumed` samples.
 
     Raises:
@@ -174,11 +180,11 @@ def unused(spans: Sequence[Span], consumed: int) -> tuple[Span, ...]:
     >>> unused((Span(8, 10), Span(100, 104)), consumed=3)
     (Span(start=101, stop=104),)
     """
-    return split(spans, consumed)[1]
+    return split_ranges(spans, consumed)[1]
 
 
-def steps_in(
-    spans: Iterable[Span], samples_per_epoch: int | None, batch: int
+def cut_steps(
+    spans: Iterable[SampleRange], samples_per_epoch: int | None, batch: int
 ) -> list[tuple[int, int]]:
     """Cut spans into optimizer steps: (start, stop) positions of at most `batch` samples each.
 

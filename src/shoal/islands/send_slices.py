@@ -18,13 +18,13 @@ import torch
 
 from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import among
+from shoal.fabric.axis_worlds import partition_world
 
 Holders = tuple[int, ...]
 """Ranks that hold the same part of a tensor, ascending."""
 
 
-class Shares:
+class MessageShards:
     """Division of an island's message among its ranks, so that each element is sent once.
 
     The constructor and `join` are collectives: all ranks of the island must call them.
@@ -49,7 +49,7 @@ class Shares:
             for name, boxes in one.items()
         }
         # Every rank must create every group, also those it is not in.
-        made = {ranks: among(inner, [ranks]) for ranks in sorted(everyones)}
+        made = {ranks: partition_world(inner, [ranks]) for ranks in sorted(everyones)}
         self.groups = {ranks: made[ranks] for ranks in sorted(set(self.holders.values()))}
 
     def cut(self, message: Mapping[str, torch.Tensor]) -> torch.Tensor:

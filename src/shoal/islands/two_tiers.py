@@ -26,13 +26,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shoal.islands.outer_optimizer import Build, Outer
+from shoal.islands.outer_optimizer import Build, OuterState
 
 FAR = "far"
 """Suffix of the far tier's tensors in a checkpoint: NAME.far weights, NAME.far_KEY state."""
 
 
-def is_far(round_number: int, far_period: int) -> bool:
+def is_global_round(round_number: int, far_period: int) -> bool:
     """Return whether all islands merge in a round, counted from 0.
 
     >>> [round_number for round_number in range(9) if is_far(round_number, 3)]
@@ -41,7 +41,7 @@ def is_far(round_number: int, far_period: int) -> bool:
     return (round_number + 1) % far_period == 0
 
 
-def members(
+def list_partners(
     round_number: int, index: int, count: int, regions: int, far_period: int
 ) -> tuple[int, ...]:
     """Return the islands that merge with island `index` in a round, itself included.
@@ -49,14 +49,14 @@ def members(
     >>> members(0, 2, 4, 2, 3), members(2, 2, 4, 2, 3)
     ((2, 3), (0, 1, 2, 3))
     """
-    if regions == 1 or is_far(round_number, far_period):
+    if regions == 1 or is_global_round(round_number, far_period):
         return tuple(range(count))
     size = count // regions
     start = index // size * size
     return tuple(range(start, start + size))
 
 
-class TwoTiers(Outer):
+class TwoTierOuterState(OuterState):
     """W and u of an island's region, and those of all islands; see the module.
 
     `at` returns the tier that a round merges, which has propose, commit and undo.
@@ -65,11 +65,11 @@ class TwoTiers(Outer):
     def __init__(self, local: Mapping[str, Tensor], build: Build, far_period: int) -> None:
         super().__init__(local, build)
         self.far_period = far_period
-        self._far = _Far(local, build, self)
+        self._far = _GlobalOuterState(local, build, self)
 
-    def at(self, round_number: int) -> Outer:
-        """See `Outer.at`."""
-        return self._far if is_far(round_number, self.far_period) else self
+    def at(self, round_number: int) -> OuterState:
+        """See `OuterState.at`."""
+        return self._far if is_global_round(round_number, self.far_period) else self
 
     def digest(self) -> str:
         """Return the digest of both tiers; between far merges the far tier does not change."""
@@ -77,7 +77,7 @@ class TwoTiers(Outer):
         return hashlib.sha256(both.encode()).hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Outer.tensors`; the far tier's are "NAME.far" and "NAME.far_KEY"."""
+        """See `OuterState.tensors`; the far tier's are "NAME.far" and "NAME.far_KEY"."""
         found = super().tensors()
         for path, part in self._far.tensors().items():
             if path in self.weights:
@@ -88,7 +88,7 @@ class TwoTiers(Outer):
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Outer.load`."""
+        """See `OuterState.load`."""
         near: dict[str, Tensor] = {}
         far: dict[str, Tensor] = {}
         for path, part in tensors.items():
@@ -104,25 +104,25 @@ class TwoTiers(Outer):
         super().load(near)
 
 
-class _Far(Outer):
+class _GlobalOuterState(OuterState):
     """Outer weights of all islands; its steps set the near tier to the same weights."""
 
-    def __init__(self, local: Mapping[str, Tensor], build: Build, near: TwoTiers) -> None:
+    def __init__(self, local: Mapping[str, Tensor], build: Build, near: TwoTierOuterState) -> None:
         super().__init__(local, build)
         self._near = near
 
     def propose(self, mean: Mapping[str, Tensor]) -> bool:
-        """See `Outer.propose`; applies to both tiers."""
+        """See `OuterState.propose`; applies to both tiers."""
         finite = super().propose(mean)
         return self._near.restart({name: self._held[name].detach() for name in mean}) and finite
 
     def commit(self) -> None:
-        """See `Outer.commit`; applies to both tiers."""
+        """See `OuterState.commit`; applies to both tiers."""
         super().commit()
         self._near.commit()
 
     def undo(self) -> None:
-        """See `Outer.undo`; applies to both tiers."""
+        """See `OuterState.undo`; applies to both tiers."""
         super().undo()
         self._near.undo()
 

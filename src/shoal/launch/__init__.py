@@ -1,6 +1,6 @@
 """Launcher of a run on this machine: start its processes, restart them, leave none behind."""
 
-from shoal.launch.supervisor import Outcome, State, supervise
-from shoal.launch.worker_errors import end_with, run_worker
+from shoal.launch.supervisor import RunOutcome, State, supervise
+from shoal.launch.worker_errors import run_and_exit, run_worker
 
-__all__ = ["Outcome", "State", "end_with", "run_worker", "supervise"]
+__all__ = ["RunOutcome", "State", "run_and_exit", "run_worker", "supervise"]

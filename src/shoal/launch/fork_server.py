@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.base.standard_streams import flush_streams
-from shoal.launch.processes import MESSAGE_BYTES, die_with
-from shoal.wire.phases import listen, phase, tell_folder
+from shoal.launch.processes import MESSAGE_BYTES, make_parent_death_hook
+from shoal.wire.phases import phase, set_phase_listener, write_phases_to_folder
 
 PR_SET_NAME = 15
 TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -53,28 +53,28 @@ def main() -> None:
     for number in TO_ALL:  # a signal for the run must not end the server: the workers die with it
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    tell_folder(Path(sys.argv[3]))
+    write_phases_to_folder(Path(sys.argv[3]))
     with phase("import"):
         for name in sys.argv[2].split(","):
             importlib.import_module(name)
-    listen(None)
-    if reason := _opened():
-        _say(channel, cannot=reason)
+    set_phase_listener(None)
+    if reason := _device_refusal():
+        _send_message(channel, cannot=reason)
         return
     gc.collect()
     gc.freeze()  # a collection in a fork would write to every page that it shares
-    _say(channel, ready=True)
+    _send_message(channel, ready=True)
     with selectors.DefaultSelector() as wakes:
         wakes.register(channel, selectors.EVENT_READ)
         while True:
             for key, _ in wakes.select():
                 if key.data is not None:
-                    _bury(channel, wakes, key.fd, key.data)
-                elif not _answer(channel, wakes):
+                    _reap_worker(channel, wakes, key.fd, key.data)
+                elif not _serve_request(channel, wakes):
                     return
 
 
-def _opened() -> str:
+def _device_refusal() -> str:
     """Return the reason why a fork of this process could not use its devices; "" if it could."""
     found = []
     for entry in os.scandir("/proc/self/fd"):
@@ -84,7 +84,7 @@ def _opened() -> str:
     return f"an import opened {held[0]}" if held else ""
 
 
-def _answer(channel: socket.socket, wakes: selectors.BaseSelector) -> bool:
+def _serve_request(channel: socket.socket, wakes: selectors.BaseSelector) -> bool:
     """Process one request; return False if the supervisor is gone."""
     told, files, *_ = socket.recv_fds(channel, MESSAGE_BYTES, 2)
     if not told:
@@ -95,42 +95,46 @@ def _answer(channel: socket.socket, wakes: selectors.BaseSelector) -> bool:
     try:
         pid = os.fork()
     except OSError as failure:
-        _say(channel, cannot=str(failure))
+        _send_message(channel, cannot=str(failure))
         pid = -1
     if pid == 0:
         for file in [key.fd for key in wakes.get_map().values()]:
             os.close(file)
         wakes.close()
         os.close(placed)
-        _become(request, files, begun, server)
+        _run_as_worker(request, files, begun, server)
     os.close(begun)
     if pid > 0:
         os.read(placed, 1)  # ends when the worker leads its own group and can be killed by it
         wakes.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
-        _say(channel, pid=pid)
+        _send_message(channel, pid=pid)
     for file in (placed, *files):
         os.close(file)
     return True
 
 
-def _bury(channel: socket.socket, wakes: selectors.BaseSelector, file: int, pid: int) -> None:
+def _reap_worker(
+    channel: socket.socket, wakes: selectors.BaseSelector, file: int, pid: int
+) -> None:
     """Kill the process group of an ended worker, and report the worker's exit code."""
     wakes.unregister(file)
     os.close(file)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)  # before the kernel can reuse its number
     _, status = os.waitpid(pid, 0)
-    _say(channel, ended=pid, code=os.waitstatus_to_exitcode(status))
+    _send_message(channel, ended=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: int) -> NoReturn:
+def _run_as_worker(
+    request: dict[str, Any], files: Sequence[int], begun: int, server: int
+) -> NoReturn:
     """Run as the worker, as `python -m MODULE ARGUMENT…` would, to the end of the process."""
     code = 1
     try:
         os.setsid()
         for number in TO_ALL:
             signal.signal(number, signal.SIG_DFL)
-        if arrange := die_with(server):
+        if arrange := make_parent_death_hook(server):
             arrange()
         os.dup2(files[0], 1)
         os.dup2(files[0], 2)
@@ -156,7 +160,7 @@ def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: i
         os._exit(code)
 
 
-def _say(channel: socket.socket, **message: object) -> None:
+def _send_message(channel: socket.socket, **message: object) -> None:
     with contextlib.suppress(OSError):  # a supervisor that is gone ends the server by a signal
         channel.send(json.dumps(message).encode())
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable
 
 
-def guard(lines: Iterable[str]) -> set[int]:
+def collect_leftover_groups(lines: Iterable[str]) -> set[int]:
     """Follow the protocol to its end; return the process groups that must still be killed.
 
     >>> guard(["+12", "+13", "-12"])
@@ -41,7 +41,7 @@ def main() -> None:
     # A scheduler signals all processes of a job at once.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    for group in guard(sys.stdin):
+    for group in collect_leftover_groups(sys.stdin):
         try:
             os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):  # gone, or none of ours any more

@@ -47,14 +47,14 @@ class Job:
     said: frozenset[str] = frozenset()
 
     @property
-    def train(self) -> list[str]:
+    def train_command(self) -> list[str]:
         """Return the command of every process; it stops saving just before its kill."""
         grace = f"launch.grace_s={max(1, self.grace_s - 10)}"
         shoal = [self.python, "-m", "shoal"] if self.python else ["shoal"]
         return [*shoal, "train", *self.words, grace]
 
 
-def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
+def make_slurm_script(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
     """Return the text of a batch script for `sbatch`.
 
     Slurm sends SIGUSR1 to the ranks `grace_s` seconds before the time is over. They save and stop,
@@ -65,7 +65,7 @@ def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
     alone = {"run.name": '"run.name=job-$SLURM_JOB_ID"', "launch.processes": "launch.processes=1"}
     is_alone = job.nodes * job.processes == 1
     more = [word for key, word in alone.items() if is_alone and key not in job.said]
-    command = " ".join([shlex.join(job.train), *more])
+    command = " ".join([shlex.join(job.train_command), *more])
     minutes = round(hours * 60)
     options = {
         "job-name": job.name,
@@ -102,16 +102,24 @@ def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
     )
 
 
-def starter(job: Job, node: str, *more: str) -> list[str]:
+def make_node_command(job: Job, node: str, *more: str) -> list[str]:
     """Return the command that starts the ranks of one node (node.py)."""
     return [
         *(job.python or "python", "-m", "shoal.launch.node"),
         *("--nodes", str(job.nodes), "--node", node),
-        *("--processes", str(job.processes), "--grace", str(job.grace_s), *more, "--", *job.train),
+        *(
+            "--processes",
+            str(job.processes),
+            "--grace",
+            str(job.grace_s),
+            *more,
+            "--",
+            *job.train_command,
+        ),
     ]
 
 
-def ssh(job: Job, hosts: Sequence[str], folder: str) -> list[list[str]]:
+def make_ssh_commands(job: Job, hosts: Sequence[str], folder: str) -> list[list[str]]:
     """Return the command that starts each host's ranks; each reads the token from standard input.
 
     Args:
@@ -122,14 +130,17 @@ def ssh(job: Job, hosts: Sequence[str], folder: str) -> list[list[str]]:
     return [
         ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", host,
          f"cd {shlex.quote(folder)} && exec env {meets} "
-         f"{shlex.join(starter(job, str(number), '--stdin'))}"]
+         f"{shlex.join(make_node_command(job, str(number), '--stdin'))}"]
         for number, host in enumerate(hosts)
     ]  # fmt: skip
 
 
-def ssh_script(job: Job, hosts: Sequence[str], folder: str) -> str:
-    """Return the commands of `ssh` as a shell script; Ctrl-C lets the ranks save and stop."""
-    starts = [f"token_and_wait | {shlex.join(command)} &" for command in ssh(job, hosts, folder)]
+def make_ssh_script(job: Job, hosts: Sequence[str], folder: str) -> str:
+    """Return `make_ssh_commands` as a shell script; Ctrl-C lets the ranks save and stop."""
+    starts = [
+        f"token_and_wait | {shlex.join(command)} &"
+        for command in make_ssh_commands(job, hosts, folder)
+    ]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -145,7 +156,7 @@ def ssh_script(job: Job, hosts: Sequence[str], folder: str) -> str:
     )
 
 
-def hosts_of(path: Path) -> list[tuple[str, int]]:
+def read_hostfile(path: Path) -> list[tuple[str, int]]:
     """Return (host, slots) of each line `HOST [slots=N]` of a hostfile; 0 without slots.
 
     Raises:
@@ -172,7 +183,9 @@ def hosts_of(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def kubernetes(job: Job, *, kind: str, image: str, claim: str, token: str) -> list[dict[str, Any]]:
+def make_kubernetes_documents(
+    job: Job, *, kind: str, image: str, claim: str, token: str
+) -> list[dict[str, Any]]:
     """Return the documents of a job on Kubernetes: a secret with the token, and the job.
 
     Args:
@@ -198,7 +211,9 @@ def _container(job: Job, image: str, node: str, master: str) -> dict[str, Any]:
     key = {"name": f"{job.name}-token", "key": "token"}
     limits = {"nvidia.com/gpu": job.gpus} if job.gpus else {}
     # The shell inserts the pod's variables; exec makes SIGTERM reach the starter.
-    command = shlex.join(starter(job, "NODE", "--alive", alive)).replace("NODE", f'"${node}"')
+    command = shlex.join(make_node_command(job, "NODE", "--alive", alive)).replace(
+        "NODE", f'"${node}"'
+    )
     return {
         "image": image,
         "command": ["sh", "-c", f'export MASTER_ADDR="{master}"; exec {command}'],
@@ -297,7 +312,7 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
     }
 
 
-def yaml(value: Any, indent: str = "") -> str:
+def to_yaml(value: Any, indent: str = "") -> str:
     """Return a document of tables, lists, texts and numbers as YAML.
 
     >>> print(yaml({"a": [1, "b: c"], "d": {"e": True}}))
@@ -313,16 +328,16 @@ def yaml(value: Any, indent: str = "") -> str:
             lines.append(_entry(f"{indent}{_scalar(key)}:", one, f"{indent}  "))
     else:
         for one in value:
-            inner = yaml(one, f"{indent}  ") if _opens(one) else _scalar(one)
+            inner = to_yaml(one, f"{indent}  ") if _is_nested(one) else _scalar(one)
             lines.append(f"{indent}- {inner.strip()}")
     return "\n".join(lines)
 
 
 def _entry(head: str, value: Any, indent: str) -> str:
-    return f"{head}\n{yaml(value, indent)}" if _opens(value) else f"{head} {_scalar(value)}"
+    return f"{head}\n{to_yaml(value, indent)}" if _is_nested(value) else f"{head} {_scalar(value)}"
 
 
-def _opens(value: Any) -> bool:
+def _is_nested(value: Any) -> bool:
     return isinstance(value, dict | list) and bool(value)
 
 

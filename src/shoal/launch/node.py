@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.launch.processes import die_with
+from shoal.launch.processes import make_parent_death_hook
 
 LOOK_S = 0.1
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -32,7 +32,7 @@ ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 def main(words: Sequence[str] | None = None) -> int:
     """Start the ranks, wait for them, and return the status of the node."""
-    asked = _asked(words)
+    asked = _parse_arguments(words)
     if asked.stdin:
         os.environ["SHOAL_TOKEN"] = sys.stdin.readline().strip()
     told: list[int] = []
@@ -50,15 +50,15 @@ def main(words: Sequence[str] | None = None) -> int:
                 asked.command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=make_parent_death_hook(os.getpid()),
             )
         )
     if asked.stdin:
-        threading.Thread(target=_await_end, args=(told,), daemon=True).start()
-    return _watch(ranks, told, asked.grace, asked.alive)
+        threading.Thread(target=_await_stdin_end, args=(told,), daemon=True).start()
+    return _wait_for_ranks(ranks, told, asked.grace, asked.alive)
 
 
-def _asked(words: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shoal.launch.node")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--node", type=int, required=True)
@@ -70,12 +70,12 @@ def _asked(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _await_end(told: list[int]) -> None:
+def _await_stdin_end(told: list[int]) -> None:
     sys.stdin.read()
     told.append(signal.SIGTERM)
 
 
-def _watch(
+def _wait_for_ranks(
     ranks: list[subprocess.Popen[bytes]], told: list[int], grace_s: float, alive: Path | None
 ) -> int:
     status, until_s, heard = 0, float("inf"), 0

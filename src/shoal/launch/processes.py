@@ -31,7 +31,7 @@ from typing import IO, Any
 
 from shoal.base.errors import ClusterError
 from shoal.base.estimates.facts import host_memory_variables, usable_cores
-from shoal.base.operating_systems import loopback
+from shoal.base.operating_systems import loopback_interface
 from shoal.base.runlog.folder_owner import FolderOwner
 from shoal.launch import guardian
 from shoal.wire.watch_page import PAGE_VARIABLE
@@ -85,7 +85,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str]:
+def make_shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str]:
     """Return the environment that all workers share: the caller's, with defaults.
 
     >>> shared_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"]
@@ -94,7 +94,7 @@ def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str
     # Without a limit every rank would start one thread per core, and the threads would compete.
     defaults = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
-        "GLOO_SOCKET_IFNAME": loopback(),
+        "GLOO_SOCKET_IFNAME": loopback_interface(),
         "PYTHONUNBUFFERED": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # its own stack traces would hide the line that counts
         "PYTHONFAULTHANDLER": "1",
@@ -104,7 +104,7 @@ def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str
     return {**defaults, **base, "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
-def worker_environment(
+def make_worker_environment(
     shared: Mapping[str, str],
     *,
     rank: int,
@@ -134,7 +134,7 @@ def worker_environment(
     }
 
 
-def die_with(parent: int) -> Callable[[], None] | None:
+def make_parent_death_hook(parent: int) -> Callable[[], None] | None:
     """Return a `preexec_fn` with which a child is killed (SIGKILL) when its parent ends.
 
     Args:
@@ -230,7 +230,7 @@ class ForkServer:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=make_parent_death_hook(os.getpid()),
             )  # fmt: skip
         self.pid = self._process.pid
 
@@ -264,7 +264,7 @@ class ForkServer:
         environ: Mapping[str, str],
         log: int,
         guard: Callable[[int], None],
-    ) -> Forked:
+    ) -> ForkedWorker:
         """Start `PYTHON -m MODULE ARGUMENT…` as a worker that writes to the open file `log`.
 
         Args:
@@ -293,7 +293,7 @@ class ForkServer:
         finally:
             os.close(waits)
             os.close(goes)
-        return Forked(pid, self)
+        return ForkedWorker(pid, self)
 
     def close(self) -> None:
         """End the server, and with it every worker that it forked."""
@@ -305,7 +305,7 @@ class ForkServer:
                 self._log.unlink()
 
 
-class Forked:
+class ForkedWorker:
     """Handle of a forked worker, with the part of `subprocess.Popen` that is needed."""
 
     def __init__(self, pid: int, server: ForkServer) -> None:
@@ -367,7 +367,7 @@ class Worker:
                 self.process = (
                     server.fork(command, environ, log.fileno(), self._guard)
                     if server
-                    else _program(command, environ, log)
+                    else _start_program(command, environ, log)
                 )
         except (OSError, subprocess.SubprocessError) as failure:
             raise ClusterError(
@@ -380,12 +380,12 @@ class Worker:
     @property
     def log_path(self) -> Path:
         """Return the file of the worker's output, in the run folder's present place."""
-        return self.owner.place() / "logs" / f"rank-{self.rank}.log"
+        return self.owner.current_path() / "logs" / f"rank-{self.rank}.log"
 
     @property
     def error_path(self) -> Path:
         """Return the file of the error that ended the worker, in the run folder's present place."""
-        return self.owner.place() / "logs" / f"rank-{self.rank}.error.json"
+        return self.owner.current_path() / "logs" / f"rank-{self.rank}.error.json"
 
     def look(self) -> int | None:
         """Return the exit code, if the worker has ended; kill its leftover children at once."""
@@ -422,7 +422,7 @@ class Worker:
             os.killpg(self.pid, number)
 
 
-def _program(
+def _start_program(
     command: Sequence[str], environ: dict[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """Start a worker as a program, which imports for itself."""
@@ -433,7 +433,7 @@ def _program(
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=die_with(os.getpid()),
+        preexec_fn=make_parent_death_hook(os.getpid()),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.base.runlog.damaged_lines import is_number, lines_from_end, parse_event
+from shoal.base.runlog.damaged_lines import is_number, iter_lines_backward, parse_event
 
 LEAST_S = 60.0
 """Seconds before any measurement: for a first step that is compiled, and a first save."""
@@ -16,7 +16,7 @@ SAVES, EVENTS = 3, 300
 """Longest saves that the time covers in addition · newest events to read for them."""
 
 
-class Grace:
+class StopGrace:
     """Time limit for the workers of a run in `folder` to save and stop.
 
     Args:
@@ -43,7 +43,7 @@ def longest_save_s(folder: Path) -> float:
     longest = 0.0
     try:
         with (folder / "events.jsonl").open("rb") as file:
-            for (_, line), _ in zip(lines_from_end(file), range(EVENTS), strict=False):
+            for (_, line), _ in zip(iter_lines_backward(file), range(EVENTS), strict=False):
                 event = parse_event(line) if b"checkpoint_saved" in line else None
                 if event is not None and is_number(event.get("seconds")):
                     longest = max(longest, event["seconds"])

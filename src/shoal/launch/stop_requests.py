@@ -39,7 +39,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self._previous[number] = signal.signal(number, self._take)
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -51,7 +51,7 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.first is None:
             self.first, self._since_s = number, now_s

@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 
 from shoal.base.errors import UNSAVED_CODE, BugError
-from shoal.base.runlog.atomic_files import saved_steps
+from shoal.base.runlog.atomic_files import list_saved_steps
 from shoal.base.runlog.damaged_lines import Record, is_number, parse_step
 from shoal.base.runlog.events import Emit
 from shoal.base.runlog.folder_owner import REPLACED, FolderOwner
@@ -31,20 +31,20 @@ from shoal.launch.processes import (
     PrivateStore,
     Worker,
     can_fork,
-    shared_environment,
-    worker_environment,
+    make_shared_environment,
+    make_worker_environment,
 )
-from shoal.launch.stop_grace import Grace
+from shoal.launch.stop_grace import StopGrace
 from shoal.launch.stop_requests import ASKED, StopSignals
-from shoal.launch.watch.hang_watch import OTHER_FIRST_S, Watch
+from shoal.launch.watch.hang_watch import OTHER_FIRST_S, HangWatch
 from shoal.launch.worker_failures import (
     STOPPED_CODE,
-    Death,
-    certain_text,
-    death_by_hanging,
+    WorkerDeath,
     exit_text,
-    first_death,
-    obituary,
+    format_certain_failure,
+    format_death,
+    make_hang_death,
+    select_first_death,
 )
 
 LOOK_EVERY_S = 0.03
@@ -84,7 +84,7 @@ NEXT = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Outcome of a supervised run.
 
     Attributes:
@@ -119,7 +119,7 @@ def supervise(
     grace_s: float = 0.0,
     steps_to_save: int = 2,
     spare: Collection[int] = (),
-) -> Outcome:
+) -> RunOutcome:
     """Run `processes` workers of `command` to the end, restarting all of them after a crash.
 
     Call it from the main thread: it replaces the handlers of STOP_SIGNALS (stop_requests.py), and
@@ -148,17 +148,17 @@ def supervise(
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         base = os.environ if environ is None else environ
-        shared = shared_environment(base, processes)
+        shared = make_shared_environment(base, processes)
         run = _Supervisor(
             command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
         )
         run.spare = frozenset(spare)
-        run.watcher = Watch(folder, emit, patience_s, run.progress.times_s, first_s=first_s)
+        run.watcher = HangWatch(folder, emit, patience_s, run.progress.times_s, first_s=first_s)
         try:
-            return run.run(shared, Grace(folder, grace_s, steps_to_save))
+            return run.run(shared, StopGrace(folder, grace_s, steps_to_save))
         finally:
             run.kill_all()
-            run.end_server()
+            run.end_fork_server()
             run.store.close()
             run.watcher.close()
 
@@ -180,15 +180,15 @@ class _Supervisor:
         self.restarts, self.emit, self.on_tick = restarts, emit, on_tick
         self.stop, self.guardian = stop, guardian
         self.state = State.STARTING
-        self.watcher: Watch
+        self.watcher: HangWatch
         self.spare = frozenset[int]()
         self.left_out: set[int] = set()
         self.workers: list[Worker] = []
         self.attempt = 0
         self.owner = FolderOwner(folder)
-        self.owner.learn()
-        self.progress = Progress(folder / "metrics.jsonl")
-        self.alike: list[Death] = []  # equal failures of the last attempts that made no step
+        self.owner.record_with_owner()
+        self.progress = MetricsProgress(folder / "metrics.jsonl")
+        self.alike: list[WorkerDeath] = []  # equal failures of the last attempts that made no step
         self.died_after = 0  # the last step of the attempt before
         self.next_tick_s = 0.0
         shared = processes > 1 or restarts > 0
@@ -196,34 +196,34 @@ class _Supervisor:
         self.server: ForkServer | None = None
         self.store = PrivateStore()
 
-    def run(self, shared: Mapping[str, str], grace: Grace) -> Outcome:
+    def run(self, shared: Mapping[str, str], grace: StopGrace) -> RunOutcome:
         """Run attempts until the run ends."""
         while self.stop.first is None:
-            self.import_once(shared)
+            self.start_fork_server(shared)
             if self.stop.first is not None:
                 break
-            self.start(shared)
-            death = self.watch()
-            if self.stop.first is not None or self.stopped_themselves():
-                return self.wind_down(grace)
+            self.start_workers(shared)
+            death = self.wait_for_death()
+            if self.stop.first is not None or self.was_stopped_directly():
+                return self.stop_workers(grace)
             if death is None:
-                self.move(State.DONE)
-                return self.finished()
+                self.set_state(State.DONE)
+                return self.make_finished_outcome()
             self.kill_all()
-            if outcome := self.give_up(death):
+            if outcome := self.record_death(death):
                 return outcome
-            self.move(State.RESTARTING)
+            self.set_state(State.RESTARTING)
             self.attempt += 1
-            saved = max(saved_steps(self.folder), default=None)
+            saved = max(list_saved_steps(self.folder), default=None)
             self.emit("restarting", attempt=self.attempt, of=self.restarts, saved=saved)
-            self.move(State.STARTING)
-        self.move(State.DONE)
-        return self.stopped(self.stop.first, "")
+            self.set_state(State.STARTING)
+        self.set_state(State.DONE)
+        return self.make_stopped_outcome(self.stop.first, "")
 
-    def import_once(self, shared: Mapping[str, str]) -> None:
+    def start_fork_server(self, shared: Mapping[str, str]) -> None:
         """Start the fork server if this platform supports it, and wait for its imports."""
         if self.server is not None and self.server.cannot:  # it was killed
-            self.end_server()
+            self.end_fork_server()
         if self.server is None and self.imports:
             self.server = ForkServer(self.imports, shared, self.folder)
             self.guardian.tell("+", self.server.pid)
@@ -231,18 +231,18 @@ class _Supervisor:
             self.server.look()
             if self.server.cannot:  # the workers will report the failure of the imports themselves
                 self.imports = ()
-                self.end_server()
+                self.end_fork_server()
             else:
                 self.pause()
 
-    def end_server(self) -> None:
+    def end_fork_server(self) -> None:
         """End the fork server, if there is one."""
         if self.server is not None:
             self.server.close()
             self.guardian.tell("-", self.server.pid)
             self.server = None
 
-    def start(self, shared: Mapping[str, str]) -> None:
+    def start_workers(self, shared: Mapping[str, str]) -> None:
         """Start every worker of one attempt."""
         self.workers, self.left_out = [], set()
         self.progress.begin()
@@ -252,7 +252,7 @@ class _Supervisor:
         self.store.close()
         self.store = PrivateStore()
         for rank in range(self.processes):
-            environ = worker_environment(
+            environ = make_worker_environment(
                 shared,
                 rank=rank,
                 processes=self.processes,
@@ -264,25 +264,25 @@ class _Supervisor:
             worker = Worker(self.command, environ, self.guardian, self.server)
             self.workers.append(worker)
             self.emit("worker_started", rank=rank, pid=worker.pid, attempt=self.attempt)
-        self.move(State.RUNNING)
+        self.set_state(State.RUNNING)
 
-    def watch(self) -> Death | None:
+    def wait_for_death(self) -> WorkerDeath | None:
         """Wait until a worker dies; return None if all are done, or a stop is requested."""
-        while self.stop.first is None and not self.stopped_themselves():
+        while self.stop.first is None and not self.was_stopped_directly():
             codes = self.look()
-            counted = self.counted()
+            counted = self.required_workers()
             left = self.watcher.left(counted)
-            if (death := first_death(counted, left)) is not None:
+            if (death := select_first_death(counted, left)) is not None:
                 unlike = self.watcher.compare(self.workers, dead=True)
-                return death_by_hanging(self.workers[unlike.rank], unlike) if unlike else death
+                return make_hang_death(self.workers[unlike.rank], unlike) if unlike else death
             if (hang := self.watcher.look(counted)) is not None:
-                return death_by_hanging(self.workers[hang.rank], hang)
+                return make_hang_death(self.workers[hang.rank], hang)
             if all(code in (0, UNSAVED_CODE) for code in codes):
                 return None
             self.pause()
         return None
 
-    def counted(self) -> list[Worker]:
+    def required_workers(self) -> list[Worker]:
         """Return the workers without dropped spare ranks; report each dropped rank once."""
         lives = any(self.workers[rank].code is None for rank in self.spare)
         for rank in self.spare - self.left_out if lives else ():
@@ -293,18 +293,18 @@ class _Supervisor:
                 self.emit("notice", text=text)
         return [worker for worker in self.workers if worker.rank not in self.left_out]
 
-    def stopped_themselves(self) -> bool:
+    def was_stopped_directly(self) -> bool:
         """Return whether a worker ended after, or by, a SIGTERM that was sent to it directly."""
         return any(worker.code in (STOPPED_CODE, *ASKED) for worker in self.workers)
 
-    def finished(self) -> Outcome:
+    def make_finished_outcome(self) -> RunOutcome:
         """Return the outcome of workers that all ended by themselves."""
         attempts = self.attempt + 1
         if any(worker.code == UNSAVED_CODE for worker in self.workers):
-            return Outcome("unsaved", 1, attempts, "the last checkpoint could not be written")
-        return Outcome("finished", 0, attempts, "")
+            return RunOutcome("unsaved", 1, attempts, "the last checkpoint could not be written")
+        return RunOutcome("finished", 0, attempts, "")
 
-    def give_up(self, death: Death) -> Outcome | None:
+    def record_death(self, death: WorkerDeath) -> RunOutcome | None:
         """Record a death; return the outcome if it was the last one, None for another attempt."""
         self.alike = [earlier for earlier in self.alike if death.same_as(earlier)] + [death]
         told_before = len(self.alike) > 1
@@ -330,24 +330,24 @@ class _Supervisor:
         )
         if not fatal:
             return None
-        self.move(State.DONE)
+        self.set_state(State.DONE)
         attempts = self.attempt + 1
         if final_code:
             more = f"; more in {death.log_path}" if death.words not in ("", death.line) else ""
-            return Outcome("failed", death.code, attempts, death.line + more)
+            return RunOutcome("failed", death.code, attempts, death.line + more)
         if certain:
-            return Outcome("failed", 1, attempts, certain_text(death, self.processes))
+            return RunOutcome("failed", 1, attempts, format_certain_failure(death, self.processes))
         if replaced:
             line = f"rank {death.rank}: {death.line}; not started again: {self.folder} is another"
-            return Outcome("failed", 1, attempts, f"{line} run's folder now")
+            return RunOutcome("failed", 1, attempts, f"{line} run's folder now")
         # The traceback of an equal death was shown when it first happened.
         last = dataclasses.replace(death, words=death.line) if told_before else death
         alike = f"after step {step}" if again else "before any step" if hopeless else ""
-        return Outcome("failed", 1, attempts, obituary(last, attempts, alike))
+        return RunOutcome("failed", 1, attempts, format_death(last, attempts, alike))
 
-    def wind_down(self, grace: Grace) -> Outcome:
+    def stop_workers(self, grace: StopGrace) -> RunOutcome:
         """Ask every worker to save and exit; kill those that do not within the time limit."""
-        self.move(State.STOPPING)
+        self.set_state(State.STOPPING)
         ended = [worker for worker in self.workers if worker.code in ASKED]
         number = self.stop.first or (-(ended[0].code or 0) if ended else signal.SIGTERM)
         step_s = self.progress.step_s() if self.progress.made else 0.0
@@ -371,14 +371,14 @@ class _Supervisor:
             self.pause()
         late = [str(worker.rank) for worker in self.workers if worker.code is None]
         self.kill_all()
-        self.move(State.DONE)
-        return self.stopped(number, self.stop_trouble(late, grace_s, broken))
+        self.set_state(State.DONE)
+        return self.make_stopped_outcome(number, self.describe_stop_failure(late, grace_s, broken))
 
-    def stop_trouble(self, late: list[str], grace_s: float, broken: bool) -> str:
+    def describe_stop_failure(self, late: list[str], grace_s: float, broken: bool) -> str:
         """Return what went wrong during a stop, as text; "" if nothing did."""
-        for worker in self.counted():
+        for worker in self.required_workers():
             if worker.code not in (*ENDED, *ASKED) and str(worker.rank) not in late:
-                death = first_death([worker])
+                death = select_first_death([worker])
                 line = death.line if death else exit_text(worker.code or 0)
                 return f"; rank {worker.rank} did not end cleanly: {line}. Log: {worker.log_path}"
         if late and self.stop.insists:
@@ -388,10 +388,10 @@ class _Supervisor:
             return f"; killed rank {', '.join(late)}, still busy after {waited_s:.0f} s"
         return ""
 
-    def stopped(self, number: int, trouble: str) -> Outcome:
+    def make_stopped_outcome(self, number: int, trouble: str) -> RunOutcome:
         """Return the outcome of a run that was asked to stop by signal `number`."""
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        return Outcome("stopped", 128 + number, self.attempt + 1, f"stopped by {name}{trouble}")
+        return RunOutcome("stopped", 128 + number, self.attempt + 1, f"stopped by {name}{trouble}")
 
     def look(self) -> list[int | None]:
         """Return the present exit code of every worker, except dropped ones."""
@@ -414,14 +414,14 @@ class _Supervisor:
             if not worker.wait_killed():
                 self.emit("notice", text=f"rank {worker.rank} (pid {worker.pid}): does not die")
 
-    def move(self, state: State) -> None:
+    def set_state(self, state: State) -> None:
         """Change the state; raise BugError if the table does not allow it."""
         if state not in NEXT[self.state]:
             raise BugError(f"supervisor: no way from {self.state.value} to {state.value}")
         self.state = state
 
 
-class Progress:
+class MetricsProgress:
     """Progress of the attempts in `metrics.jsonl`, which a resume may first cut back.
 
     `times_s()` of this attempt's steps · `step_s()` the longest of the last ones · `last_step()`

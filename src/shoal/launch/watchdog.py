@@ -37,21 +37,29 @@ from shoal.base.runlog.events import EventLog
 from shoal.base.standard_streams import write_error
 from shoal.base.text.event_sentences import event_text
 from shoal.launch.watch.blamed_rank import Hang
-from shoal.launch.watch.hang_watch import EVERY_S, Watch
-from shoal.launch.watch.page_reader import PageRead
-from shoal.launch.watch.remote_nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
+from shoal.launch.watch.hang_watch import EVERY_S, HangWatch
+from shoal.launch.watch.page_reader import PageReader
+from shoal.launch.watch.remote_nodes import (
+    JOIN_S,
+    REST_S,
+    MultiNodeWatch,
+    Node,
+    NodeReporter,
+    RemoteRank,
+    WatchdogServer,
+)
 from shoal.launch.worker_failures import exit_text
-from shoal.wire.authenticated_stream import Connection
+from shoal.wire.authenticated_stream import AuthenticatedConnection
 
 LAST_S = 1.0
 """Seconds to wait for the end of a rank that has closed its pipes."""
 THEMSELVES_S = 3.0
 """Seconds in which ranks may end themselves before they are killed."""
-Pages = Mapping[int, PageRead] | Sequence[PageRead]
+Pages = Mapping[int, PageReader] | Sequence[PageReader]
 """The pages of ranks, by their numbers."""
 
 
-class Other:
+class ForeignProcess:
     """Process that is no child of this one, with the interface of a worker that a watch uses."""
 
     def __init__(self, rank: int, pid: int) -> None:
@@ -70,7 +78,7 @@ class Other:
         if self._code is None and select.select([self.file], [], [], 0)[0]:
             self._code = 0
             with contextlib.suppress(OSError, ValueError, IndexError):
-                state, *_, status = _stat(self.pid)
+                state, *_, status = _read_stat(self.pid)
                 if state == "Z":
                     self._code = os.waitstatus_to_exitcode(int(status))
                     self.how = exit_text(self._code)
@@ -82,21 +90,23 @@ class Other:
             signal.pidfd_send_signal(self.file, signal.SIGKILL)
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """Return the kernel's fields of a process: first its state's letter, last its exit status."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
-class Input:
+class CommandInput:
     """Input lines from the rank that started this process; `ended` once it has ended."""
 
     def __init__(self) -> None:
         self._come, self.ended = b"", False
 
-    def look(self, wait_s: float = 0.0, ranks: Sequence[Other | Far] = ()) -> dict[str, Any] | None:
+    def look(
+        self, wait_s: float = 0.0, ranks: Sequence[ForeignProcess | RemoteRank] = ()
+    ) -> dict[str, Any] | None:
         """Return the next line; None if none comes in time, or before one of `ranks` ends."""
         until_s = time.monotonic() + wait_s
-        files = [one.file for one in ranks if isinstance(one, Other) and one.code is None]
+        files = [one.file for one in ranks if isinstance(one, ForeignProcess) and one.code is None]
         while b"\n" not in self._come and not self.ended:
             left_s = max(0.0, until_s - time.monotonic())
             if 0 not in select.select([0, *files], [], [], left_s)[0]:
@@ -107,7 +117,7 @@ class Input:
         return json.loads(line) if found else None
 
 
-class Teller:
+class EventWriter:
     """Writer of events on nodes that own a disk, and of lines for a person.
 
     Args:
@@ -119,7 +129,7 @@ class Teller:
         self.folder, self.ranks, self.keeps = folder, ranks, keeps
         self._log: EventLog | None = None
         if keeps:
-            self._make_room()
+            self._make_logs_folder()
 
     def tell(self, event: str, **fields: Any) -> None:
         """Write an event to the run folder, if this node owns one, and its line to stderr."""
@@ -131,7 +141,7 @@ class Teller:
         event, fields, accounts = order["say"], order["fields"], order.get("accounts", "")
         if self.keeps and accounts and self.folder is not None:
             with contextlib.suppress(OSError):
-                self._make_room()
+                self._make_logs_folder()
                 (self.folder / "logs" / Path(fields["stacks"]).name).write_text(
                     accounts, encoding="utf-8"
                 )
@@ -139,7 +149,7 @@ class Teller:
         if fields.get("rank") in self.ranks or order.get("own"):
             self._show(event, fields)
 
-    def _make_room(self) -> None:
+    def _make_logs_folder(self) -> None:
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -147,7 +157,7 @@ class Teller:
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         if self.keeps and self.folder is not None:
             if self._log is None:
-                self._make_room()
+                self._make_logs_folder()
                 self._log = EventLog(self.folder / "events.jsonl", None)
             self._log.emit(event, **fields)
 
@@ -164,12 +174,12 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, which may save
     count, addresses = int(sys.argv[1]), sys.argv[2:]
-    watch = NodesWatch(Path(os.devnull), lambda event, **fields: None, math.inf, twice=True)
-    listener = listen(addresses)
+    watch = MultiNodeWatch(Path(os.devnull), lambda event, **fields: None, math.inf, twice=True)
+    listener = open_listener(addresses)
     at = None if listener is None else listener.getsockname()[:2]
     sys.stdout.write(f"{json.dumps({'paths': watch.begin(count), 'at': at})}\n")
     sys.stdout.flush()
-    said = Input()
+    said = CommandInput()
     asked = None
     while asked is None and not said.ended:
         asked = said.look(JOIN_S)
@@ -178,9 +188,9 @@ def main() -> int:
     nodes = [Node(tuple(o["ranks"]), tuple(o["pids"]), o["host"]) for o in asked["nodes"]]
     here = nodes[asked["number"]]
     folder = Path(asked["folder"]) if asked["folder"] else None
-    teller = Teller(folder, here.ranks, keeps=asked["number"] == 0)
+    teller = EventWriter(folder, here.ranks, keeps=asked["number"] == 0)
     try:
-        ranks = [Other(rank, pid) for rank, pid in zip(here.ranks, here.pids, strict=True)]
+        ranks = [ForeignProcess(rank, pid) for rank, pid in zip(here.ranks, here.pids, strict=True)]
     except OSError:  # one has ended already
         return 0
     token = str(asked["token"]).encode()
@@ -188,17 +198,17 @@ def main() -> int:
     if asked["number"] > 0:
         if connection := _connect(tuple(asked["at"]), token, ranks, teller.tell):
             number = asked["number"]
-            follower = Follower(connection, number, nodes, watch.pages, ranks, teller.order)
-            _follow(watch, follower, ranks, teller, said)
+            follower = NodeReporter(connection, number, nodes, watch.pages, ranks, teller.order)
+            _run_follower(watch, follower, ranks, teller, said)
     elif listener is not None:
-        _watch_all(watch, ranks, Hub(listener, token, nodes), teller, said)
+        _watch_all_nodes(watch, ranks, WatchdogServer(listener, token, nodes), teller, said)
     else:
-        _watch(watch, ranks, teller, said)
+        _watch_node(watch, ranks, teller, said)
     watch.records.look(watch.own)
     return 0
 
 
-def listen(addresses: Sequence[str]) -> socket.socket | None:
+def open_listener(addresses: Sequence[str]) -> socket.socket | None:
     """Listen at the first address that belongs to this machine; return None without one."""
     for address in addresses:
         with contextlib.suppress(OSError):
@@ -207,24 +217,30 @@ def listen(addresses: Sequence[str]) -> socket.socket | None:
     return None
 
 
-def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -> None:
+def _watch_node(
+    watch: MultiNodeWatch, ranks: list[ForeignProcess], teller: EventWriter, said: CommandInput
+) -> None:
     """Watch the ranks of a run on one node."""
     watch.emit = watch.slow.emit = teller.tell
     unlike = partial(watch.compare, ranks, dead=True)
     ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
         said.look(EVERY_S, ranks)
-        ended = ended or tell_end(ranks, watch.pages, teller.tell, unlike)
+        ended = ended or report_end(ranks, watch.pages, teller.tell, unlike)
         if hang := watch.look(ranks):
-            end(ranks, watch.pages, hang)
+            end_ranks(ranks, watch.pages, hang)
             return
     if not ended:
-        await_one(ranks)
-        tell_end(ranks, watch.pages, teller.tell, unlike)
+        wait_for_first_end(ranks)
+        report_end(ranks, watch.pages, teller.tell, unlike)
 
 
-def _watch_all(
-    watch: NodesWatch, ranks: list[Other], hub: Hub, teller: Teller, said: Input
+def _watch_all_nodes(
+    watch: MultiNodeWatch,
+    ranks: list[ForeignProcess],
+    hub: WatchdogServer,
+    teller: EventWriter,
+    said: CommandInput,
 ) -> None:
     """Watch the ranks of all nodes, on node 0."""
 
@@ -237,14 +253,14 @@ def _watch_all(
         hub.order({"say": event, "fields": fields, "accounts": accounts})
 
     watch.emit = watch.slow.emit = emit
-    watch.join(hub)
-    both: dict[int, Other | Far] = {**{one.rank: one for one in ranks}, **hub.far}
+    watch.add_nodes(hub)
+    both: dict[int, ForeignProcess | RemoteRank] = {**{one.rank: one for one in ranks}, **hub.far}
     everyone = [both[rank] for rank in sorted(both)]
 
     def unlike() -> Hang | None:
         for page in watch.pages:  # the other nodes' ranks' calls come with their answers
             page.ask()
-        hub.hand_out(1.0)
+        hub.flush_orders(1.0)
         hub.serve(1.0)
         return watch.compare(everyone, dead=True)
 
@@ -252,31 +268,31 @@ def _watch_all(
     while not said.ended and any(rank.code is None for rank in ranks):
         hub.serve(EVERY_S)
         said.look()
-        ended = ended or tell_end(everyone, watch.pages, emit, unlike)
+        ended = ended or report_end(everyone, watch.pages, emit, unlike)
         if not hub.ready:
-            if what := hub.lacking():
-                _unwatched(emit, what)
+            if what := hub.describe_missing():
+                _report_unwatched(emit, what)
                 return
         elif hang := watch.look(everyone):
             hub.order({"end": vars(hang)})
-            hub.hand_out(1.0)
-            end(ranks, watch.pages, hang)
+            hub.flush_orders(1.0)
+            end_ranks(ranks, watch.pages, hang)
             return
     if not ended:
-        await_one(ranks)
-        tell_end(everyone, watch.pages, emit, unlike)
+        wait_for_first_end(ranks)
+        report_end(everyone, watch.pages, emit, unlike)
     hub.close()
 
 
-def await_one(ranks: Sequence[Other]) -> None:
+def wait_for_first_end(ranks: Sequence[ForeignProcess]) -> None:
     """Wait until the first rank has ended: a process closes its pipes a moment before."""
     if all(one.code is None for one in ranks):
         select.select([one.file for one in ranks], [], [], LAST_S)
 
 
-def tell_end(
-    ranks: Sequence[Other | Far],
-    pages: Sequence[PageRead],
+def report_end(
+    ranks: Sequence[ForeignProcess | RemoteRank],
+    pages: Sequence[PageReader],
     tell: Callable[..., None],
     unlike: Callable[[], Hang | None],
 ) -> bool:
@@ -296,8 +312,8 @@ def tell_end(
     one, told = min(ended, key=lambda pair: (pair[0].code == -signal.SIGTERM, pair[1].changed_s))
     if not told.live:
         return True  # it ended normally, or has reported its error
-    how = one.how if isinstance(one, Other) else "ended"
-    where = f"after step {told.step}, in {told.doing}"
+    how = one.how if isinstance(one, ForeignProcess) else "ended"
+    where = f"after step {told.step}, in {told.activity}"
     met = next((calls for page in pages if (calls := page.read().inside)), "")
     if one.code == -signal.SIGABRT and met and not told.inside:  # gloo aborts where sizes differ
         where += f", in no call of the run while others were in {met}: a collective of its own?"
@@ -308,8 +324,12 @@ def tell_end(
     return True
 
 
-def _follow(
-    watch: Watch, follower: Follower, ranks: list[Other], teller: Teller, said: Input
+def _run_follower(
+    watch: HangWatch,
+    follower: NodeReporter,
+    ranks: list[ForeignProcess],
+    teller: EventWriter,
+    said: CommandInput,
 ) -> None:
     """Report this node's ranks to node 0, on every other node."""
     while not follower.over and any(rank.code is None for rank in ranks):
@@ -319,20 +339,20 @@ def _follow(
         try:
             hang = follower.turn()
         except OSError:  # node 0's watchdog has ended; in a normal end this node's ranks will too
-            if _rest(ranks):
+            if _wait_for_end(ranks):
                 host = follower.nodes[0].host
-                _unwatched(teller.tell, f"the watch on {host} has ended")
+                _report_unwatched(teller.tell, f"the watch on {host} has ended")
             return
         if hang is not None:
             own = follower.nodes[follower.number].ranks
-            end(ranks, dict(zip(own, follower.pages.pages, strict=True)), hang)
+            end_ranks(ranks, dict(zip(own, follower.pages.pages, strict=True)), hang)
             return
     follower.close()
 
 
 def _connect(
-    at: tuple[str, int], token: bytes, ranks: Sequence[Other], tell: Callable[..., None]
-) -> Connection | None:
+    at: tuple[str, int], token: bytes, ranks: Sequence[ForeignProcess], tell: Callable[..., None]
+) -> AuthenticatedConnection | None:
     """Connect to node 0; return None if it does not answer, or the ranks have ended.
 
     A missing answer is reported.
@@ -341,21 +361,21 @@ def _connect(
     while any(rank.code is None for rank in ranks):
         left_s = until_s - time.monotonic()
         if left_s <= 0:
-            _unwatched(tell, f"nobody answers at {at[0]}:{at[1]}, where node 0 watches")
+            _report_unwatched(tell, f"nobody answers at {at[0]}:{at[1]}, where node 0 watches")
             return None
         try:
             made = socket.create_connection(at, timeout=left_s)
-            return Connection(made, token, f"{at[0]}:{at[1]}")
+            return AuthenticatedConnection(made, token, f"{at[0]}:{at[1]}")
         except (OSError, ShoalError):
             time.sleep(EVERY_S)
     return None
 
 
-def _unwatched(emit: Callable[..., None], what: str) -> None:
+def _report_unwatched(emit: Callable[..., None], what: str) -> None:
     emit("notice", text=f"hangs of this run are not watched from now on: {what}")
 
 
-def _rest(ranks: Sequence[Other]) -> bool:
+def _wait_for_end(ranks: Sequence[ForeignProcess]) -> bool:
     """Wait up to REST_S for the end of the ranks; return whether one still runs."""
     until_s = time.monotonic() + REST_S
     while left := any(rank.code is None for rank in ranks):
@@ -365,7 +385,7 @@ def _rest(ranks: Sequence[Other]) -> bool:
     return left
 
 
-def end(ranks: Sequence[Other], pages: Pages, hang: Hang) -> None:
+def end_ranks(ranks: Sequence[ForeignProcess], pages: Pages, hang: Hang) -> None:
     """Kill the rank that hangs, and the others if the launcher does not end them.
 
     If the user must change something, all end themselves first, with the exit status for that.
@@ -379,7 +399,7 @@ def end(ranks: Sequence[Other], pages: Pages, hang: Hang) -> None:
     for rank in ranks:
         if rank.rank == hang.rank:
             rank.kill()
-    _rest(ranks)
+    _wait_for_end(ranks)
     for rank in ranks:
         rank.kill()
 

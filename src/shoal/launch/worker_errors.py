@@ -18,8 +18,8 @@ from shoal.base.errors import ShoalError
 from shoal.base.runlog.events import EventLog
 from shoal.base.runlog.folder_owner import FolderOwner
 from shoal.base.standard_streams import flush_streams, write_error
-from shoal.base.text.user_frames import user_place
-from shoal.launch.worker_failures import Report, write_report
+from shoal.base.text.user_frames import user_line
+from shoal.launch.worker_failures import ErrorReport, write_report
 from shoal.wire import phases
 
 TRACEBACK_LINES = 25
@@ -27,7 +27,7 @@ LINE_LETTERS = 400
 CRASH_CODE = 1
 
 
-def end_with(main: Callable[[], int]) -> NoReturn:
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run a worker's program by `run_worker`, and end this process with its status.
 
     After a failure the process group cannot be destroyed in order, since peers may be gone. The
@@ -49,24 +49,26 @@ def run_worker(main: Callable[[], int]) -> int:
     """
     given = os.environ.get("SHOAL_RUN_FOLDER", "")
     owner = FolderOwner(Path(given))
-    owner.learn()
+    owner.record_with_owner()
     try:
         return main()
     except ShoalError as failure:
         line, notes = str(failure), [note.rstrip() for note in getattr(failure, "__notes__", ())]
         words = "\n".join([*notes, line])
-        trace = _end_of(words) if notes else ""
-        report = Report.of(failure, exit_code=failure.exit_code, line=line, trace=trace)
+        trace = _keep_last_lines(words) if notes else ""
+        report = ErrorReport.of(failure, exit_code=failure.exit_code, line=line, trace=trace)
     except (Exception, SystemExit) as failure:  # a user's sys.exit() is no end of the run
-        place = user_place(failure.__traceback__)
-        told = _one_line("".join(traceback.format_exception_only(failure)))
+        place = user_line(failure.__traceback__)
+        told = _shorten_message("".join(traceback.format_exception_only(failure)))
         line = f"{place}: {told}" if place else told
-        words = _whole_traceback(failure)
-        report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=_end_of(words))
+        words = _format_traceback(failure)
+        report = ErrorReport.of(
+            failure, exit_code=CRASH_CODE, line=line, trace=_keep_last_lines(words)
+        )
     write_error(words)
     if folder := os.environ.get("SHOAL_RUN_FOLDER"):  # torchrun's workers set it themselves
         rank = int(os.environ.get("RANK", "0"))
-        here = owner.place() if folder == given else Path(folder)
+        here = owner.current_path() if folder == given else Path(folder)
         write_report(here / "logs" / f"rank-{rank}.error.json", report)
         if "SHOAL_STORE" not in os.environ and not report.lost_peer:  # no supervisor reports it
             how, words = f"exit code {report.exit_code}", report.traceback or report.line
@@ -75,7 +77,7 @@ def run_worker(main: Callable[[], int]) -> int:
     return report.exit_code
 
 
-def _one_line(text: str) -> str:
+def _shorten_message(text: str) -> str:
     """Return the first lines of an error message as one line: Dynamo's and CUDA's fill a screen.
 
     >>> _one_line("ValueError: a\\n  b\\n\\nmore")
@@ -85,16 +87,16 @@ def _one_line(text: str) -> str:
     return told if len(told) <= LINE_LETTERS else f"{told[:LINE_LETTERS]}…"
 
 
-def traceback_text(failure: BaseException) -> str:
+def format_user_traceback(failure: BaseException) -> str:
     """Return the end of a traceback without the frames that do not concern the user's mistake."""
-    return _end_of(_whole_traceback(failure))
+    return _keep_last_lines(_format_traceback(failure))
 
 
-def _whole_traceback(failure: BaseException) -> str:
+def _format_traceback(failure: BaseException) -> str:
     found = traceback.TracebackException.from_exception(failure)
     link: traceback.TracebackException | None = found
     while link is not None:
-        kept = [frame for frame in link.stack if not _is_plumbing(frame)]
+        kept = [frame for frame in link.stack if not _is_internal_frame(frame)]
         link.stack = traceback.StackSummary.from_list(kept)
         link = link.__cause__ or link.__context__
     lines = "".join(found.format()).rstrip().splitlines()
@@ -102,7 +104,7 @@ def _whole_traceback(failure: BaseException) -> str:
     return "\n".join(line for line in lines if line.strip("^~ "))
 
 
-def _end_of(text: str) -> str:
+def _keep_last_lines(text: str) -> str:
     lines = text.splitlines()
     cut = len(lines) - TRACEBACK_LINES
     if cut <= 0:
@@ -110,7 +112,7 @@ def _end_of(text: str) -> str:
     return "\n".join([f"({cut} lines above are in the log)", *lines[cut:]])
 
 
-def _is_plumbing(frame: traceback.FrameSummary) -> bool:
+def _is_internal_frame(frame: traceback.FrameSummary) -> bool:
     own = os.path.abspath(frame.filename) == os.path.abspath(__file__)
     # torch.nn.Module.__call__ puts two such frames between every two of the user's.
     module_call = frame.name in ("_wrapped_call_impl", "_call_impl")

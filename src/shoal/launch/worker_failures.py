@@ -50,7 +50,7 @@ STOPPED_CODE = 143
 
 
 @dataclass(frozen=True)
-class Report:
+class ErrorReport:
     """Error report of a failing worker; the fields of `rank-K.error.json`.
 
     Attributes:
@@ -66,7 +66,7 @@ class Report:
     certain: bool = False
 
     @staticmethod
-    def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> Report:
+    def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> ErrorReport:
         """Return the report of an exception that happened now."""
         text = str(failure).lower()
         ours = isinstance(failure, ClusterError)
@@ -75,10 +75,10 @@ class Report:
         passing = isinstance(failure, (OSError, MemoryError)) or any(w in text for w in MAY_PASS)
         kind, now_s = type(failure).__name__, time.time()
         certain = not (lost or passing or ours)
-        return Report(kind, line, trace, exit_code, now_s, lost, certain)
+        return ErrorReport(kind, line, trace, exit_code, now_s, lost, certain)
 
 
-def write_report(path: Path, report: Report) -> None:
+def write_report(path: Path, report: ErrorReport) -> None:
     """Write a report atomically; on a full disk the error is in the log only."""
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
@@ -86,16 +86,16 @@ def write_report(path: Path, report: Report) -> None:
         os.replace(draft, path)
 
 
-def read_report(path: Path) -> Report | None:
+def read_report(path: Path) -> ErrorReport | None:
     """Return the report at `path`, or None if there is none that can be read."""
     try:
-        return Report(**json.loads(path.read_text(encoding="utf-8")))
+        return ErrorReport(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
 @dataclass(frozen=True)
-class Death:
+class WorkerDeath:
     """The first failure of an attempt.
 
     Attributes:
@@ -125,7 +125,7 @@ class Death:
         """Return how the worker ended, as text."""
         return "ended by the watch" if self.hung else exit_text(self.code)
 
-    def same_as(self, other: Death) -> bool:
+    def same_as(self, other: WorkerDeath) -> bool:
         """Return whether two attempts failed in the same way, on any rank.
 
         A SIGKILL comes from outside and predicts nothing about a further attempt.
@@ -149,18 +149,20 @@ def exit_text(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def death_by_hanging(worker: Worker, hang: Hang) -> Death:
+def make_hang_death(worker: Worker, hang: Hang) -> WorkerDeath:
     """Return the failure of a rank that the others waited for, and write its report."""
     line, now_s = hang.line, time.time()
     code = hang.status or (TrainingError.exit_code if hang.unlike else 1)
-    write_report(worker.error_path, Report("Hang", line, "", code, now_s, lost_peer=False))
-    return Death(
+    write_report(worker.error_path, ErrorReport("Hang", line, "", code, now_s, lost_peer=False))
+    return WorkerDeath(
         worker.rank, worker.pid, code, line, line, worker.log_path, False, now_s, hung=True,
         final=hang.unlike,
     )  # fmt: skip
 
 
-def first_death(workers: Sequence[Worker], left: Mapping[int, str] = NOBODY) -> Death | None:
+def select_first_death(
+    workers: Sequence[Worker], left: Mapping[int, str] = NOBODY
+) -> WorkerDeath | None:
     """Return the failure that caused the others; None while there is none, or it is too early.
 
     A worker that reported an error counts even if it hangs during its exit. While the only failures
@@ -170,12 +172,12 @@ def first_death(workers: Sequence[Worker], left: Mapping[int, str] = NOBODY) -> 
     Args:
         left: ranks that ended with status 0 without closing their page, and their positions.
     """
-    found = [death for worker in workers if (death := _death_of(worker)) is not None]
+    found = [death for worker in workers if (death := _read_death(worker)) is not None]
     best = min(found, key=lambda death: (death.lost_peer, death.seen_s), default=None)
     gone = [worker for worker in workers if worker.rank in left]
     if gone and (best is None or best.lost_peer):
         first = min(gone, key=lambda worker: worker.ended_s)
-        return _death_by_leaving(first, left[first.rank])
+        return _make_early_exit_death(first, left[first.rank])
     if best is None:
         return None
     others_run = any(worker.code is None for worker in workers)
@@ -183,26 +185,26 @@ def first_death(workers: Sequence[Worker], left: Mapping[int, str] = NOBODY) -> 
         return None
     ended = [worker for worker in workers if worker.code == 0]
     if best.lost_peer and ended:
-        return _death_by_leaving(min(ended, key=lambda worker: worker.ended_s), "")
+        return _make_early_exit_death(min(ended, key=lambda worker: worker.ended_s), "")
     return best
 
 
-def _death_by_leaving(worker: Worker, where: str) -> Death:
+def _make_early_exit_death(worker: Worker, where: str) -> WorkerDeath:
     """Return the failure of a rank that ended as if the run were done, and write its report."""
     line = f"left with status 0{where}, before the run's end: something in it calls os._exit(0)"
     log, seen_s = worker.log_path, worker.ended_s
-    write_report(worker.error_path, Report("Left", line, "", 1, seen_s, lost_peer=False))
-    return Death(worker.rank, worker.pid, 0, line, line, log, False, seen_s)
+    write_report(worker.error_path, ErrorReport("Left", line, "", 1, seen_s, lost_peer=False))
+    return WorkerDeath(worker.rank, worker.pid, 0, line, line, log, False, seen_s)
 
 
-def certain_text(death: Death, processes: int) -> str:
+def format_certain_failure(death: WorkerDeath, processes: int) -> str:
     """Return one line about an exception before any step, which would occur again."""
     more = f"; traceback: {death.log_path}" if death.words else ""
     who = f"rank {death.rank}: " if processes > 1 else ""
     return f"{who}{death.line}; before the first step, so it is not tried again{more}"
 
 
-def obituary(death: Death, attempts: int, alike: str) -> str:
+def format_death(death: WorkerDeath, attempts: int, alike: str) -> str:
     """Return why a run is given up: the blamed rank, the attempts, its log, its error.
 
     Args:
@@ -218,7 +220,7 @@ def obituary(death: Death, attempts: int, alike: str) -> str:
     return "\n".join(filter(None, [f"{head}. Log: {death.log_path}", death.words]))
 
 
-def _death_of(worker: Worker) -> Death | None:
+def _read_death(worker: Worker) -> WorkerDeath | None:
     # A signal that ends a worker while it starts asks for a stop, as one in training does.
     if worker.code in (0, STOPPED_CODE, UNSAVED_CODE, *ASKED):
         return None
@@ -230,14 +232,14 @@ def _death_of(worker: Worker) -> Death | None:
         line = words.splitlines()[-1].strip() if words else exit_text(worker.code)
         # gloo aborts as a consequence of other failures; every other signal is a cause.
         lead_s = 1.0 if worker.code < 0 and worker.code != -signal.SIGABRT else 0.0
-        return Death(
+        return WorkerDeath(
             worker.rank, worker.pid, worker.code, words, line, worker.log_path,
             False, worker.ended_s - lead_s,
         )  # fmt: skip
     if worker.code is None and time.time() - report.time_s < EXIT_PATIENCE_S:
         return None
     words = report.traceback or report.line
-    return Death(
+    return WorkerDeath(
         worker.rank, worker.pid, report.exit_code, words, report.line, worker.log_path,
         report.lost_peer, report.time_s, report.certain,
     )  # fmt: skip

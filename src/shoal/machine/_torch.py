@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["all_threads_counted", "pytree"]
+__all__ = ["count_all_threads", "pytree"]
 
 _COUNTED = "FLAGS_caffe2_report_cpu_memory_usage"
 
 
 @contextmanager
-def all_threads_counted() -> Iterator[bool]:
+def count_all_threads() -> Iterator[bool]:
     """Let torch's CPU allocator report allocations of every thread, not only of profiled ones.
 
     Yields:

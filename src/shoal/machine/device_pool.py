@@ -16,7 +16,7 @@ from shoal.base.text.units import bytes_text
 
 
 @dataclass(frozen=True)
-class Pool:
+class AllocatorPool:
     """Memory reserved by a device's caching allocator, and its largest free block.
 
     Attributes:
@@ -33,20 +33,20 @@ class Pool:
 
 
 FRAGMENTED = 0.1
-"""Share of the reserved memory in small free blocks from which `pool_text` suggests SETTING."""
+"""Share of the reserved memory in small free blocks from which `describe_pool` suggests SETTING."""
 
 SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 """One segment that grows, instead of many that each fit one tensor: no remainders at their ends. It
 does not merge holes between live tensors (torch: ExpandableSegment)."""
 
 
-def is_set(environ: Mapping[str, str] = os.environ) -> bool:
+def has_expandable_segments(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether SETTING is already in effect, under either of the names that torch reads."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     return any("expandable_segments:True" in environ.get(name, "") for name in names)
 
 
-def device_pool(device: torch.device) -> Pool | None:
+def read_device_pool(device: torch.device) -> AllocatorPool | None:
     """Return the state of a CUDA device's caching allocator; None for other devices.
 
     The snapshot visits all blocks and takes milliseconds: call it at a run's end, not in a step.
@@ -55,10 +55,10 @@ def device_pool(device: torch.device) -> Pool | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     mine = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    return pool_of(mine, torch.cuda.max_memory_reserved(device))
+    return pool_from_snapshot(mine, torch.cuda.max_memory_reserved(device))
 
 
-def pool_of(segments: Iterable[Mapping[str, Any]], reserved_bytes: int) -> Pool:
+def pool_from_snapshot(segments: Iterable[Mapping[str, Any]], reserved_bytes: int) -> AllocatorPool:
     """Return the allocator's state from a `torch.cuda.memory_snapshot` of one device.
 
     >>> held, free = "active_allocated", "inactive"
@@ -70,10 +70,10 @@ def pool_of(segments: Iterable[Mapping[str, Any]], reserved_bytes: int) -> Pool:
     blocks = [block for segment in segments for block in segment["blocks"]]
     free = [int(block["size"]) for block in blocks if block["state"] == "inactive"]
     used = sum(int(block["size"]) for block in blocks if block["state"] != "inactive")
-    return Pool(used, reserved_bytes, sum(free), max(free, default=0))
+    return AllocatorPool(used, reserved_bytes, sum(free), max(free, default=0))
 
 
-def pool_text(pool: Pool) -> str:
+def describe_pool(pool: AllocatorPool) -> str:
     """Describe the allocator's memory; name the setting that helps if it is fragmented.
 
     >>> gib = 2**30
@@ -89,5 +89,5 @@ def pool_text(pool: Pool) -> str:
     scattered = pool.free_bytes - pool.hole_bytes
     if scattered < FRAGMENTED * pool.reserved_bytes:
         return told
-    mend = "" if is_set() else f": {SETTING} makes fewer"
+    mend = "" if has_expandable_segments() else f": {SETTING} makes fewer"
     return f"{told}; {bytes_text(pool.free_bytes)} free in pieces{mend}"

@@ -31,10 +31,10 @@ SPARE = 2
 
 def free_bytes() -> int:
     """Return the bytes free for new processes: of the machine, or less in this cgroup."""
-    return min(_free())
+    return min(_free_limits())
 
 
-def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
+def create_memory_file(name: str, size_bytes: int, taken_bytes: int) -> int | None:
     """Create a file in memory (memfd), if twice the size of all such files stays free.
 
     That reserve is for data derived from the files: the kernel cannot write memfd pages to a disk.
@@ -80,7 +80,7 @@ def reserve(descriptor: int, size_bytes: int) -> None:
         ) from failure
 
 
-def _free() -> Iterator[int]:
+def _free_limits() -> Iterator[int]:
     """Yield the free bytes of the machine and of each enclosing cgroup with a limit."""
     yield int(psutil.virtual_memory().available)
     try:

@@ -49,7 +49,7 @@ NEXT_PORTS = 200
 
 
 @dataclass(frozen=True)
-class Told:
+class CheckResult:
     """Result of one check.
 
     Attributes:
@@ -79,7 +79,7 @@ class Told:
 
 def check_machine(
     folder: Path, cache: Path, free_bytes: int, processes: int, port: int
-) -> list[Told]:
+) -> list[CheckResult]:
     """Run all checks of this machine that need no other process.
 
     Args:
@@ -88,7 +88,7 @@ def check_machine(
         processes: processes that a run would start here.
         port: a port that should be free; 0: none.
     """
-    place = existing(folder)
+    place = nearest_existing(folder)
     return [
         check_clock(place),
         check_disk("disk", folder, free_bytes),
@@ -107,11 +107,11 @@ def check_clock(
     folder: Path,
     wall: Callable[[], float] = time.time,
     steady: Callable[[], float] = time.monotonic,
-) -> Told:
+) -> CheckResult:
     """Check that the wall clock keeps pace with the monotonic clock and with file dates."""
-    apart_s = _apart(wall, steady)
+    apart_s = _clock_difference_s(wall, steady)
     time.sleep(CLOCK_WATCHED_S)
-    step_s = _apart(wall, steady) - apart_s
+    step_s = _clock_difference_s(wall, steady) - apart_s
     ahead_s = 0.0
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as probe:
         probe.write(b"now")
@@ -120,15 +120,15 @@ def check_clock(
     mend = "run one time service, and that alone (chronyc tracking, timedatectl)"
     if abs(step_s) > CLOCK_STEP_S:
         what = f"the wall clock moved by {step_s * 1e3:+.0f} ms in {CLOCK_WATCHED_S:g} s"
-        return Told("clock", False, f"{what} against the monotonic clock", mend)
+        return CheckResult("clock", False, f"{what} against the monotonic clock", mend)
     if abs(ahead_s) > CLOCK_FILE_S:
         what = f"the wall clock is {ahead_s:+.1f} s from the clock that dates files of {folder}"
-        return Told("clock", False, what, mend)
+        return CheckResult("clock", False, what, mend)
     what = f"wall and monotonic clock keep pace (within {abs(step_s) * 1e3:.2f} ms)"
-    return Told("clock", True, what)
+    return CheckResult("clock", True, what)
 
 
-def _apart(wall: Callable[[], float], steady: Callable[[], float]) -> float:
+def _clock_difference_s(wall: Callable[[], float], steady: Callable[[], float]) -> float:
     """Return wall minus monotonic time, from the quickest of nine readings."""
     tries = []
     for _ in range(9):
@@ -137,7 +137,7 @@ def _apart(wall: Callable[[], float], steady: Callable[[], float]) -> float:
     return min(tries)[1]
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
     place = folder.absolute()
     while not place.is_dir() and place != place.parent:
@@ -145,19 +145,19 @@ def existing(folder: Path) -> Path:
     return place
 
 
-def check_disk(check: str, folder: Path, least_bytes: int) -> Told:
+def check_disk(check: str, folder: Path, least_bytes: int) -> CheckResult:
     """Check a folder's free space, inodes, and the rate of writing and syncing a file."""
-    place = existing(folder)
+    place = nearest_existing(folder)
     told = f"{folder}" if place == folder.absolute() else f"{folder} (in {place})"
     where = "another run.folder=…" if check == "disk" else "SHOAL_CACHE=… or TMPDIR=… elsewhere"
     mend = f"make room, or {where}"
     left = os.statvfs(place)
     free_bytes = left.f_bavail * left.f_frsize
     if left.f_files and not left.f_favail:
-        return Told(check, False, f"{told} has no inode left", mend)
+        return CheckResult(check, False, f"{told} has no inode left", mend)
     if free_bytes < least_bytes:
         what = f"{told} has {bytes_text(free_bytes)} free, {bytes_text(least_bytes)} are needed"
-        return Told(check, False, what, mend)
+        return CheckResult(check, False, what, mend)
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".shoal-doctor-") as probe:
             began_s = time.perf_counter()
@@ -169,23 +169,25 @@ def check_disk(check: str, folder: Path, least_bytes: int) -> Told:
         full = failure.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = failure.strerror or str(failure)
         other = mend if full else f"a folder that you may write to: {where}"
-        return Told(check, False, f"{told}: a file cannot be written and synced: {reason}", other)
+        return CheckResult(
+            check, False, f"{told}: a file cannot be written and synced: {reason}", other
+        )
     what = f"{told}: {bytes_text(free_bytes)} free, {bytes_text(rate)}/s written and synced"
-    return Told(check, rate >= LEAST_RATE, what, "" if rate >= LEAST_RATE else where)
+    return CheckResult(check, rate >= LEAST_RATE, what, "" if rate >= LEAST_RATE else where)
 
 
 def check_memory(
     processes: int,
     table: Path = Path("/proc/meminfo"),
     cgroup: Path = Path("/sys/fs/cgroup"),
-) -> Told:
+) -> CheckResult:
     """Check that the processes fit in the free memory, within a container's limit."""
     try:
         found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text(encoding="utf-8"))
     except OSError:
         found = None
     if found is None:
-        return Told("memory", True, f"not known here: {table} tells nothing")
+        return CheckResult("memory", True, f"not known here: {table} tells nothing")
     free_bytes, by = int(found[1]) * 1024, ""
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -200,39 +202,41 @@ def check_memory(
     needed = processes * WORKER_BYTES
     what = f"{bytes_text(free_bytes)} free{by}"
     if free_bytes >= needed:
-        return Told("memory", True, what)
+        return CheckResult("memory", True, what)
     fit = max(0, free_bytes // WORKER_BYTES)
     what += f", {processes} processes with torch take {bytes_text(needed)} before any model"
-    return Told("memory", False, what, f"launch.processes={fit}" if fit else "end other programs")
+    return CheckResult(
+        "memory", False, what, f"launch.processes={fit}" if fit else "end other programs"
+    )
 
 
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> Told:
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
     """Check that shared memory has room for the batches of loader workers."""
     if not folder.is_dir():
-        return Told("shared memory", True, f"{folder} does not exist on this system")
+        return CheckResult("shared memory", True, f"{folder} does not exist on this system")
     disk = shutil.disk_usage(folder)
     what = f"{folder} has {bytes_text(disk.free)} free of {bytes_text(disk.total)}"
     if disk.free >= LEAST_SHARED_BYTES:
-        return Told("shared memory", True, what)
+        return CheckResult("shared memory", True, what)
     mend = f"mount -o remount,size=1G {folder}; in a container: docker run --shm-size=1g"
     what += f", {bytes_text(LEAST_SHARED_BYTES)} are needed"
-    return Told("shared memory", False, what, mend)
+    return CheckResult("shared memory", False, what, mend)
 
 
-def check_files(limits: tuple[int, int], processes: int) -> Told:
+def check_files(limits: tuple[int, int], processes: int) -> CheckResult:
     """Check the (soft, hard) limit of open files and sockets of a process."""
     soft, hard = (2**31 if one == resource.RLIM_INFINITY else one for one in limits)
     needed = max(LEAST_FILES, FILES_PER_PROCESS * processes)
     what = f"a process may have {soft} files and sockets open (ulimit -n)"
     if soft >= needed:
-        return Told("file limit", True, what)
+        return CheckResult("file limit", True, what)
     mend = f"ulimit -n {needed}"
     if hard < needed:
         mend += f", which the hard limit of {hard} forbids: raise nofile in limits.conf as root"
-    return Told("file limit", False, f"{what}, {needed} are needed", mend)
+    return CheckResult("file limit", False, f"{what}, {needed} are needed", mend)
 
 
-def check_ports(port: int = 0) -> list[Told]:
+def check_ports(port: int = 0) -> list[CheckResult]:
     """Check that this machine can connect to itself, and that `port` is free (0: no port)."""
     told = []
     try:
@@ -244,24 +248,28 @@ def check_ports(port: int = 0) -> list[Told]:
                 there.settimeout(ANSWER_S)
                 if there.recv(5) != b"shoal":
                     raise OSError("what was sent did not arrive")
-        told.append(Told("ports", True, "127.0.0.1 answers itself"))
+        told.append(CheckResult("ports", True, "127.0.0.1 answers itself"))
     except OSError as failure:
         what = f"a connection of 127.0.0.1 to itself fails: {failure}"
-        told.append(Told("ports", False, what, "ip link set lo up; look at the firewall's rules"))
+        told.append(
+            CheckResult("ports", False, what, "ip link set lo up; look at the firewall's rules")
+        )
     if port:
         told.append(_check_port(port))
     return told
 
 
-def _check_port(port: int) -> Told:
+def _check_port(port: int) -> CheckResult:
     try:
         _bind(port)
     except OSError as failure:
-        free = next((p for p in range(port + 1, min(port + NEXT_PORTS, 65536)) if _free(p)), None)
+        free = next(
+            (p for p in range(port + 1, min(port + NEXT_PORTS, 65536)) if _is_port_free(p)), None
+        )
         mend = f"nearest free: {free}" if free else "choose another"
         reason = failure.strerror or str(failure)
-        return Told("ports", False, f"port {port} cannot be listened at: {reason}", mend)
-    return Told("ports", True, f"port {port} is free")
+        return CheckResult("ports", False, f"port {port} cannot be listened at: {reason}", mend)
+    return CheckResult("ports", True, f"port {port} is free")
 
 
 def _bind(port: int) -> None:
@@ -272,7 +280,7 @@ def _bind(port: int) -> None:
         tried.listen(1)
 
 
-def _free(port: int) -> bool:
+def _is_port_free(port: int) -> bool:
     try:
         _bind(port)
     except OSError:
@@ -301,7 +309,7 @@ def installed_versions() -> tuple[dict[str, str | None], list[str]]:
     return found, asked
 
 
-def check_versions(installed: Mapping[str, str | None], asked: Sequence[str]) -> Told:
+def check_versions(installed: Mapping[str, str | None], asked: Sequence[str]) -> CheckResult:
     """Check installed versions against requirements such as "torch<2.14,>=2.11".
 
     >>> check_versions({"torch": "2.9.1"}, ["torch<2.14,>=2.11"]).line()
@@ -312,15 +320,15 @@ def check_versions(installed: Mapping[str, str | None], asked: Sequence[str]) ->
         name = _name(one)
         have = installed.get(name)
         for sign, limit in re.findall(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)", one):
-            if have is None or not _holds(have, sign, limit):
+            if have is None or not _satisfies(have, sign, limit):
                 wrong.append(f"{name} {have or 'is missing'}, {sign}{limit} is needed")
                 mend.append(one.split(";")[0].strip().replace(" ", ""))
                 break
     told = " ".join(f"{name} {version}" for name, version in installed.items())
     if wrong:
-        return Told("versions", False, "; ".join(wrong), _install(mend))
+        return CheckResult("versions", False, "; ".join(wrong), _install(mend))
     unknown = "" if asked else " (Shoal is not installed here, so what it needs is not known)"
-    return Told("versions", True, told + unknown)
+    return CheckResult("versions", True, told + unknown)
 
 
 def _install(asked: Sequence[str]) -> str:
@@ -333,7 +341,7 @@ def _name(requirement: str) -> str:
     return re.split(r"[<>=!~;\s\[(]", requirement)[0].lower()
 
 
-def _holds(have: str, sign: str, limit: str) -> bool:
+def _satisfies(have: str, sign: str, limit: str) -> bool:
     numbers = [int(n) for n in re.findall(r"\d+", have.split("+")[0])[:3]]
     least = [int(n) for n in limit.strip(".").split(".")]
     width = max(len(numbers), len(least))
@@ -341,13 +349,13 @@ def _holds(have: str, sign: str, limit: str) -> bool:
     return {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[sign]
 
 
-def check_cores(processes: int, load: float, cores: int | None = None) -> Told:
+def check_cores(processes: int, load: float, cores: int | None = None) -> CheckResult:
     """Check that every process has its own core; report the load of other programs."""
     cores = usable_cores() if cores is None else cores
     what = f"{cores} usable, load {load:.1f}"
     if load > cores:
         what += ": other programs want them, and steps will take longer than they could"
     if processes <= cores:
-        return Told("cores", True, what)
+        return CheckResult("cores", True, what)
     what = f"{processes} processes on {cores} usable core{'s' * (cores != 1)}"
-    return Told("cores", False, what, f"launch.processes={cores}")
+    return CheckResult("cores", False, what, f"launch.processes={cores}")

@@ -20,10 +20,10 @@ import torch
 
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.fabric import World
-from shoal.fabric.collectives.json_messages import wrong_sums
+from shoal.fabric.collectives.json_messages import find_wrong_sums
 from shoal.fabric.device import synchronize
 from shoal.fabric.exchanges.point_to_point import PointToPoint
-from shoal.machine.health_check import Told
+from shoal.machine.health_check import CheckResult
 
 SLOW = 3.0
 ROUNDS, LARGE_ROUNDS, MESSAGE_BYTES = 20, 4, 2**20
@@ -34,25 +34,25 @@ Pair = dict[str, float]
 """a, b: ranks; latency_s, one way; bytes_per_s."""
 
 
-def check_links(world: World, hosts: Sequence[str]) -> list[Told]:
+def check_links(world: World, hosts: Sequence[str]) -> list[CheckResult]:
     """Run all checks of a world and return the same results on all ranks; a collective.
 
     Args:
         hosts: host name by rank.
     """
     if world.size == 1:
-        return [Told("links", True, "one process, no links")]
+        return [CheckResult("links", True, "one process, no links")]
     firsts = sorted({host: hosts.index(host) for host in hosts}.values())
     talk = PointToPoint(world)
-    told = [check_sums(wrong_results(world), world.size)]
+    told = [check_sums(check_collectives(world), world.size)]
     members = range(world.size) if world.size <= MOST_RANKS else firsts
     pairs = measure_pairs(world, talk, list(combinations(members, 2)))
-    if slow := slow_pairs(pairs):
+    if slow := select_slow_pairs(pairs):
         again = measure_pairs(world, talk, [(int(p["a"]), int(p["b"])) for p in slow])
-        pairs = best_of(pairs, again)
+        pairs = best_pairs(pairs, again)
     told += check_pairs(pairs, hosts)
     if len(firsts) > 1:
-        told.append(tell_clocks(clocks(world, talk, firsts), hosts))
+        told.append(report_clocks(measure_clocks(world, talk, firsts), hosts))
     return told
 
 
@@ -62,8 +62,8 @@ def measure_pairs(world: World, talk: PointToPoint, pairs: Sequence[tuple[int, i
     for a, b in pairs:
         world.barrier()
         if world.rank in (a, b):
-            word = _best_trip(world, talk, a, b, 4, ROUNDS)
-            large = _best_trip(world, talk, a, b, MESSAGE_BYTES, LARGE_ROUNDS)
+            word = _round_trip_s(world, talk, a, b, 4, ROUNDS)
+            large = _round_trip_s(world, talk, a, b, MESSAGE_BYTES, LARGE_ROUNDS)
             rate = MESSAGE_BYTES / max(1e-9, (large - word) / 2, large / 200)
             if world.rank == a:
                 mine.append({"a": a, "b": b, "latency_s": word / 2, "bytes_per_s": rate})
@@ -72,7 +72,9 @@ def measure_pairs(world: World, talk: PointToPoint, pairs: Sequence[tuple[int, i
     )
 
 
-def _best_trip(world: World, talk: PointToPoint, a: int, b: int, size: int, rounds: int) -> float:
+def _round_trip_s(
+    world: World, talk: PointToPoint, a: int, b: int, size: int, rounds: int
+) -> float:
     """Return the seconds of the shortest round trip from `a` to `b`, after a warm-up trip."""
     other = b if world.rank == a else a
     out = torch.zeros(size, dtype=torch.uint8, device=world.device)
@@ -89,7 +91,7 @@ def _best_trip(world: World, talk: PointToPoint, a: int, b: int, size: int, roun
     return min(taken[1:])
 
 
-def best_of(pairs: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
+def best_pairs(pairs: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
     """Return the better figures of two passes; the second may lack some pairs."""
     second = {(p["a"], p["b"]): p for p in again}
     return [
@@ -103,7 +105,7 @@ def best_of(pairs: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def slow_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+def select_slow_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     """Return pairs with SLOW × the median pair's latency, or less than its rate / SLOW."""
     if len(pairs) < 2:
         return []
@@ -112,17 +114,19 @@ def slow_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     return [p for p in pairs if p["latency_s"] > SLOW * latency_s or p["bytes_per_s"] * SLOW < rate]
 
 
-def check_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[Told]:
+def check_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[CheckResult]:
     """Return one failed check per slow pair, or one passed check if all pairs are similar."""
     latency_s = statistics.median_low(p["latency_s"] for p in pairs)
     rate = statistics.median_high(p["bytes_per_s"] for p in pairs)
     median = f"{seconds_text(latency_s)}, {bytes_text(rate)}/s"
-    slow = slow_pairs(pairs)
+    slow = select_slow_pairs(pairs)
     if not slow:
         many = f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of ranks alike, the median"
-        return [Told("links", True, f"{many if len(pairs) > 1 else '1 pair of ranks:'} {median}")]
+        return [
+            CheckResult("links", True, f"{many if len(pairs) > 1 else '1 pair of ranks:'} {median}")
+        ]
     return [
-        Told(
+        CheckResult(
             "links",
             False,
             f"ranks {_rank(p['a'], hosts)} and {_rank(p['b'], hosts)} take "
@@ -139,20 +143,22 @@ def _rank(rank: float, hosts: Sequence[str]) -> str:
     return f"{one} ({hosts[one]})" if len(set(hosts)) > 1 else f"{one}"
 
 
-def wrong_results(world: World) -> list[str]:
+def check_collectives(world: World) -> list[str]:
     """Return by rank which collective returned a wrong result, and which; "" for none."""
-    found = wrong_sums(world)
+    found = find_wrong_sums(world)
     mine = ""
     if found[world.rank]:
         place, got, right = found[world.rank]
         mine = f"all-reduce of float32 gave {got:g} at place {place:g}, {right:g} is right"
     for dtype in (torch.int64, torch.float32):
-        also = _wrong_result(world, dtype)  # in any case: the other ranks call its collectives too
+        also = _check_collectives_of(
+            world, dtype
+        )  # in any case: the other ranks call its collectives too
         mine = mine or also
     return [str(one) for one in world.gather_json(mine)]
 
 
-def _wrong_result(world: World, dtype: torch.dtype) -> str:
+def _check_collectives_of(world: World, dtype: torch.dtype) -> str:
     """Run each collective on numbers that float32 holds exactly; return the first wrong one."""
     part, size, name = 513, world.size, str(dtype).split(".")[1]
     place = torch.arange(part * size, device=world.device) % 13 + 1
@@ -181,22 +187,24 @@ def _wrong_result(world: World, dtype: torch.dtype) -> str:
     return ""
 
 
-def check_sums(wrong: Sequence[str], size: int) -> Told:
+def check_sums(wrong: Sequence[str], size: int) -> CheckResult:
     """Check that every rank got the known result of every collective."""
     ranks = [rank for rank, what in enumerate(wrong) if what]
     if not ranks:
         what = f"all-reduce, reduce-scatter, all-gather of known numbers right on {size} ranks"
-        return Told("sums", True, what)
+        return CheckResult("sums", True, what)
     told = ", ".join(map(str, ranks))
     what = f"rank {ranks[0]}: {wrong[ranks[0]]} (wrong on ranks {told} of {size})"
-    return Told("sums", False, what, "do not train there: leave out that card, link or machine")
+    return CheckResult(
+        "sums", False, what, "do not train there: leave out that card, link or machine"
+    )
 
 
 Ahead = tuple[int, float, float]
 """A rank, by how many seconds its wall clock is ahead, and the error of that in seconds."""
 
 
-def clocks(world: World, talk: PointToPoint, firsts: Sequence[int]) -> list[Ahead]:
+def measure_clocks(world: World, talk: PointToPoint, firsts: Sequence[int]) -> list[Ahead]:
     """Compare the wall clock of one rank of each machine with the first machine's."""
     home, mine = firsts[0], []
     for other in firsts[1:]:
@@ -207,12 +215,12 @@ def clocks(world: World, talk: PointToPoint, firsts: Sequence[int]) -> list[Ahea
                 now = torch.tensor([time.time_ns()], device=world.device)
                 talk.send(now, home).wait()
         elif world.rank == home:
-            mine.append((other, *_ahead(world, talk, other)))
+            mine.append((other, *_clock_lead_s(world, talk, other)))
     told: list[Any] = world.gather_json(mine)[home]
     return [(int(rank), float(ahead_s), float(error_s)) for rank, ahead_s, error_s in told]
 
 
-def _ahead(world: World, talk: PointToPoint, other: int) -> tuple[float, float]:
+def _clock_lead_s(world: World, talk: PointToPoint, other: int) -> tuple[float, float]:
     """Return a clock's lead and its error, from the shortest round trip (Cristian 1989)."""
     tries = []
     for _ in range(ROUNDS):
@@ -225,10 +233,10 @@ def _ahead(world: World, talk: PointToPoint, other: int) -> tuple[float, float]:
     return ahead_s, error_s
 
 
-def tell_clocks(found: Sequence[Ahead], hosts: Sequence[str]) -> Told:
+def report_clocks(found: Sequence[Ahead], hosts: Sequence[str]) -> CheckResult:
     """Report how far machines' wall clocks differ; never a failure, as no run compares them."""
     lines = [
         f"{hosts[rank]} {ahead_s * 1e3:+.1f} ms (± {error_s * 1e3:.1f})"
         for rank, ahead_s, error_s in found
     ]
-    return Told("clocks", True, f"against {hosts[0]}: {', '.join(lines)}")
+    return CheckResult("clocks", True, f"against {hosts[0]}: {', '.join(lines)}")

@@ -8,7 +8,7 @@ Axes      inside: the ranks of one machine; across: one rank of each machine
 Protocol  every rank runs the same calls; the time of a size is that of the slowest rank in its
           best round
 Calls     `measure_links` times the calls of a run, with the memory that they allocate;
-          `look_at_groups` times bare collectives
+          `measure_groups` times bare collectives
 Source    Hockney 1994 (α, β); ring collectives: Thakur et al. 2005
 """
 
@@ -20,10 +20,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import along
+from shoal.fabric.axis_worlds import axis_world
 from shoal.fabric.device import synchronize
-from shoal.fabric.exchanges.timed_collectives import EVERY, OF_PLANS, bare_call, call_of_runs
-from shoal.forecast.time.collective_time import rounds as doublings
+from shoal.fabric.exchanges.timed_collectives import (
+    EVERY,
+    OF_PLANS,
+    prepare_bare_collective,
+    prepare_run_collective,
+)
+from shoal.forecast.time.collective_time import broadcast_rounds as doublings
 
 REPEATS = 5
 
@@ -46,16 +51,18 @@ def measure_links(
     for axis, degree in axes.items():
         if degree == 1:
             continue
-        group = world if degree == world.size else along(world, axes, [axis])
+        group = world if degree == world.size else axis_world(world, axes, [axis])
         told: dict[str, Any] = {"ranks": degree}
         for kind in OF_PLANS:
-            points = [(size, _seconds(world, group, kind, size)) for size in message_bytes]
+            points = [
+                (size, _best_collective_s(world, group, kind, size)) for size in message_bytes
+            ]
             told[kind] = {**fit_line(points, degree, kind), "points": points}
         found[axis] = told
     return found
 
 
-def best_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def merge_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Merge several results of `measure_links`, by the shortest time of each message."""
     found: dict[str, dict[str, Any]] = {}
     for axis, first in passes[0].items():
@@ -68,7 +75,7 @@ def best_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[st
     return found
 
 
-def look_at_groups(
+def measure_groups(
     world: World, groups: dict[str, World], message_bytes: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Time every collective in some groups, all groups of one name at once.
@@ -88,12 +95,14 @@ def look_at_groups(
         links: dict[str, Any] = {}
         for kind in EVERY:
             times = {
-                size: slowest(call_seconds(world, bare_call(group, kind, size), repeats))
+                size: slowest_by_round(
+                    time_calls(world, prepare_bare_collective(group, kind, size), repeats)
+                )
                 for size in message_bytes
             }
             medians = {size: statistics.median(taken) for size, taken in times.items()}
             line = fit_line(list(medians.items()), group.size, kind)
-            rounds, share = _terms(kind, group.size)
+            rounds, share = _rounds_and_share(kind, group.size)
             points = [
                 {
                     "bytes": size,
@@ -110,7 +119,7 @@ def look_at_groups(
     return found
 
 
-def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
+def slowest_by_round(by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Return for each round the time of the slowest rank.
 
     >>> slowest([[1.0, 4.0], [2.0, 3.0]])
@@ -119,13 +128,13 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(times) for times in zip(*by_rank, strict=True)]
 
 
-def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
+def _best_collective_s(world: World, group: World, kind: str, size_bytes: int) -> float:
     """Return the shortest time of one collective on the slowest rank; same on all ranks."""
-    call = call_of_runs(group, kind, size_bytes)
-    return max(min(own) for own in call_seconds(world, call, REPEATS))
+    call = prepare_run_collective(group, kind, size_bytes)
+    return max(min(own) for own in time_calls(world, call, REPEATS))
 
 
-def call_seconds(world: World, call: Callable[[], object], repeats: int) -> list[list[float]]:
+def time_calls(world: World, call: Callable[[], object], repeats: int) -> list[list[float]]:
     """Return the seconds of repeated calls of a collective, by rank; the same on all ranks."""
     call()
     world.barrier()
@@ -138,7 +147,7 @@ def call_seconds(world: World, call: Callable[[], object], repeats: int) -> list
     return [list(map(float, own)) for own in world.gather_json(taken)]
 
 
-def _terms(kind: str, ranks: int) -> tuple[float, float]:
+def _rounds_and_share(kind: str, ranks: int) -> tuple[float, float]:
     """Return (rounds, share of the message that a rank sends)."""
     if kind == "broadcast":
         return float(doublings(ranks)), 1.0
@@ -158,7 +167,7 @@ def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> di
     >>> round(told["latency_s"], 8), round(told["bytes_per_s"]), round(told["error"], 6)
     (0.0001, 500000000, 0.0)
     """
-    rounds, share = _terms(kind, ranks)
+    rounds, share = _rounds_and_share(kind, ranks)
     rows = [(rounds / s, share * m / s) for m, s in points]
     aa = sum(a * a for a, _ in rows)
     bb = sum(b * b for _, b in rows)

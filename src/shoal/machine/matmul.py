@@ -6,7 +6,7 @@ would inflate MFU. The cache has one rate per machine, dtype, threads and ranks,
 start measures again, and keeps the better of both, if the cached rate
 
     was measured while other work had the cores        a thread got less than QUIET of a core
-    was exceeded by a run's steps                      `distrust`
+    was exceeded by a run's steps                      `invalidate_rate`
     has no date (an older version wrote it)
 
 After KEEP_DAYS a start measures anew and ignores the cached rate: drivers and machines change.
@@ -47,7 +47,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Known:
+class CachedRate:
     """A cached matrix rate.
 
     Attributes:
@@ -63,23 +63,23 @@ class Known:
 def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
     """Return the FLOP/s of matrix products that all ranks reach together; same on every rank.
 
-    A collective. If no rate is cached, or it is older than 30 days or doubted (`distrust`), all
-    ranks measure at once, and rank 0 writes the result to `cache`. The better of both rates counts,
-    unless the cached one is old.
+    A collective. If no rate is cached, or it is older than 30 days or doubted (`invalidate_rate`),
+    all ranks measure at once, and rank 0 writes the result to `cache`. The better of both rates
+    counts, unless the cached one is old.
 
     Args:
         precision: fp64, fp32, bf16, fp16.
         cache: folder of rates by machine, precision, threads and number of ranks.
     """
-    dtype, key = _multiplies(world, precision), _key(world, precision)
+    dtype, key = _product_format(world, precision), _key(world, precision)
     known = _read(cache, key) if world.is_first else None
     fresh = known is not None and not known.doubt and not _is_old(known)
     found = world.broadcast_json(known.flops_per_s if known is not None and fresh else None)
     if found:
         return float(found)
     world.barrier()
-    told = world.gather_json(_measure(DTYPES[dtype], world.device))
-    now = Known(sum(rate for rate, _ in told), time.time())
+    told = world.gather_json(_measure_flops_per_s(DTYPES[dtype], world.device))
+    now = CachedRate(sum(rate for rate, _ in told), time.time())
     if not all(quiet for _, quiet in told):
         now = replace(now, doubt="busy")
     if known is not None and not _is_old(known) and known.flops_per_s > now.flops_per_s:
@@ -89,7 +89,7 @@ def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
     return float(world.broadcast_json(now.flops_per_s))
 
 
-def distrust(world: World, precision: str, cache: Path) -> str:
+def invalidate_rate(world: World, precision: str, cache: Path) -> str:
     """Mark the cached matrix rate as doubted, so that the next start measures it again.
 
     For a run whose steps exceed that rate; one rank calls it.
@@ -113,17 +113,17 @@ def distrust(world: World, precision: str, cache: Path) -> str:
     )
 
 
-def _is_old(known: Known) -> bool:
+def _is_old(known: CachedRate) -> bool:
     age_s = time.time() - known.measured_s
     return not 0 <= age_s <= KEEP_DAYS * DAY_S
 
 
-def _multiplies(world: World, precision: str) -> str:
+def _product_format(world: World, precision: str) -> str:
     """Return the format of the products: fp32 where the device emulates fp16."""
     return "fp32" if precision == "fp16" and world.device.type == "cpu" else precision
 
 
-def _measure(dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
+def _measure_flops_per_s(dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
     """Measure the FLOP/s of this rank, and whether it had its cores for itself."""
     long_s = LONG_S["accelerator" if is_accelerator(device) else "cpu"]
     size = SMALLEST
@@ -158,25 +158,25 @@ def _key(world: World, precision: str) -> str:
         chip = device_name(world.device)
     return (
         f"{platform.node()}/{chip}/{os.cpu_count()} cores/torch {torch.__version__}/"
-        f"{_multiplies(world, precision)} from {SMALLEST}/"
+        f"{_product_format(world, precision)} from {SMALLEST}/"
         f"{torch.get_num_threads()} threads × {world.size}"
     )
 
 
-def _read(cache: Path, key: str) -> Known | None:
+def _read(cache: Path, key: str) -> CachedRate | None:
     found = read_object(cache / FILE).get(key)
     if is_number(found) and found > 0:  # an older version stored only the rate
-        return Known(float(found), time.time(), "undated")
+        return CachedRate(float(found), time.time(), "undated")
     if not isinstance(found, dict):
         return None
     kept: dict[str, Any] = found
     rate, when, doubt = (kept.get(name) for name in ("flops_per_s", "measured_s", "doubt"))
     if not (is_number(rate) and is_number(when) and isinstance(doubt, str) and rate > 0):
         return None
-    return Known(float(rate), float(when), doubt)
+    return CachedRate(float(rate), float(when), doubt)
 
 
-def _write(cache: Path, key: str, value: Known) -> None:
+def _write(cache: Path, key: str, value: CachedRate) -> None:
     path = cache / FILE
     try:
         cache.mkdir(parents=True, exist_ok=True)

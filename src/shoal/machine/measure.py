@@ -30,19 +30,19 @@ from typing import Any
 import torch
 
 from shoal.base.estimates.facts import usable_cores
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.fabric import World
 from shoal.fabric.device import (
-    abilities,
     device_name,
-    give_back_unused,
+    empty_cache,
+    get_device_capabilities,
     is_accelerator,
-    outside_bytes,
+    non_torch_bytes,
     synchronize,
     total_bytes,
 )
-from shoal.forecast.machines.measured_machine import VERSION, cluster_of, machine_path
-from shoal.machine.link_rates import best_links, measure_links
+from shoal.forecast.machines.measured_machine import VERSION, cluster_from_document, machine_path
+from shoal.machine.link_rates import measure_links, merge_links
 from shoal.wire.phases import phase
 
 LONGEST_S = 0.6
@@ -52,7 +52,7 @@ CHAIN = 64
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeasurementSizes:
     """Sizes and rounds of a measurement: sides of square products, bytes of tensors and files.
 
     Attributes:
@@ -70,11 +70,15 @@ class Sizes:
     passes: int = 3
 
 
-FULL = Sizes()
-QUICK = Sizes((64, 256, 1024), (2**17, 2**22, 2**25), (2**12, 2**18, 2**22), 2**24, 3, 0.05, 1)
+FULL = MeasurementSizes()
+QUICK = MeasurementSizes(
+    (64, 256, 1024), (2**17, 2**22, 2**25), (2**12, 2**18, 2**22), 2**24, 3, 0.05, 1
+)
 """Sizes of a first run, which spends a second; `shoal plan --measure` takes the full list. Rates of
 60 ms were as high, and varied as little, as those of 100 ms (2 processes on a Xeon, 8 turns)."""
-GPU = Sizes(products=(256, 512, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2**24, 2**28))
+GPU = MeasurementSizes(
+    products=(256, 512, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2**24, 2**28)
+)
 GPU_QUICK = replace(
     QUICK, products=(256, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2**24, 2**26)
 )
@@ -82,13 +86,13 @@ GPU_QUICK = replace(
 former Shoal predicted 0.58 s for a step of 0.12 s."""
 
 
-def quick(device: torch.device) -> Sizes:
+def quick_sizes(device: torch.device) -> MeasurementSizes:
     """Return the sizes for a first run, which takes a second, by the kind of its device."""
     return GPU_QUICK if is_accelerator(device) else QUICK
 
 
 def measure_machine(
-    world: World, cache: Path, sizes: Sizes | None = None, *, again: bool = False
+    world: World, cache: Path, sizes: MeasurementSizes | None = None, *, again: bool = False
 ) -> dict[str, Any]:
     """Measure this machine with these ranks, or read the cached result, as one JSON document.
 
@@ -107,7 +111,7 @@ def measure_machine(
         return dict(known)
     if sizes is None:
         sizes = GPU if is_accelerator(world.device) else FULL
-    held_bytes = _held_bytes(world.device)
+    held_bytes = _process_bytes(world.device)
     local = world.local_size if world.size % world.local_size == 0 else world.size
     document: dict[str, Any] = {
         "version": VERSION,
@@ -121,10 +125,10 @@ def measure_machine(
         "memory_bytes": _memory_bytes(world.device) / (local if world.device.type == "cpu" else 1),
         "node_memory_bytes": _memory_bytes(torch.device("cpu")),
         "process_bytes": _mean(world, held_bytes),
-        **best_of([_rates(world, cache, local, sizes) for _ in range(sizes.passes)]),
+        **best_rates([_rates(world, cache, local, sizes) for _ in range(sizes.passes)]),
     }
     if is_accelerator(world.device):
-        give_back_unused()  # frees the largest products' memory before the run
+        empty_cache()  # frees the largest products' memory before the run
     told: dict[str, Any] = world.broadcast_json(document)
     if world.is_first:
         _write(path, told)
@@ -132,36 +136,36 @@ def measure_machine(
 
 
 @phase("measure the machine")
-def _rates(world: World, cache: Path, local: int, sizes: Sizes) -> dict[str, Any]:
+def _rates(world: World, cache: Path, local: int, sizes: MeasurementSizes) -> dict[str, Any]:
     """Measure one pass of all rates and seconds of the document."""
-    ahead_s, back_s = _operation(world, sizes)
+    ahead_s, back_s = _measure_operation(world, sizes)
     axes = {"across": world.size // local, "inside": local}
     return {
-        "matrix": {kind: _products(world, dtype, sizes) for kind, dtype in _formats(world)},
-        "stream": [[size, _stream(world, size, sizes)] for size in sizes.tensor_bytes],
-        "host_bytes_per_s": _host_copy(world, sizes),
+        "matrix": {kind: _measure_products(world, dtype, sizes) for kind, dtype in _formats(world)},
+        "stream": [[size, _measure_stream(world, size, sizes)] for size in sizes.tensor_bytes],
+        "host_bytes_per_s": _measure_host_copy(world, sizes),
         "links": measure_links(world, axes, sizes.message_bytes),
-        "disk_bytes_per_s": local * _disk(world, cache, sizes),
+        "disk_bytes_per_s": local * _measure_disk(world, cache, sizes),
         "operation_s": ahead_s,
         "operation_backward_s": back_s,
     }
 
 
-def best_of(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def best_rates(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the best of every number over all passes; a pass may lack some sizes."""
     return {
         "matrix": {
-            kind: _fastest([passed["matrix"][kind] for passed in passes])
+            kind: _fastest_by_size([passed["matrix"][kind] for passed in passes])
             for kind in passes[0]["matrix"]
         },
-        "stream": _fastest([passed["stream"] for passed in passes]),
-        "links": best_links([passed["links"] for passed in passes]),
+        "stream": _fastest_by_size([passed["stream"] for passed in passes]),
+        "links": merge_links([passed["links"] for passed in passes]),
         **{name: max(p[name] for p in passes) for name in ("host_bytes_per_s", "disk_bytes_per_s")},
         **{name: min(p[name] for p in passes) for name in ("operation_s", "operation_backward_s")},
     }
 
 
-def _fastest(ladders: Sequence[list[list[float]]]) -> list[list[float]]:
+def _fastest_by_size(ladders: Sequence[list[list[float]]]) -> list[list[float]]:
     """Return [size, rate] by size, with the highest rate of each size."""
     found: dict[float, float] = {}
     for size, rate in (point for ladder in ladders for point in ladder):
@@ -178,13 +182,15 @@ def _mean(world: World, number: float) -> float:
     return statistics.fmean(world.gather_json(number))
 
 
-def _rate(world: World, work: Callable[[], object], amount: float, sizes: Sizes) -> float:
+def _measure_rate(
+    world: World, work: Callable[[], object], amount: float, sizes: MeasurementSizes
+) -> float:
     """Return the amount per second of one rank while all ranks work: mean of their best rounds."""
     work()
-    _settle(world)
+    _pause(world)
     began_s = time.perf_counter()
     work()
-    _settle(world)
+    _pause(world)
     once_s = time.perf_counter() - began_s
     times = max(1, min(1000, int(sizes.rate_s / sizes.rounds / max(once_s, 1e-7))))
     world.barrier()
@@ -193,16 +199,18 @@ def _rate(world: World, work: Callable[[], object], amount: float, sizes: Sizes)
         began_s = time.perf_counter()
         for _ in range(times):
             work()
-        _settle(world)
+        _pause(world)
         taken.append((time.perf_counter() - began_s) / times)
     return _mean(world, amount / max(min(taken), 1e-9))
 
 
-def _settle(world: World) -> None:
+def _pause(world: World) -> None:
     synchronize(world.device)
 
 
-def _products(world: World, dtype: torch.dtype, sizes: Sizes) -> list[list[float]]:
+def _measure_products(
+    world: World, dtype: torch.dtype, sizes: MeasurementSizes
+) -> list[list[float]]:
     """Measure [FLOP of one product, FLOP/s] by size, up to the limits of time and memory."""
     points: list[list[float]] = []
     room_bytes = _memory_bytes(world.device) / 4 / world.local_size
@@ -222,17 +230,17 @@ def _products(world: World, dtype: torch.dtype, sizes: Sizes) -> list[list[float
             g @ w
             g.T @ x
 
-        points.append([flop, _rate(world, layer, 3 * flop, sizes)])
+        points.append([flop, _measure_rate(world, layer, 3 * flop, sizes)])
     return points
 
 
-def _stream(world: World, size_bytes: int, sizes: Sizes) -> float:
+def _measure_stream(world: World, size_bytes: int, sizes: MeasurementSizes) -> float:
     left = torch.zeros(size_bytes // 4, device=world.device)
     right = torch.ones(size_bytes // 4, device=world.device)
-    return _rate(world, lambda: torch.add(left, right), 3.0 * size_bytes, sizes)
+    return _measure_rate(world, lambda: torch.add(left, right), 3.0 * size_bytes, sizes)
 
 
-def _operation(world: World, sizes: Sizes) -> tuple[float, float]:
+def _measure_operation(world: World, sizes: MeasurementSizes) -> tuple[float, float]:
     """Measure the seconds of one tiny operation: forward with its graph, backward."""
     start = torch.ones(1, device=world.device, requires_grad=True)
     ahead: list[float] = []
@@ -242,23 +250,23 @@ def _operation(world: World, sizes: Sizes) -> tuple[float, float]:
         value, began_s = start, time.perf_counter()
         for _ in range(CHAIN):
             value = value * 1.0
-        _settle(world)
+        _pause(world)
         half_s = time.perf_counter()
         value.backward()
-        _settle(world)
+        _pause(world)
         ahead.append((half_s - began_s) / CHAIN)
         back.append((time.perf_counter() - half_s) / CHAIN)
     return _mean(world, min(ahead[1:])), _mean(world, min(back[1:]))
 
 
-def _host_copy(world: World, sizes: Sizes) -> float:
+def _measure_host_copy(world: World, sizes: MeasurementSizes) -> float:
     size = max(sizes.tensor_bytes)
-    host = torch.zeros(size // 4, pin_memory=abilities(world.device).pinned)
+    host = torch.zeros(size // 4, pin_memory=get_device_capabilities(world.device).pinned)
     there = torch.zeros(size // 4, device=world.device)
-    return _rate(world, lambda: there.copy_(host), size, sizes)
+    return _measure_rate(world, lambda: there.copy_(host), size, sizes)
 
 
-def _disk(world: World, cache: Path, sizes: Sizes) -> float:
+def _measure_disk(world: World, cache: Path, sizes: MeasurementSizes) -> float:
     """Measure the bytes per second that one rank writes; 0 if the cache folder is not writable."""
     world.barrier()
     try:
@@ -272,10 +280,10 @@ def _device_name(world: World) -> str:
     if is_accelerator(world.device):
         return device_name(world.device)
     cores = usable_cores()
-    return f"{_chip()}, {cores} cores / {world.local_size}"
+    return f"{_cpu_name()}, {cores} cores / {world.local_size}"
 
 
-def _chip(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     try:
         names = [
             line
@@ -293,10 +301,10 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _held_bytes(device: torch.device, status: Path = Path("/proc/self/status")) -> int:
+def _process_bytes(device: torch.device, status: Path = Path("/proc/self/status")) -> int:
     """Return the resident bytes of this process; on a GPU its memory outside of tensors."""
     if is_accelerator(device):
-        return outside_bytes(device)
+        return non_torch_bytes(device)
     try:
         lines = [
             line
@@ -312,7 +320,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """Read the stored document; None if no plan could use it."""
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        cluster_of(document)
+        cluster_from_document(document)
         return document if document["version"] == VERSION else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError):
         return None
@@ -321,7 +329,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _write(path: Path, document: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(document, indent=1))
+        write_atomically(path, json.dumps(document, indent=1))
     except OSError:
         return  # an unwritable cache costs only the next measurement
 

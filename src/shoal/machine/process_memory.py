@@ -2,7 +2,7 @@
 
 The kernel reads a mapped file on access, and reads ahead around each access: 128 KiB, or 8 MiB if
 the disk is set to it. A process that needs some rows would thus read most of the file.
-`read_as_used` disables this read-ahead, and `read_ahead` requests exactly the pages that the
+`disable_read_ahead` disables this read-ahead, and `read_ahead` requests exactly the pages that the
 process will access.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.fabric.device import forget_peak_bytes, is_accelerator, peak_bytes
+from shoal.fabric.device import is_accelerator, peak_bytes, reset_peak_bytes
 
 PROCESS = Path("/proc/self")
 
@@ -41,7 +41,7 @@ FRESH_S = 0.1
 
 
 def peak_memory_bytes(device: torch.device, *, fresh: bool = True) -> int:
-    """Return this process's peak memory since its start, or since `forget_peak`.
+    """Return this process's peak memory since its start, or since `reset_peak_memory`.
 
     Args:
         device: device of the tensors.
@@ -69,12 +69,12 @@ def _resident_peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak of `peak_memory_bytes` to the memory held now; on a CPU under Linux only."""
     global _peak_read
     _peak_read = -math.inf, 0
     if is_accelerator(device):
-        forget_peak_bytes(device)
+        reset_peak_bytes(device)
         return
     with contextlib.suppress(OSError):
         (PROCESS / "clear_refs").write_text("5", encoding="utf-8")
@@ -93,7 +93,7 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def read_as_used(start: int, stop: int) -> None:
+def disable_read_ahead(start: int, stop: int) -> None:
     """Disable read-ahead for the files that are mapped at these addresses.
 
     `read_ahead` then requests more pages at once. Does nothing outside of Linux.
@@ -106,8 +106,8 @@ def read_as_used(start: int, stop: int) -> None:
         USED.append((start, stop))
 
 
-def is_read_as_used(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in an address range of `read_as_used`."""
+def is_read_ahead_disabled(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in an address range of `disable_read_ahead`."""
     if not USED or not tensor.numel() or tensor.layout != torch.strided:
         return False
     here = tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -117,13 +117,14 @@ def is_read_as_used(tensor: torch.Tensor) -> bool:
 def read_ahead(tensor: torch.Tensor) -> None:
     """Request exactly the pages that hold a tensor's elements, without waiting for them.
 
-    Does nothing for a tensor outside the ranges of `read_as_used`. If parts of rows are shorter
-    than `LEAST_RUN`, it requests whole rows: other ranks of the machine need the rest of them.
+    Does nothing for a tensor outside the ranges of `disable_read_ahead`. If parts of rows are
+    shorter than `LEAST_RUN`, it requests whole rows: other ranks of the machine need the rest of
+    them.
 
     References:
         madvise(2), MADV_WILLNEED.
     """
-    if not is_read_as_used(tensor):
+    if not is_read_ahead_disabled(tensor):
         return
     start, width = tensor.data_ptr(), tensor.element_size()
     run, dims = 1, [one for one in zip(tensor.shape, tensor.stride(), strict=True) if one[0] > 1]

@@ -24,13 +24,13 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from shoal.fabric.device import (
-    forget_peak_bytes,
-    held_bytes,
+    allocated_bytes,
     is_accelerator,
     peak_bytes,
+    reset_peak_bytes,
     synchronize,
 )
-from shoal.machine._torch import all_threads_counted, pytree
+from shoal.machine._torch import count_all_threads, pytree
 
 MARK = "shoal: work that is looked at"
 SETTLE_S = 0.05
@@ -51,7 +51,7 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-class Trained(Protocol):
+class TrainedRun(Protocol):
     """Interface of a run whose memory is counted: its optimizer and its program."""
 
     @property
@@ -63,7 +63,7 @@ class Trained(Protocol):
         """Return the optimizer whose state is counted."""
 
 
-def state_bytes(run: Trained) -> StateBytes:
+def count_state_bytes(run: TrainedRun) -> StateBytes:
     """Count the bytes of this rank's live weights, gradients and optimizer state, by kind.
 
     Call it between steps, while gradients are alive. A storage counts once, whole, in the first
@@ -84,20 +84,20 @@ def state_bytes(run: Trained) -> StateBytes:
     pieces = [local.parameter for local in program.local.values()]
     parameters = list(module.parameters())
     seen: set[tuple[torch.device, int]] = set()
-    weights = _new_bytes([*parameters, *module.buffers()], seen)
+    weights = _add_storage_bytes([*parameters, *module.buffers()], seen)
     gradients = [p.grad for p in (*parameters, *pieces) if p.grad is not None]
     if program.reducer is not None:
         gradients += program.reducer.sums()
-    gradient_bytes = _new_bytes(gradients, seen)
+    gradient_bytes = _add_storage_bytes(gradients, seen)
     masters = [tensor for tensor, _ in program.parts.values()]
     kept = [*pieces, *masters, *pytree.tree_leaves(list(run.optimizer.state.values()))]
-    return StateBytes(weights, gradient_bytes, _new_bytes(kept, seen))
+    return StateBytes(weights, gradient_bytes, _add_storage_bytes(kept, seen))
 
 
-def _new_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int]]) -> int:
+def _add_storage_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int]]) -> int:
     """Return the bytes of the storages of `tensors` that are not in `seen`, and add them to it."""
     total = 0
-    for tensor in _local(tensors):
+    for tensor in _local_tensors(tensors):
         storage = tensor.untyped_storage()
         place = (tensor.device, storage.data_ptr())
         if place in seen or tensor.device.type == "meta":
@@ -107,14 +107,14 @@ def _new_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int]]) -> i
     return total
 
 
-def _local(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _local_tensors(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors of `leaves` that have memory; of a DTensor its local part."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "stands_for"):
             yield leaf.to_local() if hasattr(leaf, "to_local") else leaf.detach()
 
 
-def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: int = 5) -> int:
+def measure_peak_bytes(work: Callable[[], object], device: torch.device, times: int = 5) -> int:
     """Measure the peak of bytes that `work()` holds beyond those held at its start.
 
     Args:
@@ -133,13 +133,13 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: in
     """
     if is_accelerator(device):
         synchronize(device)
-        forget_peak_bytes(device)
-        before_bytes = held_bytes(device)
+        reset_peak_bytes(device)
+        before_bytes = allocated_bytes(device)
         work()
         synchronize(device)
         return peak_bytes(device) - before_bytes
     with (
-        all_threads_counted(),
+        count_all_threads(),
         # Not `torch.profiler`'s wrapper of this one: it imports Inductor, for 3 CPU seconds.
         profile(use_kineto=True, profile_memory=True) as recorded,
     ):
@@ -149,13 +149,13 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: in
             with record_function(MARK):
                 torch.empty(1)  # so that the counter is read before the work
                 work()
-    spans, counts = _recorded(recorded)
-    seen = [_held(counts, *span) for span in spans]
+    spans, counts = _parse_profile(recorded)
+    seen = [_span_memory(counts, *span) for span in spans]
     # Every run begins with the same tensors; buffers that a thread frees late are not part of it.
     return int(statistics.median(top for _, top in seen)) - min(begun for begun, _ in seen)
 
 
-class _Count(NamedTuple):
+class _AllocatorEvent(NamedTuple):
     """Allocator event: its time, the bytes allocated or freed, and the total held after it."""
 
     at_ns: int
@@ -163,7 +163,7 @@ class _Count(NamedTuple):
     held_bytes: int
 
 
-def _recorded(recorded: profile) -> tuple[list[tuple[int, int]], list[_Count]]:
+def _parse_profile(recorded: profile) -> tuple[list[tuple[int, int]], list[_AllocatorEvent]]:
     """Return the (start, end) of each marked span, and the allocator's events in order."""
     results = recorded.kineto_results
     waiting = list(results.experimental_event_tree()) if results else []
@@ -175,13 +175,15 @@ def _recorded(recorded: profile) -> tuple[list[tuple[int, int]], list[_Count]]:
         if event.name == MARK:
             spans.append((event.start_time_ns, event.end_time_ns))
         elif event.tag.name == "Allocation" and fields.device.type == "cpu":
-            counts.append(_Count(event.start_time_ns, fields.alloc_size, fields.total_allocated))
+            counts.append(
+                _AllocatorEvent(event.start_time_ns, fields.alloc_size, fields.total_allocated)
+            )
     counts.reverse()  # the stack yields the last first; the sort keeps the order of equal times
     counts.sort(key=lambda count: count.at_ns)
     return spans, counts
 
 
-def _held(counts: list[_Count], start_ns: int, end_ns: int) -> tuple[int, int]:
+def _span_memory(counts: list[_AllocatorEvent], start_ns: int, end_ns: int) -> tuple[int, int]:
     """Return the bytes held at the start of a span, and at its peak."""
     here = [count for count in counts if start_ns <= count.at_ns <= end_ns]
     begun = here[0].held_bytes - here[0].moved_bytes

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["is_fake", "is_recorded", "pytree"]
+__all__ = ["is_fake", "is_tracing", "pytree"]
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -13,7 +13,7 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_recorded() -> bool:
+def is_tracing() -> bool:
     """Return whether make_fx is tracing the current computation."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.base.opaque_ops import asked_whole
+from shoal.base.opaque_ops import opaque_ops_enabled
 
 FLASH_FROM = 2049
 """Shortest sequence for which the CPU's flash kernel is used."""
 
 
-def documents_of(position_ids: Tensor) -> Tensor:
+def number_documents(position_ids: Tensor) -> Tensor:
     """Number the documents of packed rows, [batch, seq]: one begins at each position id of 0.
 
     >>> documents_of(torch.tensor([[0, 1, 2, 0, 1, 0]])).tolist()
@@ -59,9 +59,9 @@ def causal_attention(
     Returns:
         [batch, heads, seq, head_dim].
     """
-    as_one = asked_whole() and not dropout
+    as_one = opaque_ops_enabled() and not dropout
     if q.device.type == "cpu" and q.shape[2] < FLASH_FROM and not as_one:
-        return _by_blocks(q, k, v, dropout, documents)
+        return _attend_by_blocks(q, k, v, dropout, documents)
     if q.device.type not in ("cpu", "meta") and (
         documents is not None or q.dtype not in (torch.float16, torch.bfloat16)
     ):
@@ -80,7 +80,9 @@ def causal_attention(
     )
 
 
-def _by_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None) -> Tensor:
+def _attend_by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
+) -> Tensor:
     batch, heads, seq, head_dim = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.forecast.models.hf_presence import is_foreign
-from shoal.forecast.models.model_facts import family_of, resolve
+from shoal.forecast.models.hf_presence import is_hf_name
+from shoal.forecast.models.model_facts import family_of, resolve_model
 from shoal.models.gpt import GPT
-from shoal.models.huggingface import build_foreign
+from shoal.models.huggingface import build_transformers_model
 from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
@@ -58,13 +58,13 @@ def build(
     >>> build("mlp", {"hidden": 8}).head.in_features
     8
     """
-    if is_foreign(name):
-        return build_foreign(name, arguments, vocabulary=vocabulary, sequence=sequence)
-    resolved = resolve(name, arguments, vocabulary=vocabulary, sequence=sequence)
+    if is_hf_name(name):
+        return build_transformers_model(name, arguments, vocabulary=vocabulary, sequence=sequence)
+    resolved = resolve_model(name, arguments, vocabulary=vocabulary, sequence=sequence)
     return MODELS[resolved.family](**resolved.arguments)
 
 
-def loss_of(name: str) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
+def find_default_loss(name: str) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
     """Return the default loss of a model, used if the user names none.
 
     balanced_loss for names of the family moe; token_loss for every other, known or not.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.models.attention import causal_attention, documents_of
+from shoal.models.attention import causal_attention, number_documents
 from shoal.models.llama import INIT_STD, Projection, TokenEmbedding
 from shoal.models.loss import Unprojected
 
@@ -62,7 +62,7 @@ class FusedAttention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         if self.causal:
-            documents = None if position_ids is None else documents_of(position_ids)
+            documents = None if position_ids is None else number_documents(position_ids)
             mixed = causal_attention(q, k, v, dropout=dropout, documents=documents)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
@@ -114,7 +114,7 @@ class PlainBlock(nn.Module):
         return out
 
 
-def plain_blocks(
+def build_blocks(
     layers: int,
     dim: int,
     heads: int,
@@ -161,7 +161,7 @@ class GPT(nn.Module):
         self.embedding = TokenEmbedding(vocabulary, dim)
         self.positions = TokenEmbedding(sequence, dim)
         self.embedding_dropout = nn.Dropout(dropout)
-        self.blocks = plain_blocks(
+        self.blocks = build_blocks(
             layers, dim, heads, hidden, causal=True, epsilon=norm_epsilon, dropout=dropout
         )
         self.norm = nn.LayerNorm(dim, norm_epsilon)

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.forecast.models.hf_presence import foreign_config
+from shoal.forecast.models.hf_presence import resolve_hf_config
 
 
-def build_foreign(
+def build_transformers_model(
     name: str,
     arguments: Mapping[str, Any] | None = None,
     *,
@@ -39,24 +39,25 @@ def build_foreign(
         vocabulary, sequence: of the data, which the model must cover; None if unknown.
 
     Raises:
-        ConfigError: one line: `foreign_config` refuses the config.json, this transformers lacks the
+        ConfigError: one line: `resolve_hf_config` refuses the config.json, this transformers lacks
+        the
             model_type or the class, or the data or the weights do not fit.
     """
-    path, stored = foreign_config(name, arguments)
+    path, stored = resolve_hf_config(name, arguments)
     import transformers  # an extra, and slow: only where it is asked for
 
-    with _told_plainly(name, "its config.json"):
+    with _raise_config_errors(name, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    _cover_data(name, path, config, vocabulary, sequence)
+    _check_data_fits(name, path, config, vocabulary, sequence)
     cached = getattr(config, "use_cache", False)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     kind = _find_class(name, path, config)
     if not stored or torch.empty(0).is_meta:  # shapes alone, for a plan: nothing to read
-        with _told_plainly(name, f"{kind.__name__}(config)"):
+        with _raise_config_errors(name, f"{kind.__name__}(config)"):
             built: nn.Module = kind(config)
     else:
-        built = _with_weights(name, kind, config, path.parent)
+        built = _build_with_weights(name, kind, config, path.parent)
     _set_generation(name, built, path.parent, cached)
     return built
 
@@ -68,7 +69,7 @@ def _set_generation(name: str, model: Any, folder: Path, cached: bool) -> None:
     if (folder / "generation_config.json").is_file():
         import transformers
 
-        with _told_plainly(name, "its generation_config.json"):
+        with _raise_config_errors(name, "its generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(
                 folder, local_files_only=True
             )
@@ -101,7 +102,7 @@ def _find_class(name: str, path: Path, config: Any) -> Any:
     return kind
 
 
-def _cover_data(
+def _check_data_fits(
     name: str, path: Path, config: Any, vocabulary: int | None, sequence: int | None
 ) -> None:
     """Refuse data that the model does not cover.
@@ -126,13 +127,13 @@ def _cover_data(
         )
 
 
-def _with_weights(name: str, kind: Any, config: Any, folder: Path) -> nn.Module:
+def _build_with_weights(name: str, kind: Any, config: Any, folder: Path) -> nn.Module:
     """Build the model with the weights in `folder`.
 
     Raises:
         ConfigError: weights cannot be read, have other shapes, or are incomplete.
     """
-    with _told_plainly(name, "its weights"), _no_bars():
+    with _raise_config_errors(name, "its weights"), _without_progress_bars():
         model: nn.Module
         model, told = kind.from_pretrained(
             folder,
@@ -156,7 +157,7 @@ PROBE = "I've  1234 words,\n\n\tnaïve → don't (Ünï)."
 """A text that tokenizers cut in different ways."""
 
 
-def tokenizer_line(folder: Path) -> str:
+def describe_tokenizer_mismatch(folder: Path) -> str:
     """Return a line if `AutoTokenizer` does not read a folder's tokenizer.json as it is, else "".
 
     For some model types transformers takes its own class whatever the folder says. That class has
@@ -191,7 +192,7 @@ def tokenizer_line(folder: Path) -> str:
 
 
 @contextmanager
-def _told_plainly(name: str, what: str) -> Iterator[None]:
+def _raise_config_errors(name: str, what: str) -> Iterator[None]:
     """Turn exceptions of transformers about a user's files into a ConfigError of one line."""
     try:
         yield
@@ -205,7 +206,7 @@ def _told_plainly(name: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars: the run draws its own screen."""
     from transformers.utils import logging
 

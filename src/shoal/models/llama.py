@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.models.attention import causal_attention, documents_of
+from shoal.models.attention import causal_attention, number_documents
 from shoal.models.loss import Unprojected
 from shoal.models.norm import RMSNorm
 
@@ -73,7 +73,7 @@ def rotary_table(
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs of x [batch, seq, heads, head_dim] by the table's angles."""
     first, second = x.chunk(2, -1)
     return torch.addcmul(x * cos, torch.cat((second, first), -1), sin)
@@ -108,13 +108,13 @@ class Attention(nn.Module):
         k = self.k(x).view(batch, seq, -1, self.head_dim)
         v = self.v(x).view(batch, seq, -1, self.head_dim)
         cos, sin = rotary_table(seq, self.head_dim, self.rope_theta, q, position_ids)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         mixed = causal_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             dropout=self.dropout if self.training else 0.0,
-            documents=None if position_ids is None else documents_of(position_ids),
+            documents=None if position_ids is None else number_documents(position_ids),
         )
         out: Tensor = self.o(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return out

@@ -95,14 +95,14 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
             part = replace(outputs, hidden=own.local)
             shared = outputs.vocabulary
             classes = outputs.weight.shape[0] if shared is None else shared.size
-            return _shared(part, targets, classes, sharing)
+            return _sum_shared_tokens(part, targets, classes, sharing)
         hidden, weight, vocabulary = outputs.hidden, outputs.weight, outputs.vocabulary
         return linear_cross_entropy(hidden, weight, targets.long(), vocabulary=vocabulary)
     logits = find_logits(outputs)
     _check_shapes(tuple(logits.shape[:-1]), targets)
     if (sharing := getattr(logits, "sharing", None)) is not None:
         scores: Any = logits
-        return _shared(scores.local, targets, logits.shape[-1], sharing)
+        return _sum_shared_tokens(scores.local, targets, logits.shape[-1], sharing)
     if (vocabulary := getattr(logits, "vocabulary", None)) is not None:
         flat = targets.reshape(-1).long()
         valid = flat != IGNORED
@@ -120,7 +120,9 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, valid.sum()
 
 
-def _shared(outputs: Any, targets: Tensor, classes: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
+def _sum_shared_tokens(
+    outputs: Any, targets: Tensor, classes: int, sharing: Sharing
+) -> tuple[Tensor, Tensor]:
     """Compute the same sum and count on every rank, each from its own tokens.
 
     Args:
@@ -174,7 +176,7 @@ def linear_cross_entropy(
         or default_chunk_rows(
             weight.shape[0] if vocabulary is None else vocabulary.most,
             hidden.device.type,
-            narrow=product != _wide(product),
+            narrow=product != _wide_dtype(product),
         ),
         product_dtype=product,
         # inside a Function grad mode is always off, so the needed gradients are decided here
@@ -222,16 +224,16 @@ class _Room(NamedTuple):
     keep_weight: bool  # one narrow copy of the weight for all chunks, or stripe by stripe
 
 
-def _room(hidden: Tensor, weight: Tensor, settings: _Settings) -> _Room:
+def _plan_chunks(hidden: Tensor, weight: Tensor, settings: _Settings) -> _Room:
     """Return the rows per chunk that keep logits, copies and per-row numbers within the budget."""
     (vocabulary, dim), product = weight.shape, settings.product_dtype
     if settings.vocabulary is not None:
         vocabulary = settings.vocabulary.most  # ranks must agree, whatever each of them holds
-    wide_bytes, narrow_bytes = _wide(product).itemsize, product.itemsize
+    wide_bytes, narrow_bytes = _wide_dtype(product).itemsize, product.itemsize
     budget_bytes = settings.chunk_rows * vocabulary * wide_bytes
     row_bytes = vocabulary * wide_bytes + 8 * ROW_NUMBERS
     keep_weight = False
-    if product != _wide(product):
+    if product != _wide_dtype(product):
         stripe = min(STRIPE, vocabulary)
         # a narrow chunk; hidden states and their gradient; a transposed stripe of the chunk
         row_bytes += (vocabulary + 3 * dim + stripe) * narrow_bytes + dim * wide_bytes
@@ -282,8 +284,8 @@ def _all_chunks(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return loss sum, gradient of hidden, gradient of weight; unneeded gradients are None."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
-    product, wide = settings.product_dtype, _wide(settings.product_dtype)
-    chunk, keep_weight = _room(hidden, weight, settings)
+    product, wide = settings.product_dtype, _wide_dtype(settings.product_dtype)
+    chunk, keep_weight = _plan_chunks(hidden, weight, settings)
     shared = settings.vocabulary
     logits = hidden.new_empty(chunk, vocabulary, dtype=wide)
     narrow = logits if product == wide else torch.empty_like(logits, dtype=product)
@@ -338,7 +340,7 @@ def _multiply_back(out: Tensor, gradient: Tensor, weight: Tensor) -> None:
         else:
             out.copy_(torch.mm(gradient, weight))
         return
-    total = torch.zeros_like(out, dtype=_wide(gradient.dtype))
+    total = torch.zeros_like(out, dtype=_wide_dtype(gradient.dtype))
     for first in range(0, weight.shape[0], STRIPE):
         stripe = slice(first, first + STRIPE)
         total += torch.mm(gradient[:, stripe], weight[stripe].to(gradient.dtype))
@@ -387,7 +389,7 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

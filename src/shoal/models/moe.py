@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.models._torch import is_fake, is_recorded, pytree
+from shoal.models._torch import is_fake, is_tracing, pytree
 from shoal.models.llama import INIT_STD, Attention, Projection, TokenEmbedding
 from shoal.models.loss import Unprojected, token_loss
 from shoal.models.norm import RMSNorm
@@ -126,7 +126,7 @@ def count_each(numbers: Tensor, kinds: int) -> Tensor:
     return counts.scatter_add(0, numbers, torch.ones_like(numbers))
 
 
-def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
+def apply_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
     """Return the chosen experts, and the number of experts where one is over its capacity.
 
     Args:
@@ -154,7 +154,7 @@ def _as_sizes(counts: Tensor, rows: int) -> list[int]:
     then fails, since a mixture is no fixed graph.
     """
     shapes_alone = counts.is_meta or is_fake(counts)
-    if not shapes_alone or is_recorded() or torch.compiler.is_compiling():
+    if not shapes_alone or is_tracing() or torch.compiler.is_compiling():
         sizes: list[int] = counts.tolist()
         return sizes
     experts = len(counts) - 1  # the last count is of what no expert takes
@@ -203,7 +203,7 @@ class Mixture(nn.Module):
         counts = self.load = count_each(chosen.flatten(), experts)
         if self.capacity:
             most = math.ceil(self.capacity * places / experts)
-            chosen = within_capacity(chosen, experts, most)
+            chosen = apply_capacity(chosen, experts, most)
             self.load = counts.clamp(max=most)
             self.dropped = places - self.load.sum()
         mixed: Tensor = self.experts(rows, chosen, weights)
@@ -316,7 +316,7 @@ class MoE(nn.Module):
         return Routed(outputs.hidden, outputs.weight, auxiliary=auxiliary)
 
 
-def expert_loads(model: nn.Module) -> dict[str, Tensor]:
+def count_expert_loads(model: nn.Module) -> dict[str, Tensor]:
     """Return every expert's load in the last forward pass, [experts] int64 per mixture name.
 
     The load is a number of (token, choice) pairs; even loads are pairs / experts. The fullest

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.models.gpt import BiasedProjection, plain_blocks
+from shoal.models.gpt import BiasedProjection, build_blocks
 from shoal.models.llama import INIT_STD, TokenEmbedding
 
 
@@ -77,7 +77,7 @@ class ViT(nn.Module):
         self.class_token = ClassToken(dim)
         self.positions = TokenEmbedding((image_size // patch) ** 2 + 1, dim)
         self.embedding_dropout = nn.Dropout(dropout)
-        self.blocks = plain_blocks(
+        self.blocks = build_blocks(
             layers, dim, heads, hidden, causal=False, epsilon=norm_epsilon, dropout=dropout
         )
         self.norm = nn.LayerNorm(dim, norm_epsilon)
@@ -91,7 +91,7 @@ class ViT(nn.Module):
         """
         shape = tuple(images.shape[1:])
         if shape != self.image:
-            raise ConfigError(_wrong_image(shape, self.image))
+            raise ConfigError(_format_wrong_image(shape, self.image))
         h = self.class_token(self.patches(images))
         places = torch.arange(h.shape[1], device=h.device)
         h = self.embedding_dropout(h + self.positions(places))
@@ -101,7 +101,7 @@ class ViT(nn.Module):
         return logits
 
 
-def _wrong_image(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _format_wrong_image(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     """Return the message for images of another size than the model's."""
     line = f"model.image_size = {wanted[1]}: the data's samples are {list(shape)}, not "
     line += f"{list(wanted)}"

@@ -32,35 +32,35 @@ from shoal.neighbours import (
     without_cuda,  # noqa: F401  # its import is its effect
 )
 from shoal.neighbours.accelerate_data import (
-    DealtLoader,
-    all_tensors,
-    each,
+    RankDataLoader,
+    apply_to_tensors,
+    decode_state,
+    encode_state,
+    has_only_tensors,
     skip_first_batches,
-    tensor_of,
-    text_of,
 )
 from shoal.neighbours.accelerate_prepared import (
     SAVES,
     LocalSGD,
-    Prepared,
+    PreparedModel,
     PreparedOptimizer,
     PreparedScheduler,
-    name_saves,
+    report_saves,
 )
 from shoal.neighbours.accelerate_state import (
     HELD,
     NEAREST,
+    ArgumentSettings,
     PartialState,
-    Settings,
+    delete_old_states,
     extract_model_from_parallel,
-    nearest_state,
-    numbers_of,
-    retire_states,
+    find_nearest_state,
+    list_state_numbers,
 )
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
 from shoal.neighbours.configs.accelerate_config import PRECISIONS
 from shoal.neighbours.final_saves import safetensors_path, write_tensors
-from shoal.neighbours.library_loop import FreeLoop, started
+from shoal.neighbours.library_loop import LibraryLoop, start_library_run
 
 __version__ = "1.15.0"
 
@@ -75,7 +75,7 @@ class Logger(LoggerAdapter):
             super().log(level, msg, *args, **named)
 
 
-class Accelerator(PartialState, Settings):
+class Accelerator(PartialState, ArgumentSettings):
     """Accelerate's `Accelerator`, over runs of Shoal."""
 
     mixed_precision: Any
@@ -90,7 +90,7 @@ class Accelerator(PartialState, Settings):
     )
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        Settings.__init__(self, *values, **named)
+        ArgumentSettings.__init__(self, *values, **named)
         super().__init__()
         said = self.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         self.mixed_precision = str(said)
@@ -118,21 +118,23 @@ class Accelerator(PartialState, Settings):
         unread["kwargs_handlers"] = len(handlers) > len(self.handlers)
         for name, value in unread.items():
             if value:
-                self._tell(f"{name}: what it sets is not read; layouts and formats are the plan's")
+                self._print_once(
+                    f"{name}: what it sets is not read; layouts and formats are the plan's"
+                )
 
     def prepare(self, *objects: Any, device_placement: Any = None, **_named: Any) -> Any:
         """Return each object as the script is to use it, in the order given."""
-        made = [self._prepared(one) for one in objects]
-        self._begin_runs()
+        made = [self._prepare_one(one) for one in objects]
+        self._start_runs()
         return made[0] if len(made) == 1 else tuple(made)
 
     prepare_model = prepare_optimizer = prepare_data_loader = prepare_scheduler = prepare
 
-    def _prepared(self, one: Any) -> Any:
+    def _prepare_one(self, one: Any) -> Any:
         kinds: tuple[tuple[type, Any, list[Any]], ...] = (
-            (nn.Module, Prepared, self.models),
+            (nn.Module, PreparedModel, self.models),
             (torch.optim.Optimizer, PreparedOptimizer, self.optimizers),
-            (DataLoader, DealtLoader, self.loaders),
+            (DataLoader, RankDataLoader, self.loaders),
             (LRScheduler, PreparedScheduler, self.schedulers),
         )
         for kind, made, held in kinds:
@@ -141,12 +143,16 @@ class Accelerator(PartialState, Settings):
                 return held[-1]
         return one
 
-    def _begin_runs(self) -> None:
+    def _start_runs(self) -> None:
         """Start a run for each optimizer whose model was prepared too."""
         for one, model in product(self.optimizers, self.models):
             own = {id(p) for p in model.parameters() if p.requires_grad}
-            if one.loop is None and model.loop is None and not own.isdisjoint(map(id, one.own)):
-                run = started(
+            if (
+                one.loop is None
+                and model.loop is None
+                and not own.isdisjoint(map(id, one.own_parameters))
+            ):
+                run = start_library_run(
                     model.module,
                     one.optimizer,
                     layout=self.layout,
@@ -158,8 +164,8 @@ class Accelerator(PartialState, Settings):
                 model.module = run.model
                 near = "accelerator.prepare(dataloader)"
                 check = EqualBatchesCheck(run, near, lambda: bool(self.loaders))
-                one.loop = model.loop = FreeLoop(run, check)
-                name_saves(run, self)
+                one.loop = model.loop = LibraryLoop(run, check)
+                report_saves(run, self)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
         """Add gradients of a loss, divided by the accumulation, for every model that ran."""
@@ -205,7 +211,7 @@ class Accelerator(PartialState, Settings):
         return nullcontext()
 
     @property
-    def active_dataloader(self) -> DealtLoader | None:
+    def active_dataloader(self) -> RankDataLoader | None:
         """The loader that started last among the unfinished ones; None without any."""
         return self.active[-1] if self.active else None
 
@@ -229,7 +235,7 @@ class Accelerator(PartialState, Settings):
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_: norm_type = {norm_type}; try: 2")
         if not self.sync_gradients:
-            self._tell(
+            self._print_once(
                 "clip_grad_norm_ between updates is left out: a run clips the sum of all passes; "
                 "try: if accelerator.sync_gradients: accelerator.clip_grad_norm_(…)"
             )
@@ -238,7 +244,7 @@ class Accelerator(PartialState, Settings):
         for one in self.optimizers:
             loop = one.loop
             if loop is not None and loop.begun:
-                held = chain(one.own, loop.run.model.parameters())
+                held = chain(one.own_parameters, loop.run.model.parameters())
                 if not wanted.isdisjoint(map(id, held)):
                     loop.clip(float(max_norm))
                     one.clipped = True
@@ -249,24 +255,30 @@ class Accelerator(PartialState, Settings):
         """Clip every element of the mean gradient in the update."""
         for one in self.optimizers:
             if one.loop is not None and self.sync_gradients:
-                one.loop.run.adjust = partial(nn.utils.clip_grad_value_, one.own, clip_value)
+                one.loop.run.adjust = partial(
+                    nn.utils.clip_grad_value_, one.own_parameters, clip_value
+                )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing: gradients are unscaled in the update."""
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather without the duplicated samples of a loader's last batches."""
-        plain = use_gather_object or not all_tensors(input_data)
+        plain = use_gather_object or not has_only_tensors(input_data)
         found = self.gather_object(input_data) if plain else self.gather(input_data)
         if not self.end_of_dataloader or self.remainder <= 0:
             return found
-        return found[: self.remainder] if plain else each(found, lambda one: one[: self.remainder])
+        return (
+            found[: self.remainder]
+            if plain
+            else apply_to_tensors(found, lambda one: one[: self.remainder])
+        )
 
     unwrap_model = staticmethod(extract_model_from_parallel)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole model's tensors, on every rank; every rank must call it."""
-        if isinstance(model, Prepared) and model.loop is not None:
+        if isinstance(model, PreparedModel) and model.loop is not None:
             return model.loop.run.state_dict()
         return dict(model.state_dict())
 
@@ -278,15 +290,17 @@ class Accelerator(PartialState, Settings):
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Start the trackers of `log_with` in the first process; print where `log` writes."""
         is_first, folder = self.world.is_first, self.logging_dir
-        self.trackers, lines = trackers.start(
+        self.trackers, lines = trackers.start_trackers(
             self.log_with, project_name, folder, config, init_kwargs, is_first=is_first
         )
         for why, near in lines:
-            self._tell(f"log_with = {why}: values of log go to {self._log_file()}; try: {near}")
+            self._print_once(
+                f"log_with = {why}: values of log go to {self._log_file()}; try: {near}"
+            )
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by its name; `unwrap`: its library's own object."""
-        return trackers.find(self.trackers, name, unwrap=unwrap)
+        return trackers.find_tracker(self.trackers, name, unwrap=unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_named: Any) -> None:
         """Add a line of JSON to a file, and the values to the trackers, from the first process."""
@@ -306,7 +320,7 @@ class Accelerator(PartialState, Settings):
         folder.mkdir(parents=True, exist_ok=True)
         return folder / "log.jsonl"
 
-    def _tell(self, line: str) -> None:
+    def _print_once(self, line: str) -> None:
         """Print a line for the user, once."""
         if self.is_main_process and line not in self.told:
             self.told.add(line)
@@ -319,27 +333,27 @@ class Accelerator(PartialState, Settings):
     def save_state(self, output_dir: Any = None, **_named: Any) -> str:
         """Write models, optimizers, schedules and generators; every rank must call it."""
         folder = Path(output_dir or self.project_dir or "checkpoint")
-        told, place, limit = self.project_configuration, self._numbered(), None
+        told, place, limit = self.project_configuration, self._numbered_folder(), None
         if told.automatic_checkpoint_naming:
             limit = told.total_limit
             self.wait_for_everyone()
             if limit is not None and self.is_main_process:
-                retire_states(place, max(1, limit - 1))
-            number = max([told.iteration, *(one + 1 for one in numbers_of(place))])
+                delete_old_states(place, max(1, limit - 1))
+            number = max([told.iteration, *(one + 1 for one in list_state_numbers(place))])
             told.iteration = self.world.broadcast_json(number)
             folder = place / f"checkpoint_{told.iteration}"
             told.iteration += 1
-        draws = self.world.gather_json(text_of(torch.get_rng_state()))
-        extra = {"kept": self._kept(), "step": self.step, "draws": draws}
+        draws = self.world.gather_json(encode_state(torch.get_rng_state()))
+        extra = {"kept": self._list_stateful(), "step": self.step, "draws": draws}
         saved = [
             loop.run.save(folder / f"model_{number}", extra=extra)
             for number, loop in enumerate(self._loops())
         ]
         if limit is not None and None not in saved and self.is_main_process:
-            retire_states(place, limit)
+            delete_old_states(place, limit)
         return str(folder)
 
-    def _numbered(self) -> Path:
+    def _numbered_folder(self) -> Path:
         """Return the folder of numbered states."""
         return Path(self.project_dir or ".") / "checkpoints"
 
@@ -352,22 +366,25 @@ class Accelerator(PartialState, Settings):
         """Resume from a state of `save_state`, with loaders' order, which Accelerate loses."""
         folder = Path(input_dir or self.project_dir or "checkpoint")
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            folder = self._numbered() / f"checkpoint_{max(numbers_of(self._numbered()), default=0)}"
+            folder = (
+                self._numbered_folder()
+                / f"checkpoint_{max(list_state_numbers(self._numbered_folder()), default=0)}"
+            )
         for place, loop in enumerate(self._loops()):
             if not loop.run.restore(folder / f"model_{place}"):
-                near = f"; try: {there}" if (there := nearest_state(folder)) else ""
+                near = f"; try: {there}" if (there := find_nearest_state(folder)) else ""
                 raise ConfigError(f"load_state: {folder} holds no state of save_state{near}")
         told = self._loops()[0].run.extra
-        for one, state in zip(self._kept(), told["kept"], strict=True):
+        for one, state in zip(self._list_stateful(), told["kept"], strict=True):
             one.load_state_dict(state)
         self.step = told["step"]
         if len(told["draws"]) == self.num_processes:
-            torch.set_rng_state(tensor_of(told["draws"][self.process_index]))
+            torch.set_rng_state(decode_state(told["draws"][self.process_index]))
 
-    def _loops(self) -> list[FreeLoop]:
+    def _loops(self) -> list[LibraryLoop]:
         return [one.loop for one in self.models if one.loop is not None]
 
-    def _kept(self) -> list[Any]:
+    def _list_stateful(self) -> list[Any]:
         """Return the other objects with a state."""
         return [*self.schedulers, *self.loaders, *self.custom]
 
@@ -375,11 +392,11 @@ class Accelerator(PartialState, Settings):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Release the prepared objects."""
-        self.models: list[Prepared] = []
+        self.models: list[PreparedModel] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
-        self.loaders: list[DealtLoader] = []
-        self.active: list[DealtLoader] = []
+        self.loaders: list[RankDataLoader] = []
+        self.active: list[RankDataLoader] = []
         self.step = 0
         return [None for _ in objects]
 
@@ -428,7 +445,7 @@ class Accelerator(PartialState, Settings):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise module_stand_in.Lacking(f"Accelerator.{name}", NEAREST.get(name))
+        raise module_stand_in.MissingNameError(f"Accelerator.{name}", NEAREST.get(name))
 
     def end_training(self) -> None:
         """End the trackers, and leave the process group."""
@@ -438,7 +455,7 @@ class Accelerator(PartialState, Settings):
             loop.run.close()
 
 
-module_stand_in.answer(
+module_stand_in.register_facade(
     "accelerate",
     sys.modules[__name__],
     {

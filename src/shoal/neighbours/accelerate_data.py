@@ -23,7 +23,7 @@ COPIED = (
 )
 
 
-def dealt(
+def deal_batches(
     batches: Iterable[Sequence[int]], rank: int, ranks: int, size: int, *, drops: bool, even: bool
 ) -> Iterator[list[int]]:
     """Yield a rank's batches of `size` indices, dealt in turn; equally many per rank if `even`.
@@ -49,7 +49,7 @@ def dealt(
         yield turn[rank]
 
 
-def cut(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
+def cut_batches(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
     """Cut batches into parts of `size` indices, before they are dealt.
 
     >>> list(cut([[0, 1, 2], [3]], 2))
@@ -59,7 +59,7 @@ def cut(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
         yield from (batch[at : at + size] for at in range(0, len(batch), size))
 
 
-class _Batches:
+class _RankBatchSampler:
     """Batch sampler of one process's share."""
 
     def __init__(self, sampler: Any, accelerator: Any) -> None:
@@ -70,9 +70,9 @@ class _Batches:
         batches, size, world = self.sampler, self.sampler.batch_size, self.world
         if self.splits:
             size //= world.size
-            batches = cut(batches, size)
+            batches = cut_batches(batches, size)
         drops = self.sampler.drop_last
-        return dealt(batches, world.rank, world.size, size, drops=drops, even=self.even)
+        return deal_batches(batches, world.rank, world.size, size, drops=drops, even=self.even)
 
     def __len__(self) -> int:
         if self.splits:
@@ -83,7 +83,7 @@ class _Batches:
         return rounds
 
 
-class DealtLoader:
+class RankDataLoader:
     """A script's DataLoader with this process's share of the batches, on its device.
 
     Attributes:
@@ -126,7 +126,7 @@ class DealtLoader:
                 sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
             self.synchronised = sampler.generator
         named = {name: getattr(loader, name) for name in COPIED}
-        batches: Any = _Batches(loader.batch_sampler, accelerator)
+        batches: Any = _RankBatchSampler(loader.batch_sampler, accelerator)
         self.loader = DataLoader(loader.dataset, batch_sampler=batches, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,13 +142,13 @@ class DealtLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the order of batches, as plain values."""
         drawn = self.synchronised
-        return {"epoch": self.iteration, "draws": text_of(drawn.get_state()) if drawn else ""}
+        return {"epoch": self.iteration, "draws": encode_state(drawn.get_state()) if drawn else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`."""
         self.iteration = state["epoch"]
         if self.synchronised is not None and state["draws"]:
-            self.synchronised.set_state(tensor_of(state["draws"]))
+            self.synchronised.set_state(decode_state(state["draws"]))
 
     def __iter__(self) -> Iterator[Any]:
         if self.synchronised is not None:
@@ -163,40 +163,40 @@ class DealtLoader:
         if told is not None:
             told(self.iteration)
         self.at_end = False
-        self._leave()
+        self._end_epoch()
         self.accelerator.active.append(self)  # an unfinished loop stays active, as in Accelerate
         batches = itertools.islice(self.loader, self.skipped, None)
         ahead = next(batches, batches)
         while ahead is not batches:
             batch, ahead = ahead, next(batches, batches)
             self.at_end = ahead is batches
-            yield moved(batch, self.accelerator.device)
+            yield move_batch(batch, self.accelerator.device)
         self.iteration += 1
-        self._leave()
+        self._end_epoch()
 
-    def _leave(self) -> None:
+    def _end_epoch(self) -> None:
         self.accelerator.active[:] = [one for one in self.accelerator.active if one is not self]
 
 
-def skip_first_batches(loader: DealtLoader, num_batches: int = 0) -> DealtLoader:
+def skip_first_batches(loader: RankDataLoader, num_batches: int = 0) -> RankDataLoader:
     """Return the loader without its first batches, for the rest of one resumed epoch."""
-    made = DealtLoader.__new__(DealtLoader)
+    made = RankDataLoader.__new__(RankDataLoader)
     made.__dict__ |= loader.__dict__
     made.skipped = num_batches
     return made
 
 
-def text_of(state: torch.Tensor) -> str:
+def encode_state(state: torch.Tensor) -> str:
     """Return a generator's state as text."""
     return state.numpy().tobytes().hex()
 
 
-def tensor_of(text: str) -> torch.Tensor:
+def decode_state(text: str) -> torch.Tensor:
     """Return a generator's state from its text."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def each(
+def apply_to_tensors(
     value: Any, act: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda one: one
 ) -> Any:
     """Apply `act` to every tensor of a structure, and `other` to everything else.
@@ -207,20 +207,20 @@ def each(
     if isinstance(value, torch.Tensor):
         return act(value)
     if hasattr(value, "items"):
-        return type(value)({name: each(one, act, other) for name, one in value.items()})
+        return type(value)({name: apply_to_tensors(one, act, other) for name, one in value.items()})
     if isinstance(value, tuple | list):
-        parts = [each(one, act, other) for one in value]
+        parts = [apply_to_tensors(one, act, other) for one in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return other(value)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def move_batch(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device."""
-    return each(batch, lambda one: one.to(device))
+    return apply_to_tensors(batch, lambda one: one.to(device))
 
 
-def all_tensors(value: Any) -> bool:
+def has_only_tensors(value: Any) -> bool:
     """Return whether a structure contains only tensors."""
     others: list[Any] = []
-    each(value, lambda one: one, others.append)
+    apply_to_tensors(value, lambda one: one, others.append)
     return not others

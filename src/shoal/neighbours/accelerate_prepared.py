@@ -14,12 +14,12 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.neighbours import final_saves
-from shoal.neighbours.final_saves import Call
-from shoal.neighbours.library_loop import Alone, Carried, FreeLoop
+from shoal.neighbours.final_saves import SourceCall
+from shoal.neighbours.library_loop import LibraryLoop, LocalLoop, ModelWrapper
 from shoal.trainer.run import Run
 
 
-class Prepared(Carried):
+class PreparedModel(ModelWrapper):
     """A prepared model, called as before; `module` is the user's own."""
 
     def __init__(self, module: nn.Module, accelerator: Any) -> None:
@@ -38,7 +38,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Any) -> None:
         self.optimizer, self.accelerator = optimizer, accelerator
-        self.loop: FreeLoop | None = None
+        self.loop: LibraryLoop | None = None
         self.clipped = self.step_was_skipped = False
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +72,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.loop.drop()
 
     @property
-    def own(self) -> list[nn.Parameter]:
+    def own_parameters(self) -> list[nn.Parameter]:
         """Parameters that the optimizer steps."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -113,19 +113,19 @@ class LocalSGD:
     """
 
     def __init__(
-        self, accelerator: Any, model: Prepared, local_sgd_steps: int, enabled: bool = True
+        self, accelerator: Any, model: PreparedModel, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         self.accelerator, self.model, self.every = accelerator, model, local_sgd_steps
         self.enabled, self.num_steps = enabled and accelerator.num_processes > 1, 0
 
     def __enter__(self) -> LocalSGD:
         if self.enabled and self.model.loop is not None:
-            self.together, self.alone = self.model.loop, Alone(self.model.loop.run)
+            self.together, self.alone = self.model.loop, LocalLoop(self.model.loop.run)
             self.together.drop()
-            self._take(self.together, self.alone)
+            self._switch_loop(self.together, self.alone)
         return self
 
-    def _take(self, old: FreeLoop, new: FreeLoop) -> None:
+    def _switch_loop(self, old: LibraryLoop, new: LibraryLoop) -> None:
         for one in (self.model, *self.accelerator.optimizers):
             if one.loop is old:
                 one.loop = new
@@ -139,21 +139,21 @@ class LocalSGD:
     def __exit__(self, *_what: object) -> None:
         if self.enabled:
             self.alone.average()
-            self._take(self.alone, self.together)
+            self._switch_loop(self.alone, self.together)
 
 
-def name_saves(run: Run, accelerator: Any) -> None:
+def report_saves(run: Run, accelerator: Any) -> None:
     """Report, before training, each save call of the script that behaves differently here."""
     source = final_saves.read_source()
     holders = {name for name, made in source.makers.items() if "Accelerator" in made}
 
-    def rule(call: Call) -> str:
+    def rule(call: SourceCall) -> str:
         if call.of not in holders:
             return ""
-        if call.name == "save" and call.word("safe_serialization", 2) != "True":
-            return final_saves.renamed(call.word("f", 1))
-        if call.name == "save_model" and call.word("safe_serialization", 3) == "False":
-            return final_saves.renamed("'pytorch_model.bin'")
+        if call.name == "save" and call.argument("safe_serialization", 2) != "True":
+            return final_saves.describe_replacement(call.argument("f", 1))
+        if call.name == "save_model" and call.argument("safe_serialization", 3) == "False":
+            return final_saves.describe_replacement("'pytorch_model.bin'")
         try:
             getattr(accelerator, call.name)
         except ConfigError as failure:
@@ -162,8 +162,8 @@ def name_saves(run: Run, accelerator: Any) -> None:
 
     rules: list[final_saves.Rule] = [rule]
     if run.plan.layout.zero == 3:
-        rules.append(final_saves.saves_parts(SAVES))
-    final_saves.name_final_saves(run, source.after("prepare"), rules)
+        rules.append(final_saves.sharded_save_rule(SAVES))
+    final_saves.report_final_saves(run, source.after("prepare"), rules)
 
 
 SAVES = "accelerator.save_model(model, folder), or state_dict=accelerator.get_state_dict(model)"

@@ -17,13 +17,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shoal.base.errors import ConfigError, one_of, short
+from shoal.base.errors import ConfigError, format_choice_error, shorten
 from shoal.fabric import start_world
-from shoal.neighbours.accelerate_data import all_tensors, each, moved, skip_first_batches
-from shoal.neighbours.library_loop import Carried
-from shoal.neighbours.module_stand_in import Lacking
+from shoal.neighbours.accelerate_data import (
+    apply_to_tensors,
+    has_only_tensors,
+    move_batch,
+    skip_first_batches,
+)
+from shoal.neighbours.library_loop import ModelWrapper
+from shoal.neighbours.module_stand_in import MissingNameError
 from shoal.trainer.jobs.out_of_memory import is_out_of_memory
-from shoal.trainer.run_folder.extra_state import decoded, encoded
+from shoal.trainer.run_folder.extra_state import decode_value, encode_value
 
 _made: Any = Enum  # of names that mypy need not read
 KINDS = (
@@ -90,9 +95,9 @@ class PartialState:
 
     def gather(self, tensors: Any) -> Any:
         """Concatenate all processes' tensors along dim 0; plain values become one list."""
-        if not all_tensors(tensors):
+        if not has_only_tensors(tensors):
             return self.gather_object(tensors)
-        return each(tensors, lambda one: self._rows(one).flatten(0, 1))
+        return apply_to_tensors(tensors, lambda one: self._rows(one).flatten(0, 1))
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor of each process."""
@@ -102,20 +107,20 @@ class PartialState:
     def gather_object(self, objects: Any) -> list[Any]:
         """Concatenate all processes' lists of plain values."""
         own = objects if isinstance(objects, list) else [objects]
-        told = self.world.gather_json(encoded(own, "gather_object"))
-        return [one for part in told for one in decoded(part)]
+        told = self.world.gather_json(encode_value(own, "gather_object"))
+        return [one for part in told for one in decode_value(part)]
 
     def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
         """Overwrite the list with one process's plain values, on all."""
         own = object_list if self.process_index == from_process else None
-        told = self.world.broadcast_json(encoded(own, "broadcast_object_list"), from_process)
-        object_list[:] = decoded(told)
+        told = self.world.broadcast_json(encode_value(own, "broadcast_object_list"), from_process)
+        object_list[:] = decode_value(told)
         return object_list
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """All-reduce tensors by sum, mean or max; "none" returns each process's own."""
         if reduction not in (known := ("sum", "mean", "max", "none")):
-            raise ConfigError(one_of("reduction", reduction, known))
+            raise ConfigError(format_choice_error("reduction", reduction, known))
 
         def total(one: torch.Tensor) -> torch.Tensor:
             made = one.detach().clone().to(self.device)
@@ -125,7 +130,7 @@ class PartialState:
                 self.world.all_reduce(made)
             return made / self.num_processes if reduction == "mean" else made
 
-        return each(tensor, total)
+        return apply_to_tensors(tensor, total)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
@@ -140,7 +145,7 @@ class PartialState:
             ends += [short, 0] if pad_first else [0, short]
             return functional.pad(one, ends, value=pad_index)
 
-        return each(tensor, filled)
+        return apply_to_tensors(tensor, filled)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -234,7 +239,7 @@ DEFAULTS = {
 """Defaults of arguments; of all others None."""
 
 
-class Settings:
+class ArgumentSettings:
     """Arguments as attributes: of an `Accelerator`, a `ProjectConfiguration`, …"""
 
     order = ""
@@ -244,9 +249,9 @@ class Settings:
         said = {**dict(zip(known, values, strict=False)), **named}
         for name, value in said.items():
             if known and name not in known:
-                raise ConfigError(f"{kind}: {one_of('an argument', name, known)}")
+                raise ConfigError(f"{kind}: {format_choice_error('an argument', name, known)}")
             if name in REFUSED and value not in (None, False, "no", "NO"):
-                raise ConfigError(f"{kind}: {name} = {short(str(value))}: try: {REFUSED[name]}")
+                raise ConfigError(f"{kind}: {name} = {shorten(str(value))}: try: {REFUSED[name]}")
         self.__dict__.update({name: DEFAULTS.get(name) for name in known} | said)
 
 
@@ -254,7 +259,7 @@ class HfDeepSpeedConfig:
     """Base of transformers' own class where DeepSpeed is installed; seldom instantiated."""
 
     def __init__(self, *_config: Any) -> None:
-        raise Lacking("accelerate.utils.deepspeed.HfDeepSpeedConfig", DEEPSPEED)
+        raise MissingNameError("accelerate.utils.deepspeed.HfDeepSpeedConfig", DEEPSPEED)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -291,7 +296,7 @@ def find_executable_batch_size(
     return call
 
 
-def numbers_of(place: Path) -> list[int]:
+def list_state_numbers(place: Path) -> list[int]:
     """List the numbers of the states in a folder, ascending.
 
     >>> numbers_of(Path("nowhere"))
@@ -301,22 +306,24 @@ def numbers_of(place: Path) -> list[int]:
     return sorted(int(number) for _, _, number in names if number.isdigit())
 
 
-def retire_states(place: Path, limit: int) -> None:
+def delete_old_states(place: Path, limit: int) -> None:
     """Delete all states of a folder but the `limit` newest."""
-    for number in numbers_of(place)[:-limit]:
+    for number in list_state_numbers(place)[:-limit]:
         shutil.rmtree(place / f"checkpoint_{number}")
 
 
-def nearest_state(folder: Path) -> str:
+def find_nearest_state(folder: Path) -> str:
     """Return a folder beside or in `folder` that holds a state of `save_state`; "" without."""
     places = [folder, folder / "checkpoints", folder.parent]
-    found = [place / f"checkpoint_{number}" for place in places for number in numbers_of(place)]
+    found = [
+        place / f"checkpoint_{number}" for place in places for number in list_state_numbers(place)
+    ]
     return str(found[-1]) if found else ""
 
 
 def extract_model_from_parallel(model: Any, *_how: Any, **_named: Any) -> nn.Module:
     """Return the user's own module."""
-    return model.module if isinstance(model, Carried) else model
+    return model.module if isinstance(model, ModelWrapper) else model
 
 
 def progress(*args: Any, main_process_only: bool = True, **named: Any) -> Any:
@@ -326,7 +333,7 @@ def progress(*args: Any, main_process_only: bool = True, **named: Any) -> Any:
     return tqdm(*args, **named, disable=main_process_only and start_world().local_rank != 0)
 
 
-def _of_state(method: str) -> Callable[..., Any]:
+def _bind_state_method(method: str) -> Callable[..., Any]:
     """Return a function of `accelerate.utils` that is a method of `PartialState` here."""
     return lambda *args, **named: getattr(PartialState(), method)(*args, **named)
 
@@ -341,10 +348,15 @@ HELD: dict[str, Any] = {
     "find_executable_batch_size": find_executable_batch_size,
     "extract_model_from_parallel": extract_model_from_parallel,
     "tqdm": progress,
-    "send_to_device": lambda tensor, device, *_how, **_named: moved(tensor, device),
-    "reduce": lambda tensor, reduction="mean", scale=1.0: _of_state("reduce")(tensor, reduction),
-    **{name: _of_state(name) for name in ("gather", "pad_across_processes", "wait_for_everyone")},
-    **{name: _of_state(name) for name in ("gather_object", "broadcast_object_list")},
+    "send_to_device": lambda tensor, device, *_how, **_named: move_batch(tensor, device),
+    "reduce": lambda tensor, reduction="mean", scale=1.0: _bind_state_method("reduce")(
+        tensor, reduction
+    ),
+    **{
+        name: _bind_state_method(name)
+        for name in ("gather", "pad_across_processes", "wait_for_everyone")
+    },
+    **{name: _bind_state_method(name) for name in ("gather_object", "broadcast_object_list")},
     "SAFE_WEIGHTS_NAME": "model.safetensors",
     "release_memory": lambda *objects: [None for _ in objects],
     "is_bf16_available": lambda *_how: True,
@@ -354,4 +366,4 @@ for _name in (
     *("DistributedDataParallelKwargs", "AutocastKwargs", "GradScalerKwargs", "ProfileKwargs"),
     *("InitProcessGroupKwargs", "FullyShardedDataParallelPlugin", *ARGUMENTS),
 ):
-    HELD[_name] = type(_name, (Settings,), {"order": ARGUMENTS.get(_name, "")})
+    HELD[_name] = type(_name, (ArgumentSettings,), {"order": ARGUMENTS.get(_name, "")})

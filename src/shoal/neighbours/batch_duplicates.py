@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.data.loading.dataset_kind import digest_of
 from shoal.trainer.guards.batch_consistency import CHANCE_BITS, LOOKS
-from shoal.trainer.guards.reports.own_loaders import information
+from shoal.trainer.guards.reports.own_loaders import count_information_bits
 from shoal.trainer.run import Run
 
 
@@ -43,7 +43,7 @@ class EqualBatchesCheck:
         """Record the inputs of a forward pass in training."""
         if self.left:
             self._digests.append(digest_of(inputs))
-            self._bits += information(inputs)
+            self._bits += count_information_bits(inputs)
 
     def compare(self) -> None:
         """Compare the inputs of the last step; every rank calls it after its update."""

@@ -24,13 +24,13 @@ from shoal.fabric import start_world
 from shoal.neighbours import deepspeed_engine, module_stand_in
 from shoal.neighbours import without_cuda as without_cuda
 from shoal.neighbours.configs.deepspeed_config import read
-from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, Schedule
+from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, DeepSpeedSchedule
 from shoal.neighbours.configs.written_config import load_written, read_table
 from shoal.neighbours.deepspeed_checkpoints import SAVES, read_whole
-from shoal.neighbours.deepspeed_engine import Engine, installed
-from shoal.neighbours.final_saves import rescue, write_tensors
+from shoal.neighbours.deepspeed_engine import Engine, installed_version
+from shoal.neighbours.final_saves import save_and_refuse, write_tensors
 
-__version__ = installed() or "0.19.8"
+__version__ = installed_version() or "0.19.8"
 logger = logging.getLogger("DeepSpeed")
 
 NEAREST = {
@@ -110,7 +110,7 @@ class _Init:
     def __enter__(self) -> _Init:
         for name in MADE_WIDE if self.wide else ():
             self.was[name] = getattr(torch, name)
-            setattr(torch, name, _wide(self.was[name]))
+            setattr(torch, name, _force_fp32(self.was[name]))
         return self
 
     def __exit__(self, *_what: object) -> None:
@@ -122,7 +122,7 @@ class _Init:
 MADE_WIDE = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 
 
-def _wide(make: Any) -> Any:
+def _force_fp32(make: Any) -> Any:
     """Wrap a tensor factory so that floating-point tensors are fp32."""
 
     @functools.wraps(make)
@@ -145,7 +145,7 @@ def _gathered(params: Any, *_how: Any, **_named: Any) -> Iterator[None]:
         wanted = {id(one) for one in held}
         for run in [engine.run for engine in deepspeed_engine.live_engines()]:
             if not wanted.isdisjoint(map(id, run.model.parameters())):
-                rescue(run, failure, SAVES)
+                save_and_refuse(run, failure, SAVES)
         raise failure
     yield
 
@@ -194,7 +194,7 @@ class _Accelerator:
         for place in places:
             if not name.startswith("_") and hasattr(place, name):
                 return getattr(place, name)
-        raise module_stand_in.Lacking(f"get_accelerator().{name}", None)
+        raise module_stand_in.MissingNameError(f"get_accelerator().{name}", None)
 
     def current_device(self) -> torch.device:
         """Return the device of this process."""
@@ -251,15 +251,15 @@ def _leaves(model: Any, *_which: Any, **_how: Any) -> list[Any]:
     return []
 
 
-def _schedule(name: str, optimizer: Any, *values: Any, **named: Any) -> Schedule:
+def _schedule(name: str, optimizer: Any, *values: Any, **named: Any) -> DeepSpeedSchedule:
     """Return one of DeepSpeed's schedules for a script; arguments and defaults as in a file."""
     rows = [one for one in read_table("deepspeed_keys") if one.startswith(f"args.{name}.")]
     order = [one.rpartition(".")[2] for one in rows]
     named.pop("last_batch_iteration", None)
     params = {**dict(zip(order, values, strict=False)), **named}
     said = {"scheduler": {"type": name, "params": params}, "train_batch_size": 1}
-    read_as = read({**said, "gradient_clipping": 0.0}, data_parallel=1, era=installed())
-    return Schedule(optimizer, name, read_as.scheduler_args)
+    read_as = read({**said, "gradient_clipping": 0.0}, data_parallel=1, era=installed_version())
+    return DeepSpeedSchedule(optimizer, name, read_as.scheduler_args)
 
 
 def _see_memory(message: str, force: bool = False, ranks: Any = None) -> None:
@@ -296,7 +296,7 @@ def _local_rank() -> int:
 _quiet: dict[str, Any] = {"configure": lambda *_a, **_n: None, "is_configured": lambda: True}
 _comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
 _comm |= {"init_distributed": init_distributed, "get_local_rank": _local_rank}
-module_stand_in.answer(
+module_stand_in.register_facade(
     "deepspeed",
     sys.modules[__name__],
     {

@@ -22,18 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.base.errors import CheckpointError, ConfigError, nearest, short
+from shoal.base.errors import CheckpointError, ConfigError, nearest_word, shorten
 from shoal.base.plans.tensor_shards import Shard
-from shoal.base.runlog.atomic_files import saved_steps, write_whole
-from shoal.checkpoint.export.export_file import outgoing
-from shoal.checkpoint.format.listing import find, read_manifest
+from shoal.base.runlog.atomic_files import list_saved_steps, write_atomically
+from shoal.checkpoint.export.export_file import select_tensors
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.checkpoint.load.read import load_from
 from shoal.fabric import World
 from shoal.neighbours import final_saves
-from shoal.neighbours.final_saves import Call
+from shoal.neighbours.final_saves import SourceCall
 from shoal.trainer.restore_weights import restore_weights
 from shoal.trainer.run import Run
-from shoal.trainer.run_folder.extra_state import MOST_BYTES, decoded, encoded
+from shoal.trainer.run_folder.extra_state import MOST_BYTES, decode_value, encode_value
 
 LATEST = "latest"
 STEP_TAG = re.compile(r"global_step([0-9]+)")
@@ -42,7 +42,7 @@ KEEP_ALL = 2**30
 
 
 @dataclass(frozen=True)
-class Place:
+class TagCheckpoint:
     """Folder and step of a tag's checkpoint.
 
     Attributes:
@@ -80,8 +80,8 @@ def folder_name(tag: str) -> str:
 
 def write_latest(run: Run, folder: Path, tag: str) -> None:
     """Write the tag of the newest checkpoint on every disk that has one; every rank calls it."""
-    if run.world.keeps:
-        write_whole(folder / LATEST, tag)
+    if run.world.writes_files:
+        write_atomically(folder / LATEST, tag)
     run.world.barrier()
 
 
@@ -95,12 +95,12 @@ def find_latest(run: Run, folder: Path) -> str | None:
     Returns:
         The tag; None where `load_checkpoint` returns `(None, None)`.
     """
-    seen = run.world.gather_json(latest_here(folder))
+    seen = run.world.gather_json(read_latest(folder))
     for tag in seen:
         if tag is not None:
             return str(tag)
     tags = gather_tags(run.world, folder)
-    held = f"; it holds the tags {short(', '.join(tags))}" if tags else ""
+    held = f"; it holds the tags {shorten(', '.join(tags))}" if tags else ""
     why = f"{folder} has no file {LATEST}{held}" if folder.is_dir() else f"{folder} is no folder"
     near = f'tag="{tags[-1]}"' if tags else "the folder that save_checkpoint was given"
     run.recorder.notice(
@@ -110,35 +110,37 @@ def find_latest(run: Run, folder: Path) -> str | None:
     return None
 
 
-def latest_here(folder: Path) -> str | None:
+def read_latest(folder: Path) -> str | None:
     """Return the content of `latest` on this rank's disk; None without one."""
     try:
         return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    for found in find(folder / "checkpoints"):
+    for found in list_checkpoints(folder / "checkpoints"):
         try:
             extra = read_manifest(found.path).record.get("extra", {})
         except CheckpointError:
             continue  # `restore` names the damage
-        if decoded(extra).get("save_latest", True):
+        if decode_value(extra).get("save_latest", True):
             return f"global_step{found.step}"
     return None
 
 
-def tags_here(folder: Path) -> list[str]:
+def list_tags(folder: Path) -> list[str]:
     """List the tags of a folder as this rank's disk has them, oldest steps first."""
-    plain = [f"global_step{step}" for step in saved_steps(folder)]
+    plain = [f"global_step{step}" for step in list_saved_steps(folder)]
     return plain + sorted(path.parent.name for path in folder.glob("tags/*/checkpoints"))
 
 
 def gather_tags(world: World, folder: Path) -> list[str]:
     """List the tags of a folder that any rank sees; every rank calls it."""
-    seen = world.gather_json(tags_here(folder))
+    seen = world.gather_json(list_tags(folder))
     return list(dict.fromkeys(tag for tags in seen for tag in tags))
 
 
-def locate(folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkpoint") -> Place:
+def find_checkpoint(
+    folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkpoint"
+) -> TagCheckpoint:
     """Return the place of a tag's checkpoint.
 
     Args:
@@ -152,20 +154,20 @@ def locate(folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkp
     """
     name, step = folder_name(tag), STEP_TAG.fullmatch(tag)
     if step and tag in tags:
-        return Place(folder, int(step[1]))
+        return TagCheckpoint(folder, int(step[1]))
     if name in tags:
-        return Place(folder / "tags" / name, None)
+        return TagCheckpoint(folder / "tags" / name, None)
     if any((folder / tag).glob("*model_states.pt")):
         raise ConfigError(
             f"{call}: {folder / tag} was written by DeepSpeed, in pickles; try: "
             f"shoal checkpoint import {folder} FOLDER, and model.load_state_dict before initialize"
         )
-    close = nearest(tag, tags) or (tags[-1] if tags else "")
-    near = f'tag="{close}"; tags there: {short(", ".join(tags))}' if close else "another folder"
+    close = nearest_word(tag, tags) or (tags[-1] if tags else "")
+    near = f'tag="{close}"; tags there: {shorten(", ".join(tags))}' if close else "another folder"
     raise ConfigError(f"{call}: {folder} holds no checkpoint of the tag {tag}; try: {near}")
 
 
-def portable(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_state(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's client_state as plain values; every rank calls it.
 
     DeepSpeed pickles rank 0's object. A part that is no plain value, tensor, array or namespace is
@@ -174,7 +176,7 @@ def portable(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
     kept, lines = dict[str, Any](), list[str]()
     for name, value in state.items() if run.world.is_first else ():
         try:
-            text = encoded(_packed(value), f"client_state.{name}")
+            text = encode_value(_pack_state(value), f"client_state.{name}")
             if (size_bytes := len(str(text))) > MOST_BYTES // 2:
                 raise ConfigError(f"client_state.{name}: {size_bytes} bytes of text are too many")
             kept[str(name)] = text
@@ -182,18 +184,18 @@ def portable(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
             lines.append(f"deepspeed: save_checkpoint: left out of the checkpoint: {failure}")
     for line in lines:
         run.recorder.notice(line)
-    found: dict[str, Any] = decoded(run.world.broadcast_json(kept))
+    found: dict[str, Any] = decode_value(run.world.broadcast_json(kept))
     return found
 
 
-def unpacked(value: Any) -> Any:
-    """Return the structure that `_packed` converted.
+def unpack_state(value: Any) -> Any:
+    """Return the structure that `_pack_state` converted.
 
     >>> unpacked(_packed({"a": [torch.ones(2)], "b": (argparse.Namespace(c=1),)}))
     {'a': [tensor([1., 1.])], 'b': (Namespace(c=1),)}
     """
     if isinstance(value, list | tuple):
-        return type(value)(map(unpacked, value))
+        return type(value)(map(unpack_state, value))
     if not isinstance(value, dict):
         return value
     if TENSOR in value:
@@ -203,18 +205,18 @@ def unpacked(value: Any) -> Any:
         whole = flat.reshape(value["shape"])
         return whole.numpy() if value[TENSOR] == "numpy" else whole
     if NAMESPACE in value:
-        return argparse.Namespace(**unpacked(value[NAMESPACE]))
-    return {name: unpacked(one) for name, one in value.items()}
+        return argparse.Namespace(**unpack_state(value[NAMESPACE]))
+    return {name: unpack_state(one) for name, one in value.items()}
 
 
-def _packed(value: Any) -> Any:
+def _pack_state(value: Any) -> Any:
     """Convert tensors, arrays and namespaces in a structure into plain values."""
     if type(value) in (list, tuple):
-        return type(value)(map(_packed, value))
+        return type(value)(map(_pack_state, value))
     if type(value) is dict:
-        return {name: _packed(one) for name, one in value.items()}
+        return {name: _pack_state(one) for name, one in value.items()}
     if isinstance(value, argparse.Namespace | SimpleNamespace):
-        return {NAMESPACE: _packed(vars(value))}
+        return {NAMESPACE: _pack_state(vars(value))}
     if isinstance(value, Path):
         return str(value)
     is_array = isinstance(value, np.ndarray) and value.dtype != object
@@ -233,7 +235,7 @@ TENSOR, NAMESPACE = "shoal.tensor", "shoal.namespace"
 """Keys of the JSON for a tensor, for a namespace."""
 
 
-def load_whole(run: Run, place: Place, *, fall_back: bool, strict: bool) -> None:
+def load_whole(run: Run, place: TagCheckpoint, *, fall_back: bool, strict: bool) -> None:
     """Restore everything of a checkpoint.
 
     Args:
@@ -246,7 +248,7 @@ def load_whole(run: Run, place: Place, *, fall_back: bool, strict: bool) -> None
         ConfigError: the checkpoint is not there any more, or the names of its tensors differ where
             that was allowed: an optimizer's state belongs to all of them.
     """
-    steps = run.world.gather_json(saved_steps(place.folder))
+    steps = run.world.gather_json(list_saved_steps(place.folder))
     newest = max((step for rank in steps for step in rank), default=None)
     step = None if fall_back and place.step == newest else place.step
     try:
@@ -262,7 +264,7 @@ def load_whole(run: Run, place: Place, *, fall_back: bool, strict: bool) -> None
         raise ConfigError(f"load_checkpoint: {place.folder} holds no complete checkpoint")
 
 
-def load_weights(run: Run, place: Place, *, strict: bool) -> dict[str, Any]:
+def load_weights(run: Run, place: TagCheckpoint, *, strict: bool) -> dict[str, Any]:
     """Restore the weights alone; return the record that `save_checkpoint` wrote, and the step.
 
     Raises:
@@ -271,7 +273,7 @@ def load_weights(run: Run, place: Place, *, strict: bool) -> dict[str, Any]:
     record = restore_weights(run, place.folder, place.step, strict=strict)
     if record is None:
         raise ConfigError(f"load_checkpoint: {place.folder} holds no complete checkpoint")
-    return {**decoded(record.get("extra", {})), "step": int(record["step"])}
+    return {**decode_value(record.get("extra", {})), "step": int(record["step"])}
 
 
 def read_whole(checkpoint_dir: Any, tag: Any = None) -> dict[str, torch.Tensor]:
@@ -283,12 +285,16 @@ def read_whole(checkpoint_dir: Any, tag: Any = None) -> dict[str, torch.Tensor]:
         ConfigError: there is no checkpoint of that tag.
     """
     call, folder = "get_fp32_state_dict_from_zero_checkpoint", Path(checkpoint_dir)
-    chosen = str(tag) if tag is not None else latest_here(folder)
+    chosen = str(tag) if tag is not None else read_latest(folder)
     if chosen is None:
         raise ConfigError(f"{call}: {folder} has no file {LATEST}; try: tag=…, or another folder")
-    place = locate(folder, chosen, tags_here(folder), call)
-    found = [f.path for f in find(place.folder / "checkpoints") if place.step in (None, f.step)]
-    going = outgoing(found[0])
+    place = find_checkpoint(folder, chosen, list_tags(folder), call)
+    found = [
+        f.path
+        for f in list_checkpoints(place.folder / "checkpoints")
+        if place.step in (None, f.step)
+    ]
+    going = select_tensors(found[0])
     stored = {name: going.manifest.tensors[name] for name in going.names.values()}
     whole = [Shard.whole(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()]
     read = load_from(going.path, going.manifest, whole)
@@ -296,21 +302,21 @@ def read_whole(checkpoint_dir: Any, tag: Any = None) -> dict[str, torch.Tensor]:
     return state | {alias: state[first] for alias, first in going.aliases.items()}
 
 
-def name_saves(run: Run, engine: Any) -> None:
+def report_saves(run: Run, engine: Any) -> None:
     """Report, before training, each save call of the script that behaves differently here."""
     source = final_saves.read_source()
     engines = {name for name, made in source.makers.items() if made & MAKERS}
 
-    def writes_safetensors(call: Call) -> str:
+    def writes_safetensors(call: SourceCall) -> str:
         if call.is_method and call.name in ("save_16bit_model", "save_fp16_model"):
-            asked = call.word("save_filename", 1) or "'pytorch_model.bin'"
-            return final_saves.renamed(asked)
+            asked = call.argument("save_filename", 1) or "'pytorch_model.bin'"
+            return final_saves.describe_replacement(asked)
         safely = call.words.get("safe_serialization") == "True"
         if call.name.startswith("convert_zero_checkpoint_to_") and not safely:
-            return final_saves.renamed("'pytorch_model.bin'")
+            return final_saves.describe_replacement("'pytorch_model.bin'")
         return ""
 
-    def is_missing(call: Call) -> str:
+    def is_missing(call: SourceCall) -> str:
         if call.of not in engines or hasattr(engine, call.name):
             return ""
         try:
@@ -321,11 +327,11 @@ def name_saves(run: Run, engine: Any) -> None:
 
     rules: list[final_saves.Rule] = [writes_safetensors, is_missing]
     if run.plan.layout.zero == 3:
-        rules += [final_saves.saves_parts(SAVES), _gathers]
-    final_saves.name_final_saves(run, source.after("initialize"), rules)
+        rules += [final_saves.sharded_save_rule(SAVES), _gathers]
+    final_saves.report_final_saves(run, source.after("initialize"), rules)
 
 
-def _gathers(call: Call) -> str:
+def _gathers(call: SourceCall) -> str:
     if call.name != "GatheredParameters":
         return ""
     return (

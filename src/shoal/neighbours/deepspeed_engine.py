@@ -26,12 +26,12 @@ from shoal.fabric import World, start_world
 from shoal.neighbours import deepspeed_checkpoints as checkpoints
 from shoal.neighbours import final_saves, module_stand_in
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
-from shoal.neighbours.configs.deepspeed_config import LossScale, Settings, read
-from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, Schedule
-from shoal.neighbours.library_loop import Carried, FreeLoop, started
+from shoal.neighbours.configs.deepspeed_config import DeepSpeedSettings, LossScaleSettings, read
+from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, DeepSpeedSchedule
+from shoal.neighbours.library_loop import LibraryLoop, ModelWrapper, start_library_run
 from shoal.trainer.run import Run
 from shoal.trainer.step import loss_scale
-from shoal.trainer.step.optimizer_step import Tally, Updated
+from shoal.trainer.step.optimizer_step import StepTotals, UpdateResult
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """Shoal's strategy by ZeRO's stage."""
@@ -104,12 +104,12 @@ def initialize(
     settings = read(
         told,
         data_parallel=world.size,
-        era=installed(),
+        era=installed_version(),
         unsaid_clip=1.0,
         brought=[name for name, value in brought.items() if value is not None],
     )
-    compute = _widened(model, settings)
-    run = started(
+    compute = _keep_master_weights(model, settings)
+    run = start_library_run(
         model,
         _optimizer(settings, optimizer, model_parameters),
         layout=STRATEGIES[settings.stage] if world.size > 1 else "single",
@@ -124,16 +124,16 @@ def initialize(
     for line in settings.told:
         run.recorder.notice(f"deepspeed: {line}")
     if settings.compute == "fp16":
-        run.loss_scale = Scale(settings.loss_scale)
+        run.loss_scale = DeepSpeedLossScale(settings.loss_scale)
     schedule = _schedule(settings, lr_scheduler, run.optimizer)
     engine = Engine(run, settings, schedule)
-    checkpoints.name_saves(run, engine)
+    checkpoints.report_saves(run, engine)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, collate_fn, settings, world)
     return engine, engine.optimizer, engine.training_dataloader, schedule
 
 
-def installed() -> str:
+def installed_version() -> str:
     """Return the installed version of DeepSpeed; "" for none."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -143,7 +143,7 @@ def installed() -> str:
         return ""
 
 
-def _widened(model: nn.Module, settings: Settings) -> str:
+def _keep_master_weights(model: nn.Module, settings: DeepSpeedSettings) -> str:
     """Keep fp32 master weights for weights of a narrow dtype, as DeepSpeed does.
 
     At stage 0 without a format DeepSpeed steps such weights themselves.
@@ -160,7 +160,7 @@ def _widened(model: nn.Module, settings: Settings) -> str:
     return "bf16" if settings.compute == "fp32" else settings.compute
 
 
-def _policies(settings: Settings) -> dict[str, Any]:
+def _policies(settings: DeepSpeedSettings) -> dict[str, Any]:
     """Return the other arguments of `parallelize`."""
     told: dict[str, Any] = {"clip": settings.clip}
     if settings.offload_parameters or settings.offload_optimizer:
@@ -172,7 +172,7 @@ def _policies(settings: Settings) -> dict[str, Any]:
     return told
 
 
-def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
+def _optimizer(settings: DeepSpeedSettings, brought: Any, parameters: Any) -> Any:
     """Return the optimizer, or the function parameters → optimizer, for `parallelize`."""
     if isinstance(brought, torch.optim.Optimizer):
         return brought
@@ -198,7 +198,7 @@ def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
     return lambda trains: made(chosen if chosen is not None else trains, **args)
 
 
-def _schedule(settings: Settings, brought: Any, optimizer: torch.optim.Optimizer) -> Any:
+def _schedule(settings: DeepSpeedSettings, brought: Any, optimizer: torch.optim.Optimizer) -> Any:
     if brought is not None:
         is_function = callable(brought) and not hasattr(brought, "step")
         return brought(optimizer) if is_function else brought
@@ -207,7 +207,7 @@ def _schedule(settings: Settings, brought: Any, optimizer: torch.optim.Optimizer
     stock = getattr(torch.optim.lr_scheduler, settings.scheduler, None)
     if stock is not None and settings.scheduler not in SCHEDULES:
         return stock(optimizer, **settings.scheduler_args)
-    return Schedule(optimizer, settings.scheduler, settings.scheduler_args)
+    return DeepSpeedSchedule(optimizer, settings.scheduler, settings.scheduler_args)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -221,25 +221,25 @@ def live_engines() -> list[Engine]:
 
 def _backward(loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any) -> None:
     """Call the active engine's `backward`: serve a script's `loss.backward()`."""
-    begun = [one for one in _engines if one.loop.under_way]
+    begun = [one for one in _engines if one.loop.awaits_backward]
     if gradient is None and len(begun) == 1 and not loss.dim():
         begun[0].backward(loss, **named)
     else:
         _plain_backward(loss, gradient, *args, **named)
 
 
-class Engine(Carried):
+class Engine(ModelWrapper):
     """Engine that `initialize` returns: a module with `backward`, `step` and DeepSpeed's queries.
 
     module   the user's · optimizer  torch's, over this rank's parts · global_steps  updates until
     now, skipped ones included · micro_steps  calls of `step` until now
     """
 
-    loop: FreeLoop
+    loop: LibraryLoop
 
-    def __init__(self, run: Run, settings: Settings, schedule: Any) -> None:
+    def __init__(self, run: Run, settings: DeepSpeedSettings, schedule: Any) -> None:
         check = EqualBatchesCheck(run, DEALS, lambda: self.training_dataloader is not None)
-        super().__init__(run.model, FreeLoop(run, check))
+        super().__init__(run.model, LibraryLoop(run, check))
         self.run, self.settings, self.lr_scheduler = run, settings, schedule
         self.optimizer = run.optimizer
         self.training_dataloader: Any = None
@@ -261,7 +261,9 @@ class Engine(Carried):
         except AttributeError:
             if name.startswith("_"):
                 raise
-            raise module_stand_in.Lacking(f"deepspeed: engine.{name}", INSTEAD.get(name)) from None
+            raise module_stand_in.MissingNameError(
+                f"deepspeed: engine.{name}", INSTEAD.get(name)
+            ) from None
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -371,7 +373,7 @@ class Engine(Carried):
         named = f"global_step{self.global_steps}" if tag is None else str(tag)
         scheduler, folder = self.lr_scheduler, Path(save_dir)
         extra = {
-            "client_state": checkpoints.portable(self.run, client_state or {}),
+            "client_state": checkpoints.to_plain_state(self.run, client_state or {}),
             "micro_steps": self.micro_steps,
             "skipped_steps": self.skipped_steps,
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
@@ -427,7 +429,7 @@ class Engine(Carried):
         else:
             chosen = checkpoints.agree_on_tag(run, str(tag), "load_checkpoint")
         there = checkpoints.gather_tags(run.world, folder)
-        place = checkpoints.locate(folder, chosen, there)
+        place = checkpoints.find_checkpoint(folder, chosen, there)
         if load_module_only or not load_optimizer_states:
             extra = checkpoints.load_weights(run, place, strict=load_module_strict)
             if not load_module_only:
@@ -440,7 +442,7 @@ class Engine(Carried):
             self.skipped_steps = extra["skipped_steps"]
             if self.lr_scheduler is not None and load_lr_scheduler_states and extra["lr_scheduler"]:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        return str(load_dir), checkpoints.unpacked(extra["client_state"])
+        return str(load_dir), checkpoints.unpack_state(extra["client_state"])
 
     def compile(self, *_how: Any, **_named: Any) -> None:
         """Do nothing: the run's own key, compile.mode, compiles blocks."""
@@ -490,7 +492,7 @@ class Engine(Carried):
         self.run.close()
 
 
-def _loader(dataset: Any, collate: Any, settings: Settings, world: World) -> Any:
+def _loader(dataset: Any, collate: Any, settings: DeepSpeedSettings, world: World) -> Any:
     """Return a loader with this rank's batches as DeepSpeed deals them, in the order of epoch 0."""
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -506,22 +508,22 @@ def _loader(dataset: Any, collate: Any, settings: Settings, world: World) -> Any
     return loader
 
 
-class Scale(loss_scale.LossScale):
+class DeepSpeedLossScale(loss_scale.LossScale):
     """Loss scaler of fp16 with DeepSpeed's rules, in place of Shoal's; `left`: overflows to go."""
 
-    def __init__(self, settings: LossScale) -> None:
+    def __init__(self, settings: LossScaleSettings) -> None:
         super().__init__(settings.fixed)
         self.settings, self.left = settings, settings.hysteresis
         self.value = settings.fixed or settings.initial
 
-    def lowered(self, done: Updated, tally: Tally) -> bool:
+    def update(self, done: UpdateResult, tally: StepTotals) -> bool:
         """Adapt the scale after an update; return whether the update overflowed.
 
         Raises:
             ConfigError: as `lower`.
         """
         if not done.skipped:
-            self.held()
+            self.handle_clean_step()
             return False
         if tally.loss_broken or self.fixed:
             return False
@@ -545,7 +547,7 @@ class Scale(loss_scale.LossScale):
         else:
             self.value = max(self.value / 2, self.settings.least)
 
-    def held(self) -> None:
+    def handle_clean_step(self) -> None:
         """Count a step without overflow, and double the scale when due."""
         self.clean += 1
         if self.fixed:

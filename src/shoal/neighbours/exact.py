@@ -38,7 +38,7 @@ FACTORS = ("Div", "Mul", "Neg", "Mean", "View", "Unsqueeze", "Squeeze", "ToCopy"
 KEY = "shoal.targets"
 
 
-def count_of(loss: torch.Tensor) -> torch.Tensor:
+def count_targets(loss: torch.Tensor) -> torch.Tensor:
     """Return the number of targets of a loss; of classes with weights, the sum of these.
 
     Raises:
@@ -48,7 +48,7 @@ def count_of(loss: torch.Tensor) -> torch.Tensor:
     >>> count_of(mean(torch.zeros(3, 2, requires_grad=True), torch.tensor([0, -100, 1])) / 4)
     tensor(2., dtype=torch.float64)
     """
-    found = _found(loss.grad_fn)
+    found = _find_count(loss.grad_fn)
     if found is None:
         last = loss.grad_fn.name() if loss.grad_fn is not None else "nothing that has a gradient"
         raise ConfigError(
@@ -59,14 +59,14 @@ def count_of(loss: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _found(node: Any) -> torch.Tensor | None:
+def _find_count(node: Any) -> torch.Tensor | None:
     while node is not None:
         if KEY in node.metadata:
             return node.metadata[KEY]
         kind = type(node).__name__.partition("Backward")[0]
         inputs = [one for one, _ in node.next_functions if one is not None]
         if kind == "Add" and len(inputs) == 2:
-            first, second = map(_found, inputs)
+            first, second = map(_find_count, inputs)
             same = first is not None and second is not None and torch.equal(first, second)
             return first if same else None
         if kind not in FACTORS or len(inputs) != 1:
@@ -75,7 +75,7 @@ def _found(node: Any) -> torch.Tensor | None:
     return None
 
 
-def _of_elements(said: Mapping[str, Any]) -> torch.Tensor | None:
+def _count_elements(said: Mapping[str, Any]) -> torch.Tensor | None:
     first, target = next(iter(said.values())), said["target"]
     if said.get("weight") is not None:
         return None  # some are divided by the weights' sum, some are not
@@ -87,7 +87,7 @@ def _number(value: int, beside: torch.Tensor) -> torch.Tensor:
     return torch.tensor(float(value), dtype=torch.float64, device=beside.device)
 
 
-def _of_classes(said: Mapping[str, Any]) -> torch.Tensor | None:
+def _count_class_targets(said: Mapping[str, Any]) -> torch.Tensor | None:
     target, weight = said["target"], said.get("weight")
     if target.is_floating_point():  # a share of each class
         scores = said["input"]
@@ -98,7 +98,7 @@ def _of_classes(said: Mapping[str, Any]) -> torch.Tensor | None:
     return weight.double()[target[kept]].sum()
 
 
-def _noting(
+def _record_counts(
     function: Callable[..., Any], count: Callable[[Mapping[str, Any]], torch.Tensor | None]
 ) -> Callable[..., Any]:
     """Wrap a loss function so that a mean's node in the graph records its number of targets."""
@@ -132,7 +132,7 @@ def install() -> None:
     """Weigh losses by targets from now on, in this process; do nothing at a second call."""
     if library_loop.count_of is not None:
         return
-    for names, count in ((ELEMENTS, _of_elements), (CLASSES, _of_classes)):
+    for names, count in ((ELEMENTS, _count_elements), (CLASSES, _count_class_targets)):
         for name in names:
-            setattr(functional, name, _noting(getattr(functional, name), count))
-    library_loop.count_of = count_of
+            setattr(functional, name, _record_counts(getattr(functional, name), count))
+    library_loop.count_of = count_targets

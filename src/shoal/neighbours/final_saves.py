@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from shoal.base.errors import ConfigError, ShoalError
-from shoal.base.runlog.environment import user_code
+from shoal.base.runlog.environment import find_user_code
 from shoal.trainer.run import Run
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".tar")
@@ -55,44 +55,44 @@ def write_tensors(path: Path, value: Any) -> None:
 
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
-    for name, one in _leaves(value):
+    for name, one in _walk_leaves(value):
         if isinstance(one, torch.Tensor):
             tensors[name] = one.detach()
         else:
             plain[name] = one
-    metadata = {"format": "pt", **_tied(tensors)}
+    metadata = {"format": "pt", **_find_ties(tensors)}
     if plain:
         metadata["values"] = json.dumps(plain, default=str)
     whole = {name: t.cpu().contiguous() for name, t in tensors.items() if name not in metadata}
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(_unshared(whole), half, metadata)
+        save_file(_copy_shared(whole), half, metadata)
         os.replace(half, path)
     finally:
         half.unlink(missing_ok=True)
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _walk_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value that is no dict, list or tuple, with its path."""
     if hasattr(value, "state_dict"):
         value = value.state_dict()
     dot = f"{path}." if path else ""
     if isinstance(value, Mapping) and value:
         for key, one in value.items():
-            yield from _leaves(one, f"{dot}{key}")
+            yield from _walk_leaves(one, f"{dot}{key}")
     elif isinstance(value, list | tuple) and any(_holds_tensor(one) for one in value):
         for place, one in enumerate(value):
-            yield from _leaves(one, f"{dot}{place}")
+            yield from _walk_leaves(one, f"{dot}{place}")
     else:
         yield path, value
 
 
 def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(one, torch.Tensor) for _, one in _leaves(value))
+    return any(isinstance(one, torch.Tensor) for _, one in _walk_leaves(value))
 
 
-def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return names of the very same tensor: each later one → the first one."""
     first: dict[Any, str] = {}
     found = {}
@@ -105,7 +105,7 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_shared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share memory with others, which the format cannot express."""
     storages: set[int] = set()
     found = {}
@@ -118,7 +118,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Call:
+class SourceCall:
     """A call in the user's source.
 
     Attributes:
@@ -141,23 +141,23 @@ class Call:
         """Return the call as in the source, without arguments."""
         return f"{self.of or '…'}.{self.name}" if self.is_method else self.name
 
-    def word(self, name: str, place: int) -> str:
+    def argument(self, name: str, place: int) -> str:
         """Return the text of an argument; "" if it is missing."""
         return self.words.get(name, self.words.get(place, ""))
 
 
 @dataclass(frozen=True)
-class Source:
+class ScriptSource:
     """Calls in the user's source, and the values of its variables.
 
     Attributes:
         makers: name of a variable → the functions whose result, or its first part, it is given.
     """
 
-    calls: list[Call]
+    calls: list[SourceCall]
     makers: Mapping[str, set[str]]
 
-    def after(self, start: str) -> Source:
+    def after(self, start: str) -> ScriptSource:
         """Return the source without calls before the first call of `start` in the same file."""
         first: dict[str, int] = {}
         for call in self.calls:
@@ -167,13 +167,13 @@ class Source:
         return replace(self, calls=later)
 
 
-def read_source() -> Source:
+def read_source() -> ScriptSource:
     """Read the main script, and those imported modules that are the user's own.
 
     Code that cannot run is left out: under `if False`, and in functions that no source names.
     """
     trees: dict[str, ast.Module] = {}
-    for file, _ in user_code().values():
+    for file, _ in find_user_code().values():
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             trees[file] = ast.parse(Path(file).read_text(encoding="utf-8"))
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
@@ -184,15 +184,15 @@ def read_source() -> Source:
             target = node.targets[0]
             first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
             makers.setdefault(_last_name(first), set()).add(_last_name(node.value))
-    calls = [call for file, tree in trees.items() for call in _calls(file, tree, named)]
-    return Source(calls, makers)
+    calls = [call for file, tree in trees.items() for call in _walk_calls(file, tree, named)]
+    return ScriptSource(calls, makers)
 
 
-def _calls(file: str, node: ast.AST, named: set[str]) -> Iterator[Call]:
+def _walk_calls(file: str, node: ast.AST, named: set[str]) -> Iterator[SourceCall]:
     """Yield the calls below a node, in the order of the source."""
     if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value:
         for other in node.orelse:
-            yield from _calls(file, other, named)
+            yield from _walk_calls(file, other, named)
         return
     if isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name not in named:
         return
@@ -201,9 +201,9 @@ def _calls(file: str, node: ast.AST, named: set[str]) -> Iterator[Call]:
         words |= {one.arg or "**": ast.unparse(one.value) for one in node.keywords}
         is_method = isinstance(node.func, ast.Attribute)
         of = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-        yield Call(file, node.lineno, of, _last_name(node.func), is_method, words)
+        yield SourceCall(file, node.lineno, of, _last_name(node.func), is_method, words)
     for child in ast.iter_child_nodes(node):
-        yield from _calls(file, child, named)
+        yield from _walk_calls(file, child, named)
 
 
 def _last_name(node: ast.AST) -> str:
@@ -213,11 +213,11 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
 
 
-Rule = Callable[[Call], str]
+Rule = Callable[[SourceCall], str]
 """Returns a call's difference from its library's, to print after `FILE:LINE: x.save`; or ""."""
 
 
-def name_final_saves(run: Run, source: Source, rules: Sequence[Rule]) -> None:
+def report_final_saves(run: Run, source: ScriptSource, rules: Sequence[Rule]) -> None:
     """Print a line, before training, for each call of the source that a rule names."""
     told = set[tuple[str, str]]()
     for call in source.calls:
@@ -228,7 +228,7 @@ def name_final_saves(run: Run, source: Source, rules: Sequence[Rule]) -> None:
                 run.recorder.notice(f"{shown}:{call.line}: {call.text} {line}")
 
 
-def renamed(asked: str) -> str:
+def describe_replacement(asked: str) -> str:
     """Return a line on the file that replaces a pickle; "" if the path is none.
 
     >>> renamed("'a/last.pt'")
@@ -245,14 +245,14 @@ def renamed(asked: str) -> str:
     return f"writes {shown}, which safetensors.torch reads: Shoal writes no pickle"
 
 
-def saves_parts(near: str) -> Rule:
+def sharded_save_rule(near: str) -> Rule:
     """Return the rule for layouts of which each rank holds parts of the weights.
 
     Args:
         near: the call that gathers them.
     """
 
-    def rule(call: Call) -> str:
+    def rule(call: SourceCall) -> str:
         holds_weights = any(word in call.of.lower() for word in ("model", "module", "engine"))
         if not call.is_method or not holds_weights:
             return ""
@@ -271,7 +271,7 @@ UNSAVED = "unsaved-weights"
 """The run folder, in the working folder, that a refused save leaves."""
 
 
-def rescue(run: Run, failure: ConfigError, near: str) -> NoReturn:
+def save_and_refuse(run: Run, failure: ConfigError, near: str) -> NoReturn:
     """Write a checkpoint in place of a refused save, then raise.
 
     If some ranks do not come here within seconds, no checkpoint is written: it needs them all.
@@ -285,7 +285,7 @@ def rescue(run: Run, failure: ConfigError, near: str) -> NoReturn:
         ConfigError: always, `failure` and the location of the weights.
     """
     saved = None
-    if run.step_count and run.meeting.agreed(f"rescue of step {run.step_count}"):
+    if run.step_count and run.meeting.is_equal_on_ranks(f"rescue of step {run.step_count}"):
         with contextlib.suppress(ShoalError):
             saved = run.save(UNSAVED)
     why = str(failure).partition("; try: ")[0]
@@ -297,15 +297,15 @@ def rescue(run: Run, failure: ConfigError, near: str) -> NoReturn:
     ) from None
 
 
-def save_what_is_refused(run: Run, near: str) -> None:
-    """Let a refused `run.model.state_dict()` write a checkpoint first (`rescue`)."""
+def rescue_refused_saves(run: Run, near: str) -> None:
+    """Let a refused `run.model.state_dict()` write a checkpoint first (`save_and_refuse`)."""
     model, plain = run.model, run.model.state_dict
 
     def state_dict(*args: Any, **named: Any) -> Any:
         try:
             return plain(*args, **named)
         except ConfigError as failure:
-            rescue(run, failure, near)
+            save_and_refuse(run, failure, near)
 
     vars(model)["state_dict"] = state_dict
     undo = partial(vars(model).pop, "state_dict", None)

@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
-from shoal.neighbours.final_saves import save_what_is_refused
+from shoal.neighbours.final_saves import rescue_refused_saves
 from shoal.trainer.full_state_dict import GIVE_COPIES
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.passes.free_passes import FreePasses
@@ -25,7 +25,7 @@ count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 """Returns a loss's number of targets, if losses are weighed by it (`exact.py`)."""
 
 
-def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
+def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
     """Start a run, as `parallelize`, but keep the model's training mode: the loop sets it itself.
 
     A model of transformers comes in evaluation mode, and the other libraries train it in that mode
@@ -39,13 +39,13 @@ def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
     if not trains:
         run.model.eval()
     if run.plan.layout.zero == 3:
-        save_what_is_refused(run, saves)
+        rescue_refused_saves(run, saves)
     elif run.plan.layout.zero:
         GIVE_COPIES.update(run.model.modules())
     return run
 
 
-class FreeLoop:
+class LibraryLoop:
     """Steps of a run, driven pass by pass from a foreign loop.
 
     Attributes:
@@ -63,9 +63,9 @@ class FreeLoop:
         return written if isinstance(written, FreePasses) else None
 
     @property
-    def under_way(self) -> bool:
+    def awaits_backward(self) -> bool:
         """Return whether a forward pass waits for its backward."""
-        return self.passes is not None and self.passes.under_way
+        return self.passes is not None and self.passes.in_progress
 
     @property
     def begun(self) -> bool:
@@ -113,12 +113,12 @@ class FreeLoop:
         if passes is None:
             with run.meeting.at("the first pass of a step"):
                 run.begin(None)
-                passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+                passes = FreePasses(run.program, run.step_count, run.scale, run.collect_flags)
                 run.step_state.written = passes
         return passes
 
 
-class Carried(nn.Module):
+class ModelWrapper(nn.Module):
     """Wrapper that a script calls in place of its model: the same outputs and attributes.
 
     Args:
@@ -129,7 +129,7 @@ class Carried(nn.Module):
     no_sync = nullcontext
     """Context of passes whose gradients need no all-reduce yet; the update reduces them."""
 
-    def __init__(self, module: nn.Module, loop: FreeLoop | None = None) -> None:
+    def __init__(self, module: nn.Module, loop: LibraryLoop | None = None) -> None:
         super().__init__()
         self.module, self.loop = module, loop
 
@@ -145,7 +145,7 @@ class Carried(nn.Module):
         return call(*inputs, **named)
 
 
-class Alone(FreeLoop):
+class LocalLoop(LibraryLoop):
     """Local steps of this rank, on a run's model and optimizer, without communication.
 
     Between them `average` makes the weights of all ranks equal, as they must be when the run goes
@@ -203,7 +203,7 @@ class Alone(FreeLoop):
         run, norm = self.run, 0.0
         if self._norm:
             norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), self._norm))
-        with run.guards.writes.stepping():
+        with run.guards.writes.mark_own_step():
             run.optimizer.step()
         self.drop()
         rate = float(run.optimizer.param_groups[0]["lr"])

@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError, nearest
+from shoal.base.errors import ConfigError, nearest_word
 from shoal.base.layouts.policies import POLICIES
 from shoal.fabric import World, start_world
-from shoal.neighbours.library_loop import FreeLoop
+from shoal.neighbours.library_loop import LibraryLoop
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.state.run_state import OPTIMIZER, run_state
+from shoal.trainer.state.run_state import OPTIMIZER, collect_run_state
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """Names under which Lightning is installed; their classes do not know each other."""
@@ -59,7 +59,7 @@ _in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 TRUE = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 
 
-class Carrier(nn.Module):
+class MethodWrapper(nn.Module):
     """Wrapper that runs a method of the user's module in a forward pass, as Lightning's do."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,7 +71,7 @@ class Carrier(nn.Module):
         return getattr(self.module, method)(*inputs, **named)
 
 
-class _Methods:
+class _StrategyMethods:
     """Methods in which Shoal's strategy differs from its base, Lightning's ddp strategy."""
 
     package: ClassVar[Any]
@@ -83,13 +83,15 @@ class _Methods:
         policies = named.keys() & (POLICIES.keys() - ELSEWHERE.keys())
         for name in named.keys() - policies - {*OWN}:
             known = [*OWN, *POLICIES]
-            near = ELSEWHERE.get(name) or nearest(name, known) or "a key of docs/configuration.md"
+            near = (
+                ELSEWHERE.get(name) or nearest_word(name, known) or "a key of docs/configuration.md"
+            )
             raise ConfigError(f"ShoalStrategy: {name} is no argument of it; try: {near}")
         self.policies = {name: named.pop(name) for name in policies}
         super().__init__(**named)
         self.layout = layout
-        self.loop: FreeLoop | None = None
-        self.carrier: Carrier | None = None
+        self.loop: LibraryLoop | None = None
+        self.carrier: MethodWrapper | None = None
         self.world: World | None = None
         self._names: list[list[str]] = []
         self._states: Any = None
@@ -133,10 +135,10 @@ class _Methods:
                 "configure_optimizers: no optimizer that steps a weight; try: one, over "
                 "self.parameters()"
             )
-        self._begin(optimizers[0], compute, states)
+        self._start_run(optimizers[0], compute, states)
 
-    def _begin(self, optimizer: torch.optim.Optimizer, compute: str, states: Any) -> None:
-        carrier = Carrier(self.lightning_module)
+    def _start_run(self, optimizer: torch.optim.Optimizer, compute: str, states: Any) -> None:
+        carrier = MethodWrapper(self.lightning_module)
         if states:  # whole, and cut with the parameters
             optimizer.load_state_dict(states[0])
         names = {id(one): name for name, one in carrier.named_parameters()}
@@ -150,12 +152,12 @@ class _Methods:
             world=self._world(),
             **{"clip": 0.0, **self.policies},
         )
-        vars(optimizer)["zero_grad"] = _nothing  # a step begins without gradients
+        vars(optimizer)["zero_grad"] = _do_nothing  # a step begins without gradients
         plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
         vars(plugin)["clip_gradients"] = self._clip
         if hasattr(plugin, "scaler"):
             plugin.scaler = None  # the run scales the loss
-        self.carrier, self.loop = carrier, FreeLoop(run)
+        self.carrier, self.loop = carrier, LibraryLoop(run)
 
     def _world(self) -> World:
         if self.world is None:
@@ -182,13 +184,13 @@ class _Methods:
 
     def training_step(self, *inputs: Any, **named: Any) -> Any:
         """Run the module's own step, as a pass of the step under way."""
-        return self._inside("training_step", *inputs, **named)
+        return self._run_method("training_step", *inputs, **named)
 
     def validation_step(self, *inputs: Any, **named: Any) -> Any:
         """Run the module's own step, in the run's dtype."""
-        return self._inside("validation_step", *inputs, **named)
+        return self._run_method("validation_step", *inputs, **named)
 
-    def _inside(self, method: str, *inputs: Any, **named: Any) -> Any:
+    def _run_method(self, method: str, *inputs: Any, **named: Any) -> Any:
         loop = self.loop
         if loop is None:
             return getattr(super(), method)(*inputs, **named)
@@ -267,14 +269,14 @@ class _Methods:
         own = optimizer.state_dict()
         if self.loop is None or not self.loop.run.plan.layout.zero:
             return dict(own)
-        from shoal.parallel.build.full_state import assembled
+        from shoal.parallel.build.full_state import assemble_tensors
 
         run = self.loop.run
-        parts, record = run_state(run)
+        parts, record = collect_run_state(run)
         kept = {name: part for name, part in parts.items() if name.startswith(OPTIMIZER)}
         places = {name: place for place, name in enumerate(chain(*self._names))}
         state: dict[int, dict[str, Any]] = {}
-        for full, tensor in assembled(kept, run.world).items():
+        for full, tensor in assemble_tensors(kept, run.world).items():
             name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
             state.setdefault(places[name], {})[key] = tensor
         for name, values in record["optimizer"]["scalars"].items():
@@ -292,8 +294,8 @@ class _Methods:
         world = self._world()
         if world.size == 1:
             return obj
-        said = world.broadcast_json(_written(obj) if world.rank == src else None, src)
-        return _read(said)
+        said = world.broadcast_json(_encode_json(obj) if world.rank == src else None, src)
+        return _decode_json(said)
 
     def on_exception(self, exception: BaseException) -> None:
         """Release the run without its end: the other processes may be gone."""
@@ -323,18 +325,18 @@ def check_layout(layout: Any) -> None:
     known = isinstance(layout, dict) and set(layout) <= set(DEGREES)
     if known or layout in LAYOUTS:
         return
-    first = nearest(str(layout), LAYOUTS) or "ddp, zero1, zero2 or fsdp"
+    first = nearest_word(str(layout), LAYOUTS) or "ddp, zero1, zero2 or fsdp"
     raise ConfigError(
         f"ShoalStrategy(layout={layout!r}): Lightning's loop calls training_step on whole layers, "
         f"once per batch; try: {first}; tp, pp and cp: shoal.parallelize(…, sample=…)"
     )
 
 
-def _nothing(set_to_none: bool = True) -> None:
+def _do_nothing(set_to_none: bool = True) -> None:
     """Do nothing, in place of `zero_grad`."""
 
 
-def _written(value: Any) -> Any:
+def _encode_json(value: Any) -> Any:
     """Convert a value to JSON with tagged types.
 
     Raises:
@@ -346,11 +348,11 @@ def _written(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [_written(one) for one in value]
+        return [_encode_json(one) for one in value]
     if isinstance(value, tuple):
-        return {"tuple": [_written(one) for one in value]}
+        return {"tuple": [_encode_json(one) for one in value]}
     if isinstance(value, dict) and all(isinstance(one, str) for one in value):
-        return {"dict": {name: _written(one) for name, one in value.items()}}
+        return {"dict": {name: _encode_json(one) for name, one in value.items()}}
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return {"tensor": value.tolist(), "dtype": kind, "device": str(value.device)}
@@ -362,10 +364,10 @@ def _written(value: Any) -> Any:
     )
 
 
-def _read(value: Any) -> Any:
-    """Return the value that `_written` converted."""
+def _decode_json(value: Any) -> Any:
+    """Return the value that `_encode_json` converted."""
     if isinstance(value, list):
-        return [_read(one) for one in value]
+        return [_decode_json(one) for one in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -376,8 +378,8 @@ def _read(value: Any) -> Any:
 
         return Path(value["path"])
     if "tuple" in value:
-        return tuple(_read(one) for one in value["tuple"])
-    return {name: _read(one) for name, one in value["dict"].items()}
+        return tuple(_decode_json(one) for one in value["tuple"])
+    return {name: _decode_json(one) for name, one in value["dict"].items()}
 
 
 def _strategies() -> list[type]:
@@ -388,7 +390,7 @@ def _strategies() -> list[type]:
     for name in found:
         package, strategies = (importlib.import_module(f"{name}{x}") for x in ("", ".strategies"))
         inside = {"package": package, "__doc__": "Shoal's layouts under a Trainer of Lightning's."}
-        kind = type("ShoalStrategy", (_Methods, strategies.DDPStrategy), inside)
+        kind = type("ShoalStrategy", (_StrategyMethods, strategies.DDPStrategy), inside)
         kind.register_strategies(strategies.StrategyRegistry)  # type: ignore[attr-defined]
         made.append(kind)
     return made

@@ -26,7 +26,7 @@ _held: dict[str, Mapping[str, Any]] = {}
 _find_spec = importlib.util.find_spec
 
 
-def answer(
+def register_facade(
     name: str,
     facade: ModuleType,
     held: Mapping[str, Any],
@@ -48,9 +48,9 @@ def answer(
         raise ImportError(f"{name} was imported before shoal.neighbours.{name}; import that first")
     sys.modules[name] = facade
     facade.__dict__.setdefault("__path__", [])
-    vars(facade)["__getattr__"] = _Asked(name)
+    vars(facade)["__getattr__"] = _MissingNameGetter(name)
     if not _ours:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _FacadeFinder())
     _ours[name], _held[name] = nearest, held
     for path, own in (inside or {}).items():
         module = importlib.import_module(f"{name}.{path}")
@@ -58,7 +58,7 @@ def answer(
     importlib.util.find_spec = _find_installed
 
 
-class Lacking(ConfigError, AttributeError):
+class MissingNameError(ConfigError, AttributeError):
     """Error for a name that a facade lacks: one line for a user, and False for `hasattr`."""
 
     def __init__(self, what: str, near: str | None) -> None:
@@ -66,8 +66,8 @@ class Lacking(ConfigError, AttributeError):
         super().__init__(f"{what} is not answered by Shoal{said}")
 
 
-class _Asked:
-    """A module's `__getattr__`: returns an `Unanswered` class for a name that it lacks."""
+class _MissingNameGetter:
+    """A module's `__getattr__`: returns an `MissingName` class for a name that it lacks."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -82,10 +82,10 @@ class _Asked:
             return lambda *_args, **_named: found
         if name.startswith(("__", "pytest")):  # what importers and collectors of tests ask for
             raise AttributeError(f"module {self.module!r} has no attribute {name!r}")
-        return Unanswered(name, (), {"path": f"{self.module}.{name}"})
+        return MissingName(name, (), {"path": f"{self.module}.{name}"})
 
 
-class Unanswered(type):
+class MissingName(type):
     """Metaclass of missing names: a class that refuses calls, attributes and inheritance."""
 
     path: str
@@ -119,10 +119,10 @@ class Unanswered(type):
             Lacking: always.
         """
         library, name = cls.path.partition(".")[0], cls.path.rpartition(".")[2]
-        raise Lacking(cls.path, _ours[library].get(name))
+        raise MissingNameError(cls.path, _ours[library].get(name))
 
 
-class _Finder:
+class _FacadeFinder:
     """Import finder for all modules of a facade."""
 
     def find_spec(
@@ -136,11 +136,11 @@ class _Finder:
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return an empty module that refuses the names it lacks."""
         module = ModuleType(spec.name, "As Shoal answers it.")
-        vars(module)["__getattr__"] = _Asked(spec.name)
+        vars(module)["__getattr__"] = _MissingNameGetter(spec.name)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: `answer` fills in the module's objects."""
+        """Do nothing: `register_facade` fills in the module's objects."""
 
 
 def _find_installed(name: str, package: str | None = None) -> ModuleSpec | None:

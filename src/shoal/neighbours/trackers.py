@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, one_of
+from shoal.base.errors import ConfigError, format_choice_error
 
 ANSWERED = ("tensorboard", "wandb")
 OTHERS = (
@@ -119,7 +119,7 @@ INSTALL = "pip install 'shoal[sinks]'"
 KINDS = {kind.name: kind for kind in (TensorBoardTracker, WandBTracker)}
 
 
-def start(
+def start_trackers(
     asked: Any, project: str, folder: Any, config: Any, settings: Any, *, is_first: bool
 ) -> tuple[list[Tracker], list[tuple[str, str]]]:
     """Start the trackers that a script names.
@@ -150,7 +150,7 @@ def start(
         if name in OTHERS:
             lines.append((f"{name}: is not answered by Shoal", " or ".join(ANSWERED)))
         elif name not in KINDS:
-            raise ConfigError(one_of("log_with", name, (*ANSWERED, *OTHERS)))
+            raise ConfigError(format_choice_error("log_with", name, (*ANSWERED, *OTHERS)))
         elif importlib.util.find_spec(name) is None:
             lines.append((f"{name}: is not installed", INSTALL))
         elif is_first:
@@ -165,7 +165,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else dict(vars(config))
 
 
-def find(trackers: Sequence[Tracker], name: str, *, unwrap: bool) -> Any:
+def find_tracker(trackers: Sequence[Tracker], name: str, *, unwrap: bool) -> Any:
     """Return a tracker by name; without one, a tracker that discards all values."""
     for one in trackers:
         if one.name == name:

@@ -40,13 +40,13 @@ def install() -> None:
     init, wrap = vars(dist)[JOIN], DistributedDataParallel.__init__
 
     def stay(self: Any, *_where: Any, **_how: Any) -> Any:
-        _tell()
+        _report_once()
         return self
 
     @functools.wraps(init)
     def init_process_group(backend: str | None = None, *args: Any, **named: Any) -> None:
         if backend is not None and "nccl" in backend:
-            _tell()
+            _report_once()
             backend = None if ":" in backend else "gloo"
         init(backend, *args, **named)
 
@@ -55,7 +55,7 @@ def install() -> None:
         self: Any, module: nn.Module, device_ids: Any = None, *more: Any, **named: Any
     ) -> None:
         if device_ids is not None or named.get("output_device") is not None:
-            _tell()
+            _report_once()
         if all(p.device.type == "cpu" for p in module.parameters()):
             device_ids = None
             named.pop("output_device", None)
@@ -64,41 +64,41 @@ def install() -> None:
     with torch.device("cpu"):  # torch lists its factories once, and must list the unwrapped ones
         torch.empty(0)
     for name in MAKERS:
-        setattr(torch, name, _made_here(getattr(torch, name)))
-    set_device = _nothing()
+        setattr(torch, name, _wrap_factory(getattr(torch, name)))
+    set_device = _make_noop()
     set_device._shoal = True
     for owner, name, value in (
         (torch.Tensor, "cuda", stay),
         (nn.Module, "cuda", stay),
-        (torch.Tensor, "to", _staying(torch.Tensor.to)),
-        (nn.Module, "to", _staying(nn.Module.to)),
+        (torch.Tensor, "to", _ignore_device(torch.Tensor.to)),
+        (nn.Module, "to", _ignore_device(nn.Module.to)),
         (torch.cuda, "set_device", set_device),
         (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "synchronize", _nothing()),
-        (torch.cuda, "reset_peak_memory_stats", _nothing()),
+        (torch.cuda, "synchronize", _make_noop()),
+        (torch.cuda, "reset_peak_memory_stats", _make_noop()),
         (dist, JOIN, init_process_group),
         (DistributedDataParallel, "__init__", on_the_cpu),
     ):
         setattr(owner, name, value)
 
 
-def _nothing() -> Any:
+def _make_noop() -> Any:
     """Return a new no-op function: torch's compiler needs a distinct one for each name."""
 
     def told(*_args: Any) -> None:
-        _tell()
+        _report_once()
 
     return told
 
 
-def _staying(to: Any) -> Any:
+def _ignore_device(to: Any) -> Any:
     """Wrap `to` so that it ignores a device that does not exist."""
 
     @functools.wraps(to)
     def moved(self: Any, *where: Any, **how: Any) -> Any:
         if not any(map(_is_cuda, (*where, *how.values()))):
             return to(self, *where, **how)
-        _tell()
+        _report_once()
         left = [one for one in where if not _is_cuda(one) and not isinstance(one, bool)]
         named = {name: one for name, one in how.items() if not _is_cuda(one)}
         return to(self, *left, **named) if left or "dtype" in named else self
@@ -106,13 +106,13 @@ def _staying(to: Any) -> Any:
     return moved
 
 
-def _made_here(make: Any) -> Any:
+def _wrap_factory(make: Any) -> Any:
     """Wrap a tensor factory so that it ignores a device that does not exist."""
 
     @functools.wraps(make)
     def made(*args: Any, **how: Any) -> Any:
         if "device" in how and _is_cuda(how["device"]):
-            _tell()
+            _report_once()
             del how["device"]
         return make(*args, **how)
 
@@ -125,7 +125,7 @@ def _is_cuda(one: Any) -> bool:
     return isinstance(one, str | torch.device) and str(one).startswith("cuda")
 
 
-def _tell() -> None:
+def _report_once() -> None:
     if not _told:
         _told.append(True)
         logging.getLogger("shoal").warning(TOLD)

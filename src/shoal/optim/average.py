@@ -27,7 +27,7 @@ class WeightAverage:
 
     Attributes:
         decay: share of the old average that stays, once risen; 0 ≤ decay < 1.
-        parameters: this rank's pieces by name: `update` reads them, `swapped` writes them.
+        parameters: this rank's pieces by name: `update` reads them, `swap_weights` writes them.
         updates: number of updates in the average; part of a checkpoint's record.
 
     Raises:
@@ -83,7 +83,7 @@ class WeightAverage:
         self.updates = updates
 
     @contextmanager
-    def swapped(self, publish: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def swap_weights(self, publish: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Replace the weights by the averages inside the block, and restore them bit for bit.
 
         Args:
@@ -99,20 +99,20 @@ class WeightAverage:
         kept = {name: piece.detach().clone() for name, piece in self._pieces.items()}
         self._swapped = True
         try:
-            self._put(self._averages)
+            self._overwrite_weights(self._averages)
             publish()
             yield
         except BaseException:
             # The exception may be on this rank alone: `publish` would wait for the other ranks.
-            self._put(kept)
+            self._overwrite_weights(kept)
             self._swapped = False
             raise
-        self._put(kept)
+        self._overwrite_weights(kept)
         self._swapped = False
         publish()
 
     @torch.no_grad()
-    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _overwrite_weights(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, piece in self._pieces.items():
             piece.copy_(values[name])
 

@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError, nearest
+from shoal.base.errors import ConfigError, nearest_word
 from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.base.moved_modules import current_path
-from shoal.fabric.device import abilities
-from shoal.optim.optimizer_support import needs_closure, refuse_closures
+from shoal.fabric.device import get_device_capabilities
+from shoal.optim.optimizer_support import closure_error, refuse_closures
 
 OWN = {"lamb": "LAMB", "lion": "Lion", "muon": "MuonWithAdamW"}
 """Shoal's classes, `shoal.optim.NAME:CLASS` by their name in `[optimizer]`: torch.optim lacks them,
@@ -42,16 +42,16 @@ def build_optimizer(
         ConfigError: unknown name (with the nearest spelling), no optimizer class, settings that
             the class refuses, or a class that calls the model itself (LBFGS, closures).
     """
-    kind = _find_class(policy.name)
+    kind = _resolve_class(policy.name)
     if issubclass(kind, torch.optim.LBFGS):
-        raise needs_closure(kind)
+        raise closure_error(kind)
     accepted = inspect.signature(kind).parameters
     settings: dict[str, Any] = {"lr": policy.lr}
     if "betas" in accepted and len(kind_default(kind, "betas")) == 2:
         settings["betas"] = policy.betas
     if "momentum" in accepted and kind is torch.optim.SGD:
         settings["momentum"] = policy.momentum
-    if "fused" in accepted and _fused_works(parameters):
+    if "fused" in accepted and _has_fused_kernel(parameters):
         settings["fused"] = True
     if policy.name.lower() == "muon" and module is not None:
         from shoal.optim.muon import hidden_matrices
@@ -76,7 +76,7 @@ def kind_default(kind: type, name: str) -> tuple[Any, ...]:
     return default if isinstance(default, tuple) else ()
 
 
-def _find_class(name: str) -> type[torch.optim.Optimizer]:
+def _resolve_class(name: str) -> type[torch.optim.Optimizer]:
     if ":" in name:
         module_name, _, attribute = name.partition(":")
         module_name = current_path(module_name)
@@ -101,7 +101,7 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
         return cast("type[torch.optim.Optimizer]", found)
     if name.lower() not in classes:
         there = sorted({*classes, *OWN})
-        close = nearest(name.lower(), there)
+        close = nearest_word(name.lower(), there)
         raise ConfigError(
             f"optimizer.name = {name}: no such optimizer"
             + (f"; try: {close}" if close else f"; there are {', '.join(there)}")
@@ -109,7 +109,7 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
     return classes[name.lower()]
 
 
-def name_of(class_name: str) -> str:
+def optimizer_name(class_name: str) -> str:
     """Return the value of `optimizer.name` for a class.
 
     >>> name_of("AdamW"), name_of("MuonWithAdamW")
@@ -119,5 +119,7 @@ def name_of(class_name: str) -> str:
     return own.get(class_name, class_name.lower())
 
 
-def _fused_works(parameters: Iterable[nn.Parameter]) -> bool:
-    return all(abilities(p.device).fused and p.is_floating_point() for p in parameters)
+def _has_fused_kernel(parameters: Iterable[nn.Parameter]) -> bool:
+    return all(
+        get_device_capabilities(p.device).fused and p.is_floating_point() for p in parameters
+    )

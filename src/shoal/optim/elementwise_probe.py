@@ -27,9 +27,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.plans.tensor_shards import Slicing
+from shoal.base.plans.tensor_shards import StepDivisibility
 from shoal.fabric.device import is_accelerator
-from shoal.optim.trial_optimizer import UnfitError, make_twin, without_hooks
+from shoal.optim.trial_optimizer import (
+    UntestableOptimizerError,
+    disable_hooks,
+    make_trial_optimizer,
+)
 
 STEPS = 12
 CAPS_1D, CAPS = (6400,), (80, 80, 3, 3, 2)
@@ -44,7 +48,7 @@ FORMATS = ((torch.float64, 1e-12), (torch.float32, 1e-5))
 
 
 @dataclass(frozen=True)
-class _StandIn:
+class _SyntheticParameter:
     """Synthetic parameter: the name that it represents, its weights, a gradient per step."""
 
     where: str
@@ -58,7 +62,7 @@ Outcome = list[tuple[torch.Tensor, dict[str, Any]] | None]
 """Weights and state of every synthetic parameter after the steps, None where a rank held none."""
 
 
-def probe(optimizer: torch.optim.Optimizer) -> Slicing:
+def probe_slicing(optimizer: torch.optim.Optimizer) -> StepDivisibility:
     """Test on small synthetic parameters in which ways ranks may split an optimizer's step.
 
     Trial optimizers step whole tensors and pieces of them, twelve times. A way of cutting is
@@ -79,22 +83,26 @@ def probe(optimizer: torch.optim.Optimizer) -> Slicing:
     kind = type(optimizer).__name__
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     why = ""
-    with torch.random.fork_rng([d for d in devices if is_accelerator(d)]), without_hooks():
+    with torch.random.fork_rng([d for d in devices if is_accelerator(d)]), disable_hooks():
         for dtype, tolerance in FORMATS:
             try:
-                stand_ins = [_stand_ins(optimizer, n, dtype) for n in _to_try(optimizer)]
+                stand_ins = [
+                    _make_parameters(optimizer, n, dtype) for n in _distinct_groups(optimizer)
+                ]
                 whole = _step(optimizer, stand_ins, lambda place, tensor: tensor)
                 _check_moved(stand_ins, whole)
-            except UnfitError as unfit:
+            except UntestableOptimizerError as unfit:
                 why = f"{kind} cannot be tried on stand-ins: {unfit}"
                 continue
-            return Slicing(
+            return StepDivisibility(
                 *(
-                    _line(kind, way, _differs(optimizer, stand_ins, whole, way, tolerance))
+                    _line(
+                        kind, way, _describe_difference(optimizer, stand_ins, whole, way, tolerance)
+                    )
                     for way in ("flat", "rows", "apart")
                 )
             )
-    return Slicing(why, why, why)
+    return StepDivisibility(why, why, why)
 
 
 _WAYS = {
@@ -108,7 +116,7 @@ def _line(kind: str, way: str, what: str) -> str:
     return what and f"{kind}: {_WAYS[way]} {what}"
 
 
-def _to_try(optimizer: torch.optim.Optimizer) -> list[int]:
+def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return the indices of groups, without those that repeat another's settings and shapes."""
     seen: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -134,9 +142,9 @@ def _shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     return shapes * 2 if len(shapes) == 1 else shapes
 
 
-def _stand_ins(
+def _make_parameters(
     optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype
-) -> tuple[int, list[_StandIn]]:
+) -> tuple[int, list[_SyntheticParameter]]:
     """Return (group number, synthetic parameters of the group), the same on every rank.
 
     Weights and gradients grow along a tensor and change in size from step to step. The norm of a
@@ -156,20 +164,22 @@ def _stand_ins(
 
         weights = draw()
         gradients = tuple(draw() * SIZES[step % len(SIZES)] for step in range(STEPS))
-        made.append(_StandIn(f"group {number}, shape {list(shape)}", weights, gradients))
+        made.append(_SyntheticParameter(f"group {number}, shape {list(shape)}", weights, gradients))
     return number, made
 
 
 def _step(
-    optimizer: torch.optim.Optimizer, groups: list[tuple[int, list[_StandIn]]], share: Share
+    optimizer: torch.optim.Optimizer,
+    groups: list[tuple[int, list[_SyntheticParameter]]],
+    share: Share,
 ) -> Outcome:
     """Step a new trial optimizer over one rank's share of the synthetic parameters.
 
     Raises:
-        UnfitError: with the exception that the optimizer raised.
+        UntestableOptimizerError: with the exception that the optimizer raised.
     """
     members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-    held: list[tuple[nn.Parameter, int, _StandIn] | None] = []
+    held: list[tuple[nn.Parameter, int, _SyntheticParameter] | None] = []
     for number, stand_ins in groups:
         for one in stand_ins:
             piece = share(len(held), one.weights.clone())
@@ -179,7 +189,7 @@ def _step(
             parameter = nn.Parameter(piece)
             members[number].append(parameter)
             held.append((parameter, len(held), one))
-    twin = make_twin(optimizer, members)
+    twin = make_trial_optimizer(optimizer, members)
     try:
         for step in range(STEPS):
             for entry in held:
@@ -189,21 +199,23 @@ def _step(
             twin.step()
     except Exception as failure:
         first = (str(failure).splitlines() or [""])[0]
-        raise UnfitError(f"raises {type(failure).__name__}: {first[:160]}") from failure
+        raise UntestableOptimizerError(
+            f"raises {type(failure).__name__}: {first[:160]}"
+        ) from failure
     return [
         None if entry is None else (entry[0].detach(), dict(twin.state.get(entry[0], {})))
         for entry in held
     ]
 
 
-def _check_moved(groups: list[tuple[int, list[_StandIn]]], whole: Outcome) -> None:
+def _check_moved(groups: list[tuple[int, list[_SyntheticParameter]]], whole: Outcome) -> None:
     flat = [one for _, stand_ins in groups for one in stand_ins]
     for one, outcome in zip(flat, whole, strict=True):
         if outcome is not None and torch.equal(outcome[0], one.weights):
-            raise UnfitError(f"its steps leave {one.where} where it was")
+            raise UntestableOptimizerError(f"its steps leave {one.where} where it was")
 
 
-def _shared(way: str, part: int) -> Share:
+def _piece_function(way: str, part: int) -> Share:
     """Return the function that cuts the piece of simulated rank `part` (0 or 1)."""
 
     def share(place: int, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -219,9 +231,9 @@ def _shared(way: str, part: int) -> Share:
     return share
 
 
-def _differs(
+def _describe_difference(
     optimizer: torch.optim.Optimizer,
-    groups: list[tuple[int, list[_StandIn]]],
+    groups: list[tuple[int, list[_SyntheticParameter]]],
     whole: Outcome,
     way: str,
     tolerance: float,
@@ -229,10 +241,10 @@ def _differs(
     """Describe the difference between stepping pieces and stepping wholes; "" if none."""
     flat = [one for _, stand_ins in groups for one in stand_ins]
     for part in (0, 1):
-        share = _shared(way, part)
+        share = _piece_function(way, part)
         try:
             pieces = _step(optimizer, groups, share)
-        except UnfitError as unfit:
+        except UntestableOptimizerError as unfit:
             return str(unfit)
         for place, (one, want, got) in enumerate(zip(flat, whole, pieces, strict=True)):
             if want is None or got is None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from shoal.optim.lion import check_settings, handfuls, run_closure
+from shoal.optim.lion import check_settings, foreach_chunks, run_closure
 
 
 class LAMB(torch.optim.Optimizer):
@@ -68,7 +68,7 @@ class LAMB(torch.optim.Optimizer):
         """Make one update; return the closure's result, if there is a closure."""
         loss = run_closure(closure)
         for group in self.param_groups:
-            for params, grads in handfuls(self, group):
+            for params, grads in foreach_chunks(self, group):
                 updates = self._adam(params, grads, group)
                 if group["weight_decay"]:
                     torch._foreach_add_(updates, params, alpha=group["weight_decay"])

@@ -58,7 +58,7 @@ class Lion(torch.optim.Optimizer):
         loss = run_closure(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            for params, grads in handfuls(self, group):
+            for params, grads in foreach_chunks(self, group):
                 for parameter in params:
                     if "exp_avg" not in self.state[parameter]:
                         self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
@@ -94,7 +94,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def handfuls(
+def foreach_chunks(
     optimizer: torch.optim.Optimizer, group: dict[str, Any]
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Yield a group's (parameters, gradients to descend), a few tensors at a time.

@@ -75,7 +75,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         fused: bool = False,
         matrix: Choice = is_matrix,
     ) -> None:
-        parted = _part(params, matrix)
+        parted = _split_groups(params, matrix)
         # torch's own optimizers check the settings and write them into the groups. This optimizer
         # shares the groups with them: one dict per group, whoever changes it.
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
@@ -109,7 +109,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             inner.state = self.state
 
 
-def _part(params: Iterable[Any], matrix: Choice) -> list[dict[str, Any]]:
+def _split_groups(params: Iterable[Any], matrix: Choice) -> list[dict[str, Any]]:
     """Split every group in two, by rule; omit empty halves."""
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]

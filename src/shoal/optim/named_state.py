@@ -60,7 +60,11 @@ def split_state(
     groups = [
         {
             "names": [names[p] for p in group["params"]],
-            **{k: plain(v) for k, v in group.items() if k != "params" and _is_plain(plain(v))},
+            **{
+                k: to_json_value(v)
+                for k, v in group.items()
+                if k != "params" and _is_json_value(to_json_value(v))
+            },
         }
         for group in optimizer.param_groups
     ]
@@ -73,7 +77,7 @@ def split_state(
     return tensors, record
 
 
-def parameters_held(optimizer: torch.optim.Optimizer) -> int:
+def count_parameters(optimizer: torch.optim.Optimizer) -> int:
     """Count the parameter tensors, or pieces of them, in all groups of this rank's optimizer."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
@@ -109,7 +113,8 @@ def merge_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the records of ranks with different pieces; settings and class are the first's.
 
     Args:
-        records: by rank, with the same groups in the same order (`localize` keeps empty ones).
+        records: by rank, with the same groups in the same order (`shard_optimizer` keeps empty
+        ones).
     """
     merged: dict[str, Any] = {**records[0]}
     merged["scalars"] = {n: s for record in records for n, s in record["scalars"].items()}
@@ -127,13 +132,13 @@ def _kind(key: object) -> str:
     return repr(key)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_json_value(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(isinstance(v, Plain) for v in value)
     return isinstance(value, Plain)
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a hyper-parameter to JSON: a 0-dim tensor to its number, a tuple to a list."""
     if isinstance(value, torch.Tensor) and value.ndim == 0:
         return value.item()  # a learning rate may be a tensor

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.plans.tensor_shards import Slicing
+from shoal.base.plans.tensor_shards import StepDivisibility
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -21,18 +21,18 @@ ELEMENT_WISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 """Classes of torch.optim, with any options, whose step on a piece is the piece of the step."""
 
 
-def slicing_of(optimizer: torch.optim.Optimizer) -> Slicing:
+def determine_slicing(optimizer: torch.optim.Optimizer) -> StepDivisibility:
     """Return the ways in which ranks may split a step: known for `ELEMENT_WISE`, else tested."""
     kind = type(optimizer)
     plain = kind.__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     if plain and kind.__name__ in ELEMENT_WISE:
-        return Slicing("", "", "")
-    from shoal.optim.elementwise_probe import probe  # late: most runs use ELEMENT_WISE
+        return StepDivisibility("", "", "")
+    from shoal.optim.elementwise_probe import probe_slicing  # late: most runs use ELEMENT_WISE
 
-    return probe(optimizer)
+    return probe_slicing(optimizer)
 
 
-def rebind(
+def check_user_optimizer(
     optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     module: nn.Module,
     parameters: Parameters,
@@ -79,11 +79,11 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needs = closure is not None and closure.default is inspect.Parameter.empty
     if needs or isinstance(optimizer, torch.optim.LBFGS):
-        raise needs_closure(type(optimizer))
+        raise closure_error(type(optimizer))
     return optimizer
 
 
-def needs_closure(kind: type) -> ConfigError:
+def closure_error(kind: type) -> ConfigError:
     """Return the error for an optimizer class that calls the model itself."""
     return ConfigError(
         f"optimizer: {kind.__name__} evaluates the model itself through a closure, which a layout "

@@ -13,20 +13,20 @@ import torch
 from torch import nn
 
 from shoal.base.errors import CheckpointError
-from shoal.optim.build import name_of
-from shoal.optim.named_state import plain
+from shoal.optim.build import optimizer_name
+from shoal.optim.named_state import to_json_value
 
 
-def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
+def check_optimizer_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
     """Refuse state of another optimizer class with a CheckpointError."""
     if record["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"optimizer: the checkpoint was written by {record['class']}, this run has "
-            f"{type(optimizer).__name__}; try: optimizer.name={name_of(record['class'])}"
+            f"{type(optimizer).__name__}; try: optimizer.name={optimizer_name(record['class'])}"
         )
 
 
-def join_state(
+def restore_optimizer_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
@@ -48,7 +48,7 @@ def join_state(
     Raises:
         CheckpointError: another optimizer class wrote the checkpoint.
     """
-    check_class(optimizer, record)
+    check_optimizer_class(optimizer, record)
     sliced = set(record.get("sliced", ()))
     optimizer.state.clear()
     by_name: dict[str, dict[str, torch.Tensor]] = {}
@@ -62,10 +62,10 @@ def join_state(
             if value.ndim == 0 and key not in sliced and not _steps_on_device(optimizer):
                 state[key] = value
             else:
-                state[key] = _placed(value, parameter, key in sliced)
+                state[key] = _to_parameter_layout(value, parameter, key in sliced)
         if state:
             optimizer.state[parameter] = state
-    return _differences(optimizer, record["groups"], parameters)
+    return _changed_settings(optimizer, record["groups"], parameters)
 
 
 def restore_lr(
@@ -96,7 +96,9 @@ def restore_lr(
                 group[key] = old[key]
 
 
-def _placed(value: torch.Tensor, parameter: nn.Parameter, sliced: bool) -> torch.Tensor:
+def _to_parameter_layout(
+    value: torch.Tensor, parameter: nn.Parameter, sliced: bool
+) -> torch.Tensor:
     """Return the value on the parameter's device and in its memory format, for fused kernels."""
     same = value.numel() == parameter.numel() if sliced else value.shape == parameter.shape
     if not same:
@@ -105,7 +107,7 @@ def _placed(value: torch.Tensor, parameter: nn.Parameter, sliced: bool) -> torch
     return placed.copy_(value.reshape(parameter.shape))
 
 
-def _differences(
+def _changed_settings(
     optimizer: torch.optim.Optimizer, saved: list[Any], parameters: Mapping[str, nn.Parameter]
 ) -> list[str]:
     then = {name: group for group in saved for name in group["names"]}
@@ -119,8 +121,10 @@ def _differences(
         for key, value in group.items():
             if key in ("params", "lr", "initial_lr") or key not in old:
                 continue
-            if plain(value) != old[key]:
-                lines.append(f"optimizer group {number}: {key}: {old[key]} → {plain(value)}")
+            if to_json_value(value) != old[key]:
+                lines.append(
+                    f"optimizer group {number}: {key}: {old[key]} → {to_json_value(value)}"
+                )
     return lines
 
 

@@ -21,7 +21,7 @@ Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(whole parameter, tensor of its shape) → this rank's part of the tensor, as its piece is cut."""
 
 
-def localize(
+def shard_optimizer(
     optimizer: torch.optim.Optimizer,
     local: Mapping[Any, nn.Parameter | None],
     cut: Cut,

@@ -24,11 +24,11 @@ from shoal.optim.sharded_optimizer import inner_optimizers
 LR = 0.1
 
 
-class UnfitError(Exception):
+class UntestableOptimizerError(Exception):
     """An optimizer that cannot be tried on small parameters."""
 
 
-def make_twin(
+def make_trial_optimizer(
     optimizer: torch.optim.Optimizer, members: Sequence[Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """Return an unstepped optimizer of the same class over other parameters, with lr 0.1.
@@ -37,22 +37,23 @@ def make_twin(
         members: parameters of the trial optimizer, group by group.
 
     Raises:
-        UnfitError: the optimizer holds another optimizer over groups of its own, a value that
+        UntestableOptimizerError: the optimizer holds another optimizer over groups of its own, a
+        value that
             cannot be copied, or a `step` set on the instance.
     """
     memo: dict[int, Any] = {}
     for group, stand_ins in zip(optimizer.param_groups, members, strict=True):
         memo.update({id(p): p for p in group["params"]})  # never copied, wherever they are held
-        memo[id(group)] = _twin_group(group, list(stand_ins), memo)
-    twin = _twin(optimizer, memo)
+        memo[id(group)] = _trial_group(group, list(stand_ins), memo)
+    twin = _copy_optimizer(optimizer, memo)
     ours, theirs = ([of, *inner_optimizers(of)] for of in (optimizer, twin))
     for one, its in zip(ours, theirs, strict=True):
         if one.state:
-            its.state.update(_state_from_start(its))
+            its.state.update(_initial_state(its))
     return twin
 
 
-def _state_from_start(twin: torch.optim.Optimizer) -> dict[Any, Any]:
+def _initial_state(twin: torch.optim.Optimizer) -> dict[Any, Any]:
     """Return the state that a class creates in its constructor, as Adagrad did until torch 2.11.
 
     Found by constructing one more, as torch's classes are: groups, then their defaults.
@@ -64,10 +65,12 @@ def _state_from_start(twin: torch.optim.Optimizer) -> dict[Any, Any]:
         return {}
 
 
-def _twin_group(
+def _trial_group(
     group: dict[str, Any], stand_ins: list[nn.Parameter], memo: dict[int, Any]
 ) -> dict[str, Any]:
-    twin = {k: _copied(k, v, memo) for k, v in group.items() if k not in ("params", "param_names")}
+    twin = {
+        k: _copy_value(k, v, memo) for k, v in group.items() if k not in ("params", "param_names")
+    }
     twin["params"] = stand_ins
     if "param_names" in group:
         twin["param_names"] = [f"stand_in_{place}" for place in range(len(stand_ins))]
@@ -81,38 +84,44 @@ def _twin_group(
     return twin
 
 
-def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+def _copy_optimizer(
+    optimizer: torch.optim.Optimizer, memo: dict[int, Any]
+) -> torch.optim.Optimizer:
     kind = type(optimizer)
     twin: torch.optim.Optimizer = object.__new__(kind)
     memo[id(optimizer)] = twin
     memo[id(optimizer.state)] = defaultdict(dict)
     for inner in inner_optimizers(optimizer):
         if any(id(group) not in memo for group in inner.param_groups):
-            raise UnfitError(f"it holds a {type(inner).__name__} over parameter groups of its own")
+            raise UntestableOptimizerError(
+                f"it holds a {type(inner).__name__} over parameter groups of its own"
+            )
         if id(inner) not in memo:
-            _twin(inner, memo)
+            _copy_optimizer(inner, memo)
     for name, value in vars(optimizer).items():
         if name == "step":
             if not hasattr(value, "_wrapped_by_lr_sched"):
-                raise UnfitError("its step was replaced on the instance")
+                raise UntestableOptimizerError("its step was replaced on the instance")
         elif name.startswith("_optimizer_") and name.endswith("_hooks"):
             setattr(twin, name, OrderedDict())
         else:
-            setattr(twin, name, _copied(name, value, memo))
+            setattr(twin, name, _copy_value(name, value, memo))
     if "differentiable" in twin.defaults:
         twin.defaults["differentiable"] = False
     return twin
 
 
-def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
+def _copy_value(name: str, value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception as failure:
-        raise UnfitError(f"its {name}, a {type(value).__name__}, cannot be copied") from failure
+        raise UntestableOptimizerError(
+            f"its {name}, a {type(value).__name__}, cannot be copied"
+        ) from failure
 
 
 @contextmanager
-def without_hooks() -> Iterator[None]:
+def disable_hooks() -> Iterator[None]:
     """Disable the hooks that are registered for all optimizers inside the block."""
     tables: tuple[Any, ...] = (every_pre_hook, every_post_hook)
     kept = [dict(table) for table in tables]

@@ -15,7 +15,7 @@ ALONG_AXES = (
 """(axis, technique module) of each axis that divides a model, in planning order."""
 
 
-def modules_of(layout: Layout) -> tuple[str, ...]:
+def list_technique_modules(layout: Layout) -> tuple[str, ...]:
     """Return the names of the modules that implement a layout's techniques, for early import.
 
     >>> modules_of(Layout(tp=2))

@@ -27,24 +27,24 @@ __all__ = [
     "Convolution",
     "TorchDispatchMode",
     "UncompiledMode",
-    "code_cache",
-    "counting_writes",
+    "clear_forward_order",
+    "disable_modes_and_hooks",
+    "drop_process_groups",
+    "enable_version_counter",
+    "enter_function_modes",
     "flash_cpu",
     "flash_cpu_backward",
     "flash_device",
     "flash_device_backward",
-    "forget_forwards",
-    "forget_groups",
     "function_modes",
-    "generators",
+    "get_compile_cache",
+    "get_generators",
     "in_backward",
-    "keep_among",
     "keep_saved_tensors",
     "pytree",
-    "send_unused",
-    "unwatched",
-    "within",
-    "writes",
+    "reduce_unused_gradients",
+    "set_post_forward_mesh",
+    "version_counter",
 ]
 
 
@@ -59,12 +59,12 @@ class UncompiledMode(TorchDispatchMode):
         return False
 
 
-def generators(device: torch.device) -> list[torch.Generator]:
+def get_generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators that a pass on `device` draws from: the CPU's and the device's own."""
     return [torch.default_generator, *device_generators(device)]
 
 
-def code_cache() -> Path:
+def get_compile_cache() -> Path:
     """Return the folder where torch.compile keeps its generated code; imports the compiler."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -88,14 +88,14 @@ def keep_saved_tensors() -> Callable[[], None]:
     return lambda: settings.__exit__(None, None, None)
 
 
-def counting_writes() -> AbstractContextManager[None]:
+def enable_version_counter() -> AbstractContextManager[None]:
     """Return a guard under which in-place writes below autograd bump the version counter."""
     key = torch._C.DispatchKey.ADInplaceOrView
     guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(key, False)
     return guard
 
 
-def forget_groups(shard: Any) -> None:
+def drop_process_groups(shard: Any) -> None:
     """Drop the process groups that FSDP keeps with a module that gathers no more."""
     state = shard._get_fsdp_state()  # 2.13 has several groups of parameters, earlier ones one
     kept = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -105,7 +105,7 @@ def forget_groups(shard: Any) -> None:
                 setattr(info, name, None)
 
 
-def forget_forwards(shard: Any) -> None:
+def clear_forward_order(shard: Any) -> None:
     """Make FSDP forget forward passes that no backward pass follows, as those of an evaluation.
 
     Otherwise the next backward pass prefetches their units without need. Under hsdp, where other
@@ -125,7 +125,7 @@ def function_modes() -> tuple[AbstractContextManager[object], ...]:
 
 
 @contextmanager
-def within(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
+def enter_function_modes(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
     """Enter those of the given function modes that are not active yet."""
     here = {id(mode) for mode in function_modes()}
     with ExitStack() as stack:
@@ -136,7 +136,7 @@ def within(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def disable_modes_and_hooks() -> Iterator[None]:
     """Hide what runs inside from every observer of the forward pass.
 
     No dispatch mode (selective recompute) and no saved-tensor hook (recompute, offload) sees it.
@@ -149,7 +149,7 @@ def unwatched() -> Iterator[None]:
         yield
 
 
-def keep_among(unit: Any, mesh: DeviceMesh) -> None:
+def set_post_forward_mesh(unit: Any, mesh: DeviceMesh) -> None:
     """Let a unit of `fully_shard` stay sharded over the last of two mesh axes between its passes.
 
     Args:
@@ -168,7 +168,7 @@ def keep_among(unit: Any, mesh: DeviceMesh) -> None:
             held._init_sharded_post_forward_param_metadata(whole)
 
 
-def send_unused(shard: Any) -> None:
+def reduce_unused_gradients(shard: Any) -> None:
     """Make a `fully_shard` unit send zeros for parameters that a backward pass left unused.
 
     Args:
@@ -195,6 +195,6 @@ def send_unused(shard: Any) -> None:
     group.post_backward = post_backward
 
 
-def writes(tensor: torch.Tensor) -> int:
+def version_counter(tensor: torch.Tensor) -> int:
     """Return a tensor's version counter: how often it was written in place (but by `.data`)."""
     return tensor._version

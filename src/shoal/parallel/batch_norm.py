@@ -42,7 +42,7 @@ def apply(program: Program) -> Program:
     ]
     if not layers:
         return program
-    rule = _Rule(layers, program.replicas)
+    rule = _StatisticsCollector(layers, program.replicas)
     return replace(
         program,
         on_begin=(*program.on_begin, rule.begin),
@@ -51,7 +51,7 @@ def apply(program: Program) -> Program:
     )
 
 
-def _running(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _running_statistics(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a layer's (running mean, running variance, number of batches tracked)."""
     kept = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
     mean, variance, calls = kept
@@ -60,7 +60,7 @@ def _running(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return mean, variance, calls
 
 
-class _Rule:
+class _StatisticsCollector:
     """Collector of (s, k) of every micro-batch of a step, applied at the end of the step."""
 
     def __init__(self, layers: list[BatchNorm], world: World) -> None:
@@ -68,9 +68,11 @@ class _Rule:
         self.world = world
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
 
-    def __deepcopy__(self, known: dict[int, Any]) -> _Rule:
+    def __deepcopy__(self, known: dict[int, Any]) -> _StatisticsCollector:
         """Return the rule for a replica's layers; it writes into the same record."""
-        twin = _Rule([known.get(id(layer), layer) for layer in self.layers], self.world)
+        twin = _StatisticsCollector(
+            [known.get(id(layer), layer) for layer in self.layers], self.world
+        )
         twin.seen = self.seen
         return twin
 
@@ -80,19 +82,19 @@ class _Rule:
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
-        kept = [(layer, _running(layer)) for layer in self.layers if layer.training]
+        kept = [(layer, _running_statistics(layer)) for layer in self.layers if layer.training]
         for layer, buffers in kept:
-            _set(layer, *(torch.zeros_like(buffer) for buffer in buffers))
+            _set_running_buffers(layer, *(torch.zeros_like(buffer) for buffer in buffers))
         try:
             yield
             if index < 0:
                 return  # a pass that only joins the collectives of other ranks
-            self._note(index, {layer for layer, _ in kept})
+            self._record_statistics(index, {layer for layer, _ in kept})
         finally:
             for layer, buffers in kept:
-                _set(layer, *buffers)
+                _set_running_buffers(layer, *buffers)
 
-    def _note(self, index: int, moved: set[BatchNorm]) -> None:
+    def _record_statistics(self, index: int, moved: set[BatchNorm]) -> None:
         """Record [k, mean, variance] of every layer that ran in this micro-batch, as float64.
 
         A pipeline returns to a micro-batch: for its next stage, whose layers ran now, and for its
@@ -100,18 +102,18 @@ class _Rule:
         """
         known = self.seen.setdefault(index, {})
         for number, layer in enumerate(self.layers):
-            mean, variance, calls = _running(layer)
+            mean, variance, calls = _running_statistics(layer)
             # A layer outside of `moved` has its real buffers, which also hold earlier steps.
             if layer in moved and calls and number not in known:
                 parts = [calls.double().reshape(1), mean.double(), variance.double()]
                 known[number] = torch.cat(parts)
 
-    def _row(self, index: int) -> torch.Tensor:
+    def _pack_row(self, index: int) -> torch.Tensor:
         """Return [index, then k, mean, variance of each layer], zeros if a layer did not run."""
         known = self.seen[index]
         parts = [torch.tensor([index], dtype=torch.float64, device=self.world.device)]
         for number, layer in enumerate(self.layers):
-            width = 1 + 2 * _running(layer)[0].numel()
+            width = 1 + 2 * _running_statistics(layer)[0].numel()
             told = known.get(number)
             parts.append(parts[0].new_zeros(width) if told is None else told.to(self.world.device))
         return torch.cat(parts)
@@ -123,21 +125,21 @@ class _Rule:
         Args:
             uneven: ranks ran unequal numbers of micro-batches, so they first agree on the largest.
         """
-        width = 1 + sum(1 + 2 * _running(layer)[0].numel() for layer in self.layers)
+        width = 1 + sum(1 + 2 * _running_statistics(layer)[0].numel() for layer in self.layers)
         most = self.world.all_reduce_max(len(self.seen)) if uneven else len(self.seen)
         mine = torch.full((most, width), -1.0, dtype=torch.float64)
         mine = mine.to(self.world.device)
         for place, index in enumerate(self.seen):
-            mine[place] = self._row(index)
+            mine[place] = self._pack_row(index)
         everyone = self.world.all_gather(mine).reshape(-1, width)  # [ranks × most, width]
         for row in sorted((r for r in everyone if r[0] >= 0), key=lambda r: float(r[0])):
-            self._advance(row)
+            self._apply_row(row)
         self.seen.clear()
 
-    def _advance(self, row: torch.Tensor) -> None:
+    def _apply_row(self, row: torch.Tensor) -> None:
         place = 1
         for layer in self.layers:
-            mean, variance, tracked = _running(layer)
+            mean, variance, tracked = _running_statistics(layer)
             calls, before = int(row[place]), int(tracked)
             place += 1
             for buffer in (mean, variance):
@@ -154,5 +156,7 @@ class _Rule:
             tracked += calls
 
 
-def _set(layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor, calls: torch.Tensor) -> None:
+def _set_running_buffers(
+    layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor, calls: torch.Tensor
+) -> None:
     layer.running_mean, layer.running_var, layer.num_batches_tracked = mean, variance, calls

@@ -20,7 +20,7 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.parallel.program import Program
-from shoal.wire.phases import counting
+from shoal.wire.phases import iter_with_progress
 
 
 def apply(program: Program) -> Program:
@@ -37,14 +37,16 @@ def apply(program: Program) -> Program:
         n: [list(t.shape), str(t.dtype), t.requires_grad, list(t.stride())]
         for n, t in tensors.items()
     }
-    unlike = world.differing(structure)
+    unlike = world.find_differing_rank(structure)
     if unlike is not None:
         raise PlanError(_structure_line(*unlike))
-    shared = _shared(tensors, world)
+    shared = _shared_tensor_names(tensors, world)
     read = {name: t for name, t in tensors.items() if name not in shared}
-    own = counting("compare weights", len(read), read.values())
+    own = iter_with_progress("compare weights", len(read), read.values())
     names = list(read)
-    differing = [names[place] for place in world.differing_places([_number(t) for t in own])]
+    differing = [
+        names[place] for place in world.find_differing_indices([_digest_prefix(t) for t in own])
+    ]
     if differing:
         for name in differing:
             value = tensors[name].detach().contiguous().to(world.device)
@@ -57,14 +59,14 @@ def apply(program: Program) -> Program:
     return program
 
 
-def _shared(tensors: dict[str, torch.Tensor], world: World) -> set[str]:
+def _shared_tensor_names(tensors: dict[str, torch.Tensor], world: World) -> set[str]:
     """Return names of tensors that all ranks of one machine have mapped from one rank's files."""
     if world.local_size < world.size:
         return set()
     from shoal.parallel.build.mmap_init import is_shared  # not needed with one process
 
     here = [name for name, tensor in tensors.items() if is_shared(tensor)]
-    return set(here) if world.differing(here) is None else set()
+    return set(here) if world.find_differing_rank(here) is None else set()
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -78,7 +80,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
-def _number(tensor: torch.Tensor) -> int:
+def _digest_prefix(tensor: torch.Tensor) -> int:
     """Return the first 64 bits of a tensor's digest as a signed integer."""
     return int.from_bytes(bytes.fromhex(tensor_digest(tensor)[:16]), "big", signed=True)
 
@@ -89,14 +91,15 @@ def _structure_line(rank: int, first: dict[str, Any], other: dict[str, Any]) -> 
         if here != there:
             strides = here is not None and there is not None and here[:3] == there[:3]
             return (
-                f"model: {name} is {_shape(here, strides)} on rank 0 and "
-                f"{_shape(there, strides)} on rank {rank}; every rank must build the same "
+                f"model: {name} is {_describe_tensor(here, strides)} on rank 0 and "
+                f"{_describe_tensor(there, strides)} on rank {rank}; every rank must build the "
+                "same "
                 f"model: look for a builder that reads the rank or the environment"
             )
     return f"model: ranks 0 and {rank} name the same parameters in another order"
 
 
-def _shape(entry: list[object] | None, with_strides: bool) -> str:
+def _describe_tensor(entry: list[object] | None, with_strides: bool) -> str:
     if entry is None:
         return "missing"
     shape, dtype, trains, strides = entry

@@ -31,21 +31,21 @@ from shoal.base.layouts.policies import (
 )
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.device import to_device, what_is_missing
-from shoal.machine.process_memory import is_read_as_used, read_ahead
+from shoal.fabric.device import missing_capabilities_line, to_device
+from shoal.machine.process_memory import is_read_ahead_disabled, read_ahead
 from shoal.parallel import ALONG_AXES, compare_weights, dropout_rng, precision
 from shoal.parallel._torch import BatchNorm, pytree
-from shoal.parallel.placement_rows import Derived, called_of, rows_of
-from shoal.parallel.program import Program, bind, undivided
+from shoal.parallel.placement_rows import ModelDivision, count_block_calls, derive_placements
+from shoal.parallel.program import Program, bind_placements, make_undivided_program
 
 if TYPE_CHECKING:
-    from shoal.base.plans.comm_volume import Travel
+    from shoal.base.plans.comm_volume import CommVolume
     from shoal.parallel.pipeline.partition_model import StageCut
     from shoal.parallel.spmd.split_block import ModelSplit
-    from shoal.trace.flow.forward_record import Record
+    from shoal.trace.flow.forward_record import ForwardRecord
 
 
-class Look(Protocol):
+class SampleForward(Protocol):
     """Protocol of a function that runs a module's forward pass on a few prepared samples."""
 
     @property
@@ -66,18 +66,18 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
         PlanError: ranks hold different models, or a policy is impossible here. Policies are checked
             first, since the record of the model takes seconds.
     """
-    for technique in _asked(plan, AROUND_BLOCKS):
+    for technique in _enabled_techniques(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
             check(plan, world.device)
     if plan.layout.threads > 1:
         from shoal.parallel.data_parallel.device_replicas import check_replicas
 
         check_replicas(plan, world.device)
-    program = undivided(module, plan, world)
+    program = make_undivided_program(module, plan, world)
     if "transformers" in sys.modules:
-        from shoal.parallel.build.pretrained import without_cache
+        from shoal.parallel.build.pretrained import disable_kv_cache
 
-        program = replace(program, on_close=(*program.on_close, without_cache(module)))
+        program = replace(program, on_close=(*program.on_close, disable_kv_cache(module)))
     # First, since everything after it assumes equal tensors on all ranks.
     program = compare_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.
@@ -85,7 +85,7 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     return precision.apply(program)
 
 
-def record(program: Program, look: Look | None) -> Record | None:
+def record_forward(program: Program, look: SampleForward | None) -> ForwardRecord | None:
     """Make the record of the model's forward pass from which a layout is derived.
 
     The record runs its passes when it is read.
@@ -100,27 +100,29 @@ def record(program: Program, look: Look | None) -> Record | None:
     layout = program.plan.layout
     if look is None:
         return None
-    from shoal.trace.flow.forward_record import Record
-    from shoal.trace.isolation.module_copies import meta_twin
-    from shoal.trace.isolation.stream_weights import lent
+    from shoal.trace.flow.forward_record import ForwardRecord
+    from shoal.trace.isolation.module_copies import copy_to_meta
+    from shoal.trace.isolation.stream_weights import stream_weights
 
     run, plan = partial(look, program), program.plan
     if layout.is_derived:
-        return Record(program.module, run, plan)
+        return ForwardRecord(program.module, run, plan)
     # zero 3 needs the number of calls of each block. Most models run on shapes alone; the others
     # read values. A model that fails here fails again in its first step, with its own error.
-    shown = Record(meta_twin(program.module), run, plan)
+    shown = ForwardRecord(copy_to_meta(program.module), run, plan)
     with suppress(Exception):
-        return shown if shown.often else None
-    real = Record(program.module, run, plan)
+        return shown if shown.call_counts else None
+    real = ForwardRecord(program.module, run, plan)
     real.passes.update(shown.passes)
 
-    with suppress(Exception), lent(program.module, program.world.device, read_ahead):
-        return real if real.often else None
+    with suppress(Exception), stream_weights(program.module, program.world.device, read_ahead):
+        return real if real.call_counts else None
     return None
 
 
-def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Program, Derived]:
+def place(
+    program: Program, record: ForwardRecord | None, samples: int = 0
+) -> tuple[Program, ModelDivision]:
     """Place every tensor: derive the division of the model, check it on the ranks, bind placements.
 
     Every rank calls it: checks are collective, and process groups are made. Nothing is cut yet.
@@ -132,30 +134,33 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     Raises:
         PlanError: the model cannot be divided as the layout asks.
     """
-    module, plan, derived = program.module, program.plan, Derived()
+    module, plan, derived = program.module, program.plan, ModelDivision()
     if record is not None and plan.layout.is_derived:
         # Imported here: other layouts do not need these modules.
-        from shoal.trace.isolation.module_copies import meta_twin
-        from shoal.trace.isolation.stream_weights import lent, one_for_all
+        from shoal.trace.isolation.module_copies import copy_to_meta
+        from shoal.trace.isolation.stream_weights import share_first_weights, stream_weights
 
         device = program.world.device
-        with lent(module, device, read_ahead), one_for_all(module, is_read_as_used):
-            derived = _derived(program, record)
+        with (
+            stream_weights(module, device, read_ahead),
+            share_first_weights(module, is_read_ahead_disabled),
+        ):
+            derived = _derive_division(program, record)
         if plan.layout.cp == plan.layout.ep == 1:  # the traffic of cp and ep is not predicted yet
-            travel = partial(_travel_of, derived.split, derived.cut, samples)
+            travel = partial(_predict_traffic, derived.split, derived.cut, samples)
             program = replace(program, travel=travel)
-        program = replace(program, twin=meta_twin(module))
+        program = replace(program, twin=copy_to_meta(module))
     elif record is not None and plan.layout.zero == 3:
-        derived = replace(derived, called=called_of(record))
+        derived = replace(derived, called=count_block_calls(record))
     if record is not None:
         program = replace(program, passes=record.passes)
-    rows = rows_of(module, plan, derived, program.world.device)
-    return bind(program, rows.values()), derived
+    rows = derive_placements(module, plan, derived, program.world.device)
+    return bind_placements(program, rows.values()), derived
 
 
-def _derived(program: Program, record: Record) -> Derived:
+def _derive_division(program: Program, record: ForwardRecord) -> ModelDivision:
     """Derive and check the division along each axis, in the order of `ALONG_AXES`."""
-    along, found = dict(_along_axes(program.plan)), Derived()
+    along, found = dict(_along_axes(program.plan)), ModelDivision()
     if "ep" in along:
         found = replace(found, experts=along["ep"].plan(program, record))
     if "pp" in along:
@@ -165,17 +170,17 @@ def _derived(program: Program, record: Record) -> Derived:
     if "cp" in along:  # cp may divide layers that tp has divided: it then starts from the tp parts
         found = replace(found, units=along["cp"].plan(program, record, found.split))
     if program.plan.layout.zero == 3:  # on some ranks this is the first use of the record
-        found = replace(found, called=called_of(record))
+        found = replace(found, called=count_block_calls(record))
     return found
 
 
-def _travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
-    from shoal.parallel.exchange_rows import travel_of  # needed only to predict a run
+def _predict_traffic(split: ModelSplit | None, cut: StageCut | None, samples: int) -> CommVolume:
+    from shoal.parallel.exchange_rows import predict_traffic  # needed only to predict a run
 
-    return travel_of(split, cut, samples)
+    return predict_traffic(split, cut, samples)
 
 
-def materialise(program: Program, derived: Derived) -> Program:
+def materialise(program: Program, derived: ModelDivision) -> Program:
     """Cut the module in place to what this rank holds under tp, pp and ep, and free the rest.
 
     The remaining part moves from the host to the device, which never holds more. Under zero 3 that
@@ -187,22 +192,22 @@ def materialise(program: Program, derived: Derived) -> Program:
     """
     plan, device = program.plan, program.world.device
     if plan.layout.is_derived:
-        program = _cut(program, derived)
+        program = _cut_module(program, derived)
     elif plan.layout.serves:
         from shoal.parallel.data_parallel import embedding_tables
 
-        program = embedding_tables.cut(program)
-    if plan.layout.zero < 3 and not waits_on_host(plan, device):
-        _to(program.module, device)
+        program = embedding_tables.cut_tables(program)
+    if plan.layout.zero < 3 and not streams_from_host(plan, device):
+        _move_to_device(program.module, device)
     return program
 
 
-def _to(module: nn.Module, device: torch.device) -> None:
+def _move_to_device(module: nn.Module, device: torch.device) -> None:
     """Move a module's tensors to a device, one at a time, except those on the meta device."""
     module._apply(lambda t: t if t.is_meta else t.to(device))
 
 
-def _cut(program: Program, derived: Derived) -> Program:
+def _cut_module(program: Program, derived: ModelDivision) -> Program:
     along, kinds = dict(_along_axes(program.plan)), []
     if "tp" in along:
         program = along["tp"].apply(program, derived.split)
@@ -211,9 +216,9 @@ def _cut(program: Program, derived: Derived) -> Program:
         program = along["cp"].apply(program, derived.units)
         kinds += along["cp"].kinds(derived.units)
     if "pp" in along:
-        from shoal.parallel.spmd.stage_crossing import Crossing
+        from shoal.parallel.spmd.stage_crossing import StageCodec
 
-        program = along["pp"].apply(program, derived.cut, Crossing(kinds))
+        program = along["pp"].apply(program, derived.cut, StageCodec(kinds))
     if "ep" in along:
         # After the last forward pass of a single rank: from here on ep ranks exchange tokens.
         program = along["ep"].apply(program, derived.experts)
@@ -243,10 +248,10 @@ AROUND_SUMS: tuple[tuple[type, str], ...] = (
 """(policy, technique) of the optional wrappers around the gradient reduction."""
 
 
-def _asked(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
+def _enabled_techniques(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
     """Import the techniques of the policies that have a key off its default, and no others."""
     for policy, technique in optional:
-        if plan.asks(policy):
+        if plan.differs_from_default(policy):
             yield importlib.import_module(f"shoal.parallel.{technique}")
 
 
@@ -256,24 +261,28 @@ def check_here(plan: Plan, device: torch.device) -> None:
     Raises:
         PlanError: so far only for offload to files on an accelerator.
     """
-    for technique in _asked(plan, AROUND_BLOCKS):
+    for technique in _enabled_techniques(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check_here", None):
             check(plan, device)
 
 
-def waits_on_host(plan: Plan, device: torch.device) -> bool:
+def streams_from_host(plan: Plan, device: torch.device) -> bool:
     """Return whether the module stays on the host because one device cannot hold it."""
-    techniques = [one for one in _asked(plan, AROUND_BLOCKS) if hasattr(one, "streams_parameters")]
+    techniques = [
+        one
+        for one in _enabled_techniques(plan, AROUND_BLOCKS)
+        if hasattr(one, "streams_parameters")
+    ]
     return any(one.streams_parameters(plan, device) for one in techniques)
 
 
-def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Program:
+def offload_optimizer(program: Program, optimizer: torch.optim.Optimizer) -> Program:
     """Let memory.offload=optimizer take over the optimizer once it steps this rank's parts.
 
     Returns:
         The program, with the additions of the technique if the plan uses it.
     """
-    for technique in _asked(program.plan, AROUND_BLOCKS):
+    for technique in _enabled_techniques(program.plan, AROUND_BLOCKS):
         if give := getattr(technique, "hand_over", None):
             program = give(program, optimizer)
     return program
@@ -293,23 +302,23 @@ def wrap(program: Program) -> Program:
 
         # After batch_norm: it syncs the buffers that batch_norm does not cover.
         program = sync_buffers.apply(program)
-    for technique in _asked(plan, AROUND_BLOCKS):
+    for technique in _enabled_techniques(plan, AROUND_BLOCKS):
         program = technique.apply(program)
     # Last: the technique that holds, sums and steps parameters. It takes over parameters and
     # `.grad`, so nothing may replace them after it.
     with ExitStack() as around:
-        for technique in _asked(plan, AROUND_BLOCKS):
+        for technique in _enabled_techniques(plan, AROUND_BLOCKS):
             if enter := getattr(technique, "allocating", None):
                 around.enter_context(enter(program))
-        program = _by_layout(program)
-    for technique in _asked(plan, AROUND_SUMS):
+        program = _apply_data_parallel(program)
+    for technique in _enabled_techniques(plan, AROUND_SUMS):
         program = technique.apply(program)
     return program
 
 
-def _by_layout(program: Program) -> Program:
+def _apply_data_parallel(program: Program) -> Program:
     plan, layout = program.plan, program.plan.layout
-    if waits_on_host(plan, program.world.device):
+    if streams_from_host(plan, program.world.device):
         from shoal.parallel.offload.parameters import apply
     elif layout.threads > 1:
         if program.world.device.type == "cpu":
@@ -337,12 +346,12 @@ def _to_device(program: Program) -> Program:
     device = program.world.device
     if device.type == "cpu":
         return program
-    program.notices.extend(line for line in [what_is_missing(device)] if line)
+    program.notices.extend(line for line in [missing_capabilities_line(device)] if line)
 
-    return replace(program, prepare=(*program.prepare, partial(_moved, device)))
+    return replace(program, prepare=(*program.prepare, partial(_move_batch, device)))
 
 
-def _moved(device: torch.device, batch: Any) -> Any:
+def _move_batch(device: torch.device, batch: Any) -> Any:
     def move(leaf: Any) -> Any:
         return to_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 

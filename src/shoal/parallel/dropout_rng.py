@@ -33,11 +33,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import PlanError
-from shoal.parallel._torch import generators, in_backward
+from shoal.parallel._torch import get_generators, in_backward
 from shoal.parallel.program import Program
 
 
-def key(seed: int, step: int, micro_batch: int, block: str) -> int:
+def derive_seed(seed: int, step: int, micro_batch: int, block: str) -> int:
     """Return a 63-bit generator seed for one block of one micro-batch of one step.
 
     >>> key(0, 1, 2, "layers.0") == key(0, 1, 2, "layers.0") != key(0, 1, 3, "layers.0")
@@ -49,9 +49,9 @@ def key(seed: int, step: int, micro_batch: int, block: str) -> int:
 
 def apply(program: Program, seed: int) -> Program:
     """Reseed the generators for every micro-batch of the program and every block inside it."""
-    keyed, layout = _Keyed(seed, program.world.device), program.plan.layout
+    keyed, layout = _GeneratorSeeding(seed, program.world.device), program.plan.layout
     hooks: list[RemovableHandle] = []
-    unkeyed = _unkeyed(program.module)
+    unkeyed = _blocks_without_draws(program.module)
     for name in (name for name in program.blocks if name not in unkeyed):
         block = program.module.get_submodule(name)
         # Objects and no closures: the hooks of a replica use the keys of that replica.
@@ -60,7 +60,7 @@ def apply(program: Program, seed: int) -> Program:
 
     hooks.append(program.module.register_forward_pre_hook(keyed.again))
     traced = layout.processes == 1 or program.pipe.size > 1  # a traced pass has replaced them
-    hooks += () if traced else _refuse_replaced(program.module)
+    hooks += () if traced else _refuse_module_replacement(program.module)
 
     def remove() -> None:
         for hook in hooks:
@@ -80,7 +80,7 @@ DRAWLESS = frozenset(getattr(nn, name) for name in PLAIN.split())
 """torch.nn modules whose forward pass draws no random number."""
 
 
-def draws_nothing(module: nn.Module) -> bool:
+def has_no_random_ops(module: nn.Module) -> bool:
     """Return whether a module consists only of torch modules without random draws or hooks.
 
     >>> draws_nothing(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -95,7 +95,7 @@ def draws_nothing(module: nn.Module) -> bool:
     )
 
 
-def _unkeyed(model: nn.Module) -> set[str]:
+def _blocks_without_draws(model: nn.Module) -> set[str]:
     """Return the names of blocks that need no reseeding, judged by their module types.
 
     The last block is reseeded in any case: code after the model draws from its generator state.
@@ -103,7 +103,7 @@ def _unkeyed(model: nn.Module) -> set[str]:
     if type(model) is not nn.Sequential or "forward" in vars(model):
         return set()
     names = list(model._modules)
-    return {name for name in names[:-1] if draws_nothing(model.get_submodule(name))}
+    return {name for name in names[:-1] if has_no_random_ops(model.get_submodule(name))}
 
 
 Mark = tuple[int, bytes, bytes]
@@ -111,7 +111,7 @@ WORDS, PLACE = 4 * 624, 4
 """Bytes of the Mersenne Twister's words, and of its position in them, in memory."""
 
 
-class _NumpyKeys:
+class _NumpySeeding:
     """Seeding of `numpy.random` in micro-batches, with the user's state restored after them.
 
     Reading and writing the state takes 75 µs, reading its bytes 1 µs. A few bytes show whether
@@ -154,7 +154,7 @@ class _NumpyKeys:
         return at, ctypes.string_at(at, 16), ctypes.string_at(at + WORDS - 16, 16 + PLACE)
 
 
-class _Keyed:
+class _GeneratorSeeding:
     """Seeding of generators by step, micro-batch and block, active only while a micro-batch runs.
 
     `calls` counts how often a block was entered in this forward pass. `arrived` maps each call's
@@ -165,23 +165,23 @@ class _Keyed:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.at: tuple[int, int] | None = None
-        self.beside(False)
+        self.set_concurrent(False)
         self.calls: dict[str, int] = {}
         self.arrived: dict[tuple[str, int], int] = {}
         self.arrivals: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self.inside: dict[str, list[int]] = {}
-        self.numpy = _NumpyKeys()
+        self.numpy = _NumpySeeding()
 
-    def __deepcopy__(self, known: object) -> _Keyed:
+    def __deepcopy__(self, known: object) -> _GeneratorSeeding:
         return self  # a copied module shares the keys
 
-    def on(self, device: torch.device) -> _Keyed:
+    def on(self, device: torch.device) -> _GeneratorSeeding:
         """Return the seeding for a replica on another device."""
-        return _Keyed(self.seed, device)
+        return _GeneratorSeeding(self.seed, device)
 
-    def beside(self, others: bool) -> None:
+    def set_concurrent(self, others: bool) -> None:
         """Note whether other devices run at the same time; host generators are then left alone."""
-        self.host, self.generators = not others, generators(self.device)[int(others) :]
+        self.host, self.generators = not others, get_generators(self.device)[int(others) :]
 
     def begin(self) -> None:
         """Forget the calls of the previous step, of which nothing is recomputed any more."""
@@ -204,21 +204,21 @@ class _Keyed:
             self.calls[block] = call + 1
             self.arrived[arrival] = call
         self.inside.setdefault(block, []).append(call)
-        self._set(block, call)
+        self._seed_generators(block, call)
 
     def leave(self, block: str, *_: object) -> None:
         """Seed the generators after a block, so that what follows does not depend on its draws."""
         if self.at is None:
             return
         calls = self.inside.get(block)
-        self._set(f"{block}/after", calls.pop() if calls else 0)
+        self._seed_generators(f"{block}/after", calls.pop() if calls else 0)
 
-    def _set(self, block: str, call: int) -> None:
+    def _seed_generators(self, block: str, call: int) -> None:
         if self.at is None:
             return
         name = f"{block}#{call}" if call else block
         for generator in self.generators:
-            generator.manual_seed(key(self.seed, *self.at, name))
+            generator.manual_seed(derive_seed(self.seed, *self.at, name))
 
     @contextmanager
     def __call__(self, step: int, index: int) -> Iterator[None]:
@@ -227,8 +227,8 @@ class _Keyed:
         self.at = (step, index)
         self.calls, self.inside = {}, {}
         self.arrived = self.arrivals.setdefault((step, index), {})
-        self._set("", 0)
-        number = key(self.seed, step, index, "host")
+        self._seed_generators("", 0)
+        number = derive_seed(self.seed, step, index, "host")
         if self.host:
             random.seed(number)
             self.numpy.enter(number)
@@ -243,7 +243,7 @@ class _Keyed:
                 generator.set_state(state)
 
 
-def _refuse_replaced(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+def _refuse_module_replacement(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
     """Refuse a model whose first forward pass replaces modules (as BigBird), since that draws."""
     before: dict[str, nn.Module] = {}
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shoal.base.plans.comm_volume import Crossing, TensorExchange, Travel
+from shoal.base.plans.comm_volume import CommVolume, StageTransfer, TensorExchange
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.trace.isolation.meta_inputs import tensors_of
 
 
-def travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
+def predict_traffic(split: ModelSplit | None, cut: StageCut | None, samples: int) -> CommVolume:
     """Return the traffic of a model divided by a tensor split and a stage cut.
 
     Args:
@@ -30,7 +30,7 @@ def travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> T
         at = _stage(name, stage_of, stages)
         exchanges[at] += [TensorExchange(e.kind, e.when, e.payload_bytes) for e in several]
     parts = _parts(split) if split else {}
-    return Travel(
+    return CommVolume(
         samples,
         tuple(tuple(one) for one in exchanges),
         () if cut is None else tuple(_crossing(cut, s, parts) for s in range(1, stages)),
@@ -53,7 +53,7 @@ def _parts(split: ModelSplit) -> dict[str, int]:
     return found
 
 
-def _crossing(cut: StageCut, stage: int, parts: Mapping[str, int]) -> Crossing:
+def _crossing(cut: StageCut, stage: int, parts: Mapping[str, int]) -> StageTransfer:
     forward_bytes = backward_bytes = 0
     for call, leaf in cut.crossings[stage]:
         plan = cut.calls[call]
@@ -61,4 +61,4 @@ def _crossing(cut: StageCut, stage: int, parts: Mapping[str, int]) -> Crossing:
         size_bytes = value.numel() * value.element_size() // parts.get(plan.name, 1)
         forward_bytes += size_bytes
         backward_bytes += size_bytes * value.is_floating_point()
-    return Crossing(forward_bytes, backward_bytes)
+    return StageTransfer(forward_bytes, backward_bytes)

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
 from shoal.base.plans.plan import Plan
-from shoal.parallel._torch import writes
+from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
 
 Look = tuple[torch.dtype, int, int]
@@ -31,7 +31,7 @@ FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 """torch dtype → the name of that format in run.toml."""
 
 
-class RewrittenError(ConfigError):
+class MutatedWeightsError(ConfigError):
     """Error for a model that changes its own weights, on a layout that would lose the change.
 
     Args:
@@ -44,30 +44,30 @@ class RewrittenError(ConfigError):
 
 
 @contextmanager
-def refuse_rewritten(program: Program) -> Iterator[None]:
+def refuse_mutated_weights(program: Program) -> Iterator[None]:
     """Refuse weights that the model itself changes during the passes of a step.
 
     A context manager around the passes, entered by every rank. Changes that the layout keeps, as
     one process does, are allowed.
 
     Raises:
-        RewrittenError: at its end, on all ranks, for a change that would be lost.
+        MutatedWeightsError: at its end, on all ranks, for a change that would be lost.
     """
-    before = {name: _look(p) for name, p in program.parameters.items()}
+    before = {name: _weight_state(p) for name, p in program.parameters.items()}
     yield
-    said = program.world.gather_json(_lost(program, before))
+    said = program.world.gather_json(_first_lost_change(program, before))
     for text, is_cast in filter(None, said):
-        raise RewrittenError(text, is_cast)
+        raise MutatedWeightsError(text, is_cast)
 
 
-def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | None:
+def _first_lost_change(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | None:
     """Find the first weight whose change the program would lose: (text, whether it is a cast)."""
-    if program.plan.parks_parameters:
+    if program.plan.offloads_parameters:
         return None  # offload moves parameters in and out, so their data pointers change anyway
     layout = program.plan.layout
     tables = {id(m.weight) for m in program.module.modules() if getattr(m, "max_norm", None)}
     for name, parameter in program.parameters.items():
-        was, now = before[name], _look(parameter)
+        was, now = before[name], _weight_state(parameter)
         if was == now:
             continue
         own = program.local.get(name)
@@ -88,11 +88,11 @@ def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | No
                 f"process"
             ), False
         if is_lost:
-            return _told(name, was, now, program.plan)
+            return _describe_change(name, was, now, program.plan)
     return None
 
 
-def watch_units(units: Sequence[nn.Module], program: Program) -> list[RemovableHandle]:
+def watch_unit_weights(units: Sequence[nn.Module], program: Program) -> list[RemovableHandle]:
     """Compare the gathered weights of each unit before and after its first forward pass.
 
     Args:
@@ -102,39 +102,45 @@ def watch_units(units: Sequence[nn.Module], program: Program) -> list[RemovableH
         The hooks.
 
     Raises:
-        RewrittenError: in that forward pass, with the text of `refuse_rewritten`.
+        MutatedWeightsError: in that forward pass, with the text of `refuse_mutated_weights`.
     """
     paths = {id(part): path for path, part in program.module.named_modules()}
-    return [hook for unit in units for hook in _around(unit, paths[id(unit)], program.plan)]
+    return [
+        hook for unit in units for hook in _hook_first_forward(unit, paths[id(unit)], program.plan)
+    ]
 
 
-def _around(unit: nn.Module, path: str, plan: Plan) -> tuple[RemovableHandle, RemovableHandle]:
+def _hook_first_forward(
+    unit: nn.Module, path: str, plan: Plan
+) -> tuple[RemovableHandle, RemovableHandle]:
     kept: dict[str, tuple[nn.Parameter, Look]] = {}
 
     def before(module: nn.Module, _given: Any) -> None:
         first.remove()
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "to_local") and not parameter.is_meta:  # not of an inner unit
-                kept[name] = parameter, _look(parameter)
+                kept[name] = parameter, _weight_state(parameter)
 
     def after(module: nn.Module, _given: Any, _outputs: Any) -> None:
         second.remove()
         for name, parameter in module.named_parameters():
             held, was = kept.pop(name, (None, None))
-            if was is not None and held is parameter and was != _look(parameter):
+            if was is not None and held is parameter and was != _weight_state(parameter):
                 where = f"{path}.{name}" if path else name
-                raise RewrittenError(*_told(where, was, _look(parameter), plan))
+                raise MutatedWeightsError(
+                    *_describe_change(where, was, _weight_state(parameter), plan)
+                )
 
     first = unit.register_forward_pre_hook(before)
     second = unit.register_forward_hook(after, prepend=True)
     return first, second
 
 
-def _look(parameter: nn.Parameter) -> Look:
-    return parameter.dtype, parameter.data_ptr(), writes(parameter)
+def _weight_state(parameter: nn.Parameter) -> Look:
+    return parameter.dtype, parameter.data_ptr(), version_counter(parameter)
 
 
-def _told(name: str, was: Look, now: Look, plan: Plan) -> tuple[str, bool]:
+def _describe_change(name: str, was: Look, now: Look, plan: Plan) -> tuple[str, bool]:
     layout = plan.layout.text()
     if was[0] != now[0]:
         to = str(now[0]).removeprefix("torch.")

@@ -1,9 +1,9 @@
 """Derive which ranks hold every tensor of a model under a layout.
 
-`derive` finds how the model can be divided, from the record of its forward pass. `rows_of` turns
-that and the layout into one `Placement` per parameter and buffer. Neither needs another process, so
-a plan can be placed before anything starts. `compose.place` does the same and checks the parts on
-the ranks before they are cut.
+`derive_division` finds how the model can be divided, from the record of its forward pass.
+`derive_placements` turns that and the layout into one `Placement` per parameter and buffer. Neither
+needs another process, so a plan can be placed before anything starts. `compose.place` does the same
+and checks the parts on the ranks before they are cut.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Plan
 from shoal.parallel import precision
 from shoal.parallel.program import dtype_of
-from shoal.trace.find.blocks import gathered_blocks
+from shoal.trace.find.blocks import fsdp_blocks
 
 if TYPE_CHECKING:
-    from shoal.parallel.context_parallel.split_units import Units
+    from shoal.parallel.context_parallel.split_units import SequenceUnits
     from shoal.parallel.expert_parallel import Experts
     from shoal.parallel.pipeline.partition_model import StageCut
     from shoal.parallel.spmd.split_block import ModelSplit
-    from shoal.trace.flow.forward_record import Record
+    from shoal.trace.flow.forward_record import ForwardRecord
 
 Rows = dict[str, Placement]
 
 
 @dataclass(frozen=True)
-class Called:
+class BlockCalls:
     """Numbers of calls of modules in a forward pass, and the repeated blocks.
 
     Attributes:
@@ -49,7 +49,7 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Derived:
+class ModelDivision:
     """Division of a model along each axis.
 
     Attributes:
@@ -62,11 +62,11 @@ class Derived:
     split: ModelSplit | None = None
     cut: StageCut | None = None
     experts: Sequence[Experts] = ()
-    units: Units | None = None
-    called: Called = Called()
+    units: SequenceUnits | None = None
+    called: BlockCalls = BlockCalls()
 
 
-def derive(record: Record, plan: Plan) -> Derived:
+def derive_division(record: ForwardRecord, plan: Plan) -> ModelDivision:
     """Derive the division of a model under a plan's layout, without checking it on the ranks.
 
     Raises:
@@ -76,23 +76,25 @@ def derive(record: Record, plan: Plan) -> Derived:
     split, cut = None, None
     experts: Sequence[Experts] = ()
     if layout.ep > 1:
-        from shoal.parallel.expert_parallel import dealt
+        from shoal.parallel.expert_parallel import plan_layers
 
-        experts = dealt(record, layout)
+        experts = plan_layers(record, layout)
     if layout.pp > 1:
-        from shoal.parallel.pipeline import stages_of_model
+        from shoal.parallel.pipeline import cut_into_stages
 
-        cut = stages_of_model(record, layout)
+        cut = cut_into_stages(record, layout)
     if layout.tp > 1:
-        from shoal.parallel.tensor_parallel import alone, split_by
+        from shoal.parallel.tensor_parallel import may_split_experts, plan_by_policy
 
-        opaque = alone(layout)
-        split = split_by(plan, record, layout.tp, staged=layout.pp > 1, opaque=opaque)
-    called = called_of(record) if layout.zero == 3 else Called()
-    return Derived(split, cut, experts, called=called)
+        opaque = may_split_experts(layout)
+        split = plan_by_policy(plan, record, layout.tp, staged=layout.pp > 1, opaque=opaque)
+    called = count_block_calls(record) if layout.zero == 3 else BlockCalls()
+    return ModelDivision(split, cut, experts, called=called)
 
 
-def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.device) -> Rows:
+def derive_placements(
+    module: nn.Module, plan: Plan, derived: ModelDivision, device: torch.device
+) -> Rows:
     """Return the placement of every parameter and buffer: the ranks that hold, sum and step it.
 
     Args:
@@ -102,13 +104,13 @@ def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.devic
     Raises:
         PlanError: a stack of experts that tp has cut already.
     """
-    rows = _whole(module, plan, device)
+    rows = _whole_placements(module, plan, device)
     if derived.split is not None:
         from shoal.parallel import tensor_parallel
 
         rows = tensor_parallel.place(rows, derived.split)
     if plan.layout.cp > 1:
-        rows = {name: _also_over(row, "cp") for name, row in rows.items()}
+        rows = {name: _add_sum_axis(row, "cp") for name, row in rows.items()}
     if derived.cut is not None:
         from shoal.parallel import pipeline
 
@@ -121,13 +123,13 @@ def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.devic
         from shoal.parallel import expert_parallel
 
         rows = expert_parallel.place(rows, derived.experts, module, plan.layout)
-    rows = {name: _over_data(row, plan.layout) for name, row in rows.items()}
-    return _gathered(rows, module, plan, derived.called) if plan.layout.zero == 3 else rows
+    rows = {name: _add_data_axes(row, plan.layout) for name, row in rows.items()}
+    return _assign_units(rows, module, plan, derived.called) if plan.layout.zero == 3 else rows
 
 
-def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
+def _whole_placements(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
     """Return the placements of a module that nothing divides."""
-    narrow = precision.copies(module, plan.compute, device)
+    narrow = precision.list_narrow_copies(module, plan.compute, device)
     rows = {}
     for name, p in module.named_parameters():
         compute = narrow.get(name, "")
@@ -137,22 +139,24 @@ def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
     return rows
 
 
-def called_of(record: Record) -> Called:
+def count_block_calls(record: ForwardRecord) -> BlockCalls:
     """Return how often the forward pass of a record called blocks."""
-    often = {name: times for name, times in record.often.items() if times > 1}
+    often = {name: times for name, times in record.call_counts.items() if times > 1}
     blocks = () if record.trunk.leaf else record.trunk.blocks
-    reached = record.reached(name for name, _ in record.module.named_modules() if name)
-    return Called(often, blocks, frozenset(reached))
+    reached = record.externally_called_blocks(
+        name for name, _ in record.module.named_modules() if name
+    )
+    return BlockCalls(often, blocks, frozenset(reached))
 
 
-def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows:
+def _assign_units(rows: Rows, module: nn.Module, plan: Plan, called: BlockCalls) -> Rows:
     """Note with which block each tensor is gathered under zero 3; experts have their own units."""
-    from shoal.base.layouts.resharding import gathered_together
+    from shoal.base.layouts.resharding import gathers_all_blocks
 
     names = {id(p): name for name, p in module.named_parameters()}
     found = dict(rows)
-    units = gathered_blocks(module, plan)
-    units = units or gathered_blocks(module, BlocksPolicy(blocks=called.blocks))
+    units = fsdp_blocks(module, plan)
+    units = units or fsdp_blocks(module, BlocksPolicy(blocks=called.blocks))
     for unit, block in units.items():
         if unit in called.reached:
             continue  # gathered with the root: its submodule is called without the unit
@@ -165,16 +169,16 @@ def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows
                 found[row.name] = replace(row, unit=unit, calls=times)
     dealt = [row for row in found.values() if row.unit and not row.is_expert]
     blocks, elements = len({row.unit for row in dealt}), sum(row.elements for row in dealt)
-    if gathered_together(blocks, elements, plan.names_blocks):
+    if gathers_all_blocks(blocks, elements, plan.names_blocks):
         found |= {row.name: replace(row, unit="", calls=1) for row in dealt}
     return found
 
 
-def _also_over(row: Placement, axis: str) -> Placement:
+def _add_sum_axis(row: Placement, axis: str) -> Placement:
     return replace(row, sum_over=(*row.sum_over, axis)) if row.trains else row
 
 
-def _over_data(row: Placement, layout: Layout) -> Placement:
+def _add_data_axes(row: Placement, layout: Layout) -> Placement:
     """Return a placement with the data-parallel axes added, whatever else divides the tensor."""
     if row.is_buffer:
         return row

@@ -26,37 +26,37 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shoal.fabric.device import abilities, is_accelerator
+from shoal.fabric.device import get_device_capabilities, is_accelerator
 from shoal.parallel._torch import Convolution, pytree
 from shoal.parallel.program import Program
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def resolve(compute: str, device: torch.device) -> str:
+def resolve_format(compute: str, device: torch.device) -> str:
     """Return the format that `auto` stands for: bf16 on GPUs that support it, else fp32.
 
     On a CPU fp32 stays the default, because results are then comparable between machines.
     """
     if compute != "auto":
         return compute
-    if is_accelerator(device) and abilities(device).bf16:
+    if is_accelerator(device) and get_device_capabilities(device).bf16:
         return "bf16"
     return "fp32"
 
 
-def convert(module: nn.Module, compute: str) -> nn.Module:
+def convert_weights(module: nn.Module, compute: str) -> nn.Module:
     """Cast the weights to float64 for fp64; return the module unchanged for every other format."""
     return module.double() if compute == "fp64" else module
 
 
-def copies(module: nn.Module, compute: str, device: torch.device) -> dict[str, str]:
+def list_narrow_copies(module: nn.Module, compute: str, device: torch.device) -> dict[str, str]:
     """Return the trainable parameters that forward passes read as narrow copies: name → dtype.
 
     These are the weights of linear layers and convolutions, whose products autocast makes narrow
     anyway. There are none if fp16 is only emulated, and none that an embedding reads as well.
     """
-    if compute not in NARROW or emulated(compute, device):
+    if compute not in NARROW or is_emulated(compute, device):
         return {}
     wide: set[int] = set()
     narrow: set[int] = set()
@@ -71,7 +71,7 @@ def copies(module: nn.Module, compute: str, device: torch.device) -> dict[str, s
     }
 
 
-def emulated(compute: str, device: torch.device) -> bool:
+def is_emulated(compute: str, device: torch.device) -> bool:
     """Return whether a format is emulated by rounding: fp16 on a CPU."""
     return compute == "fp16" and device.type == "cpu"
 
@@ -80,19 +80,19 @@ def apply(program: Program) -> Program:
     """Add autocast around the forward pass, or float64 inputs, as the plan's precision says."""
     device, compute = program.world.device, program.plan.compute
     if compute == "fp64":
-        return replace(program, prepare=(*program.prepare, _floats_to(torch.float64)))
-    if emulated(compute, device):
+        return replace(program, prepare=(*program.prepare, _cast_floats(torch.float64)))
+    if is_emulated(compute, device):
         program.notices.append(
             "precision.compute = fp16: this CPU has no fast fp16: operands and results are rounded "
             "to fp16 and multiplied in fp32; for speed: precision.compute=bf16"
         )
-        return replace(program, autocast=_rounding)
+        return replace(program, autocast=_emulate_half)
     if compute not in NARROW:
         return program
     if device.type == "cpu" and program.plan.layout.zero == 3:
-        norms_of_narrow_weights()  # fsdp gathers a unit's vectors in the dtype of its matrices
+        allow_narrow_norm_weights()  # fsdp gathers a unit's vectors in the dtype of its matrices
     autocast = _autocast(device.type, NARROW[compute])
-    own = _OwnCalls(autocast, device.type)
+    own = _DirectCallAutocast(autocast, device.type)
     hooks = [
         program.module.register_forward_pre_hook(own.enter, prepend=True),
         program.module.register_forward_hook(own.leave, always_call=True),
@@ -109,7 +109,7 @@ NORMS = {"layer_norm": (2, 3), "group_norm": (2, 3), "batch_norm": (1, 2), "inst
 
 
 @functools.cache
-def norms_of_narrow_weights() -> torch.library.Library:
+def allow_narrow_norm_weights() -> torch.library.Library:
     """Let the CPU's autocast compute norms with narrow weights, as the GPU's does.
 
     Without it torch raises "mixed dtype (CPU): expect parameter to have scalar type of Float".
@@ -117,12 +117,12 @@ def norms_of_narrow_weights() -> torch.library.Library:
     """
     library = torch.library.Library("aten", "IMPL")
     for name, places in NORMS.items():
-        norm = functools.partial(_with_wide_weights, getattr(torch, name), places)
+        norm = functools.partial(_norm_with_wide_weights, getattr(torch, name), places)
         library.impl(name, norm, "AutocastCPU")
     return library
 
 
-def _with_wide_weights(
+def _norm_with_wide_weights(
     norm: Callable[..., torch.Tensor], places: tuple[int, ...], *operands: Any
 ) -> torch.Tensor:
     others = [one for place, one in enumerate(operands) if place not in places]
@@ -135,7 +135,7 @@ def _with_wide_weights(
         return norm(*operands)
 
 
-class _OwnCalls:
+class _DirectCallAutocast:
     """Hooks that enter autocast if the user calls the module, with its narrow weights, directly."""
 
     def __init__(
@@ -160,7 +160,7 @@ def _autocast(device_type: str, dtype: torch.dtype) -> Callable[[], AbstractCont
     return lambda: torch.autocast(device_type, dtype=dtype)
 
 
-def _floats_to(dtype: torch.dtype) -> Callable[[Any], Any]:
+def _cast_floats(dtype: torch.dtype) -> Callable[[Any], Any]:
     def cast(leaf: Any) -> Any:
         floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if floating else leaf
@@ -168,7 +168,7 @@ def _floats_to(dtype: torch.dtype) -> Callable[[Any], Any]:
     return lambda batch: pytree.tree_map(cast, batch)
 
 
-class _Round(torch.autograd.Function):
+class _RoundToHalf(torch.autograd.Function):
     """Rounding to the nearest fp16 value, gradient likewise; too large values become inf."""
 
     @staticmethod
@@ -180,9 +180,9 @@ class _Round(torch.autograd.Function):
         return gradients[0].half().to(gradients[0].dtype)
 
 
-def _rounded(value: Any) -> Any:
+def _round_to_half(value: Any) -> Any:
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return _Round.apply(value) if floating else value
+    return _RoundToHalf.apply(value) if floating else value
 
 
 PRODUCTS = {
@@ -204,11 +204,11 @@ class _HalfProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in PRODUCTS or "out" in kwargs:
             return func(*args, **kwargs)
-        args = pytree.tree_map(_rounded, args)
-        return _rounded(func(*args, **pytree.tree_map(_rounded, kwargs)))
+        args = pytree.tree_map(_round_to_half, args)
+        return _round_to_half(func(*args, **pytree.tree_map(_round_to_half, kwargs)))
 
 
 @contextmanager
-def _rounding() -> Iterator[None]:
+def _emulate_half() -> Iterator[None]:
     with _HalfProducts():
         yield

@@ -17,30 +17,30 @@ import torch
 from torch import nn
 
 from shoal.base.errors import BugError
-from shoal.base.plans.placement import DATA_AXES, Cut, Placement
+from shoal.base.plans.placement import DATA_AXES, DimCut, Placement
 from shoal.base.plans.plan import Plan
 from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import along, among, members
-from shoal.trace.find.blocks import find_blocks
+from shoal.fabric.axis_worlds import axis_world, list_axis_groups, partition_world
+from shoal.trace.find.blocks import detect_blocks
 
 if TYPE_CHECKING:
-    from shoal.base.plans.comm_volume import Travel
+    from shoal.base.plans.comm_volume import CommVolume
     from shoal.parallel.unit_log import UnitLog
 
 
 class Reducer(Protocol):
     """Protocol of gradient reduction: sums gradients over all ranks into `local.parameter.grad`.
 
-    Call order of one step, on every rank: `begin` · for each micro-batch `arm`, its backward pass,
-    `passed` · `finish` · the optimizer's step · `publish`. A rank may have fewer micro-batches than
-    another, or none.
+    Call order of one step, on every rank: `begin` · for each micro-batch `prepare_backward`, its
+    backward pass, `passed` · `finish` · the optimizer's step · `publish`. A rank may have fewer
+    micro-batches than another, or none.
     """
 
     def begin(self, rounds: int) -> None:
         """Zero all gradients; the busiest rank runs `rounds` micro-batches in this step."""
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Prepare for a backward pass; after the step's last one, gradients may be sent at once.
 
         Args:
@@ -54,7 +54,7 @@ class Reducer(Protocol):
     def finish(self) -> None:
         """Wait until this rank's part of the sum over ranks is complete."""
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return per parameter, in the program's order, whether this rank computed its gradient."""
 
     def local_norms(self) -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ class Reducer(Protocol):
     def sums(self) -> list[torch.Tensor]:
         """Return the tensors that hold this rank's part of the sum, for scaling and norms."""
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return for each of `sums()` one parameter in it; all its parameters are sharded alike."""
 
     def publish(self) -> None:
@@ -95,26 +95,26 @@ class Pass(Protocol):
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
         """Run forward and backward on the module; alone: no other pass runs at the same time."""
 
-    def entered(self) -> AbstractContextManager[None]:
+    def keyed_context(self) -> AbstractContextManager[None]:
         """Return a re-enterable context for any part of the pass, forward or backward."""
 
     def outputs(self, module: nn.Module) -> Any:
         """Run the forward pass and return the module's outputs for the inputs."""
 
-    def total(self, outputs: Any) -> torch.Tensor:
+    def compute_loss(self, outputs: Any) -> torch.Tensor:
         """Return the summed loss to call backward on; note the loss and the count of targets."""
 
 
-def in_turn(program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
+def run_sequentially(program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
     """Run the passes of a step one after another."""
     for place, one in enumerate(passes):
-        reducer.arm(place == len(passes) - 1)
+        reducer.prepare_backward(place == len(passes) - 1)
         one(program.module)
         reducer.passed(one.index >= 0)
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalParameter:
     """The part of one trainable parameter that this rank's optimizer steps.
 
     Attributes:
@@ -184,17 +184,17 @@ class Program:
     blocks: tuple[str, ...] = ()
     sums: dict[str, tuple[World, ...]] = field(default_factory=dict)
     frozen: dict[str, nn.Parameter] = field(default_factory=dict)
-    local: dict[str, Local] = field(default_factory=dict)
+    local: dict[str, LocalParameter] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     reducer: Reducer | None = None
-    run: Callable[[Program, Sequence[Pass], Reducer], None] = in_turn
+    run: Callable[[Program, Sequence[Pass], Reducer], None] = run_sequentially
     forward: Callable[[Program, Pass], Any] = lambda program, one: one.outputs(program.module)
     mirrored: World | None = None
     together: bool = False
     unit_log: UnitLog | None = None
     twin: nn.Module | None = None
     passes: Mapping[str, int] = field(default_factory=dict)
-    travel: Callable[[], Travel] | None = None
+    travel: Callable[[], CommVolume] | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     keyed: Callable[[int, int], AbstractContextManager[None]] | None = None
     around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
@@ -244,7 +244,7 @@ class Program:
         return tuple(row.name for row in self.plan.placements if row.trains)
 
     @cached_property
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, DimCut]:
         """Return the cuts of the parameters that tp or ep cuts inside, by name."""
         return {name: row.cut for name, row in self.rows.items() if row.cut is not None}
 
@@ -254,11 +254,11 @@ class Program:
         return {name: self.rows[name].copies_of_sum(self.plan.layout) for name in self.names}
 
     @cached_property
-    def shared(self) -> bool:
+    def has_shared_gradients(self) -> bool:
         """Return whether a gradient of this rank is summed over more than data-parallel ranks."""
         return any(len(worlds) > 1 for worlds in self.sums.values())
 
-    def place(self, name: str) -> Shard:
+    def shard_of(self, name: str) -> Shard:
         """Return the position of this rank's part of tensor `name` in the whole model's tensor."""
         if name not in self.rows:
             raise BugError(f"{name} is no tensor of the model")
@@ -269,26 +269,26 @@ class Program:
         return name in self.rows and self.rows[name].is_expert
 
 
-def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
+def make_undivided_program(module: nn.Module, plan: Plan, world: World) -> Program:
     """Return a program of the whole module, with no technique applied yet."""
     degrees, workers = plan.layout.degrees, plan.layout.processes - plan.layout.servers
     return Program(
         module,
         world,
         plan,
-        trainable(module),
-        aliases(module),
-        data=along(world, degrees, DATA_AXES),
-        tensor=along(world, degrees, ["tp"]),
-        pipe=along(world, degrees, ["pp"]),
-        context=along(world, degrees, ["cp"]),
-        mirrored=among(world, [tuple(range(workers))]) if plan.layout.serves else None,
-        blocks=tuple(find_blocks(module, plan)),
-        frozen=frozen(module),
+        trainable_parameters(module),
+        tied_aliases(module),
+        data=axis_world(world, degrees, DATA_AXES),
+        tensor=axis_world(world, degrees, ["tp"]),
+        pipe=axis_world(world, degrees, ["pp"]),
+        context=axis_world(world, degrees, ["cp"]),
+        mirrored=partition_world(world, [tuple(range(workers))]) if plan.layout.serves else None,
+        blocks=tuple(detect_blocks(module, plan)),
+        frozen=frozen_parameters(module),
     )
 
 
-def bind(program: Program, rows: Iterable[Placement]) -> Program:
+def bind_placements(program: Program, rows: Iterable[Placement]) -> Program:
     """Add placements to a program, and make the process groups over which gradients are summed.
 
     Every rank calls it with equal placements: making groups is collective.
@@ -296,32 +296,34 @@ def bind(program: Program, rows: Iterable[Placement]) -> Program:
     program = program.but(placements=tuple(rows))
     layout, world = program.plan.layout, program.world
     beyond = {"tp": program.tensor, "cp": program.context}
-    lines = members(layout.degrees, ["pp"])
+    lines = list_axis_groups(layout.degrees, ["pp"])
     known: dict[tuple[Any, ...], tuple[World, ...]] = {}
     sums = {}
     for name in program.names:
         row = program.rows[name]
-        key = row.travels_with(layout)
+        key = row.bucket_key(layout)
         if key not in known:
             grid = layout.expert_degrees if row.is_expert else layout.degrees
             together = layout.serves and not row.is_table  # servers hold tables only
-            worlds = [program.replicas if together else along(world, grid, row.data_axes)]
+            worlds = [program.replicas if together else axis_world(world, grid, row.data_axes)]
             worlds += [beyond[axis] for axis in row.sum_over if axis in beyond]
             if "pp" in row.sum_over:  # ranks without a part of it also join in making the group
                 sharers = [tuple(line[stage] for stage in row.stages) for line in lines]
-                worlds.append(among(world, sharers))
+                worlds.append(partition_world(world, sharers))
             known[key] = tuple(worlds)
         if program.at["pp"] in row.stages:
             sums[name] = known[key]
     return replace(program, sums=sums)
 
 
-def whole_locals(program: Program) -> dict[str, Local]:
+def whole_local_parameters(program: Program) -> dict[str, LocalParameter]:
     """Return every parameter whole, as one process and `ddp` step them."""
-    return {name: Local(p, program.place(name)) for name, p in program.parameters.items()}
+    return {
+        name: LocalParameter(p, program.shard_of(name)) for name, p in program.parameters.items()
+    }
 
 
-def take(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+def copy_part(tensor: torch.Tensor, cut: DimCut, rank: int) -> torch.Tensor:
     """Copy the part of a whole tensor that rank `rank` of the cut's axis holds, in row order."""
     parts = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.spans(rank)]
     if len(parts) > 1:
@@ -335,7 +337,7 @@ def dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def laid_out_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def view_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return `part` of a flat buffer viewed with the parameter's shape and strides.
 
     torch's fused CPU kernels walk weight and gradient side by side in memory and ignore strides: a
@@ -354,17 +356,17 @@ def own_blocks(program: Program) -> Iterator[tuple[str, nn.Module]]:
             yield name, block
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return trainable parameters by first name, tied ones once, without meta tensors."""
     return {n: p for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
 
 
-def frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the frozen parameters by first name, without those on the meta device."""
     return {n: p for n, p in module.named_parameters() if not p.requires_grad and not p.is_meta}
 
 
-def aliases(module: nn.Module) -> dict[str, str]:
+def tied_aliases(module: nn.Module) -> dict[str, str]:
     """Return the other names of tied parameters and buffers → first name.
 
     A tied tensor is one object under two names; views that merely share storage are not ties.

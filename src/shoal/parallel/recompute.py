@@ -13,7 +13,8 @@ twice. The second run must compute what the first did. torch restores generators
 module restores function modes (rounding to fp16) and buffers that the first run changed
 (BatchNorm's statistics, a moving average), so that buffers change only once.
 Source: Chen et al. 2016 (1604.06174); selective: Korthikanti et al. 2022 (2205.05198). The engine
-is torch.utils.checkpoint; its own selective mode is not used, for the reasons given at `_Keep`.
+is torch.utils.checkpoint; its own selective mode is not used, for the reasons given at
+`_SavingMode`.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import (
     TorchDispatchMode,
-    counting_writes,
+    enable_version_counter,
+    enter_function_modes,
     function_modes,
     in_backward,
     pytree,
-    within,
 )
 from shoal.parallel.program import Program, own_blocks
 from shoal.trace.find.blocks import is_single_layer
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 def apply(program: Program) -> Program:
@@ -59,12 +60,12 @@ def apply(program: Program) -> Program:
             f"Sequential whose entries are blocks of several layers"
         )
         return program
-    run = _Told(policy, program.notices)
-    wrapped = [_Recomputed(name, block, run) for name, block in found.values()]
+    run = _Messages(policy, program.notices)
+    wrapped = [_RecomputedForward(name, block, run) for name, block in found.values()]
 
     def undo() -> None:
         for block in wrapped:
-            block.take_away()
+            block.restore()
 
     return replace(
         program,
@@ -74,7 +75,7 @@ def apply(program: Program) -> Program:
 
 
 @dataclass
-class _Told:
+class _Messages:
     """Context for errors and notices: the policy, and the block that runs again now."""
 
     policy: str
@@ -95,13 +96,13 @@ class _Told:
                 f"try: memory.recompute=none"
             ) from failure
 
-    def in_place(self, block: str) -> PlanError:
+    def in_place_error(self, block: str) -> PlanError:
         return PlanError(
             f"memory.recompute = {self.policy}: {block} changes its input in place, so it cannot "
             f"run again from that input; write x = x + y for x += y, or memory.recompute=none"
         )
 
-    def already(self, block: str) -> None:
+    def note_nested_recompute(self, block: str) -> None:
         """Add a notice if the user's own checkpointing already reruns a block."""
         if not self.nested:
             self.nested = True
@@ -111,12 +112,12 @@ class _Told:
             )
 
 
-class _Recomputed(StandIn):
+class _RecomputedForward(ReplacedForward):
     """A block's `forward` that runs again in the backward pass."""
 
-    def __init__(self, name: str, block: nn.Module, told: _Told) -> None:
+    def __init__(self, name: str, block: nn.Module, told: _Messages) -> None:
         self.told = told
-        self.buffers = _Buffers(name, block, told)
+        self.buffers = _ChangingBuffers(name, block, told)
         self.unneeded: set[tuple[Any, int]] = set()
         super().__init__(name, block)
 
@@ -125,28 +126,28 @@ class _Recomputed(StandIn):
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if in_backward():
-            self.told.already(self.name)
+            self.told.note_nested_recompute(self.name)
         # All tensors become arguments of `checkpoint`, which notices changes of arguments only.
         leaves, structure = pytree.tree_flatten((args, kwargs))
         versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = _Call(self, structure)
+        call = _BlockCall(self, structure)
         outputs = checkpoint(call, *leaves, use_reentrant=False, context_fn=self._modes)
         if versions != [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]:
-            raise self.told.in_place(self.name)
+            raise self.told.in_place_error(self.name)
         return outputs
 
     def _modes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of the first and the second run."""
         if self.told.policy == "full":
             return nullcontext(), nullcontext()
-        kept = _Kept(self.unneeded)
-        return _Keep(kept), _Give(kept)
+        kept = _SavedProducts(self.unneeded)
+        return _SavingMode(kept), _ReplayingMode(kept)
 
 
-class _Call:
+class _BlockCall:
     """One call of a block: runs once in the forward pass and again in the backward pass."""
 
-    def __init__(self, recomputed: _Recomputed, structure: Any) -> None:
+    def __init__(self, recomputed: _RecomputedForward, structure: Any) -> None:
         self.recomputed, self.structure = recomputed, structure
         self.modes = function_modes()
         self.before: dict[int, torch.Tensor | None] | None = None
@@ -160,12 +161,12 @@ class _Call:
             self.before = block.buffers.changed_since(look)
             return outputs
         block.told.block = block.name
-        with block.buffers.put_back(self.before), within(self.modes):
+        with block.buffers.restore(self.before), enter_function_modes(self.modes):
             return block.forward(*args, **kwargs)
 
 
 @dataclass
-class _Look:
+class _BufferSnapshot:
     """Snapshot of buffers before a run: tensors, version counters, copies of those that change."""
 
     modes: tuple[bool, ...]
@@ -173,29 +174,29 @@ class _Look:
     copies: dict[int, torch.Tensor | None]
 
 
-class _Buffers:
+class _ChangingBuffers:
     """The buffers of a block that its forward pass changes.
 
     The first run in every combination of training modes finds them, by copying all buffers. Later
     runs copy those alone, since a block may hold large tables that never change.
     """
 
-    def __init__(self, name: str, block: nn.Module, told: _Told) -> None:
+    def __init__(self, name: str, block: nn.Module, told: _Messages) -> None:
         self.name, self.told = name, told
         self.homes = [
             (path, module, key) for path, module in block.named_modules() for key in module._buffers
         ]
         self.changing: dict[tuple[bool, ...], set[int]] = {}
 
-    def look(self) -> _Look:
+    def look(self) -> _BufferSnapshot:
         """Return a snapshot of the buffers."""
-        modes = tuple(module.training for _, module, _ in self.homes)
+        modes = tuple(module.training_batches for _, module, _ in self.homes)
         known = [(b, -1 if b is None else b._version) for b in self._values()]
         places = self.changing.get(modes, range(len(known)))
         copies = {p: None if (b := known[p][0]) is None else b.detach().clone() for p in places}
-        return _Look(modes, known, copies)
+        return _BufferSnapshot(modes, known, copies)
 
-    def changed_since(self, look: _Look) -> dict[int, torch.Tensor | None]:
+    def changed_since(self, look: _BufferSnapshot) -> dict[int, torch.Tensor | None]:
         """Return the values before the run of the buffers that the run changed.
 
         Raises:
@@ -220,7 +221,7 @@ class _Buffers:
         return {place: look.copies[place] for place in self.changing[look.modes]}
 
     @contextmanager
-    def put_back(self, before: dict[int, torch.Tensor | None]) -> Iterator[None]:
+    def restore(self, before: dict[int, torch.Tensor | None]) -> Iterator[None]:
         """Let the second run see and change copies of the values that the first run saw."""
         kept = {place: self.homes[place][1]._buffers[self.homes[place][2]] for place in before}
         try:
@@ -277,7 +278,7 @@ def is_worth_keeping(operation: Any, args: tuple[Any, ...], out: Any) -> bool:
     return not dict(zip(names, args, strict=False)).get("dropout_p", 0.0)
 
 
-class _Kept:
+class _SavedProducts:
     """Outputs of the products of one call, in call order; None for those to recompute.
 
     Args:
@@ -299,7 +300,7 @@ class _Kept:
             entry = ([_alias(leaf) for leaf in leaves], structure)
         entries.append(entry)
 
-    def take(self, operation: Any, place: int) -> Any:
+    def pop(self, operation: Any, place: int) -> Any:
         """Return the output at a position, once; None if it was not kept or was changed since."""
         entries = self.outputs.get(operation, [])
         if place >= len(entries) or entries[place] is None:
@@ -318,7 +319,7 @@ class _Kept:
         self.outputs = {}
 
 
-class _Keep(TorchDispatchMode):
+class _SavingMode(TorchDispatchMode):
     """Dispatch mode of the first run: keeps the outputs of products.
 
     torch's create_selective_checkpoint_contexts does the same for every operation, and fails in two
@@ -327,7 +328,7 @@ class _Keep(TorchDispatchMode):
     after it was kept (ReLU(inplace=True) after a convolution). Here such an output is recomputed.
     """
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, kept: _SavedProducts) -> None:
         super().__init__()
         self.kept = kept
 
@@ -340,15 +341,15 @@ class _Keep(TorchDispatchMode):
         return out
 
 
-class _Give(TorchDispatchMode):
+class _ReplayingMode(TorchDispatchMode):
     """Dispatch mode of the second run: returns the kept outputs instead of computing them."""
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, kept: _SavedProducts) -> None:
         super().__init__()
         self.kept = kept
         self.places: Counter[Any] = Counter()
 
-    def __enter__(self) -> _Give:
+    def __enter__(self) -> _ReplayingMode:
         self.places.clear()
         super().__enter__()
         return self
@@ -363,7 +364,7 @@ class _Give(TorchDispatchMode):
         if func in PRODUCTS:
             place = self.places[func]
             self.places[func] += 1
-            kept = self.kept.take(func, place)
+            kept = self.kept.pop(func, place)
             if kept is not None:
                 return kept
         return func(*args, **(kwargs or {}))
@@ -374,7 +375,7 @@ def _alias(leaf: Any) -> tuple[Any, int]:
     if not isinstance(leaf, torch.Tensor):
         return leaf, 0
     # Below autograd `detach` starts a new version counter, unless ADInplaceOrView is active.
-    with counting_writes():
+    with enable_version_counter():
         return leaf.detach(), leaf._version
 
 

@@ -31,16 +31,16 @@ def apply(program: Program) -> Program:
     ]
     if not homes:
         return program
-    watch = _Watch(homes, program.replicas, program.notices)
+    watch = _BufferWatcher(homes, program.replicas, program.notices)
     return replace(
         program,
         on_begin=(*program.on_begin, watch.begin),
         moved=watch.moved,
-        align=watch.align,
+        align=watch.broadcast_changed,
     )
 
 
-class _Watch:
+class _BufferWatcher:
     """Watcher of buffers: the tensor and the version counter of each at the start of the step."""
 
     def __init__(
@@ -64,7 +64,7 @@ class _Watch:
         return bool(self._changed())
 
     @torch.no_grad()
-    def align(self, skipped: bool) -> None:
+    def broadcast_changed(self, skipped: bool) -> None:
         """Broadcast rank 0's value of every buffer that changed; after a skipped step, the old one.
 
         A buffer that changes for the first time in a skipped step has no old value to restore.

@@ -25,7 +25,7 @@ from typing import Any
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import members
+from shoal.fabric.axis_worlds import list_axis_groups
 from shoal.parallel._torch import in_backward
 from shoal.wire.watch_page import UNIT_TEXT
 
@@ -82,9 +82,9 @@ class UnitLog:
         self.calls: list[UnitCalls] = []
         self.scatter_of: dict[int, LoggedScatter] = {}
 
-    def along(self, degrees: Mapping[str, int], axis: str) -> UnitCalls:
+    def add_axis(self, degrees: Mapping[str, int], axis: str) -> UnitCalls:
         """Make the log of this rank's group along an axis; every rank makes the same ones."""
-        for ranks in members(degrees, [axis]):
+        for ranks in list_axis_groups(degrees, [axis]):
             if self.world.rank in ranks:
                 key = self._number << 48 | len(self.calls) << 32 | self.world.ranks[ranks[0]]
                 self.calls.append(UnitCalls(axis, ranks, key))
@@ -115,7 +115,7 @@ class LoggedGather:
     def __init__(self, inner: Any, unit: str, log: UnitLog, calls: Sequence[UnitCalls]) -> None:
         self.inner, self.log, self.allocate = inner, log, inner.allocate
         self.calls = {len(one.ranks): one for one in reversed(calls)}
-        self.said = [_named(unit, what) for what in (FORWARD, BACKWARD)]
+        self.said = [_name_collective(unit, what) for what in (FORWARD, BACKWARD)]
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
@@ -134,9 +134,9 @@ class LoggedScatter:
 
     def __init__(self, inner: Any, unit: str, log: UnitLog, calls: Sequence[UnitCalls]) -> None:
         self.inner, self.log, self.allocate = inner, log, inner.allocate
-        self.calls, self.said = calls, _named(unit, GRADIENTS)
+        self.calls, self.said = calls, _name_collective(unit, GRADIENTS)
 
-    def send_by(self, inner: Any) -> None:
+    def set_inner(self, inner: Any) -> None:
         """Replace the inner reduce-scatter from now on."""
         self.inner, self.allocate = inner, inner.allocate
 
@@ -149,7 +149,7 @@ class LoggedScatter:
         return self.inner(output_tensor, input_tensor, group, op, async_op)
 
 
-def _named(unit: str, what: str) -> tuple[str, bytes]:
+def _name_collective(unit: str, what: str) -> tuple[str, bytes]:
     """Return a call's name, as text and as bytes for checksums and watch pages."""
     name = f"{unit or ROOT} ({what})"
     return name, name.encode()

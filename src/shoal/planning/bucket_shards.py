@@ -62,14 +62,14 @@ def cut_buckets(
             continue
         held = loads.setdefault(first.is_expert, [0] * owners)
         sizes = [math.prod(known[name].local_shape(at)) for name in bucket.names]
-        cuts = (0, *_owners_ends(sizes, held))
+        cuts = (0, *_shard_ends(sizes, held))
         held[:] = [load + b - a for load, (a, b) in zip(held, pairwise(cuts), strict=True)]
         cuts = (*[0] * idle, *cuts)
         found.append(replace(bucket, cuts=cuts))
     return tuple(found)
 
 
-def _owners_ends(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+def _shard_ends(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Return the element at which each rank's run of whole parameters ends, for even total loads.
 
     A rank takes the next parameter if that brings its load nearer to the mean load of all ranks.

@@ -33,14 +33,14 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
-    largest, _ = _best(before, parts, math.inf, max)
-    _, starts = _best(
+    largest, _ = _best_partition(before, parts, math.inf, max)
+    _, starts = _best_partition(
         before, parts, largest * (1 + SAME), lambda sum_so_far, run: sum_so_far + run**2
     )
     return starts
 
 
-def _best(
+def _best_partition(
     before: list[float], parts: int, limit: float, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Return the least combined cost of `parts` runs of at most `limit` each, and their starts.

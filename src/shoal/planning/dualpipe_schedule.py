@@ -18,7 +18,7 @@ from collections import deque
 from shoal.base.plans.pipeline_actions import Action
 
 
-class _Rank:
+class _DualPipeRank:
     """One rank's list of actions, with the next micro-batch of each direction."""
 
     def __init__(self, rank: int, p: int, m: int):
@@ -55,7 +55,7 @@ class _Rank:
         self.acts.append(self.kept.popleft())
 
 
-def dualpipe_rank(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, ...]]:
+def make_dualpipe_actions(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, ...]]:
     """Return one rank's actions and pairs; p and m are even and m ≥ 2p, which the caller checks.
 
     >>> " ".join(a.text() for a in dualpipe_rank(0, 2, 4)[0][:6])
@@ -64,7 +64,7 @@ def dualpipe_rank(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, .
     half = p // 2
     depth = min(rank, p - 1 - rank)
     outer, inner = half - depth - 1, depth + 1
-    do = _Rank(rank, p, m)
+    do = _DualPipeRank(rank, p, m)
     for _ in range(2 * outer):
         do.forward("near")
     for _ in range(inner):
@@ -81,11 +81,11 @@ def dualpipe_rank(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, .
     for _ in range(outer):
         do.backward("far")
         do.both("far", "near")
-    _drain(do, depth, outer, inner)
+    _append_cooldown(do, depth, outer, inner)
     return do.acts, tuple(do.pairs)
 
 
-def _drain(do: _Rank, depth: int, outer: int, inner: int) -> None:
+def _append_cooldown(do: _DualPipeRank, depth: int, outer: int, inner: int) -> None:
     """Append phases 6 to 8: no forward is left, so W fills the idle time."""
     cut = False
     for i in range(inner):

@@ -53,8 +53,8 @@ def plan_buckets(
             Bucket(names, total, first.dtype, first.element_bytes, compute=first.compute)
         )
 
-    for row in reversed(list(_held(rows, at["pp"]))):
-        kind = row.dtype, row.compute, row.travels_with(layout)
+    for row in reversed(list(_stage_parameters(rows, at["pp"]))):
+        kind = row.dtype, row.compute, row.bucket_key(layout)
         size = math.prod(row.local_shape(at))
         held = open_rows.get(kind, [])
         elements = sum(held_size for _, held_size in held) + size
@@ -66,6 +66,6 @@ def plan_buckets(
     return tuple(buckets)
 
 
-def _held(rows: Iterable[Placement], stage: int) -> Iterator[Placement]:
+def _stage_parameters(rows: Iterable[Placement], stage: int) -> Iterator[Placement]:
     """Return the trainable parameters of one pipeline stage."""
     return (row for row in rows if row.trains and stage in row.stages)

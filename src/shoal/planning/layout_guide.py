@@ -47,7 +47,9 @@ launch.processes=2
     )
 
 
-def by_size(processes: int, parameters: int | None, machine: MachineFacts) -> tuple[Layout, str]:
+def choose_by_size(
+    processes: int, parameters: int | None, machine: MachineFacts
+) -> tuple[Layout, str]:
     """Choose a layout by the guide; return the layout and the line with the reason.
 
     Args:
@@ -83,10 +85,10 @@ def by_size(processes: int, parameters: int | None, machine: MachineFacts) -> tu
     if not machine.gpus and machine.cores <= processes:
         aside = f" (on {machine.cores} cores one process may be as fast)"
     others = "single, zero1, zero2, fsdp" if chosen == "ddp" else "zero2"
-    from shoal.base.layouts.strategies import expand  # one process has no use for it
+    from shoal.base.layouts.strategies import expand_strategy  # one process has no use for it
 
     return (
-        expand(chosen, processes),
+        expand_strategy(chosen, processes),
         f"auto: {size}{span}: {chosen} on {processes} processes; also possible: {others}{aside}",
     )
 
@@ -95,10 +97,10 @@ def _fits(strategy: str, parameters: int | None, processes: int, machine: Machin
     """Return whether the states of all ranks fit this machine's memory; always true with GPUs."""
     if parameters is None or machine.gpus:
         return True
-    return _needs_bytes(strategy, parameters, processes) <= machine.memory_bytes
+    return _required_bytes(strategy, parameters, processes) <= machine.memory_bytes
 
 
-def _needs_bytes(strategy: str, parameters: int, processes: int) -> int:
+def _required_bytes(strategy: str, parameters: int, processes: int) -> int:
     """Return the bytes of states of all processes on one machine.
 
     A rank of fsdp holds all weights at its start.
@@ -113,7 +115,7 @@ def _needs_bytes(strategy: str, parameters: int, processes: int) -> int:
 
 def _too_large(parameters: int, processes: int, machine: MachineFacts) -> str:
     strategy = "fsdp" if processes > 1 else "single"
-    need = bytes_text(_needs_bytes(strategy, parameters, processes))
+    need = bytes_text(_required_bytes(strategy, parameters, processes))
     fewer = f"launch.processes={processes // 2}, or " if processes > 2 else ""
     return (
         f"layout.strategy = auto: {count_text(parameters)} parameters take {need} of states even "

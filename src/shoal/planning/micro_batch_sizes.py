@@ -34,12 +34,12 @@ def micro_batch_sizes(layout: Layout, batch: int, at_most: int = 0) -> list[int]
     sizes = [size for size in divisors(share)[::-1] if size <= min(each, at_most or each)]
     if layout.pp == 1:
         return sizes
-    from shoal.planning.pipeline_schedules import runs
+    from shoal.planning.pipeline_schedules import can_run
 
-    return [size for size in sizes if runs(layout, share // size)]
+    return [size for size in sizes if can_run(layout, share // size)]
 
 
-def usual_micro_batch(layout: Layout, batch: int, at_most: int = 0) -> int:
+def default_micro_batch(layout: Layout, batch: int, at_most: int = 0) -> int:
     """Return the default micro-batch of a layout, without facts of the model or the machine.
 
     Args:

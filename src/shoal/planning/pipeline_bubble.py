@@ -24,9 +24,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.schedule_names import canonical
+from shoal.base.layouts.schedule_names import canonical_schedule
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.schedule_checks import check
+from shoal.planning.schedule_checks import check_schedule
 
 COUNTED_RANKS = 32
 
@@ -54,7 +54,7 @@ def bubble_s(name: str, p: int, m: int, F: float, B: float, W: float = 0.0, v: i
     >>> bubble_s("dualpipe", 8, 20, 1.0, 1.0, 1.0)
     6.0
     """
-    known = canonical(name)
+    known = canonical_schedule(name)
     if p == 1:
         return 0.0
     if known in ("gpipe", "1f1b"):
@@ -67,10 +67,10 @@ def bubble_s(name: str, p: int, m: int, F: float, B: float, W: float = 0.0, v: i
         return float((p - 1) * (B + max(0.0, F - W)))
     if known == "zbv" and F == B == W and m >= 2 * p - 1:
         return 0.0
-    return _counted(known, p, m, F, B, W)
+    return _simulated_bubble_s(known, p, m, F, B, W)
 
 
-def _counted(name: str, p: int, m: int, F: float, B: float, W: float) -> float:
+def _simulated_bubble_s(name: str, p: int, m: int, F: float, B: float, W: float) -> float:
     """Return the bubble from a simulated schedule, at costs rounded to a thousandth of their sum.
 
     Beyond two micro-batches per rank more of them add no bubble. It grows as p − 1 (zbv's to 3 %
@@ -83,17 +83,19 @@ def _counted(name: str, p: int, m: int, F: float, B: float, W: float) -> float:
     ranks = min(p, COUNTED_RANKS)
     per_rank = -(-m // p) if p > ranks else 0
     few = min(m, 2 * ranks) if not per_rank else min(per_rank, 2) * ranks
-    ratio = _count_once(name, ranks, few, round(F / whole, 3), round(B / whole, 3))
+    ratio = _simulate_bubble_s(name, ranks, few, round(F / whole, 3), round(B / whole, 3))
     ends = 2 if name == "dualpipe" and p > 2 else 1
     return ratio * whole * (p - ends) / (ranks - ends)
 
 
 @lru_cache(maxsize=1024)
-def _count_once(name: str, p: int, m: int, forward: float, back: float) -> float:
-    return check(make_schedule(name, p, m), forward, back, 1.0 - forward - back).bubble_s
+def _simulate_bubble_s(name: str, p: int, m: int, forward: float, back: float) -> float:
+    return check_schedule(make_schedule(name, p, m), forward, back, 1.0 - forward - back).bubble_s
 
 
-def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: int = 1) -> float:
+def micro_batches_in_flight(
+    schedule: str, ranks: int, micro_batches: int, rank: int, chunks: int = 1
+) -> float:
     """Return the most micro-batches whose activations one rank keeps, in shares of the rank.
 
     Raises:
@@ -104,7 +106,7 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: 
     >>> in_flight("interleaved", 4, 8, 0, chunks=2), in_flight("gpipe", 4, 8, 3)
     (5.5, 8.0)
     """
-    name = canonical(schedule)
+    name = canonical_schedule(schedule)
     if ranks == 1:
         return 1.0
     if name == "gpipe":

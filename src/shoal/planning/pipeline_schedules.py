@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from shoal.base.errors import PlanError
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.schedule_names import canonical, copies
-from shoal.base.plans.pipeline_actions import Action, Schedule
+from shoal.base.layouts.schedule_names import canonical_schedule, model_copies
+from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
 
 
-def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
     """Make the action lists of one pipeline step: every rank's actions in order.
 
     Args:
@@ -39,37 +39,41 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) ->
     >>> [a.text() for a in make_schedule("1f1b", 2, 2).ranks[0]]
     ['F0@0', 'F1@0', 'B0@0', 'B1@0']
     """
-    known = legal(name, ranks, micro_batches, chunks)
+    known = check_schedule_name(name, ranks, micro_batches, chunks)
     p, m = ranks, micro_batches
     if known == "interleaved":
-        from shoal.planning.zero_bubble_schedules import interleaved
+        from shoal.planning.zero_bubble_schedules import interleaved_actions
 
-        lists = [interleaved(rank, p, m, chunks) for rank in range(p)]
-        return _schedule(known, lists, [stage % p for stage in range(p * chunks)], m)
+        lists = [interleaved_actions(rank, p, m, chunks) for rank in range(p)]
+        return _build_schedule(known, lists, [stage % p for stage in range(p * chunks)], m)
     if known == "zbv":
-        from shoal.planning.zero_bubble_schedules import zbv
+        from shoal.planning.zero_bubble_schedules import zbv_actions
 
-        lists = [zbv(rank, p, m) for rank in range(p)]
-        return _schedule(known, lists, [*range(p), *reversed(range(p))], m)
+        lists = [zbv_actions(rank, p, m) for rank in range(p)]
+        return _build_schedule(known, lists, [*range(p), *reversed(range(p))], m)
     if known == "dualpipe":
-        from shoal.planning.dualpipe_schedule import dualpipe_rank
+        from shoal.planning.dualpipe_schedule import make_dualpipe_actions
 
-        both = [dualpipe_rank(rank, p, m) for rank in range(p)]
+        both = [make_dualpipe_actions(rank, p, m) for rank in range(p)]
         acts = tuple(tuple(done) for done, _ in both)
         at = (*range(p), *reversed(range(p)))
-        return Schedule(known, acts, at, m, copies=2, pairs=tuple(pairs for _, pairs in both))
+        return PipelineSchedule(
+            known, acts, at, m, copies=2, pairs=tuple(pairs for _, pairs in both)
+        )
     if known == "zero-bubble":
-        from shoal.planning.zero_bubble_schedules import zero_bubble as make
+        from shoal.planning.zero_bubble_schedules import zero_bubble_actions as make
     else:
         make = {"gpipe": _gpipe, "1f1b": _one_f_one_b}[known]
-    return _schedule(known, [make(rank, p, m) for rank in range(p)], list(range(p)), m)
+    return _build_schedule(known, [make(rank, p, m) for rank in range(p)], list(range(p)), m)
 
 
-def _schedule(name: str, lists: list[list[Action]], stage_rank: list[int], m: int) -> Schedule:
-    return Schedule(name, tuple(tuple(acts) for acts in lists), tuple(stage_rank), m)
+def _build_schedule(
+    name: str, lists: list[list[Action]], stage_rank: list[int], m: int
+) -> PipelineSchedule:
+    return PipelineSchedule(name, tuple(tuple(acts) for acts in lists), tuple(stage_rank), m)
 
 
-def shortened(full: Schedule, micro_batches: int) -> Schedule:
+def shorten_schedule(full: PipelineSchedule, micro_batches: int) -> PipelineSchedule:
     """Return a schedule for fewer micro-batches: the lists without the last ones' actions.
 
     No action waits for the removed ones, so the shorter schedule cannot deadlock and keeps no more
@@ -94,7 +98,7 @@ def shortened(full: Schedule, micro_batches: int) -> Schedule:
     return replace(short, ranks=lists)
 
 
-def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
+def check_schedule_name(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
     """Return the canonical name of a schedule; raise PlanError if it cannot run on these ranks.
 
     The error names the nearest legal choice.
@@ -102,7 +106,7 @@ def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
     >>> legal("afab", 4, 3)
     'gpipe'
     """
-    name, p, m = canonical(name), ranks, micro_batches
+    name, p, m = canonical_schedule(name), ranks, micro_batches
     where = f"layout.schedule = {name}"
     if p < 1 or m < 1 or chunks < 1:
         raise PlanError(
@@ -132,10 +136,10 @@ def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
     return name
 
 
-def runs(layout: Layout, micro_batches: int) -> bool:
+def can_run(layout: Layout, micro_batches: int) -> bool:
     """Return whether a layout's schedule can run a number of micro-batches."""
     try:
-        legal(layout.schedule, layout.pp, micro_batches, layout.chunks)
+        check_schedule_name(layout.schedule, layout.pp, micro_batches, layout.chunks)
     except PlanError:
         return False
     return True
@@ -156,15 +160,15 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
     samples = batch // layout.data_degree
     count = samples // micro_batch
     name, ranks = layout.schedule, layout.pp
-    if not runs(layout, count):
-        fitting = [n for n in range(1, samples + 1) if samples % n == 0 and runs(layout, n)]
+    if not can_run(layout, count):
+        fitting = [n for n in range(1, samples + 1) if samples % n == 0 and can_run(layout, n)]
         cut = min(fitting, key=lambda n: abs(n - count), default=0)
-        whole = next(n for n in range(count, count + 2 * ranks + 1) if runs(layout, n))
+        whole = next(n for n in range(count, count + 2 * ranks + 1) if can_run(layout, n))
         nearest = [f"train.micro_batch={samples // cut}"] if cut else []
         nearest += [f"train.batch={whole * micro_batch * layout.data_degree}"]
         which = (
             f"an even number of micro-batches per step, at least {2 * ranks} (twice layout.pp)"
-            if copies(name) > 1
+            if model_copies(name) > 1
             else f"micro-batches per step in a multiple of layout.pp = {ranks}"
         )
         raise PlanError(

@@ -28,12 +28,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.base.errors import PlanError
-from shoal.base.estimates.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase, UnitFacts
 from shoal.base.layouts.schedule_names import (
     SPLIT_BACKWARD,
-    canonical,
+    canonical_schedule,
     check_stages,
-    copies,
+    model_copies,
     stages_of,
     stages_per_rank,
 )
@@ -44,7 +44,7 @@ BARE_OPERATIONS = 3
 """Least number of operations of a block; a smaller unit is one layer and its activation."""
 
 
-class Stage(NamedTuple):
+class StageUnits(NamedTuple):
     """Units of the model that one pipeline rank holds.
 
     Attributes:
@@ -63,7 +63,7 @@ class Stage(NamedTuple):
     copies: int = 1
 
 
-def put_off(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
+def deferred_weight_gradients(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
     """Return the most micro-batches of a rank that wait between I and W, in shares of the rank.
 
     I and W are the two halves of a split backward. Those of the first stage count as none: its
@@ -75,14 +75,14 @@ def put_off(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
     >>> put_off("zbv", 2, 4, 0)
     0.5
     """
-    name = canonical(schedule)
+    name = canonical_schedule(schedule)
     if name not in SPLIT_BACKWARD or ranks == 1:
         return 0.0
-    return _put_off(name, ranks, min(micro_batches, 2 * ranks))[rank]
+    return _deferred_by_rank(name, ranks, min(micro_batches, 2 * ranks))[rank]
 
 
 @lru_cache(maxsize=64)
-def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
+def _deferred_by_rank(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
     try:
         schedule = make_schedule(name, ranks, micro_batches)
     except PlanError:  # too few micro-batches for this schedule: its least number is an upper bound
@@ -92,13 +92,13 @@ def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
         alive = waiting = 0
         fullest = (0.0, 0)
         for act in acts:
-            halved = act.stage % schedule.pieces > 0
+            halved = act.stage % schedule.stages_per_copy > 0
             alive += act.kind == "F"
             waiting += act.kind == "I" and halved
             fullest = max(fullest, (alive + waiting / 3, waiting))  # W needs a third of it
             alive -= act.kind in "BW"
             waiting -= act.kind == "W" and halved
-        found.append(fullest[1] * ranks / schedule.pieces)
+        found.append(fullest[1] * ranks / schedule.stages_per_copy)
     return tuple(found)
 
 
@@ -107,7 +107,7 @@ def is_block(unit: UnitFacts) -> bool:
     return not unit.loss_bytes and unit.name not in ("embedding", "head")
 
 
-def is_bare(unit: UnitFacts) -> bool:
+def is_layer_unit(unit: UnitFacts) -> bool:
     """Return whether a unit is a single layer, so that it has one matrix."""
     return 0 < unit.operations <= BARE_OPERATIONS
 
@@ -127,16 +127,16 @@ def root_share(unit: UnitFacts) -> float:
 
 def block_count(model: ModelFacts) -> int:
     """Return the number of blocks that a pipeline can distribute."""
-    return sum(unit.count for unit in repeated(model))
+    return sum(unit.count for unit in repeated_units(model))
 
 
-def repeated(model: ModelFacts) -> tuple[UnitFacts, ...]:
+def repeated_units(model: ModelFacts) -> tuple[UnitFacts, ...]:
     """Return the units that a pipeline distributes, in order."""
-    first, stop = _repeated(model)
+    first, stop = _repeated_range(model)
     return model.units[first:stop]
 
 
-def _repeated(model: ModelFacts) -> tuple[int, int]:
+def _repeated_range(model: ModelFacts) -> tuple[int, int]:
     """Return start and stop of the repeated units; without repetition, of all but both ends."""
     units = model.units
     found = [n for n, u in enumerate(units) if u.count > 1 or u.name.endswith("block")]
@@ -144,7 +144,7 @@ def _repeated(model: ModelFacts) -> tuple[int, int]:
     return (found[0], found[-1] + 1) if found else (0, 0)
 
 
-def cut(case: Case, index: int) -> Stage:
+def stage_units(case: PlanningCase, index: int) -> StageUnits:
     """Return the units of pipeline rank `index`.
 
     Raises:
@@ -154,12 +154,14 @@ def cut(case: Case, index: int) -> Stage:
     if ranks == 1:
         every = [(unit, float(unit.count)) for unit in units]
         head = next((unit for unit in reversed(units) if unit.loss_bytes), None)
-        return Stage(0, every, [pair for pair in every if is_block(pair[0])], head)
-    first, stop = _repeated(case.model)
+        return StageUnits(0, every, [pair for pair in every if is_block(pair[0])], head)
+    first, stop = _repeated_range(case.model)
     total = block_count(case.model)
     check_stages(case.layout.schedule, ranks, case.layout.chunks, total, case.model.name)
-    runs = _runs(case, index, total)
-    held = [pair for start, end in runs for pair in _held(list(units[first:stop]), start, end)]
+    runs = _block_runs(case, index, total)
+    held = [
+        pair for start, end in runs for pair in _units_between(list(units[first:stop]), start, end)
+    ]
     every = list(held)
     starts, ends = any(start == 0 for start, _ in runs), any(end == total for _, end in runs)
     tied = 0.0
@@ -169,18 +171,20 @@ def cut(case: Case, index: int) -> Stage:
         every += [(unit, float(unit.count)) for unit in units[stop:]]
         tied = 0.0 if starts else sum(_tied_elements(case.model, u) for u in units[stop:])
     head = next((unit for unit, _ in reversed(every) if unit.loss_bytes), None)
-    return Stage(index, every, held, head, tied, copies(canonical(case.schedule)))
+    return StageUnits(
+        index, every, held, head, tied, model_copies(canonical_schedule(case.schedule))
+    )
 
 
-def _runs(case: Case, index: int, total: int) -> list[tuple[int, int]]:
+def _block_runs(case: PlanningCase, index: int, total: int) -> list[tuple[int, int]]:
     """Return the (start, stop) runs of blocks that pipeline rank `index` holds."""
-    ranks, schedule = case.layout.pp, canonical(case.schedule)
+    ranks, schedule = case.layout.pp, canonical_schedule(case.schedule)
     if case.framework != "shoal":
-        both = [index, ranks - 1 - index][: copies(schedule)]
+        both = [index, ranks - 1 - index][: model_copies(schedule)]
         return [_even(total, ranks, piece) for piece in both]
-    pieces = min(total, ranks * stages_per_rank(schedule, case.chunks) // copies(schedule))
+    pieces = min(total, ranks * stages_per_rank(schedule, case.chunks) // model_copies(schedule))
     own = stages_of(schedule, ranks, index, pieces)
-    starts = [*_starts(case.model, pieces), total]
+    starts = [*_stage_starts(case.model, pieces), total]
     return [(starts[piece], starts[piece + 1]) for piece in own if piece < pieces]
 
 
@@ -191,9 +195,9 @@ def _tied_elements(model: ModelFacts, unit: UnitFacts) -> float:
 
 
 @lru_cache(maxsize=256)
-def _starts(model: ModelFacts, stages: int) -> tuple[int, ...]:
+def _stage_starts(model: ModelFacts, stages: int) -> tuple[int, ...]:
     """Return the index of the first block of each stage."""
-    first, stop = _repeated(model)
+    first, stop = _repeated_range(model)
     flops = max(1.0, sum(u.count * u.forward_flops for u in model.units if not u.loss_bytes))
     elements = max(1, sum(u.count * (u.parameters + u.frozen_parameters) for u in model.units))
 
@@ -207,7 +211,7 @@ def _starts(model: ModelFacts, stages: int) -> tuple[int, ...]:
     return tuple(partition(chain, stages))
 
 
-def _held(blocks: list[UnitFacts], start: int, stop: int) -> list[tuple[UnitFacts, float]]:
+def _units_between(blocks: list[UnitFacts], start: int, stop: int) -> list[tuple[UnitFacts, float]]:
     held = []
     at = 0
     for unit in blocks:

@@ -11,10 +11,10 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.damaged_lines import read_object
-from shoal.planning.settle import goes_together, is_open
+from shoal.planning.settle import is_layout_open, policies_compatible
 
 
-def kept_plan(folder: Path, processes: int) -> Plan | None:
+def read_recorded_plan(folder: Path, processes: int) -> Plan | None:
     """Read the plan that an earlier start of a run chose for the same number of processes.
 
     Return None if plan.json is missing or damaged, has other processes, or if the user fixed its
@@ -35,7 +35,7 @@ def kept_plan(folder: Path, processes: int) -> Plan | None:
         return None
 
 
-def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Plan, bool]:
+def restore_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Plan, bool]:
     """Use the layout that an earlier start of a run chose, if the user leaves it open again.
 
     The restarted run then continues bit for bit.
@@ -43,15 +43,15 @@ def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Pla
     Args:
         plan: with its layout.
         asked: keys of [layout] that the user set, "strategy" among them.
-        folder: of the run, whose plan.json is read (`kept_plan`).
+        folder: of the run, whose plan.json is read (`read_recorded_plan`).
 
     Returns:
         (plan with that layout, its `why`, micro-batch and accumulation; True). (`plan` unchanged,
         False) without a recorded choice, if the user asks for another ZeRO stage, or if the plan's
         policies do not fit that layout.
     """
-    kept = kept_plan(folder, plan.layout.processes) if is_open(asked) else None
+    kept = read_recorded_plan(folder, plan.layout.processes) if is_layout_open(asked) else None
     if kept is None or kept.layout.zero != asked.get("zero", kept.layout.zero):
         return plan, False
     again = replace(plan, layout=kept.layout, why=kept.why)
-    return (again, True) if goes_together(again) else (plan, False)
+    return (again, True) if policies_compatible(again) else (plan, False)

@@ -17,14 +17,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 from shoal.base.errors import PlanError
-from shoal.base.plans.pipeline_actions import KINDS, Action, Schedule
+from shoal.base.plans.pipeline_actions import KINDS, Action, PipelineSchedule
 
 CLOSES = ("B", "W")
 Need = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Counts:
+class ScheduleCounts:
     """Counts of a valid schedule: activations in flight, actions and bubble.
 
     Attributes:
@@ -46,15 +46,15 @@ class Counts:
     rank_bubble_s: tuple[float, ...]
 
 
-def check(
-    schedule: Schedule,
+def check_schedule(
+    schedule: PipelineSchedule,
     forward_s: float = 1.0,
     input_s: float = 1.0,
     weight_s: float = 1.0,
     *,
     blocks: bool = True,
     pair_s: float | None = None,
-) -> Counts:
+) -> ScheduleCounts:
     """Check a schedule by executing its action lists; count activations in flight and idle time.
 
     Args:
@@ -74,11 +74,11 @@ def check(
     >>> counts.in_flight, counts.bubble_s, counts.actions
     ((4.0, 3.0, 2.0, 1.0), 9.0, {'F': 32, 'B': 32})
     """
-    _shape(schedule)
+    _check_stage_map(schedule)
     for rank, acts in enumerate(schedule.ranks):
-        _one_rank(schedule, rank, acts)
-    _complete(schedule)
-    share = len(schedule.ranks) / schedule.pieces
+        _check_rank(schedule, rank, acts)
+    _check_complete(schedule)
+    share = len(schedule.ranks) / schedule.stages_per_copy
     seconds = {
         "F": forward_s * share,
         "B": (input_s + weight_s) * share,
@@ -87,16 +87,16 @@ def check(
     }
     block_s = forward_s + input_s + weight_s if pair_s is None else pair_s
     bubbles, makespan = _execute(schedule, seconds, block_s * share if blocks else None)
-    kept, open_inputs, stages = _kept(schedule, share)
+    kept, open_inputs, stages = _peak_in_flight(schedule, share)
     actions = Counter(act.kind for acts in schedule.ranks for act in acts)
-    return Counts(kept, open_inputs, stages, dict(actions), makespan, max(bubbles), bubbles)
+    return ScheduleCounts(kept, open_inputs, stages, dict(actions), makespan, max(bubbles), bubbles)
 
 
-def _where(schedule: Schedule, rank: int, position: int, act: Action) -> str:
+def _locate_action(schedule: PipelineSchedule, rank: int, position: int, act: Action) -> str:
     return f"schedule {schedule.name}: rank {rank}, position {position}, {act.text()}"
 
 
-def _shape(schedule: Schedule) -> None:
+def _check_stage_map(schedule: PipelineSchedule) -> None:
     """Check that every stage is mapped to a rank that exists."""
     ranks = len(schedule.ranks)
     if schedule.copies < 1 or schedule.stages % schedule.copies:
@@ -111,18 +111,18 @@ def _shape(schedule: Schedule) -> None:
             )
 
 
-def _one_rank(schedule: Schedule, rank: int, acts: tuple[Action, ...]) -> None:
+def _check_rank(schedule: PipelineSchedule, rank: int, acts: tuple[Action, ...]) -> None:
     """Check one rank's list by itself: rank, range, order and repetition of its actions."""
     seen: set[tuple[str, int, int]] = set()
     for position, act in enumerate(acts):
-        wrong = _wrong(schedule, rank, act, seen)
+        wrong = _action_error(schedule, rank, act, seen)
         if wrong:
-            raise PlanError(f"{_where(schedule, rank, position, act)}: {wrong}")
+            raise PlanError(f"{_locate_action(schedule, rank, position, act)}: {wrong}")
         seen.add((act.kind, act.stage, act.micro_batch))
 
 
-def _wrong(
-    schedule: Schedule, rank: int, act: Action, seen: set[tuple[str, int, int]]
+def _action_error(
+    schedule: PipelineSchedule, rank: int, act: Action, seen: set[tuple[str, int, int]]
 ) -> str | None:
     """Return the reason why an action is illegal after the rank's earlier ones; None if legal."""
     here = act.stage, act.micro_batch
@@ -148,7 +148,7 @@ def _wrong(
     return None
 
 
-def _complete(schedule: Schedule) -> None:
+def _check_complete(schedule: PipelineSchedule) -> None:
     """Check that every stage runs forward and backward for each of its micro-batches."""
     done = {(a.kind, a.stage, a.micro_batch) for acts in schedule.ranks for a in acts}
     for stage, rank in enumerate(schedule.stage_rank):
@@ -165,15 +165,15 @@ def _complete(schedule: Schedule) -> None:
                 )
 
 
-def needs(schedule: Schedule, act: Action) -> Need | None:
+def input_of(schedule: PipelineSchedule, act: Action) -> Need | None:
     """Return the result of another stage that an action waits for: (kind, stage, micro-batch).
 
     ("F", stage − 1, j) for F; ("B", stage + 1, j), the gradient that B or I of that stage computes,
     for B and I. None for actions that wait only for their own rank's order: W, F of the first
     stage, B and I of the last one (of a copy of the model).
     """
-    first = act.stage % schedule.pieces == 0
-    last = act.stage % schedule.pieces == schedule.pieces - 1
+    first = act.stage % schedule.stages_per_copy == 0
+    last = act.stage % schedule.stages_per_copy == schedule.stages_per_copy - 1
     if act.kind == "F" and not first:
         return "F", act.stage - 1, act.micro_batch
     if act.kind in "BI" and not last:
@@ -181,7 +181,7 @@ def needs(schedule: Schedule, act: Action) -> Need | None:
     return None
 
 
-class _Clock:
+class _RankClock:
     """Simulated time and position of one rank."""
 
     def __init__(self, blocks: list[tuple[Action, ...]]):
@@ -192,7 +192,7 @@ class _Clock:
         self.waits: tuple[Action, Need] | None = None
 
 
-def _blocks(schedule: Schedule, rank: int, paired: bool) -> list[tuple[Action, ...]]:
+def _blocks(schedule: PipelineSchedule, rank: int, paired: bool) -> list[tuple[Action, ...]]:
     """Return the rank's actions one by one, or with its pairs as blocks of two."""
     acts = schedule.ranks[rank]
     starts = set(schedule.pairs[rank]) if paired and schedule.pairs else set()
@@ -205,13 +205,13 @@ def _blocks(schedule: Schedule, rank: int, paired: bool) -> list[tuple[Action, .
 
 
 def _execute(
-    schedule: Schedule, seconds: dict[str, float], pair_s: float | None
+    schedule: PipelineSchedule, seconds: dict[str, float], pair_s: float | None
 ) -> tuple[tuple[float, ...], float]:
     """Execute all lists; return the bubble per rank and the makespan, or raise PlanError."""
     made: dict[Need, float] = {}
     waiting: dict[Need, int] = {}
     ranks = range(len(schedule.ranks))
-    clocks = [_Clock(_blocks(schedule, rank, pair_s is not None)) for rank in ranks]
+    clocks = [_RankClock(_blocks(schedule, rank, pair_s is not None)) for rank in ranks]
     ready = list(ranks)
     while ready:
         rank = ready.pop()
@@ -220,7 +220,7 @@ def _execute(
             block = clock.blocks[clock.block]
             start = clock.now
             for act in block:
-                need = needs(schedule, act)
+                need = input_of(schedule, act)
                 if need is None:
                     continue
                 if need not in made:
@@ -233,15 +233,15 @@ def _execute(
                     clock.first = start
                 clock.now, clock.work = start + took, clock.work + took
                 clock.block, clock.position = clock.block + 1, clock.position + len(block)
-                ready += _give(block, clock.now, made, waiting)
+                ready += _record_results(block, clock.now, made, waiting)
                 continue
             break
-    _all_done(schedule, clocks)
+    _check_deadlock(schedule, clocks)
     bubbles = tuple(max(0.0, clock.now - clock.first - clock.work) for clock in clocks)
     return bubbles, max(c.now for c in clocks) - min(c.first for c in clocks)
 
 
-def _give(
+def _record_results(
     block: tuple[Action, ...], now: float, made: dict[Need, float], waiting: dict[Need, int]
 ) -> list[int]:
     """Record the results of a finished block; return the ranks that waited for them."""
@@ -255,7 +255,7 @@ def _give(
     return woken
 
 
-def _all_done(schedule: Schedule, clocks: list[_Clock]) -> None:
+def _check_deadlock(schedule: PipelineSchedule, clocks: list[_RankClock]) -> None:
     """Raise PlanError with the cycle of waiting ranks, if any rank has actions left."""
     stuck = [r for r, clock in enumerate(clocks) if clock.block < len(clock.blocks)]
     if not stuck:
@@ -277,8 +277,8 @@ def _all_done(schedule: Schedule, clocks: list[_Clock]) -> None:
     raise PlanError(f"schedule {schedule.name}: deadlock: " + "; ".join(parts))
 
 
-def _kept(
-    schedule: Schedule, share: float
+def _peak_in_flight(
+    schedule: PipelineSchedule, share: float
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
     """Return the most activations open at once: per rank until B or W, or B or I, and per stage."""
     most, most_inputs = [], []

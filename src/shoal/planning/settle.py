@@ -1,7 +1,7 @@
 """Settle a plan: the layout that the user's settings mean on these processes, and the batch.
 
-`shoal train`, `shoal prove` and `shoal.parallelize` all call `settle` once per start. It refuses
-incompatible settings before anything is built.
+`shoal train`, `shoal prove` and `shoal.parallelize` all call `settle_plan` once per start. It
+refuses incompatible settings before anything is built.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from shoal.base.errors import PlanError, ShoalError
 from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.layout import PIPELINES, STAGES, STRATEGIES, Layout
-from shoal.base.layouts.policies import POLICIES, check_compile, with_lists
-from shoal.base.layouts.schedule_names import canonical, check_recompute, settle_schedule
-from shoal.base.plans.batches import check_batch, share_of
+from shoal.base.layouts.policies import POLICIES, check_compile, lists_as_tuples
+from shoal.base.layouts.schedule_names import canonical_schedule, check_recompute, resolve_schedule
+from shoal.base.plans.batches import check_batch, samples_per_rank
 from shoal.base.plans.plan import Plan
 
 Words = str | Mapping[str, Any]
@@ -25,7 +25,7 @@ NAMED = ("zero", "threads", "schedule", "chunks", "servers", "updates", "stalene
 """Keys of [layout] that may stand beside a strategy or beside degrees."""
 
 
-def settle(
+def settle_plan(
     plan: Plan,
     said: Words,
     processes: int,
@@ -37,7 +37,8 @@ def settle(
 
     Args:
         plan: policies and a batch; its layout is ignored, and its `why` is kept if it has one.
-        said: the layout that replaces the plan's (`words_of` spells out a layout); policies in it
+        said: the layout that replaces the plan's (`layout_keys` spells out a layout); policies in
+        it
             override the plan's. Degrees must multiply out to `processes`: none is derived. A
             strategy's degrees are derived. With neither, `auto` chooses by the field's guide.
         parameters: elements of the model; None: unknown, and ignored.
@@ -63,17 +64,17 @@ def settle_layout(
 ) -> Plan:
     """Fill in a plan's layout, `why` and parameters, but not the batch.
 
-    Arguments as in `settle`; `shoal train` then makes a batch that may depend on the layout.
+    Arguments as in `settle_plan`; `shoal train` then makes a batch that may depend on the layout.
 
     Raises:
         PlanError, ConfigError: with the nearest legal choice.
     """
-    plan, words = split_words(plan, said)
+    plan, words = split_policies(plan, said)
     named = {key: words.pop(key) for key in NAMED if key in words}
     strategy = words.pop("strategy", "dp" if named.get("threads") else "auto")
     layout, why = choose_layout(strategy, words, processes, parameters, machine, **named)
     settled = replace(plan, layout=layout, why=plan.why or why, parameters=parameters or 0)
-    check_together(settled)
+    check_plan_policies(settled)
     return settled
 
 
@@ -109,9 +110,9 @@ def choose_layout(
     'strategy given: fsdp (dp_shard = 2)'
     """
     if strategy == "parameter-server" or served:
-        from shoal.base.layouts.parameter_servers import check_named
+        from shoal.base.layouts.parameter_servers import check_server_keys
 
-        check_named(strategy, degrees, served)
+        check_server_keys(strategy, degrees, served)
     if degrees:
         named = zero if zero is not None or strategy == "auto" else STAGES.get(strategy)
         if strategy in PIPELINES and strategy != "pp":
@@ -121,32 +122,36 @@ def choose_layout(
         layout = check_degrees(
             degrees, processes, named, threads=threads, schedule=schedule, chunks=chunks
         )
-        _check_name(strategy, layout)
+        _check_strategy_name(strategy, layout)
         return layout, f"layout given: {layout.text()}"
     if strategy == "auto" and (threads or zero is not None):  # only dp or data parallelism fit
         strategy = "dp" if threads else {0: "ddp", 1: "zero1", 2: "zero2"}.get(zero or 0, "zero3")
     if strategy != "auto":
-        from shoal.base.layouts.strategies import expand
+        from shoal.base.layouts.strategies import expand_strategy
 
         if strategy == "dp" and machine.gpus > 1:
             threads = threads or machine.gpus
-        layout = expand(
+        layout = expand_strategy(
             strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks,
             **served,
         )  # fmt: skip
         alone = strategy not in ("single", "dp") and processes == 1
         given = f"{strategy} on one process = " if alone else ""
         return layout, f"strategy given: {given}{layout.text()}"
-    settle_schedule(schedule, chunks, 1)  # `by_size` chooses no pipeline
-    from shoal.planning.layout_guide import by_size
+    resolve_schedule(schedule, chunks, 1)  # `choose_by_size` chooses no pipeline
+    from shoal.planning.layout_guide import choose_by_size
 
-    return by_size(processes, parameters, machine)
+    return choose_by_size(processes, parameters, machine)
 
 
-def _check_name(strategy: str, layout: Layout) -> None:
+def _check_strategy_name(strategy: str, layout: Layout) -> None:
     """Raise PlanError if the strategy's name contradicts the degrees."""
     same = {"zero3": "fsdp"}.get(strategy, strategy)
-    if strategy in PIPELINES and strategy != "pp" and canonical(strategy) == layout.schedule:
+    if (
+        strategy in PIPELINES
+        and strategy != "pp"
+        and canonical_schedule(strategy) == layout.schedule
+    ):
         same = "pp"
     if strategy != "auto" and same != layout.strategy:
         named = layout.strategy in STRATEGIES
@@ -157,7 +162,7 @@ def _check_name(strategy: str, layout: Layout) -> None:
         )
 
 
-def check_together(plan: Plan) -> None:
+def check_plan_policies(plan: Plan) -> None:
     """Refuse policies of a plan that contradict its layout or each other.
 
     Checks splits under tp and cp, resharding, recompute, compile and compress.
@@ -167,9 +172,9 @@ def check_together(plan: Plan) -> None:
     """
     layout = plan.layout
     if layout.servers:
-        from shoal.base.layouts.parameter_servers import check_with_servers
+        from shoal.base.layouts.parameter_servers import check_server_policies
 
-        check_with_servers(plan, layout)
+        check_server_policies(plan, layout)
     plan.check_split(layout.tp, layout.cp)
     if plan.reshard != "yes":
         from shoal.base.layouts.resharding import check_reshard
@@ -178,15 +183,15 @@ def check_together(plan: Plan) -> None:
     check_recompute(layout.schedule, plan.recompute)
     check_compile(plan.compile, plan.recompute)
     if plan.compress != "none":
-        from shoal.base.layouts.compression import check_compress
+        from shoal.base.layouts.compression import check_compression
 
-        check_compress(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)
+        check_compression(plan.compress, layout.data_strategy, plan.compute, plan.sums, layout.ep)
 
 
-def goes_together(plan: Plan) -> bool:
-    """Return whether `check_together` accepts a plan."""
+def policies_compatible(plan: Plan) -> bool:
+    """Return whether `check_plan_policies` accepts a plan."""
     try:
-        check_together(plan)
+        check_plan_policies(plan)
     except ShoalError:
         return False
     return True
@@ -195,7 +200,7 @@ def goes_together(plan: Plan) -> bool:
 def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
     """Fill in micro-batch and accumulation of a plan that has its layout and its batch.
 
-    micro_batch   of the plan: a given one stays; 0: `usual_micro_batch` of the layout
+    micro_batch   of the plan: a given one stays; 0: `default_micro_batch` of the layout
     accumulate    batch / (micro_batch · data-parallel ranks), whatever the plan had
 
     Args:
@@ -210,11 +215,11 @@ def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
     """
     layout, micro_batch = plan.layout, plan.micro_batch
     if not micro_batch:
-        micro_batch = share_of(plan.batch, layout.data_degree)
+        micro_batch = samples_per_rank(plan.batch, layout.data_degree)
         if at_most or layout.pp > 1 or layout.threads > 1:
-            from shoal.planning.micro_batch_sizes import usual_micro_batch
+            from shoal.planning.micro_batch_sizes import default_micro_batch
 
-            micro_batch = usual_micro_batch(layout, plan.batch, at_most) or micro_batch
+            micro_batch = default_micro_batch(layout, plan.batch, at_most) or micro_batch
     accumulate = check_batch(plan.batch, micro_batch, layout.data_degree)
     if layout.pp > 1:
         from shoal.planning.pipeline_schedules import check_micro_batches
@@ -223,7 +228,7 @@ def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
     return replace(plan, micro_batch=micro_batch, accumulate=accumulate)
 
 
-def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
+def split_policies(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
     """Move policies from the layout's keys into the plan; return the plan and the other keys.
 
     Args:
@@ -232,10 +237,10 @@ def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
     """
     words: dict[str, Any] = {"strategy": said} if isinstance(said, str) else dict(said)
     found = {key: words.pop(key) for key in POLICIES if key in words}
-    return replace(plan, **with_lists(found)), words
+    return replace(plan, **lists_as_tuples(found)), words
 
 
-def words_of(layout: Layout) -> dict[str, Any]:
+def layout_keys(layout: Layout) -> dict[str, Any]:
     """Return a layout as keys of [layout], without degrees of 1.
 
     Several threads give strategy dp; one process without threads gives single.
@@ -244,9 +249,9 @@ def words_of(layout: Layout) -> dict[str, Any]:
     ({'dp_shard': 4, 'zero': 2}, {'strategy': 'single'})
     """
     if layout.servers:
-        from shoal.base.layouts.parameter_servers import words_of_servers
+        from shoal.base.layouts.parameter_servers import server_layout_keys
 
-        return words_of_servers(layout)
+        return server_layout_keys(layout)
     found: dict[str, Any] = {key: n for key, n in layout.degrees.items() if n > 1}
     if layout.ep > 1:
         found["ep"] = layout.ep
@@ -261,13 +266,14 @@ def words_of(layout: Layout) -> dict[str, Any]:
     return found or {"strategy": "single"}
 
 
-def is_open(asked: Mapping[str, Any]) -> bool:
+def is_layout_open(asked: Mapping[str, Any]) -> bool:
     """Return whether the planner chooses the layout: strategy is auto, and at most zero is set.
 
     A ZeRO stage (layout.zero) alone leaves the degrees open.
 
     Args:
-        asked: keys of [layout] that the user set (`asked_layout`), "strategy" always among them.
+        asked: keys of [layout] that the user set (`collect_layout_keys`), "strategy" always among
+        them.
 
     >>> is_open({"strategy": "auto", "zero": 2}), is_open({"strategy": "auto", "tp": 2})
     (True, False)
@@ -275,10 +281,10 @@ def is_open(asked: Mapping[str, Any]) -> bool:
     return asked["strategy"] == "auto" and not asked.keys() - {"strategy", "zero"}
 
 
-def leaves_open(plan: Plan, said: Words) -> bool:
+def leaves_layout_open(plan: Plan, said: Words) -> bool:
     """Return whether the layout argument of `shoal.parallelize` leaves the layout open.
 
     >>> leaves_open(Plan(Layout()), {"recompute": "full"}), leaves_open(Plan(Layout()), "fsdp")
     (True, False)
     """
-    return is_open({"strategy": "auto", **split_words(plan, said)[1]})
+    return is_layout_open({"strategy": "auto", **split_policies(plan, said)[1]})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from shoal.base.plans.pipeline_actions import Action
 
 
-def interleaved(rank: int, p: int, m: int, chunks: int) -> list[Action]:
+def interleaved_actions(rank: int, p: int, m: int, chunks: int) -> list[Action]:
     """Return the interleaved 1f1b actions: item k is micro-batch k mod p of its group, by chunk."""
     total = m * chunks
 
@@ -26,7 +26,7 @@ def interleaved(rank: int, p: int, m: int, chunks: int) -> list[Action]:
     return acts + [item(k, backward=True) for k in range(total - ahead, total)]
 
 
-def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
+def zero_bubble_actions(rank: int, p: int, m: int) -> list[Action]:
     """Return the zero-bubble actions: 1f1b whose W comes `rank` micro-batches later.
 
     W fills the time in which 1f1b would idle on this rank. Rank i keeps p − i micro-batches open as
@@ -43,7 +43,7 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
     return acts + [Action("W", rank, j) for j in range(max(0, m - rank), m)]
 
 
-def zbv(rank: int, p: int, m: int) -> list[Action]:
+def zbv_actions(rank: int, p: int, m: int) -> list[Action]:
     """Return the zbv actions: stage `rank` goes down the V, stage 2p − 1 − rank comes up.
 
     The order is that of at least 2p − 1 micro-batches; actions of micro-batches that do not exist

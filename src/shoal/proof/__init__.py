@@ -16,6 +16,6 @@ from __future__ import annotations
 
 from shoal.proof.battery import Battery as Battery
 from shoal.proof.proof_case import ProofCase as ProofCase
-from shoal.proof.start_proof import prove_before as prove_before
-from shoal.proof.trial_side import Side as Side
+from shoal.proof.start_proof import prove_layout as prove_layout
 from shoal.proof.trial_side import Trial as Trial
+from shoal.proof.trial_side import TrialSide as TrialSide

@@ -30,41 +30,41 @@ import torch
 from shoal.base import errors
 from shoal.base.errors import ConfigError, ShoalError
 from shoal.fabric import World
-from shoal.fabric.rendezvous.process_info import Place
-from shoal.parallel.mutated_weights import RewrittenError
-from shoal.proof.diagnosis.causes import explain
-from shoal.proof.diagnosis.evidence import Evidence, Look, OnRun
-from shoal.proof.equality_bounds import AS_IS, bounds_for, within
-from shoal.proof.recording import Against, record
+from shoal.fabric.rendezvous.process_info import ProcessInfo
+from shoal.parallel.mutated_weights import MutatedWeightsError
+from shoal.proof.diagnosis.causes import explain_difference
+from shoal.proof.diagnosis.evidence import CauseTest, Evidence, OnRun
+from shoal.proof.equality_bounds import AS_IS, bounds_for, bounds_with_casts
+from shoal.proof.recording import ReferenceRecord, record_trial
 from shoal.proof.reduced_model import least_blocks
 from shoal.proof.reference_limits import (
-    CannotProve,
-    Clock,
-    NoFloat64,
-    Room,
-    check_room,
-    collective,
-    of_format,
-    on_all,
-    reason,
+    CannotProveError,
+    NoFloat64Error,
+    ProofResources,
+    TimeBudget,
+    check_resources,
+    failure_reason,
+    find_collective,
+    is_dtype_failure,
+    run_on_all_ranks,
 )
 from shoal.proof.report import (
     SMOOTH,
     Report,
-    far,
-    first_text,
-    in_float32,
-    judged,
-    no_farther,
-    trajectory,
+    format_first_difference,
+    format_float32_note,
+    is_within_rounding,
+    largest_difference,
+    make_verdict,
+    trajectory_json,
 )
-from shoal.proof.trajectory_record import Record
-from shoal.proof.trial_side import Side, Trial
-from shoal.proof.verdict import compare
-from shoal.trace.isolation.collective_ban import alone
-from shoal.trace.isolation.lifted_casts import CastsLifted, casts_text
+from shoal.proof.trajectory_record import TrajectoryRecord
+from shoal.proof.trial_side import Trial, TrialSide
+from shoal.proof.verdict import compare_records
+from shoal.trace.isolation.collective_ban import forbid_collectives
+from shoal.trace.isolation.lifted_casts import LiftedCasts, format_casts
 from shoal.trainer.step.call_contract import BuildOptimizer
-from shoal.wire.phases import NOWHERE, part, phase
+from shoal.wire.phases import NOWHERE, phase, record_step_part
 
 SGD = "sgd"
 
@@ -107,10 +107,10 @@ class Battery:
     precision: str = "fp64"
     seed: int = 3
     budget_s: float | None = None
-    inside: Sequence[Look] = ()
+    inside: Sequence[CauseTest] = ()
     by_blocks: bool = False
     folder: Path | None = None
-    twins: dict[str, Record] = field(default_factory=dict)
+    twins: dict[str, TrajectoryRecord] = field(default_factory=dict)
 
     def prove(
         self,
@@ -135,20 +135,20 @@ class Battery:
         try:
             for name in self.optimizers:
                 blocks = least_blocks(layout) if self.by_blocks else 0
-                ask = _Ask(world, layout, name, policies or {}, blocks=blocks)
+                ask = _ProofTask(world, layout, name, policies or {}, blocks=blocks)
                 told, text = self._judge(ask, said)
                 trajectories.append(told)
                 # A next layout may want it again; files of large models would fill the disk.
                 large = [key for key, twin in self.twins.items() if twin.shelf.file is not None]
                 for key in large:
                     del self.twins[key]
-        except CannotProve as failure:
+        except CannotProveError as failure:
             why, trajectories = str(failure), []
-            if isinstance(failure, NoFloat64) and self.precision == "fp64":
+            if isinstance(failure, NoFloat64Error) and self.precision == "fp64":
                 narrow = replace(self, precision="fp32", twins={})
-                why += f"; {in_float32(narrow.prove(world, layout, policies))}"
+                why += f"; {format_float32_note(narrow.prove(world, layout, policies))}"
         return {
-            **judged(trajectories, why),
+            **make_verdict(trajectories, why),
             "said": list(dict.fromkeys(said)),
             "layout": text,
             "processes": world.size,
@@ -162,116 +162,129 @@ class Battery:
             "trajectories": trajectories,
         }
 
-    def twin(self, name: str, device: torch.device) -> Record:
+    def twin(self, name: str, device: torch.device) -> TrajectoryRecord:
         """Return the record of one process on a trajectory; it is computed once.
 
         Raises:
-            CannotProve, CollectiveAlone: the twin cannot run; or the exception of the trial.
+            CannotProveError, ForbiddenCollective: the twin cannot run; or the exception of the
+            trial.
         """
-        return self._twin(_Ask(_one(device), "single", name))
+        return self._record_reference(_ProofTask(_single_process_world(device), "single", name))
 
     @phase("one process")
-    def _twin(self, ask: _Ask) -> Record:
+    def _record_reference(self, ask: _ProofTask) -> TrajectoryRecord:
         if ask.key not in self.twins:
-            alone_ask = replace(ask, world=_one(ask.world.device), layout="single", policies={})
-            side = self._side(alone_ask)
-            clock = Clock(self.budget_s, self.steps)
-            room = Room.of(ask.world, ask.layout, self.steps, self.folder)
-            side.on_run = lambda label, run: check_room(run, room)
+            alone_ask = replace(
+                ask, world=_single_process_world(ask.world.device), layout="single", policies={}
+            )
+            side = self._make_side(alone_ask)
+            clock = TimeBudget(self.budget_s, self.steps)
+            room = ProofResources.of(ask.world, ask.layout, self.steps, self.folder)
+            side.on_run = lambda label, run: check_resources(run, room)
 
-            def timed(of: Side) -> Any:
+            def timed(of: TrialSide) -> Any:
                 steps = iter(self.trial(of))
                 while True:
                     # A collective in a first step would wait for ever: nobody else computes now.
                     begins = not of.runs or any(not run.step_count for run in of.runs.values())
-                    with alone() if begins else nullcontext():
+                    with forbid_collectives() if begins else nullcontext():
                         told = next(steps, None)
                     if told is None:
                         return
                     yield told
                     clock.step()
 
-            self.twins[ask.key] = _recorded(
-                side, ask.lifted, lambda: record(side, timed, self.folder)
+            self.twins[ask.key] = _record_side(
+                side, ask.lifted, lambda: record_trial(side, timed, self.folder)
             )
         return self.twins[ask.key]
 
-    def _judge(self, ask: _Ask, said: list[str]) -> tuple[Report, str]:
+    def _judge(self, ask: _ProofTask, said: list[str]) -> tuple[Report, str]:
         """Return (one trajectory's report, the layout's text); add changes of the model to `said`.
 
         Raises:
-            CannotProve: on every rank: the twin cannot run.
+            CannotProveError: on every rank: the twin cannot run.
             ShoalError: training itself would be refused.
         """
-        self._ready(ask)
+        self._prepare_reference(ask)
         lifted = replace(ask, lifted=True)
         try:
             got, text, done = self._on_layout(ask)
-        except RewrittenError as failure:
+        except MutatedWeightsError as failure:
             if not failure.is_cast or self.precision != "fp64":
                 raise
-            said.append(f"{self._ready(lifted)}, of its weights too, lifted")
-            wide, text, _ = on_all(ask.world, partial(self._on_layout, lifted))
-            return self._explained(lifted, wide, self._compared(lifted, wide)), text
+            said.append(f"{self._prepare_reference(lifted)}, of its weights too, lifted")
+            wide, text, _ = run_on_all_ranks(ask.world, partial(self._on_layout, lifted))
+            return self._add_cause(lifted, wide, self._compare_on_all(lifted, wide)), text
         said += done
-        told = self._compared(ask, got)
+        told = self._compare_on_all(ask, got)
         if told["equal"] or self.precision != "fp64":
-            return self._explained(ask, got, told), text
+            return self._add_cause(ask, got, told), text
         try:
-            casts = self._ready(lifted)
-            again = on_all(ask.world, partial(self._on_layout, lifted))[0] if casts else None
-        except (CannotProve, ShoalError) as failure:
-            raise CannotProve(
-                f"the model casts to a narrower format on its way, both sides are {far(told)} "
+            casts = self._prepare_reference(lifted)
+            again = (
+                run_on_all_ranks(ask.world, partial(self._on_layout, lifted))[0] if casts else None
+            )
+        except (CannotProveError, ShoalError) as failure:
+            raise CannotProveError(
+                "the model casts to a narrower format on its way, both sides are "
+                f"{largest_difference(told)} "
                 f"apart, and without its casts it does not run: {failure}"
             ) from failure
         if again is None:
-            return self._explained(ask, got, told), text
-        exact = self._compared(lifted, again)
+            return self._add_cause(ask, got, told), text
+        exact = self._compare_on_all(lifted, again)
         if not exact["equal"]:
             said.append(f"{casts} lifted")
-            return self._explained(lifted, again, exact), text
+            return self._add_cause(lifted, again, exact), text
         if not told["within"]:
-            raise CannotProve(
+            raise CannotProveError(
                 f"with {casts} lifted it computes what one process computes "
-                f"({far(exact)}), but with them both sides are {far(told)} apart, more than "
+                f"({largest_difference(exact)}), but with them both sides are "
+                f"{largest_difference(told)} apart, more than "
                 f"{AS_IS:.0e}: its casts blow rounding up"
             )
-        said.append(f"{casts} lifted; as they are: {far(told)} apart, {AS_IS:.0e} is allowed")
+        said.append(
+            f"{casts} lifted; as they are: {largest_difference(told)} apart, {AS_IS:.0e} is allowed"
+        )
         return {**exact, "as_is": told["largest"]}, text
 
-    def _ready(self, ask: _Ask) -> str:
+    def _prepare_reference(self, ask: _ProofTask) -> str:
         """Make the twin's record on rank 0; the other ranks wait at the store.
 
         Returns:
             Lines of the model's own casts that were lifted, empty where none was.
 
         Raises:
-            CannotProve: on every rank; or a user's error, of its own class.
+            CannotProveError: on every rank; or a user's error, of its own class.
         """
-        why = ask.world.broadcast_json(ask.world.local_first(partial(self._try_twin, ask)))
+        why = ask.world.broadcast_json(ask.world.run_local_first(partial(self._try_reference, ask)))
         if why["error"]:
             failure = ERRORS.get(why["error"], ConfigError)(why["reason"])
             for note in why["notes"]:
                 failure.add_note(note)
             raise failure
         if why["reason"]:
-            raise (NoFloat64 if why["format"] else CannotProve)(why["reason"])
+            raise (NoFloat64Error if why["format"] else CannotProveError)(why["reason"])
         return str(why["casts"])
 
-    def _on_layout(self, ask: _Ask) -> tuple[Record, str, list[str]]:
+    def _on_layout(self, ask: _ProofTask) -> tuple[TrajectoryRecord, str, list[str]]:
         """Return (the layout's record, its text, changes of the model); every rank calls it."""
-        side = self._side(ask)
+        side = self._make_side(ask)
         text: list[str] = []
         side.on_run = lambda label, run: text.append(run.plan.layout.text())
         expected = self.twins[ask.key] if ask.world.is_first else None
-        against = Against(expected, bounds_for(self.precision, ask.name))
-        got = _recorded(side, ask.lifted, lambda: record(side, self.trial, self.folder, against))
+        against = ReferenceRecord(expected, bounds_for(self.precision, ask.name))
+        got = _record_side(
+            side, ask.lifted, lambda: record_trial(side, self.trial, self.folder, against)
+        )
         return got, text[0], side.said
 
-    def _side(self, ask: _Ask) -> Side:
-        part(NOWHERE)  # earlier steps are over, and building the next model may take longer
-        return Side(
+    def _make_side(self, ask: _ProofTask) -> TrialSide:
+        record_step_part(
+            NOWHERE
+        )  # earlier steps are over, and building the next model may take longer
+        return TrialSide(
             ask.world,
             ask.layout,
             self.optimizers[ask.name],
@@ -284,7 +297,7 @@ class Battery:
             blocks=ask.blocks,
         )
 
-    def _try_twin(self, ask: _Ask) -> dict[str, Any]:
+    def _try_reference(self, ask: _ProofTask) -> dict[str, Any]:
         """Make the twin's record on rank 0; return a failure's reason and a user error's class.
 
         The failure is a message, not an exception, since every rank must go on, or fail, in the
@@ -294,78 +307,80 @@ class Battery:
         answer = {"reason": "", "error": "", "notes": [], "casts": "", "format": False}
         if world.is_first:
             try:
-                twin = self._twin(ask)
-                answer["casts"] = casts_text(twin.casts)
+                twin = self._record_reference(ask)
+                answer["casts"] = format_casts(twin.casts)
                 if not any(row.grad_norm and not row.skipped for row in twin.rows):
                     answer["reason"] = NOTHING_MOVED
             except ShoalError as failure:
-                if collective(failure):  # a builder's exception arrives as the user's error
-                    return {**answer, "reason": reason(failure)}
+                if find_collective(failure):  # a builder's exception arrives as the user's error
+                    return {**answer, "reason": failure_reason(failure)}
                 notes = list(getattr(failure, "__notes__", ()))
                 answer |= {"reason": str(failure), "error": type(failure).__name__, "notes": notes}
             except Exception as failure:
-                answer["reason"] = reason(failure)
-                answer["format"] = of_format(failure)
+                answer["reason"] = failure_reason(failure)
+                answer["format"] = is_dtype_failure(failure)
         return answer
 
-    def _compared(self, ask: _Ask, got: Record) -> Report:
+    def _compare_on_all(self, ask: _ProofTask, got: TrajectoryRecord) -> Report:
         """Run `_compare` on rank 0, and broadcast the report."""
-        found = ask.world.local_first(partial(self._compare, ask, got))
+        found = ask.world.run_local_first(partial(self._compare, ask, got))
         told: Report = ask.world.broadcast_json(found)
         return told
 
-    def _compare(self, ask: _Ask, got: Record) -> Report | None:
+    def _compare(self, ask: _ProofTask, got: TrajectoryRecord) -> Report | None:
         """Return the report on a trajectory: equality and distances, without a cause."""
         if not ask.world.is_first:
             return None
         expected = self.twins[ask.key]
         bounds = bounds_for(self.precision, ask.name)
-        found = compare(expected, got, bounds)
-        told = trajectory(ask.name, expected, got, found, bounds)
+        found = compare_records(expected, got, bounds)
+        told = trajectory_json(ask.name, expected, got, found, bounds)
         told["smooth"] = all(d.what in SMOOTH for d in found.differences)
-        told["within"] = compare(expected, got, within(ask.name)).equal
+        told["within"] = compare_records(expected, got, bounds_with_casts(ask.name)).equal
         return told
 
-    def _explained(self, ask: _Ask, got: Record, told: Report) -> Report:
+    def _add_cause(self, ask: _ProofTask, got: TrajectoryRecord, told: Report) -> Report:
         """Return the report with the cause of the difference; the twin may have to run again.
 
         Raises:
-            CannotProve: rounding alone changes this model's numbers as much.
+            CannotProveError: rounding alone changes this model's numbers as much.
         """
         if told["equal"]:
             return told
-        rounding = ask.world.broadcast_json(ask.world.local_first(partial(self._rounding, ask)))
-        if told["smooth"] and rounding and no_farther(told, rounding):
-            raise CannotProve(
+        rounding = ask.world.broadcast_json(
+            ask.world.run_local_first(partial(self._measure_rounding, ask))
+        )
+        if told["smooth"] and rounding and is_within_rounding(told, rounding):
+            raise CannotProveError(
                 f"rounding: a change of its weights in their last bits takes this model as far "
-                f"({ask.name}: {first_text(told['first'])})"
+                f"({ask.name}: {format_first_difference(told['first'])})"
             )
-        clue = ask.world.local_first(partial(self._cause, ask, got))
+        clue = ask.world.run_local_first(partial(self._find_cause, ask, got))
         return {**told, "cause": ask.world.broadcast_json(clue)}
 
-    def _rounding(self, ask: _Ask) -> Report | None:
+    def _measure_rounding(self, ask: _ProofTask) -> Report | None:
         """Return the twin's change for weights changed in their last bits; None if it fails."""
         if not ask.world.is_first or self.precision != "fp64":
             return None
         other = replace(ask, jitter=True)
         bounds = bounds_for(self.precision, ask.name)
         try:
-            one, two = self._twin(ask), self._twin(other)
+            one, two = self._record_reference(ask), self._record_reference(other)
         except Exception:  # a proven difference must be reported
             return None
-        return trajectory(ask.name, one, two, compare(one, two, bounds), bounds)
+        return trajectory_json(ask.name, one, two, compare_records(one, two, bounds), bounds)
 
-    def _cause(self, ask: _Ask, got: Record) -> dict[str, Any] | None:
+    def _find_cause(self, ask: _ProofTask, got: TrajectoryRecord) -> dict[str, Any] | None:
         if not ask.world.is_first:
             return None
         expected = self.twins[ask.key]
-        comparison = compare(expected, got, bounds_for(self.precision, ask.name))
-        evidence = Evidence(expected, got, comparison, partial(self._again, ask))
-        with CastsLifted() if ask.lifted else nullcontext():
-            clue = explain(evidence, self.inside)
+        comparison = compare_records(expected, got, bounds_for(self.precision, ask.name))
+        evidence = Evidence(expected, got, comparison, partial(self._rerun_reference, ask))
+        with LiftedCasts() if ask.lifted else nullcontext():
+            clue = explain_difference(evidence, self.inside)
         return {**asdict(clue), "text": clue.text()}
 
-    def _again(self, ask: _Ask, at: tuple[str, int], watch: OnRun) -> None:
+    def _rerun_reference(self, ask: _ProofTask, at: tuple[str, int], watch: OnRun) -> None:
         """Train the twin once more up to a step.
 
         Args:
@@ -373,8 +388,14 @@ class Battery:
             watch: called with every run as it is made.
         """
         label, step = at
-        one = replace(ask, world=_one(ask.world.device), layout="single", policies={}, lifted=False)
-        side = replace(self._side(replace(one, jitter=False)), steps=step)
+        one = replace(
+            ask,
+            world=_single_process_world(ask.world.device),
+            layout="single",
+            policies={},
+            lifted=False,
+        )
+        side = replace(self._make_side(replace(one, jitter=False)), steps=step)
         side.on_run = watch
         try:
             for told, result in self.trial(side):
@@ -385,7 +406,7 @@ class Battery:
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _ProofTask:
     """Task of the battery: one trajectory on one layout.
 
     Attributes:
@@ -411,14 +432,16 @@ class _Ask:
         return f"{self.name}{', lifted' * self.lifted}{', jittered' * self.jitter}{cut}"
 
 
-def _one(device: torch.device) -> World:
+def _single_process_world(device: torch.device) -> World:
     """Return a world of one process."""
-    return World(Place(), device, None)
+    return World(ProcessInfo(), device, None)
 
 
-def _recorded(side: Side, lifted: bool, work: Callable[[], Record]) -> Record:
+def _record_side(
+    side: TrialSide, lifted: bool, work: Callable[[], TrajectoryRecord]
+) -> TrajectoryRecord:
     """Return a side's record, with the casts that were lifted; release the models."""
-    lift = CastsLifted() if lifted else None
+    lift = LiftedCasts() if lifted else None
     try:
         with lift or nullcontext():
             found = work()

@@ -19,7 +19,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass
-class Distances:
+class TensorDistances:
     """Distances by name, infinite for a tensor of one side alone.
 
     Attributes:
@@ -42,9 +42,12 @@ class Distances:
         Args:
             judged: False: it is enough that both sides have them.
         """
-        off, names, scale = _off(expected, got, judged)
+        off, names, scale = _measure_differences(expected, got, judged)
         self.rows.append(
-            {n: (ratio(size, scale), n in names and n in expected) for n, size in off.items()}
+            {
+                n: (share_of_norm(size, scale), n in names and n in expected)
+                for n, size in off.items()
+            }
         )
         self.scales.append(scale)
 
@@ -60,14 +63,16 @@ class Distances:
                 elif name in buffers:
                     others[name] = tensor.clone()
 
-        off, _, whole = _off(weights, of_weights(), True)
-        self.weights = {name: ratio(size, whole) for name, size in off.items()}
+        off, _, whole = _measure_differences(weights, of_weights(), True)
+        self.weights = {name: share_of_norm(size, whole) for name, size in off.items()}
         for name, tensor in buffers.items():
-            size = away(tensor, others.get(name))
-            self.buffers[name] = ratio(size, max(1.0, norm_over([tensor])))
+            size = difference_norm(tensor, others.get(name))
+            self.buffers[name] = share_of_norm(size, max(1.0, norm_over([tensor])))
 
 
-def _off(expected: Tensors, got: Named, judged: bool) -> tuple[dict[str, float], set[str], float]:
+def _measure_differences(
+    expected: Tensors, got: Named, judged: bool
+) -> tuple[dict[str, float], set[str], float]:
     """Return (norm of each difference, in one process's order; names of `got`; total norm)."""
     sizes: dict[str, float] = {}
     norms: dict[str, float] = {}
@@ -75,7 +80,7 @@ def _off(expected: Tensors, got: Named, judged: bool) -> tuple[dict[str, float],
         sizes[name] = 0.0 if name in expected else math.inf
         if judged and name in expected:
             ours = expected[name]
-            sizes[name], norms[name] = away(ours, theirs), norm_over([ours])
+            sizes[name], norms[name] = difference_norm(ours, theirs), norm_over([ours])
     names = set(sizes)
     for name in expected:
         if name not in names:
@@ -86,7 +91,7 @@ def _off(expected: Tensors, got: Named, judged: bool) -> tuple[dict[str, float],
     return {name: sizes[name] for name in order}, names, float(whole)
 
 
-def away(ours: torch.Tensor, theirs: torch.Tensor | None) -> float:
+def difference_norm(ours: torch.Tensor, theirs: torch.Tensor | None) -> float:
     """Return the norm of the difference; infinite where one is missing, or integers differ."""
     if theirs is None or ours.shape != theirs.shape:
         return math.inf
@@ -96,7 +101,7 @@ def away(ours: torch.Tensor, theirs: torch.Tensor | None) -> float:
     return float(torch.linalg.vector_norm(ours.double() - theirs.double()))
 
 
-def ratio(difference: float, whole: float) -> float:
+def share_of_norm(difference: float, whole: float) -> float:
     """Return a difference as a share of the whole; infinite if it is not a number."""
     if difference == 0:
         return 0.0

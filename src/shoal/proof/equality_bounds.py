@@ -25,7 +25,7 @@ LATER_EPSILON = {"fp32": 8 * 2.0**-18, "bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11
 
 
 @dataclass(frozen=True)
-class Bounds:
+class EqualityBounds:
     """Largest differences that still are equal, as shares of the whole gradient or weight norm.
 
     Attributes:
@@ -48,7 +48,7 @@ class Bounds:
         return self.of_step(step) < math.inf
 
 
-def bounds_for(precision: str, optimizer: str) -> Bounds:
+def bounds_for(precision: str, optimizer: str) -> EqualityBounds:
     """Return the bounds of equality for a trajectory.
 
     Args:
@@ -59,13 +59,13 @@ def bounds_for(precision: str, optimizer: str) -> Bounds:
     """
     if precision == "fp64":
         if optimizer == "sgd":
-            return Bounds(1e-12, 1e-12, 1e-12, 1e-12)
-        return Bounds(1e-12, math.inf, 1e-10, 1e-10)
+            return EqualityBounds(1e-12, 1e-12, 1e-12, 1e-12)
+        return EqualityBounds(1e-12, math.inf, 1e-10, 1e-10)
     later = LATER_EPSILON[precision]
-    return Bounds(SUM_EPSILON, later if optimizer == "sgd" else math.inf, later, later)
+    return EqualityBounds(SUM_EPSILON, later if optimizer == "sgd" else math.inf, later, later)
 
 
-def within(optimizer: str) -> Bounds:
+def bounds_with_casts(optimizer: str) -> EqualityBounds:
     """Return the bounds for a model that casts to float32 on its way, with its casts left in place.
 
     What AdamW makes of rounding noise where a gradient is 0 is no smaller than a step, so only
@@ -75,5 +75,5 @@ def within(optimizer: str) -> Bounds:
     (1e-06, inf)
     """
     if optimizer == "sgd":
-        return Bounds(AS_IS, AS_IS, AS_IS, AS_IS)
-    return Bounds(AS_IS, math.inf, math.inf, math.inf)
+        return EqualityBounds(AS_IS, AS_IS, AS_IS, AS_IS)
+    return EqualityBounds(AS_IS, math.inf, math.inf, math.inf)

@@ -22,7 +22,7 @@ AXES = ("tp", "cp", "pp")
 
 
 @dataclass(frozen=True)
-class Apart:
+class OwnershipMismatch:
     """A parameter whose holders of the same part have different gradients.
 
     Attributes:
@@ -36,15 +36,15 @@ class Apart:
     ranks: tuple[int, ...]
 
 
-def divided(program: Program) -> bool:
+def is_model_parallel(program: Program) -> bool:
     """Return whether ranks share a model's work otherwise than by micro-batches."""
     layout = program.plan.layout
     return layout.tp * layout.pp * layout.cp > 1
 
 
-def replicas_apart(program: Program) -> dict[str, Apart]:
+def find_ownership_mismatches(program: Program) -> dict[str, OwnershipMismatch]:
     """Return parameters whose holders of the same part have different gradients (collective)."""
-    if not divided(program):
+    if not is_model_parallel(program):
         return {}
     mine = {}
     for name, local in program.local.items():
@@ -56,17 +56,17 @@ def replicas_apart(program: Program) -> dict[str, Apart]:
     told = program.world.gather_json(mine)
     found = {}
     for name in dict.fromkeys(n for one in told for n in one):
-        along, ranks = _apart_along(name, told, program)
+        along, ranks = _find_mismatch_axis(name, told, program)
         if along:
             shape, dtype = next(one[name][2:] for one in told if name in one)
             total = torch.zeros(shape, dtype=getattr(torch, dtype), device=program.world.device)
-            _add_own(total, name, program)
+            _add_local_part(total, name, program)
             program.world.all_reduce(total)
-            found[name] = Apart(along, total.cpu(), ranks)
+            found[name] = OwnershipMismatch(along, total.cpu(), ranks)
     return found
 
 
-def _apart_along(
+def _find_mismatch_axis(
     name: str, told: list[dict[str, list[str]]], program: Program
 ) -> tuple[str, tuple[int, ...]]:
     """Return (axis, ranks that differ along it alone in their gradients); ("", ()) if all agree."""
@@ -85,7 +85,7 @@ def _apart_along(
     return "", ()
 
 
-def _add_own(total: torch.Tensor, name: str, program: Program) -> None:
+def _add_local_part(total: torch.Tensor, name: str, program: Program) -> None:
     """Add this rank's part, unless another data-parallel rank adds the same one."""
     at, local = program.at, program.local.get(name)
     again = at["dp_replicate"] or (at["dp_shard"] and not program.plan.layout.zero)

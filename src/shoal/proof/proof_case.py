@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.base.estimates.facts import this_machine
+from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.layouts.policies import (
     CompilePolicy,
     CompressPolicy,
@@ -27,17 +27,17 @@ from shoal.base.layouts.policies import (
     ReadPolicy,
     UpdatePolicy,
 )
-from shoal.base.plans.batches import proof_batch, turn_of
+from shoal.base.plans.batches import default_turn, proof_batch
 from shoal.base.plans.plan import Plan
-from shoal.config.resolve import asked_layout, plan_of
+from shoal.config.resolve import collect_layout_keys, make_plan
 from shoal.config.sections import Config
 from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.sample_inspection import first_samples
-from shoal.data.loading.sample_seeds import draws_nothing, kept_draws
+from shoal.data.loading.sample_seeds import draws_nothing, preserved_rng
 from shoal.data.sources import Source
 from shoal.forecast.models.model_facts import FAMILIES, family_of
-from shoal.planning.settle import Words, settle_layout, words_of
-from shoal.proof.trial_side import Side, Trial
+from shoal.planning.settle import Words, layout_keys, settle_layout
+from shoal.proof.trial_side import Trial, TrialSide
 from shoal.trainer.jobs.configured_run import build_model, import_loss
 from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.optimizer_step import StepResult
@@ -87,13 +87,13 @@ class ProofCase:
         """
         return {key: getattr(self.plan, key) for key in PROVEN}
 
-    def small(self, processes: int) -> ProofCase:
+    def shrink(self, processes: int) -> ProofCase:
         """Return the case with few small micro-batches per step, see `proof_batch`.
 
         Raises:
             PlanError: the layout does not fit this number of processes.
         """
-        layout = settle_layout(self.plan, self.layout, processes, None, this_machine()).layout
+        layout = settle_layout(self.plan, self.layout, processes, None, read_machine_facts()).layout
         batch, micro_batch = proof_batch(layout, self.plan.micro_batch)
         plan = replace(self.plan, micro_batch=micro_batch, batch=batch)
         return replace(self, plan=plan, full_steps=1)
@@ -106,9 +106,9 @@ class ProofCase:
     def trial(self) -> Trial:
         """Return a trial that trains on the first samples of the data, epoch after epoch."""
         plan = self.plan
-        few = head(self.data, plan.batch, plan.micro_batch, self.full_steps)
+        few = select_first_samples(self.data, plan.batch, plan.micro_batch, self.full_steps)
 
-        def train(side: Side) -> Iterator[tuple[str, StepResult]]:
+        def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
             run = side.parallelize(
                 self.build,
                 self.loss,
@@ -125,7 +125,7 @@ class ProofCase:
         return train
 
 
-def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
+def select_first_samples(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
     """Return the first samples of a dataset or iterable: some full steps and a short one.
 
     The short step has one full micro-batch and a half one (of two samples at least, since layers
@@ -135,21 +135,21 @@ def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
     if not is_indexed(data):
         # What trains afterwards must find the data, and the generators, as they were.
         state = copy.deepcopy(data.state_dict()) if hasattr(data, "state_dict") else None
-        with kept_draws():
+        with preserved_rng():
             few = list(islice(iter(data), samples))
         if state is not None:
             data.load_state_dict(state)
         return few
-    return data if len(data) <= samples else Head(data, samples)
+    return data if len(data) <= samples else FirstSamples(data, samples)
 
 
 def epoch_samples(batch: int, micro_batch: int, full_steps: int) -> int:
-    """Return the samples of the full steps and of the short one, see `head`."""
+    """Return the samples of the full steps and of the short one, see `select_first_samples`."""
     half = max(2, micro_batch // 2) if micro_batch > 2 else 0
     return full_steps * batch + micro_batch + half
 
 
-class Head:
+class FirstSamples:
     """First samples of a map-style dataset."""
 
     def __init__(self, dataset: Any, samples: int) -> None:
@@ -166,7 +166,7 @@ class Head:
         return self.dataset[index]
 
 
-def case_of(
+def make_case(
     config: Config, source: Source, plan: Plan | None = None, layout: Words | None = None
 ) -> ProofCase:
     """Return the case that proves a configuration's layout.
@@ -174,10 +174,10 @@ def case_of(
     Args:
         plan, layout: after planning; default: as in the configuration.
     """
-    settled = words_of(plan.layout) if plan is not None else asked_layout(config.layout)
-    plan = plan or plan_of(config)
+    settled = layout_keys(plan.layout) if plan is not None else collect_layout_keys(config.layout)
+    plan = plan or make_plan(config)
     if not plan.micro_batch and plan.batch:
-        plan = replace(plan, micro_batch=turn_of(plan.batch))
+        plan = replace(plan, micro_batch=default_turn(plan.batch))
     return ProofCase(
         lambda: build_model(config, source),
         import_loss(config.model),

@@ -18,35 +18,42 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.fabric import World
-from shoal.parallel.build.full_state import each_gradient, each_weight
+from shoal.parallel.build.full_state import iterate_gradients, iterate_weights
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.program import Program
-from shoal.proof.distances import Distances
-from shoal.proof.equality_bounds import Bounds
-from shoal.proof.ownership_mismatch import Apart, divided, replicas_apart
-from shoal.proof.tensor_spill import Chosen, Shelf, Tensors
-from shoal.proof.trajectory_record import Record, Row
-from shoal.proof.trial_side import Side, Trial
-from shoal.proof.verdict import compare, gradient_differs
+from shoal.proof.distances import TensorDistances
+from shoal.proof.equality_bounds import EqualityBounds
+from shoal.proof.ownership_mismatch import (
+    OwnershipMismatch,
+    find_ownership_mismatches,
+    is_model_parallel,
+)
+from shoal.proof.tensor_spill import OverlaidTensors, Tensors, TensorSpill
+from shoal.proof.trajectory_record import StepRow, TrajectoryRecord
+from shoal.proof.trial_side import Trial, TrialSide
+from shoal.proof.verdict import compare_records, gradient_differs
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import StepResult
-from shoal.wire.phases import counting
+from shoal.wire.phases import iter_with_progress
 
 T = TypeVar("T")
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Against:
+class ReferenceRecord:
     """Reference of a layout's side: one process's record, None on ranks other than 0."""
 
-    expected: Record | None
-    bounds: Bounds
+    expected: TrajectoryRecord | None
+    bounds: EqualityBounds
 
 
-def record(
-    side: Side, trial: Trial, folder: Path | None = None, against: Against | None = None
-) -> Record:
+def record_trial(
+    side: TrialSide,
+    trial: Trial,
+    folder: Path | None = None,
+    against: ReferenceRecord | None = None,
+) -> TrajectoryRecord:
     """Train a trial on one side and record the numbers that must agree (collective).
 
     Args:
@@ -59,60 +66,64 @@ def record(
     Raises:
         Exception: any of the trial's or the training's.
     """
-    found = Record(clip=side.clip, shelf=Shelf(folder))
-    notes = _Whole(found) if against is None else _Compared(found, against, side.world)
+    found = TrajectoryRecord(clip=side.clip, shelf=TensorSpill(folder))
+    notes = (
+        _FullRecorder(found) if against is None else _ComparingRecorder(found, against, side.world)
+    )
     before = side.on_run
 
     def begin(label: str, run: Run) -> None:
         before(label, run)
-        _describe(found, label, run)
-        notes.start(_full(label, each_weight(run.program)))
+        _describe_run(found, label, run)
+        notes.start(_prefix_names(label, iterate_weights(run.program)))
 
     side.on_run = begin
-    for label, result in counting("steps", side.steps, trial(side)):
-        found.rows.append(Row.of(label, result))
+    for label, result in iter_with_progress("steps", side.steps, trial(side)):
+        found.rows.append(StepRow.of(label, result))
         notes.step(label, result, side.runs[label].program)
-        if side.finished():
+        if side.is_finished():
             break
     digests: dict[str, list[str]] = {}
     for label, run in side.runs.items():
-        digests.update(_labelled(label, replicated_digests(run.program)))
-    found.drift = _differing(side.world, digests)
+        digests.update(_prefix_label(label, digest_replicas(run.program)))
+    found.drift = _find_differing(side.world, digests)
     told = side.world.gather_json([asdict(row) for row in found.rows])
-    found.rank_rows = [[Row(**row) for row in rows] for rows in told]
+    found.rank_rows = [[StepRow(**row) for row in rows] for rows in told]
     notes.end(side.runs)
     side.on_run = before
     return found
 
 
 @dataclass
-class _Whole:
+class _FullRecorder:
     """Recorder that keeps every tensor."""
 
-    found: Record
+    found: TrajectoryRecord
 
     def __post_init__(self) -> None:
         self.found.start = self.begun = self.found.shelf.keep(())
 
     def start(self, named: Named) -> None:
         for name, tensor in named:
-            self.begun.put(name, tensor)
+            self.begun.add(name, tensor)
 
     def step(self, label: str, result: StepResult, program: Program) -> None:
-        self.found.gradients.append(self.found.shelf.keep(_gradients(label, result, program)))
+        self.found.gradients.append(
+            self.found.shelf.keep(_gather_gradients(label, result, program))
+        )
         self.found.apart.append({})
 
     def end(self, runs: Mapping[str, Run]) -> None:
-        _keep_end(self.found, runs)
+        _store_final(self.found, runs)
 
 
-class _Compared:
+class _ComparingRecorder:
     """Recorder that compares every tensor with one process's, and keeps those for a diagnosis."""
 
-    def __init__(self, found: Record, against: Against, world: World) -> None:
+    def __init__(self, found: TrajectoryRecord, against: ReferenceRecord, world: World) -> None:
         self.found, self.world, self.bounds = found, world, against.bounds
-        self.expected = against.expected or Record()
-        self.far = found.far = Distances()
+        self.expected = against.expected or TrajectoryRecord()
+        self.far = found.far = TensorDistances()
         self.begun: list[str] = []
         self.other = found.shelf.keep(())
         self.is_wrong = False  # a row was, and is kept
@@ -121,73 +132,79 @@ class _Compared:
         expected = self.expected.start
         for name, tensor in named:
             self.begun.append(name)
-            if name not in expected or not _alike(tensor, expected[name]):
-                self.other.put(name, tensor)
+            if name not in expected or not _have_same_bits(tensor, expected[name]):
+                self.other.add(name, tensor)
 
     def step(self, label: str, result: StepResult, program: Program) -> None:
         found, number, gradients = self.found, len(self.found.gradients), self.expected.gradients
-        named = _gradients(label, result, program)
+        named = _gather_gradients(label, result, program)
         expected = gradients[number] if number < len(gradients) else {}
         self.far.add_row(expected, named, self.bounds.is_judged(result.step))
         kept: Tensors = {}
-        apart: dict[str, Apart] = {}
-        if not self.is_wrong and self._tell(number < len(gradients) and self._differs(number)):
+        apart: dict[str, OwnershipMismatch] = {}
+        if not self.is_wrong and self._broadcast_finding(
+            number < len(gradients) and self._differs(number)
+        ):
             self.is_wrong = True
-            kept = found.shelf.keep(_gradients(label, result, program))
-            apart = {} if result.skipped else _labelled(label, replicas_apart(program))
+            kept = found.shelf.keep(_gather_gradients(label, result, program))
+            apart = (
+                {} if result.skipped else _prefix_label(label, find_ownership_mismatches(program))
+            )
         found.gradients.append(kept)
         found.apart.append(apart)
 
     def end(self, runs: Mapping[str, Run]) -> None:
-        self.found.start = Chosen(tuple(self.begun), self.expected.start, self.other)
-        self.far.end(self.expected.weights, self.expected.buffers, _weights(runs))
+        self.found.start = OverlaidTensors(tuple(self.begun), self.expected.start, self.other)
+        self.far.end(self.expected.weights, self.expected.buffers, _gather_weights(runs))
         first = self.world.is_first
-        if self._tell(first and not compare(self.expected, self.found, self.bounds).equal):
-            _keep_end(self.found, runs)
+        if self._broadcast_finding(
+            first and not compare_records(self.expected, self.found, self.bounds).equal
+        ):
+            _store_final(self.found, runs)
 
     def _differs(self, number: int) -> bool:
         return gradient_differs(self.expected, self.found, number, self.bounds)
 
-    def _tell(self, on_first: bool) -> bool:
+    def _broadcast_finding(self, on_first: bool) -> bool:
         """Broadcast rank 0's finding."""
         return bool(self.world.broadcast_json(on_first))
 
 
-def _gradients(label: str, result: StepResult, program: Program) -> Named:
+def _gather_gradients(label: str, result: StepResult, program: Program) -> Named:
     """Return a step's gradients on rank 0, as the optimizer saw them: none if it was skipped."""
-    each, used = each_gradient(program)
+    each, used = iterate_gradients(program)
     mine = ((n, tensor) for n, tensor in each if n in used and not result.skipped)
-    return _full(label, mine)
+    return _prefix_names(label, mine)
 
 
-def _weights(runs: Mapping[str, Run]) -> Named:
+def _gather_weights(runs: Mapping[str, Run]) -> Named:
     """Return parameters and buffers of all runs, on rank 0."""
     for label, run in runs.items():
-        yield from _full(label, each_weight(run.program))
+        yield from _prefix_names(label, iterate_weights(run.program))
 
 
-def _keep_end(found: Record, runs: Mapping[str, Run]) -> None:
+def _store_final(found: TrajectoryRecord, runs: Mapping[str, Run]) -> None:
     """Store the final weights and buffers of a side."""
     weights, buffers = found.shelf.keep(()), found.shelf.keep(())
     parameters = {*found.trainable, *found.frozen}
-    for name, tensor in _weights(runs):
-        (weights if name in parameters else buffers).put(name, tensor)
+    for name, tensor in _gather_weights(runs):
+        (weights if name in parameters else buffers).add(name, tensor)
     found.weights, found.buffers = weights, buffers
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether both have the same bits."""
     return one.dtype == other.dtype and torch.equal(one.cpu(), other)
 
 
-def replicated_digests(program: Program) -> dict[str, list[str]]:
+def digest_replicas(program: Program) -> dict[str, list[str]]:
     """Return [part, SHA-256] of this rank's tensors: equal parts must be equal on all ranks."""
     tensors = [*program.module.named_parameters(), *program.module.named_buffers()]
     found = {}
     for name, tensor in tensors:
         if hasattr(tensor, "to_local") or tensor.is_meta:  # in `parts`, or another stage's
             continue
-        part = str(program.place(name).slices) if name in program.cuts else ""
+        part = str(program.shard_of(name).slices) if name in program.cuts else ""
         found[name] = [part, tensor_digest(tensor)]
     for name, (tensor, shard) in program.parts.items():
         if shard.slices:
@@ -195,16 +212,16 @@ def replicated_digests(program: Program) -> dict[str, list[str]]:
     return found
 
 
-def _labelled(label: str, named: dict[str, Any]) -> dict[str, Any]:
-    return dict(_full(label, named.items()))
+def _prefix_label(label: str, named: dict[str, Any]) -> dict[str, Any]:
+    return dict(_prefix_names(label, named.items()))
 
 
-def _full(label: str, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+def _prefix_names(label: str, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Yield the same values under the names that a record has for them."""
     return ((f"{label}/{name}" if label else name, value) for name, value in named)
 
 
-def _describe(found: Record, label: str, run: Run) -> None:
+def _describe_run(found: TrajectoryRecord, label: str, run: Run) -> None:
     program = run.program
 
     def full(name: str) -> str:
@@ -215,13 +232,13 @@ def _describe(found: Record, label: str, run: Run) -> None:
     found.frozen += [full(name) for name in dict.fromkeys(n for told in still for n in told)]
     found.tied |= {full(second): full(first) for second, first in program.aliases.items()}
     found.layout = run.plan.layout
-    if divided(program):
-        found.held |= _labelled(label, {name: program.rows[name] for name in program.names})
+    if is_model_parallel(program):
+        found.held |= _prefix_label(label, {name: program.rows[name] for name in program.names})
     found.experts += [full(name) for name, cut in program.cuts.items() if cut.axis == "ep"]
     found.buckets += [[full(name) for name in bucket.names] for bucket in run.plan.buckets]
 
 
-def _differing(world: World, digests: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+def _find_differing(world: World, digests: dict[str, list[str]]) -> dict[str, list[list[int]]]:
     """Return names whose same part differs in bits between ranks: groups of ranks that agree."""
     total = hashlib.sha256(repr(list(digests.items())).encode()).hexdigest()
     if len(set(world.gather_json(total))) == 1:

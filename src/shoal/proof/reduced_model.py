@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from shoal.trace.find.blocks import is_single_layer, kind_of
+from shoal.trace.find.blocks import is_single_layer, module_key
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockCut:
     """Shortened list of blocks: its name in the model, blocks that stay, blocks before."""
 
     name: str
@@ -28,27 +28,27 @@ class Cut:
     kinds: int
 
 
-def cut_blocks(module: nn.Module, least: int = 1) -> list[Cut]:
+def cut_blocks(module: nn.Module, least: int = 1) -> list[BlockCut]:
     """Remove blocks from a model, in place, until one of each kind is left; return the cuts.
 
     Args:
         least: blocks that stay in a list, such as one for each stage of a pipeline.
     """
-    found: list[Cut] = []
+    found: list[BlockCut] = []
     for name, part in list(module.named_modules()):
-        if not isinstance(part, LISTS) or len(part) < 2 or any(is_under(name, c) for c in found):
+        if not isinstance(part, LISTS) or len(part) < 2 or any(is_in_cut(name, c) for c in found):
             continue
         if not all(any(True for _ in b.parameters()) and not is_single_layer(b) for b in part):
             continue
         kinds = [block_kind(block) for block in part]
         kept = max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))
         if kept < len(part):
-            found.append(Cut(name, kept, len(part), len(set(kinds))))
+            found.append(BlockCut(name, kept, len(part), len(set(kinds))))
             del part[kept:]
     return found
 
 
-def is_under(name: str, cut: Cut) -> bool:
+def is_in_cut(name: str, cut: BlockCut) -> bool:
     """Return whether a module is in a list that was cut."""
     return name.startswith(f"{cut.name}.")
 
@@ -64,10 +64,10 @@ def block_kind(block: nn.Module) -> Any:
         for key, value in sorted(vars(part).items())
         if not key.startswith("_") and (value is None or isinstance(value, bool | str | int))
     )
-    return kind_of(block), settings
+    return module_key(block), settings
 
 
-def cuts_text(cuts: list[Cut]) -> str:
+def cuts_text(cuts: list[BlockCut]) -> str:
     """Return one line on the proven and the removed parts of a model.
 
     >>> cuts_text([Cut("blocks", 1, 24, 1)])[:60]

@@ -21,7 +21,7 @@ import torch
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.fabric import World
 from shoal.proof.tensor_spill import IN_MEMORY_BYTES
-from shoal.trace.isolation.collective_ban import CollectiveAlone
+from shoal.trace.isolation.collective_ban import ForbiddenCollective
 from shoal.trainer.run import Run
 
 T = TypeVar("T")
@@ -33,27 +33,27 @@ GATHERED = 4
 """Copies of the largest tensor: gathered, one process's beside it, and their difference."""
 
 
-class CannotProve(Exception):
+class CannotProveError(Exception):
     """Exception: the twin cannot run; the text is the reason, and no fault of the layout."""
 
 
-class NoFloat64(CannotProve):
+class NoFloat64Error(CannotProveError):
     """CannotProve: the model does not run in float64; it may in another format."""
 
 
-def check_room(run: Run, room: Room) -> None:
+def check_resources(run: Run, room: ProofResources) -> None:
     """Refuse the twin if memory or disk are too small; called with its run as it is made.
 
     Raises:
-        CannotProve: there is too little.
+        CannotProveError: there is too little.
     """
     sizes = [p.numel() * p.element_size() for p in run.program.parameters.values()]
-    if lacking := room.lacking(sizes):
-        raise CannotProve(lacking)
+    if lacking := room.find_shortage(sizes):
+        raise CannotProveError(lacking)
 
 
 @dataclass(frozen=True)
-class Room:
+class ProofResources:
     """Resources of rank 0's machine that a proof shares.
 
     Attributes:
@@ -69,11 +69,13 @@ class Room:
     folder: Path | None
 
     @staticmethod
-    def of(world: World, layout: str | Mapping[str, Any], steps: int, folder: Path | None) -> Room:
+    def of(
+        world: World, layout: str | Mapping[str, Any], steps: int, folder: Path | None
+    ) -> ProofResources:
         """Return the room for the proof of a layout."""
-        return Room(world.local_size, ranks_sharing(layout, world.size), steps, folder)
+        return ProofResources(world.local_size, ranks_sharing(layout, world.size), steps, folder)
 
-    def lacking(self, sizes: Sequence[int]) -> str:
+    def find_shortage(self, sizes: Sequence[int]) -> str:
         """Return the reason if memory or disk are too small for parameters of these bytes; else "".
 
         Memory    the twin's states or, once it is freed, those of the layout's processes here; the
@@ -112,7 +114,7 @@ def ranks_sharing(layout: str | Mapping[str, Any], processes: int) -> int:
     return max(1, int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(shards))
 
 
-class Clock:
+class TimeBudget:
     """Time limit of a twin: it stops as soon as its whole time can be predicted."""
 
     def __init__(self, budget_s: float | None, steps: int) -> None:
@@ -125,38 +127,38 @@ class Clock:
         """Count a step.
 
         Raises:
-            CannotProve: all steps together will exceed the budget.
+            CannotProveError: all steps together will exceed the budget.
         """
         self.taken += 1
         expected_s = (time.perf_counter() - self.began_s) / self.taken * self.steps
         if self.budget_s is not None and expected_s > self.budget_s:
-            raise CannotProve(
+            raise CannotProveError(
                 f"time: {self.steps} steps in one process would take {seconds_text(expected_s)}, "
                 f"{seconds_text(self.budget_s)} are allowed"
             )
 
 
-def on_all(world: World, work: Callable[[], T]) -> T:
+def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
     """Run `work` on every rank.
 
     Raises:
-        CannotProve: on all ranks if `work` raised it on one.
+        CannotProveError: on all ranks if `work` raised it on one.
     """
     try:
         result, failed = work(), ""
     except Exception as failure:
-        result, failed = None, reason(failure)
+        result, failed = None, failure_reason(failure)
     told = next((text for text in world.gather_json(failed) if text), "")
     if told or result is None:
-        raise CannotProve(told)
+        raise CannotProveError(told)
     return result
 
 
-def reason(failure: Exception) -> str:
+def failure_reason(failure: Exception) -> str:
     """Return the reason why the twin failed, as one line."""
-    if isinstance(failure, CannotProve):
+    if isinstance(failure, CannotProveError):
         return str(failure)
-    waits = collective(failure)
+    waits = find_collective(failure)
     if waits is not None:
         return (
             f"the model takes part in a collective of its own ({waits.name} at {waits.where}), "
@@ -169,14 +171,14 @@ def reason(failure: Exception) -> str:
     return f"the model does not run in this precision: {type(failure).__name__}: {line}"
 
 
-def of_format(failure: Exception) -> bool:
+def is_dtype_failure(failure: Exception) -> bool:
     """Return whether another number format may help."""
-    other = CannotProve | torch.OutOfMemoryError | MemoryError
-    return not isinstance(failure, other) and collective(failure) is None
+    other = CannotProveError | torch.OutOfMemoryError | MemoryError
+    return not isinstance(failure, other) and find_collective(failure) is None
 
 
-def collective(failure: BaseException | None) -> CollectiveAlone | None:
+def find_collective(failure: BaseException | None) -> ForbiddenCollective | None:
     """Return the collective at which the twin failed, also from inside a library's exception."""
-    while failure is not None and not isinstance(failure, CollectiveAlone):
+    while failure is not None and not isinstance(failure, ForbiddenCollective):
         failure = failure.__cause__ or failure.__context__
     return failure

@@ -19,7 +19,7 @@ from shoal.base.errors import ShoalError
 from shoal.data.loading.sample_inspection import first_samples
 from shoal.fabric.device import is_accelerator
 from shoal.proof.proof_case import ProofCase
-from shoal.trace.costs.flops import backward_flops
+from shoal.trace.costs.flops import count_training_flops
 from shoal.trainer.step.call_contract import batch_length, call_model, split_batch, sum_and_count
 from shoal.wire.phases import phase
 
@@ -53,13 +53,13 @@ def expected_seconds(module: nn.Module, case: ProofCase, device: torch.device) -
             0
         ]
 
-    flops = backward_flops(module, few, loss_sum)
+    flops = count_training_flops(module, few, loss_sum)
     if not flops:
         return 0.0
-    return flops / batch_length(few) * case.samples / (SHARE * _rate(device))
+    return flops / batch_length(few) * case.samples / (SHARE * _measure_flops_per_s(device))
 
 
-def _rate(device: torch.device) -> float:
+def _measure_flops_per_s(device: torch.device) -> float:
     """Return the FLOP/s of the best of a few float64 products."""
     side = DEVICE_SIDE if is_accelerator(device) else SIDE
     left, right = (torch.rand(side, side, dtype=torch.float64, device=device) for _ in range(2))

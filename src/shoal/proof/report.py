@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from shoal.proof.equality_bounds import Bounds
-from shoal.proof.trajectory_record import Record
-from shoal.proof.verdict import Comparison
+from shoal.proof.equality_bounds import EqualityBounds
+from shoal.proof.trajectory_record import TrajectoryRecord
+from shoal.proof.verdict import RecordComparison
 
 Report = dict[str, Any]
 """JSON: verdict (equal, different, not proven), reason, cause, layout, processes, precision,
@@ -26,12 +26,12 @@ ROUNDINGS = 16
 adds numbers in another order in every layer and step."""
 
 
-def trajectory(
+def trajectory_json(
     name: str,
-    expected: Record,
-    got: Record,
-    comparison: Comparison,
-    bounds: Bounds,
+    expected: TrajectoryRecord,
+    got: TrajectoryRecord,
+    comparison: RecordComparison,
+    bounds: EqualityBounds,
 ) -> Report:
     """Return one trajectory's JSON, without a cause; numbers that are not finite become null."""
     first = comparison.first
@@ -70,7 +70,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def judged(trajectories: list[Report], why: str) -> Report:
+def make_verdict(trajectories: list[Report], why: str) -> Report:
     """Return the verdict, with its reason or its cause.
 
     Args:
@@ -84,13 +84,13 @@ def judged(trajectories: list[Report], why: str) -> Report:
     }
 
 
-def far(told: Report) -> str:
+def largest_difference(told: Report) -> str:
     """Return the largest difference of a trajectory's losses, norms and gradients."""
     largest = [told["largest"][what] for what in ("loss", "gradient_norm", "gradient")]
     return "infinitely far" if None in largest else f"{max(largest):.0e}"
 
 
-def first_text(first: Mapping[str, Any]) -> str:
+def format_first_difference(first: Mapping[str, Any]) -> str:
     """Return the first difference over its bound, as text.
 
     >>> first_text({"what": "buffer", "name": "norm.running_mean", "size": 4e-10, "bound": 1e-10})
@@ -101,7 +101,7 @@ def first_text(first: Mapping[str, Any]) -> str:
     return f"{first['what']} {first['name']}".strip() + f" is {size} off{bound}"
 
 
-def no_farther(told: Report, rounding: Report) -> bool:
+def is_within_rounding(told: Report, rounding: Report) -> bool:
     """Return whether no number of a trajectory differs more than rounding alone makes it differ."""
     pairs = [(told["largest"][what], rounding["largest"][what]) for what in told["largest"]]
     return all(
@@ -110,7 +110,7 @@ def no_farther(told: Report, rounding: Report) -> bool:
     )
 
 
-def in_float32(report: Report) -> str:
+def format_float32_note(report: Report) -> str:
     """Return the line on a float32 report about a model that cannot run in float64."""
     if report["verdict"] == "not proven":
         return f"nor in float32: {report['reason']}"
@@ -119,5 +119,5 @@ def in_float32(report: Report) -> str:
     first = report["trajectories"][0]
     return (
         f"in float32 instead it is equal within {first['bounds']['first']:.0e} at step 1 "
-        f"(largest difference of a gradient {far(first)})"
+        f"(largest difference of a gradient {largest_difference(first)})"
     )

@@ -32,20 +32,20 @@ from torch import nn
 from shoal import __version__
 from shoal.base.errors import ShoalError, TrainingError
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.atomic_files import cache_folder, write_whole
+from shoal.base.runlog.atomic_files import cache_folder, write_atomically
 from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.text.units import seconds_text
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.config.sections import Config
 from shoal.data.files.tokenizer_cache import content_key
 from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.planning.settle import Words
 from shoal.proof.battery import OPTIMIZERS, SGD, Battery, Report
-from shoal.proof.proof_case import ProofCase, case_of
-from shoal.proof.reference_limits import collective
+from shoal.proof.proof_case import ProofCase, make_case
+from shoal.proof.reference_limits import find_collective
 from shoal.proof.reference_seconds import expected_seconds
-from shoal.trace.isolation.collective_ban import CollectiveAlone, alone
+from shoal.trace.isolation.collective_ban import ForbiddenCollective, forbid_collectives
 from shoal.trainer.parallelize import build_module
 from shoal.wire.phases import phase
 
@@ -80,11 +80,11 @@ def prove_run(
     """
     if config.train.prove == "off" or world.size == 1:
         return ""
-    return prove_before(case_of(config, source, plan, said), world, folder)
+    return prove_layout(make_case(config, source, plan, said), world, folder)
 
 
 @phase("proof")
-def prove_before(
+def prove_layout(
     case: ProofCase, world: World, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> str:
     """Prove a layout on two small steps, unless that is known; every rank calls it.
@@ -100,9 +100,9 @@ def prove_before(
     """
     if world.size == 1:
         return ""
-    attempts = Attempts(folder, content_key(_text(folder / "run.toml"), world.size))
+    attempts = ProofAttempts(folder, content_key(_text(folder / "run.toml"), world.size))
     restarted = any(environ.get(name, "0") not in ("", "0") for name in RESTARTS)
-    begun = _begun(attempts, restarted, world)
+    begun = _agree_on_attempts(attempts, restarted, world)
     if begun is None:
         return ""
     if isinstance(case.data, Iterator):
@@ -115,7 +115,7 @@ def prove_before(
     known: Any = None
     key, expected_s = "", 0.0
     if world.is_first:
-        key, known, expected_s = _look(case, world)
+        key, known, expected_s = _inspect_case(case, world)
         attempts.write(begun + 1, known["verdict"] if known else "")
     known, expected_s = world.broadcast_json([known, expected_s])
     if known is not None:
@@ -123,28 +123,28 @@ def prove_before(
     if expected_s > BUDGET_S:
         if world.is_first:
             attempts.write(begun + 1, "not proven")
-        return too_long(expected_s, folder)
+        return format_too_long(expected_s, folder)
     battery = quick_battery(case, world.size, folder, BUDGET_S)
     report = battery.prove(world, case.layout, case.policies)
-    refused = refusal(report) if report["verdict"] == "different" else ""
+    refused = format_refusal(report) if report["verdict"] == "different" else ""
     if world.is_first:
         attempts.write(begun + 1, report["verdict"], refused)
     if refused:
         raise TrainingError(refused)
     if key and report["verdict"] == "equal":
         kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
-        _write({**_read(), key: kept})
-    return line(report)
+        _write_cache({**_read_cache(), key: kept})
+    return format_line(report)
 
 
-def _begun(attempts: Attempts, restarted: bool, world: World) -> int | None:
+def _agree_on_attempts(attempts: ProofAttempts, restarted: bool, world: World) -> int | None:
     """Return on every rank the attempts that did not end; None if nothing is left to prove.
 
     Raises:
         TrainingError: an attempt before this restart found a difference: an automatic restart must
             not get past it.
     """
-    told = [attempts.begun(restarted), attempts.refused(restarted)] if world.is_first else None
+    told = [attempts.begun(restarted), attempts.read_refusal(restarted)] if world.is_first else None
     begun, refused = world.broadcast_json(told)
     if refused:
         raise TrainingError(refused)
@@ -153,7 +153,7 @@ def _begun(attempts: Attempts, restarted: bool, world: World) -> int | None:
 
 
 @dataclass(frozen=True)
-class Attempts:
+class ProofAttempts:
     """A run's attempts at its proof, kept in its folder. Rank 0 alone reads and writes.
 
     Format   <run>/proof.json: {"of": the configuration and the processes, "begun": attempts,
@@ -169,19 +169,19 @@ class Attempts:
         Args:
             restarted: by a launcher, with the same code; else the proven code may have changed.
         """
-        if find(self.folder / "checkpoints"):
+        if list_checkpoints(self.folder / "checkpoints"):
             return None
-        told = self._told(restarted)
+        told = self._read_attempt(restarted)
         try:
             return None if told.get("verdict") else int(told.get("begun", 0))
         except (ValueError, TypeError):
             return 0
 
-    def refused(self, restarted: bool) -> str:
+    def read_refusal(self, restarted: bool) -> str:
         """Return the line of a proof that found a difference before this restart; "" without."""
-        return str(self._told(restarted).get("refused", ""))
+        return str(self._read_attempt(restarted).get("refused", ""))
 
-    def _told(self, restarted: bool) -> dict[str, Any]:
+    def _read_attempt(self, restarted: bool) -> dict[str, Any]:
         """Return the record of an attempt with the same configuration."""
         told = read_object(self.folder / NAME) if restarted else {}
         return told if told.get("of") == self.of else {}
@@ -191,7 +191,7 @@ class Attempts:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             told = {"of": self.of, "begun": begun, "verdict": verdict, "refused": refused}
-            write_whole(self.folder / NAME, json.dumps(told))
+            write_atomically(self.folder / NAME, json.dumps(told))
 
 
 def _text(path: Path) -> str:
@@ -201,39 +201,39 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _look(case: ProofCase, world: World) -> tuple[str, Any, float]:
+def _inspect_case(case: ProofCase, world: World) -> tuple[str, Any, float]:
     """Return (key of this proof, its kept verdict, seconds that one process would take).
 
     The key is empty if one process alone cannot build the model.
     """
-    module = _structure(case)
+    module = _build_structure(case)
     if module is None:
         return "", None, 0.0
     key = proof_key(case, module, world)
-    known = _read().get(key)
+    known = _read_cache().get(key)
     if known is not None:
         return key, known, 0.0
-    small, expected_s = case.small(world.size), 0.0
-    with contextlib.suppress(CollectiveAlone), alone():
+    small, expected_s = case.shrink(world.size), 0.0
+    with contextlib.suppress(ForbiddenCollective), forbid_collectives():
         expected_s = expected_seconds(module, small, world.device)
     return key, None, expected_s
 
 
-def _structure(case: ProofCase) -> nn.Module | None:
+def _build_structure(case: ProofCase) -> nn.Module | None:
     """Return the module; one of Shoal's own is built without numbers, which do not matter here.
 
     None if one process alone cannot build the model.
     """
     try:
-        with alone(), torch.device("meta") if case.ours else nullcontext():
+        with forbid_collectives(), torch.device("meta") if case.ours else nullcontext():
             return build_module(case.build, case.plan.seed)
-    except (CollectiveAlone, ShoalError) as failure:
-        if collective(failure) is None:  # a builder's exception arrives as the user's error
+    except (ForbiddenCollective, ShoalError) as failure:
+        if find_collective(failure) is None:  # a builder's exception arrives as the user's error
             raise
         return None
 
 
-def too_long(expected_s: float, folder: Path) -> str:
+def format_too_long(expected_s: float, folder: Path) -> str:
     """Return the line for a reference that would take longer than its budget."""
     return (
         f"proof: not proven: time: {STEPS} steps in one process would take about "
@@ -253,7 +253,7 @@ def quick_battery(
         budget_s: for the one process; None if the user asked for the proof alone.
     """
     return Battery(
-        case.small(processes).trial(),
+        case.shrink(processes).trial(),
         optimizers={SGD: OPTIMIZERS[SGD]},
         steps=STEPS,
         seed=case.plan.seed,
@@ -262,7 +262,7 @@ def quick_battery(
     )
 
 
-def line(report: Report) -> str:
+def format_line(report: Report) -> str:
     """Return the line on a proof before a run."""
     if report["verdict"] == "not proven":
         return f"proof: not proven: {report['reason']}; training goes on"
@@ -271,20 +271,21 @@ def line(report: Report) -> str:
         f"proof: {report['layout']} computes what one process computes: "
         f"{len(trajectory['parameters'])} parameters, {report['steps']} steps in float64, largest "
         f"difference {trajectory['largest']['gradient']:.0e} ({report['seconds']:.1f} s; once per "
-        f"model, layout and versions){said(report)}"
+        f"model, layout and versions){format_changes(report)}"
     )
 
 
-def said(report: Report) -> str:
+def format_changes(report: Report) -> str:
     """Return the changes of the model for the proof, as the end of a line."""
     return "".join(f"; {text}" for text in report["said"])
 
 
-def refusal(report: Report) -> str:
+def format_refusal(report: Report) -> str:
     """Return the reason of a refusal: layout, first difference, likely cause, remedy."""
     return (
         f"proof: {report['layout']} on {report['processes']} processes does not compute what one "
-        f"process computes: {report['cause']['text']}{said(report)}. `shoal prove` shows every "
+        f"process computes: {report['cause']['text']}{format_changes(report)}. `shoal prove` "
+        "shows every "
         f"parameter; train.prove=off trains all the same"
     )
 
@@ -294,10 +295,10 @@ def proof_key(case: ProofCase, module: nn.Module, world: World) -> str:
     layout = case.layout
     return content_key(
         model_parts(module),
-        source_of(case.loss),
-        source_of(case.collate),
+        hash_source(case.loss),
+        hash_source(case.collate),
         min(case.plan.micro_batch, 2),
-        own_source(),
+        hash_own_source(),
         layout if isinstance(layout, str) else dict(layout),
         dict(case.policies),
         world.size,
@@ -314,7 +315,7 @@ def model_parts(module: nn.Module) -> list[Any]:
         for name, p in module.named_parameters(remove_duplicate=False)
     ]
     kinds = {type(part) for part in module.modules()}
-    code = sorted(f"{k.__module__}.{k.__qualname__} {source_of(k)}" for k in kinds)
+    code = sorted(f"{k.__module__}.{k.__qualname__} {hash_source(k)}" for k in kinds)
     settings = [
         {k: v for k, v in vars(part).items() if k != "training" and isinstance(v, PLAIN)}
         for part in module.modules()
@@ -322,7 +323,7 @@ def model_parts(module: nn.Module) -> list[Any]:
     return [tensors, repr(module), code, settings]
 
 
-def own_source() -> str:
+def hash_own_source() -> str:
     """Return a hash of Shoal's own source: an edited layout is another layout."""
     found = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
@@ -330,7 +331,7 @@ def own_source() -> str:
     return found.hexdigest()
 
 
-def source_of(thing: Any) -> str:
+def hash_source(thing: Any) -> str:
     """Return a hash of the source around a class or function; its name if no source can be read.
 
     The whole module counts, since it usually holds the functions that a class calls.
@@ -346,20 +347,20 @@ def source_of(thing: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _path() -> Path:
+def _cache_path() -> Path:
     return cache_folder() / "proofs.json"
 
 
-def _read() -> dict[str, Any]:
+def _read_cache() -> dict[str, Any]:
     try:
-        return dict(json.loads(_path().read_text(encoding="utf-8")))
+        return dict(json.loads(_cache_path().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def _write(known: dict[str, Any]) -> None:
+def _write_cache(known: dict[str, Any]) -> None:
     try:
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        write_whole(_path(), json.dumps(known, indent=1))
+        _cache_path().parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(_cache_path(), json.dumps(known, indent=1))
     except OSError:
         return  # the cache only saves time

@@ -22,7 +22,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileRange:
     """Position of a tensor in the file."""
 
     offset: int
@@ -31,7 +31,7 @@ class _Place:
 
 
 @dataclass
-class Shelf:
+class TensorSpill:
     """Store of tensors, copied when they are put.
 
     Attributes:
@@ -44,14 +44,14 @@ class Shelf:
     held_bytes: int = 0
     file: BufferedRandom | None = field(default=None, repr=False)
 
-    def keep(self, named: Iterable[tuple[str, torch.Tensor]]) -> Kept:
+    def keep(self, named: Iterable[tuple[str, torch.Tensor]]) -> SpilledTensors:
         """Copy tensors, one by one; return them by name, read on demand."""
-        kept = Kept(self)
+        kept = SpilledTensors(self)
         for name, tensor in named:
-            kept.put(name, tensor)
+            kept.add(name, tensor)
         return kept
 
-    def put(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
+    def store(self, tensor: torch.Tensor) -> torch.Tensor | _FileRange:
         """Copy a tensor; return the handle that `read` takes."""
         size_bytes = tensor.numel() * tensor.element_size()
         if self.file is None and self.held_bytes + size_bytes <= IN_MEMORY_BYTES:
@@ -59,11 +59,11 @@ class Shelf:
             return tensor.to("cpu", copy=True)
         if self.file is None:
             self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
-        place = _Place(self.file.seek(0, 2), tensor.shape, tensor.dtype)
+        place = _FileRange(self.file.seek(0, 2), tensor.shape, tensor.dtype)
         self.file.write(_bytes(tensor.cpu().contiguous()))
         return place
 
-    def read(self, place: torch.Tensor | _Place) -> torch.Tensor:
+    def read(self, place: torch.Tensor | _FileRange) -> torch.Tensor:
         """Return a stored tensor; one from the file is the caller's own."""
         if isinstance(place, torch.Tensor):
             return place
@@ -80,15 +80,15 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass
-class Kept(Mapping[str, torch.Tensor]):
+class SpilledTensors(Mapping[str, torch.Tensor]):
     """Tensors of a store by name, read on demand."""
 
-    shelf: Shelf
-    places: dict[str, torch.Tensor | _Place] = field(default_factory=dict)
+    shelf: TensorSpill
+    places: dict[str, torch.Tensor | _FileRange] = field(default_factory=dict)
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one more tensor."""
-        self.places[name] = self.shelf.put(tensor.detach())
+        self.places[name] = self.shelf.store(tensor.detach())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.shelf.read(self.places[name])
@@ -104,7 +104,7 @@ class Kept(Mapping[str, torch.Tensor]):
 
 
 @dataclass(frozen=True)
-class Chosen(Mapping[str, torch.Tensor]):
+class OverlaidTensors(Mapping[str, torch.Tensor]):
     """Tensors by name, some replaced: `of[name]` unless `instead` has it.
 
     Attributes:
@@ -129,7 +129,7 @@ class Chosen(Mapping[str, torch.Tensor]):
 
 
 @dataclass(frozen=True)
-class Scaled(Mapping[str, torch.Tensor]):
+class ScaledTensors(Mapping[str, torch.Tensor]):
     """Tensors of `of` in float64 times a factor; zeros of its shape where only `like` has one."""
 
     of: Tensors

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.placement import Placement
-from shoal.proof.distances import Distances
-from shoal.proof.ownership_mismatch import Apart
-from shoal.proof.tensor_spill import Shelf, Tensors
+from shoal.proof.distances import TensorDistances
+from shoal.proof.ownership_mismatch import OwnershipMismatch
+from shoal.proof.tensor_spill import Tensors, TensorSpill
 from shoal.trainer.step.optimizer_step import StepResult
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One step of one run: the result of `run.step`. Numbers that are not finite are None."""
 
     label: str
@@ -25,14 +25,14 @@ class Row:
     skipped: bool
 
     @staticmethod
-    def of(label: str, result: StepResult) -> Row:
+    def of(label: str, result: StepResult) -> StepRow:
         """Return the row of a step's result."""
         loss, norm = (v if math.isfinite(v) else None for v in (result.loss, result.grad_norm))
-        return Row(label, result.step, loss, norm, float(result.targets), result.skipped)
+        return StepRow(label, result.step, loss, norm, float(result.targets), result.skipped)
 
 
 @dataclass
-class Record:
+class TrajectoryRecord:
     """All numbers that must agree; names of a labelled run are `label/name`.
 
     Attributes:
@@ -58,12 +58,12 @@ class Record:
         shelf: where the tensors are stored.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StepRow] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     start: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
-    rank_rows: list[list[Row]] = field(default_factory=list)
+    rank_rows: list[list[StepRow]] = field(default_factory=list)
     drift: dict[str, list[list[int]]] = field(default_factory=dict)
     trainable: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Record:
     layout: Layout = field(default_factory=Layout)
     held: dict[str, Placement] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
-    apart: list[dict[str, Apart]] = field(default_factory=list)
+    apart: list[dict[str, OwnershipMismatch]] = field(default_factory=list)
     casts: tuple[str, ...] = ()
-    far: Distances | None = None
-    shelf: Shelf = field(default_factory=Shelf)
+    far: TensorDistances | None = None
+    shelf: TensorSpill = field(default_factory=TensorSpill)

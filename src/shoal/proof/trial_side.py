@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from shoal.base.layouts.layout import Layout
-from shoal.base.plans.batches import turn_of
+from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.proof.reduced_model import cut_blocks, cuts_text
 from shoal.trainer.argument_checks import DEFAULT_BATCH
-from shoal.trainer.guards.optimizer_checks import Length
+from shoal.trainer.guards.optimizer_checks import ScheduleLength
 from shoal.trainer.parallelize import start_run
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import BuildOptimizer, Loss
@@ -44,7 +44,7 @@ NOISE_ELEMENTS = 2**16
 
 
 @dataclass
-class Side:
+class TrialSide:
     """Processes, layout and policies of one side of a trial.
 
     Attributes:
@@ -103,16 +103,16 @@ class Side:
         def made() -> nn.Module:
             module = build()
             if self.precision == "fp64":
-                self.said += plain_experts(module, self.undo)
+                self.said += unfuse_experts(module, self.undo)
             if self.blocks:
                 self.said.append(cuts_text(cut_blocks(module, self.blocks)))
             perturb(module, label)
-            return jittered(module) if self.jitter else module
+            return jitter_weights(module) if self.jitter else module
 
         plan = Plan(
             Layout(),
             batch or 0,
-            micro_batch or turn_of(batch or DEFAULT_BATCH),
+            micro_batch or default_turn(batch or DEFAULT_BATCH),
             compute=self.precision,
             clip=self.clip,
             seed=self.seed,
@@ -128,7 +128,7 @@ class Side:
             plan,
             self.layout,
             given=[name for name, value in portions.items() if value],
-            length=Length(),
+            length=ScheduleLength(),
             sample=sample,
             world=self.world,
         )
@@ -137,7 +137,7 @@ class Side:
         self.on_run(label, run)
         return run
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether every run has taken its steps."""
         return all(run.step_count >= self.steps for run in self.runs.values())
 
@@ -151,11 +151,11 @@ class Side:
         self.runs, self.undo = {}, []
 
 
-Trial = Callable[[Side], Iterable[tuple[str, StepResult]]]
+Trial = Callable[[TrialSide], Iterable[tuple[str, StepResult]]]
 """Makes runs, trains them, yields (label, result) after every step of each; may go on for ever."""
 
 
-def plain_experts(module: nn.Module, undo: list[Callable[[], None]]) -> list[str]:
+def unfuse_experts(module: nn.Module, undo: list[Callable[[], None]]) -> list[str]:
     """Let transformers' expert layers compute one expert at a time: grouped products lack float64.
 
     Args:
@@ -185,7 +185,7 @@ def perturb(module: nn.Module, label: str = "") -> nn.Module:
                 continue  # without numbers: another rank's are put in (shared_build.py)
             key = hashlib.blake2b(f"{label}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-            stored = once(parameter.detach())
+            stored = collapse_expanded(parameter.detach())
             size = float(torch.linalg.vector_norm(stored, dtype=torch.float64))
             scale = NOISE_FLOOR + NOISE_SHARE * size / stored.numel() ** 0.5
             # In rows: float64 noise for a whole table of fp32 would take twice its memory.
@@ -196,7 +196,7 @@ def perturb(module: nn.Module, label: str = "") -> nn.Module:
     return module
 
 
-def jittered(module: nn.Module) -> nn.Module:
+def jitter_weights(module: nn.Module) -> nn.Module:
     """Change every number of every parameter by `JITTER`, up and down; return the float64 module.
 
     >>> module = nn.Linear(2, 1, bias=False)
@@ -208,13 +208,13 @@ def jittered(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point():
-                stored = once(parameter.detach())
+                stored = collapse_expanded(parameter.detach())
                 at = torch.arange(stored.numel(), device=stored.device).view(stored.shape)
                 stored.mul_(1 + (1 - 2 * (at % 2).double()) * JITTER)
     return module
 
 
-def once(tensor: torch.Tensor) -> torch.Tensor:
+def collapse_expanded(tensor: torch.Tensor) -> torch.Tensor:
     """Return the view of an expanded tensor in which every stored number appears once.
 
     >>> once(torch.zeros(3, 1).expand(3, 5)).shape

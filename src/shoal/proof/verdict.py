@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from shoal.proof.distances import Distances, ratio
-from shoal.proof.equality_bounds import Bounds
-from shoal.proof.trajectory_record import Record, Row
+from shoal.proof.distances import TensorDistances, share_of_norm
+from shoal.proof.equality_bounds import EqualityBounds
+from shoal.proof.trajectory_record import StepRow, TrajectoryRecord
 
 GRADIENTS = ("gradient", "used", "gradient norm")
 """Differences that mean a wrong gradient."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class ProofDifference:
     """One number or tensor that is not equal.
 
     Attributes:
@@ -40,7 +40,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterDistance:
     """Distance of one parameter's gradients and final weights from those of one process.
 
     Attributes:
@@ -58,11 +58,11 @@ class Parameter:
 
 
 @dataclass
-class Comparison:
+class RecordComparison:
     """Outcome for one trajectory: every parameter, and all differences in order of time."""
 
-    parameters: list[Parameter] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
+    parameters: list[ParameterDistance] = field(default_factory=list)
+    differences: list[ProofDifference] = field(default_factory=list)
     largest_loss: float = 0.0
     largest_norm: float = 0.0
 
@@ -72,17 +72,19 @@ class Comparison:
         return not self.differences
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> ProofDifference | None:
         """Earliest difference, or None."""
         return self.differences[0] if self.differences else None
 
 
-def compare(expected: Record, got: Record, bounds: Bounds) -> Comparison:
+def compare_records(
+    expected: TrajectoryRecord, got: TrajectoryRecord, bounds: EqualityBounds
+) -> RecordComparison:
     """Compare a layout's record with one process's."""
-    found, far = Comparison(), got.far or distances(expected, got)
+    found, far = RecordComparison(), got.far or measure_distances(expected, got)
     worst: dict[str, tuple[float, int]] = {}
     if len(expected.rows) != len(got.rows):
-        found.differences.append(Difference("steps", "", math.inf, 0.0, 0))
+        found.differences.append(ProofDifference("steps", "", math.inf, 0.0, 0))
     for number, (ours, theirs) in enumerate(zip(expected.rows, got.rows, strict=False)):
         _compare_row(found, number, ours, theirs, far.scales[number], bounds.of_step(ours.step))
         _compare_gradients(found, number, ours.step, far.rows[number], bounds, worst)
@@ -93,13 +95,15 @@ def compare(expected: Record, got: Record, bounds: Bounds) -> Comparison:
     for name in [*expected.trainable, *expected.frozen]:
         size, step = worst.get(name, (0.0, 1))
         moved, shape = far.weights[name], far.shapes[name]
-        found.parameters.append(Parameter(name, shape, size, step, moved, name not in wrong))
+        found.parameters.append(
+            ParameterDistance(name, shape, size, step, moved, name not in wrong)
+        )
     return found
 
 
-def distances(expected: Record, got: Record) -> Distances:
+def measure_distances(expected: TrajectoryRecord, got: TrajectoryRecord) -> TensorDistances:
     """Return the distances of a record with whole tensors from another one."""
-    found = Distances()
+    found = TensorDistances()
     for ours, theirs in zip(expected.gradients, got.gradients, strict=False):
         found.add_row(ours, theirs.items())
     ended = chain(got.weights.items(), got.buffers.items())
@@ -107,86 +111,88 @@ def distances(expected: Record, got: Record) -> Distances:
     return found
 
 
-def gradient_differs(expected: Record, got: Record, number: int, bounds: Bounds) -> bool:
+def gradient_differs(
+    expected: TrajectoryRecord, got: TrajectoryRecord, number: int, bounds: EqualityBounds
+) -> bool:
     """Return whether row `number`, just compared, has a wrong gradient or gradient norm."""
-    found, far = Comparison(), got.far or Distances()
+    found, far = RecordComparison(), got.far or TensorDistances()
     ours, theirs = expected.rows[number], got.rows[number]
     _compare_row(found, number, ours, theirs, far.scales[number], bounds.of_step(ours.step))
     _compare_gradients(found, number, ours.step, far.rows[number], bounds, {})
     return any(d.what in GRADIENTS for d in found.differences)
 
 
-def apart(ours: Row, theirs: Row, bound: float) -> bool:
+def rows_differ(ours: StepRow, theirs: StepRow, bound: float) -> bool:
     """Return whether two ranks report one step differently."""
     if (ours.step, ours.targets, ours.skipped) != (theirs.step, theirs.targets, theirs.skipped):
         return True
     pairs = ((ours.loss, theirs.loss), (ours.grad_norm, theirs.grad_norm))
-    return any(_number(a, b, 0.0) > bound for a, b in pairs)
+    return any(_relative_difference(a, b, 0.0) > bound for a, b in pairs)
 
 
-def _number(ours: float | None, theirs: float | None, scale: float) -> float:
+def _relative_difference(ours: float | None, theirs: float | None, scale: float) -> float:
     if ours is None or theirs is None:
         return 0.0 if ours is theirs else math.inf
-    return ratio(abs(ours - theirs), max(abs(ours), scale))
+    return share_of_norm(abs(ours - theirs), max(abs(ours), scale))
 
 
 def _compare_row(
-    found: Comparison, number: int, ours: Row, theirs: Row, scale: float, bound: float
+    found: RecordComparison, number: int, ours: StepRow, theirs: StepRow, scale: float, bound: float
 ) -> None:
     told = found.differences
     if ours.label != theirs.label or ours.step != theirs.step:
-        told.append(Difference("steps", ours.label, math.inf, 0.0, number))
+        told.append(ProofDifference("steps", ours.label, math.inf, 0.0, number))
         return
     if ours.skipped != theirs.skipped:
-        told.append(Difference("skipped", ours.label, math.inf, 0.0, number))
-    if _number(ours.targets, theirs.targets, 0.0) > bound:
-        size = _number(ours.targets, theirs.targets, 0.0)
-        told.append(Difference("targets", ours.label, size, bound, number))
-    loss = _number(ours.loss, theirs.loss, scale)
-    norm = _number(ours.grad_norm, theirs.grad_norm, scale)
+        told.append(ProofDifference("skipped", ours.label, math.inf, 0.0, number))
+    if _relative_difference(ours.targets, theirs.targets, 0.0) > bound:
+        size = _relative_difference(ours.targets, theirs.targets, 0.0)
+        told.append(ProofDifference("targets", ours.label, size, bound, number))
+    loss = _relative_difference(ours.loss, theirs.loss, scale)
+    norm = _relative_difference(ours.grad_norm, theirs.grad_norm, scale)
     for what, size in (("loss", loss), ("gradient norm", norm)):
         if not size <= bound:
-            told.append(Difference(what, ours.label, size, bound, number))
+            told.append(ProofDifference(what, ours.label, size, bound, number))
     if bound < math.inf:
         found.largest_loss = max(found.largest_loss, loss)
         found.largest_norm = max(found.largest_norm, norm)
 
 
 def _compare_gradients(
-    found: Comparison,
+    found: RecordComparison,
     number: int,
     step: int,
     far: Mapping[str, tuple[float, bool]],
-    bounds: Bounds,
+    bounds: EqualityBounds,
     worst: dict[str, tuple[float, int]],
 ) -> None:
     bound = bounds.of_step(step)
     for name, (size, both) in far.items():
         if not both:
             worst[name] = (math.inf, step)
-            found.differences.append(Difference("used", name, math.inf, bound, number))
+            found.differences.append(ProofDifference("used", name, math.inf, bound, number))
             continue
         if bound < math.inf and size >= worst.get(name, (-1.0, 0))[0]:
             worst[name] = (size, step)
         if not size <= bound:
-            found.differences.append(Difference("gradient", name, size, bound, number))
+            found.differences.append(ProofDifference("gradient", name, size, bound, number))
 
 
-def _compare_ranks(found: Comparison, got: Record, bounds: Bounds) -> None:
+def _compare_ranks(found: RecordComparison, got: TrajectoryRecord, bounds: EqualityBounds) -> None:
     """Add decisions and numbers that ranks disagree about, and final tensors that differ."""
     for number, rows in enumerate(zip(*got.rank_rows, strict=False)):
-        if any(apart(row, rows[0], bounds.first) for row in rows):
-            found.differences.append(Difference("ranks", rows[0].label, math.inf, 0.0, number))
+        if any(rows_differ(row, rows[0], bounds.first) for row in rows):
+            found.differences.append(ProofDifference("ranks", rows[0].label, math.inf, 0.0, number))
             break
     for name in got.drift:
-        found.differences.append(Difference("ranks", name, math.inf, 0.0, -1))
+        found.differences.append(ProofDifference("ranks", name, math.inf, 0.0, -1))
 
 
-def _compare_end(found: Comparison, far: Distances, bounds: Bounds) -> None:
+def _compare_end(found: RecordComparison, far: TensorDistances, bounds: EqualityBounds) -> None:
     for what, sizes, bound in (
         ("weights", far.weights, bounds.weights),
         ("buffer", far.buffers, bounds.buffers),
     ):
         for name, size in sizes.items():
             if not size <= bound:
-                found.differences.append(Difference(what, name, size, bound, -1))
+                found.differences.append(ProofDifference(what, name, size, bound, -1))

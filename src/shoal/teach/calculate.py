@@ -23,9 +23,9 @@ from typing import Any
 
 import typer
 
-from shoal.base.errors import PlanError, nearest
+from shoal.base.errors import PlanError, nearest_word
 from shoal.base.text.terminal_encoding import READABLE
-from shoal.config.load import load
+from shoal.config.load import load_config
 from shoal.teach.drawings.plot_svg import plot_svg
 from shoal.teach.drawings.screen import Screen, screen_lines, screen_record
 from shoal.teach.screens import distant, drawn, links, reliability, speed
@@ -76,10 +76,10 @@ def calculate(
         ConfigError: a key or value of a section of run.toml is wrong.
         OSError: svg cannot be written.
     """
-    _, function = SCREENS[known_word(word)]
-    texts = {**_split(word, arguments), **{k: str(v) for k, v in (options or {}).items()}}
+    _, function = SCREENS[check_calculator(word)]
+    texts = {**_split_arguments(word, arguments), **{k: str(v) for k, v in (options or {}).items()}}
     path = texts.pop("svg", "")
-    values = parse(word, function, texts)
+    values = parse_options(word, function, texts)
     try:
         screen = function(**values)
     except (OverflowError, ZeroDivisionError):
@@ -95,13 +95,13 @@ def calculate(
         typer.echo(json_text.dumps(record, ensure_ascii=False, allow_nan=False))
         return
     encoding = sys.stdout.encoding or "utf-8"
-    for line in screen_lines(screen, WIDTH, ascii_only=not _speaks(encoding)):
+    for line in screen_lines(screen, WIDTH, ascii_only=not _can_encode_plot(encoding)):
         typer.echo(line.encode(encoding, READABLE).decode(encoding))
     if path:
         typer.echo(f"plot: {path}")
 
 
-def known_word(word: str) -> str:
+def check_calculator(word: str) -> str:
     """Return the word if it names a calculator.
 
     Raises:
@@ -112,14 +112,16 @@ def known_word(word: str) -> str:
     """
     if word in SCREENS:
         return word
-    close = nearest(word, SCREENS)
+    close = nearest_word(word, SCREENS)
     raise PlanError(
         f"simulate {word}: no calculator, there are {', '.join(SCREENS)}; "
         f"try: shoal simulate {close or 'goodput'}"
     )
 
 
-def parse(word: str, function: Callable[..., Screen], texts: Mapping[str, str]) -> dict[str, Any]:
+def parse_options(
+    word: str, function: Callable[..., Screen], texts: Mapping[str, str]
+) -> dict[str, Any]:
     """Parse all options of a calculator, with the defaults of those that are absent.
 
     Raises:
@@ -139,17 +141,17 @@ def parse(word: str, function: Callable[..., Screen], texts: Mapping[str, str]) 
                 f"try: {_nearest_option(key, [*options, 'svg'], sections)}"
             )
     values = {
-        key: _value(key, texts[key], default) if key in texts else default
+        key: _parse_value(key, texts[key], default) if key in texts else default
         for key, default in defaults.items()
     }
-    return values | {key: _section(key, default, texts) for key, default in sections.items()}
+    return values | {key: _parse_section(key, default, texts) for key, default in sections.items()}
 
 
 def _nearest_option(key: str, options: Sequence[str], sections: Mapping[str, Any]) -> str:
     of_sections = {
         name: f"{section}.{name}" for section in sections for name in vars(sections[section])
     }
-    return of_sections.get(key) or nearest(key, options) or options[0]
+    return of_sections.get(key) or nearest_word(key, options) or options[0]
 
 
 def is_section(value: object) -> bool:
@@ -157,7 +159,7 @@ def is_section(value: object) -> bool:
     return dataclasses.is_dataclass(value)
 
 
-def _section(name: str, default: Any, texts: Mapping[str, str]) -> Any:
+def _parse_section(name: str, default: Any, texts: Mapping[str, str]) -> Any:
     """Parse a section with the user's keys, as `shoal train` parses it."""
     plain = type(default)()
     own = [
@@ -166,10 +168,10 @@ def _section(name: str, default: Any, texts: Mapping[str, str]) -> Any:
         if value != getattr(plain, key)
     ]
     typed = [f"{key}={text}" for key, text in texts.items() if key.startswith(f"{name}.")]
-    return getattr(load(None, [*own, *typed]).config, name)
+    return getattr(load_config(None, [*own, *typed]).config, name)
 
 
-def _split(word: str, arguments: Sequence[str]) -> dict[str, str]:
+def _split_arguments(word: str, arguments: Sequence[str]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -189,18 +191,18 @@ def _example(word: str) -> str:
     return f"{first.name}={first.default}"
 
 
-def _value(key: str, text: str, default: object) -> object:
+def _parse_value(key: str, text: str, default: object) -> object:
     """Parse a text as the kind of its default: several counts, a count, a number or a word."""
     if isinstance(default, tuple):
-        return tuple(sorted({_count(key, one, default[0]) for one in text.split(",")}))
+        return tuple(sorted({_parse_count(key, one, default[0]) for one in text.split(",")}))
     if isinstance(default, int):
-        return _count(key, text, default)
+        return _parse_count(key, text, default)
     if isinstance(default, float):
-        return _number(key, text, default)
+        return _parse_number(key, text, default)
     return text
 
 
-def _number(key: str, text: str, default: object) -> float:
+def _parse_number(key: str, text: str, default: object) -> float:
     found = re.fullmatch(r"([-+]?[0-9._]*(?:[eE][-+]?[0-9]+)?)([kmbtKMBT]?)", text.strip())
     try:
         value = float(found[1]) * SUFFIXES[found[2].lower()] if found else math.nan
@@ -216,14 +218,14 @@ def _number(key: str, text: str, default: object) -> float:
     return value
 
 
-def _count(key: str, text: str, default: object) -> int:
-    value = _number(key, text, default)
+def _parse_count(key: str, text: str, default: object) -> int:
+    value = _parse_number(key, text, default)
     if value != int(value):
         raise PlanError(f"{key} = {text}: a whole number; try: {key}={max(1, round(value))}")
     return int(value)
 
 
-def _speaks(encoding: str) -> bool:
+def _can_encode_plot(encoding: str) -> bool:
     """Return whether the terminal's encoding has the characters of a plot."""
     try:
         "●○◆◇▲△┊└┤█√τα".encode(encoding)
@@ -232,14 +234,14 @@ def _speaks(encoding: str) -> bool:
     return True
 
 
-def _command(
+def _run_calculator(
     word: str, arguments: Sequence[str] = (), *, json: bool = False, **options: object
 ) -> None:
     calculate(word, arguments, json=json, options=options)
 
 
 CALCULATORS: dict[str, tuple[str, Callable[..., None]]] = {
-    word: (what, functools.partial(_command, word)) for word, (what, _) in SCREENS.items()
+    word: (what, functools.partial(_run_calculator, word)) for word, (what, _) in SCREENS.items()
 }
 """Entries of `shoal simulate`: name → help line, and a function that prints the answer.
 

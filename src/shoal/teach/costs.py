@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 from shoal.base.estimates.cluster import Link
 from shoal.teach.engine import Op
 
@@ -61,7 +61,7 @@ class AnalyticalCosts:
     link: Link | None = None
 
     @classmethod
-    def of_stage(
+    def for_pipeline(
         cls, forward_s: float, input_s: float, weight_s: float, link: Link | None = None
     ) -> AnalyticalCosts:
         """Return the costs of a pipeline: seconds per rank and micro-batch, all chunks together."""
@@ -78,7 +78,7 @@ class AnalyticalCosts:
         if op.kind == "collective" and op.what not in self.unit_s:
             return self._collective_s(op)
         if op.what not in self.unit_s:
-            raise PlanError(one_of("costs", op.what, self.unit_s))
+            raise PlanError(format_choice_error("costs", op.what, self.unit_s))
         return self.unit_s[op.what] * op.amount
 
     def travel_s(self, op: Op) -> float:

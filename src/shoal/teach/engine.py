@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.base.errors import PlanError
-from shoal.base.plans.timeline import Held, Span, Timeline
+from shoal.base.plans.timeline import MemorySample, Timeline, TimelineSpan
 from shoal.base.text.units import bytes_text, seconds_text
 
 TIMED = ("compute", "collective", "send", "receive")
@@ -72,7 +72,7 @@ class _Lane:
     clock: float = 0.0
 
 
-class _Run:
+class _EngineRun:
     """State of one run of the engine: sent messages, joined collectives, finished operations."""
 
     def __init__(self, programs: Sequence[Sequence[Op]], costs: Costs):
@@ -82,7 +82,7 @@ class _Run:
         self.messages: dict[Hashable, float] = {}
         self.met: dict[Hashable, dict[int, tuple[_Lane, float]]] = {}
         self.waiting: dict[Hashable, list[_Lane]] = {}
-        self.spans: list[Span] = []
+        self.spans: list[TimelineSpan] = []
         self.changes: list[list[tuple[float, int, Op]]] = [[] for _ in programs]
         for rank, program in enumerate(programs):
             lanes: dict[str, _Lane] = {}
@@ -90,25 +90,25 @@ class _Run:
                 lanes.setdefault(op.lane, _Lane(rank)).ops.append((index, op))
             self.lanes += lanes.values()
 
-    def play(self) -> None:
+    def run(self) -> None:
         ready = list(self.lanes)
         while ready:
             lane = ready.pop()
             while lane.position < len(lane.ops):
                 index, op = lane.ops[lane.position]
-                missing = self.missing(lane, op)
+                missing = self.missing_event(lane, op)
                 if missing is not None:
                     self.waiting.setdefault(missing, []).append(lane)
                     break
                 if op.kind == "collective":
-                    ready += self.meet(lane, op)
+                    ready += self.join_collective(lane, op)
                     break
-                ready += self.do(lane, index, op)
+                ready += self.run_op(lane, index, op)
         stuck = [lane for lane in self.lanes if lane.position < len(lane.ops)]
         if stuck:
-            raise PlanError(self.deadlock(stuck))
+            raise PlanError(self.deadlock_text(stuck))
 
-    def missing(self, lane: _Lane, op: Op) -> Hashable:
+    def missing_event(self, lane: _Lane, op: Op) -> Hashable:
         """Return the event for which the operation still waits, None if none."""
         for name in op.needs:
             if (lane.rank, name) not in self.ends:
@@ -117,15 +117,15 @@ class _Run:
             return ("message", op.key)
         return None
 
-    def start(self, lane: _Lane, op: Op) -> float:
+    def start_s(self, lane: _Lane, op: Op) -> float:
         start = lane.clock
         for name in op.needs:
             start = max(start, self.ends[lane.rank, name])
         return start
 
-    def do(self, lane: _Lane, index: int, op: Op) -> list[_Lane]:
+    def run_op(self, lane: _Lane, index: int, op: Op) -> list[_Lane]:
         """Run one operation that waits for nothing; return the lanes that it wakes."""
-        start = self.start(lane, op)
+        start = self.start_s(lane, op)
         woken: list[_Lane] = []
         if op.kind in ("allocate", "free"):
             self.changes[lane.rank].append((start, index, op))
@@ -138,23 +138,27 @@ class _Run:
         end = start + self.costs.seconds(op)
         if op.kind == "send":
             if op.key in self.messages:
-                raise PlanError(f"rank {lane.rank}, operation {index}: {_say(op)} is sent twice")
+                raise PlanError(
+                    f"rank {lane.rank}, operation {index}: {_op_text(op)} is sent twice"
+                )
             travel_s = self.costs.travel_s(op)
             self.messages[op.key] = end + travel_s
             if travel_s > 0:
-                self.spans.append(Span(lane.rank, end, end + travel_s, op.what, op.label, "link"))
+                self.spans.append(
+                    TimelineSpan(lane.rank, end, end + travel_s, op.what, op.label, "link")
+                )
             woken += self.waiting.pop(("message", op.key), [])
         self.end(lane, op, start, end, woken)
         return woken
 
-    def meet(self, lane: _Lane, op: Op) -> list[_Lane]:
+    def join_collective(self, lane: _Lane, op: Op) -> list[_Lane]:
         """Join a collective; the last member releases all of them."""
         there = self.met.setdefault(op.key, {})
         if lane.rank not in op.ranks or lane.rank in there:
             wrong = "joins twice" if lane.rank in there else "is a collective of other ranks"
             index = lane.ops[lane.position][0]
-            raise PlanError(f"rank {lane.rank}, operation {index}: {_say(op)} {wrong}")
-        there[lane.rank] = lane, self.start(lane, op)
+            raise PlanError(f"rank {lane.rank}, operation {index}: {_op_text(op)} {wrong}")
+        there[lane.rank] = lane, self.start_s(lane, op)
         if len(there) < len(op.ranks):
             return []
         start = max(at for _, at in there.values())
@@ -172,14 +176,14 @@ class _Run:
         if op.kind in TIMED:
             index = lane.ops[lane.position][0]
             if end > start or op.kind == "compute":  # a message that costs nothing is not drawn
-                self.spans.append(Span(lane.rank, start, end, op.what, op.label, op.lane))
+                self.spans.append(TimelineSpan(lane.rank, start, end, op.what, op.label, op.lane))
             self.changes[lane.rank].append((start, index, op))
         lane.position += 1
         if op.name:
             self.ends[lane.rank, op.name] = end
             woken += self.waiting.pop(("done", lane.rank, op.name), [])
 
-    def deadlock(self, stuck: list[_Lane]) -> str:
+    def deadlock_text(self, stuck: list[_Lane]) -> str:
         """Return the cycle of waits from the first stuck lane, as one line."""
         by_rank: dict[int, _Lane] = {}
         for lane in stuck:
@@ -191,13 +195,13 @@ class _Run:
             seen.add(id(at))
             index, op = at.ops[at.position]
             reason, rank = self.reason(at, op)
-            parts.append(f"rank {at.rank}, operation {index}, {_say(op)} waits for {reason}")
+            parts.append(f"rank {at.rank}, operation {index}, {_op_text(op)} waits for {reason}")
             at = by_rank.get(rank)
         return "deadlock: " + "; ".join(parts)
 
     def reason(self, lane: _Lane, op: Op) -> tuple[str, int]:
         """Return the event and the rank for which the stuck operation waits."""
-        missing = self.missing(lane, op)
+        missing = self.missing_event(lane, op)
         if isinstance(missing, tuple) and missing[0] == "done":
             return f"{missing[2]} of its own", -1
         if missing is not None:
@@ -208,7 +212,7 @@ class _Run:
         return f"rank {shown} to join", absent[0] if absent else -1
 
 
-def _say(op: Op) -> str:
+def _op_text(op: Op) -> str:
     """Format an operation for an error message."""
     return f"{op.what} {op.label or op.key or ''}".rstrip()
 
@@ -236,12 +240,12 @@ def run_ops(
     >>> run_ops(ops, PuzzleCosts(), unit="steps").end_s
     0.4
     """
-    run = _Run(programs, costs)
-    run.play()
+    run = _EngineRun(programs, costs)
+    run.run()
     spans = tuple(sorted(run.spans, key=lambda span: (span.rank, span.start_s)))
-    memory: list[Held] = []
+    memory: list[MemorySample] = []
     for rank, changes in enumerate(run.changes):
-        memory += _history(rank, sorted(changes, key=lambda change: change[:2]), sample)
+        memory += _memory_history(rank, sorted(changes, key=lambda change: change[:2]), sample)
     line = Timeline(title, len(programs), spans, tuple(memory), unit)
     line.facts["makespan"] = (
         f"{line.end_s:g} steps" if unit == "steps" else seconds_text(line.end_s)
@@ -252,11 +256,13 @@ def run_ops(
     return line
 
 
-def _history(rank: int, changes: list[tuple[float, int, Op]], sample: str) -> list[Held]:
+def _memory_history(
+    rank: int, changes: list[tuple[float, int, Op]], sample: str
+) -> list[MemorySample]:
     """Return a rank's held memory over time; a free names the key of its allocation."""
     things: dict[Hashable, Op] = {}
     parts: dict[str, float] = {}
-    history: list[Held] = []
+    history: list[MemorySample] = []
     remembers = any(op.kind == "allocate" for _, _, op in changes)
     for time, index, op in changes if remembers else ():
         if op.kind == "allocate":
@@ -270,5 +276,5 @@ def _history(rank: int, changes: list[tuple[float, int, Op]], sample: str) -> li
             gone = things.pop(op.key)
             parts[gone.part] -= gone.amount
         if (op.kind in TIMED) == (sample == "start"):
-            history.append(Held(rank, time, sum(parts.values()), dict(parts)))
+            history.append(MemorySample(rank, time, sum(parts.values()), dict(parts)))
     return history

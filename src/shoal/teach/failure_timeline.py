@@ -110,7 +110,7 @@ class FailureOutcome:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RunInterval:
     """Interval between two failures: waiting until `up_s`, restarting until `run_s`, then running.
 
     Attributes:
@@ -157,7 +157,7 @@ def expected_goodput(case: FailureCase) -> float:
     return good * (1 - waiting_share(case))
 
 
-def spares_for(case: FailureCase, share: float = 0.01) -> int:
+def least_spares(case: FailureCase, share: float = 0.01) -> int:
     """Return the fewest spare nodes with at most `share` of the time lost to missing nodes.
 
     >>> spares_for(FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600, repair_s=86400.0))
@@ -186,7 +186,7 @@ def simulate_failures(case: FailureCase, duration_s: float, seed: int = 0) -> Fa
     """
     work = stalls = vain = down = waiting = 0.0
     failures, checkpoints = -1, 0
-    for stretch in stretches(case, duration_s, seed):
+    for stretch in simulate_intervals(case, duration_s, seed):
         failures += 1
         checkpoints += stretch.checkpoints
         ran_s = stretch.end_s - stretch.run_s
@@ -199,7 +199,9 @@ def simulate_failures(case: FailureCase, duration_s: float, seed: int = 0) -> Fa
     return FailureOutcome(duration_s, work, stalls, vain, down, waiting, failures, checkpoints)
 
 
-def stretches(case: FailureCase, duration_s: float, seed: int = 0) -> Iterator[Stretch]:
+def simulate_intervals(
+    case: FailureCase, duration_s: float, seed: int = 0
+) -> Iterator[RunInterval]:
     """Yield the intervals of the run between failures, in order, cut at `duration_s`."""
     if not 0 < duration_s <= MOST_FAILURES * case.mean_s:
         raise PlanError(
@@ -211,18 +213,20 @@ def stretches(case: FailureCase, duration_s: float, seed: int = 0) -> Iterator[S
     back: list[float] = []
     now, first = 0.0, True
     while now < duration_s:
-        up_s = _enough_nodes(back, now, case.spares)
+        up_s = _nodes_ready_s(back, now, case.spares)
         fails_s = up_s + draw.weibullvariate(scale_s, case.shape)
         end_s = min(fails_s, duration_s)
         run_s = min(up_s if first else up_s + case.restart_s, end_s)
         safe = (end_s - run_s - case.write_s) / (case.interval_s + case.stall_s)
-        yield Stretch(now, min(up_s, end_s), max(run_s, min(up_s, end_s)), end_s, max(0, int(safe)))
+        yield RunInterval(
+            now, min(up_s, end_s), max(run_s, min(up_s, end_s)), end_s, max(0, int(safe))
+        )
         if case.repair_s and draw.random() < case.node_share:
             heapq.heappush(back, fails_s + case.repair_s)
         now, first = end_s, False
 
 
-def _enough_nodes(back: list[float], now: float, spares: int) -> float:
+def _nodes_ready_s(back: list[float], now: float, spares: int) -> float:
     """Return the time from which the run has enough nodes; `back`: queue of open repairs."""
     while back and back[0] <= now:
         heapq.heappop(back)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.base.plans.pipeline_actions import Action, Schedule
-from shoal.base.plans.timeline import Span, Timeline
+from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
+from shoal.base.plans.timeline import Timeline, TimelineSpan
 from shoal.base.text.units import bytes_text, seconds_text
-from shoal.planning.schedule_checks import CLOSES, check, needs
+from shoal.planning.schedule_checks import CLOSES, check_schedule, input_of
 from shoal.teach.engine import Costs, Op, run_ops
 
 WHAT = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
-def simulate(
-    schedule: Schedule,
+def simulate_schedule(
+    schedule: PipelineSchedule,
     costs: Costs,
     *,
     message_bytes: float = 0.0,
@@ -54,16 +54,18 @@ def simulate(
     >>> line.facts["makespan"], line.facts["bubble"]
     ('33.0 s', '9.0 s')
     """
-    counts = check(schedule)
-    share = len(schedule.ranks) / schedule.pieces
+    counts = check_schedule(schedule)
+    share = len(schedule.ranks) / schedule.stages_per_copy
     programs: list[list[Op]] = []
     for rank, acts in enumerate(schedule.ranks):
         program: list[Op] = []
         pairs = set(schedule.pairs[rank]) if blocks and schedule.pairs else set()
         held: list[list[Op]] = []
         for position, act in enumerate(acts):
-            scale = share * (stage_scale[act.stage % schedule.pieces] if stage_scale else 1.0)
-            parts = _action(schedule, rank, act, scale, message_bytes, activation_bytes)
+            scale = share * (
+                stage_scale[act.stage % schedule.stages_per_copy] if stage_scale else 1.0
+            )
+            parts = _action_ops(schedule, rank, act, scale, message_bytes, activation_bytes)
             if position in pairs:
                 held = parts
                 continue
@@ -83,7 +85,7 @@ def simulate(
         line.facts["peak"] = bytes_text(max(held.held_bytes for held in line.memory))
     work = [span for span in line.spans if span.kind in WHAT.values()]
     first, last = min(s.start_s for s in work), max(s.end_s for s in work)
-    bubble = bubble_of(line)
+    bubble = timeline_bubble(line)
     line.facts["makespan"] = seconds_text(last - first)
     line.facts["bubble"] = seconds_text(bubble)
     line.facts["bubble share"] = f"{100 * bubble / (last - first):.1f} %" if last > first else "0 %"
@@ -93,8 +95,8 @@ def simulate(
     return line
 
 
-def _action(
-    schedule: Schedule,
+def _action_ops(
+    schedule: PipelineSchedule,
     rank: int,
     act: Action,
     scale: float,
@@ -104,7 +106,7 @@ def _action(
     """Return an action's operations: receive inputs; compute, keep or free activations; send."""
     receive: list[Op] = []
     send: list[Op] = []
-    need = needs(schedule, act)
+    need = input_of(schedule, act)
     if need and schedule.stage_rank[need[1]] != rank:
         peer = schedule.stage_rank[need[1]]
         receive.append(Op("receive", "receive", f"for {act.text()}", need, peer=peer))
@@ -115,26 +117,26 @@ def _action(
         ops.append(Op("allocate", key=kept, amount=size, part="activations"))
     elif activation_bytes and act.kind in CLOSES:
         ops.append(Op("free", key=kept))
-    taker = _taker(schedule, act)
+    taker = _receiver_rank(schedule, act)
     if taker is not None and taker != rank:
         gave = ("F" if act.kind == "F" else "B", act.stage, act.micro_batch)
         send.append(Op("send", "send", f"of {act.text()}", gave, peer=taker, amount=message_bytes))
     return [receive, ops, send]
 
 
-def _taker(schedule: Schedule, act: Action) -> int | None:
+def _receiver_rank(schedule: PipelineSchedule, act: Action) -> int | None:
     """Return the rank whose stage needs an action's result; None at chain ends and for W."""
-    place = act.stage % schedule.pieces
-    if act.kind == "F" and place < schedule.pieces - 1:
+    place = act.stage % schedule.stages_per_copy
+    if act.kind == "F" and place < schedule.stages_per_copy - 1:
         return schedule.stage_rank[act.stage + 1]
     if act.kind in "BI" and place > 0:
         return schedule.stage_rank[act.stage - 1]
     return None
 
 
-def bubble_of(line: Timeline) -> float:
+def timeline_bubble(line: Timeline) -> float:
     """Return the largest (last end − first start − work) over ranks, of forwards and backwards."""
-    by_rank: dict[int, list[Span]] = {}
+    by_rank: dict[int, list[TimelineSpan]] = {}
     for span in line.spans:
         if span.kind in WHAT.values():
             by_rank.setdefault(span.rank, []).append(span)

@@ -16,14 +16,14 @@ from typing import Any, TextIO
 
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.plans.timeline import Timeline
-from shoal.teach.simulate_table import Asked
-from shoal.teach.walks.walk import Walk
+from shoal.teach.simulate_table import SimulateRequest
+from shoal.teach.walks.walk import StepThrough
 
 WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Shown:
+class SimulateContents:
     """Contents of one `shoal simulate` screen: any of a step-through, timelines and text.
 
     Attributes:
@@ -32,22 +32,22 @@ class Shown:
         data: further keys of the record that `--json` prints.
     """
 
-    walk: Walk | None = None
+    walk: StepThrough | None = None
     timelines: tuple[Timeline, ...] = ()
     lines: tuple[str, ...] = ()
     data: dict[str, Any] | None = None
 
 
-def collective(asked: Asked) -> Shown:
+def collective(asked: SimulateRequest) -> SimulateContents:
     """Make ring, halving, tree, broadcast, all-gather, reduce-scatter."""
     from shoal.teach.walks import collectives_walk
 
     make = getattr(collectives_walk, asked.what.replace("-", "_"))
     message_bytes = asked.options.get("--bytes", collectives_walk.MESSAGE_BYTES)
-    return Shown(walk=make(asked.number("--ranks", 4), message_bytes))
+    return SimulateContents(walk=make(asked.number("--ranks", 4), message_bytes))
 
 
-def fsdp(asked: Asked) -> Shown:
+def fsdp(asked: SimulateRequest) -> SimulateContents:
     """Make FSDP's gather, compute, free."""
     from shoal.teach.walks import fsdp_walk as made
 
@@ -57,35 +57,35 @@ def fsdp(asked: Asked) -> Shown:
         asked.options.get("--forward", made.FORWARD_S),
         asked.options.get("--backward", made.BACKWARD_S),
     )
-    return Shown(walk=walk)
+    return SimulateContents(walk=walk)
 
 
-def zero(asked: Asked) -> Shown:
+def zero(asked: SimulateRequest) -> SimulateContents:
     """Make ZeRO's stages."""
     from shoal.teach.walks.zero_walk import zero as made
 
-    return Shown(walk=made(asked.number("--ranks", 4)))
+    return SimulateContents(walk=made(asked.number("--ranks", 4)))
 
 
-def pipeline(asked: Asked) -> Shown:
+def pipeline(asked: SimulateRequest) -> SimulateContents:
     """Make the timeline of one pipeline schedule."""
     from shoal.teach.walks.pipelines_walk import pipeline as made
 
-    with _words_of_options():
-        return Shown(timelines=(made(asked.what, _numbers(asked)),))
+    with _rewrite_option_errors():
+        return SimulateContents(timelines=(made(asked.what, _pipeline_case(asked)),))
 
 
-def afab(asked: Asked) -> Shown:
+def afab(asked: SimulateRequest) -> SimulateContents:
     """Make all-forward-all-backward beside 1F1B."""
-    from shoal.teach.walks.pipelines_walk import afab_beside_1f1b
+    from shoal.teach.walks.pipelines_walk import compare_afab_1f1b
 
-    with _words_of_options():
-        timelines, lines = afab_beside_1f1b(_numbers(asked))
-    return Shown(timelines=timelines, lines=lines)
+    with _rewrite_option_errors():
+        timelines, lines = compare_afab_1f1b(_pipeline_case(asked))
+    return SimulateContents(timelines=timelines, lines=lines)
 
 
 @contextmanager
-def _words_of_options() -> Iterator[None]:
+def _rewrite_option_errors() -> Iterator[None]:
     """Rewrite errors about keys of run.toml to the options that the user typed."""
     try:
         yield
@@ -103,10 +103,10 @@ def _words_of_options() -> Iterator[None]:
         raise PlanError(text) from None
 
 
-def _numbers(asked: Asked) -> Any:
-    from shoal.teach.walks.pipelines_walk import Pipeline
+def _pipeline_case(asked: SimulateRequest) -> Any:
+    from shoal.teach.walks.pipelines_walk import PipelineCase
 
-    return Pipeline(
+    return PipelineCase(
         asked.number("--ranks", 4),
         asked.number("--micro-batches", 8),
         asked.number("--chunks", 2),
@@ -116,7 +116,7 @@ def _numbers(asked: Asked) -> Any:
     )
 
 
-def puzzle(asked: Asked) -> Shown:
+def puzzle(asked: SimulateRequest) -> SimulateContents:
     """Make one puzzle: the author's program and Shoal's, on one scale."""
     from shoal.teach.puzzles import PUZZLES, puzzle_timeline
 
@@ -137,10 +137,10 @@ def puzzle(asked: Asked) -> Shown:
     said = f"The target is {target[0]:g} steps and {target[1]:,.0f} numbers in memory. The number "
     said += "in a box is a layer. Memory is looked at where an event starts; a score's time is the "
     said += "start of the last event."
-    return Shown(timelines=tuple(shown), lines=(said,))
+    return SimulateContents(timelines=tuple(shown), lines=(said,))
 
 
-def puzzles(asked: Asked) -> Shown:
+def puzzles(asked: SimulateRequest) -> SimulateContents:
     """Make the table of all eight puzzles."""
     from shoal.teach.puzzles import PUZZLES, score
 
@@ -148,7 +148,7 @@ def puzzles(asked: Asked) -> Shown:
     lines = ["LLM-Training-Puzzles: steps / most numbers held by a rank", "", head]
     rows = []
     for one in PUZZLES:
-        author, ours = score(one.reference()), score(one.ours())
+        author, ours = score(one.reference()), score(one.run_ours())
         texts = [f"{steps:g} / {held:,.0f}" for steps, held in (one.target, author, ours)]
         lines.append(
             f"{one.number:<3}{one.title:<30}{one.ranks:>5}  "
@@ -166,16 +166,18 @@ def puzzles(asked: Asked) -> Shown:
         )
     lines += ["", "Source: github.com/srush/LLM-Training-Puzzles. One of them as a drawing:",
               "shoal simulate puzzle 6"]  # fmt: skip
-    return Shown(lines=tuple(lines), data={"puzzles": rows})
+    return SimulateContents(lines=tuple(lines), data={"puzzles": rows})
 
 
-def all_timelines(shown: Shown) -> list[Timeline]:
+def all_timelines(shown: SimulateContents) -> list[Timeline]:
     """Return the step-through's own timeline, then the others."""
     own = [shown.walk.timeline] if shown.walk and shown.walk.timeline else []
     return [*own, *shown.timelines]
 
 
-def write(shown: Shown, what: str, svg: Path | None, trace: Path | None) -> list[tuple[Path, str]]:
+def write_files(
+    shown: SimulateContents, what: str, svg: Path | None, trace: Path | None
+) -> list[tuple[Path, str]]:
     """Write the requested files; return each with a hint on how to open it.
 
     Raises:
@@ -203,7 +205,7 @@ def write(shown: Shown, what: str, svg: Path | None, trace: Path | None) -> list
     return kept
 
 
-def draw(shown: Shown, stream: TextIO) -> None:
+def print_contents(shown: SimulateContents, stream: TextIO) -> None:
     """Print everything, in colours only on a terminal."""
     from shoal.teach.drawings.timeline_text import print_timelines
     from shoal.teach.drawings.walk_text import print_walk
@@ -219,7 +221,7 @@ def draw(shown: Shown, stream: TextIO) -> None:
         stream.write((line if whole else "\n".join(textwrap.wrap(line, WIDTH))) + "\n")
 
 
-def record(shown: Shown, what: str) -> dict[str, Any]:
+def contents_record(shown: SimulateContents, what: str) -> dict[str, Any]:
     """Return everything as plain data."""
     walk = None
     if shown.walk is not None:

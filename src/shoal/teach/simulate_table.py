@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulateRequest:
     """One request of `shoal simulate`.
 
     Attributes:
@@ -35,8 +35,8 @@ class Entry:
     Attributes:
         group: heading of the list under which it stands.
         text: one line about it.
-        function: its function's name in `simulate_shows`; CALCULATOR: `teach.calculate` answers.
-        takes: options that it reads.
+        function: its function's name in `simulate_shows`; CALCULATOR: `store_correction.calculate`
+        answers. takes: options that it reads.
         words: further words, as the list shows them; "" for none.
     """
 

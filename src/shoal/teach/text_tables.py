@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shoal.base.errors import PlanError, nearest
+from shoal.base.errors import PlanError, nearest_word
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.forecast.fit.peak_memory import predict_memory
-from shoal.forecast.memory.model_states import Elements, state_bytes
-from shoal.forecast.models.published_models import SHAPES, published
-from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.memory.model_states import ParameterElements, predict_state_bytes
+from shoal.forecast.models.published_models import SHAPES, published_shape
+from shoal.forecast.models.transformer_costs import transformer_facts
 from shoal.forecast.time.step_time import predict_time
 from shoal.teach.calculators.scaling import FOLK_GPUS, FOLK_SPEEDUPS
 from shoal.teach.calculators.zero_costs import FOLK_MEMORY_GB
@@ -56,7 +56,7 @@ def shape_names(text: str) -> list[str]:
     for word in (word.strip().lower() for word in text.split(",")):
         name = SIZES.get(word, word)
         if name not in SHAPES:
-            close = nearest(name, [*SIZES, *SHAPES]) or "7b"
+            close = nearest_word(name, [*SIZES, *SHAPES]) or "7b"
             raise PlanError(f"--models {word}: no published model; try: --models {close}")
         names.append(name)
     return names
@@ -98,12 +98,14 @@ def memory_table(models: list[str], counts: list[int], cluster: Cluster) -> list
     """
     rows = []
     for name in models:
-        model = model_facts(published(name), MEMORY_SEQUENCE, 2)
+        model = transformer_facts(published_shape(name), MEMORY_SEQUENCE, 2)
         for gpus in counts:
             states, peaks = {}, {}
             for layout, stage in STAGES.items():
                 case = _case(model, cluster, gpus, stage, 1)
-                states[layout] = sum(state_bytes(case, Elements(float(model.trainable), 0.0)))
+                states[layout] = sum(
+                    predict_state_bytes(case, ParameterElements(float(model.trainable), 0.0))
+                )
                 peaks[layout] = predict_memory(case).peak_bytes
             copied = {k: v * 1e9 for k, v in COPIED_GB.get(name, {}).items()}
             rows.append(MemoryRow(name, model.trainable, gpus, states, peaks, copied))
@@ -125,7 +127,7 @@ def speedup_table(name: str, counts: list[int], cluster: Cluster) -> list[SpeedR
     Args:
         cluster: the kind of machine: its devices and links; as many nodes of it as n needs.
     """
-    model = model_facts(published(name), SPEED_SEQUENCE, 2)
+    model = transformer_facts(published_shape(name), SPEED_SEQUENCE, 2)
     one_s = predict_time(_case(model, cluster, 1, 0, SPEED_MICRO_BATCH)).step_s
     found: dict[str, dict[int, float | None]] = {"dp": {}, "ddp": {}, "fsdp": {}}
     for gpus in counts:
@@ -148,9 +150,11 @@ def _data_parallel_s(model: ModelFacts, cluster: Cluster, gpus: int) -> float:
     return (outputs_bytes + copies_bytes) / cluster.inside.bytes_per_s
 
 
-def _case(model: ModelFacts, cluster: Cluster, gpus: int, stage: int, micro_batch: int) -> Case:
+def _case(
+    model: ModelFacts, cluster: Cluster, gpus: int, stage: int, micro_batch: int
+) -> PlanningCase:
     per_node = min(gpus, cluster.per_node)
     some = replace(cluster, nodes=-(-gpus // per_node), per_node=per_node)
     split = Layout(dp_shard=gpus, zero=stage) if stage and gpus > 1 else Layout(dp_replicate=gpus)
     plan = Plan(split, gpus * micro_batch, micro_batch, compute="bf16")
-    return Case(model, some, plan)
+    return PlanningCase(model, some, plan)

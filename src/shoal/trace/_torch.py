@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
+    "forbid_new_groups",
     "pytree",
-    "without_new_groups",
 ]
 
 
 @contextmanager
-def without_new_groups(refuse: Callable[[str], None]) -> Iterator[None]:
+def forbid_new_groups(refuse: Callable[[str], None]) -> Iterator[None]:
     """Call `refuse("new_group")` instead of making a process group, while the context is open.
 
     All ways to make a group end in one private function of torch. A patch of its public names would

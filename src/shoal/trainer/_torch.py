@@ -14,20 +14,20 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
     "LoaderIterator",
-    "absent_gradient",
-    "ask_before_clipping",
-    "gradient_hooks",
+    "count_gradient_hooks",
+    "get_step_pre_hooks",
+    "intercept_gradient_clipping",
+    "make_gradient_placeholder",
     "pytree",
-    "step_hooks",
 ]
 
 
-def gradient_hooks(tensor: torch.Tensor) -> int:
+def count_gradient_hooks(tensor: torch.Tensor) -> int:
     """Count a tensor's `register_hook` hooks; hooks that run after accumulation are not counted."""
     return len(tensor._backward_hooks or ())
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> OrderedDict[int, Any]:
+def get_step_pre_hooks(optimizer: torch.optim.Optimizer) -> OrderedDict[int, Any]:
     """Return the optimizer's own dict of step pre-hooks, by id, in calling order."""
     hooks: Any = optimizer._optimizer_step_pre_hooks
     return cast(OrderedDict[int, Any], hooks)
@@ -44,7 +44,7 @@ NORM_ALONE = 1e6
 """A call of `clip_grad_norm_` with at least this limit only wants the norm that it returns."""
 
 
-def ask_before_clipping(
+def intercept_gradient_clipping(
     watched: Collection[Any], ask: Callable[[str, Sequence[Any]], bool]
 ) -> None:
     """Make torch's gradient clipping functions call `ask` before they change gradients.
@@ -62,10 +62,12 @@ def ask_before_clipping(
         inside = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         if "func" in inside:
             cell = inside["func"]
-            cell.cell_contents = _asking(name, limit, cell.cell_contents, watched, ask)
+            cell.cell_contents = _wrap_clipping_function(
+                name, limit, cell.cell_contents, watched, ask
+            )
 
 
-def _asking(
+def _wrap_clipping_function(
     name: str,
     limit: str,
     clip: Callable[..., Any],
@@ -80,13 +82,17 @@ def _asking(
         given = float(kwargs.get(limit, args[0] if args else 0.0))
         logs = given >= NORM_ALONE and name != "clip_grad_value_"
         if ask("" if logs else name, held):
-            return _norm_of(held, *args[1:], **{k: v for k, v in kwargs.items() if k != limit})
+            return _compute_total_norm(
+                held, *args[1:], **{k: v for k, v in kwargs.items() if k != limit}
+            )
         return clip(held, *args, **kwargs)
 
     return asking
 
 
-def _norm_of(parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor | None:
+def _compute_total_norm(
+    parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor | None:
     """Return the norm that `clip_grad_norm_` returns; None for a function that takes a norm."""
     if "total_norm" in kwargs or (args and isinstance(args[0], torch.Tensor)):
         return None
@@ -95,7 +101,9 @@ def _norm_of(parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> t
         return nn.utils.get_total_norm(gradients, *args, **kwargs)
 
 
-def absent_gradient(like: torch.Tensor, refusal: Callable[[str], Exception]) -> torch.Tensor:
+def make_gradient_placeholder(
+    like: torch.Tensor, refusal: Callable[[str], Exception]
+) -> torch.Tensor:
     """Return a placeholder for `.grad` of a parameter whose gradient is stored in another buffer.
 
     It reads as zeros and has no memory. A write into it would change nothing, so it raises.
@@ -105,14 +113,14 @@ def absent_gradient(like: torch.Tensor, refusal: Callable[[str], Exception]) -> 
         refusal: builds the error that a write raises, from the name of torch's operation.
     """
     made: Any = torch.Tensor._make_wrapper_subclass(
-        _Absent, like.shape, dtype=like.dtype, device=like.device
+        _GradientPlaceholder, like.shape, dtype=like.dtype, device=like.device
     )
     made.refusal = refusal
     return cast(torch.Tensor, made)
 
 
-class _Absent(torch.Tensor):
-    """Placeholder tensor of `absent_gradient`; its views are placeholders too."""
+class _GradientPlaceholder(torch.Tensor):
+    """Placeholder tensor of `make_gradient_placeholder`; its views are placeholders too."""
 
     refusal: Callable[[str], Exception]
     stands_for = "a gradient that is kept elsewhere"  # other modules read this: it has no memory
@@ -126,24 +134,29 @@ class _Absent(torch.Tensor):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for leaf in pytree.tree_leaves(value):
-                    if isinstance(leaf, _Absent):
+                    if isinstance(leaf, _GradientPlaceholder):
                         raise leaf.refusal(schema.name.partition("::")[2])
-        result = func(*pytree.tree_map(_zeros, args), **pytree.tree_map(_zeros, kwargs))
-        is_view = isinstance(args[0], _Absent) and schema.returns[0].alias_info is not None
+        result = func(
+            *pytree.tree_map(_replace_placeholder, args),
+            **pytree.tree_map(_replace_placeholder, kwargs),
+        )
+        is_view = (
+            isinstance(args[0], _GradientPlaceholder) and schema.returns[0].alias_info is not None
+        )
         if is_view and isinstance(result, torch.Tensor):
-            return absent_gradient(result, args[0].refusal)
+            return make_gradient_placeholder(result, args[0].refusal)
         return result
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return zeros, like every other read of the placeholder."""
-        return _zeros(self).cpu().numpy()
+        return _replace_placeholder(self).cpu().numpy()
 
     def tolist(self) -> Any:
         """Return zeros as nested lists."""
-        return _zeros(self).tolist()
+        return _replace_placeholder(self).tolist()
 
 
-def _zeros(leaf: Any) -> Any:
-    if not isinstance(leaf, _Absent):
+def _replace_placeholder(leaf: Any) -> Any:
+    if not isinstance(leaf, _GradientPlaceholder):
         return leaf
     return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError, nearest
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.errors import ConfigError, nearest_word
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.checkpoint.format.hub_folder import ADAPTER_CONFIG, HUB
 from shoal.config.sections import TuneSection
 
@@ -27,7 +27,7 @@ SOLE = "default"
 """peft's default name for the only adapter of a model."""
 
 
-def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
+def add_adapters(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
     """Freeze a model and add adapters, initialised from torch's default generator.
 
     Args:
@@ -44,7 +44,7 @@ def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
     for target in tune.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             ends = {name.rpartition(".")[2] for name in names}
-            near = nearest(target, ends) or sorted(e for e in ends if not e.isdigit())[0]
+            near = nearest_word(target, ends) or sorted(e for e in ends if not e.isdigit())[0]
             raise ConfigError(
                 f"tune.targets: {target} is the end of no layer's name in {type(model).__name__}; "
                 f"try: {near}"
@@ -83,7 +83,7 @@ def is_adapted(module: nn.Module) -> bool:
     return isinstance(module, PeftModel)
 
 
-def keep_adapter(module: Any, names: Iterable[str], folder: Path | None) -> dict[str, str]:
+def write_adapter_config(module: Any, names: Iterable[str], folder: Path | None) -> dict[str, str]:
     """Write adapter_config.json to `folder/hub`; return peft's tensor name → name in the module.
 
     Args:
@@ -102,13 +102,13 @@ def keep_adapter(module: Any, names: Iterable[str], folder: Path | None) -> dict
     )
     if folder is not None:
         said = {**module.peft_config[adapter].to_dict(), "inference_mode": True}
-        text = json.dumps(said, indent=2, sort_keys=True, default=_plain) + "\n"
+        text = json.dumps(said, indent=2, sort_keys=True, default=_to_json_value) + "\n"
         with contextlib.suppress(OSError):  # a failed write must not end the run
             (folder / HUB).mkdir(exist_ok=True)
-            write_whole(folder / HUB / ADAPTER_CONFIG, text)
+            write_atomically(folder / HUB / ADAPTER_CONFIG, text)
     return {short: told[id(tensor)] for short, tensor in chosen.items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Return a JSON value for an object that JSON lacks: a sorted list for a set, else its text."""
     return sorted(value) if isinstance(value, set) else str(value)

@@ -14,9 +14,9 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest, short
+from shoal.base.errors import ConfigError, nearest_word, shorten
 from shoal.base.layouts.layout import AXES, Layout
-from shoal.base.layouts.policies import POLICIES, OptimizerPolicy, check_value, with_lists
+from shoal.base.layouts.policies import POLICIES, OptimizerPolicy, check_value, lists_as_tuples
 from shoal.base.plans.plan import Plan
 
 DEFAULT_BATCH = 32
@@ -76,7 +76,7 @@ def refuse_unknown(
     else:
         where = f"run.{function.__name__}"
     for name in unknown:
-        close = elsewhere.get(name) or nearest(name, names)
+        close = elsewhere.get(name) or nearest_word(name, names)
         hint = f"try: {close}" if close else f"there are {', '.join(names)}"
         raise ConfigError(f"{where} has no argument {name}; {hint}")
 
@@ -96,14 +96,14 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         _refuse("loss", given["loss"], wanted, 'torch.nn.CrossEntropyLoss(reduction="none")')
     for name, usual in COUNTS.items():
         if given[name] is not None:
-            check_whole(name, given[name], 1, usual)
-    check_whole("total_steps", given["total_steps"], 0, 0)
+            check_integer(name, given[name], 1, usual)
+    check_integer("total_steps", given["total_steps"], 0, 0)
     if not isinstance(given["schedule"], OptimizerPolicy | None):
         usual_line = 'shoal.OptimizerPolicy(schedule="cosine") with total_steps'
         _refuse("schedule", given["schedule"], "an OptimizerPolicy, or None", usual_line)
 
 
-def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
+def plan_from_arguments(precision: str, policies: Mapping[str, Any]) -> Plan:
     """Build the plan of keyword arguments, without its layout.
 
     Raises:
@@ -111,7 +111,7 @@ def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
     """
     names = {} if "compute" in policies else {"compute": "precision"}
     told = {"compute": precision, **policies}
-    plan = Plan(Layout(), **with_lists(told))
+    plan = Plan(Layout(), **lists_as_tuples(told))
     check_policies(plan, names)
     return plan
 
@@ -130,8 +130,8 @@ def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
         name, value = names.get(key, key), getattr(plan, key)
         kind, said = type(declared.default), declared.metadata
         if kind is int:
-            check_whole(name, value, said["least"], said["usual"])
-        elif kind is float and not _is(value, numbers.Real):
+            check_integer(name, value, said["least"], said["usual"])
+        elif kind is float and not _is_number(value, numbers.Real):
             _refuse(name, value, f"a number of at least {said['least']}", said["usual"])
         elif kind is bool and not isinstance(value, bool):
             _refuse(name, value, "True or False", declared.default)
@@ -139,9 +139,9 @@ def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
     plan.check_loss_scale("loss_scale", names.get("compute", "compute"), '"fp16"')
 
 
-def check_whole(name: str, value: Any, least: int, usual: int) -> None:
+def check_integer(name: str, value: Any, least: int, usual: int) -> None:
     """Raise ConfigError unless a value is an integer of at least `least`."""
-    if not _is(value, numbers.Integral) or value < least:
+    if not _is_number(value, numbers.Integral) or value < least:
         _refuse(name, value, f"a whole number of at least {least}", usual)
 
 
@@ -152,13 +152,13 @@ def check_layout(layout: Any) -> None:
         _refuse("layout", layout, "the name of a layout, or its degrees,", near)
     if isinstance(layout, Mapping):
         for axis in (*AXES, "ep"):
-            if not _is(layout.get(axis, 1), numbers.Integral):
+            if not _is_number(layout.get(axis, 1), numbers.Integral):
                 _refuse(f"layout.{axis}", layout[axis], "a whole number", 2)
 
 
-def _is(value: Any, kind: type) -> bool:
+def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _refuse(name: str, value: Any, wanted: str, usual: object) -> None:
-    raise ConfigError(f"{name} = {short(str(value))}: {wanted} is wanted; try: {name}={usual}")
+    raise ConfigError(f"{name} = {shorten(str(value))}: {wanted} is wanted; try: {name}={usual}")

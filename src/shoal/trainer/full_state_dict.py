@@ -36,23 +36,23 @@ def check_averaged(average: WeightAverage | None) -> None:
         raise ConfigError(f"run.state_dict: there is no average of the weights; {why}")
 
 
-def full_state(program: Program) -> dict[str, torch.Tensor]:
+def gather_full_state_dict(program: Program) -> dict[str, torch.Tensor]:
     """Gather every parameter and persistent buffer to the CPU of every rank; all ranks call it.
 
     Returns:
         Names and order of the user's module. A tied weight is one tensor under all its names.
         Parameters have the dtype that is stepped: fp32 where forward passes read narrow copies.
     """
-    from shoal.parallel.build.full_state import assembled, held
+    from shoal.parallel.build.full_state import assemble_tensors, local_state
 
-    found = assembled(held(program), program.world)
+    found = assemble_tensors(local_state(program), program.world)
     names = list(program.module.state_dict(keep_vars=True))
     names += [name for name in found if name not in names]
     kept = {name: program.aliases.get(name, name) for name in names}
     return {name: found[first] for name, first in kept.items() if first in found}
 
 
-def give_masters(program: Program) -> Program:
+def register_master_hooks(program: Program) -> Program:
     """Register hooks so that `module.state_dict()` and `load_state_dict` use the master weights."""
     undo: list[Callable[[], None]] = []
     layout = program.plan.layout
@@ -62,24 +62,24 @@ def give_masters(program: Program) -> Program:
             full = f"{path}.{name}" if path else name
             first = program.aliases.get(full, full)
             if first in program.parts or first in program.cuts or parameter.is_meta:
-                parts[name] = _whole(program.parts.get(first))
+                parts[name] = _unsharded_tensor(program.parts.get(first))
         if not parts:
             continue
-        own = _Weights(module, parts, layout.text(), program.plan.compute)
-        hooks = _hang(own)
+        own = _MasterWeights(module, parts, layout.text(), program.plan.compute)
+        hooks = _register_hooks(own)
         if layout.zero < 3 and not program.cuts and program.pipe.size == 1:
             undo += [hook.remove for hook in hooks]  # here the module is whole after close
     return replace(program, on_close=(*program.on_close, *undo))
 
 
-def _hang(own: _Weights) -> list[Any]:
+def _register_hooks(own: _MasterWeights) -> list[Any]:
     """Register state-dict hooks; they are plain functions, which a deep copy of the model omits."""
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
-        own.give(module, state, prefix)
+        own.export_masters(module, state, prefix)
 
     def take(module: nn.Module, state: Mapping[str, Any], prefix: str, *_more: Any) -> None:
-        own.take(module, state, prefix)
+        own.load_masters(module, state, prefix)
 
     return [
         own.module.register_state_dict_post_hook(give),
@@ -87,7 +87,7 @@ def _hang(own: _Weights) -> list[Any]:
     ]
 
 
-def _whole(part: Part | None) -> torch.Tensor | None:
+def _unsharded_tensor(part: Part | None) -> torch.Tensor | None:
     """Return the tensor of a part that covers the whole parameter, else None."""
     if part is None:
         return None
@@ -96,7 +96,7 @@ def _whole(part: Part | None) -> torch.Tensor | None:
     return tensor if shard.slices == (complete,) else None
 
 
-class _Weights:
+class _MasterWeights:
     """Weights of one module whose stepped masters differ from the tensors in the module.
 
     Args:
@@ -116,7 +116,7 @@ class _Weights:
         self.module, self.parts = module, parts
         self.where = f"layout {layout}" + (f" in {precision}" if precision != "fp32" else "")
 
-    def give(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def export_masters(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Replace narrow copies by masters after `module.state_dict()`.
 
         Raises:
@@ -137,7 +137,7 @@ class _Weights:
             state[prefix + name] = master.detach()
 
     @torch.no_grad()
-    def take(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    def load_masters(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """Copy values into the masters, in the masters' dtype, before `module.load_state_dict(…)`.
 
         Raises:

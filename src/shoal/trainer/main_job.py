@@ -23,40 +23,45 @@ from shoal.base.estimates.facts import usable_cores
 from shoal.base.layouts.policies import CompilePolicy
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import cache_folder
-from shoal.config.load import load
-from shoal.config.resolve import asked_layout, plan_of
+from shoal.config.load import load_config
+from shoal.config.resolve import collect_layout_keys, make_plan
 from shoal.config.save import MICRO_BATCH, is_derived
 from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
 from shoal.fabric import World, start_world
-from shoal.machine.measure import measure_machine, quick
-from shoal.machine.process_memory import forget_peak
+from shoal.machine.measure import measure_machine, quick_sizes
+from shoal.machine.process_memory import reset_peak_memory
 from shoal.parallel.compose import check_here
-from shoal.parallel.spmd.verified_blocks import checked_once
-from shoal.planning.settle import Words, is_open
-from shoal.trainer.autotune.micro_batch_size import choose_micro_batch, is_left_open
-from shoal.trainer.autotune.rank_layouts import choose
-from shoal.trainer.autotune.trial_passes import trial_passes
-from shoal.trainer.islands.island_join import Joined, foresee_rounds, join
+from shoal.parallel.spmd.verified_blocks import skip_verified_blocks
+from shoal.planning.settle import Words, is_layout_open
+from shoal.trainer.autotune.micro_batch_size import choose_micro_batch, is_micro_batch_open
+from shoal.trainer.autotune.rank_layouts import choose_run_layout
+from shoal.trainer.autotune.trial_passes import run_trial_passes
+from shoal.trainer.islands.island_join import IslandConnection, forecast_rounds, join_islands
 from shoal.trainer.islands.island_loop import STOPPED, train_rounds
-from shoal.trainer.jobs.configured_run import build_model, import_object, open_run, steps_of
-from shoal.trainer.jobs.opening_lines import count_flops, describe
-from shoal.trainer.jobs.out_of_memory import fitted, within_memory
-from shoal.trainer.jobs.run_end import finish
-from shoal.trainer.jobs.run_forecast import (
-    FindFacts,
-    Learner,
-    cluster_here,
-    facts_of,
-    foresee,
-    held_now_bytes,
+from shoal.trainer.jobs.configured_run import (
+    build_model,
+    count_total_steps,
+    import_object,
+    open_run,
 )
-from shoal.trainer.jobs.validation import validator
-from shoal.trainer.process.stop_signals import ask_on_signals
+from shoal.trainer.jobs.opening_lines import count_flops, write_opening
+from shoal.trainer.jobs.out_of_memory import apply_reduced_micro_batch, handle_out_of_memory
+from shoal.trainer.jobs.run_end import emit_run_end
+from shoal.trainer.jobs.run_forecast import (
+    ModelFactsGetter,
+    StepTimeFeedback,
+    collect_model_facts,
+    describe_local_cluster,
+    forecast_run,
+    read_resident_bytes,
+)
+from shoal.trainer.jobs.validation import make_validator
+from shoal.trainer.process.stop_signals import install_stop_handlers
 from shoal.trainer.run import Run
-from shoal.trainer.run_folder.hub_files import keep_tokenizer
+from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
 from shoal.trainer.state.replaced_folder import save_if_deleted
-from shoal.trainer.state.rewind import go_back
+from shoal.trainer.state.rewind import rewind_run
 from shoal.wire import phases
 from shoal.wire.phases import phase
 
@@ -72,115 +77,123 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
     Raises:
         ShoalError: any of its classes; the caller turns it into one line and an exit code.
     """
-    config = load(folder / "run.toml").config
+    config = load_config(folder / "run.toml").config
     world = world or start_world()
     if config.layout.updates not in ("", "synchronous"):
-        return _served(config, folder, world, prove)
+        return _train_with_servers(config, folder, world, prove)
     run, source, total_steps, joined = _prepare(config, folder, world, prove)
-    put_back = ask_on_signals(run.request_stop)
-    phases.part(phases.NOWHERE)  # the proof's steps are over; the first batch may be slow
+    put_back = install_stop_handlers(run.request_stop)
+    phases.record_step_part(
+        phases.NOWHERE
+    )  # the proof's steps are over; the first batch may be slow
     if phases.page is not None and world.group is not None:
-        from shoal.fabric.collectives.collective_log import Fingerprints
+        from shoal.fabric.collectives.collective_log import CollectiveRecorder
 
-        Fingerprints(phases.page, run.step_count + 1)
+        CollectiveRecorder(phases.page, run.step_count + 1)
     try:
-        with within_memory(run, config, folder):
+        with handle_out_of_memory(run, config, folder):
             if joined is not None:
                 return train_rounds(run, joined, source, config, total_steps)
-            return _steps(run, source, config, total_steps)
+            return _run_steps(run, source, config, total_steps)
     except TrainingError:
         with contextlib.suppress(ShoalError):  # all ranks work: finish the save in flight
-            run.saving.settle()
+            run.checkpoint_saver.wait_pending()
         raise
     finally:
         put_back()
 
 
-@checked_once()
+@skip_verified_blocks()
 def _prepare(
     config: Config, folder: Path, world: World, prove: Prove
-) -> tuple[Run, Source, int, Joined | None]:
+) -> tuple[Run, Source, int, IslandConnection | None]:
     """Prepare all that the first step needs: data, model, plan, state, and the other islands."""
-    source = _opened(config, world)
+    source = _open_data(config, world)
     if world.size <= usable_cores():  # else scheduling decides the rates
-        measure_machine(world, cache_folder(), quick(world.device))
+        measure_machine(world, cache_folder(), quick_sizes(world.device))
     # Ranking of an open layout and the run's forecast both use these facts: computed once.
-    facts: FindFacts = cache(partial(facts_of, config, source))
-    plan, said = choose(config, facts, world, folder, is_open_size=is_left_open(folder))
+    facts: ModelFactsGetter = cache(partial(collect_model_facts, config, source))
+    plan, said = choose_run_layout(
+        config, facts, world, folder, is_open_size=is_micro_batch_open(folder)
+    )
     make, call = partial(build_model, config, source), plan.call
-    trial = partial(trial_passes, make, source.train, source.collate, call)
+    trial = partial(run_trial_passes, make, source.train, source.collate, call)
     plan, sized = choose_micro_batch(config, plan, facts, world, folder, trial)
-    plan = fitted(plan, config, folder)
+    plan = apply_reduced_micro_batch(plan, config, folder)
     proven = prove(config, source, world, folder, plan, said)
     gc.collect()
-    forget_peak(world.device)  # the proof's memory is not the run's
-    held_bytes = held_now_bytes()
+    reset_peak_memory(world.device)  # the proof's memory is not the run's
+    held_bytes = read_resident_bytes()
     with phase("set up"):
         given = not is_derived(folder / "run.toml", MICRO_BATCH)
         run = open_run(config, source, world, plan, said, folder=folder, is_cut_by_user=given)
-    for line in filter(None, (sized, proven) if world.keeps else ()):
+    for line in filter(None, (sized, proven) if world.writes_files else ()):
         run.recorder.events.emit("notice", text=line)
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # "configuration" has all of them
-    if source.tokenizer is not None and world.keeps:
-        keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
+    if source.tokenizer is not None and world.writes_files:
+        write_hub_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
     # The loader exists before a checkpoint's data is compared with it.
     run.loader(source.train, workers=config.data.workers, collate=source.collate)
     if config.islands.on:
-        joined = join(run, config.islands)
+        joined = join_islands(run, config.islands)
     elif not run.restore():
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
-    total_steps = steps_of(config, source, run.plan.batch)
+    total_steps = count_total_steps(config, source, run.plan.batch)
     run.rate.length.total_steps = total_steps
-    cluster = cluster_here(world.size, world.device, held_bytes)
-    foreseen = foresee(config, facts, run.plan, cluster, run.program.travel) if world.keeps else {}
+    cluster = describe_local_cluster(world.size, world.device, held_bytes)
+    foreseen = (
+        forecast_run(config, facts, run.plan, cluster, run.program.travel)
+        if world.writes_files
+        else {}
+    )
     if joined is not None and foreseen.get("step_s"):
         sequence = config.data.sequence if source.kind == "tokens" else 1
-        foreseen["islands"] = foresee_rounds(run, joined, foreseen["step_s"], sequence)
+        foreseen["islands"] = forecast_rounds(run, joined, foreseen["step_s"], sequence)
     told = {
         "model": config.model.build or config.model.name,
-        "chosen": is_open(asked_layout(config.layout)),
+        "chosen": is_layout_open(collect_layout_keys(config.layout)),
         "predicted": foreseen,
     }
-    describe(run, run.plan, source, total_steps, folder, told)
+    write_opening(run, run.plan, source, total_steps, folder, told)
     if world.is_first and joined is None:  # islands on one machine disturb each other's times
-        learner = Learner(foreseen, run.plan.compute, world)
+        learner = StepTimeFeedback(foreseen, run.plan.compute, world)
         run.recorder.events.listeners.append(learner.hear)
     return run, source, total_steps, joined
 
 
-def _opened(config: Config, world: World) -> Source:
+def _open_data(config: Config, world: World) -> Source:
     """Check what can be refused within a second, then open the data."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    check_here(plan_of(config), world.device)
-    return world.local_first(lambda: open_source(config.data, config.train.seed))
+    check_here(make_plan(config), world.device)
+    return world.run_local_first(lambda: open_source(config.data, config.train.seed))
 
 
-def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
+def _train_with_servers(config: Config, folder: Path, world: World, prove: Prove) -> int:
     """Train under an asynchronous parameter server; the proof runs with a synchronous one."""
-    from shoal.base.layouts.parameter_servers import with_servers
-    from shoal.trainer.servers.worker_loop import train_served
+    from shoal.base.layouts.parameter_servers import make_server_layout
+    from shoal.trainer.servers.worker_loop import train_with_servers
 
-    source = _opened(config, world)
+    source = _open_data(config, world)
     plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-    waiting = with_servers(world.size, plan.layout.servers)
+    waiting = make_server_layout(world.size, plan.layout.servers)
     proven = prove(config, source, world, folder, replace(plan, layout=waiting), None)
     gc.collect()
-    forget_peak(world.device)
-    return train_served(config, source, folder, world, plan, proven)
+    reset_peak_memory(world.device)
+    return train_with_servers(config, source, folder, world, plan, proven)
 
 
-def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
+def _run_steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     """Step to the end, with saves and validation on the way; return the exit code."""
     every = config.checkpoint.every or max(1, total_steps // 5)
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
-    validate = validator(run, source, config)
+    validate = make_validator(run, source, config)
     began_s, first_step = time.perf_counter(), run.step_count
     run.recorder.restart_clock()
     while run.step_count < total_steps:
@@ -188,21 +201,21 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
             if run.step_count == first_step:
                 count_flops(run, batch)
                 run.recorder.restart_clock()
-                compiled = run.plan.asks(CompilePolicy)
+                compiled = run.plan.differs_from_default(CompilePolicy)
                 with phase("compile, first step" if compiled else "first step"):
                     result = run.step(batch)
             else:
                 result = run.step(batch)
-            if go_back(run, result.spike, batch):
+            if rewind_run(run, result.spike, batch):
                 break
             if run.stopping:
-                return _stop(run)
+                return _stop_run(run)
             if run.step_count >= total_steps:
                 break
             if config.train.validate_every and run.step_count % config.train.validate_every == 0:
                 validate()
                 if run.stopping:
-                    return _stop(run)
+                    return _stop_run(run)
             if run.step_count % every == 0:
                 run.save(wait=False)
     run.skips.check_moved(first_step, run.step_count)
@@ -210,19 +223,19 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     values = validate()
     saved = save_if_deleted(run, saved)
     if run.stopping:
-        return _stop(run, saved)
+        return _stop_run(run, saved)
     wall_s, steps = time.perf_counter() - began_s, run.step_count - first_step
     how = "completed" if saved else "completed; the last checkpoint could not be written"
-    finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
+    emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
     run.close()
     return 0 if saved else UNSAVED_CODE
 
 
-def _stop(run: Run, saved: Path | None = None) -> int:
+def _stop_run(run: Run, saved: Path | None = None) -> int:
     """Save unless this step is saved already, and close the run; return the exit code."""
     saved = save_if_deleted(run, saved or run.save())
     run.recorder.log_memory_peaks()
-    if run.world.keeps:
+    if run.world.writes_files:
         run.recorder.events.emit(
             "run_finished",
             step=run.step_count,

@@ -15,26 +15,28 @@ import torch
 
 from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import Shard
-from shoal.checkpoint.export.export_file import Outgoing, outgoing
+from shoal.checkpoint.export.export_file import ExportTensors, select_tensors
 from shoal.checkpoint.format.hub_folder import ADAPTER, ADAPTER_CONFIG, CONFIG, HUB
-from shoal.checkpoint.format.safetensors_file import Entry
+from shoal.checkpoint.format.safetensors_file import TensorEntry
 from shoal.checkpoint.load.read import load_from
 from shoal.wire.phases import Phase, phase
 
 
 @dataclass(frozen=True)
-class Merged(Outgoing):
+class MergedAdapterExport(ExportTensors):
     """Tensors to export from a checkpoint with its adapters merged, in the base model's names."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorEntry]:
         """Return key, dtype and shape of every tensor."""
         found = ((n, self.tensors[full]) for n, full in self.names.items())
-        return [Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in found]
+        return [
+            TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in found
+        ]
 
-    def reader(self, told: Phase) -> Callable[[str], memoryview]:
+    def make_reader(self, told: Phase) -> Callable[[str], memoryview]:
         """Return a function from a tensor's name to its bytes."""
 
         def data_of(short: str) -> memoryview:
@@ -46,17 +48,17 @@ class Merged(Outgoing):
 
 
 @torch.no_grad()
-def merged(path: Path, *, average: bool = False) -> Merged | None:
+def merge_adapters(path: Path, *, average: bool = False) -> MergedAdapterExport | None:
     """Merge the adapters of a checkpoint; return None for a model without adapters.
 
     Args:
         path: the checkpoint's folder.
-        average: use the averaged weights, as in `outgoing`.
+        average: use the averaged weights, as in `select_tensors`.
 
     Raises:
         CheckpointError: the base model below the adapters is no transformers model.
     """
-    found = outgoing(path, average=average)
+    found = select_tensors(path, average=average)
     if ADAPTER not in found.manifest.record:
         return None
     hub = path.parent.parent / HUB
@@ -78,7 +80,7 @@ def merged(path: Path, *, average: bool = False) -> Merged | None:
             f"{path}: {unlike[0]} is not as in the model of {hub / CONFIG} with the adapters of "
             f"{ADAPTER_CONFIG}; try: the same with --adapter, or one file of weights"
         )
-    adapted.to(_format(found))
+    adapted.to(_most_common_dtype(found))
     with phase("read", of=len(found.names)) as told:
         for short, full in found.names.items():
             stored = found.manifest.tensors[full]
@@ -94,10 +96,10 @@ def merged(path: Path, *, average: bool = False) -> Merged | None:
         if first != name:
             aliases[name] = first
     names = {name: name for name in tensors if name not in aliases}
-    return Merged(found.path, found.manifest, names, aliases, tensors)
+    return MergedAdapterExport(found.path, found.manifest, names, aliases, tensors)
 
 
-def _format(found: Outgoing) -> torch.dtype:
+def _most_common_dtype(found: ExportTensors) -> torch.dtype:
     """Return the dtype that most weights of the checkpoint have."""
     kinds = [entry.dtype for entry in found.entries]
     dtype: torch.dtype = getattr(torch, max(set(kinds), key=kinds.count))

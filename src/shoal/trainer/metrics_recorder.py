@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.base.errors import ConfigError, short
+from shoal.base.errors import ConfigError, shorten
 from shoal.base.runlog.events import EventLog, append_line
 from shoal.fabric import World
-from shoal.fabric.device import utilisation
+from shoal.fabric.device import device_utilisation
 from shoal.machine.process_memory import peak_memory_bytes
 from shoal.wire import phases
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
 
 
-class Recorder:
+class MetricsRecorder:
     """Writer of one process's metrics and events into the run folder, if there is one.
 
     Attributes:
@@ -73,7 +73,8 @@ class Recorder:
             word = hook(record)
             if isinstance(word, str) and word not in ("stop", "save"):
                 raise ConfigError(
-                    f'hook {getattr(hook, "__name__", type(hook).__name__)}: gave "{short(word)}"; '
+                    f"hook {getattr(hook, '__name__', type(hook).__name__)}: gave "
+                    f'"{shorten(word)}"; '
                     f'it may give "stop", "save" or None'
                 )
             if word == "save" and self.saves_apart:
@@ -85,16 +86,16 @@ class Recorder:
 
         self.events.listeners.append(listen)
 
-    def validated(self, step: int, values: Mapping[str, float]) -> None:
+    def log_validation(self, step: int, values: Mapping[str, float]) -> None:
         """Emit the results of an evaluation in the user's own loop, by rank 0."""
-        if self.world.keeps:
+        if self.world.writes_files:
             numbers = {"loss": values["loss"], "targets": values["targets"]}
             named = {name: value for name, value in values.items() if name not in numbers}
             self.events.emit("validated", step=step, **numbers, metrics=named)
 
     def notice(self, text: str) -> None:
         """Emit one line for the user by rank 0: as an event, and through `logging` for scripts."""
-        if self.world.keeps:
+        if self.world.writes_files:
             self.events.emit("notice", text=text)
         self.warn(text)
 
@@ -103,7 +104,7 @@ class Recorder:
         while notices:
             self.notice(notices.pop(0))
 
-    def here(self, text: str) -> None:
+    def emit_rank_notice(self, text: str) -> None:
         """Emit one line about this rank: as an event, and through `logging`."""
         text = f"rank {self.world.rank}: {text}" if self.world.size > 1 else text
         self.events.emit("notice", text=text)
@@ -118,7 +119,7 @@ class Recorder:
         """Start the record of a step; return the seconds since the last step ended."""
         if self.trace is not None:
             self.trace.before(step)
-        phases.part(phases.PASSES)
+        phases.record_step_part(phases.PASSES)
         return time.perf_counter() - self.waiting_since_s
 
     def log_memory_peaks(self) -> None:
@@ -127,13 +128,13 @@ class Recorder:
             return
         self.peaks_logged = True
         peaks = self.world.gather_json(peak_memory_bytes(self.world.device))
-        if self.world.keeps:
+        if self.world.writes_files:
             self.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
 
     def restart_clock(self) -> None:
         """Restart the clock of the next step; call it after validating or saving."""
         self.waiting_since_s = time.perf_counter()
-        self.world.traffic.take()
+        self.world.traffic.pop_counts()
 
     def step(self, row: dict[str, Any], *, samples: int) -> dict[str, Any]:
         """Complete and write the row of one step; return the row.
@@ -147,8 +148,8 @@ class Recorder:
         now_s = time.perf_counter()
         step_s = now_s - self.waiting_since_s
         self.waiting_since_s = now_s
-        sent, exposed_s = self.world.traffic.take()
-        mfu = self._mfu(samples, step_s)
+        sent, exposed_s = self.world.traffic.pop_counts()
+        mfu = self._compute_mfu(samples, step_s)
         row = {
             **row,
             "step_s": step_s,
@@ -157,16 +158,16 @@ class Recorder:
             "comm_bytes": sum(sent.values()),
             "comm_bytes_by_kind": sent,
             "comm_exposed_s": exposed_s,
-            "gpu_utilisation": utilisation(self.world.device),
+            "gpu_utilisation": device_utilisation(self.world.device),
         }
-        if self.folder is not None and self.world.keeps:
+        if self.folder is not None and self.world.writes_files:
             try:
-                self.remake_folder()
-                place = self.owner.place() if self.owner is not None else self.folder
-                append_line(place / "metrics.jsonl", _finite(row))
+                self.recreate_folder()
+                place = self.owner.current_path() if self.owner is not None else self.folder
+                append_line(place / "metrics.jsonl", _replace_non_finite(row))
             except OSError:
                 self.events.dropped += 1  # a full disk must not stop training
-        phases.part(phases.HOOKS)
+        phases.record_step_part(phases.HOOKS)
         for listen in self.events.listeners:
             listen({"event": "step", "rank": self.world.rank, **row})
         if phases.page is not None:
@@ -175,7 +176,7 @@ class Recorder:
             self.trace.after(row["step"])
         return row
 
-    def remake_folder(self) -> bool:
+    def recreate_folder(self) -> bool:
         """Make the run folder anew if it was deleted; call it before a write into it.
 
         Returns:
@@ -184,14 +185,14 @@ class Recorder:
         Raises:
             OSError: the folder was deleted, and cannot be made.
         """
-        if self.folder is not None and self.owner is not None and self.world.keeps:
+        if self.folder is not None and self.owner is not None and self.world.writes_files:
             self.replaced = self.replaced or self.owner.state() == "replaced"
-            if not self.replaced and (line := self.owner.remake()):
+            if not self.replaced and (line := self.owner.recreate()):
                 self.notice(line)
                 return True
         return False
 
-    def _mfu(self, samples: int, step_s: float) -> float | None:
+    def _compute_mfu(self, samples: int, step_s: float) -> float | None:
         """Return the share of the machine's rate that a step used; None if it cannot be right."""
         if not (self.flops_per_sample and self.machine_flops_per_s and step_s > 0):
             return None
@@ -203,7 +204,7 @@ class Recorder:
             self.notice(self.passed())
         return None
 
-    def went_back(self, step: int) -> None:
+    def mark_rewind(self, step: int) -> None:
         """Note that the next step follows `step`; drop later lines only once that step is recorded.
 
         So a caller that only reads an older checkpoint keeps the lines written since.
@@ -213,16 +214,16 @@ class Recorder:
     def cut(self, step: int) -> None:
         """Drop the lines of steps that will be repeated, and a half-written last line."""
         self._went_back_to = None
-        if self.folder is None or not self.world.keeps:
+        if self.folder is None or not self.world.writes_files:
             return
         from shoal.base.runlog.truncate_logs import (
-            cut_lines,  # only a resume reads what was written
+            truncate_steps,  # only a resume reads what was written
         )
 
-        if told := cut_lines(self.folder / "metrics.jsonl", step):
+        if told := truncate_steps(self.folder / "metrics.jsonl", step):
             self.notice(told)
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
+def _replace_non_finite(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with null for NaN and infinite numbers, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

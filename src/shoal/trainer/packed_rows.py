@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.data.loading.sample_seeds import kept_draws
+from shoal.data.loading.sample_seeds import preserved_rng
 from shoal.models.loss import find_logits
 
 TOKENS = 16
@@ -45,8 +45,8 @@ def check_packing(model: nn.Module, name: str, sequence: int) -> None:
     tokens = max(1, min(TOKENS, sequence // 2))
     first, second = torch.arange(2 * tokens).remainder(7).view(2, 1, tokens)
     other = first.add(1).remainder(7)
-    alone = _logits(model, name, second)
-    after = [_logits(model, name, one, second)[:, tokens:] for one in (first, other)]
+    alone = _run_documents(model, name, second)
+    after = [_run_documents(model, name, one, second)[:, tokens:] for one in (first, other)]
     largest = float(alone.abs().max())
     if float((after[0] - after[1]).abs().max()) > SEEN * largest:
         _refuse(model, name, "tokens of one document change what another one gives")
@@ -54,14 +54,14 @@ def check_packing(model: nn.Module, name: str, sequence: int) -> None:
         _refuse(model, name, "a document gives other values behind another one than alone")
 
 
-def _logits(model: nn.Module, name: str, *documents: torch.Tensor) -> torch.Tensor:
+def _run_documents(model: nn.Module, name: str, *documents: torch.Tensor) -> torch.Tensor:
     """Return logits [1, tokens, vocabulary] of one row of documents, in eval mode."""
     training = model.training
     ids = torch.cat(documents, 1)
     places = torch.arange(documents[0].shape[1]).repeat(len(documents))[None]
     given: dict[str, Any] = {"input_ids": ids, "position_ids": places}
     try:
-        with torch.no_grad(), kept_draws():
+        with torch.no_grad(), preserved_rng():
             return find_logits(model.eval()(**given)).double()
     except ConfigError:
         raise

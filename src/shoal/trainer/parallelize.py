@@ -20,47 +20,60 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, ShoalError, UserError
-from shoal.base.estimates.facts import this_machine
+from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import POLICIES, OptimizerPolicy
-from shoal.base.operating_systems import untried
-from shoal.base.plans.batches import turn_of
+from shoal.base.operating_systems import untested_system_warning
+from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
-from shoal.data.loading.sample_seeds import kept_draws, seed_draws
+from shoal.data.loading.sample_seeds import preserved_rng, seed_draws
 from shoal.fabric import World, start_world
 from shoal.fabric.collectives.json_messages import check_sums
 from shoal.machine.process_memory import trim_heap
-from shoal.optim.optimizer_support import rebind
+from shoal.optim.optimizer_support import check_user_optimizer
 from shoal.parallel import precision as formats
-from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
-from shoal.parallel.program import trainable
+from shoal.parallel.compose import (
+    materialise,
+    offload_optimizer,
+    place,
+    prepare,
+    record_forward,
+    wrap,
+)
+from shoal.parallel.program import trainable_parameters
 from shoal.planning.gradient_buckets import plan_buckets
-from shoal.planning.settle import Words, leaves_open, settle, settle_batch, words_of
+from shoal.planning.settle import Words, layout_keys, leaves_layout_open, settle_batch, settle_plan
 from shoal.trainer.argument_checks import (
     DEFAULT_BATCH,
     ELSEWHERE,
     check_arguments,
-    plan_of_words,
+    plan_from_arguments,
     refuse_unknown,
 )
-from shoal.trainer.autotune.sample_forward import divides, look_at
+from shoal.trainer.autotune.sample_forward import build_sample_forward, shards_model
 from shoal.trainer.guards.model_checks import (
     check_hooks,
-    enter_run,
-    hooked,
-    refuse_unlike,
+    list_hooked_weights,
+    mark_in_run,
+    refuse_different_layers,
     refuse_unready,
 )
-from shoal.trainer.guards.optimizer_checks import Length
-from shoal.trainer.metrics_recorder import Recorder
-from shoal.trainer.process.excepthook import install
-from shoal.trainer.rebind_optimizer import cut_for, hand_over
+from shoal.trainer.guards.optimizer_checks import ScheduleLength
+from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.process.excepthook import install_excepthook
+from shoal.trainer.rebind_optimizer import plan_for_optimizer, shard_param_groups
 from shoal.trainer.run import Run
-from shoal.trainer.step.call_contract import BuildOptimizer, Loss, Metric, bare, default_loss
+from shoal.trainer.step.call_contract import (
+    BuildOptimizer,
+    Loss,
+    Metric,
+    default_loss,
+    unwrap_model,
+)
 from shoal.wire.phases import phase
 
 if TYPE_CHECKING:
-    from shoal.trainer.autotune.share_fits import ShareFits
+    from shoal.trainer.autotune.share_fits import MicroBatchChooser
 
 
 def parallelize(
@@ -132,21 +145,21 @@ def parallelize(
     References:
         design §5; the loss rule is design §6.
     """
-    install()
+    install_excepthook()
     refuse_unknown(parallelize, policies.keys() - POLICIES.keys(), ELSEWHERE)
     check_arguments(locals())
     said: Words = layout
     if plan is not None:
-        from shoal.trainer.guards.reports.start_report import refuse_beside
+        from shoal.trainer.guards.reports.start_report import refuse_plan_conflicts
 
-        refuse_beside(plan, locals(), inspect.signature(parallelize).parameters)
-        said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
+        refuse_plan_conflicts(plan, locals(), inspect.signature(parallelize).parameters)
+        said, batch, micro_batch = layout_keys(plan.layout), plan.batch, plan.micro_batch
     else:
-        plan = plan_of_words(precision, policies)
+        plan = plan_from_arguments(precision, policies)
     if plan.trace or plan.remote:
-        from shoal.trainer.run_folder.folder_lease import check_beside
+        from shoal.trainer.run_folder.folder_lease import check_folder_options
 
-        check_beside(plan, folder)
+        check_folder_options(plan, folder)
     if metrics:
         from shoal.trainer.step.logged_values import check_metrics
 
@@ -159,12 +172,13 @@ def parallelize(
     run = start_run(
         model, optimizer, loss, replace(plan, batch=batch or 0, micro_batch=micro_batch or 0), said,
         given=[name for name, value in given.items() if value],
-        length=Length(schedule, total_steps), sample=sample, ranks_layouts=sample is not None,
+        length=ScheduleLength(schedule, total_steps), sample=sample,
+        ranks_layouts=sample is not None,
         folder=Path(folder) if folder is not None else None, world=world,
     )  # fmt: skip
     run.metrics = metrics or {}
     run.tokenizer = tokenizer
-    if run.world.size > 1 and leaves_open(plan, said):
+    if run.world.size > 1 and leaves_layout_open(plan, said):
         run.recorder.notice(run.plan.why)
     return run
 
@@ -177,7 +191,7 @@ def start_run(
     said: Words | None,
     *,
     given: Collection[str],
-    length: Length,
+    length: ScheduleLength,
     sample: Any = None,
     folder: Path | None = None,
     world: World | None = None,
@@ -201,53 +215,59 @@ def start_run(
     """
     loss = loss or default_loss()
     own, world = world is None, world or start_world()
-    install().world = world
+    install_excepthook().world = world
     check_sums(world)
     beside = None
     if "SHOAL_STORE" not in os.environ and (world.size > 1 or folder is not None):
-        from shoal.trainer.process.watchdog_client import watch_from_outside
+        from shoal.trainer.process.watchdog_client import start_watchdog
 
-        beside = watch_from_outside(world, folder, own=own)
-    _agree(world, _compared(plan, said, length))
-    plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
-    module, notices = _built(model, plan, said, world)
-    parameters = trainable(module)
-    notices += narrow_weights(parameters, plan.compute) + _auxiliary_losses(module, loss)
+        beside = start_watchdog(world, folder, own=own)
+    _check_equal_arguments(world, _compared_arguments(plan, said, length))
+    plan = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
+    module, notices = _build_model(model, plan, said, world)
+    parameters = trainable_parameters(module)
+    notices += narrow_weight_notices(parameters, plan.compute) + _auxiliary_loss_notices(
+        module, loss
+    )
     _refuse_untrainable(module, parameters, world)
-    bound = rebind(optimizer, module, parameters)
-    _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss)})
-    unheld = _unheld(module, parameters, bound)
-    plan = _sized(plan, parameters)
+    bound = check_user_optimizer(optimizer, module, parameters)
+    _check_equal_arguments(
+        world, {"optimizer": describe_optimizer(bound), "loss": _describe_function(loss)}
+    )
+    unheld = _list_unheld_weights(module, parameters, bound)
+    plan = _fill_batch_size(plan, parameters)
     share = None
     if said is not None:
         asked = sample if ranks_layouts else None
-        plan, share = _chosen(module, bound, loss, plan, said, world, folder, sample=asked)
-    hooks = hooked(parameters)
+        plan, share = _choose_plan(module, bound, loss, plan, said, world, folder, sample=asked)
+    hooks = list_hooked_weights(parameters)
     if not module.training:  # from_pretrained returns models in evaluation mode
         module.train()
-    look = look_at(sample, plan, world)
+    look = build_sample_forward(sample, plan, world)
     program = prepare(module, plan, world)
-    program, derived = place(program, record(program, look), look.samples if look else 0)
+    program, derived = place(program, record_forward(program, look), look.samples if look else 0)
     del look  # its samples are on the device
     trim_heap()  # passes over the whole model, and layers in float64, left free heap
     program = materialise(program, derived)
-    _settle(module, plan.layout)
+    _load_mapped_weights(module, plan.layout)
     buckets = plan_buckets(program.plan.placements, program.plan.layout, world.rank)
     program = program.but(buckets=buckets)
-    plan, lines = cut_for(bound, program)
+    plan, lines = plan_for_optimizer(bound, program)
     program = wrap(replace(program, plan=plan))
     notices += check_hooks(hooks, program)
-    program.notices.extend(notices + lines + [line for line in (untried(),) if line])
-    hand_over(bound, parameters, program)
+    program.notices.extend(
+        notices + lines + [line for line in (untested_system_warning(),) if line]
+    )
+    shard_param_groups(bound, parameters, program)
     del parameters, hooks  # under zero 3 the last reference to whole parameters deletes their files
-    program = enter_run(module, program)
-    program = hand_to_policies(program, bound)
-    recorder = Recorder(folder, world)
+    program = mark_in_run(module, program)
+    program = offload_optimizer(program, bound)
+    recorder = MetricsRecorder(folder, world)
     ends: list[Callable[[], None]] = [] if beside is None else [beside.leave]
     if (plan.trace or plan.remote) and folder is not None:
-        from shoal.trainer.run_folder.folder_lease import start_beside
+        from shoal.trainer.run_folder.folder_lease import start_folder_writers
 
-        ends += start_beside(plan, folder, recorder)
+        ends += start_folder_writers(plan, folder, recorder)
     program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given, unheld)
     if share is not None:
@@ -255,12 +275,12 @@ def start_run(
     if beside is not None and own:  # `shoal train` does so with its first step
         beside.compare_collectives(world)
     if folder is not None:
-        _keep_in(folder, run, is_chosen="micro_batch" not in given)
+        _attach_folder(folder, run, is_chosen="micro_batch" not in given)
     trim_heap()
     return run
 
 
-def _chosen(
+def _choose_plan(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: Loss,
@@ -270,7 +290,7 @@ def _chosen(
     folder: Path | None,
     *,
     sample: Any,
-) -> tuple[Plan, Callable[[], ShareFits] | None]:
+) -> tuple[Plan, Callable[[], MicroBatchChooser] | None]:
     """Settle a plan whose layout is in words, and choose its micro-batch.
 
     Args:
@@ -282,40 +302,42 @@ def _chosen(
         an eighth of the batch at most.
     """
     chosen, kept = None, 0
-    if sample is not None and world.size > 1 and leaves_open(plan, said):
-        from shoal.trainer.autotune.rank_layouts import choose_for
+    if sample is not None and world.size > 1 and leaves_layout_open(plan, said):
+        from shoal.trainer.autotune.rank_layouts import choose_loop_layout
 
-        chosen = choose_for(module, sample, loss, optimizer, plan, said, world)
+        chosen = choose_loop_layout(module, sample, loss, optimizer, plan, said, world)
     if not plan.micro_batch and folder is not None:
-        from shoal.trainer.run_folder.resume_checks import kept_micro_batch
+        from shoal.trainer.run_folder.resume_checks import read_saved_micro_batch
 
-        kept = kept_micro_batch(folder, world)
+        kept = read_saved_micro_batch(folder, world)
     if kept and chosen:
         chosen = settle_batch(replace(chosen, micro_batch=0), kept)
     is_open = not (plan.micro_batch or kept or chosen)
-    plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine(), kept)
-    if not is_open or plan.layout.pp > 1 or plan.micro_batch <= turn_of(plan.batch):
+    plan = chosen or settle_plan(
+        plan, said, world.size, plan.parameters, read_machine_facts(), kept
+    )
+    if not is_open or plan.layout.pp > 1 or plan.micro_batch <= default_turn(plan.batch):
         return plan, None
 
-    def look() -> ShareFits:
-        from shoal.trainer.autotune.share_fits import ShareFits
+    def look() -> MicroBatchChooser:
+        from shoal.trainer.autotune.share_fits import MicroBatchChooser
 
-        return ShareFits(module, optimizer, loss)
+        return MicroBatchChooser(module, optimizer, loss)
 
     if plan.layout.zero < 3 and not plan.layout.is_derived:
         return plan, look
     share = look()
-    share.keep_twin()  # copy now: the module will be sharded
+    share.make_meta_copy()  # copy now: the module will be sharded
     return plan, lambda: share
 
 
-def _sized(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> Plan:
+def _fill_batch_size(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> Plan:
     """Fill in a missing batch size of a plan, and the number of trainable elements."""
     batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
     return replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
 
 
-def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
+def _auxiliary_loss_notices(module: nn.Module, loss: Loss) -> list[str]:
     """Return a notice about auxiliary losses of a transformers model that `loss` leaves out."""
     if "transformers" not in sys.modules:
         return []
@@ -324,7 +346,7 @@ def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
     return auxiliary_loss_lines(module, loss)
 
 
-def _unheld(
+def _list_unheld_weights(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> tuple[Collection[str], Collection[str]]:
     """Return names of trainable weights outside the optimizer, and of those that look forgotten."""
@@ -332,12 +354,12 @@ def _unheld(
     unheld = {name for name, p in parameters.items() if id(p) not in held}
     if not unheld:
         return (), ()
-    from shoal.trainer.guards.reports.model_notices import forgotten
+    from shoal.trainer.guards.reports.model_notices import list_forgotten_weights
 
-    return unheld, forgotten(module, unheld)
+    return unheld, list_forgotten_weights(module, unheld)
 
 
-def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
+def _attach_folder(folder: Path, run: Run, *, is_chosen: bool) -> None:
     """Attach the run to its folder: lease, folder guard, crash report, facts for checkpoints.
 
     Args:
@@ -345,28 +367,28 @@ def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
         run: the run.
         is_chosen: Shoal chose the micro-batch, not the user.
     """
-    from shoal.trainer.process.crash_report import last_word
-    from shoal.trainer.run_folder.folder_lease import own
+    from shoal.trainer.process.crash_report import make_crash_recorder
+    from shoal.trainer.run_folder.folder_lease import acquire_folder
     from shoal.trainer.state.replaced_folder import RunFolderGuard
-    from shoal.trainer.state.run_state import model_parts
+    from shoal.trainer.state.run_state import collect_model_shards
 
-    run.lease = own(folder, run.world, run.recorder.notice)
+    run.lease = acquire_folder(folder, run.world, run.recorder.notice)
     if run.recorder.owner is not None:
-        run.recorder.owner.learn()
+        run.recorder.owner.record_with_owner()
     run.guards.add(RunFolderGuard(run))
-    install().last_word = last_word(run.recorder, run.lease)
+    install_excepthook().last_word = make_crash_recorder(run.recorder, run.lease)
     if beside := sys.modules.get("shoal.trainer.process.watchdog_client"):
         beside.tell_disk(run.world)
-    run.saving.prepare()
-    model_parts(run)  # refuses now what the first save could not write
-    from shoal.trainer.run_folder.resume_checks import CHOSEN, facts_of
+    run.checkpoint_saver.prepare()
+    collect_model_shards(run)  # refuses now what the first save could not write
+    from shoal.trainer.run_folder.resume_checks import CHOSEN, collect_run_facts
 
     run.extra_record[CHOSEN] = is_chosen
     if run.world.is_first:
-        run.extra_record |= facts_of(run)
+        run.extra_record |= collect_run_facts(run)
 
 
-def _built(
+def _build_model(
     model: nn.Module | Callable[[], nn.Module], plan: Plan, said: Words | None, world: World
 ) -> tuple[nn.Module, list[str]]:
     """Build the module in its compute format; return (module, lines for the user).
@@ -381,13 +403,13 @@ def _built(
             from shoal.parallel.build.pretrained import pretrained_shapes
 
             with pretrained_shapes():
-                module, lines[:] = bare(build_module(model, plan.seed))
+                module, lines[:] = unwrap_model(build_module(model, plan.seed))
         else:
-            module, lines[:] = bare(build_module(model, plan.seed))
+            module, lines[:] = unwrap_model(build_module(model, plan.seed))
             refuse_unready(module)
-        return formats.convert(module, plan.compute)
+        return formats.convert_weights(module, plan.compute)
 
-    shares = divides(plan, said)
+    shares = shards_model(plan, said)
     if isinstance(model, nn.Module) or not (shares or plan.builds_in_files):
         return build(), lines
     if not shares:
@@ -400,25 +422,25 @@ def _built(
     module, more = build_once(world, build)
     if "transformers" not in sys.modules:  # only transformers records a model's files
         return module, lines + more
-    from shoal.parallel.build.pretrained import checkpoint_of, said_of_files
+    from shoal.parallel.build.pretrained import checkpoint_files_notice, checkpoint_folder
 
-    return module, lines + more + said_of_files(module, checkpoint_of(module))
+    return module, lines + more + checkpoint_files_notice(module, checkpoint_folder(module))
 
 
-def _settle(module: nn.Module, layout: Layout) -> None:
+def _load_mapped_weights(module: nn.Module, layout: Layout) -> None:
     """Move the rest of a memory-mapped module to the process's own memory.
 
     Under zero 3 parameters stay in their files until the rank reads its rows.
     """
     if layout.tp * layout.pp * layout.ep > 1 or layout.zero == 3:
-        from shoal.parallel.build.mmap_init import settle
+        from shoal.parallel.build.mmap_init import copy_to_memory
 
-        settle(module.buffers())
+        copy_to_memory(module.buffers())
         if layout.zero < 3 or layout.ep > 1:
-            settle(module.parameters())
+            copy_to_memory(module.parameters())
 
 
-def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:
+def _compared_arguments(plan: Plan, said: Words | None, length: ScheduleLength) -> dict[str, Any]:
     """Return the values, by argument name, that must be equal on all ranks; objects come later."""
     told = {"precision": plan.compute, "batch": plan.batch, "micro_batch": plan.micro_batch}
     told |= {key: getattr(plan, key) for key in POLICIES if key != "compute"}
@@ -426,9 +448,9 @@ def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:
     return {"layout": layout, **told, **vars(length)}
 
 
-def _agree(world: World, said: Mapping[str, Any]) -> None:
+def _check_equal_arguments(world: World, said: Mapping[str, Any]) -> None:
     """Raise ConfigError, the same on all ranks, for an argument that differs between ranks."""
-    unlike = world.differing({name: str(value) for name, value in said.items()})
+    unlike = world.find_differing_rank({name: str(value) for name, value in said.items()})
     if unlike is None:
         return
     rank, first, other = unlike
@@ -450,7 +472,7 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
     """
     if isinstance(model, nn.Module):
         return model
-    with kept_draws():  # the builder's seed must not become the user's
+    with preserved_rng():  # the builder's seed must not become the user's
         seed_draws(seed, "model")  # for builders that draw from numpy or random
         torch.manual_seed(seed)
         try:
@@ -459,10 +481,10 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
             raise
         except Exception as error:
             from shoal.base.text.user_frames import (
-                user_place,  # imported only for an error
+                user_line,  # imported only for an error
             )
 
-            where = user_place(error.__traceback__)
+            where = user_line(error.__traceback__)
             told = UserError(
                 f"model: the builder raised {type(error).__name__}: {error}"
                 f"{f' ({where})' if where else ''}"
@@ -474,7 +496,7 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
     return built
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> str:
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class and the numbers of its groups, as text."""
     groups = [
         {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)}
@@ -483,7 +505,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} {groups}"
 
 
-def _place_of(function: Any) -> str:
+def _describe_function(function: Any) -> str:
     """Return a function's name, file and line; for another object, its class."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -494,7 +516,7 @@ def _place_of(function: Any) -> str:
     return f"{function.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list[str]:
+def narrow_weight_notices(parameters: Mapping[str, nn.Parameter], compute: str) -> list[str]:
     """Return a notice about weights whose dtype is too narrow for updates, if there are any."""
     narrow = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
     if not narrow:
@@ -507,7 +529,7 @@ def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list
 def _refuse_untrainable(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], world: World
 ) -> None:
-    refuse_unlike(module, world)
+    refuse_different_layers(module, world)
     if not parameters:
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
     for name, part in module.named_modules():

@@ -14,12 +14,14 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.plans.plan import Plan
-from shoal.base.plans.tensor_shards import Shard, Slicing
-from shoal.optim.optimizer_support import slicing_of
+from shoal.base.plans.tensor_shards import Shard, StepDivisibility
+from shoal.optim.optimizer_support import determine_slicing
 from shoal.parallel.program import Program
 
 
-def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, list[str]]:
+def plan_for_optimizer(
+    optimizer: torch.optim.Optimizer, program: Program
+) -> tuple[Plan, list[str]]:
     """Return the plan with its buckets sharded as this optimizer allows, and lines for the user.
 
     Raises:
@@ -29,9 +31,9 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
     stage = plan.layout.zero
     if not stage and not program.cuts and program.pipe.size == 1:
         return plan, []
-    allowed = slicing_of(optimizer)
+    allowed = determine_slicing(optimizer)
     name = type(optimizer).__name__
-    _check_division(program, allowed)
+    _check_sharding(program, allowed)
     if not stage:
         return plan, []
     if stage == 3:
@@ -56,7 +58,7 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
     return replace(plan, buckets=buckets), lines if whole else []
 
 
-def _check_division(program: Program, allowed: Slicing) -> None:
+def _check_sharding(program: Program, allowed: StepDivisibility) -> None:
     """Raise PlanError if tp, pp, ep or servers shard weights that this optimizer needs whole."""
     layout = program.plan.layout
     axes = {cut.axis for cut in program.cuts.values()}
@@ -81,19 +83,19 @@ def _check_division(program: Program, allowed: Slicing) -> None:
         )
 
 
-def hand_over(
+def shard_param_groups(
     optimizer: torch.optim.Optimizer, originals: Mapping[str, nn.Parameter], program: Program
 ) -> None:
     """Replace `originals` in the optimizer's groups by this rank's parts."""
     local = program.local
     if all(name in local and local[name].parameter is p for name, p in originals.items()):
         return
-    from shoal.optim.sharded_optimizer import localize
+    from shoal.optim.sharded_optimizer import shard_optimizer
 
     shards = {id(p): local[name].shard for name, p in originals.items() if name in local}
 
     def cut(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return part_of(tensor, shards[id(parameter)])
+        return extract_shard(tensor, shards[id(parameter)])
 
     pieces: dict[torch.Tensor, nn.Parameter | None] = {
         p: local[name].parameter if name in local else None for name, p in originals.items()
@@ -101,10 +103,10 @@ def hand_over(
     for group in optimizer.param_groups:
         # The optimizer never steps them; under fsdp the module no longer has them.
         pieces.update({p: None for p in group["params"] if not p.requires_grad})
-    localize(optimizer, pieces, cut)
+    shard_optimizer(optimizer, pieces, cut)
 
 
-def part_of(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+def extract_shard(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Return the elements of a whole tensor that a shard describes, flat."""
     boxes = [tensor[tuple(slice(start, stop) for start, stop in box)] for box in shard.slices]
     return torch.cat([box.reshape(-1) for box in boxes])

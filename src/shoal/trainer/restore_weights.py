@@ -22,7 +22,7 @@ from shoal.checkpoint.format.manifest import Manifest
 from shoal.checkpoint.load.read import open_newest
 from shoal.parallel.program import Part
 from shoal.trainer.run import Run
-from shoal.trainer.state.run_state import MODEL, model_parts
+from shoal.trainer.state.run_state import MODEL, collect_model_shards
 from shoal.wire.phases import phase
 
 
@@ -47,15 +47,15 @@ def restore_weights(
         CheckpointError: a tensor has another shape or format than in the model.
     """
     run.step_state.written = None
-    run.saving.settle()
-    here = model_parts(run)
+    run.checkpoint_saver.wait_pending()
+    here = collect_model_shards(run)
     known = {name for names in run.world.gather_json(list(here)) for name in names}
 
     def wanted(manifest: Manifest) -> list[Shard]:
         stored = {name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
         if strict:
             _check_names(manifest, stored, known)
-        _check_forms(manifest, {name: here[name] for name in here if name in stored})
+        _check_shapes(manifest, {name: here[name] for name in here if name in stored})
         return [
             replace(shard, name=MODEL + name)
             for name, (_, shard) in here.items()
@@ -90,7 +90,7 @@ def _check_names(manifest: Manifest, stored: set[str], known: set[str]) -> None:
         )
 
 
-def _check_forms(manifest: Manifest, here: Mapping[str, Part]) -> None:
+def _check_shapes(manifest: Manifest, here: Mapping[str, Part]) -> None:
     """Compare the shapes and dtypes of a checkpoint with those of the model.
 
     Raises:

@@ -21,9 +21,9 @@ from shoal.base.standard_streams import write_output
 from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.trainer.argument_checks import OF_A_LOADER, refuse_unknown
-from shoal.trainer.guards.call_log import together
-from shoal.trainer.guards.optimizer_checks import Length
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.guards.call_log import collective_call
+from shoal.trainer.guards.optimizer_checks import ScheduleLength
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.passes.step_runner import StepRunner, StepState
 from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.optimizer_step import StepResult, reducer_of
@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.format.lease import RunLease
     from shoal.data.loading.iterable import IterableLoader
     from shoal.data.loading.loader import Loader
-    from shoal.trainer.passes.written_out_passes import OwnMicroBatch, OwnPasses
-    from shoal.trainer.state.run_state import Beside
+    from shoal.trainer.passes.written_out_passes import UserMicroBatch, UserPasses
+    from shoal.trainer.state.run_state import ExtraState
     from shoal.trainer.step.call_contract import Metric
 
 
@@ -51,7 +51,7 @@ class Run(StepRunner):
         model: the module, on its device.
         world: the processes.
         plan: the settled plan.
-        beside: further tensors that checkpoints keep.
+        extra_state: further tensors that checkpoints keep.
         extra: what the last `save` stored as `extra`, or the restored checkpoint.
     """
 
@@ -60,13 +60,13 @@ class Run(StepRunner):
         program: Program,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
-        recorder: Recorder,
-        length: Length,
+        recorder: MetricsRecorder,
+        length: ScheduleLength,
         given: Collection[str] = (),
         unheld: tuple[Collection[str], Collection[str]] = ((), ()),
     ) -> None:
         super().__init__(program, optimizer, loss, recorder, length, given, unheld)
-        self.beside: Beside | None = None
+        self.extra_state: ExtraState | None = None
         self.extra: dict[str, Any] = {}
         self.extra_record: dict[str, Any] = {}
         self.tokenizer: Any = None
@@ -139,9 +139,9 @@ class Run(StepRunner):
         One iteration of the loop is an epoch. A checkpoint from the middle of an epoch resumes
         there.
         """
-        return self.epochs_done.turns(count, lambda: self.stopping)
+        return self.epochs_done.iter_epochs(count, lambda: self.stopping)
 
-    @together("run.step")
+    @collective_call("run.step")
     def step(self, batch: Any) -> StepResult:
         """Run forward, backward, clipping and update of one optimizer step.
 
@@ -163,7 +163,7 @@ class Run(StepRunner):
             ConfigError: as in `step`; or a DataLoader shows every rank the whole dataset.
             TrainingError: as in `step`.
         """
-        for batch in self.feed.training(data, workers, collate):
+        for batch in self.feed.training_batches(data, workers, collate):
             yield self.step(batch)
 
     def print(self, *values: object) -> None:
@@ -171,13 +171,13 @@ class Run(StepRunner):
         if self.world.is_first:
             write_output(" ".join(map(str, values)))
 
-    @together("run.forward_backward")
+    @collective_call("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
         """Run the first half of `step`: the loss sum's gradients, summed over ranks, in `.grad`."""
         self.run_passes(batch)
         self.guards.writes.after()
 
-    def micro_batches(self, batch: Any) -> Iterator[OwnMicroBatch]:
+    def micro_batches(self, batch: Any) -> Iterator[UserMicroBatch]:
         """Yield the micro-batches of one optimizer step, for a loop that runs the model itself.
 
             for micro in run.micro_batches(batch):
@@ -191,25 +191,25 @@ class Run(StepRunner):
         Raises:
             ConfigError: the layout runs passes in an order of its own (pp).
         """
-        from shoal.trainer.passes.written_out_passes import OwnPasses
+        from shoal.trainer.passes.written_out_passes import UserPasses
 
         with self.meeting.at("run.micro_batches"):
             share = self.begin_batch(batch)
-            self.step_state.written = own = OwnPasses(
+            self.step_state.written = own = UserPasses(
                 self.program,
                 share,
                 step=self.step_count,
                 scale=self.scale,
-                flags=self.flags,
-                graded=self.guards.writes.looked_at,
+                flags=self.collect_flags,
+                graded=self.guards.writes.checked_parameters,
                 is_first=not self.guards.optimizer.state_checked,
             )
         # Where every pass gathers parameters all ranks make the same calls.
         around = self.guards.around(self.step_count + 1, len(share.micro_batches))
-        with self.meeting.passes(alike=self.program.together), around:
-            yield from self.meeting.each("run.micro_batches", own.run())
+        with self.meeting.record_passes(alike=self.program.together), around:
+            yield from self.meeting.record_each("run.micro_batches", own.run())
 
-    @together("run.backward")
+    @collective_call("run.backward")
     def backward(
         self, loss: torch.Tensor, count: Any = None, *, retain_graph: bool = False
     ) -> None:
@@ -226,9 +226,11 @@ class Run(StepRunner):
             ConfigError: outside of `micro_batches`; for a loss without a gradient, or with dims;
                 for a mean with a count, and for two counts in one micro-batch.
         """
-        self._passes("backward", "run.step(batch)").backward(loss, count, retain_graph=retain_graph)
+        self._require_user_passes("backward", "run.step(batch)").backward(
+            loss, count, retain_graph=retain_graph
+        )
 
-    @together("run.total")
+    @collective_call("run.total")
     def total(self, count: Any) -> float:
         """Sum a count over all ranks that have samples of their own: a step's denominator."""
         own = torch.as_tensor(count, dtype=torch.float64).reshape(1).to(self.world.device)
@@ -237,12 +239,14 @@ class Run(StepRunner):
 
     def log(self, **values: tuple[Any, Any]) -> None:
         """Add (sum, count) by names to the step's metrics, in a loop over `micro_batches`."""
-        self._passes("log", "shoal.parallelize(…, metrics={…})").log(self.metric_sums, values)
+        self._require_user_passes("log", "shoal.parallelize(…, metrics={…})").log(
+            self.metric_sums, values
+        )
 
-    def _passes(self, name: str, near: str) -> OwnPasses:
-        from shoal.trainer.passes.written_out_passes import OwnPasses
+    def _require_user_passes(self, name: str, near: str) -> UserPasses:
+        from shoal.trainer.passes.written_out_passes import UserPasses
 
-        if not isinstance(self.step_state.written, OwnPasses):
+        if not isinstance(self.step_state.written, UserPasses):
             raise ConfigError(f"run.{name} is for loops over run.micro_batches(batch); try: {near}")
         return self.step_state.written
 
@@ -266,7 +270,7 @@ class Run(StepRunner):
             self.save(wait=False)
         return result
 
-    @together("run.update")
+    @collective_call("run.update")
     def update(self) -> StepResult:
         """Run the second half of `step`: clipping and optimizer step, or a skip on all ranks."""
         if (written := self.step_state.written) is not None:
@@ -280,7 +284,7 @@ class Run(StepRunner):
             self.step_state = state
         return self.update_weights()
 
-    @together("run.evaluate")
+    @collective_call("run.evaluate")
     def evaluate(
         self,
         data: Any,
@@ -307,16 +311,16 @@ class Run(StepRunner):
         metrics = self.metrics if metrics is None else metrics
         batches = self.feed.validation(data, workers, collate)
         stop = (lambda: self.stop_wanted) if stops else None
-        with self._averaged():
+        with self._averaged_weights():
             values = evaluate(self.program, batches, self.loss, metrics, self.plan.call, stop=stop)
         self.stopping = self.stopping or not values
         self.guards.writes.after(self.step_count + 1)
         if values and self.tells_validation:
-            self.recorder.validated(self.step_count, values)
+            self.recorder.log_validation(self.step_count, values)
         self.recorder.restart_clock()
         return values
 
-    @together("run.predict")
+    @collective_call("run.predict")
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs for inputs, in evaluation mode and without gradients.
 
@@ -331,12 +335,12 @@ class Run(StepRunner):
         """
         from shoal.trainer.passes.inference import predict
 
-        with self._averaged():
+        with self._averaged_weights():
             outputs = predict(self.program, inputs, self.plan.call)
         self.guards.writes.after(self.step_count + 1)
         return outputs
 
-    @together("run.save")
+    @collective_call("run.save")
     def save(
         self,
         folder: str | Path | None = None,
@@ -363,18 +367,18 @@ class Run(StepRunner):
         Raises:
             ConfigError: there is no run folder, or another one lies in its place.
         """
-        from shoal.trainer.state.replaced_folder import save_checked
+        from shoal.trainer.state.replaced_folder import save_in_own_folder
 
         if extra is not None:
-            from shoal.trainer.run_folder.extra_state import agreed, decoded
+            from shoal.trainer.run_folder.extra_state import decode_value, encode_extra
 
-            self.extra_record["extra"] = told = agreed(extra, self.world)
-            self.extra = decoded(told)
-        path = save_checked(self, self._folder(folder), tag=tag, wait=wait)
+            self.extra_record["extra"] = told = encode_extra(extra, self.world)
+            self.extra = decode_value(told)
+        path = save_in_own_folder(self, self._resolve_folder(folder), tag=tag, wait=wait)
         self.recorder.restart_clock()
         return path
 
-    @together("run.restore")
+    @collective_call("run.restore")
     def restore(
         self, folder: str | Path | None = None, *, step: int | None = None, tag: str = ""
     ) -> bool:
@@ -391,21 +395,21 @@ class Run(StepRunner):
         Raises:
             CheckpointError: its tensors do not fit this model or optimizer.
         """
-        from shoal.trainer.state.run_state import restore_run, tagged
+        from shoal.trainer.state.run_state import resolve_tag_folder, restore_run
 
         self.step_state = StepState()
         self.skips.in_a_row = 0
-        chosen = self._folder(folder)
+        chosen = self._resolve_folder(folder)
         if self._saving is not None:
-            self._saving.settle()  # a save in flight must not look like an incomplete one
-        found = restore_run(self, tagged(chosen, tag), step)
+            self._saving.wait_pending()  # a save in flight must not look like an incomplete one
+        found = restore_run(self, resolve_tag_folder(chosen, tag), step)
         self._restored.add(chosen)
-        self.rate.restored()
+        self.rate.reset()
         self.guards.writes.updated(self.step_count)
         self.recorder.restart_clock()
         return found
 
-    @together("run.state_dict")
+    @collective_call("run.state_dict")
     def state_dict(self, *, average: bool = False) -> dict[str, torch.Tensor]:
         """Return the whole model in the names of the user's module; every rank must call it.
 
@@ -420,12 +424,12 @@ class Run(StepRunner):
         Raises:
             ConfigError: the run keeps no average, or has made no step yet.
         """
-        from shoal.trainer.full_state_dict import check_averaged, full_state
+        from shoal.trainer.full_state_dict import check_averaged, gather_full_state_dict
 
         if average:
             check_averaged(self.average)
-        with self._averaged() if average else nullcontext():
-            return full_state(self.program)
+        with self._averaged_weights() if average else nullcontext():
+            return gather_full_state_dict(self.program)
 
     def request_stop(self) -> None:
         """Request a stop; after the next step `run.stopping` is true on every rank."""
@@ -433,9 +437,9 @@ class Run(StepRunner):
 
     def stop_on_signals(self) -> None:
         """Make SIGTERM, Ctrl-C and SIGUSR1 on any rank call `request_stop`, until `close`."""
-        from shoal.trainer.process.stop_signals import ask_on_signals
+        from shoal.trainer.process.stop_signals import install_stop_handlers
 
-        put_back = ask_on_signals(self.request_stop, self.recorder.here)
+        put_back = install_stop_handlers(self.request_stop, self.recorder.emit_rank_notice)
         self.program = replace(self.program, on_close=(*self.program.on_close, put_back))
 
     def __enter__(self) -> Run:
@@ -446,7 +450,7 @@ class Run(StepRunner):
         if kind is None and not self._closed:
             self.close()
 
-    @together("run.close")
+    @collective_call("run.close")
     def close(self) -> None:
         """Close the run and leave the other processes; call it last.
 
@@ -465,12 +469,12 @@ class Run(StepRunner):
         if self.lease is not None:
             self.lease.release()
 
-    def _averaged(self) -> AbstractContextManager[None]:
+    def _averaged_weights(self) -> AbstractContextManager[None]:
         if (average := self.average) is not None and average.updates:
-            return average.swapped(reducer_of(self.program).publish)
+            return average.swap_weights(reducer_of(self.program).publish)
         return nullcontext()
 
-    def _folder(self, folder: str | Path | None) -> Path:
+    def _resolve_folder(self, folder: str | Path | None) -> Path:
         chosen = Path(folder) if folder is not None else self.recorder.folder
         if chosen is None:
             raise ConfigError('no run folder; try: shoal.parallelize(…, folder="runs/x")')

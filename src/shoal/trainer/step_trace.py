@@ -42,7 +42,7 @@ class StepTrace:
         self, text: str, folder: Path, world: World, notice: Callable[[str], None]
     ) -> None:
         self.text, self.folder, self.world, self.notice = text, folder / "traces", world, notice
-        self.first, self.last = LoopPolicy.traced("train.trace", text)
+        self.first, self.last = LoopPolicy.parse_trace("train.trace", text)
         self._from = self._done = 0
         self._seen: list[int] = []
         self._profile: Any = None
@@ -56,7 +56,7 @@ class StepTrace:
         elif self._profile is not None and step != self._done + 1:  # a restore went elsewhere
             self._write()
         if self._profile is None and self.first <= step <= self.last and not self._wrote:
-            self._begin(step)
+            self._start_profiler(step)
         if self._profile is not None:
             self._step = record_function(f"step {step}")
             self._step.__enter__()
@@ -83,7 +83,7 @@ class StepTrace:
                 f"try: train.trace={max(first, last - 3)}:{last}"
             )
 
-    def _begin(self, step: int) -> None:
+    def _start_profiler(self, step: int) -> None:
         synchronize(self.world.device)  # kernels of earlier steps end before
         on_host = [ProfilerActivity.CPU]
         kinds = supported_activities() if is_accelerator(self.world.device) else on_host
@@ -100,7 +100,7 @@ class StepTrace:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(path))
-            held = self._memory(path)
+            held = self._read_memory_events(path)
             (self.folder / f"{name}-memory.json").write_text(json.dumps(held), encoding="utf-8")
         except (OSError, RuntimeError) as failure:
             self.notice(f"train.trace = {self.text}: {path}: cannot be written: {failure}")
@@ -110,7 +110,7 @@ class StepTrace:
             f"operations and memory: {self.folder}"
         )
 
-    def _memory(self, trace: Path) -> list[dict[str, Any]]:
+    def _read_memory_events(self, trace: Path) -> list[dict[str, Any]]:
         """Return the memory of the steps: a device's segments, or the CPU's allocations."""
         if is_accelerator(self.world.device):
             return torch.cuda.memory_snapshot() if self.world.device.type == "cuda" else []

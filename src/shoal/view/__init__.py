@@ -2,6 +2,6 @@
 
 from shoal.view.live import LiveView
 from shoal.view.run_folder_reader import RunFolder
-from shoal.view.summary import summary
+from shoal.view.summary import summarise_run
 
-__all__ = ["LiveView", "RunFolder", "summary"]
+__all__ = ["LiveView", "RunFolder", "summarise_run"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.view.compare import KINDS, fullest_rank, parts_text
+from shoal.view.compare import KINDS, fullest_rank_memory, parts_text
 
 Record = dict[str, Any]
 GET_IT = "pip install 'shoal[report]'"
@@ -24,12 +24,12 @@ COLOURS = {
 """Paul Tol's bright palette, distinguishable for colour-blind readers."""
 
 
-def drawable() -> bool:
+def has_matplotlib() -> bool:
     """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_drawable(where: str) -> None:
+def check_matplotlib(where: str) -> None:
     """Refuse a picture if matplotlib is not installed.
 
     Args:
@@ -38,11 +38,11 @@ def check_drawable(where: str) -> None:
     Raises:
         ConfigError: matplotlib is missing; the message explains how to install it.
     """
-    if not drawable():
+    if not has_matplotlib():
         raise ConfigError(f"{where}: a PNG is drawn by matplotlib, which is not here; {GET_IT}")
 
 
-def draw(record: Record, path: Path) -> bool:
+def draw_comparison(record: Record, path: Path) -> bool:
     """Draw a comparison, `record` as in compare.json, and write it to `path` as PNG.
 
     Returns:
@@ -52,7 +52,7 @@ def draw(record: Record, path: Path) -> bool:
         ConfigError: the file cannot be written.
     """
     rows = [row for row in record["rows"] if row["per_s"]]
-    if not rows or not drawable():
+    if not rows or not has_matplotlib():
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ def draw(record: Record, path: Path) -> bool:
     speed.set_title(f"{record['unit']}/s{more}", fontsize=10)
     left = [0.0] * len(rows)
     for kind in (*KINDS, "rest"):
-        part = [fullest_rank(row).get(kind, 0) / 2**20 for row in rows]
+        part = [fullest_rank_memory(row).get(kind, 0) / 2**20 for row in rows]
         memory.barh(places, part, left=left, color=COLOURS[kind], label=kind)
         left = [start + more_mib for start, more_mib in zip(left, part, strict=True)]
     memory.set_title("MiB on the fullest rank", fontsize=10)

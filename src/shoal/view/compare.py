@@ -17,7 +17,7 @@ from rich.text import Text
 
 from shoal.base.text.terminal_encoding import READABLE
 from shoal.base.text.units import count_text
-from shoal.view.forecast_errors import foreseen_lines
+from shoal.view.forecast_errors import forecast_error_lines
 
 Record = dict[str, Any]
 Line = tuple[str, str]
@@ -49,7 +49,7 @@ def print_comparison(record: Record, stream: TextIO, kept: Sequence[str] = ()) -
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     encoding = stream.encoding or "utf-8"
     for text, style in comparison_lines(record, console.width):
-        shown = text.replace("█", "#") if not _speaks(encoding, BLOCKS) else text
+        shown = text.replace("█", "#") if not _can_encode(encoding, BLOCKS) else text
         shown = shown.encode(encoding, READABLE).decode(encoding)
         console.print(Text(shown, style=style), soft_wrap=True)
     if kept:
@@ -58,15 +58,15 @@ def print_comparison(record: Record, stream: TextIO, kept: Sequence[str] = ()) -
 
 def comparison_lines(record: Record, width: int) -> list[Line]:
     """Return the whole comparison as lines of at most `width` columns (80 and more)."""
-    lines = [(line, "") for line in _wrapped(_subject(record), width)]
+    lines = [(line, "") for line in _wrap_text(_subject(record), width)]
     lines += [("", ""), *table_lines(record, width)]
     if any(row["per_s"] for row in record["rows"]):
         lines += [("", ""), (f"{record['unit']}/s", "bold"), *bar_lines(record["rows"], width)]
-    if foreseen := foreseen_lines(record["rows"]):
+    if foreseen := forecast_error_lines(record["rows"]):
         lines += [("", ""), *foreseen]
     lines.append(("", ""))
-    for note in notes(record):
-        lines += [(line, "") for line in _wrapped(note, width)]
+    for note in note_lines(record):
+        lines += [(line, "") for line in _wrap_text(note, width)]
     return lines
 
 
@@ -99,19 +99,19 @@ def table_lines(record: Record, width: int) -> list[Line]:
     ]
     gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= width else 1
     lines = [
-        (_joined([column.over for column in columns], widths, gap), "bold"),
-        (_joined([column.head for column in columns], widths, gap), "bold"),
+        (_join_cells([column.over for column in columns], widths, gap), "bold"),
+        (_join_cells([column.head for column in columns], widths, gap), "bold"),
     ]
     for row, line in zip(rows, cells, strict=True):
         if not row["reason"]:
-            lines.append((_joined(line, widths, gap), "red" if row["exceeds_noise"] else ""))
+            lines.append((_join_cells(line, widths, gap), "red" if row["exceeds_noise"] else ""))
             continue
-        start = _joined(line[:2], widths[:2], gap) + " " * gap  # parts are never blank
-        lines += [(text, "yellow") for text in _wrapped(start + row["reason"], width, len(start))]
+        start = _join_cells(line[:2], widths[:2], gap) + " " * gap  # parts are never blank
+        lines += [(text, "yellow") for text in _wrap_text(start + row["reason"], width, len(start))]
     return lines
 
 
-def _joined(cells: Sequence[str], widths: Sequence[int], gap: int) -> str:
+def _join_cells(cells: Sequence[str], widths: Sequence[int], gap: int) -> str:
     """Join cells into a line: names to the left, figures to the right."""
     padded = [
         cell.ljust(width) if place == 0 else cell.rjust(width)
@@ -122,37 +122,41 @@ def _joined(cells: Sequence[str], widths: Sequence[int], gap: int) -> str:
 
 def _columns(record: Record, *, wide: bool) -> list[Column]:
     rows = [row for row in record["rows"] if row["per_s"]]
-    tops = [fullest_rank(row) for row in rows]
+    tops = [fullest_rank_memory(row) for row in rows]
     unit, size = _unit(max((sum(top.values()) for top in tops), default=0))
     sent_unit, sent_size = _unit(max((sum(row["sent_bytes"].values()) for row in rows), default=0))
 
     def held(*kinds: str) -> Callable[[Record], str]:
-        return lambda row: _held_text(fullest_rank(row), kinds, size)
+        return lambda row: _memory_text(fullest_rank_memory(row), kinds, size)
 
     def sent(*kinds: str) -> Callable[[Record], str]:
-        return lambda row: _figure(sum(row["sent_bytes"].get(k, 0) for k in kinds) / sent_size)
+        return lambda row: _short_figure(
+            sum(row["sent_bytes"].get(k, 0) for k in kinds) / sent_size
+        )
 
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["sent_bytes"]))
     columns = [
         Column("", "layout", lambda row: row["layout"]),
         Column("", "processes", parts_text),
-        Column("", f"{record['unit']}/s", lambda row: f"{row['per_s']:,.0f}{_star(row)}"),
-        Column("", "speedup", lambda row: _form(row["speedup"], "{:.2f}×")),
-        Column("effi-", "ciency", lambda row: _form(row["efficiency"], "{:.0%}")),
+        Column(
+            "", f"{record['unit']}/s", lambda row: f"{row['per_s']:,.0f}{_oversubscribed_mark(row)}"
+        ),
+        Column("", "speedup", lambda row: _format_figure(row["speedup"], "{:.2f}×")),
+        Column("effi-", "ciency", lambda row: _format_figure(row["efficiency"], "{:.0%}")),
     ]
     if wide:
         columns += [Column(kind, unit, held(kind)) for kind in KINDS]
         columns += [Column("rest", unit, held("rest"))]
-        columns += [Column(_short(kind), f"{sent_unit}/step", sent(kind)) for kind in kinds]
+        columns += [Column(_short_kind(kind), f"{sent_unit}/step", sent(kind)) for kind in kinds]
     else:
         columns += [Column("states", unit, held(*KINDS)), Column("rest", unit, held("rest"))]
         columns += [Column("sent", f"{sent_unit}/step", sent(*kinds))]
     columns.append(Column("differs", "by", _difference_text))
     names = columns[:2]
-    return names + [Column(c.over, c.head, _or_blank(c.cell)) for c in columns[2:]]
+    return names + [Column(c.over, c.head, _blank_if_unknown(c.cell)) for c in columns[2:]]
 
 
-def _or_blank(cell: Callable[[Record], str]) -> Callable[[Record], str]:
+def _blank_if_unknown(cell: Callable[[Record], str]) -> Callable[[Record], str]:
     return lambda row: cell(row) if row["per_s"] else ""
 
 
@@ -164,30 +168,30 @@ def parts_text(row: Record) -> str:
 def _difference_text(row: Record) -> str:
     if row["layout"] == "single":
         return ""
-    return _form(row["difference"], "{:.0e}") + ("!" if row["exceeds_noise"] else "")
+    return _format_figure(row["difference"], "{:.0e}") + ("!" if row["exceeds_noise"] else "")
 
 
-def _star(row: Record) -> str:
+def _oversubscribed_mark(row: Record) -> str:
     return "*" if row["oversubscribed"] else ""
 
 
-def _held_text(rank: dict[str, int], kinds: Sequence[str], size: int) -> str:
+def _memory_text(rank: dict[str, int], kinds: Sequence[str], size: int) -> str:
     known = [rank[kind] for kind in kinds if kind in rank]
-    return _figure(sum(known) / size) if known else ""
+    return _short_figure(sum(known) / size) if known else ""
 
 
-def _form(value: float | None, form: str) -> str:
+def _format_figure(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def _figure(value: float) -> str:
+def _short_figure(value: float) -> str:
     """Format a figure with about three digits: `0`, `0.42`, `7.3`, `118`."""
     if value == 0:
         return "0"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def fullest_rank(row: Record) -> dict[str, int]:
+def fullest_rank_memory(row: Record) -> dict[str, int]:
     """Return the memory of the rank that holds most; unknown kinds (`rest`) are absent."""
     ranks = [{kind: n for kind, n in rank.items() if n is not None} for rank in row["memory"]]
     return max(ranks, key=lambda rank: sum(rank.values()))
@@ -198,7 +202,7 @@ def _unit(largest_bytes: float) -> tuple[str, int]:
     return next((unit for unit in UNITS if largest_bytes >= unit[1]), UNITS[-1])
 
 
-def _short(kind: str) -> str:
+def _short_kind(kind: str) -> str:
     return kind.replace("_", "-")
 
 
@@ -206,7 +210,7 @@ def bar_lines(rows: list[Record], width: int) -> list[Line]:
     """Return one bar per measured row, as long as it is fast; the longest fills the width."""
     measured = [row for row in rows if row["per_s"]]
     labels = [f"{row['layout']:<8} {parts_text(row):>9}" for row in measured]
-    values = [f"{row['per_s']:,.0f}{_star(row)}" for row in measured]
+    values = [f"{row['per_s']:,.0f}{_oversubscribed_mark(row)}" for row in measured]
     room = width - max(map(len, labels)) - max(map(len, values)) - 4
     longest = max(row["per_s"] for row in measured)
     return [
@@ -225,7 +229,7 @@ def _bar(share: float, room: int) -> str:
     return "█" * (eighths // 8) + BLOCKS[eighths % 8].strip()
 
 
-def notes(record: Record) -> list[str]:
+def note_lines(record: Record) -> list[str]:
     """Return sentences on what the figures mean and what they do not show."""
     rows, machine = record["rows"], record["machine"]
     threads, cores = machine.get("threads"), machine["cores"]
@@ -243,14 +247,14 @@ def notes(record: Record) -> list[str]:
         )
     else:
         said.append("Bytes went between processes of one machine, not over a network.")
-    if disturbed := _disturbed(rows, machine):
+    if disturbed := _other_load_note(rows, machine):
         said.append(disturbed)
     if any(row["exceeds_noise"] for row in rows):
         said.append("! differs from one process by more than rounding: shoal prove finds where.")
     return said
 
 
-def _disturbed(rows: list[Record], machine: Record) -> str:
+def _other_load_note(rows: list[Record], machine: Record) -> str:
     """Return a sentence if other work on the machine slowed the rows; else ""."""
     spread = max((row["spread"] for row in rows if row["spread"]), default=0.0)
     busy = machine.get("busy", 0.0)
@@ -262,14 +266,14 @@ def _disturbed(rows: list[Record], machine: Record) -> str:
     return f"This machine was not quiet, speeds are rough: {'; '.join(signs)}." if signs else ""
 
 
-def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+def _wrap_text(text: str, width: int, indent: int = 0) -> list[str]:
     return textwrap.wrap(
         text, width, subsequent_indent=" " * indent, break_on_hyphens=False,
         drop_whitespace=True, replace_whitespace=True,
     ) or [""]  # fmt: skip
 
 
-def _speaks(encoding: str, text: str) -> bool:
+def _can_encode(encoding: str, text: str) -> bool:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:

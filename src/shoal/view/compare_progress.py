@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.view.phase_lines import Silence, read_doing
-from shoal.view.progress import fit
+from shoal.view.phase_lines import WaitLineSchedule, read_current_phases
+from shoal.view.progress import fit_words
 
 Record = dict[str, Any]
 
 
-class Waiting:
+class ComparisonProgress:
     """Display of which row of a comparison is being measured; call `tick` often, `finish` once.
 
     On a terminal one line is redrawn in place; elsewhere every measured row gets a `key=value`
@@ -43,11 +43,11 @@ class Waiting:
         self.unit = "samples"
         self.began: int | None = None
         self.on_terminal = stream.isatty()
-        self.silence, self.since_s = Silence(), time.time()
+        self.silence, self.since_s = WaitLineSchedule(), time.time()
 
     def tick(self) -> None:
         """Read new lines and show them; cheap."""
-        for record in self._new():
+        for record in self._read_new():
             self.unit = record.get("unit", self.unit)
             if "began" in record:
                 self.began = record["began"]
@@ -60,12 +60,12 @@ class Waiting:
                 self.stream.write(self._key_values(record) + "\n")
                 self.stream.flush()
                 self.silence.broken()
-        doing = read_doing(self.path.parent, self.since_s)
+        doing = read_current_phases(self.path.parent, self.since_s)
         if self.on_terminal:
             waited_s = math.floor(time.monotonic() - self.began_s)
             what = [doing.names()] if doing.phases else []
             width = shutil.get_terminal_size().columns - 1
-            text = fit([self.text, f"{waited_s} s", *what], width, " · ") or self.text[:width]
+            text = fit_words([self.text, f"{waited_s} s", *what], width, " · ") or self.text[:width]
             self.stream.write(f"\r{text}\x1b[K")
             self.stream.flush()
         elif not self.quiet and (line := self.silence.line(doing)):
@@ -79,7 +79,7 @@ class Waiting:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
 
-    def _new(self) -> list[Record]:
+    def _read_new(self) -> list[Record]:
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines()[self.told :]

@@ -23,16 +23,22 @@ from shoal.base.text.event_sentences import (
     DAMAGED,
     died_text,
     event_text,
-    leaps_out,
+    is_outlier,
     numbers_text,
-    printable,
     signal_text,
     slow_text,
+    strip_control_characters,
 )
 from shoal.base.text.units import seconds_text
 from shoal.checkpoint.format.lease import read_owner
 from shoal.view.run_folder_reader import RunFolder
-from shoal.view.script_lines import HEARS, in_a_script, is_echo, is_script, went_on
+from shoal.view.script_lines import (
+    HEARS,
+    has_restarted,
+    is_repeated_death,
+    is_user_script,
+    script_command,
+)
 
 WATCHED = "ended by the watch"
 """Death of a rank that hung (`launch/watch/hang_watch.py`)."""
@@ -47,7 +53,7 @@ MUCH = 0.2
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """One failure of a run, or one cause that makes it slower than need be.
 
     Attributes:
@@ -74,64 +80,64 @@ class Finding:
         return asdict(self)
 
 
-def diagnose(folder: Path) -> list[Finding]:
+def diagnose(folder: Path) -> list[RunFinding]:
     """Return the findings about a run, oldest first; advice comes last."""
     run = RunFolder(folder)
     events = run.events.read()[0]
-    found: list[Finding] = []
+    found: list[RunFinding] = []
     for place, event in enumerate(events):
         name = str(event.get("event"))
-        if (look := LOOKS.get(name)) is None or is_echo(event, events[:place]):
+        if (look := LOOKS.get(name)) is None or is_repeated_death(event, events[:place]):
             continue
         try:
             seen = look(event, events[place + 1 :], folder)
         except DAMAGED:
-            seen = Finding(name, f"{name}: its line in events.jsonl is damaged", "", "")
+            seen = RunFinding(name, f"{name}: its line in events.jsonl is damaged", "", "")
         if seen is not None:
             found.append(seen)
-    found = _alike(_once(found))
-    told = is_script(folder) and bool(found) and found[-1].kind in ENDS and not found[-1].over
-    if not told and (end := _ended_without_a_word(folder)) is not None:
+    found = _merge_repeats(_drop_repeated_errors(found))
+    told = is_user_script(folder) and bool(found) and found[-1].kind in ENDS and not found[-1].over
+    if not told and (end := _diagnose_launcher_death(folder)) is not None:
         found.append(end)
-    found += _advice(folder, run, {one.kind for one in found})
-    if is_script(folder):
-        found = [replace(one, command=in_a_script(one.command)) for one in found]
+    found += _find_advice(folder, run, {one.kind for one in found})
+    if is_user_script(folder):
+        found = [replace(one, command=script_command(one.command)) for one in found]
     return found
 
 
-def text_of(folder: Path, found: list[Finding]) -> str:
+def findings_text(folder: Path, found: list[RunFinding]) -> str:
     """Return findings as text for a terminal, each with its evidence and the next command."""
     wrong = [one for one in found if not one.advice]
     # Nobody knows who starts a script again: its launcher or a person.
-    how = "; the run went on" if is_script(folder) else "; the run went on by itself"
+    how = "; the run went on" if is_user_script(folder) else "; the run went on by itself"
     lines = [f"{folder}: nothing wrong"] if not wrong else []
     for number, one in enumerate(wrong, 1):
-        lines += _shown(f"{number}. ", one, how)
+        lines += _finding_lines(f"{number}. ", one, how)
     for one in found:
         if one.advice:
-            lines += _shown("note: " if one.kind in NOTES else "faster: ", one, how)
+            lines += _finding_lines("note: " if one.kind in NOTES else "faster: ", one, how)
     return "\n".join(lines)
 
 
-def _shown(lead: str, one: Finding, how: str) -> list[str]:
+def _finding_lines(lead: str, one: RunFinding, how: str) -> list[str]:
     over = how if one.over else ""
     lines = [f"{lead}{one.what}{over}"]
     if one.why:
         lines += [f"   why: {one.why}"]
     if one.command:
         lines += [f"   next: {one.command}"]
-    return [printable(line) for line in lines]
+    return [strip_control_characters(line) for line in lines]
 
 
-def _once(found: list[Finding]) -> list[Finding]:
+def _drop_repeated_errors(found: list[RunFinding]) -> list[RunFinding]:
     """Drop deaths by an error that an earlier finding already reports."""
     said = tuple(one.what for one in found if one.kind == "drift")
     return [one for one in found if one.kind != "worker_died" or not one.what.endswith(said)]
 
 
-def _alike(found: Iterable[Finding]) -> list[Finding]:
+def _merge_repeats(found: Iterable[RunFinding]) -> list[RunFinding]:
     """Merge repeated equal findings into the last one, with their count."""
-    kept: dict[tuple[Any, ...], tuple[Finding, int]] = {}
+    kept: dict[tuple[Any, ...], tuple[RunFinding, int]] = {}
     for one in found:
         # Each unreadable sample is a loss of its own.
         what = one.what if one.kind == LEFT_OUT else re.sub(r"\d+", "#", one.what)
@@ -141,7 +147,7 @@ def _alike(found: Iterable[Finding]) -> list[Finding]:
     return [
         one
         if times == 1
-        else Finding(**{**asdict(one), "what": f"{one.what} (the last of {times} alike)"})
+        else RunFinding(**{**asdict(one), "what": f"{one.what} (the last of {times} alike)"})
         for one, times in kept.values()
     ]
 
@@ -158,7 +164,7 @@ ASKED = re.compile(
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def _in_slivers(words: str) -> bool:
+def _is_fragmented(words: str) -> bool:
     """Return whether the error of an allocator reports more unused memory than was asked for.
 
     >>> tail = "2.50 GiB is reserved by PyTorch but unallocated"
@@ -172,7 +178,7 @@ def _in_slivers(words: str) -> bool:
     return 0 < asked <= free
 
 
-Look = Callable[[Record, list[Record], Path], Finding | None]
+EventDiagnosis = Callable[[Record, list[Record], Path], RunFinding | None]
 """(an event, the events after it, the run folder) → finding; None: nothing is wrong."""
 
 CAUSES: tuple[tuple[str, str, str], ...] = (
@@ -233,7 +239,7 @@ SLIVERS = (
 )
 
 
-def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
+def _diagnose_death(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     if event.get("how") == WATCHED:
         return None  # the hang or the mismatch of collectives before it explains it
     rank = event.get("rank")
@@ -249,7 +255,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         "all": shlex.quote(str(folder.parent)),
     }
     why, command = "", "tail -n 50 {log}"
-    for pattern, cause, next_command in (SLIVERS,) if _in_slivers(words) else CAUSES:
+    for pattern, cause, next_command in (SLIVERS,) if _is_fragmented(words) else CAUSES:
         if re.search(pattern, words, re.IGNORECASE):
             why, command = cause, next_command
             break
@@ -257,7 +263,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         if "SIGKILL" in how:
             why = "a SIGKILL leaves no words: a person, a scheduler, or the kernel out of memory"
             command = "dmesg -T | grep -i -e oom -e 'killed process'"
-        elif is_script(folder) and re.search(r"SIG(TERM|INT|USR1)", how):
+        elif is_user_script(folder) and re.search(r"SIG(TERM|INT|USR1)", how):
             why, command = "it was asked to stop, and this loop does not hear it", HEARS
         elif how.startswith("ended"):
             why = "it left no words: a signal, os._exit, or a library in C"
@@ -267,45 +273,47 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
             why, command = "something to correct, which the line says", ""
         elif words:
             why = "an exception that nobody caught, in the code that its traceback names"
-    return Finding(
+    return RunFinding(
         "worker_died",
         died_text(event),
         why,
         command.format(**names),
         rank,
         step,
-        over=went_on(after, folder),
+        over=has_restarted(after, folder),
     )
 
 
-def _hang(event: Record, after: list[Record], folder: Path) -> Finding:
+def _diagnose_hang(event: Record, after: list[Record], folder: Path) -> RunFinding:
     stacks = event.get("stacks")
-    return Finding(
+    return RunFinding(
         "hang",
         event_text(event) or f"rank {event.get('rank')} hangs",
         str(event.get("why") or ""),
         f"less {shlex.quote(str(stacks))}" if stacks else "",
         event.get("rank"),
         event.get("step"),
-        over=went_on(after, folder),
+        over=has_restarted(after, folder),
     )
 
 
-def _said(kind: str, why: str, command: str = "", *, over: bool = True) -> Look:
+def _diagnosis_from_text(
+    kind: str, why: str, command: str = "", *, over: bool = True
+) -> EventDiagnosis:
     """Return a diagnosis for an event whose own sentence describes the failure."""
 
-    def look(event: Record, after: list[Record], folder: Path) -> Finding:
+    def look(event: Record, after: list[Record], folder: Path) -> RunFinding:
         names = {
             "run": shlex.quote(str(folder)),
             "toml": shlex.quote(str(folder / "run.toml")),
             **{key: str(value) for key, value in event.items()},
         }
         text = event_text(event) or str(event.get("text") or kind)
-        return Finding(
+        return RunFinding(
             kind,
             text,
             str(event.get("why") or "") or why,
-            command.format_map(_Known(names)),
+            command.format_map(_DefaultNames(names)),
             _rank_of(event),
             event.get("step"),
             over=over,
@@ -318,7 +326,7 @@ APART = ("ranks wait for each other", "ranks made different calls")
 """Beginnings of the message if ranks make different calls of a run."""
 
 
-def _differ(event: Record, after: list[Record], folder: Path) -> Finding:
+def _diagnose_mismatch(event: Record, after: list[Record], folder: Path) -> RunFinding:
     """Diagnose ranks that made different calls, ran different blocks, or differ in collectives."""
     text, _, cure = str(event.get("text") or "").partition("; try: ")
     why = "what they added up does not belong together"
@@ -327,7 +335,9 @@ def _differ(event: Record, after: list[Record], folder: Path) -> Finding:
     if " caught an error of " in text:
         why = "the others wait for what this rank would have sent"
     rank, step = event.get("rank"), event.get("step")
-    return Finding("collectives_differ", text, why, cure, rank, step, over=went_on(after, folder))
+    return RunFinding(
+        "collectives_differ", text, why, cure, rank, step, over=has_restarted(after, folder)
+    )
 
 
 SLOW_IN: dict[str, tuple[str, str]] = {
@@ -346,16 +356,16 @@ SLOW_ELSE = (
 )
 
 
-def _slow(event: Record, after: list[Record], folder: Path) -> Finding:
+def _diagnose_slow_rank(event: Record, after: list[Record], folder: Path) -> RunFinding:
     rank = event.get("rank")
     why, command = SLOW_IN.get(str(event.get("phase")), SLOW_ELSE)
     log = shlex.quote(str(folder / "logs" / f"rank-{rank}.log"))
     names = {"run": shlex.quote(str(folder)), "log": log}
     what, step = slow_text(event), _step_before(event)
-    return Finding("slow_rank", what, why, command.format(**names), rank, step)
+    return RunFinding("slow_rank", what, why, command.format(**names), rank, step)
 
 
-class _Known(dict[str, str]):
+class _DefaultNames(dict[str, str]):
     def __missing__(self, key: str) -> str:
         return "…"
 
@@ -372,16 +382,16 @@ NOTICES: tuple[tuple[str, str, str, str], ...] = (
 """(pattern of a notice, the kind of finding, its cause, the next command)."""
 
 
-def _noticed(event: Record, after: list[Record], folder: Path) -> Finding | None:
+def _diagnose_notice(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     text = str(event.get("text", ""))
     for pattern, kind, why, command in NOTICES:
         if re.search(pattern, text):
             rank = re.search(r"rank (\d+)", text)
-            return Finding(kind, text, why, command, int(rank[1]) if rank else None, over=True)
+            return RunFinding(kind, text, why, command, int(rank[1]) if rank else None, over=True)
     return None
 
 
-def _not_saved(event: Record, after: list[Record], folder: Path) -> Finding:
+def _diagnose_failed_save(event: Record, after: list[Record], folder: Path) -> RunFinding:
     later = any(
         one.get("event") == "checkpoint_saved" and (one.get("step") or 0) > (event.get("step") or 0)
         for one in after
@@ -389,7 +399,7 @@ def _not_saved(event: Record, after: list[Record], folder: Path) -> Finding:
     reason = str(event.get("reason") or "")
     full = re.search(r"space|free|ENOSPC|quota", reason, re.IGNORECASE)
     command = f"df -h {shlex.quote(str(folder))}" if full else "dmesg -T | tail"
-    return Finding(
+    return RunFinding(
         "checkpoint_failed",
         event_text(event) or "a checkpoint was not saved",
         "the disk is full" if full else "the disk, or the file system, refused",
@@ -400,14 +410,14 @@ def _not_saved(event: Record, after: list[Record], folder: Path) -> Finding:
     )
 
 
-def _stopped(event: Record, after: list[Record], folder: Path) -> Finding | None:
+def _diagnose_stop(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     name = signal_text(str(event.get("signal", "a signal")))
     ended = [one for one in after if one.get("event") in ("run_finished", "run_started")]
     if ended and ended[0].get("event") == "run_finished":
         return None  # requested, and saved
     if any(one.get("event") == "checkpoint_saved" for one in after):
         return None
-    return Finding(
+    return RunFinding(
         "stop_requested",
         f"{name} asked for a stop, and no checkpoint was written after it",
         "what was running then took longer than a stop may, or it could not save",
@@ -417,11 +427,11 @@ def _stopped(event: Record, after: list[Record], folder: Path) -> Finding | None
     )
 
 
-def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None:
+def _diagnose_resume(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     differs = event.get("differs")
     if not differs or event.get("changes_result") is False:
         return None  # another layout or version: the same result to rounding
-    return Finding(
+    return RunFinding(
         "resumed",
         event_text(event) or "resumed with other settings",
         "what follows is not the continuation of what came before",
@@ -435,19 +445,19 @@ def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None
 LEAPT = "loss or gradient norm leaps out of the last steps: samples that are unlike the others"
 
 
-def _skipped(event: Record, after: list[Record], folder: Path) -> Finding | None:
+def _diagnose_skipped_step(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     broken = "numbers that are not finite, made of the samples that are named"
-    why = LEAPT if leaps_out(event) else broken
-    return _said("step_skipped", why)(event, after, folder)
+    why = LEAPT if is_outlier(event) else broken
+    return _diagnosis_from_text("step_skipped", why)(event, after, folder)
 
 
-def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
+def _diagnose_spike(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     """Diagnose a loss spike whose update was made, so that the weights keep its effect."""
-    told = _said("spike", LEAPT, "shoal train --resume {run} train.spikes=skip")
+    told = _diagnosis_from_text("spike", LEAPT, "shoal train --resume {run} train.spikes=skip")
     return told(event, after, folder)
 
 
-def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
+def _diagnose_fragmentation(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     """Diagnose fragmented memory of a device's allocator at the end of the run."""
     told, _, pieces = str(event.get("allocator") or "").partition("; ")
     if "in pieces" not in pieces:
@@ -456,7 +466,7 @@ def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | No
     why = "tensors that stay lie between those that are given back: what is free fits no large one"
     if setting is None:
         why += "; expandable_segments is set, and joins no holes between them: make them at once"
-    return Finding(
+    return RunFinding(
         "fragmentation",
         f"the device's memory is in pieces: {told}; {pieces.partition(':')[0]}",
         why,
@@ -465,20 +475,20 @@ def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | No
     )
 
 
-def _island_lost(event: Record, after: list[Record], folder: Path) -> Finding:
+def _diagnose_lost_island(event: Record, after: list[Record], folder: Path) -> RunFinding:
     """Diagnose a lost island; its own folder reports more, if it is on this machine."""
     lost = event.get("islands") or []
     own = [folder.parent / f"island-{island}" for island in lost]
     there = [shlex.quote(str(path)) for path in own if path.exists()]
     who = "island {} was" if len(lost) == 1 else "islands {} were"
-    return Finding(
+    return RunFinding(
         "island_lost",
         f"{who.format(numbers_text(lost))} lost in round {int(event.get('round') or 0) + 1}, after "
         f"{seconds_text(event.get('after_s') or 0.0)} without a word",
         "it ended, it hangs, or the link to it broke; what happened to it, it knows itself",
         f"shoal diagnose {there[0]}" if there else f"tail -n 50 {shlex.quote(str(folder))}/logs/*",
         step=event.get("step"),
-        over=went_on(after, folder),
+        over=has_restarted(after, folder),
     )
 
 
@@ -495,47 +505,51 @@ def _rank_of(event: Record) -> int | None:
     return rank if isinstance(rank, int) else None
 
 
-LOOKS: dict[str, Look] = {
-    "worker_died": _died,
-    "hang": _hang,
-    "slow_rank": _slow,
-    "checkpoint_failed": _not_saved,
-    "stop_requested": _stopped,
-    "resumed": _resumed,
-    "step_skipped": _skipped,
-    "spike": _leapt,
-    "rewound": _said("rewound", LEAPT),
-    "run_finished": _in_pieces,
-    LEFT_OUT: _said(
+LOOKS: dict[str, EventDiagnosis] = {
+    "worker_died": _diagnose_death,
+    "hang": _diagnose_hang,
+    "slow_rank": _diagnose_slow_rank,
+    "checkpoint_failed": _diagnose_failed_save,
+    "stop_requested": _diagnose_stop,
+    "resumed": _diagnose_resume,
+    "step_skipped": _diagnose_skipped_step,
+    "spike": _diagnose_spike,
+    "rewound": _diagnosis_from_text("rewound", LEAPT),
+    "run_finished": _diagnose_fragmentation,
+    LEFT_OUT: _diagnosis_from_text(
         LEFT_OUT,
         "a disk, a mount or a connection refused it at every try; at most data.unreadable samples "
         "are left out, and a later epoch asks for it again",
         "dmesg -T | tail",
     ),
-    "checkpoint_damaged": _said(
+    "checkpoint_damaged": _diagnosis_from_text(
         "checkpoint_damaged",
         "its bytes on the disk are not those that were written",
         "shoal checkpoint verify {run}",
     ),
-    "collectives_differ": _differ,
-    "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
-    "notice": _noticed,
-    "island_lost": _island_lost,
-    "island_refused": _said("island_refused", "its change is not like the others'"),
-    "round_discarded": _said("round_discarded", "islands could not agree on a merge"),
+    "collectives_differ": _diagnose_mismatch,
+    "drift": _diagnosis_from_text(
+        "drift", "bits changed in memory, or ranks computed different updates"
+    ),
+    "notice": _diagnose_notice,
+    "island_lost": _diagnose_lost_island,
+    "island_refused": _diagnosis_from_text("island_refused", "its change is not like the others'"),
+    "round_discarded": _diagnosis_from_text(
+        "round_discarded", "islands could not agree on a merge"
+    ),
 }
 """By event; events that are missing report nothing wrong."""
 
 
-def _ended_without_a_word(folder: Path) -> Finding | None:
+def _diagnose_launcher_death(folder: Path) -> RunFinding | None:
     """Diagnose a run whose owner is gone without an event: it was killed with its launcher."""
     owner = read_owner(folder)
     if owner is None or not owner.has_ended:
         return None
     who, whose = "its launcher", "a launcher"
-    if is_script(folder):
+    if is_user_script(folder):
         who, whose = "its first process", "a script"
-    return Finding(
+    return RunFinding(
         "killed",
         f"the run ended without a word: {who} ({owner.text()}) was killed, or the machine "
         f"went down",
@@ -547,7 +561,7 @@ def _ended_without_a_word(folder: Path) -> Finding | None:
 # ---- figures of its steps
 
 
-def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
+def _find_advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[RunFinding]:
     steps = run.last_steps(10 * LEAST_STEPS)
     if len(steps) < LEAST_STEPS or kinds & {"slow_rank"}:
         return []  # waiting for a slow rank looks like waiting for the network
@@ -572,7 +586,7 @@ def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
         if whole_s and sum(waits) > MUCH * whole_s:
             share, each_s = sum(waits) / whole_s, statistics.median(waits)
             what = f"{kind} takes {share:.0%} of a step ({seconds_text(each_s)})"
-            found.append(Finding(kind, what, why, command, advice=True))
+            found.append(RunFinding(kind, what, why, command, advice=True))
     return found
 
 

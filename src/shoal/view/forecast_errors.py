@@ -16,7 +16,7 @@ Record = dict[str, Any]
 Text = Callable[[float], str]
 
 
-def misses(row: Record) -> dict[str, tuple[float, float]]:
+def predicted_and_measured(row: Record) -> dict[str, tuple[float, float]]:
     """Return a row's figures that are both predicted and measured: name → (predicted, measured).
 
     Figures that are unknown or 0 on either side are absent.
@@ -40,9 +40,9 @@ def misses(row: Record) -> dict[str, tuple[float, float]]:
     return {name: (one, other) for name, (one, other) in pairs.items() if one and other}
 
 
-def foreseen_lines(rows: Sequence[Record]) -> list[tuple[str, str]]:
+def forecast_error_lines(rows: Sequence[Record]) -> list[tuple[str, str]]:
     """Return a table of at most 80 columns; [] if no row has a prediction."""
-    known = [(row, found) for row in rows if (found := misses(row))]
+    known = [(row, found) for row in rows if (found := predicted_and_measured(row))]
     if not known:
         return []
     head = f"{'predicted / measured':<20}{'step time':>22}{'memory':>19}{'sent':>19}"

@@ -35,7 +35,7 @@ _SUMMED = ("steps", "seconds", "compute_s", "exposed_s", "exchange_s", "sent_byt
 
 
 @dataclass(frozen=True)
-class Merged:
+class RoundTotals:
     """Totals over a run's rounds; of committed rounds, except `discarded`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Merged:
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def merged(events: Iterable[Record]) -> Merged | None:
+def sum_rounds(events: Iterable[Record]) -> RoundTotals | None:
     """Return the totals over the rounds of one island; None if none has ended.
 
     >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
@@ -86,14 +86,14 @@ def merged(events: Iterable[Record]) -> Merged | None:
     if not ended:
         return None
     rounds = [event for event in ended if event.get("event") != DISCARDED]
-    refused = Counter(island for event in ended for island in _refused(event))
+    refused = Counter(island for event in ended for island in _refused_islands(event))
     rates = [
         _number(event, "sent_bytes") / seconds
         for event in rounds
         if (seconds := _number(event, "exchange_s")) > 0
     ]
     sums = {key: sum(_number(event, key) for event in rounds) for key in _SUMMED}
-    return Merged(
+    return RoundTotals(
         rounds=len(rounds),
         discarded=len(ended) - len(rounds),
         refused=dict(sorted(refused.items())),
@@ -103,7 +103,9 @@ def merged(events: Iterable[Record]) -> Merged | None:
     )
 
 
-def islands_row(events: Sequence[Record], predicted: Mapping[str, Any] | None = None) -> str:
+def islands_summary_line(
+    events: Sequence[Record], predicted: Mapping[str, Any] | None = None
+) -> str:
     """Return one line for the summary at a run's end; "" for a run without rounds.
 
     >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
@@ -111,10 +113,10 @@ def islands_row(events: Sequence[Record], predicted: Mapping[str, Any] | None = 
     >>> islands_row([one], {"utilisation": 0.95})
     '1 round, 90.0% used (foreseen 95.0%), 200 B per token and island'
     """
-    found = merged(events)
+    found = sum_rounds(events)
     if found is None:
         return ""
-    figures, said = found.figures(), _plain(predicted)
+    figures, said = found.figures(), _finite_figures(predicted)
     parts = [f"{found.rounds} round{'s' if found.rounds != 1 else ''}"]
     if found.discarded:
         parts.append(f"{found.discarded} discarded")
@@ -136,15 +138,15 @@ def islands_lines(
     Args:
         predicted: figures of `planner.islands.IslandsCost` by name, its utilisation too; or None.
     """
-    found = merged(events)
+    found = sum_rounds(events)
     if found is None:
         return []
-    figures, said = found.figures(), _plain(predicted)
+    figures, said = found.figures(), _finite_figures(predicted)
     lines = [
         f"{'islands':<{NAME_WIDTH}}{'predicted':>{CELL_WIDTH}}{'measured':>{CELL_WIDTH}}",
         _line("rounds committed", "", f"{found.rounds}"),
         _line("rounds discarded", "", f"{found.discarded}"),
-        _line("changes refused", "", f"{sum(found.refused.values())}", _whose(found)),
+        _line("changes refused", "", f"{sum(found.refused.values())}", _refused_text(found)),
     ]
     if found.spread is not None:
         lines.append(_line("weights apart, last merge", "", f"{found.spread:.2%}"))
@@ -192,12 +194,12 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Name of a figure, its label, its format."""
 
 
-def _refused(event: Record) -> list[str]:
+def _refused_islands(event: Record) -> list[str]:
     refused = event.get("refused")
     return [str(island) for island in refused] if isinstance(refused, dict | list) else []
 
 
-def _whose(found: Merged) -> str:
+def _refused_text(found: RoundTotals) -> str:
     times = [f"{island}" + (f" ×{n}" if n > 1 else "") for island, n in found.refused.items()]
     return f"island {', '.join(times)}" if times else ""
 
@@ -213,7 +215,7 @@ def _number(event: Record, key: str) -> float:
     return float(value) if good else 0.0  # type: ignore[arg-type]
 
 
-def _plain(predicted: Mapping[str, Any] | None) -> dict[str, float]:
+def _finite_figures(predicted: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the finite numbers of a prediction."""
     return {
         name: float(value)

@@ -22,11 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.runlog.damaged_lines import is_number
-from shoal.base.text.event_sentences import died_text, event_text, printable
+from shoal.base.text.event_sentences import died_text, event_text, strip_control_characters
 from shoal.base.text.terminal_encoding import READABLE
-from shoal.view.phase_lines import Doing, Silence, read_doing
-from shoal.view.progress import Progress, coarse_text, fit
-from shoal.view.run_folder_reader import RunFolder, last_session
+from shoal.view.phase_lines import CurrentPhases, WaitLineSchedule, read_current_phases
+from shoal.view.progress import RunProgress, fit_words, remaining_time_text
+from shoal.view.run_folder_reader import RunFolder, last_session_events
 
 Record = dict[str, Any]
 PIPE_EVERY_S = 2.0
@@ -69,9 +69,9 @@ class LiveView:
         self, folder: Path, *, total_steps: int | None = None, stream: TextIO, colour: bool = True
     ) -> None:
         self.folder = RunFolder(folder)
-        self.untold = last_session(self.folder.events.read()[0])
+        self.untold = last_session_events(self.folder.events.read()[0])
         self.folder.metrics.skip()
-        self.progress = Progress(total_steps)
+        self.progress = RunProgress(total_steps)
         self.stream = stream
         self.on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         coloured = colour and self.on_terminal and not os.environ.get("NO_COLOR")
@@ -90,19 +90,19 @@ class LiveView:
         self.began_s, self.drawn_s = self.made_s, -math.inf
         self.drawn_step: int | None = None
         self.told_traceback = ""
-        self.since_s = _began_s(self.untold)
-        self.silence = Silence()
+        self.since_s = _workers_start_s(self.untold)
+        self.silence = WaitLineSchedule()
         self.drawn_lengths: list[int] = []
 
     def tick(self) -> None:
         """Read new records and show them; cheap if there are none."""
-        self._guarded(self._tick)
+        self._draw_guarded(self._tick)
 
     def finish(self) -> None:
         """Show the remaining records, keep the last step as an ordinary line, free the terminal."""
-        self._guarded(self._finish)
+        self._draw_guarded(self._finish)
 
-    def _guarded(self, draw: Any) -> None:
+    def _draw_guarded(self, draw: Any) -> None:
         if self.broken:
             return
         try:
@@ -114,11 +114,11 @@ class LiveView:
         # In this order, the steps before an event have been read when it is shown.
         events = self.untold + self.folder.events.read()[0]
         self.untold = []
-        self._take_steps(*self.folder.metrics.read())
+        self._add_steps(*self.folder.metrics.read())
         if self.progress.fraction == 1 and not self._is_drawn():
             self._draw_last()
         for event in events:
-            self._tell(event)
+            self._write_event(event)
         if self.on_terminal:
             self._draw_in_place()
         else:
@@ -132,7 +132,7 @@ class LiveView:
         if not self._is_drawn():
             self._draw_last()
 
-    def _take_steps(self, records: list[Record], cut_back: bool) -> None:
+    def _add_steps(self, records: list[Record], cut_back: bool) -> None:
         self.progress.add(records, cut_back)
         last = self.progress.last
         if last is None or not records:
@@ -155,35 +155,37 @@ class LiveView:
     def _draw_last(self) -> None:
         """Draw the last step as a line that stays."""
         width = self.console.width
-        text = self.progress.dense(width) if self.on_terminal else self.progress.key_values()
+        text = (
+            self.progress.terminal_line(width) if self.on_terminal else self.progress.key_values()
+        )
         self._write(text)
         self.drawn_step = self.progress.last["step"] if self.progress.last else None
 
-    def _tell(self, event: Record) -> None:
+    def _write_event(self, event: Record) -> None:
         name = str(event.get("event"))
-        self.since_s = max(self.since_s, _began_s([event]))
+        self.since_s = max(self.since_s, _workers_start_s([event]))
         if name == "restarting":
             self.phase, self.began_s = "restarting", time.monotonic()
         elif name == "validated":
-            self.progress.validated(event.get("loss"))
+            self.progress.add_validation(event.get("loss"))
         elif name == "stop_requested":
             self.phase = "stopping"
         if name == "worker_died":
-            self._tell_death(event)
+            self._write_death(event)
         elif (text := event_text(event)) is not None:
             self._write(text, STYLES.get(name, ""))
 
-    def _tell_death(self, event: Record) -> None:
+    def _write_death(self, event: Record) -> None:
         # The last death is the outcome of the run, which the launching command reports once.
         if event.get("fatal"):
             return
-        trace = printable(str(event.get("traceback") or ""))
+        trace = strip_control_characters(str(event.get("traceback") or ""))
         if trace.count("\n") and trace != self.told_traceback:
             event = {**event, "traceback": ""}
             body = "\n" + "\n".join(f"  {line}" for line in trace.splitlines())
         else:
             body = ""
-        self._write(printable(died_text(event)) + body, STYLES["worker_died"])
+        self._write(strip_control_characters(died_text(event)) + body, STYLES["worker_died"])
         self.told_traceback = trace
 
     def _write(self, text: str, style: str = "") -> None:
@@ -203,7 +205,7 @@ class LiveView:
     def _draw_line(self) -> None:
         now_s = time.monotonic()
         if self._is_drawn() or (self.drawn_step and now_s - self.drawn_s < self._pause_s(now_s)):
-            if line := self.silence.line(self._doing()):
+            if line := self.silence.line(self._current_phases()):
                 self.stream.write(f"{line}\n")
                 self.stream.flush()
             return
@@ -214,9 +216,9 @@ class LiveView:
         """Return the seconds between lines through a pipe."""
         return max(PIPE_EVERY_S, min(PIPE_AT_MOST_S, (now_s - self.made_s) * PIPE_SHARE))
 
-    def _doing(self) -> Doing:
+    def _current_phases(self) -> CurrentPhases:
         """Return the current phase of the first worker; none if that worker is gone."""
-        return read_doing(self.folder.path, self.since_s)
+        return read_current_phases(self.folder.path, self.since_s)
 
     def _draw_in_place(self) -> None:
         now_s = time.monotonic()
@@ -237,27 +239,27 @@ class LiveView:
         broken = sum(max(0, length - 1) // width for length in self.drawn_lengths)
         if broken:
             self.stream.write("\r" + "\x1b[2K\x1b[1A" * broken)
-        region = self._region(width, now_s)
+        region = self._bottom_region(width, now_s)
         text = region if isinstance(region, Text) else region.renderables[0]
         below = [] if isinstance(region, Text) else [width]
         self.drawn_lengths = [text.cell_len if isinstance(text, Text) else width, *below]
         self.live.update(region, refresh=True)
 
-    def _region(self, width: int, now_s: float) -> Group | Text:
-        doing = self._doing()
+    def _bottom_region(self, width: int, now_s: float) -> Group | Text:
+        doing = self._current_phases()
         if self.progress.last is None or self.phase in ("restarting", "finishing"):
-            seconds = coarse_text(now_s - self.began_s)
-            found = doing.words() if doing.phases else []
+            seconds = remaining_time_text(now_s - self.began_s)
+            found = doing.text_pieces() if doing.phases else []
             words = [f"{self.phase}: {found[0]}", *found[1:]] if found else [self.phase, seconds]
-            return Text(fit(words, width, " · ") or words[0][:width], no_wrap=True)
-        dense = Text(self.progress.dense(width), no_wrap=True)
-        words = doing.words() if doing.phases else self.progress.waits()
+            return Text(fit_words(words, width, " · ") or words[0][:width], no_wrap=True)
+        dense = Text(self.progress.terminal_line(width), no_wrap=True)
+        words = doing.text_pieces() if doing.phases else self.progress.waits()
         if self.phase != "training":
             words.insert(0, self.phase)
         fraction = self.progress.fraction
         if fraction is None:
-            return Group(dense, Text(fit(words, width), no_wrap=True))
-        beside = fit([f"{fraction:4.0%}", *words], width - 12)
+            return Group(dense, Text(fit_words(words, width), no_wrap=True))
+        beside = fit_words([f"{fraction:4.0%}", *words], width - 12)
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, width=len(beside))
@@ -266,7 +268,7 @@ class LiveView:
         return Group(dense, row)
 
 
-def _began_s(events: list[Record]) -> float:
+def _workers_start_s(events: list[Record]) -> float:
     """Return the wall-clock time of the workers' last start; 0 if no event records it."""
     starts = [e for e in events if e.get("event") in ("run_started", "restarting")]
     times = [e["time_s"] for e in starts if is_number(e.get("time_s"))]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.base.runlog.damaged_lines import is_number, read_object
-from shoal.view.progress import coarse_text
-from shoal.wire.phases import FILE_NAME, Phase, listen
+from shoal.view.progress import remaining_time_text
+from shoal.wire.phases import FILE_NAME, Phase, set_phase_listener
 
 WAIT_S = 2.0
 """Seconds of silence after which a wait is reported."""
@@ -24,7 +24,7 @@ LONGEST_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Doing:
+class CurrentPhases:
     """Phases in progress, outermost first; `now_s` is the wall clock when they were read."""
 
     phases: tuple[Phase, ...]
@@ -53,15 +53,15 @@ class Doing:
         """
         return ": ".join(f"{one.name}{_progress(one)}" for one in self.phases)
 
-    def words(self) -> list[str]:
+    def text_pieces(self) -> list[str]:
         """Return the pieces of one line, the most informative first.
 
         >>> Doing((Phase("validation", of=299, done=120, began_s=100.0),), 112.0).words()
         ['validation 120/299', '12 s', '18 s left']
         """
         left_s = self.left_s
-        more = [] if left_s is None else [f"{coarse_text(left_s)} left"]
-        return [self.names(), coarse_text(self.seconds), *more]
+        more = [] if left_s is None else [f"{remaining_time_text(left_s)} left"]
+        return [self.names(), remaining_time_text(self.seconds), *more]
 
     def text(self) -> str:
         """Return the phases as one line.
@@ -69,7 +69,7 @@ class Doing:
         >>> Doing((Phase("first step", began_s=100.0),), 109.4).text()
         'first step · 9 s'
         """
-        return " · ".join(self.words())
+        return " · ".join(self.text_pieces())
 
     def key_values(self) -> str:
         """Return the phases for a pipe, values without blanks.
@@ -80,7 +80,7 @@ class Doing:
         name = "/".join(one.name.replace(" ", "-") for one in self.phases)
         inner, left_s = self.phases[-1], self.left_s
         done = f" done={_progress(inner).strip()}" if _progress(inner) else ""
-        left = "" if left_s is None else f" left={coarse_text(left_s).replace(' ', '')}"
+        left = "" if left_s is None else f" left={remaining_time_text(left_s).replace(' ', '')}"
         return f"phase={name}{done} seconds={self.seconds:.0f}{left}"
 
 
@@ -90,7 +90,7 @@ def _progress(one: Phase) -> str:
     return f" {one.done}" if one.done else ""
 
 
-def read_doing(folder: Path, since_s: float = 0.0) -> Doing:
+def read_current_phases(folder: Path, since_s: float = 0.0) -> CurrentPhases:
     """Read the current phases of a run from `folder/phase.json`.
 
     Args:
@@ -102,8 +102,10 @@ def read_doing(folder: Path, since_s: float = 0.0) -> Doing:
     record = read_object(folder / FILE_NAME)
     rows, told_s = record.get("phases"), record.get("time_s")
     if not isinstance(rows, list) or not is_number(told_s) or told_s < since_s:
-        return Doing((), time.time())
-    return Doing(tuple(one for row in rows if (one := _phase(row)) is not None), time.time())
+        return CurrentPhases((), time.time())
+    return CurrentPhases(
+        tuple(one for row in rows if (one := _phase(row)) is not None), time.time()
+    )
 
 
 def _phase(row: Any) -> Phase | None:
@@ -113,7 +115,7 @@ def _phase(row: Any) -> Phase | None:
         return None
 
 
-class Silence:
+class WaitLineSchedule:
     """Schedule of lines about a wait through a pipe: after two seconds, then ever less often."""
 
     def __init__(self) -> None:
@@ -123,7 +125,7 @@ class Silence:
         """Restart the schedule because another line was written."""
         self.spoken_s, self.pause_s = time.monotonic(), WAIT_S
 
-    def line(self, doing: Doing) -> str:
+    def line(self, doing: CurrentPhases) -> str:
         """Return the line to write now; "" before it is due."""
         now_s = time.monotonic()
         if not doing.phases:
@@ -143,7 +145,7 @@ class PhaseLine:
 
     On a terminal the line is redrawn in place; elsewhere a `key=value` line is written after 2 s of
     one phase, then ever more rarely. `hear` takes phases of this process (a listener of
-    `base.phases`); `show(read_doing(folder))` draws those of a run folder.
+    `base.phases`); `show(read_current_phases(folder))` draws those of a run folder.
 
     Args:
         title: stands before the phases on a terminal.
@@ -151,13 +153,13 @@ class PhaseLine:
 
     def __init__(self, stream: TextIO, title: str = "") -> None:
         self.stream, self.title = stream, title
-        self.silence, self.drawn, self.drawn_s = Silence(), False, 0.0
+        self.silence, self.drawn, self.drawn_s = WaitLineSchedule(), False, 0.0
 
     def hear(self, phases: list[Phase]) -> None:
         """Draw this process's phases; a listener of `base.phases`."""
-        self.show(Doing(tuple(phases), time.time()))
+        self.show(CurrentPhases(tuple(phases), time.time()))
 
-    def show(self, doing: Doing) -> None:
+    def show(self, doing: CurrentPhases) -> None:
         """Draw the current phases; cheap, call it often."""
         if not self.stream.isatty():
             if line := self.silence.line(doing):
@@ -183,12 +185,12 @@ class PhaseLine:
 
 
 @contextlib.contextmanager
-def shown_waits(stream: TextIO) -> Iterator[None]:
+def show_phases(stream: TextIO) -> Iterator[None]:
     """Draw this thread's phases into a stream until the `with` block ends, and clear the line."""
     line = PhaseLine(stream)
-    listen(line.hear)
+    set_phase_listener(line.hear)
     try:
         yield
     finally:
-        listen(None)
+        set_phase_listener(None)
         line.finish()

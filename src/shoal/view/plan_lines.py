@@ -43,13 +43,13 @@ def print_plan(record: Record, stream: TextIO) -> None:
 def plan_lines(record: Record, width: int = WIDTH) -> list[Line]:
     """Return the whole plan as lines of at most `width` columns."""
     best = record["layouts"][0]
-    lines = [(text, "bold") for text in _wrapped(_subject(record), width)]
-    lines += [(text, "") for note in record["notes"] for text in _wrapped(f"({note})", width)]
+    lines = [(text, "bold") for text in _wrap_text(_subject(record), width)]
+    lines += [(text, "") for note in record["notes"] for text in _wrap_text(f"({note})", width)]
     lines += [("", ""), *_table(record, width), ("", "")]
     lines += _memory_lines(best, record["machine"], width)
     lines += [("", ""), *_time_lines(best, width), ("", "")]
     for label, text in _sentences(record):
-        lines += [(line, "") for line in _labelled(label, text, width)]
+        lines += [(line, "") for line in _labelled_lines(label, text, width)]
     return lines
 
 
@@ -132,7 +132,7 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
         f"{bytes_text(capacity)} at its peak (in {row['when']}{at})"
     )
     lines = [(head, "bold"), *_bars(row["memory"], row["peak_bytes"], bytes_text, width)]
-    lines += [(text, "bold") for text in _wrapped(_instants(row, machine), width)]
+    lines += [(text, "bold") for text in _wrap_text(_other_instants_text(row, machine), width)]
     files = max((one["files_bytes"] for one in row["instants"]), default=0.0)
     if files >= LEAST_FILES_BYTES:
         size = bytes_text(files)
@@ -148,7 +148,7 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
     return lines
 
 
-def _instants(row: Record, machine: Record) -> str:
+def _other_instants_text(row: Record, machine: Record) -> str:
     """Return memory at other instants: on the device, and after a plus on the node's host."""
     on_host = machine["kind"] != "cpu"
     told = []
@@ -178,7 +178,7 @@ def _time_lines(row: Record, width: int) -> list[Line]:
     hidden = sum(row["hidden"].values())
     if hidden > LEAST_SHARE * row["step_s"]:
         head += f"; {seconds_text(hidden)} of messages hidden behind compute"
-    lines = [(text, "bold") for text in _wrapped(head, width)]
+    lines = [(text, "bold") for text in _wrap_text(head, width)]
     return [*lines, *_bars(row["time"], row["step_s"], seconds_text, width)]
 
 
@@ -238,12 +238,12 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
     return found
 
 
-def _labelled(label: str, text: str, width: int) -> list[str]:
+def _labelled_lines(label: str, text: str, width: int) -> list[str]:
     head = f"{label:<12}"
     return textwrap.wrap(
         text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
     )
 
 
-def _wrapped(text: str, width: int) -> Sequence[str]:
+def _wrap_text(text: str, width: int) -> Sequence[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)

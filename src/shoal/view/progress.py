@@ -16,7 +16,7 @@ LEAST_SHARE = 0.005
 """Share of the matrix rate below which a model is too small for the figure to mean anything."""
 
 
-class Progress:
+class RunProgress:
     """The state of a run, fed with records of `metrics.jsonl`.
 
     Attributes:
@@ -35,7 +35,7 @@ class Progress:
             self.recent.clear()
         self.recent.extend(record for record in records if "step" in record)
 
-    def validated(self, loss: object) -> None:
+    def add_validation(self, loss: object) -> None:
         """Add the loss of a validation."""
         if is_number(loss):
             self.validations.append(loss)
@@ -59,8 +59,8 @@ class Progress:
 
     def rate(self) -> float | None:
         """Return tokens or samples per second of the recent steps; else the steps' own figure."""
-        unit = unit_of(self.plan)
-        counts = [(amount(r, unit), r.get("step_s")) for r in self.recent]
+        unit = count_unit(self.plan)
+        counts = [(step_amount(r, unit), r.get("step_s")) for r in self.recent]
         known = [(count, step_s) for count, step_s in counts if count is not None and step_s]
         seconds = sum(step_s for _, step_s in known)
         if seconds > 0:
@@ -89,17 +89,17 @@ class Progress:
             mfu = None
         found = [
             ("step", f"{last['step']}{total}"),
-            ("loss", own_text(last, "loss", ".4f")),
-            ("grad_norm", own_text(last, "grad_norm", ".3f")),
+            ("loss", field_text(last, "loss", ".4f")),
+            ("grad_norm", field_text(last, "grad_norm", ".3f")),
             ("validation", f"{self.validations[-1]:.4f}" if self.validations else None),
-            ("lr", own_text(last, "lr", ".1e")),
-            (f"{unit_of(self.plan)}_per_s", None if rate is None else f"{rate:.0f}"),
-            ("matmul" if on_cpu(self.plan) else "mfu", None if mfu is None else f"{mfu:.1%}"),
+            ("lr", field_text(last, "lr", ".1e")),
+            (f"{count_unit(self.plan)}_per_s", None if rate is None else f"{rate:.0f}"),
+            ("matmul" if is_cpu_plan(self.plan) else "mfu", None if mfu is None else f"{mfu:.1%}"),
             ("gpu", None if gpu is None else f"{gpu:.0%}"),
             ("memory", None if memory is None else bytes_text(memory)),
             ("comm", None if comm_s is None else seconds_text(comm_s)),
             ("data_wait", None if wait_s is None else seconds_text(wait_s)),
-            ("left", None if left_s is None else coarse_text(left_s)),
+            ("left", None if left_s is None else remaining_time_text(left_s)),
         ]
         return [(name, text) for name, text in found if text is not None]
 
@@ -107,9 +107,9 @@ class Progress:
         """Return one line for a pipe: `step=40/300 loss=5.1230 …`, values without blanks."""
         return " ".join(f"{name}={text.replace(' ', '')}" for name, text in self.fields())
 
-    def dense(self, width: int) -> str:
+    def terminal_line(self, width: int) -> str:
         """Return one line for a terminal, as much as fits, the most informative first."""
-        found, unit = dict(self.fields()), unit_of(self.plan)
+        found, unit = dict(self.fields()), count_unit(self.plan)
         rate = self.rate()
         words = [
             ("step", "step {}"),
@@ -123,7 +123,7 @@ class Progress:
             ("gpu", "GPU {}"),
             ("lr", "lr {}"),
         ]
-        return fit([form.format(found[name]) for name, form in words if name in found], width)
+        return fit_words([form.format(found[name]) for name, form in words if name in found], width)
 
     def _validation_form(self) -> str:
         best = min(self.validations, default=0.0)
@@ -137,7 +137,7 @@ class Progress:
         return [form.format(found[name]) for name, form in words if name in found]
 
 
-def unit_of(plan: Record) -> str:
+def count_unit(plan: Record) -> str:
     """Return the unit of a run: tokens, or samples if the data are no tokens.
 
     >>> unit_of({}), unit_of({"unit": "samples"})
@@ -146,7 +146,7 @@ def unit_of(plan: Record) -> str:
     return "samples" if plan.get("unit") == "samples" else "tokens"
 
 
-def amount(record: Record, unit: str) -> float | None:
+def step_amount(record: Record, unit: str) -> float | None:
     """Return the tokens or samples of one step; None if its record has none.
 
     >>> amount({"tokens": 64, "samples": [32, 40]}, "samples"), amount({"tokens": 64}, "tokens")
@@ -159,12 +159,12 @@ def amount(record: Record, unit: str) -> float | None:
     return span[1] - span[0] if known and span is not None else None
 
 
-def on_cpu(plan: Record) -> bool:
+def is_cpu_plan(plan: Record) -> bool:
     """Return whether the peak rate is a CPU's own, measured by a short test."""
     return plan.get("device") == "cpu"
 
 
-def share_text(mfu: float, plan: Record) -> str:
+def mfu_text(mfu: float, plan: Record) -> str:
     """Format the share of the machine's matrix rate; a CPU has no published peak.
 
     >>> share_text(0.4, {}), share_text(0.4, {"device": "cpu"}), share_text(0.0001, {})
@@ -172,10 +172,10 @@ def share_text(mfu: float, plan: Record) -> str:
     """
     if mfu < LEAST_SHARE:
         return ""
-    return f"{mfu:.1%} of machine's matmul rate" if on_cpu(plan) else f"MFU {mfu:.1%}"
+    return f"{mfu:.1%} of machine's matmul rate" if is_cpu_plan(plan) else f"MFU {mfu:.1%}"
 
 
-def own_text(record: Record, key: str, form: str) -> str | None:
+def field_text(record: Record, key: str, form: str) -> str | None:
     """Format a field of one step; null, as JSON has no NaN, becomes "nan".
 
     >>> own_text({"loss": None}, "loss", ".4f"), own_text({}, "loss", ".4f")
@@ -186,7 +186,7 @@ def own_text(record: Record, key: str, form: str) -> str | None:
     return "nan" if record[key] is None else f"{record[key]:{form}}"
 
 
-def coarse_text(seconds: float) -> str:
+def remaining_time_text(seconds: float) -> str:
     """Format a remaining duration without tenths.
 
     >>> coarse_text(21.4), coarse_text(0), coarse_text(95)
@@ -195,7 +195,7 @@ def coarse_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 59.5 else seconds_text(seconds)
 
 
-def fit(words: list[str], width: int, gap: str = "  ") -> str:
+def fit_words(words: list[str], width: int, gap: str = "  ") -> str:
     """Return as many words as fit into `width` columns, in order.
 
     >>> fit(["step 1", "loss 2", "grad 3"], 15)

@@ -47,21 +47,21 @@ def verdict_line(report: Report) -> str:
     took += seconds_text(report["seconds"])
     by_blocks = ", by blocks" * report.get("by_blocks", False)
     if report["verdict"] == "equal":
-        size = _size(max(t["largest"]["gradient"] or 0.0 for t in report["trajectories"]))
+        size = _size_text(max(t["largest"]["gradient"] or 0.0 for t in report["trajectories"]))
         return (
             f"equal{by_blocks}: {where} computes what one process computes; the largest gradient "
             f"difference is {size} of the whole ({took})"
         )
     first = next(t for t in report["trajectories"] if not t["equal"])
-    return f"different{by_blocks}: {where}: {_first(first)} ({took})"
+    return f"different{by_blocks}: {where}: {_first_difference_text(first)} ({took})"
 
 
-def _first(trajectory: Report) -> str:
+def _first_difference_text(trajectory: Report) -> str:
     found = trajectory["first"]
     row = found["row"]
     when = f"at step {trajectory['rows'][row]['step']}" if row >= 0 else "at the end"
     name = f" of {found['name']}" if found["name"] else ""
-    far = "" if found["size"] is None else f" by {_size(found['size'])}"
+    far = "" if found["size"] is None else f" by {_size_text(found['size'])}"
     bound = "" if not found["bound"] else f", {found['bound']:.0e} is allowed"
     return f"the first difference is the {found['what']}{name} {when}{far}{bound}"
 
@@ -75,15 +75,15 @@ def _trajectory(trajectory: Report, worst: int) -> list[str]:
         f"  bounds: gradients {bounds['first']:.0e} of the whole gradient, weights "
         f"{bounds['weights']:.0e} of all weights",
     ]
-    parameters = sorted(trajectory["parameters"], key=_order)
+    parameters = sorted(trajectory["parameters"], key=_sort_key)
     shown = parameters[:worst]
     width = max([len(p["name"]) for p in shown] + [9])
     lines.append(f"  {'parameter':<{width}}  {'gradient':>9}  {'at step':>7}  {'weights':>9}")
     for p in shown:
         mark = "" if p["equal"] else "  differs"
         lines.append(
-            f"  {p['name']:<{width}}  {_size(p['gradient']):>9}  {p['step']:>7}  "
-            f"{_size(p['weights']):>9}{mark}"
+            f"  {p['name']:<{width}}  {_size_text(p['gradient']):>9}  {p['step']:>7}  "
+            f"{_size_text(p['weights']):>9}{mark}"
         )
     rest = len(parameters) - len(shown)
     if rest > 0:
@@ -91,14 +91,14 @@ def _trajectory(trajectory: Report, worst: int) -> list[str]:
     return lines
 
 
-def _order(parameter: Report) -> tuple[bool, float]:
+def _sort_key(parameter: Report) -> tuple[bool, float]:
     """Return the sort key of a parameter: differing ones first, then by size, NaN last."""
     gradient, weights = parameter["gradient"], parameter["weights"]
     size = float("inf") if gradient is None or weights is None else max(gradient, weights)
     return bool(parameter["equal"]), -size
 
 
-def _size(value: float | None) -> str:
+def _size_text(value: float | None) -> str:
     """Format a share; None stands for a size that is not finite."""
     if value is None:
         return "∞"

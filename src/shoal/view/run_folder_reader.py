@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shoal.base.runlog.atomic_files import saved_steps
+from shoal.base.runlog.atomic_files import list_saved_steps
 from shoal.base.runlog.damaged_lines import (
     Record,
-    lines_from_end,
-    newest_steps,
+    iter_lines_backward,
     parse_event,
     parse_object,
     parse_step,
+    read_newest_steps,
     read_object,
 )
 
@@ -28,7 +28,7 @@ AGAIN_BYTES = 1 << 18
 """Bytes at the end of a file that are read again after a truncation."""
 
 
-class Tail:
+class JsonLinesTail:
     """Reader of the new lines of a growing JSON-lines file.
 
     `skip()` moves to the end of the file without reading it.
@@ -48,7 +48,7 @@ class Tail:
         """Move to the end of the file, so that `read` returns only later lines."""
         try:
             with self.path.open("rb") as file:
-                place, line = next(lines_from_end(file), (0, None))
+                place, line = next(iter_lines_backward(file), (0, None))
         except OSError:
             return
         if line is not None:
@@ -63,9 +63,9 @@ class Tail:
             if self.path.stat().st_size == self._offset:
                 return [], False
             with self.path.open("rb") as file:
-                cut_back = not self._still_there(file)
+                cut_back = not self._is_untruncated(file)
                 if cut_back:
-                    self._offset, self._last_line = _last_start(file), b""
+                    self._offset, self._last_line = _last_lines_offset(file), b""
                 file.seek(self._offset)
                 text = file.read()
         except OSError:
@@ -77,13 +77,13 @@ class Tail:
             self._last_line = lines[-1]
         return [record for line in lines if (record := self._parse(line)) is not None], cut_back
 
-    def _still_there(self, file: Any) -> bool:
+    def _is_untruncated(self, file: Any) -> bool:
         # A truncated file that has grown again may be longer than before: compare the last line.
         file.seek(self._offset - len(self._last_line))
         return bool(file.read(len(self._last_line)) == self._last_line)
 
 
-def _last_start(file: BinaryIO) -> int:
+def _last_lines_offset(file: BinaryIO) -> int:
     """Return the offset of the first whole line of the last AGAIN_BYTES of a file."""
     start = file.seek(max(0, file.seek(0, os.SEEK_END) - AGAIN_BYTES))
     return start + len(file.readline()) if start else 0
@@ -94,8 +94,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics = Tail(path / "metrics.jsonl", parse_step)
-        self.events = Tail(path / "events.jsonl", parse_event)
+        self.metrics = JsonLinesTail(path / "metrics.jsonl", parse_step)
+        self.events = JsonLinesTail(path / "events.jsonl", parse_event)
 
     def plan(self) -> Record:
         """Return plan.json; {} if there is none."""
@@ -103,14 +103,14 @@ class RunFolder:
 
     def last_steps(self, most: int, after: int = 0) -> list[Record]:
         """Return the newest lines of metrics.jsonl, at most `most`, of steps later than `after`."""
-        return newest_steps(self.path / "metrics.jsonl", most, after)
+        return read_newest_steps(self.path / "metrics.jsonl", most, after)
 
     def checkpoints(self) -> list[int]:
         """Return the steps that have a complete checkpoint, oldest first."""
-        return saved_steps(self.path)
+        return list_saved_steps(self.path)
 
 
-def last_session(events: list[Record]) -> list[Record]:
+def last_session_events(events: list[Record]) -> list[Record]:
     """Return the events from the last `run_started` on; all of them if there is none.
 
     A restart by Shoal's supervisor or guardian (islands) writes none; by torchrun or SLURM it does.

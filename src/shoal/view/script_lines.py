@@ -15,12 +15,12 @@ GOES_ON = ("resumed", "checkpoint_saved", "validated")
 """Events after a death which show that the script was started again."""
 
 
-def is_script(folder: Path) -> bool:
+def is_user_script(folder: Path) -> bool:
     """Return whether a training loop of the user's own made the run."""
     return not (folder / "run.toml").exists()
 
 
-def is_echo(event: Record, before: list[Record]) -> bool:
+def is_repeated_death(event: Record, before: list[Record]) -> bool:
     """Return whether another rank has just died of the same error, as all ranks report it."""
     if event.get("event") != "worker_died" or not event.get("traceback"):
         return False
@@ -36,14 +36,14 @@ def _last_line(event: Record) -> str:
     return str(event.get("traceback") or "").rstrip().rpartition("\n")[2]
 
 
-def went_on(after: list[Record], folder: Path) -> bool:
+def has_restarted(after: list[Record], folder: Path) -> bool:
     """Return whether a later start of this session reached its steps; of a script, any start.
 
     An island's death is fatal to its own supervisor; the launcher of all starts a further attempt.
     """
     for one in after:
         name = one.get("event")
-        if name == "compute_started" or (name in GOES_ON and is_script(folder)):
+        if name == "compute_started" or (name in GOES_ON and is_user_script(folder)):
             return True
         if name == "run_finished" or (name == "run_started" and not one.get("attempt")):
             return False
@@ -62,7 +62,7 @@ AGAIN = "start the script again; run.restore() goes on from its last checkpoint"
 HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/cluster.md)"
 
 
-def in_a_script(command: str) -> str:
+def script_command(command: str) -> str:
     """Rewrite the next command for a script's run, which no command resumes.
 
     >>> in_a_script("shoal train --resume runs/own train.spikes=skip")
@@ -70,10 +70,10 @@ def in_a_script(command: str) -> str:
     """
     command = PLANS.sub("a larger batch, or another layout, for shoal.parallelize", command)
     command = LOGS.sub("read what that rank printed, where its launcher keeps it", command)
-    return RESUMES.sub(_its_words, command)
+    return RESUMES.sub(_script_words, command)
 
 
-def _its_words(found: re.Match[str]) -> str:
+def _script_words(found: re.Match[str]) -> str:
     key, value = found["key"], found["value"]
     if key is None:
         return AGAIN

@@ -19,7 +19,7 @@ from typing import TextIO, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from shoal.base.plans.parameter_splits import ExchangeRow, Explained, FlopsRow, SplitRow
+from shoal.base.plans.parameter_splits import ExchangeRow, FlopsRow, SplitReport, SplitRow
 from shoal.base.text.units import bytes_text, flops_text
 
 WIDTH = 100
@@ -30,14 +30,14 @@ Line = tuple[str, str]
 """(text, style)"""
 
 
-def print_splits(explained: Explained, stream: TextIO) -> None:
+def print_splits(explained: SplitReport, stream: TextIO) -> None:
     """Write how a layout splits each parameter, and why, as a table; in colours on a terminal."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for text, style in split_lines(explained, min(WIDTH, max(80, console.width))):
         console.print(Text(text, style=style), soft_wrap=True)
 
 
-def split_lines(explained: Explained, width: int = WIDTH) -> list[Line]:
+def split_lines(explained: SplitReport, width: int = WIDTH) -> list[Line]:
     """Return the whole table as lines of at most `width` columns."""
     total = len(explained.rows)
     counted = f"{total} parameter{'s' if total != 1 else ''}"
@@ -47,23 +47,23 @@ def split_lines(explained: Explained, width: int = WIDTH) -> list[Line]:
         f"{' of their stage' if any(row.stage for row in explained.rows) else ''}"
     )
     lines = [(text, "bold") for text in textwrap.wrap(head, width)]
-    lines += [("", ""), *_table(fold(explained.rows), width)]
+    lines += [("", ""), *_table(fold_rows(explained.rows), width)]
     if explained.exchanges:
         passes = f"a forward and backward pass of {explained.samples} samples exchanges over tp:"
         lines += [("", ""), (passes, "bold")]
-        lines += [(_exchange(one), "") for one in fold(explained.exchanges)]
+        lines += [(_exchange(one), "") for one in fold_rows(explained.exchanges)]
     if explained.flops:
         lines += [("", ""), *_flops(explained.flops)]
     if explained.notices:
         lines += [("", "")]
-        lines += [(text, "yellow") for one in explained.notices for text in _item(one, width)]
+        lines += [(text, "yellow") for one in explained.notices for text in _wrap_item(one, width)]
     return lines
 
 
 Row = TypeVar("Row", SplitRow, ExchangeRow)
 
 
-def fold(rows: Sequence[Row]) -> list[Row]:
+def fold_rows(rows: Sequence[Row]) -> list[Row]:
     """Merge rows that differ only in a number within their names, keeping their order.
 
     >>> row = SplitRow("layers.0.w", (4, 4), "tp", "rows 0:2 of 4")
@@ -74,11 +74,11 @@ def fold(rows: Sequence[Row]) -> list[Row]:
     named: list[tuple[tuple[str, ...], Row]] = [(tuple(r.name.split(".")), r) for r in rows]
     deepest = max((len(parts) for parts, _ in named), default=0)
     for place in reversed(range(deepest)):
-        named = _fold_at(named, place)
+        named = _fold_rows_at(named, place)
     return [replace(row, name=".".join(parts)) for parts, row in named]
 
 
-def _fold_at(
+def _fold_rows_at(
     named: Iterable[tuple[tuple[str, ...], Row]], place: int
 ) -> list[tuple[tuple[str, ...], Row]]:
     """Merge rows whose names differ at one place, where each has a number."""
@@ -136,7 +136,7 @@ def _table(rows: Sequence[SplitRow], width: int) -> list[Line]:
         line[-1] = notes.get(line[-1], line[-1])
     lines = _columns(cells, widths)
     for text, mark in notes.items():
-        lines += [(line, "") for line in _item(f"{mark} {text}", width)]
+        lines += [(line, "") for line in _wrap_item(f"{mark} {text}", width)]
     return lines
 
 
@@ -181,7 +181,7 @@ def _flops(rows: Sequence[FlopsRow]) -> list[Line]:
     return lines
 
 
-def _item(text: str, width: int) -> list[str]:
+def _wrap_item(text: str, width: int) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )

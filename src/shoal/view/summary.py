@@ -15,17 +15,17 @@ from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import (
     DAMAGED,
     died_text,
-    leaps_out,
+    is_outlier,
     left_out_text,
     number_text,
     numbers_text,
-    printable,
     signal_text,
+    strip_control_characters,
 )
 from shoal.base.text.units import bytes_text, count_text, seconds_text
-from shoal.view.island_lines import islands_row
-from shoal.view.progress import amount, share_text, unit_of
-from shoal.view.run_folder_reader import RunFolder, last_session
+from shoal.view.island_lines import islands_summary_line
+from shoal.view.progress import count_unit, mfu_text, step_amount
+from shoal.view.run_folder_reader import RunFolder, last_session_events
 
 LABEL_WIDTH = 13
 LEAST_WIDTH = 40
@@ -33,42 +33,42 @@ SHOWN_STEPS = 10_000
 """Last steps of a session from which times and bytes are computed; a longer session has more."""
 
 
-def summary(folder: Path, width: int = 80) -> str:
+def summarise_run(folder: Path, width: int = 80) -> str:
     """Summarise the last session of a run folder: lines of at most `width` columns, 40 at least.
 
     Missing or damaged records are left out; they raise no error.
     """
     run = RunFolder(folder)
-    events = last_session(run.events.read()[0])
+    events = last_session_events(run.events.read()[0])
     start = _first_step(events)
     steps = run.last_steps(SHOWN_STEPS, start)
     plan = run.plan()
     rows: list[tuple[str, Callable[[], str]]] = [
-        ("trained", lambda: _trained(steps, plan, start)),
-        ("took", lambda: _took(steps, events)),
+        ("trained", lambda: _trained_text(steps, plan, start)),
+        ("took", lambda: _duration_text(steps, events)),
         ("step", lambda: _speed(steps, plan)),
         ("memory", lambda: _memory(steps, events)),
         ("allocator", lambda: _allocator(events)),
-        ("sent", lambda: _sent(steps)),
-        ("foreseen", lambda: _foreseen(plan, steps, events)),
-        ("islands", lambda: islands_row(events, _islands_foreseen(plan))),
-        ("waited", lambda: _waited(steps, events)),
+        ("sent", lambda: _sent_text(steps)),
+        ("foreseen", lambda: _forecast_text(plan, steps, events)),
+        ("islands", lambda: islands_summary_line(events, _islands_forecast(plan))),
+        ("waited", lambda: _waits_text(steps, events)),
         ("restarts", lambda: _restarts(events)),
-        ("skipped", lambda: _skipped(events)),
-        ("left out", lambda: _left_out(events)),
+        ("skipped", lambda: _skipped_text(events)),
+        ("left out", lambda: _unreadable_text(events)),
         ("validation", lambda: _validation(events)),
         ("checkpoints", lambda: _checkpoints(run, events)),
     ]
     lines = textwrap.wrap(
-        _told(lambda: _ending(events, steps, run.checkpoints())), max(LEAST_WIDTH, width)
+        _row_text(lambda: _outcome_text(events, steps, run.checkpoints())), max(LEAST_WIDTH, width)
     )
     for label, tell in rows:
-        if text := _told(tell):
+        if text := _row_text(tell):
             lines += _row(label, text, max(LEAST_WIDTH, width))
     return "\n".join(lines)
 
 
-def _told(tell: Callable[[], str]) -> str:
+def _row_text(tell: Callable[[], str]) -> str:
     """Return a row's text; "" if the records behind it are damaged."""
     try:
         return tell()
@@ -87,7 +87,7 @@ def _row(label: str, text: str, width: int) -> list[str]:
     ]
 
 
-def _named(events: list[Record], name: str) -> list[Record]:
+def _events_named(events: list[Record], name: str) -> list[Record]:
     return [event for event in events if event.get("event") == name]
 
 
@@ -101,45 +101,47 @@ def _first_step(events: list[Record]) -> int:
     return 0
 
 
-def _ending(events: list[Record], steps: list[Record], saved: list[int]) -> str:
+def _outcome_text(events: list[Record], steps: list[Record], saved: list[int]) -> str:
     at = f" at step {steps[-1]['step']}" if steps else " before the first step"
-    deaths = [event for event in _named(events, "worker_died") if event.get("fatal")]
+    deaths = [event for event in _events_named(events, "worker_died") if event.get("fatal")]
     if deaths:
-        return printable(f"failed{at}: {died_text(deaths[-1])}")
-    stops, ends = _named(events, "stop_requested"), _named(events, "run_finished")
+        return strip_control_characters(f"failed{at}: {died_text(deaths[-1])}")
+    stops, ends = _events_named(events, "stop_requested"), _events_named(events, "run_finished")
     by = f", by {signal_text(str(stops[-1].get('signal', 'a signal')))}" if stops else ""
     if ends:
         how, mark, trouble = str(ends[-1].get("how", "finished")).partition(";")
-        return printable(f"{how}{at}{by}{mark}{trouble}")
+        return strip_control_characters(f"{how}{at}{by}{mark}{trouble}")
     if stops:
         newest = f"the newest checkpoint is step-{saved[-1]}" if saved else "nothing was saved"
         return f"stopped{at}{by}; {newest}"
     return f"no end recorded; last seen{at}"
 
 
-def _trained(steps: list[Record], plan: Record, start: int) -> str:
+def _trained_text(steps: list[Record], plan: Record, start: int) -> str:
     if not steps:
         return ""
     loss = number_text(steps[-1].get("loss"), 4)
     if len(steps) == SHOWN_STEPS and (made := steps[-1]["step"] - start) > SHOWN_STEPS:
         return f"{made} steps; below: of the last {SHOWN_STEPS}; last loss {loss}"
-    total = sum(amount(record, unit_of(plan)) or 0 for record in steps)
+    total = sum(step_amount(record, count_unit(plan)) or 0 for record in steps)
     times = _values(steps, "step_s")
     took = f" in {seconds_text(sum(times))}" if times else ""
     word = "step" if len(steps) == 1 else "steps"
-    return f"{len(steps)} {word}, {count_text(total)} {unit_of(plan)}{took}; last loss {loss}"
+    return f"{len(steps)} {word}, {count_text(total)} {count_unit(plan)}{took}; last loss {loss}"
 
 
-def _took(steps: list[Record], events: list[Record]) -> str:
+def _duration_text(steps: list[Record], events: list[Record]) -> str:
     """Return the session's seconds, and its phases that were no steps."""
     times = [event["time_s"] for event in events if is_number(event.get("time_s"))]
     if len(times) < 2 or not steps:
         return ""
-    began = [e["time_s"] for e in _named(events, "compute_started") if is_number(e.get("time_s"))]
+    began = [
+        e["time_s"] for e in _events_named(events, "compute_started") if is_number(e.get("time_s"))
+    ]
     parts = {
         "starting": min(began) - min(times) if began else 0.0,
         "steps": sum(_values(steps, "step_s")),
-        "validation": sum(_values(_named(events, "validated"), "seconds")),
+        "validation": sum(_values(_events_named(events, "validated"), "seconds")),
     }
     whole = max(times) - min(times)
     told = [f"{seconds_text(s)} {word}" for word, s in parts.items() if s > whole / 1000]
@@ -156,12 +158,12 @@ def _speed(steps: list[Record], plan: Record) -> str:
     if not (times := _values(steady, "step_s")):
         return ""
     parts = [f"{seconds_text(statistics.median(times))} median"]
-    unit = unit_of(plan)
-    timed = [(amount(record, unit), record.get("step_s")) for record in steady]
+    unit = count_unit(plan)
+    timed = [(step_amount(record, unit), record.get("step_s")) for record in steady]
     if rates := [done / step_s for done, step_s in timed if done and is_number(step_s) and step_s]:
         parts.append(f"{count_text(statistics.median(rates))} {unit}/s")
     if mfus := _values(steady, "mfu"):
-        parts += filter(None, [share_text(statistics.median(mfus), plan)])
+        parts += filter(None, [mfu_text(statistics.median(mfus), plan)])
     return ", ".join(parts)
 
 
@@ -189,11 +191,15 @@ def _peaks(steps: list[Record], events: list[Record]) -> list[float]:
 
 def _allocator(events: list[Record]) -> str:
     """Return how full the fullest device's allocator was at the end; "" on a CPU."""
-    told = [event["allocator"] for event in _named(events, "run_finished") if "allocator" in event]
-    return printable(str(told[-1])) if told else ""
+    told = [
+        event["allocator"]
+        for event in _events_named(events, "run_finished")
+        if "allocator" in event
+    ]
+    return strip_control_characters(str(told[-1])) if told else ""
 
 
-def _sent(steps: list[Record]) -> str:
+def _sent_text(steps: list[Record]) -> str:
     kinds: dict[str, list[float]] = {}
     for record in steps:
         found = record.get("comm_bytes_by_kind") or record.get("comm_bytes")
@@ -209,7 +215,7 @@ def _sent(steps: list[Record]) -> str:
     return f"{bytes_text(total)} per step and rank{detail}"
 
 
-def _foreseen(plan: Record, steps: list[Record], events: list[Record]) -> str:
+def _forecast_text(plan: Record, steps: list[Record], events: list[Record]) -> str:
     """Return the planner's prediction before the run and its relative error."""
     said = plan.get("predicted")
     if not isinstance(said, dict) or "reason" in said or not steps:
@@ -228,14 +234,14 @@ def _foreseen(plan: Record, steps: list[Record], events: list[Record]) -> str:
     return ", ".join(parts)
 
 
-def _islands_foreseen(plan: Record) -> Record:
+def _islands_forecast(plan: Record) -> Record:
     """Return the planner's prediction for the islands, `IslandsCost.record` in plan.json."""
     said = plan.get("predicted")
     found = said.get("islands") if isinstance(said, dict) else None
     return found if isinstance(found, dict) else {}
 
 
-def _waited(steps: list[Record], events: list[Record]) -> str:
+def _waits_text(steps: list[Record], events: list[Record]) -> str:
     """Return rank 0's waits, and slow ranks; waiting for a slow rank counts as communication."""
     total_s = sum(_values(steps, "step_s"))
     parts = []
@@ -246,41 +252,43 @@ def _waited(steps: list[Record], events: list[Record]) -> str:
         if waits and total_s > 0:
             mean_s = sum(waits) / len(waits)
             parts.append(f"{seconds_text(mean_s)} {word} ({sum(waits) / total_s:.1%})")
-    told = _named(events, "slow_rank")
+    told = _events_named(events, "slow_rank")
     slow = dict.fromkeys(f"rank {one['rank']} ({one['phase']})" for one in told)
     for_whom = f"; all wait for {', '.join(slow)}" if slow else ""
-    return printable(f"per step {', '.join(parts)}{for_whom}") if parts else ""
+    return strip_control_characters(f"per step {', '.join(parts)}{for_whom}") if parts else ""
 
 
 def _restarts(events: list[Record]) -> str:
-    restarts = _named(events, "restarting")
-    deaths = [event for event in _named(events, "worker_died") if not event.get("fatal")]
+    restarts = _events_named(events, "restarting")
+    deaths = [event for event in _events_named(events, "worker_died") if not event.get("fatal")]
     if not restarts:
         return ""
     last = f"; last: {died_text(deaths[-1])}" if deaths else ""
-    return printable(f"{len(restarts)}{last}")
+    return strip_control_characters(f"{len(restarts)}{last}")
 
 
-def _skipped(events: list[Record]) -> str:
+def _skipped_text(events: list[Record]) -> str:
     """Return the number of skipped steps, by cause."""
-    told = [event for event in _named(events, "step_skipped") if "step" in event]
-    leapt = sorted({event["step"] for event in told if leaps_out(event)})
+    told = [event for event in _events_named(events, "step_skipped") if "step" in event]
+    leapt = sorted({event["step"] for event in told if is_outlier(event)})
     broken = sorted({event["step"] for event in told} - set(leapt))
     parts = {"non-finite": broken, "leapt out": leapt}
     words = [f"{name}: {numbers_text(steps)}" for name, steps in parts.items() if steps]
     return ", ".join([str(len(broken) + len(leapt)), *words]) if words else ""
 
 
-def _left_out(events: list[Record]) -> str:
-    found = _named(events, "sample_left_out")
+def _unreadable_text(events: list[Record]) -> str:
+    found = _events_named(events, "sample_left_out")
     if not found:
         return ""
     samples = "1 sample" if len(found) == 1 else f"{len(found)} samples"
-    return printable(f"{samples} that could not be read; last: {left_out_text(found[-1])}")
+    return strip_control_characters(
+        f"{samples} that could not be read; last: {left_out_text(found[-1])}"
+    )
 
 
 def _validation(events: list[Record]) -> str:
-    if not (found := _named(events, "validated")):
+    if not (found := _events_named(events, "validated")):
         return ""
     loss, entropy = found[-1].get("loss"), found[-1].get("unigram_entropy")
     name = found[-1].get("baseline", "unigram entropy")
@@ -293,7 +301,9 @@ def _validation(events: list[Record]) -> str:
 def _checkpoints(run: RunFolder, events: list[Record]) -> str:
     if not (complete := run.checkpoints()):
         return ""
-    sizes = [event["bytes"] for event in _named(events, "checkpoint_saved") if "bytes" in event]
+    sizes = [
+        event["bytes"] for event in _events_named(events, "checkpoint_saved") if "bytes" in event
+    ]
     size = f", {bytes_text(sizes[-1])} each" if sizes else ""
     names = ", ".join(f"step-{step}" for step in complete[-3:])
     earlier = f" and {len(complete) - 3} earlier" if len(complete) > 3 else ""

@@ -27,8 +27,8 @@ from shoal.wire.authenticated_stream import (
     NONCE,
     READ_BYTES,
     REFUSED,
-    Line,
-    lines,
+    AuthenticatedStream,
+    create_streams,
     mac,
 )
 
@@ -45,12 +45,12 @@ class Peer:
         self.since_s = time.monotonic()
         self.nonce = os.urandom(NONCE)
         self.known = False
-        self.hears: Line | None = None
-        self.says: Line | None = None
+        self.hears: AuthenticatedStream | None = None
+        self.says: AuthenticatedStream | None = None
         self.came, self.goes = bytearray(), bytearray(HELLO + self.nonce)
 
 
-class SealedServer:
+class AuthenticatedServer:
     """Server for clients that know the token: call `serve` repeatedly, or in a thread.
 
     A subclass implements the requests (`do`) and replies by `answer`.
@@ -74,7 +74,7 @@ class SealedServer:
         listener.setblocking(False)
         self._wakes.register(listener, selectors.EVENT_READ)
 
-    def do(self, peer: Peer, request: Any) -> None:
+    def handle_request(self, peer: Peer, request: Any) -> None:
         """Handle a peer's request; a ValueError, KeyError or TypeError drops the peer."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class SealedServer:
                 if not read:
                     raise ConnectionError("")
                 peer.came += read
-                self._hear(peer)
+                self._receive(peer)
         except BlockingIOError:
             return
         except OSError as failure:
@@ -151,13 +151,13 @@ class SealedServer:
             wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.goes else 0)
             self._wakes.modify(peer.connection, wants, peer)
 
-    def _hear(self, peer: Peer) -> None:
-        if not peer.known and not self._greet(peer):
+    def _receive(self, peer: Peer) -> None:
+        if not peer.known and not self._handle_hello(peer):
             return
         for request in self._frames(peer):
-            self.do(peer, request)
+            self.handle_request(peer, request)
 
-    def _greet(self, peer: Peer) -> bool:
+    def _handle_hello(self, peer: Peer) -> bool:
         """Return whether a peer has proven that it knows the token."""
         if len(peer.came) < NONCE + 32:
             return False
@@ -169,7 +169,7 @@ class SealedServer:
             self._drop(peer, "it does not know the token")
             return False
         peer.known = True
-        peer.hears, peer.says = lines(self._token, peer.nonce, nonce)
+        peer.hears, peer.says = create_streams(self._token, peer.nonce, nonce)
         peer.goes += mac(self._token, b"server", nonce, peer.nonce)
         self._send(peer)
         return True
@@ -189,7 +189,7 @@ class SealedServer:
     def answer(self, peer: Peer, message: Any) -> None:
         """Answer a peer's request; each request gets one answer, in order."""
         if peer.says is not None:
-            peer.goes += peer.says.seal(message)
+            peer.goes += peer.says.encode_frame(message)
             try:
                 self._send(peer)
             except OSError:

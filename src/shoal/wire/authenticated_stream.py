@@ -40,7 +40,7 @@ def mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
-class Line:
+class AuthenticatedStream:
     """One direction of a connection: authenticates, verifies and counts frames."""
 
     def __init__(self, session: bytes, name: bytes) -> None:
@@ -51,7 +51,7 @@ class Line:
         self._count += 1
         return mac(self._key, struct.pack("!Q", self._count), text)[:MAC]
 
-    def seal(self, message: Any) -> bytes:
+    def encode_frame(self, message: Any) -> bytes:
         """Return the authenticated frame of a message."""
         text = json.dumps(message).encode()
         if len(text) > MOST_BYTES:
@@ -65,13 +65,15 @@ class Line:
         return json.loads(text)
 
 
-def lines(token: bytes, of_server: bytes, of_client: bytes) -> tuple[Line, Line]:
+def create_streams(
+    token: bytes, of_server: bytes, of_client: bytes
+) -> tuple[AuthenticatedStream, AuthenticatedStream]:
     """Return a connection's two directions: (client to server, server to client)."""
     session = mac(token, b"session", of_server, of_client)
-    return Line(session, b"client"), Line(session, b"server")
+    return AuthenticatedStream(session, b"client"), AuthenticatedStream(session, b"server")
 
 
-class Connection:
+class AuthenticatedConnection:
     """A client's end of an authenticated connection.
 
     Raises:
@@ -103,17 +105,17 @@ class Connection:
                 f"{at}: the store there has another token than this process: it is another run's, "
                 "or SHOAL_TOKEN differs; try: the same SHOAL_TOKEN for all processes of a run"
             )
-        self._says, self._hears = lines(token, theirs, mine)
+        self._says, self._hears = create_streams(token, theirs, mine)
 
     def ask(self, request: Any, within_s: float) -> Any:
         """Send a request and return the answer; raises TimeoutError or ConnectionError."""
-        self.say(request, within_s)
+        self.send(request, within_s)
         return self.hear(within_s)
 
-    def say(self, request: Any, within_s: float) -> None:
+    def send(self, request: Any, within_s: float) -> None:
         """Send a request; raises TimeoutError or ConnectionError."""
         self.connection.settimeout(max(within_s, 0.001))
-        self.connection.sendall(self._says.seal(request))
+        self.connection.sendall(self._says.encode_frame(request))
 
     def hear(self, within_s: float) -> Any:
         """Receive the next answer; raises TimeoutError or ConnectionError."""

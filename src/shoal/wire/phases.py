@@ -6,8 +6,8 @@ Any package opens a phase around its work; without a listener it has no effect:
         for batch in batches:
             told.step()
 
-Listeners are per thread (`listen`), so background work (a save) reports nothing. A worker writes
-the newest state to `phase.json` in its folder (`tell_folder`).
+Listeners are per thread (`set_phase_listener`), so background work (a save) reports nothing. A
+worker writes the newest state to `phase.json` in its folder (`write_phases_to_folder`).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Phase:
         """Add finished steps and notify the listener."""
         self.done += count
         if (teller := _TELLER.get()) is not None:
-            teller.progressed()
+            teller.notify_progress()
 
 
 Hear = Callable[[list[Phase]], None]
 """Listener: called with the open phases, outermost first; empty if there is none."""
 
 
-class Teller:
+class PhaseReporter:
     """The open phases of one thread, and its listener."""
 
     def __init__(self, hear: Hear) -> None:
@@ -65,27 +65,27 @@ class Teller:
         self.phases: list[Phase] = []
         self.told_s = 0.0
 
-    def changed(self) -> None:
+    def notify_change(self) -> None:
         """Notify the listener that a phase started or ended."""
         self.told_s = time.monotonic()
         self.hear(self.phases)
 
-    def progressed(self) -> None:
+    def notify_progress(self) -> None:
         """Notify the listener of progress, at a limited rate."""
         if time.monotonic() - self.told_s >= EVERY_S:
-            self.changed()
+            self.notify_change()
 
 
-_TELLER: ContextVar[Teller | None] = ContextVar("teller", default=None)
+_TELLER: ContextVar[PhaseReporter | None] = ContextVar("teller", default=None)
 
 
-def listen(hear: Hear | None) -> None:
+def set_phase_listener(hear: Hear | None) -> None:
     """Set the listener of this thread's open phases, outermost first; None: no listener.
 
     It is called when a phase starts or ends, and every 0.2 s while steps are counted. It replaces
     the earlier listener.
     """
-    _TELLER.set(None if hear is None else Teller(hear))
+    _TELLER.set(None if hear is None else PhaseReporter(hear))
 
 
 @contextlib.contextmanager
@@ -111,15 +111,15 @@ def phase(name: str, of: int = 0) -> Iterator[Phase]:
         yield found
         return
     teller.phases.append(found)
-    teller.changed()
+    teller.notify_change()
     try:
         yield found
     finally:
         teller.phases.remove(found)
-        teller.changed()
+        teller.notify_change()
 
 
-def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
+def iter_with_progress(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
     """Yield items in a phase of `of` steps; each request for the next item counts one step.
 
     >>> list(counting("copy", 2, "ab"))
@@ -131,13 +131,13 @@ def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
             told.step()
 
 
-def tell_folder(folder: Path) -> None:
-    """Write this thread's open phases to `folder/phase.json` whenever they change (`listen`).
+def write_phases_to_folder(folder: Path) -> None:
+    """Write this thread's open phases to `folder/phase.json` whenever they change.
 
     Each write replaces the file atomically; disk errors are ignored. An existing watch page stays a
     listener.
     """
-    from shoal.base.runlog.atomic_files import write_whole
+    from shoal.base.runlog.atomic_files import write_atomically
     from shoal.base.runlog.folder_owner import FolderOwner
 
     owner = FolderOwner(folder)
@@ -145,23 +145,23 @@ def tell_folder(folder: Path) -> None:
     def hear(phases: list[Phase]) -> None:
         record = {"time_s": time.time(), "phases": [asdict(one) for one in phases]}
         with contextlib.suppress(OSError):  # it is for readers; a full disk must stop nobody
-            write_whole(owner.place() / FILE_NAME, json.dumps(record))
+            write_atomically(owner.current_path() / FILE_NAME, json.dumps(record))
         if page is not None:
             page.hear(phases)
 
-    listen(hear)
+    set_phase_listener(hear)
 
 
 page: Any = None  # the watch_page.Page of this process, if the launcher made one
 
 
-def part(number: int) -> None:
+def record_step_part(number: int) -> None:
     """Report to the watch page that part `number` of a step starts (PASSES, SUM, …)."""
     if page is not None:
         page.part(number)
 
 
-def unlike(*parts: int, always: bool = False) -> None:
+def mark_unequal_parts(*parts: int, always: bool = False) -> None:
     """Exclude these parts of this step from comparison: ranks have different work in them.
 
     Args:

@@ -26,7 +26,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def find_token(env: Mapping[str, str]) -> bytes:
+def read_token(env: Mapping[str, str]) -> bytes:
     """Return the token that the environment names; empty if it names none.
 
     Raises:

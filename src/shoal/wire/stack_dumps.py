@@ -17,42 +17,42 @@ from types import FrameType
 from typing import Any
 
 from shoal.base.standard_streams import flush_streams
-from shoal.base.text.user_frames import OWN_FOLDER, place_in
-from shoal.wire.watch_page import Page, tell_page
+from shoal.base.text.user_frames import OWN_FOLDER, user_line_of_frame
+from shoal.wire.watch_page import WatchPage, attach_page
 
 LOOK_S = 0.2
 NAME = "shoal-stacks"
 _WRAPPERS = ("wrapper", "__call__", "inner")
 
 
-def be_watched() -> None:
+def start_page_reports() -> None:
     """Report this process's activity to the watch page of the launcher, if there is one."""
-    if page := Page.open():
-        tell_page(page)
-        answer_for_stacks(page)
+    if page := WatchPage.open():
+        attach_page(page)
+        start_stack_thread(page)
 
 
 _OF_RUNS = tuple(f"{OWN_FOLDER}/{room}/" for room in ("trainer", "data", "checkpoint"))
 
 
-def answer_for_stacks(page: Page) -> None:
+def start_stack_thread(page: WatchPage) -> None:
     """Start the thread that answers stack requests; it ends with the process."""
     main = threading.main_thread().ident or 0
     threading.Thread(target=_answer, args=(page, main), name=NAME, daemon=True).start()
 
 
-def _answer(page: Page, main: int) -> None:
+def _answer(page: WatchPage, main: int) -> None:
     answered = page.asked
-    while not page.is_left:
+    while not page.is_closed:
         time.sleep(LOOK_S)
         if (order := page.exit_order) is not None:
             _end(page, *order)
         if (asked := page.asked) != answered:
-            page.answer(asked, {**page.told, **stacks(main)})
+            page.answer(asked, {**page.told, **dump_stacks(main)})
             answered = asked
 
 
-def _end(page: Page, status: int, at_s: float) -> None:
+def _end(page: WatchPage, status: int, at_s: float) -> None:
     """End this process, whose main thread hangs in a collective.
 
     All ranks end together: a rank that loses its peer first would print an error of its collective.
@@ -64,7 +64,7 @@ def _end(page: Page, status: int, at_s: float) -> None:
     os._exit(status)
 
 
-def stacks(main: int) -> dict[str, Any]:
+def dump_stacks(main: int) -> dict[str, Any]:
     """Return the position and the stacks of this process's threads.
 
     Args:
@@ -73,7 +73,7 @@ def stacks(main: int) -> dict[str, Any]:
     Returns:
         of the training thread: `place`, the user's line; `collective` in which it waits; `by_user`,
         whether the user called it; `own`, whether Shoal's code runs; `compiling`; `between`,
-        whether it is in no call of a run or of its loader. `stacks` is the text of all stacks,
+        whether it is in no call of a run or of its loader. `dump_stacks` is the text of all stacks,
         training thread first.
     """
     frames = sys._current_frames()
@@ -85,13 +85,13 @@ def stacks(main: int) -> dict[str, Any]:
         if one in frames and names.get(one) != NAME
     ]
     frame = frames.get(main)
-    collective, by_user = collective_of(frame)
+    collective, by_user = find_blocking_collective(frame)
     told = {
-        "place": place_in(frame),
+        "place": user_line_of_frame(frame),
         "collective": collective,
         "by_user": by_user,
         "own": runs_own_code(frame),
-        "between": not in_a_call(frame),
+        "between": not is_inside_run_call(frame),
         "compiling": _compiles(frame),
         "stacks": "\n".join(text),
     }
@@ -99,7 +99,7 @@ def stacks(main: int) -> dict[str, Any]:
     return told
 
 
-def collective_of(frame: FrameType | None) -> tuple[str, bool]:
+def find_blocking_collective(frame: FrameType | None) -> tuple[str, bool]:
     """Return the collective in which a thread stands, from its innermost frames; "" for none.
 
     The second value is whether a user's line called it.
@@ -124,7 +124,7 @@ def runs_own_code(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(f"{OWN_FOLDER}/")
 
 
-def in_a_call(frame: FrameType | None) -> bool:
+def is_inside_run_call(frame: FrameType | None) -> bool:
     """Return whether a thread is inside a call of a run or its loader."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(_OF_RUNS):

@@ -74,7 +74,7 @@ _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 _ANOTHER = KINDS.index("another")
 
 
-class Page:
+class WatchPage:
     """Writer of a watch page: the activity of one rank.
 
     `begun`, `waits`, `waited` record collectives, `part` and `stepped` record steps, `hear` records
@@ -101,7 +101,7 @@ class Page:
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
-    def open(environ: Mapping[str, str] = os.environ) -> Page | None:
+    def open(environ: Mapping[str, str] = os.environ) -> WatchPage | None:
         """Open the page that the launcher created for this process; None without one."""
         path = environ.get(PAGE_VARIABLE)
         if not path:
@@ -111,7 +111,7 @@ class Page:
         except OSError:
             return None
         try:
-            return Page(mmap.mmap(file, PAGE_BYTES))
+            return WatchPage(mmap.mmap(file, PAGE_BYTES))
         except (OSError, ValueError):
             return None
         finally:
@@ -148,7 +148,7 @@ class Page:
         self._words[WAITS] += 1
         self._changed()
 
-    def waited(self, count: int) -> None:
+    def record_wait_end(self, count: int) -> None:
         """Record that this rank has waited for `count` collectives."""
         words = self._words
         words[WAITS] -= 1
@@ -214,7 +214,7 @@ class Page:
         return ((order & 255) - 1, (order >> 8) / 1e3) if order else None
 
     @property
-    def is_left(self) -> bool:
+    def is_closed(self) -> bool:
         """True after the rank has left, so that the watchdog ignores it."""
         return not self._words[PAGE]
 
@@ -229,7 +229,7 @@ class Page:
         struct.pack_into("=I", self._whole, ANSWER_AT, len(raw))
         self._words[ANSWERED] = request
 
-    def keep_calls(self, slot: int, step: int, lines: bytes) -> None:
+    def write_calls(self, slot: int, step: int, lines: bytes) -> None:
         """Write the collectives of a step to a slot; −`step` while it is unfinished.
 
         If they do not fit, write the first ones; a text that ends in a line break was truncated.
@@ -260,12 +260,12 @@ class Page:
         self._words, self._times = whole[:TEXT_AT].cast("q"), whole[:TEXT_AT].cast("d")
 
 
-def tell_page(page: Page) -> None:
+def attach_page(page: WatchPage) -> None:
     """Report this thread's phases (`listen`), steps and collectives to a page."""
     phases.page = page
-    phases.listen(page.hear)
+    phases.set_phase_listener(page.hear)
 
 
-def can_watch() -> bool:
+def supports_watch_pages() -> bool:
     """Return whether two processes can share memory by a name in /proc: Linux."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

@@ -10,7 +10,7 @@ from context_threads import in_a_ring
 from shoal.parallel.context_parallel import attention_kernels
 from shoal.parallel.context_parallel.ring import ring_attention
 from shoal.parallel.context_parallel.ulysses import ulysses_attention
-from shoal.parallel.context_parallel.zigzag import moved, neighbours, zigzag
+from shoal.parallel.context_parallel.zigzag import contiguous_chunks, redistribute, zigzag_chunks
 
 WAYS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
@@ -47,7 +47,7 @@ def in_parts(way, size: int, tensors, causal: bool, scale: float | None) -> list
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_one_process(monkeypatch, way, size, tokens, causal, kernel) -> None:
     if kernel == "written":
-        monkeypatch.setattr(attention_kernels, "_kind", lambda q, v: "written")
+        monkeypatch.setattr(attention_kernels, "_select_kernel", lambda q, v: "written")
         monkeypatch.setattr(attention_kernels, "ROWS", 3)
     tensors = drawn(tokens, 4, 2)
     expected = whole(*tensors, causal, 0.3)
@@ -146,8 +146,8 @@ def test_a_zigzag_is_an_early_and_a_late_chunk(size: int) -> None:
 
     def work(axis):
         own = tokens.chunk(size)[axis.rank].view(-1, 1)
-        (dealt,) = moved((own,), axis, neighbours, zigzag)
-        (back,) = moved((dealt,), axis, zigzag, neighbours)
+        (dealt,) = redistribute((own,), axis, contiguous_chunks, zigzag_chunks)
+        (back,) = redistribute((dealt,), axis, zigzag_chunks, contiguous_chunks)
         return dealt.flatten().tolist(), torch.equal(back, own)
 
     for rank, (dealt, came_back) in enumerate(in_a_ring(size, work)):

@@ -9,10 +9,10 @@ from context_threads import in_a_ring
 from torch import nn
 
 from shoal.models.loss import Unprojected, token_loss
-from shoal.parallel.context_parallel.sharded_forward import ContextLookup
-from shoal.parallel.context_parallel.token_shard import ContextShard, shown
-from shoal.parallel.spmd.autograd_collectives import counted_once
-from shoal.parallel.spmd.sequence_shards import Deal, cut, whole_of
+from shoal.parallel.context_parallel.sharded_forward import ContextEmbedding
+from shoal.parallel.context_parallel.token_shard import ContextShard, wrap_tokens
+from shoal.parallel.spmd.autograd_collectives import count_gradient_once
+from shoal.parallel.spmd.sequence_shards import ShardSpec, cut_whole, gather_if_shard
 
 TOKENS, DIM = 6, 4
 
@@ -23,7 +23,7 @@ def hidden() -> torch.Tensor:
 
 
 def own(axis, whole: torch.Tensor) -> torch.Tensor:
-    deal = Deal.even(axis, 1, whole.shape[1], summands=True)
+    deal = ShardSpec.split_evenly(axis, 1, whole.shape[1], summands=True)
     return deal.part(whole).clone().requires_grad_()
 
 
@@ -55,7 +55,7 @@ ON_THE_WHOLE = {
 def passed(work, value) -> tuple[torch.Tensor, float]:
     torch.manual_seed(4)
     out = work(value)
-    whole = whole_of(out)
+    whole = gather_if_shard(out)
     return out, (whole * torch.linspace(1, 2, whole.numel()).view(whole.shape)).sum()
 
 
@@ -68,9 +68,9 @@ def test_it_means_what_it_means_on_the_whole(name: str) -> None:
 
     def rank(axis):
         local = own(axis, hidden())
-        out, total = passed(work, shown(local, axis, 1, TOKENS))
+        out, total = passed(work, wrap_tokens(local, axis, 1, TOKENS))
         (total * (axis.rank == 0)).backward()
-        gathered = axis.counts["all_gather"] - (name in ON_PARTS)  # `whole_of` of the result
+        gathered = axis.counts["all_gather"] - (name in ON_PARTS)  # `gather_if_shard` of the result
         return isinstance(out, ContextShard), float(total), local.grad, gathered
 
     told = in_a_ring(2, rank)
@@ -107,7 +107,7 @@ def test_a_weight_used_everywhere_has_summands_of_its_gradient() -> None:
 
     def rank(axis):
         mine = table()
-        ContextLookup("table", mine, axis)
+        ContextEmbedding("table", mine, axis)
         loss = total(mine, lambda w: w)
         (loss * (axis.rank == 0)).backward()
         return float(loss), mine.weight.grad
@@ -120,7 +120,7 @@ def test_a_weight_used_everywhere_has_summands_of_its_gradient() -> None:
 def test_once_makes_a_whole_gradient_a_summand() -> None:
     def rank(axis):
         value = torch.ones(3, requires_grad=True)
-        (counted_once(value, axis) * 2).sum().backward()
+        (count_gradient_once(value, axis) * 2).sum().backward()
         return value.grad.tolist()
 
     assert in_a_ring(2, rank) == [[2.0] * 3, [0.0] * 3]
@@ -129,7 +129,7 @@ def test_once_makes_a_whole_gradient_a_summand() -> None:
 def test_a_cut_whole_gets_zeros_around_its_part() -> None:
     def rank(axis):
         whole = torch.ones(1, 5, 1, requires_grad=True)
-        cut(whole, Deal.even(axis, 1, 5, summands=True)).sum().backward()
+        cut_whole(whole, ShardSpec.split_evenly(axis, 1, 5, summands=True)).sum().backward()
         return whole.grad.flatten().tolist()
 
     assert in_a_ring(2, rank) == [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
@@ -137,7 +137,7 @@ def test_a_cut_whole_gets_zeros_around_its_part() -> None:
 
 def test_a_wrong_target_is_an_error_on_every_rank() -> None:
     def rank(axis):
-        shard = shown(own(axis, hidden()), axis, 1, TOKENS)
+        shard = wrap_tokens(own(axis, hidden()), axis, 1, TOKENS)
         targets = torch.zeros(2, TOKENS, dtype=torch.long)
         targets[0, 0] = 99
         try:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from shoal.models.attention import causal_attention
 from shoal.models.catalog import build
 from shoal.parallel.context_parallel.ring import ring_attention
-from shoal.parallel.context_parallel.split_units import find_units
+from shoal.parallel.context_parallel.split_units import plan_sequence_units
 from shoal.parallel.spmd import split_block as split_block_module
-from shoal.parallel.spmd.split_block import again, split_block
-from shoal.trace.flow.forward_record import Record
-from shoal.trainer.autotune.sample_forward import _shortened
+from shoal.parallel.spmd.split_block import split_block, split_for_inputs
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trainer.autotune.sample_forward import _shorten_tokens
 
 
 class Layer(nn.Module):
@@ -73,7 +73,7 @@ def test_attention_is_shared_where_it_can_be(mask: str, dropout: float) -> None:
     assert "ring_attention" in split.run.code or gathers
     simulated(split, layer, x)
     longer = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
-    simulated(again(split, layer, (longer,), {}), layer, longer)
+    simulated(split_for_inputs(split, layer, (longer,), {}), layer, longer)
 
 
 @pytest.mark.parametrize("kind", ["window", "llama"])
@@ -89,9 +89,9 @@ def test_other_lengths_take_labels_over(monkeypatch, kind: str) -> None:
     )
     split = divided(layer, x)
     monkeypatch.setattr(split_block_module.RULES, "find", None)
-    simulated(again(split, layer, (longer,), {}), layer, longer)
+    simulated(split_for_inputs(split, layer, (longer,), {}), layer, longer)
     with pytest.raises(TypeError):  # another batch: solved anew
-        again(split, layer, (more,), {})
+        split_for_inputs(split, layer, (more,), {})
 
 
 LLAMA = {"dim": 8, "layers": 1, "heads": 2}
@@ -112,7 +112,7 @@ def test_our_attention_is_one_operation_for_who_traces_it_only() -> None:
 def test_blocks_what_is_beside_them_and_lookups() -> None:
     model = build("gpt", {"dim": 8, "layers": 2, "heads": 2}, vocabulary=9, sequence=8)
     ids = torch.zeros(2, 8, dtype=torch.long)
-    units = find_units(Record(model, lambda module: module(ids)), 2, ring_attention)
+    units = plan_sequence_units(ForwardRecord(model, lambda module: module(ids)), 2, ring_attention)
     assert [one.names for one in units.classes] == [("blocks.0", "blocks.1"), ("norm",)]
     assert units.lookups == ("embedding", "positions")
     assert units.length == 8
@@ -122,7 +122,7 @@ def test_blocks_what_is_beside_them_and_lookups() -> None:
 def test_a_single_layer_is_a_block_too() -> None:
     model = build("llama", {"dim": 8, "layers": 1, "heads": 2}, vocabulary=9, sequence=8)
     ids = torch.zeros(2, 8, dtype=torch.long)
-    units = find_units(Record(model, lambda module: module(ids)), 2, ring_attention)
+    units = plan_sequence_units(ForwardRecord(model, lambda module: module(ids)), 2, ring_attention)
     assert [one.names for one in units.classes] == [("blocks.0",), ("norm",)]
 
 
@@ -141,7 +141,7 @@ class Looks(nn.Module):
 def test_what_is_no_graph_shares_in_its_parts() -> None:
     model = nn.Sequential(nn.Embedding(9, 8), Looks(), Looks())
     ids = torch.zeros(2, 8, dtype=torch.long)
-    units = find_units(Record(model, lambda module: module(ids)), 2, ring_attention)
+    units = plan_sequence_units(ForwardRecord(model, lambda module: module(ids)), 2, ring_attention)
     assert units.whole["1"].startswith("shares tokens in its parts only: ")
     assert {name for one in units.classes for name in one.names} >= {"1.first", "2.first"}
 
@@ -158,6 +158,6 @@ def test_what_is_no_graph_shares_in_its_parts() -> None:
     ids=["ids", "dict", "do not divide", "short", "not ids alone"],
 )
 def test_a_look_takes_few_tokens_of_long_sequences(batch, tokens: int) -> None:
-    short = _shortened(batch, 4)
+    short = _shorten_tokens(batch, 4)
     first = next(iter(short.values())) if isinstance(short, dict) else short[0]
     assert first.shape[1] == tokens

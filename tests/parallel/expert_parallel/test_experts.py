@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models.catalog import build
-from shoal.parallel.expert_parallel.expert_check import NotExperts, checked
-from shoal.parallel.expert_parallel.expert_load import balance_line
+from shoal.parallel.expert_parallel.expert_check import NotExpertsError, check_layer
+from shoal.parallel.expert_parallel.expert_load import format_balance
 from shoal.trace.find.stacked_experts import ExpertLayer
-from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.forward_record import ForwardRecord
 
 
 class Stacked(nn.Module):
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def found(model: nn.Module, *inputs: Tensor) -> list[ExpertLayer]:
-    return Record(model, lambda module: module(*inputs)).experts()
+    return ForwardRecord(model, lambda module: module(*inputs)).stacked_experts()
 
 
 def one_of(layer: nn.Module, dim: int = 6, top_k: int = 2) -> ExpertLayer:
@@ -58,7 +58,7 @@ def test_our_mixture_and_mixtral_are_found() -> None:
     layers = found(model, torch.randint(50, (2, 8)))
     assert [layer.name for layer in layers] == [f"blocks.{n}.mixture.experts" for n in range(2)]
     assert all(layer.experts == 4 for layer in layers)
-    assert checked(layers[0], 2).counts == ()
+    assert check_layer(layers[0], 2).counts == ()
     assert layers[0].kind == layers[1].kind
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
@@ -70,7 +70,7 @@ def test_our_mixture_and_mixtral_are_found() -> None:
         mixtral.set_experts_implementation(how)
         (layer,) = found(mixtral, torch.randint(50, (2, 8)))
         assert layer.name == "model.layers.0.mlp.experts"
-        assert checked(layer, 2).counts == counts, how
+        assert check_layer(layer, 2).counts == counts, how
 
 
 def test_arguments_are_told_apart_by_what_they_are() -> None:
@@ -81,9 +81,9 @@ def test_arguments_are_told_apart_by_what_they_are() -> None:
 
 
 def test_a_layer_is_told_its_number_in_the_attribute_that_counts() -> None:
-    assert checked(one_of(Stacked(4, 6)), 2).counts == ("number",)
-    assert checked(one_of(Stacked(4, 4), dim=4), 2).counts == ("number",)  # its width is 4 too
-    assert checked(one_of(Stacked(4, 6)), 4).counts == ()  # one expert: torch spreads it itself
+    assert check_layer(one_of(Stacked(4, 6)), 2).counts == ("number",)
+    assert check_layer(one_of(Stacked(4, 4), dim=4), 2).counts == ("number",)  # its width is 4 too
+    assert check_layer(one_of(Stacked(4, 6)), 4).counts == ()  # one expert: torch spreads it itself
 
 
 class Normed(Stacked):
@@ -128,15 +128,15 @@ class Dropping(Stacked):
 
 @pytest.mark.parametrize("kind", [Normed, Shared, Twice, Neighbours])
 def test_what_is_no_sum_over_experts_is_refused(kind: type[Stacked]) -> None:
-    with pytest.raises(NotExperts, match="with its experts apart it is off by"):
-        checked(one_of(kind(4, 6)), 2)
+    with pytest.raises(NotExpertsError, match="with its experts apart it is off by"):
+        check_layer(one_of(kind(4, 6)), 2)
 
 
 def test_random_numbers_are_refused_in_whatever_mode_the_model_is() -> None:
     layer = Dropping(4, 6).eval()
     state = torch.get_rng_state()
-    with pytest.raises(NotExperts, match="draws random numbers"):
-        checked(one_of(layer), 2)
+    with pytest.raises(NotExpertsError, match="draws random numbers"):
+        check_layer(one_of(layer), 2)
     assert not layer.training
     torch.set_rng_state(state)
 
@@ -168,7 +168,7 @@ def test_other_parts_are_not_taken_for_experts(how: str) -> None:
 
 
 def test_the_line_about_balance_counts_what_nobody_took() -> None:
-    line = balance_line({"a": torch.tensor([6, 0, 2, 0, 2])}, 5)
+    line = format_balance({"a": torch.tensor([6, 0, 2, 0, 2])}, 5)
     assert line == (
         "experts over 5 steps: the fullest of a got 3.00 × the mean of its layer (3.00 × over all "
         "layers), 2 of 4 got nothing, 20.0 % of places had none"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.pipeline import drop_foreign
+from shoal.parallel.pipeline import free_other_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.parallel.pipeline.stage import Stage, Stages
+from shoal.parallel.pipeline.stage import PipelineStage, PipelineStages
 from shoal.trace.isolation.meta_inputs import tensors_of
 
 Call = Callable[[nn.Module], Any]
@@ -35,19 +35,19 @@ class Chain:
 
     def __init__(self, module: nn.Module, cut: StageCut, apart: bool = True) -> None:
         self.cut = cut
-        self.stages: list[Stage] = []
+        self.stages: list[PipelineStage] = []
         self.modules: list[nn.Module] = []
-        self.held: list[Stages] = []
+        self.held: list[PipelineStages] = []
         if not apart:
             self.modules = [copy.deepcopy(module)]
-            self.held = [Stages(self.modules[0], cut, range(cut.stages), CPU)]
+            self.held = [PipelineStages(self.modules[0], cut, range(cut.stages), CPU)]
             self.stages = [self.held[0].stages[number] for number in range(cut.stages)]
             return
         for number in range(cut.stages):
             one = copy.deepcopy(module)
-            drop_foreign(one, cut.keep[number])
+            free_other_stages(one, cut.keep[number])
             self.modules.append(one)
-            self.held.append(Stages(one, cut, [number], CPU))
+            self.held.append(PipelineStages(one, cut, [number], CPU))
             self.stages.append(self.held[-1].stages[number])
 
     def step(self, calls: Sequence[Call]) -> float:

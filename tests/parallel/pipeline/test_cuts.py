@@ -17,7 +17,7 @@ from user_modules import EXAMPLES, Example, made
 from proof_rows import chosen, rows
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.forward_record import ForwardRecord
 from shoal.trace.isolation.meta_inputs import tensors_of
 
 
@@ -28,7 +28,7 @@ def cut_of(example: Example, stages: int) -> tuple[nn.Module, StageCut]:
         return example.call(one, inputs)
 
     look = partial(run, example.inputs(2))
-    return module, cut_stages(Record(module, look), stages)
+    return module, cut_stages(ForwardRecord(module, look), stages)
 
 
 CHAINS = (*HF_EXAMPLES, "nested", "encoder", "gpt", "mlp")

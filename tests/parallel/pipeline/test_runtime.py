@@ -15,14 +15,20 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "worlds"))
 
 import pipe_case
 from shoal.base.errors import BugError, ClusterError, PlanError
-from shoal.base.plans.pipeline_actions import Action, Schedule
+from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
 from shoal.fabric import start_world
 from shoal.parallel.pipeline import runtime as pipe_runtime
 from shoal.parallel.pipeline.runtime import PipeRuntime
-from shoal.parallel.pipeline.stage_messages import Message, Messages, given, needed, route
-from shoal.parallel.pipeline.stage_tensors import PlainTensors, Value
+from shoal.parallel.pipeline.stage_messages import (
+    StageMessage,
+    StageMessenger,
+    derive_route,
+    needed_message,
+    produced_message,
+)
+from shoal.parallel.pipeline.stage_tensors import PlainTensorPacking, TensorForm
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.schedule_checks import check
+from shoal.planning.schedule_checks import check_schedule
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +78,7 @@ def test_a_short_step_is_the_next_full_one_without_the_rest(micro_batches: int) 
     assert short.micro_batches == micro_batches
     for few, all_of_them in zip(short.ranks, full.ranks, strict=True):
         assert list(few) == [act for act in all_of_them if act.micro_batch < micro_batches]
-    kept = zip(check(short).in_flight, check(full).in_flight, strict=True)
+    kept = zip(check_schedule(short).in_flight, check_schedule(full).in_flight, strict=True)
     assert all(one <= other for one, other in kept)
 
 
@@ -89,12 +95,12 @@ def test_two_copies_share_a_short_step(ranks: int) -> None:
         }
         first = (micro_batches + 1) // 2
         assert runs == {0: set(range(first)), 1: set(range(first, micro_batches))}
-        kept = zip(check(short).in_flight, check(full).in_flight, strict=True)
+        kept = zip(check_schedule(short).in_flight, check_schedule(full).in_flight, strict=True)
         assert all(one <= other for one, other in kept)
 
 
 def test_a_schedule_that_cannot_be_made_says_why() -> None:
-    def never(micro_batches: int) -> Schedule:
+    def never(micro_batches: int) -> PipelineSchedule:
         raise PlanError(f"no schedule for {micro_batches}")
 
     with pytest.raises(PlanError, match="no schedule for 3"):
@@ -108,7 +114,7 @@ def test_stages_lie_where_the_schedule_runs_them() -> None:
 
 
 def test_a_list_that_is_no_step_is_not_run() -> None:
-    wrong = Schedule("mine", ((Action("F", 0, 0),),), (0,), 1)
+    wrong = PipelineSchedule("mine", ((Action("F", 0, 0),),), (0,), 1)
     with pytest.raises(PlanError, match="B0@0 is missing"):
         PipeRuntime({}, (0,), Rank(0, 1), lambda m: wrong).schedule(1)
 
@@ -119,15 +125,15 @@ def test_a_list_that_is_no_step_is_not_run() -> None:
      make_schedule("zbv", 4, 8), make_schedule("dualpipe", 4, 8)],
     ids=lambda schedule: schedule.name,
 )  # fmt: skip
-def test_every_message_has_one_sender_and_one_taker(schedule: Schedule) -> None:
+def test_every_message_has_one_sender_and_one_taker(schedule: PipelineSchedule) -> None:
     acts = [act for acts in schedule.ranks for act in acts]
-    made = [m for m in (given(schedule, act) for act in acts) if m]
-    taken = [m for m in (needed(schedule, act) for act in acts) if m]
+    made = [m for m in (produced_message(schedule, act) for act in acts) if m]
+    taken = [m for m in (needed_message(schedule, act) for act in acts) if m]
     assert len(made) == len(set(made))
     assert sorted(made) == sorted(taken)
     rank_of = schedule.stage_rank
     between = {m for m in made if rank_of[m.stage] != rank_of[m.source]}
-    routes = [route(schedule, rank) for rank in range(len(schedule.ranks))]
+    routes = [derive_route(schedule, rank) for rank in range(len(schedule.ranks))]
     coming = [m for one in routes for told in one.incoming.values() for m in told]
     assert sorted(coming) == sorted(between)
     assert between == {m for one in routes for m in one.taken_at}
@@ -150,22 +156,22 @@ class Sent:
         raise RuntimeError("Connection closed by peer\nand more")
 
 
-def mail(rank: int) -> Messages:
+def mail(rank: int) -> StageMessenger:
     schedule = make_schedule("gpipe", 3, 4)
-    messages = Messages(Rank(rank, 3))
+    messages = StageMessenger(Rank(rank, 3))
     messages.wire = Sent()
-    messages.begin(route(schedule, rank), schedule.stage_rank, lambda number: "alike")
+    messages.begin(derive_route(schedule, rank), schedule.stage_rank, lambda number: "alike")
     return messages
 
 
 def test_shapes_that_depend_on_data_are_refused() -> None:
     messages = mail(0)
-    one = Value((2, 3), torch.float64, True)
-    messages.send(Message("F", 1, 0), [torch.zeros(2, 3)], (one,))
-    messages.send(Message("F", 1, 1), [torch.zeros(2, 3)], (one,))
+    one = TensorForm((2, 3), torch.float64, True)
+    messages.send(StageMessage("F", 1, 0), [torch.zeros(2, 3)], (one,))
+    messages.send(StageMessage("F", 1, 1), [torch.zeros(2, 3)], (one,))
     assert [tensor.dtype for tensor in messages.wire.tensors].count(torch.int64) == 2
     with pytest.raises(PlanError) as refused:
-        messages.send(Message("F", 1, 2), [torch.zeros(1, 3)], (one._replace(shape=(1, 3)),))
+        messages.send(StageMessage("F", 1, 2), [torch.zeros(1, 3)], (one._replace(shape=(1, 3)),))
     assert str(refused.value) == (
         "pipeline: outputs of stage 0 for stage 1, micro-batch 2: are [1, 3] float64 with "
         "gradient, and were [2, 3] float64 with gradient for inputs of the same shapes: shapes "
@@ -176,31 +182,31 @@ def test_shapes_that_depend_on_data_are_refused() -> None:
 
 def test_a_lost_message_is_named() -> None:
     with pytest.raises(ClusterError) as lost:
-        mail(1).take(Message("F", 1, 0))
+        mail(1).receive(StageMessage("F", 1, 0))
     assert str(lost.value) == (
         "pipeline: outputs of stage 0 for stage 1, micro-batch 0: did not come from rank 0 of the "
         "pipeline: Connection closed by peer"
     )
     messages = mail(1)
-    messages.forms[2, "alike", True] = (Value((), torch.float64, True),)
+    messages.forms[2, "alike", True] = (TensorForm((), torch.float64, True),)
     with pytest.raises(ClusterError, match="gradients of stage 2 for stage 1, micro-batch 0: did"):
-        messages.take(Message("B", 1, 0))
+        messages.receive(StageMessage("B", 1, 0))
     messages = mail(1)
-    messages.send(Message("B", 0, 0), [torch.zeros(2)], ())
+    messages.send(StageMessage("B", 0, 0), [torch.zeros(2)], ())
     with pytest.raises(ClusterError, match="rank 0 does not receive what was sent to it: Conn"):
-        messages.settle()
+        messages.wait_for_sends()
 
 
 def test_receives_are_posted_ahead_as_far_as_their_form_is_known() -> None:
     messages = mail(1)
-    messages.post(Message("F", 1, 1))
+    messages.post_receive(StageMessage("F", 1, 1))
     assert messages.posted == {}  # the header is awaited by nobody yet
-    messages.forms[1, "alike", True] = (Value((2,), torch.float64, False),)
-    messages.post(Message("F", 1, 1))
-    assert list(messages.posted) == [Message("F", 1, 0), Message("F", 1, 1)]
+    messages.forms[1, "alike", True] = (TensorForm((2,), torch.float64, False),)
+    messages.post_receive(StageMessage("F", 1, 1))
+    assert list(messages.posted) == [StageMessage("F", 1, 0), StageMessage("F", 1, 1)]
     messages.posted.clear()
     messages.early = False
-    messages.post(Message("F", 1, 3))
+    messages.post_receive(StageMessage("F", 1, 3))
     assert messages.posted == {}
 
 
@@ -210,14 +216,14 @@ def test_on_a_device_receives_are_posted_ahead_once_its_allocator_asks_for_nothi
     """Two times in the first step, once for its update; then for a step of another shape."""
     asked = iter([0, 2, 3, 3, 3, 4])
     monkeypatch.setattr(pipe_runtime, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(pipe_runtime, "times_asked", lambda device: next(asked))
+    monkeypatch.setattr(pipe_runtime, "allocation_count", lambda device: next(asked))
     one = runtime(0, 2, "gpipe")
     assert not one.messages.early
-    assert [one._asked_for_nothing() for _ in range(5)] == [False, False, True, True, False]
+    assert [one._allocator_was_idle() for _ in range(5)] == [False, False, True, True, False]
     monkeypatch.undo()
     one = runtime(0, 2, "gpipe")
     assert one.messages.early
-    assert one._asked_for_nothing(), "on the CPU"
+    assert one._allocator_was_idle(), "on the CPU"
 
 
 class Parts:
@@ -227,7 +233,7 @@ class Parts:
         self.local, self.dim = local, dim
 
 
-class OfParts(PlainTensors):
+class OfParts(PlainTensorPacking):
     def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
         return (value.local, (value.dim,)) if isinstance(value, Parts) else super().pack(value)
 
@@ -259,4 +265,4 @@ def test_what_stands_for_a_tensor_crosses_as_it() -> None:
     pipe.run(None, [pipe_case.Slow(0, {"x": torch.ones(1, 1)}, [])], pipe_case.Told())
     assert [float(s.module.weight.grad) for s in stages.values()] == [3.0, 3.0]
     with pytest.raises(BugError, match="a Parts cannot cross between stages"):
-        PlainTensors().pack(Parts(torch.ones(1), 0))
+        PlainTensorPacking().pack(Parts(torch.ones(1), 0))

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from user_modules import EXAMPLES, HIDDEN, Layer, made, numbers
 
 from shoal.base.errors import BugError, PlanError
-from shoal.parallel.pipeline import drop_foreign
+from shoal.parallel.pipeline import free_other_stages
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.parallel.pipeline.stage import Stages
-from shoal.parallel.recompute import _Recomputed, _Told
-from shoal.trace.flow.forward_record import Record
+from shoal.parallel.pipeline.stage import PipelineStages
+from shoal.parallel.recompute import _Messages, _RecomputedForward
+from shoal.trace.flow.forward_record import ForwardRecord
 
 Glue = Callable[["Model", Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def called(module: nn.Module, batch: int = 2) -> Any:
 
 
 def cut_of(model: nn.Module, stages: int = 2, costs: Any = None) -> StageCut:
-    return cut_stages(Record(model, called), stages, costs)
+    return cut_stages(ForwardRecord(model, called), stages, costs)
 
 
 def refused(glue: Glue, *texts: str) -> None:
@@ -121,7 +121,7 @@ def test_router_logits_caught_by_hooks() -> None:
         return module(**inputs)
 
     with pytest.raises(PlanError, match="model.layers.0 leaves a tensor aside"):
-        cut_stages(Record(model, run), 2)
+        cut_stages(ForwardRecord(model, run), 2)
 
 
 def test_values_that_leave_torch() -> None:
@@ -210,7 +210,7 @@ def test_other_outputs() -> None:
     def run(module: nn.Module, batch: int = 2) -> Any:
         return module(numbers(batch, 6, HIDDEN))
 
-    chain = Chain(model, cut_stages(Record(model, run), 2))
+    chain = Chain(model, cut_stages(ForwardRecord(model, run), 2))
     with pytest.raises(PlanError, match="0 returns 2 tensors where it returned 1 for the sample"):
         chain.step([lambda module: run(module, 3)])
 
@@ -230,7 +230,7 @@ def test_a_user_who_catches_everything() -> None:
 def test_hooks_of_the_blocks_and_of_the_model_run() -> None:
     model = made(lambda: Model(chained))
     cut = cut_of(model)
-    held = Stages(model, cut, [0], torch.device("cpu"))
+    held = PipelineStages(model, cut, [0], torch.device("cpu"))
     told: dict[str, Any] = {}
     model.register_forward_hook(lambda module, inputs, outputs: told.update(model=outputs))
     model.blocks[1].register_forward_hook(lambda module, inputs, outputs: told.update(last=outputs))
@@ -238,7 +238,7 @@ def test_hooks_of_the_blocks_and_of_the_model_run() -> None:
     departures = held.stages[0].run(called, ())
     assert told["model"][0] is departures[0] is told["last"]
     assert "no" not in told
-    held.take_away()
+    held.restore_forwards()
     assert all("forward" not in vars(part) for part in model.modules())
 
 
@@ -303,8 +303,8 @@ def test_checkpointing_over_a_boundary() -> None:
 
 def test_the_model_called_directly() -> None:
     model = made(lambda: Model(chained))
-    held = Stages(model, cut_of(model), [0], torch.device("cpu"))
-    drop_foreign(model, held.cut.keep[0])
+    held = PipelineStages(model, cut_of(model), [0], torch.device("cpu"))
+    free_other_stages(model, held.cut.keep[0])
     held.stages[0].run(called, ())
     with pytest.raises(PlanError, match=r"blocks\.2 is called outside of a stage's forward pass"):
         called(model)
@@ -317,7 +317,7 @@ def test_recomputed_blocks() -> None:
     for module in chain.modules:
         for name, block in module.named_modules():
             if isinstance(block, Block):
-                _Recomputed(name, block, _Told("full", []))
+                _RecomputedForward(name, block, _Messages("full", []))
                 block.up.register_forward_hook(lambda *_, name=name: runs.append(name))
     assert_equal_to_whole(chain, model, [called])
     assert sorted(runs) == sorted(2 * [f"blocks.{place}" for place in range(4)])
@@ -331,7 +331,7 @@ def test_stages_of_one_module(name: str) -> None:
     def run(module: nn.Module, batch: int = 2) -> Any:
         return example.call(module, example.inputs(batch))
 
-    cut = cut_stages(Record(model, run), 4)
+    cut = cut_stages(ForwardRecord(model, run), 4)
     chain = Chain(model, cut, apart=False)
     assert_equal_to_whole(chain, model, [run, lambda module: run(module, 3)])
 
@@ -403,7 +403,7 @@ def test_dropout_leaves_no_trace_and_raises_no_alarm() -> None:
     torch.manual_seed(5)
     cut_of(model)
     assert torch.equal(torch.rand(3), expected)
-    assert model.training
+    assert model.training_batches
 
 
 def test_bare_parameters_live_where_they_matter() -> None:
@@ -442,7 +442,7 @@ def test_a_stage_holds_its_share() -> None:
     cut = cut_of(model, 4)
     for stage, kept in enumerate(cut.keep):
         drop = made(lambda: Model(chained))
-        drop_foreign(drop, kept)
+        free_other_stages(drop, kept)
         real = {name for name, p in drop.named_parameters() if not p.is_meta}
         assert real == kept
         assert sum(sizes[n] for n in real if n.startswith("blocks")) == block, stage
@@ -459,7 +459,7 @@ def test_dropped_weights_keep_form_and_ties() -> None:
     )
     model["head"].weight = model["table"].weight
     model["norm"].bias.requires_grad_(False)
-    drop_foreign(model, {"norm.running_mean"})
+    free_other_stages(model, {"norm.running_mean"})
     assert model["head"].weight is model["table"].weight
     assert model["head"].weight.is_meta
     assert not model["norm"].bias.requires_grad
@@ -467,7 +467,7 @@ def test_dropped_weights_keep_form_and_ties() -> None:
     assert model["norm"].running_var.is_meta
     assert list(dict(model.named_parameters())) == ["table.weight", "norm.weight", "norm.bias"]
     with pytest.raises(BugError, match=r"nom\.weight is kept.*try: norm\.weight"):
-        drop_foreign(model, {"nom.weight"})
+        free_other_stages(model, {"nom.weight"})
 
 
 def rescaled(model: Model, h: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from user_modules import HIDDEN, Layer, made, numbers
 
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.forward_record import ForwardRecord
 
 
 class Positions(nn.Embedding):
@@ -62,7 +62,7 @@ def called(module: nn.Module, batch: int = 2) -> Any:
 @pytest.mark.parametrize("kind", [Numbered, Asking])
 def test_other_batch_sizes_and_devices_asked_of_weights(kind: type[nn.Module], told: bool) -> None:
     model = made(kind)
-    cut = cut_stages(Record(model, called), 2)
+    cut = cut_stages(ForwardRecord(model, called), 2)
     if told:
         cut = StageCut.from_json(json.loads(json.dumps(cut.to_json())), model, CPU)
     assert_equal_to_whole(Chain(model, cut), model, [called, lambda m: called(m, 1)])

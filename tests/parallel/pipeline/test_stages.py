@@ -15,7 +15,7 @@ from proof_rows import rows
 from shoal.models.catalog import build
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.forward_record import ForwardRecord
 from shoal.trace.isolation.meta_inputs import tensors_of
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
@@ -41,7 +41,7 @@ ALL = {**OURS, **EXAMPLES, **{f"hf {name}": one for name, one in HF_EXAMPLES.ite
 def cut_of(example: Example, module: torch.nn.Module, stages: int, batch: int = 2) -> StageCut:
     inputs = example.inputs(batch)
     run = partial(call_on, example, inputs)
-    return cut_stages(Record(module, run), stages)
+    return cut_stages(ForwardRecord(module, run), stages)
 
 
 def call_on(example: Example, inputs: object, module: torch.nn.Module) -> object:

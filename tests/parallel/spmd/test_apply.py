@@ -16,11 +16,11 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.plans.placement import Placement
 from shoal.models.llama import Llama
 from shoal.parallel.spmd.labelling.labels import Split, Whole
-from shoal.parallel.spmd.model_split import plan_split, without
+from shoal.parallel.spmd.model_split import keep_blocks_whole, plan_split
 from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.parallel.tensor_parallel import place
 from shoal.parallel.tensor_parallel.cut_weights import apply_split
-from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.forward_record import ForwardRecord
 
 IDS = torch.randint(0, 33, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -31,7 +31,7 @@ def llama(**settings: Any) -> nn.Module:
 
 
 def plan(module: nn.Module, degree: int = 2, inputs: Tensor = IDS, **options: Any) -> ModelSplit:
-    return plan_split(Record(module, lambda m: m(inputs)), degree, **options)
+    return plan_split(ForwardRecord(module, lambda m: m(inputs)), degree, **options)
 
 
 class Layer(nn.Module):
@@ -221,11 +221,11 @@ def test_planned_collectives_count_every_call() -> None:
 def test_classes_can_be_left_whole_after_all() -> None:
     module = llama()
     split = plan(module)
-    less = without(module, split, {"blocks.0": "it is wrong"})
+    less = keep_blocks_whole(module, split, {"blocks.0": "it is wrong"})
     assert not less.classes
     assert set(less.exchanges) == {"embedding", "loss"}
     assert less.notices[-1].endswith("blocks.0 (and 1 like it) stays whole: it is wrong")
     assert less.parameters["blocks.1.mlp.up.weight"].label == Whole()
     stack = Stack()
     with pytest.raises(PlanError, match="stays whole: it is wrong; nothing else can be split"):
-        without(stack, plan(stack, inputs=X), {"layers.0": "it is wrong"})
+        keep_blocks_whole(stack, plan(stack, inputs=X), {"layers.0": "it is wrong"})

@@ -16,13 +16,13 @@ from user_modules import FlatLayer
 from shoal.parallel.spmd import block_check as check_module
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.block_check import check_class
-from shoal.parallel.spmd.block_trial import Trial, brief
-from shoal.parallel.spmd.check_causes import Finding
+from shoal.parallel.spmd.block_trial import BlockTrial, sketch_gradient
+from shoal.parallel.spmd.check_causes import CheckFinding
 from shoal.parallel.spmd.labelling import label_graph
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.split_block import BlockClass
-from shoal.parallel.spmd.verified_blocks import checked_once
-from shoal.trace.flow.forward_record import Record
+from shoal.parallel.spmd.verified_blocks import skip_verified_blocks
+from shoal.trace.flow.forward_record import ForwardRecord
 
 
 class Cast(nn.Module):
@@ -55,7 +55,7 @@ class Stack(nn.Module):
 def test_a_right_split_passes_and_nothing_is_touched() -> None:
     module = Stack()
     x = torch.randn(2, 4, 8)
-    split = plan_split(Record(module, lambda m: m(x)), 2)
+    split = plan_split(ForwardRecord(module, lambda m: m(x)), 2)
     before = {n: p.clone() for n, p in module.named_parameters()}
     random = torch.get_rng_state()
     (group,) = split.classes
@@ -67,12 +67,12 @@ def test_a_right_split_passes_and_nothing_is_touched() -> None:
 
 
 def test_one_line_says_what_and_why() -> None:
-    outputs = Finding("blocks.0", 0.25, ("o.weight",), "the cause")
+    outputs = CheckFinding("blocks.0", 0.25, ("o.weight",), "the cause")
     assert outputs.text() == (
         "split, it computes something else: its outputs differ by 2.5e-01 of their norm; likely "
         "cause: the cause"
     )
-    gradients = Finding("blocks.0", 0.0, ("o.weight", "q.weight"), "the cause")
+    gradients = CheckFinding("blocks.0", 0.0, ("o.weight", "q.weight"), "the cause")
     assert "outputs are right, the gradient of o.weight and 1 more differs" in gradients.text()
 
 
@@ -89,7 +89,7 @@ def test_a_layer_that_keeps_its_last_output_is_split() -> None:
     module.layers = nn.ModuleList(Remembers() for _ in range(2))
     x = torch.randn(2, 4, 8)
     module(x)
-    split = plan_split(Record(module, lambda m: m(x)), 2)
+    split = plan_split(ForwardRecord(module, lambda m: m(x)), 2)
     (group,) = split.classes
     assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]
 
@@ -98,8 +98,8 @@ def test_parts_that_readers_put_together_wrongly_are_found(monkeypatch: pytest.M
     """A rank's places of every sample are no run of the flattened dim: Llama 4's experts."""
     module, x = nn.Sequential(FlatLayer(8), FlatLayer(8)), torch.randn(2, 4, 8)
 
-    def findings() -> list[Finding | None]:
-        split = plan_split(Record(module, lambda m: m(x)), 2, sequence=True)
+    def findings() -> list[CheckFinding | None]:
+        split = plan_split(ForwardRecord(module, lambda m: m(x)), 2, sequence=True)
         (group,) = [one for one in split.classes if one.names[0].endswith("experts")]
         assert group.split.sequence_dim == 1
         return on_ranks(2, lambda axis: check_class(module, group, axis))
@@ -124,7 +124,7 @@ def test_a_layer_without_float64_is_checked_in_float32() -> None:
     module = Stack()
     module.layers = nn.ModuleList(NoFloat64() for _ in range(2))
     x = torch.randn(2, 4, 8)
-    split = plan_split(Record(module, lambda m: m(x)), 2)
+    split = plan_split(ForwardRecord(module, lambda m: m(x)), 2)
     (group,) = split.classes
     assert on_ranks(2, lambda axis: check_class(module, group, axis)) == [None, None]
 
@@ -146,20 +146,20 @@ def test_what_passed_in_a_start_is_not_checked_again(monkeypatch: pytest.MonkeyP
     ) -> tuple[nn.Module, BlockClass]:
         module = nn.Sequential(Plain(scale), Plain(scale)).to(dtype)
         x = torch.randn(samples, 4, 8, dtype=dtype)
-        (group,) = plan_split(Record(module, lambda m: m(x)), 2).classes
+        (group,) = plan_split(ForwardRecord(module, lambda m: m(x)), 2).classes
         return module, group
 
     proof, run = split(torch.float64), split(torch.float32)
     others = [split(torch.float32, scale=2.0), split(torch.float32, samples=3)]
     ran: list[int] = []
-    alone = Trial.alone
-    monkeypatch.setattr(Trial, "alone", lambda trial: (ran.append(1), alone(trial))[1])
+    alone = BlockTrial.alone
+    monkeypatch.setattr(BlockTrial, "alone", lambda trial: (ran.append(1), alone(trial))[1])
 
     def trials(given: list[tuple[nn.Module, BlockClass]]) -> int:
         ran.clear()
 
         def on_a_rank(axis: Axis) -> None:
-            with checked_once():
+            with skip_verified_blocks():
                 assert [check_class(*one, axis) for one in given] == [None] * len(given)
 
         on_ranks(2, on_a_rank)
@@ -188,7 +188,7 @@ class Wide(nn.Module):
 class Held(TorchDispatchMode):
     """Counts the bytes of tensors that operations made, in memory that was not there before.
 
-    most_bytes   of what somebody still held, at most
+    training_peak_bytes   of what somebody still held, at most
     """
 
     def __init__(self, before: nn.Module) -> None:
@@ -213,15 +213,15 @@ class Held(TorchDispatchMode):
 def test_all_that_a_check_holds_is_a_run_and_one_gradient() -> None:
     """All ranks of a machine check at once: what each keeps beside its run counts many times."""
     module, x = nn.Sequential(Wide(), Wide()), torch.randn(1, 2, 128)
-    (group,) = plan_split(Record(module, lambda m: m(x)), 2).classes
+    (group,) = plan_split(ForwardRecord(module, lambda m: m(x)), 2).classes
     weight_bytes = 8 * module[0].up.weight.numel()
 
     def on_a_rank(axis: Axis) -> list[float]:
-        trial, most = Trial(module[0], group, (axis,)), []
+        trial, most = BlockTrial(module[0], group, (axis,)), []
         for run in (trial.alone, trial.together):
             with Held(module) as held:
                 kept = run()
-            most.append(held.most_bytes / weight_bytes)
+            most.append(held.training_peak_bytes / weight_bytes)
             told = sum(t.untyped_storage().nbytes() for t in kept.gradients.values())
             assert told < 0.4 * weight_bytes
         return most
@@ -235,22 +235,24 @@ def test_a_gradient_in_brief_is_linear_and_misses_nothing() -> None:
     draws = torch.Generator().manual_seed(0)
     for shape in [(), (5,), (4096,), (3, 500), (300, 200), (8, 40, 60), (64, 32, 3, 3)]:
         one, other = (torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2))
-        assert torch.allclose(brief(one) + brief(other), brief(one + other), atol=1e-12)
-        assert 0.3 < float(brief(one).norm() / one.norm()) < 3
+        assert torch.allclose(
+            sketch_gradient(one) + sketch_gradient(other), sketch_gradient(one + other), atol=1e-12
+        )
+        assert 0.3 < float(sketch_gradient(one).norm() / one.norm()) < 3
         for place in range(0, one.numel(), max(1, one.numel() // 50)):
             wrong = one.clone()
             wrong.view(-1)[place] += 1e-6
-            assert 1e-7 < float((brief(wrong) - brief(one)).norm()) < 3e-6
+            assert 1e-7 < float((sketch_gradient(wrong) - sketch_gradient(one)).norm()) < 3e-6
 
 
 def test_a_block_that_failed_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.Sequential(FlatLayer(8), FlatLayer(8)), torch.randn(2, 4, 8)
     monkeypatch.setattr(label_graph, "may_stay_split", lambda _: True)
-    split = plan_split(Record(module, lambda m: m(x)), 2, sequence=True)
+    split = plan_split(ForwardRecord(module, lambda m: m(x)), 2, sequence=True)
     (group,) = [one for one in split.classes if one.names[0].endswith("experts")]
 
-    def twice(axis: Axis) -> list[Finding | None]:
-        with checked_once():
+    def twice(axis: Axis) -> list[CheckFinding | None]:
+        with skip_verified_blocks():
             return [check_class(module, group, axis) for _ in range(2)]
 
     for found in on_ranks(2, twice):
@@ -260,11 +262,11 @@ def test_a_block_that_failed_is_checked_again(monkeypatch: pytest.MonkeyPatch) -
 def test_a_device_without_room_is_no_fault_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends as it does for any memory that is missing, and no layer is said to be wrong."""
     module, x = Stack(), torch.randn(2, 4, 8)
-    split = plan_split(Record(module, lambda m: m(x)), 2)
+    split = plan_split(ForwardRecord(module, lambda m: m(x)), 2)
 
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 MiB.")
 
-    monkeypatch.setattr(check_module, "_check", full)
+    monkeypatch.setattr(check_module, "_check_in_dtype", full)
     with pytest.raises(torch.OutOfMemoryError, match="9.00 MiB"):
         on_ranks(1, lambda axis: check_class(module, split.classes[0], axis))

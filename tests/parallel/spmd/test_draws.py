@@ -13,19 +13,21 @@ from user_modules import Gated
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.split_block import ModelSplit
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.isolation.random_draws import keyed_inside
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.isolation.random_draws import explain_keyed_blocks
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 
 
 def plan(module: nn.Module, inputs: Tensor = X) -> ModelSplit:
-    return plan_split(Record(module, lambda m: m(inputs)), 2)
+    return plan_split(ForwardRecord(module, lambda m: m(inputs)), 2)
 
 
 def drawn(module: nn.Module) -> list[tuple[str, str]]:
     """(function, innermost module) of what a pass draws."""
-    return [(draw.function, draw.around[-1]) for draw in Record(module, lambda m: m(X)).draws]
+    return [
+        (draw.function, draw.around[-1]) for draw in ForwardRecord(module, lambda m: m(X)).draws
+    ]
 
 
 def attention(h: Tensor, share: float) -> Tensor:
@@ -76,7 +78,7 @@ def test_a_model_in_evaluation_mode_is_asked_for_what_it_draws_in_training() -> 
     module.layers[0].drop.p = 0.0
     with pytest.raises(PlanError, match=r"layers.1 draws .* \(dropout in layers.1.drop\)"):
         plan(module)
-    assert not any(part.training for part in module.modules())
+    assert not any(part.training_batches for part in module.modules())
     assert not any("forward" in part.__dict__ for part in module.modules())
 
 
@@ -118,8 +120,8 @@ class Layers(nn.Module):
 
 
 def inside(module: nn.Module, layer: str) -> str:
-    record = Record(module, lambda m: m(X))
-    return keyed_inside(layer, record.blocks, record.draws)
+    record = ForwardRecord(module, lambda m: m(X))
+    return explain_keyed_blocks(layer, record.blocks, record.draws)
 
 
 def test_a_layer_whose_inner_blocks_key_its_dropout_is_no_graph() -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from threads import on_ranks
 
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.labelling.labels import WHOLE, Split, Tiled, cut, join
+from shoal.parallel.spmd.labelling.labels import WHOLE, Split, Tiled, cut_tensor, join_parts
 
 SPLITS = [Split(0), Split(1), Split(1, 2)]
 SIZE = 2
@@ -62,9 +62,9 @@ def test_reduce_sums_values_only() -> None:
 def test_scatter_is_reduce_then_cut(split: Split) -> None:
     ranks = passes(lambda v, axis: autograd_collectives.scatter(v, axis, split), 4, 8)
     total = sum(r[0] for r in ranks)
-    whole = join([r[2] for r in ranks], split)
+    whole = join_parts([r[2] for r in ranks], split)
     for rank, (_, out, _, grad) in enumerate(ranks):
-        torch.testing.assert_close(out, cut(total, split, rank, SIZE))
+        torch.testing.assert_close(out, cut_tensor(total, split, rank, SIZE))
         torch.testing.assert_close(grad, whole)
 
 
@@ -72,12 +72,12 @@ def test_scatter_is_reduce_then_cut(split: Split) -> None:
 @pytest.mark.parametrize("parts", [True, False])
 def test_gather(split: Split, parts: bool) -> None:
     ranks = passes(lambda v, axis: autograd_collectives.gather(v, axis, split, parts), 4, 8)
-    whole = join([r[0] for r in ranks], split)
+    whole = join_parts([r[0] for r in ranks], split)
     total = sum(r[2] for r in ranks)
     for rank, (_, out, upstream, grad) in enumerate(ranks):
         assert torch.equal(out, whole)
         source = total if parts else upstream
-        torch.testing.assert_close(grad, cut(source, split, rank, SIZE))
+        torch.testing.assert_close(grad, cut_tensor(source, split, rank, SIZE))
 
 
 def test_gather_from_ranks_that_hold_copies() -> None:
@@ -96,17 +96,17 @@ def test_gather_from_ranks_that_hold_copies() -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_part_of_a_whole_value(split: Split) -> None:
-    ranks = passes(lambda v, axis: autograd_collectives.part(v, axis, split, False), 4, 8)
-    whole = join([r[2] for r in ranks], split)
+    ranks = passes(lambda v, axis: autograd_collectives.slice_own_part(v, axis, split, False), 4, 8)
+    whole = join_parts([r[2] for r in ranks], split)
     for rank, (value, out, _, grad) in enumerate(ranks):
-        assert torch.equal(out, cut(value, split, rank, SIZE))
+        assert torch.equal(out, cut_tensor(value, split, rank, SIZE))
         assert torch.equal(grad, whole)
-    ranks = passes(lambda v, axis: autograd_collectives.part(v, axis, split, True), 4, 8)
-    torch.testing.assert_close(sum(r[3] for r in ranks), join([r[2] for r in ranks], split))
+    ranks = passes(lambda v, axis: autograd_collectives.slice_own_part(v, axis, split, True), 4, 8)
+    torch.testing.assert_close(sum(r[3] for r in ranks), join_parts([r[2] for r in ranks], split))
 
 
 def test_a_bias_is_added_by_rank_0_alone() -> None:
-    ranks = passes(autograd_collectives.once, 5)
+    ranks = passes(autograd_collectives.keep_on_first_rank, 5)
     assert torch.equal(ranks[0][1], ranks[0][0])
     assert torch.equal(ranks[0][3], ranks[0][2])
     assert not ranks[1][1].any()
@@ -131,14 +131,14 @@ def test_dropout_keeps_its_part_of_the_mask_of_one_process(
     parts = on_ranks(
         degree,
         lambda axis: autograd_collectives.dropout(
-            cut(value, label, axis.rank, axis.size),
+            cut_tensor(value, label, axis.rank, axis.size),
             axis,
             labels=(label,),
             probability=0.4,
             order=order,
         ),
     )
-    assert torch.equal(join(parts, label), expected)
+    assert torch.equal(join_parts(parts, label), expected)
 
 
 def test_a_buffer_is_complete_after_every_rank_wrote_its_part() -> None:
@@ -146,7 +146,7 @@ def test_a_buffer_is_complete_after_every_rank_wrote_its_part() -> None:
         buffer = torch.zeros(6)
         own = buffer[3 * axis.rank : 3 * axis.rank + 3]
         own += axis.rank + 1
-        autograd_collectives.complete(own, axis, buffer, Split(0))
+        autograd_collectives.gather_buffer(own, axis, buffer, Split(0))
         return buffer
 
     for buffer in on_ranks(SIZE, work):
@@ -154,7 +154,7 @@ def test_a_buffer_is_complete_after_every_rank_wrote_its_part() -> None:
 
 
 def test_whole_shapes() -> None:
-    assert autograd_collectives.whole_shape((3, 4), Split(1), 2) == [3, 8]
-    assert autograd_collectives.whole_shape((3, 4), WHOLE, 2) == [3, 4]
+    assert autograd_collectives.compute_whole_shape((3, 4), Split(1), 2) == [3, 8]
+    assert autograd_collectives.compute_whole_shape((3, 4), WHOLE, 2) == [3, 4]
     tiled = Tiled(((2, Split(0)), (2, WHOLE)))
-    assert autograd_collectives.whole_shape((3, 4), tiled, 4) == [6, 4]
+    assert autograd_collectives.compute_whole_shape((3, 4), tiled, 4) == [6, 4]

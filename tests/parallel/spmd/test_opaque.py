@@ -11,12 +11,12 @@ from torch import nn
 
 from shoal.base.layouts.layout import Layout
 from shoal.parallel.spmd.labelling.labels import Split
-from shoal.parallel.spmd.split_block import RULES, again, split_block
-from shoal.parallel.tensor_parallel import alone
-from shoal.trace.graph.layer_graph import Untraceable
-from shoal.trace.graph.layer_groups import Likeness
+from shoal.parallel.spmd.split_block import RULES, split_block, split_for_inputs
+from shoal.parallel.tensor_parallel import may_split_experts
+from shoal.trace.graph.layer_graph import UntraceableLayer
+from shoal.trace.graph.layer_groups import LayerGrouping
 from shoal.trace.graph.opaque_parts import trace_with_opaque
-from shoal.trace.isolation.layer_calls import Call
+from shoal.trace.isolation.layer_calls import LayerCall
 
 DIM, INNER, EXPERTS = 16, 24, 4
 
@@ -86,7 +86,7 @@ def test_experts_are_split_with_what_is_around_them(degree: int) -> None:
     assert counts(split) == {"all_reduce forward": 1, "all_reduce backward": 1}
     assert difference(split, block, args, {}) < EXACT
     fewer = (torch.randn(1, 5, DIM, dtype=torch.float64, requires_grad=True),)
-    assert difference(again(split, block, fewer, {}), block, fewer, {}) < EXACT
+    assert difference(split_for_inputs(split, block, fewer, {}), block, fewer, {}) < EXACT
     assert not any("forward" in part.__dict__ for part in block.modules()), "it is as it was"
 
 
@@ -103,21 +103,21 @@ def test_mixtral(degree: int) -> None:
 @pytest.mark.parametrize("fault", ["draws", "counts", "squares", "tells"])
 def test_what_is_no_sum_over_cut_experts_is_left_to_its_layer(fault: str) -> None:
     block, args = layer(fault=fault)
-    with pytest.raises(Untraceable):
+    with pytest.raises(UntraceableLayer):
         split_block(block, args, {}, 2)
 
 
 def test_what_draws_is_no_operation() -> None:
     """How often it draws may hang on numbers, and the layouts' numbers round differently."""
     block, args = layer(fault="draws")
-    with pytest.raises(Untraceable):
+    with pytest.raises(UntraceableLayer):
         trace_with_opaque(block, args, {})
 
 
 def test_experts_that_cp_or_ep_divide_too_are_not_taken() -> None:
-    assert alone(Layout(tp=2, pp=2))
-    assert not alone(Layout(tp=2, cp=2))
-    assert not alone(Layout(tp=2, ep=2, dp_shard=2))
+    assert may_split_experts(Layout(tp=2, pp=2))
+    assert not may_split_experts(Layout(tp=2, cp=2))
+    assert not may_split_experts(Layout(tp=2, ep=2, dp_shard=2))
 
 
 def test_grouped_products_are_found_out_in_bfloat16() -> None:
@@ -171,8 +171,8 @@ class Holder(nn.Module):
 def test_layers_whose_experts_hold_other_numbers_are_not_alike() -> None:
     three = nn.ModuleList([layer(number=k)[0] for k in range(3)])
     three[2].experts.sharpness = 2.0
-    calls = {str(k): Call(layer()[1], {}, ()) for k in range(3)}
-    found = Likeness(three, opaque=True).groups(["0", "1", "2"], calls)
+    calls = {str(k): LayerCall(layer()[1], {}, ()) for k in range(3)}
+    found = LayerGrouping(three, opaque=True).group_layers(["0", "1", "2"], calls)
     assert found == [["0", "1"], ["2"]]
 
 

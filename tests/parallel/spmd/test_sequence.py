@@ -15,7 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.base.errors import PlanError
 from shoal.models.norm import RMSNorm
-from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, even_cuts, show
+from shoal.parallel.spmd.sequence_shards import (
+    SequenceShard,
+    ShardSpec,
+    compute_even_cuts,
+    wrap_shard,
+)
 
 SEQ, DIM = 7, 4  # 7 divides by nothing
 
@@ -71,9 +76,9 @@ def test_numbers_and_gradients_are_those_of_the_whole(use: str, size: int) -> No
     expected.backward()
 
     def work(axis: ThreadAxis) -> tuple[float, float]:
-        deal = Deal.even(axis, 1, SEQ)
+        deal = ShardSpec.split_evenly(axis, 1, SEQ)
         part = deal.part(start).requires_grad_()
-        got = loss(USES[use](show(part.tanh(), deal)))
+        got = loss(USES[use](wrap_shard(part.tanh(), deal)))
         got.backward()
         return float((got - expected).detach().abs()), float(
             (part.grad - deal.part(whole.grad)).abs().max()
@@ -86,7 +91,9 @@ def test_numbers_and_gradients_are_those_of_the_whole(use: str, size: int) -> No
 
 def test_what_needs_no_numbers_is_free() -> None:
     def work(axis: ThreadAxis) -> Any:
-        h = show(torch.ones(2, 4, DIM, requires_grad=True) * 1, Deal.even(axis, 1, 8))
+        h = wrap_shard(
+            torch.ones(2, 4, DIM, requires_grad=True) * 1, ShardSpec.split_evenly(axis, 1, 8)
+        )
         seen = []
         h.register_hook(seen.append)
         told = [h.shape, h.size(1), h.dim(), len(h), h.dtype, h.device, h.requires_grad, repr(h)]
@@ -107,7 +114,7 @@ def test_what_needs_no_numbers_is_free() -> None:
 
 def test_the_whole_is_gathered_once() -> None:
     def work(axis: ThreadAxis) -> int:
-        h = show(torch.ones(2, 4, DIM), Deal.even(axis, 1, 8))
+        h = wrap_shard(torch.ones(2, 4, DIM), ShardSpec.split_evenly(axis, 1, 8))
         (h + 1).sum()
         (h * 2).sum()
         return axis.counts["all_gather"]
@@ -117,7 +124,9 @@ def test_the_whole_is_gathered_once() -> None:
 
 def test_a_change_through_a_view_that_autograd_cannot_see_is_refused() -> None:
     def work(axis: ThreadAxis) -> None:
-        h = show(torch.ones(2, 4, DIM, requires_grad=True) * 1, Deal.even(axis, 1, 8))
+        h = wrap_shard(
+            torch.ones(2, 4, DIM, requires_grad=True) * 1, ShardSpec.split_evenly(axis, 1, 8)
+        )
         h[:, 0].zero_()
         with torch.no_grad():
             h.sum()
@@ -127,5 +136,5 @@ def test_a_change_through_a_view_that_autograd_cannot_see_is_refused() -> None:
 
 
 def test_cuts_are_as_equal_as_it_goes() -> None:
-    assert even_cuts(7, 4) == (0, 2, 4, 6, 7)
-    assert even_cuts(8, 2) == (0, 4, 8)
+    assert compute_even_cuts(7, 4) == (0, 2, 4, 6, 7)
+    assert compute_even_cuts(8, 2) == (0, 4, 8)

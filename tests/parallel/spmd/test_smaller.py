@@ -12,10 +12,15 @@ from proof_rows import rows
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd import split_block
 from shoal.parallel.spmd.labelling import rules
-from shoal.parallel.spmd.labelling.experiment import Call, Experiment, Slot, Value
+from shoal.parallel.spmd.labelling.experiment import (
+    ArgumentSlot,
+    Experiment,
+    OperationCall,
+    OperationInput,
+)
 from shoal.parallel.spmd.labelling.labels import WHOLE, Split
 from shoal.parallel.spmd.model_split import plan_split
-from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.forward_record import ForwardRecord
 from shoal.trainer.step.call_contract import call_model
 
 OURS = [(name, 2 if name == "our moe" else 4) for name in any_case.OURS]
@@ -27,11 +32,11 @@ def test_sizes_do_not_matter(name: str, degree: int, monkeypatch: Any) -> None:
     found = []
     for large in (1 << 62, 0):  # never smaller, always smaller
         monkeypatch.setattr(rules, "LARGE", large)
-        monkeypatch.setattr(split_block, "RULES", rules.Rules())
+        monkeypatch.setattr(split_block, "RULES", rules.RuleCache())
         module, inputs, call = model_of(name)
         try:
             split = plan_split(
-                Record(module, lambda m, x=inputs, c=call: call_model(m, x, c)), degree
+                ForwardRecord(module, lambda m, x=inputs, c=call: call_model(m, x, c)), degree
             )
         except PlanError as refusal:
             found.append(str(refusal))
@@ -46,19 +51,22 @@ def test_a_long_sequence_is_tried_as_a_short_one(monkeypatch: Any) -> None:
     seen: list[int] = []
     right = Experiment.of
 
-    def of(call: Call) -> Experiment | None:
+    def of(call: OperationCall) -> Experiment | None:
         seen.append(sum(value.elements for value in call.values))
         return right(call)
 
     monkeypatch.setattr(Experiment, "of", staticmethod(of))
-    known = rules.Rules()
-    hidden = Value((3, 8192, 8192), torch.bfloat16)
-    norm = Call(
-        torch.ops.aten.rms_norm.default, "norm", ([Slot(0), [8192], Slot(1), 1e-5], {}),
-        (hidden, Value((8192,), torch.bfloat16)),
+    known = rules.RuleCache()
+    hidden = OperationInput((3, 8192, 8192), torch.bfloat16)
+    norm = OperationCall(
+        torch.ops.aten.rms_norm.default, "norm", ([ArgumentSlot(0), [8192], ArgumentSlot(1), 1e-5], {}),
+        (hidden, OperationInput((8192,), torch.bfloat16)),
     )  # fmt: skip
-    heads = Call(
-        torch.ops.aten.reshape.default, "heads", ([Slot(0), [3, 8192, 64, 128]], {}), (hidden,)
+    heads = OperationCall(
+        torch.ops.aten.reshape.default,
+        "heads",
+        ([ArgumentSlot(0), [3, 8192, 64, 128]], {}),
+        (hidden,),
     )
     assert known.find(norm, (Split(1), WHOLE), 8).out == Split(1)
     found = known.find(heads, (Split(2),), 8)

@@ -15,9 +15,9 @@ from shoal.base.errors import PlanError
 from shoal.models.llama import Llama
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.labelling.labels import WHOLE, Split
-from shoal.parallel.spmd.labelling.operation_terms import NotSplit
-from shoal.parallel.spmd.split_block import again, split_block
-from shoal.trace.graph.layer_graph import Untraceable
+from shoal.parallel.spmd.labelling.operation_terms import IndivisibleSequence
+from shoal.parallel.spmd.split_block import split_block, split_for_inputs
+from shoal.trace.graph.layer_graph import UntraceableLayer
 
 EXACT = 1e-12
 LLAMA_PAIRS = {"all_reduce forward": 2, "all_reduce backward": 2}
@@ -241,7 +241,7 @@ class Scales(nn.Module):
 
 def test_an_input_that_would_be_overwritten_in_a_copy_is_told() -> None:
     """Its gradient is cheapest summed at `x`, so that `y` would become another tensor there."""
-    with pytest.raises(Untraceable, match="changes in place what others read, too"):
+    with pytest.raises(UntraceableLayer, match="changes in place what others read, too"):
         split_block(Scales().double(), (sample(3, 1), sample(3, 16).detach()), {}, 2)
 
 
@@ -286,7 +286,7 @@ def test_again_for_other_shapes_and_evaluation(
     split = split_block(block, (sample(3, 12, 32),), {}, 4, sequence_dim=sequence_dim)
     for shape, training in (((2, 8, 32), True), ((1, 16, 32), True), ((3, 12, 32), False)):
         block.train(training)
-        other = again(split, block, (sample(*shape),), {})
+        other = split_for_inputs(split, block, (sample(*shape),), {})
         assert difference(other, block, (sample(*shape),)) < EXACT
         assert other.parameters == split.parameters
         assert other.partial == split.partial
@@ -299,7 +299,7 @@ def test_again_while_parameters_are_cut() -> None:
     kept = {name: p.detach().clone() for name, p in block.named_parameters()}
     for p in block.parameters():
         p.data = p.data[:1]
-    other = again(split, block, (sample(4, 6, 48),), {})
+    other = split_for_inputs(split, block, (sample(4, 6, 48),), {})
     for name, p in block.named_parameters():
         p.data = kept[name]
     assert difference(other, block, (sample(4, 6, 48),)) < EXACT
@@ -307,11 +307,13 @@ def test_again_while_parameters_are_cut() -> None:
 
 def test_a_sequence_that_does_not_divide_is_told() -> None:
     block = llama()
-    with pytest.raises(NotSplit, match=r"dim 1 of the input \[3, 7, 32\] is 7: not 2 equal parts"):
+    with pytest.raises(
+        IndivisibleSequence, match=r"dim 1 of the input \[3, 7, 32\] is 7: not 2 equal parts"
+    ):
         split_block(block, (sample(3, 7, 32),), {}, 2, sequence_dim=1)
     split = split_block(block, (sample(3, 8, 32),), {}, 2, sequence_dim=1)
-    with pytest.raises(NotSplit, match="is 7"):
-        again(split, block, (sample(3, 7, 32),), {})
+    with pytest.raises(IndivisibleSequence, match="is 7"):
+        split_for_inputs(split, block, (sample(3, 7, 32),), {})
 
 
 class Fixed(nn.Module):
@@ -332,8 +334,8 @@ def test_inputs_that_do_not_work_in_parts_are_told() -> None:
     block, x = Fixed().double(), sample(3, 16)
     split = split_block(block, (x,), {}, 2)
     block.normed = True
-    with pytest.raises(Untraceable, match="do not work with the parameters cut as they are"):
-        again(split, block, (x,), {})
+    with pytest.raises(UntraceableLayer, match="do not work with the parameters cut as they are"):
+        split_for_inputs(split, block, (x,), {})
 
 
 @pytest.mark.parametrize(
@@ -408,7 +410,7 @@ def test_a_missing_backward_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_row_bias_that_every_rank_adds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd_collectives, "once", lambda value, axis: value)
+    monkeypatch.setattr(autograd_collectives, "keep_on_first_rank", lambda value, axis: value)
     assert planted(gpt(), sample(2, 12, 48)) > 1e-2
 
 
@@ -448,7 +450,7 @@ def test_whole_parameters_and_a_split_sequence(make, degree: int) -> None:
     assert not split.parameters
     assert counts(split) == {"all_gather forward": 2, "reduce_scatter backward": 2}
     assert split.partial == {name for name, _ in block.named_parameters()}
-    other = again(split, block, (sample(3, 8, x.shape[-1]),), {})
+    other = split_for_inputs(split, block, (sample(3, 8, x.shape[-1]),), {})
     assert difference(other, block, (sample(3, 8, x.shape[-1]),)) < EXACT
 
 

@@ -15,8 +15,8 @@ from user_modules import made
 
 from proof_rows import chosen, rows
 from shoal.parallel.spmd.labelling.labels import Split
-from shoal.parallel.spmd.split_block import again, split_block
-from shoal.trace.graph.layer_graph import Untraceable
+from shoal.parallel.spmd.split_block import split_block, split_for_inputs
+from shoal.trace.graph.layer_graph import UntraceableLayer
 
 transformers = pytest.importorskip("transformers")
 
@@ -118,7 +118,7 @@ def test_again_for_another_batch(kind: str) -> None:
     layer, args, kwargs = captured(kind)
     split = split_block(layer, args, kwargs, 2)
     _, args, kwargs = captured(kind, batch=2)
-    other = again(split, layer, args, kwargs)
+    other = split_for_inputs(split, layer, args, kwargs)
     assert difference(other, layer, args, kwargs) < CASTS
     assert other.partial == split.partial
 
@@ -132,7 +132,7 @@ def test_side_results_stay_split_until_they_are_read() -> None:
 
 def test_routing_by_numbers_cannot_be_traced() -> None:
     layer, args, kwargs = captured("mixtral")
-    with pytest.raises(Untraceable):
+    with pytest.raises(UntraceableLayer):
         split_block(layer, args, kwargs, 2, opaque=False)
     assert torch.is_grad_enabled()
 

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
 from shoal.models.loss import Unprojected, find_logits, linear_cross_entropy, token_loss
-from shoal.parallel.spmd.sequence_shards import even_cuts
-from shoal.parallel.tensor_parallel.vocabulary_parallel import LogitsShard, SplitVocabulary, install
-from shoal.trace.find.vocabulary_use import Tables
-from shoal.trace.flow.forward_record import Record
+from shoal.parallel.spmd.sequence_shards import compute_even_cuts
+from shoal.parallel.tensor_parallel.vocabulary_parallel import (
+    LogitsShard,
+    SplitVocabulary,
+    replace_table_forwards,
+)
+from shoal.trace.find.vocabulary_use import VocabularyTables
+from shoal.trace.flow.forward_record import ForwardRecord
 
 ROWS, DIM, CLASSES = 9, 6, 11
 
 
 def part_of(axis: ThreadAxis, whole: Tensor) -> Tensor:
-    cuts = even_cuts(whole.shape[0], axis.size)
+    cuts = compute_even_cuts(whole.shape[0], axis.size)
     return whole.detach()[cuts[axis.rank] : cuts[axis.rank + 1]].clone().requires_grad_()
 
 
@@ -45,7 +49,7 @@ def test_loss_and_gradients_are_those_of_the_whole_head(kind: str, size: int) ->
     def work(axis: ThreadAxis) -> None:
         own = part_of(axis, weight)
         h = hidden.detach().clone().requires_grad_()
-        vocabulary = SplitVocabulary(axis, even_cuts(CLASSES, size))
+        vocabulary = SplitVocabulary(axis, compute_even_cuts(CLASSES, size))
         if kind in ("chunks", "one chunk"):
             got, counted = linear_cross_entropy(
                 h, own, targets, chunk_rows=2 if kind == "chunks" else None, vocabulary=vocabulary
@@ -71,7 +75,7 @@ def test_ranks_with_unequal_rows_make_equal_chunks() -> None:
     hidden, weight, targets = material()
 
     def work(axis: ThreadAxis) -> int:
-        vocabulary = SplitVocabulary(axis, even_cuts(CLASSES, 2))
+        vocabulary = SplitVocabulary(axis, compute_even_cuts(CLASSES, 2))
         narrow = part_of(axis, weight.bfloat16())
         for chunk in (1, 2, 3, 5):
             linear_cross_entropy(
@@ -88,7 +92,7 @@ def test_a_target_outside_names_the_whole_vocabulary() -> None:
     targets[0] = CLASSES
 
     def work(axis: ThreadAxis) -> None:
-        vocabulary = SplitVocabulary(axis, even_cuts(CLASSES, 2))
+        vocabulary = SplitVocabulary(axis, compute_even_cuts(CLASSES, 2))
         token_loss(Unprojected(hidden, part_of(axis, weight), vocabulary), targets)
 
     with pytest.raises(ConfigError, match="targets hold 11: outside the model's vocabulary of 11"):
@@ -130,7 +134,7 @@ def test_lookup(size: int, way: str) -> None:
 
     def work(axis: ThreadAxis) -> None:
         model = nn.Sequential(copy.deepcopy(table))
-        install(model, Tables(embeddings=("0",)), axis, ())
+        replace_table_forwards(model, VocabularyTables(embeddings=("0",)), axis, ())
         model[0].weight.data = part_of(axis, table.weight).data
         model[0].weight.grad = None
         got = model(ids)
@@ -198,7 +202,7 @@ REASONS = {
 def test_only_tables_whose_every_use_is_understood_are_split(other: str) -> None:
     model = Model(other)
     ids = torch.randint(0, 20, (2, 6))
-    tables = Record(model, lambda m: m(ids)).tables(["layers.0", "layers.1"], 2, {}.get)
+    tables = ForwardRecord(model, lambda m: m(ids)).tables(["layers.0", "layers.1"], 2, {}.get)
     split, whole = REASONS[other]
     assert "6 rows of 8 are no vocabulary" in tables.whole["positions.weight"]
     assert set(tables.split) == split - set(whole)
@@ -210,7 +214,7 @@ def test_the_users_word_counts() -> None:
     model = Model("classes")
     ids = torch.randint(0, 20, (2, 6))
     wishes = {"tokens.weight": "whole", "head.weight": "column"}
-    tables = Record(model, lambda m: m(ids)).tables(["layers.0", "layers.1"], 2, wishes.get)
+    tables = ForwardRecord(model, lambda m: m(ids)).tables(["layers.0", "layers.1"], 2, wishes.get)
     assert tables.whole["tokens.weight"] == "the user's wish"
     assert set(tables.split) == {"head.weight", "head.bias"}
 
@@ -219,7 +223,7 @@ def test_watching_leaves_no_trace() -> None:
     model = Model()
     before = torch.get_rng_state()
     ids = torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))
-    Record(model, lambda m: m(ids)).tables(["layers.0"], 2, {}.get)
+    ForwardRecord(model, lambda m: m(ids)).tables(["layers.0"], 2, {}.get)
     assert torch.equal(before, torch.get_rng_state())
     assert not any("forward" in part.__dict__ or part._forward_hooks for part in model.modules())
     assert F.linear(torch.ones(8), model.head.weight).shape == (20,)

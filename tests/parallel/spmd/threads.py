@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils import _pytree as pytree
 
-from shoal.parallel.spmd.labelling.labels import WHOLE, Split, cut, join
+from shoal.parallel.spmd.labelling.labels import WHOLE, Split, cut_tensor, join_parts
 
 
 @dataclass
@@ -159,7 +159,7 @@ def simulate(split, block, args, kwargs, seed: int = 3) -> list[Pass]:
 
     def work(axis: ThreadAxis):
         def own(tensor: torch.Tensor, label) -> torch.Tensor:
-            part = cut(tensor.detach(), label, axis.rank, axis.size).clone()
+            part = cut_tensor(tensor.detach(), label, axis.rank, axis.size).clone()
             return part.requires_grad_(tensor.requires_grad)
 
         local = {n: own(p, split.parameters.get(n, WHOLE)) for n, p in params.items()}
@@ -171,7 +171,8 @@ def simulate(split, block, args, kwargs, seed: int = 3) -> list[Pass]:
             *[(o, label) for o, label in both if o.is_floating_point()], strict=True
         )
         mine = [
-            cut(w, label, axis.rank, axis.size) for w, label in zip(weights, labels, strict=True)
+            cut_tensor(w, label, axis.rank, axis.size)
+            for w, label in zip(weights, labels, strict=True)
         ]
         loss_of(outputs, mine).backward()
         return axis, [o.detach() for o in outputs], labels, leaves, local, buffers
@@ -184,7 +185,7 @@ def simulate(split, block, args, kwargs, seed: int = 3) -> list[Pass]:
 def _told(split, ranks, me: int) -> Pass:
     axis, own_outputs, labels, leaves, local, buffers = ranks[me]
     outputs = [
-        join([r[1][k] for r in ranks], label) if isinstance(label, Split) else own_outputs[k]
+        join_parts([r[1][k] for r in ranks], label) if isinstance(label, Split) else own_outputs[k]
         for k, label in enumerate(labels)
     ]
     inputs = [
@@ -205,7 +206,7 @@ def _whole_gradient(parts, label, me):
     if any(p is None for p in parts):
         assert all(p is None for p in parts)
         return None
-    return join(parts, label) if isinstance(label, Split) else parts[me]
+    return join_parts(parts, label) if isinstance(label, Split) else parts[me]
 
 
 def worst(expected: Pass, passes: list[Pass]) -> float:

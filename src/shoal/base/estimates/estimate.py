@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.base.estimates.cluster import Cluster
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.schedule_names import DEFAULT, copies, stages_per_rank
+from shoal.base.layouts.schedule_names import DEFAULT, model_copies, stages_per_rank
 from shoal.base.plans.plan import Plan
 
 
@@ -111,7 +111,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanningCase:
     """One case to be predicted: a model, on a cluster, run by a plan.
 
     Attributes:
@@ -136,7 +136,7 @@ class Case:
     handed: str = "builder"
     proves: bool = False
 
-    def but(self, **changes: Any) -> Case:
+    def but(self, **changes: Any) -> PlanningCase:
         """Return the same case with some of its plan's fields changed."""
         return replace(self, plan=replace(self.plan, **changes))
 
@@ -170,15 +170,15 @@ class Case:
         """Stages per rank of one model copy in a pipeline; dualpipe holds two copies."""
         if self.layout.pp == 1:
             return 1
-        return stages_per_rank(self.schedule, self.layout.chunks) // copies(self.schedule)
+        return stages_per_rank(self.schedule, self.layout.chunks) // model_copies(self.schedule)
 
     @property
     def expert_degree(self) -> int:
         """Ranks over which the weights of a mixture's experts are split."""
-        return self.layout.ep * self.one_expert
+        return self.layout.ep * self.expert_tp_degree
 
     @property
-    def one_expert(self) -> int:
+    def expert_tp_degree(self) -> int:
         """Ranks over which one expert is split."""
         whole = self.framework == "shoal" and self.layout.ep > 1
         return self.expert_tp or (1 if whole else self.layout.tp)
@@ -190,7 +190,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Instant:
+class MemoryInstant:
     """Memory of a run at one instant: building, loading, proving, …, saving, exporting.
 
     Attributes:
@@ -234,10 +234,10 @@ class MemoryEstimate:
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
     others_bytes: float = 0.0
-    instants: tuple[Instant, ...] = ()
+    instants: tuple[MemoryInstant, ...] = ()
 
     @property
-    def most_bytes(self) -> float:
+    def training_peak_bytes(self) -> float:
         """Peak of a device from start to the last step, without proof and resume."""
         names = ("checking", "building", "first step")
         before = [one.device_bytes for one in self.instants if one.name in names]

@@ -44,7 +44,7 @@ def default_processes(machine: MachineFacts) -> int:
     return 2 if machine.cores >= 2 else 1
 
 
-def this_machine() -> MachineFacts:
+def read_machine_facts() -> MachineFacts:
     """Read this machine's facts, without initialising CUDA.
 
     GPUs are NVIDIA's device files, as many as CUDA_VISIBLE_DEVICES leaves. A container's memory

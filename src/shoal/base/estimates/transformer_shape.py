@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Vectors:
+class VectorParameterCounts:
     """Parameter counts of norms and biases, and of others outside the shape's matrices.
 
     Attributes:
@@ -29,7 +29,7 @@ class Vectors:
 
 
 @dataclass(frozen=True)
-class Transformer:
+class TransformerShape:
     """Shape of a transformer: one stack of equal blocks between an embedding and a head.
 
     hidden h, heads a, kv_heads, head_size (0: h / a; a·head_size may differ from h), ffn f
@@ -78,7 +78,7 @@ class Transformer:
     dense_layers: int = 0
     latent: tuple[int, ...] = ()
     context: int = 0
-    vectors: Vectors | None = None
+    vectors: VectorParameterCounts | None = None
 
     @property
     def head_width(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.errors import ConfigError, PlanError, format_choice_error
 from shoal.base.layouts.policies import BY_NUMBER, COMPRESS
 
 WHOLE_SHARE = 3
@@ -23,7 +23,7 @@ class Compression:
         rank: powersgd: columns of the two thin matrices.
         share: topk: share of the elements that a rank sends.
         early: one-bit: steps at the start of a run in which gradients travel as int8; −1: a third
-            of the run's, see `early_of`.
+            of the run's, see `warmup_steps`.
     """
 
     method: str = "none"
@@ -46,7 +46,7 @@ class Compression:
         """
         method, colon, number = text.partition(":")
         if method not in COMPRESS:
-            raise ConfigError(one_of("layout.compress", text, COMPRESS))
+            raise ConfigError(format_choice_error("layout.compress", text, COMPRESS))
         if not colon:
             return Compression(method, early=-1 if method == "one-bit" else 0)
         if method == "powersgd":
@@ -66,7 +66,7 @@ class Compression:
             wanted = f"{method} takes no number; try: layout.compress={method}"
         raise ConfigError(f"layout.compress = {text}: {wanted}")
 
-    def early_of(self, total_steps: int) -> int:
+    def warmup_steps(self, total_steps: int) -> int:
         """Return the int8 steps of a run of so many steps; 0 total: unknown number.
 
         Raises a ConfigError if the share of an unknown number is needed.
@@ -85,7 +85,7 @@ class Compression:
         return total_steps // WHOLE_SHARE
 
 
-def check_compress(
+def check_compression(
     text: str, strategy: str, precision: str = "", reduce: str = "", ep: int = 1
 ) -> None:
     """Refuse a `layout.compress` that a layout or a number format does not support.

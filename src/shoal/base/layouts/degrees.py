@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 from shoal.base.layouts.layout import AXES, Layout
-from shoal.base.layouts.schedule_names import SPLIT_BACKWARD, settle_schedule
+from shoal.base.layouts.schedule_names import SPLIT_BACKWARD, resolve_schedule
 
 BUILT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes that this version splits."""
@@ -50,7 +50,7 @@ def check_degrees(
     """
     for axis, degree in degrees.items():
         if axis not in (*AXES, "ep"):
-            raise PlanError(one_of("layout", axis, (*AXES, "ep")))
+            raise PlanError(format_choice_error("layout", axis, (*AXES, "ep")))
         if degree < 1:
             raise PlanError(f"layout.{axis} = {degree}: at least 1; try: layout.{axis}=1")
         if degree > 1 and axis not in (*BUILT_AXES, "ep"):
@@ -67,14 +67,14 @@ def check_degrees(
             f"with them are {layout.text()}; try: layout.strategy=dp without degrees, or leave "
             f"layout.threads out"
         )
-    layout = replace(layout, zero=settle_zero(layout, zero))
-    schedule, chunks = settle_schedule(schedule, chunks, layout.pp)
+    layout = replace(layout, zero=resolve_zero_stage(layout, zero))
+    schedule, chunks = resolve_schedule(schedule, chunks, layout.pp)
     layout = replace(layout, schedule=schedule, chunks=chunks)
-    check_together(layout)
+    check_combination(layout)
     return layout
 
 
-def check_together(layout: Layout) -> None:
+def check_combination(layout: Layout) -> None:
     """Refuse combinations of layout parts that are wrong or not supported.
 
     Raises:
@@ -93,9 +93,9 @@ def check_together(layout: Layout) -> None:
 
 def _check_experts(layout: Layout) -> None:
     """Raise PlanError if the data-parallel ranks cannot hold `ep` expert groups."""
-    if layout.lends(layout.ep):
+    if layout.can_share_experts(layout.ep):
         return
-    lent = filter(layout.lends, range(1, layout.data_degree + 1))
+    lent = filter(layout.can_share_experts, range(1, layout.data_degree + 1))
     nearest = min(lent, key=lambda n: (abs(n - layout.ep), n))
     more = f"layout.dp_replicate={layout.ep}, or " if layout.data_degree == 1 else ""
     raise PlanError(
@@ -147,7 +147,7 @@ def _divisor(number: int, near: int) -> int:
     return min(divisors, key=lambda d: (abs(d - near), d))
 
 
-def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
+def layout_for_planning(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
     """Create a layout to plan, not to run; `dp_replicate` defaults to the remaining ranks.
 
     Args:
@@ -178,10 +178,10 @@ def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = 
             f"layout: {named} = {layout.processes} devices, but there are {processes}; try:"
             f" {nearest}"
         )
-    return replace(layout, zero=settle_zero(layout, zero))
+    return replace(layout, zero=resolve_zero_stage(layout, zero))
 
 
-def settle_zero(layout: Layout, zero: int | None) -> int:
+def resolve_zero_stage(layout: Layout, zero: int | None) -> int:
     """Return the ZeRO stage: `zero` if given, else 3 with a dp_shard and 0 without.
 
     Raises:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shoal.base.errors import ConfigError, one_of
+from shoal.base.errors import ConfigError, format_choice_error
 
 METHODS = (
     "local-sgd", "diloco", "streaming-diloco", "fedavg", "fedprox", "fedopt",
@@ -121,7 +121,7 @@ class IslandsPolicy:
         """True if the outer momentum is Nesterov's: sgd with momentum."""
         return self.outer == "sgd" and self.outer_momentum > 0
 
-    def settled(self) -> IslandsPolicy:
+    def resolved(self) -> IslandsPolicy:
         """Return a checked copy with every unset number set to the method's default.
 
         Raises a ConfigError with the nearest legal value.
@@ -133,7 +133,7 @@ class IslandsPolicy:
         if not self.on:
             return self._without()
         if self.method not in METHODS:
-            raise ConfigError(one_of("islands.method", self.method, METHODS))
+            raise ConfigError(format_choice_error("islands.method", self.method, METHODS))
         own = DEFAULTS[self.method]
         period = self.period or own.period
         # A short period reduces the method's defaults; the user's own values are checked.
@@ -169,7 +169,7 @@ class IslandsPolicy:
             ("server", self.server, SERVERS),
         ):
             if got not in known:
-                raise ConfigError(one_of(f"islands.{key}", got, known))
+                raise ConfigError(format_choice_error(f"islands.{key}", got, known))
         for key, least in LEAST.items():
             if getattr(self, key) < least:
                 raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.base.layouts.schedule_names import copies, stages_per_rank
+from shoal.base.layouts.schedule_names import model_copies, stages_per_rank
 
 AXES = ("islands", "pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -124,7 +124,7 @@ class Layout:
         """True if the layout is derived from a trace of the model: tp, pp, cp or ep above 1."""
         return max(self.tp, self.pp, self.cp, self.ep) > 1
 
-    def lends(self, ep: int) -> bool:
+    def can_share_experts(self, ep: int) -> bool:
         """Return whether data-parallel ranks can share experts among `ep` of them: whole shards.
 
         >>> layout = Layout(dp_replicate=2, dp_shard=4)
@@ -180,10 +180,10 @@ class Layout:
         >>> Layout(pp=2, schedule="zbv").stages, Layout(pp=2, schedule="dualpipe").stages
         (4, 2)
         """
-        return self.pp * stages_per_rank(self.schedule, self.chunks) // copies(self.schedule)
+        return self.pp * stages_per_rank(self.schedule, self.chunks) // model_copies(self.schedule)
 
     @property
-    def unordered(self) -> Layout:
+    def without_schedule(self) -> Layout:
         """The same layout without a pipeline schedule.
 
         >>> Layout(pp=2, schedule="interleaved", chunks=4).unordered == Layout(pp=2)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.errors import ConfigError, PlanError, format_choice_error
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import Policies
 
@@ -36,29 +36,29 @@ OTHER_WORDS = {
 """Other projects' words for the update rules."""
 
 
-def free_running(layout: Layout) -> bool:
+def updates_asynchronously(layout: Layout) -> bool:
     """Return whether servers update by one worker's gradient, without waiting for the others."""
     return layout.updates not in ("", "synchronous")
 
 
-def workers_of(layout: Layout) -> int:
+def count_workers(layout: Layout) -> int:
     """Count the data-parallel ranks that run micro-batches."""
     return layout.dp_replicate * layout.dp_shard - layout.servers
 
 
-def spare_ranks(layout: Layout) -> range:
+def expendable_ranks(layout: Layout) -> range:
     """Return the ranks whose death the others survive: workers that no step waits for."""
-    return range(workers_of(layout) if layout.servers and free_running(layout) else 0)
+    return range(count_workers(layout) if layout.servers and updates_asynchronously(layout) else 0)
 
 
-def words_of_servers(layout: Layout) -> dict[str, Any]:
+def server_layout_keys(layout: Layout) -> dict[str, Any]:
     """Return a server's layout as keys of [layout], as `settle.words_of` does."""
     keys = ("servers", "updates", "staleness", "serves")
     said = {key: getattr(layout, key) for key in keys if getattr(layout, key)}
     return {"strategy": "parameter-server", **said}
 
 
-def with_servers(
+def make_server_layout(
     processes: int, servers: int = 0, updates: str = "", staleness: int = 0, serves: str = ""
 ) -> Layout:
     """Create the layout of `processes` ranks of which the last `servers` are parameter servers.
@@ -90,7 +90,7 @@ def with_servers(
         )
     updates = updates or UPDATES[0]
     if updates not in UPDATES:
-        raise PlanError(one_of("layout.updates", updates, UPDATES, OTHER_WORDS))
+        raise PlanError(format_choice_error("layout.updates", updates, UPDATES, OTHER_WORDS))
     workers = processes - servers
     if updates != "bounded-stale" and staleness:
         raise PlanError(
@@ -117,7 +117,7 @@ def with_servers(
     return Layout(dp_replicate=processes, servers=servers, updates=updates, serves=serves)
 
 
-def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, Any]) -> None:
+def check_server_keys(strategy: str, degrees: Mapping[str, int], served: Mapping[str, Any]) -> None:
     """Refuse a server's keys with another strategy, and degrees with a server.
 
     Args:
@@ -143,7 +143,7 @@ def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, 
         )
 
 
-def brings_own(layout: Layout) -> ConfigError:
+def own_batches_error(layout: Layout) -> ConfigError:
     """Return the error for ranks that bring their own batches, which a server does not use."""
     return ConfigError(
         f"run.step: layout {layout.text()} has ranks that run no sample, and each rank brings a "
@@ -151,7 +151,7 @@ def brings_own(layout: Layout) -> ConfigError:
     )
 
 
-def check_with_servers(plan: Policies, layout: Layout) -> None:
+def check_server_policies(plan: Policies, layout: Layout) -> None:
     """Refuse policies that a parameter server does not support.
 
     Raises:
@@ -169,12 +169,12 @@ def check_with_servers(plan: Policies, layout: Layout) -> None:
             f"memory.offload = {plan.offload}: {named} it: optimizer states are on servers "
             f"already; try: memory.offload=none, or layout.strategy=zero1"
         )
-    if free_running(layout) and plan.spikes == "rewind":
+    if updates_asynchronously(layout) and plan.spikes == "rewind":
         raise PlanError(
             f"train.spikes = rewind: layout.updates = {layout.updates} has gradients under way, "
             f"which no rank takes back; try: train.spikes=skip"
         )
-    if free_running(layout) and plan.compute == "fp16":
+    if updates_asynchronously(layout) and plan.compute == "fp16":
         raise PlanError(
             f"precision.compute = fp16: layout.updates = {layout.updates} has no step that all "
             f"ranks share, by which a loss scale is found; try: precision.compute=bf16"
@@ -182,7 +182,7 @@ def check_with_servers(plan: Policies, layout: Layout) -> None:
 
 
 @dataclass
-class Admission:
+class StalenessGate:
     """Order in which workers' gradients are applied, so that none exceeds the staleness bound.
 
     If a worker read the weights at step v, its gradient must be applied at step v + bound at the
@@ -208,7 +208,7 @@ class Admission:
         """Record that a worker reads the weights; it is in flight from here on."""
         self.read_at[worker] = self.step
 
-    def brought(self, worker: int) -> None:
+    def record_gradient(self, worker: int) -> None:
         """Record that a worker's gradient has arrived."""
         self.came.append(worker)
 
@@ -217,11 +217,11 @@ class Admission:
         self.read_at.pop(worker, None)
         self.came = [one for one in self.came if one != worker]
 
-    def next(self) -> int | None:
+    def next_worker(self) -> int | None:
         """Return the worker whose gradient is applied now; None: wait for another gradient."""
         return next((worker for worker in self.came if self._may(worker)), None)
 
-    def applied(self, worker: int) -> int:
+    def record_applied(self, worker: int) -> int:
         """Record that a gradient was applied or skipped; return its staleness in steps."""
         self.came.remove(worker)
         staleness = self.step - self.read_at.pop(worker)

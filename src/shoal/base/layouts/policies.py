@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, one_of, short
-from shoal.base.layouts.policy_fields import number, word
+from shoal.base.errors import ConfigError, PlanError, format_choice_error, shorten
+from shoal.base.layouts.policy_fields import choice_field, number_field
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
 OTHER_FORMATS = {
@@ -46,11 +46,11 @@ class PrecisionPolicy:
         loss_scale: fp16: factor of the loss; 0: found and adjusted while training.
     """
 
-    compute: str = word(PRECISIONS, OTHER_FORMATS)
+    compute: str = choice_field(PRECISIONS, OTHER_FORMATS)
     """auto, fp64, fp32, bf16, fp16: the format of matrix products"""
-    reduce: str = word(REDUCTIONS, OTHER_FORMATS)
+    reduce: str = choice_field(REDUCTIONS, OTHER_FORMATS)
     """auto, fp32, bf16: the format in which gradients travel; auto: as they are kept"""
-    loss_scale: float = number(0.0, least=0)
+    loss_scale: float = number_field(0.0, least=0)
     """for fp16: what the loss is multiplied by; 0: found and followed by itself"""
 
     @property
@@ -84,9 +84,9 @@ class UpdatePolicy:
     Bounds are checked by `check_value`, not by the constructor.
     """
 
-    clip: float = number(0.0, least=0, usual=1.0)
+    clip: float = number_field(0.0, least=0, usual=1.0)
     """largest global gradient norm; 0 leaves gradients as they are"""
-    average: float = number(0.0, least=0, below=1, usual=0.999)
+    average: float = number_field(0.0, least=0, below=1, usual=0.999)
     """decay of an average of the weights, with which runs then validate, e.g. 0.999; 0: none"""
 
 
@@ -106,19 +106,19 @@ class OptimizerPolicy(UpdatePolicy):
 
     name: str = "adamw"
     """adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class"""
-    lr: float = number(1e-3, least=0, usual=1e-3)
+    lr: float = number_field(1e-3, least=0, usual=1e-3)
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
     """for optimizers that have betas"""
     momentum: float = 0.9
     """for sgd"""
-    weight_decay: float = number(0.1, least=0, usual=0.1)
+    weight_decay: float = number_field(0.1, least=0, usual=0.1)
     """on matrices; never on vectors and scalars (norms, biases)"""
-    clip: float = number(1.0, least=0, usual=1.0, kw_only=True)
+    clip: float = number_field(1.0, least=0, usual=1.0, kw_only=True)
     """largest global gradient norm; 0 leaves gradients as they are"""
-    schedule: str = word(SCHEDULES)
+    schedule: str = choice_field(SCHEDULES)
     """cosine, wsd, one-cycle, linear, constant"""
-    warmup_steps: int = number(-1, least=-1)
+    warmup_steps: int = number_field(-1, least=-1)
     """steps from 0 to lr; −1: a tenth of the run"""
 
 
@@ -135,7 +135,7 @@ class RecomputePolicy:
         recompute: none · selective: all of a block but matrix products · full: all of a block.
     """
 
-    recompute: str = word(RECOMPUTE, {"true": "full", "false": "none"})
+    recompute: str = choice_field(RECOMPUTE, {"true": "full", "false": "none"})
     """none, selective (all but matrix products), full: activations of blocks computed twice"""
 
 
@@ -148,13 +148,13 @@ class OffloadPolicy:
             the memory.
     """
 
-    offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
+    offload: str = choice_field(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
     """none, optimizer, parameters, activations: what waits on the host or in files while unused"""
-    offload_to: str = word(OFFLOAD_TO, {"cpu": "host", "disk": "files", "nvme": "files"})
+    offload_to: str = choice_field(OFFLOAD_TO, {"cpu": "host", "disk": "files", "nvme": "files"})
     """host: its memory · files: mapped, without names, in TMPDIR; for states beyond the memory"""
 
     @property
-    def parks_parameters(self) -> bool:
+    def offloads_parameters(self) -> bool:
         """True if parameters are offloaded, so that their memory changes from step to step."""
         return self.offload == "parameters"
 
@@ -166,7 +166,7 @@ class OffloadPolicy:
     @property
     def builds_in_files(self) -> bool:
         """True if a model may exceed the memory that builds it."""
-        return self.parks_parameters and self.offload_to == "files"
+        return self.offloads_parameters and self.offload_to == "files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class MemoryPolicy(OffloadPolicy, RecomputePolicy):
 class FsdpPolicy:
     """Resharding of a block's gathered weights between its passes, in fsdp and hsdp."""
 
-    reshard: str = word(("yes", "no", "node"), {"true": "yes", "false": "no"})
+    reshard: str = choice_field(("yes", "no", "node"), {"true": "yes", "false": "no"})
     """whether a block's weights are given up after its forward pass; node: to the node's ranks"""
 
 
@@ -194,7 +194,7 @@ class DeferSyncPolicy:
 class CompilePolicy:
     """Scope of torch.compile: none, or blocks, every block of the model."""
 
-    compile: str = word(COMPILE, {"true": "blocks", "false": "none"})
+    compile: str = choice_field(COMPILE, {"true": "blocks", "false": "none"})
     """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
 
 
@@ -225,25 +225,27 @@ class LoopPolicy:
         guards: on; off: no checks for mistakes of a loop, to measure the cost of the checks.
     """
 
-    seed: int = number(0, least=0)
+    seed: int = number_field(0, least=0)
     """initial weights, sample order, dropout"""
-    skip_limit: int = number(5, least=1, usual=5)
+    skip_limit: int = number_field(5, least=1, usual=5)
     """non-finite steps in a row before the run stops"""
     trace: str = ""
     """FIRST:LAST, both included: steps of which each rank writes a torch.profiler trace and their
     memory into the run folder's traces/; empty: none"""
-    drift: str = word(DRIFT, {"true": "auto", "false": "off", "none": "off", "on": "auto"})
+    drift: str = choice_field(DRIFT, {"true": "auto", "false": "off", "none": "off", "on": "auto"})
     """auto (costs a hundredth of a step at most), every (step), off: whether bits of weights and
     optimizer state changed in memory, or differ between ranks that hold the same"""
-    spikes: str = word(SPIKES, {"true": "skip", "false": "off", "none": "off", "warn": "tell"})
+    spikes: str = choice_field(
+        SPIKES, {"true": "skip", "false": "off", "none": "off", "warn": "tell"}
+    )
     """tell, skip (no update), rewind (skip; three in a row: to the last checkpoint, without samples
     since; own loops, islands: skip), off: steps whose loss or norm leaps out of the last 128"""
-    guards: str = word(("on", "off"), {"true": "on", "false": "off", "none": "off"})
+    guards: str = choice_field(("on", "off"), {"true": "on", "false": "off", "none": "off"})
     """on: ranks are compared in every step, and a loop is watched for mistakes that change numbers
     (weights written on one rank, equal samples on all ranks); off: to measure what that costs"""
 
     @staticmethod
-    def traced(name: str, text: str) -> tuple[int, int]:
+    def parse_trace(name: str, text: str) -> tuple[int, int]:
         """Parse a `trace` into (first, last); raise ConfigError with the nearest text.
 
         >>> LoopPolicy.traced("train.trace", "100:103")
@@ -261,7 +263,7 @@ class LoopPolicy:
 class ReadPolicy:
     """Handling of samples that a disk, a mount or a connection fails to deliver at every try."""
 
-    unreadable: int = number(16, least=0, usual=16)
+    unreadable: int = number_field(16, least=0, usual=16)
     """samples that a run may leave out, each named, because a disk, mount or connection failed at
     four tries; 0: the first one ends it, as under tp, cp and pp, where several ranks read each"""
 
@@ -270,7 +272,7 @@ class ReadPolicy:
 class CallPolicy:
     """Call of the model on inputs: single, model(inputs), or kwargs, model(**inputs)."""
 
-    call: str = word(("single", "kwargs"), {"args": "single", "dict": "kwargs"})
+    call: str = choice_field(("single", "kwargs"), {"args": "single", "dict": "kwargs"})
     """single: model(inputs) · kwargs: model(**inputs)"""
 
 
@@ -278,7 +280,7 @@ class CallPolicy:
 class KeepPolicy:
     """Number of newest complete checkpoints that stay on disk, and their remote copies."""
 
-    keep: int = number(2, least=1, usual=2)
+    keep: int = number_field(2, least=1, usual=2)
     """newest complete checkpoints that stay on disk"""
     remote: str = ""
     """address of a folder for this run alone (s3://bucket/run, by fsspec): checkpoints are copied
@@ -293,7 +295,7 @@ class CheckpointPolicy(KeepPolicy):
         every: steps between checkpoints; 0: five over the run, and the last step always.
     """
 
-    every: int = number(0, least=0)
+    every: int = number_field(0, least=0)
     """steps between checkpoints; 0: five over the run, and the last step always"""
 
 
@@ -320,11 +322,11 @@ class TensorPolicy:
 
     strict: bool = False
     """refuse a model of which tp would leave a part whole, instead of naming that part"""
-    sequence_parallel: str = word(SEQUENCE_PARALLEL)
+    sequence_parallel: str = choice_field(SEQUENCE_PARALLEL)
     """auto, on, off: under tp, ranks hold a part of the sequence between split layers"""
     split: tuple[str, ...] = ()
     """for tp, PATTERN=whole, =column or =row: parameter names, and how their weights are cut"""
-    context: str = word(CONTEXT)
+    context: str = choice_field(CONTEXT)
     """auto, ring, ulysses, gather: how attention is computed under cp"""
 
     @property
@@ -341,11 +343,11 @@ class TensorPolicy:
             pattern, equals, word = (part.strip() for part in text.rpartition("="))
             if not (pattern and equals):
                 raise ConfigError(
-                    f"layout.split = {short(text)}: is written PATTERN=WORD; try: "
-                    f"layout.split={short(text.strip('='))}=column"
+                    f"layout.split = {shorten(text)}: is written PATTERN=WORD; try: "
+                    f"layout.split={shorten(text.strip('='))}=column"
                 )
             if word not in SPLITS:
-                raise ConfigError(one_of(f"layout.split: {pattern}", word, SPLITS))
+                raise ConfigError(format_choice_error(f"layout.split: {pattern}", word, SPLITS))
             if found.setdefault(pattern, word) != word:
                 raise ConfigError(
                     f"layout.split: {pattern} is both {found[pattern]} and {word}; try: "
@@ -360,7 +362,7 @@ class TensorPolicy:
             tp, cp: degrees, if known.
         """
         if self.context not in CONTEXT:
-            raise ConfigError(one_of("layout.context", self.context, CONTEXT))
+            raise ConfigError(format_choice_error("layout.context", self.context, CONTEXT))
         if self.context != "auto" and cp == 1:
             raise ConfigError(
                 f"layout.context = {self.context}: says how attention is computed over layout.cp, "
@@ -368,7 +370,9 @@ class TensorPolicy:
             )
         if self.sequence_parallel not in SEQUENCE_PARALLEL:
             raise ConfigError(
-                one_of("layout.sequence_parallel", self.sequence_parallel, SEQUENCE_PARALLEL)
+                format_choice_error(
+                    "layout.sequence_parallel", self.sequence_parallel, SEQUENCE_PARALLEL
+                )
             )
         if self.overrides and tp == 1:
             raise ConfigError(
@@ -400,7 +404,7 @@ class Policies(
 ):
     """Every technique's keys in one object, by their names in run.toml; a `Plan` inherits them."""
 
-    def asks(self, policy: type) -> bool:
+    def differs_from_default(self, policy: type) -> bool:
         """Return whether a key of a policy differs from its default.
 
         >>> Policies(recompute="full").asks(RecomputePolicy), Policies().asks(RecomputePolicy)
@@ -420,7 +424,7 @@ MOST_SEED = 2**63 - 1
 """Largest seed of torch's generators."""
 
 
-def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
+def lists_as_tuples(words: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a mapping of policy keys with lists as tuples; KeyError for unknown keys.
 
     >>> with_lists({"split": "*.q=row", "blocks": ["Block"], "clip": 1.0})
@@ -434,7 +438,7 @@ def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_value(name: str, key: Field[Any], value: Any) -> None:
-    """Refuse a value that a key's declaration (`word`, `number`) does not allow.
+    """Refuse a value that a key's declaration (`choice_field`, `number_field`) does not allow.
 
     Numbers must also be finite, whole ones at most 2^30, a seed 2^63 − 1. Words of `others` are
     refused too, and determine the proposed word. A key with another declaration passes.
@@ -453,10 +457,10 @@ try: full
     """
     said = key.metadata
     if key.name == "trace" and value:
-        LoopPolicy.traced(name, value)
+        LoopPolicy.parse_trace(name, value)
     if "legal" in said:
         if value not in said["legal"]:
-            raise ConfigError(one_of(name, value, said["legal"], said["others"]))
+            raise ConfigError(format_choice_error(name, value, said["legal"], said["others"]))
         return
     if "least" not in said:
         return
@@ -482,7 +486,7 @@ def check_compile(policy: str, recompute: str) -> None:
     Raises a ConfigError with the nearest policy, or a PlanError with the nearest recompute.
     """
     if policy not in COMPILE:
-        raise ConfigError(one_of("train.compile", policy, COMPILE))
+        raise ConfigError(format_choice_error("train.compile", policy, COMPILE))
     if policy != "none" and recompute == "selective":
         raise PlanError(
             "train.compile = blocks: memory.recompute = selective looks at single operations, "
@@ -498,7 +502,7 @@ WHOLE_STEPS = {
 """Optimizers by name whose step is not element-wise; `optim/elementwise_probe.py` finds others."""
 
 
-def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
+def check_nonelementwise_optimizer(name: str, strategy: str, tp: int, ep: int) -> None:
     """Refuse lamb, muon and adafactor if a layout cuts parameters, before anything starts.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import Any
 
 
-def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
+def choice_field(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
     """Declare a policy key that is one of a few words, the first by default.
 
     Args:
@@ -20,7 +20,7 @@ def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any
     return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
 
 
-def number(
+def number_field(
     default: float,
     *,
     least: float,

@@ -13,7 +13,7 @@ FEW_ELEMENTS = 2**20
 """Most weights of all blocks that may stay whole for a pass: 4 MiB of fp32."""
 
 
-def gathered_together(blocks: int, elements: float, names_blocks: bool) -> bool:
+def gathers_all_blocks(blocks: int, elements: float, names_blocks: bool) -> bool:
     """Return whether fsdp gathers all blocks of a model at once, with the root's parameters.
 
     Many small blocks wait for messages longer than they send: 300 blocks of 272 weights took 14
@@ -31,7 +31,7 @@ def gathered_together(blocks: int, elements: float, names_blocks: bool) -> bool:
     return blocks >= MANY_BLOCKS and elements <= FEW_ELEMENTS and not names_blocks
 
 
-def kept_over(reshard: str, shards: int, per_node: int, apart: int = 1) -> int:
+def ranks_after_reshard(reshard: str, shards: int, per_node: int, apart: int = 1) -> int:
     """Return the ranks that hold a block between its passes: all shards, 1 (whole), or some.
 
     Args:

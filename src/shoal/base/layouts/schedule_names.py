@@ -1,14 +1,14 @@
 """Names of pipeline schedules: the order of passes on the ranks of a pipeline.
 
-A schedule belongs to a pipeline (layout.pp > 1). Under `interleaved` every rank has several stages
-(chunks); under `zbv` and `dualpipe` it has two, which for `dualpipe` belong to two copies of the
-model. The last three split a backward into two halves, for the gradient of the input and for those
-of the weights. The planner generates the order itself.
+A schedule belongs to a pipeline (layout.pp > 1). Under `interleaved` every rank has several
+stages (chunks); under `zbv` and `dualpipe` it has two, which for `dualpipe` belong to two
+copies of the model. The last three split a backward into two halves, for the gradient of the input
+and for those of the weights. The planner generates the order itself.
 """
 
 from __future__ import annotations
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
 """Names of pipeline schedules; `afab` is another name of gpipe."""
@@ -22,7 +22,7 @@ SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipe")
 DEFAULT = "1f1b"
 
 
-def canonical(name: str) -> str:
+def canonical_schedule(name: str) -> str:
     """Return the canonical name of a schedule or alias; PlanError for an unknown one.
 
     >>> canonical("afab"), canonical("zb-h1")
@@ -30,7 +30,7 @@ def canonical(name: str) -> str:
     """
     known = ALIASES.get(name, name)
     if known not in SCHEDULES:
-        raise PlanError(one_of("layout.schedule", name, [*SCHEDULES, "afab"]))
+        raise PlanError(format_choice_error("layout.schedule", name, [*SCHEDULES, "afab"]))
     return known
 
 
@@ -59,7 +59,7 @@ def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
         return list(range(rank, stages, pp))
     if schedule == "zbv":
         return [rank, 2 * pp - 1 - rank]
-    return [rank, pp - 1 - rank][: copies(schedule)]
+    return [rank, pp - 1 - rank][: model_copies(schedule)]
 
 
 def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -> None:
@@ -77,7 +77,7 @@ def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -
     Traceback (most recent call last):
     shoal.base.errors.PlanError: layout.pp = 4 × 2 stages per rank (layout.schedule = zbv) = 8: ...
     """
-    each, held = stages_per_rank(schedule, chunks), copies(schedule)
+    each, held = stages_per_rank(schedule, chunks), model_copies(schedule)
     stages = pp * each // held
     if stages <= blocks:
         return
@@ -98,7 +98,7 @@ def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -
     )
 
 
-def copies(schedule: str) -> int:
+def model_copies(schedule: str) -> int:
     """Return the copies of the model on a pipeline's ranks: 2 for dualpipe, else 1.
 
     >>> copies("dualpipe"), copies("zbv"), copies("")
@@ -107,7 +107,7 @@ def copies(schedule: str) -> int:
     return 2 if schedule == "dualpipe" else 1
 
 
-def takes_turns(schedule: str, chunks: int = 1) -> bool:
+def runs_single_stage(schedule: str, chunks: int = 1) -> bool:
     """Return whether a rank runs whole passes of a single stage, one after another.
 
     >>> takes_turns("1f1b"), takes_turns("interleaved", 2), takes_turns("zero-bubble")
@@ -137,7 +137,7 @@ def check_recompute(schedule: str, recompute: str) -> None:
         )
 
 
-def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
+def resolve_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
     """Return (schedule, chunks) of a pipeline of `pp` ranks, with defaults filled in.
 
     Args:
@@ -154,7 +154,7 @@ def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
     >>> settle_schedule("", 0, 4), settle_schedule("interleaved", 0, 4), settle_schedule("", 0, 1)
     (('1f1b', 1), ('interleaved', 2), ('', 1))
     """
-    known = canonical(schedule) if schedule else ""
+    known = canonical_schedule(schedule) if schedule else ""
     if pp == 1:
         given = f"layout.schedule = {schedule}" if schedule else f"layout.chunks = {chunks}"
         if known or chunks > 1:
@@ -164,7 +164,7 @@ def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
             )
         return "", 1
     known = known or DEFAULT
-    if copies(known) > 1 and pp % 2:
+    if model_copies(known) > 1 and pp % 2:
         raise PlanError(
             f"layout.schedule = {known}: is fed from both ends, with two stages on every rank, so "
             f"layout.pp is even, got {pp}; try: layout.pp={pp - 1}, or layout.pp={pp + 1}, or "

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 from shoal.base.layouts.layout import PIPELINES, PLANNED, STAGES, STRATEGIES, Layout
-from shoal.base.layouts.schedule_names import canonical, settle_schedule
+from shoal.base.layouts.schedule_names import canonical_schedule, resolve_schedule
 
 
-def expand(
+def expand_strategy(
     strategy: str,
     processes: int,
     *,
@@ -30,7 +30,7 @@ def expand(
         threads: replicas of `dp`; 0: two.
         zero: if given, must be the name's own stage.
         schedule, chunks: of a pipeline, if given; "", 0: by the name.
-        served: servers, updates, staleness, serves of parameter-server, for `with_servers`.
+        served: servers, updates, staleness, serves of parameter-server, for `make_server_layout`.
 
     Raises:
         PlanError: the name is unknown or not built yet, the size is impossible, or another key
@@ -56,28 +56,28 @@ def expand(
             f"{', '.join(STRATEGIES)}; try: layout.strategy=ddp"
         )
     if strategy not in STRATEGIES:
-        raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES]))
-    _check_beside(strategy, threads, zero)
+        raise PlanError(format_choice_error("layout.strategy", strategy, ["auto", *STRATEGIES]))
+    _check_extra_keys(strategy, threads, zero)
     if strategy == "parameter-server" and (processes > 1 or any(served.values())):
-        from shoal.base.layouts.parameter_servers import with_servers
+        from shoal.base.layouts.parameter_servers import make_server_layout
 
-        settle_schedule(schedule, chunks, 1)  # refuses a schedule
-        return with_servers(processes, **served)
+        resolve_schedule(schedule, chunks, 1)  # refuses a schedule
+        return make_server_layout(processes, **served)
     if strategy in ("single", "dp"):
-        settle_schedule(schedule, chunks, 1)  # refuses a schedule
+        resolve_schedule(schedule, chunks, 1)  # refuses a schedule
         return _one_process(strategy, processes, threads)
     if strategy in PIPELINES and strategy != "pp":
         schedule = _same_schedule(strategy, schedule)
     if processes == 1:
         if strategy not in (*PIPELINES, "3d"):
-            settle_schedule(schedule, chunks, 1)  # as on several
+            resolve_schedule(schedule, chunks, 1)  # as on several
         return Layout()
-    layout = _of_several(strategy, processes)
-    schedule, chunks = settle_schedule(schedule, chunks, layout.pp)
+    layout = _multi_process_layout(strategy, processes)
+    schedule, chunks = resolve_schedule(schedule, chunks, layout.pp)
     return replace(layout, schedule=schedule, chunks=chunks)
 
 
-def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
+def _check_extra_keys(strategy: str, threads: int, zero: int | None) -> None:
     """Raise PlanError for a stage or threads that the name does not have."""
     stage = STAGES.get(strategy, 0)
     if zero and strategy in ("tp", "cp", "3d", *PIPELINES):
@@ -102,8 +102,8 @@ def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
 
 def _same_schedule(strategy: str, schedule: str) -> str:
     """Return the schedule after which a strategy is named."""
-    own = canonical(strategy)
-    if schedule and canonical(schedule) != own:
+    own = canonical_schedule(strategy)
+    if schedule and canonical_schedule(schedule) != own:
         raise PlanError(
             f"layout.schedule = {schedule}: layout.strategy = {strategy} names another; try: "
             f"layout.strategy={schedule}, or leave layout.schedule out"
@@ -111,7 +111,7 @@ def _same_schedule(strategy: str, schedule: str) -> str:
     return own
 
 
-def _of_several(strategy: str, processes: int) -> Layout:
+def _multi_process_layout(strategy: str, processes: int) -> Layout:
     """Return the layout of a strategy on at least two processes."""
     if strategy == "ddp":
         return Layout(dp_replicate=processes)

@@ -37,16 +37,16 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
     >>> [(m.start, m.stop) for m in cut_step(8, 11, batch=8, micro_batch=2)]
     [(8, 10), (10, 11)]
     """
-    stop = step_stop(position, samples, batch)
-    return [MicroBatch(i, *span) for i, span in enumerate(own_spans(position, stop, micro_batch))]
+    stop = step_end(position, samples, batch)
+    return [MicroBatch(i, *span) for i, span in enumerate(rank_spans(position, stop, micro_batch))]
 
 
-def step_stop(position: int, samples: int | None, batch: int) -> int:
+def step_end(position: int, samples: int | None, batch: int) -> int:
     """Return the stream position at which the step from `position` ends; as `cut_step`."""
     return position + (batch if samples is None else min(batch, samples - position % samples))
 
 
-def own_spans(
+def rank_spans(
     start: int, stop: int, micro_batch: int, rank: int = 0, degree: int = 1
 ) -> list[tuple[int, int]]:
     """List (start, stop) of the micro-batches of a step that data rank `rank` of `degree` runs.
@@ -63,7 +63,7 @@ def own_spans(
     return [(first, min(first + micro_batch, stop)) for first in firsts]
 
 
-def turn_of(batch: int) -> int:
+def default_turn(batch: int) -> int:
     """Return the samples per turn of a stream if the user sets no micro-batch.
 
     An eighth of the batch, if 8 divides it. So 1, 2, 4 and 8 ranks each read whole turns, and the
@@ -114,7 +114,7 @@ def steps_per_epoch(samples: int, batch: int) -> int:
     return -(-samples // batch)
 
 
-def share_of(batch: int, degree: int) -> int:
+def samples_per_rank(batch: int, degree: int) -> int:
     """Return the samples of one data-parallel rank in a full step.
 
     Args:

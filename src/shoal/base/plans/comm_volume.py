@@ -23,7 +23,7 @@ class TensorExchange:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class StageTransfer:
     """Bytes that one tensor-parallel rank sends per micro-batch from one stage to the next.
 
     Attributes:
@@ -36,7 +36,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Travel:
+class CommVolume:
     """Messages of one micro-batch of `samples` samples in a model that tp and pp split.
 
     Attributes:
@@ -49,4 +49,4 @@ class Travel:
 
     samples: int
     exchanges: tuple[tuple[TensorExchange, ...], ...]
-    crossings: tuple[Crossing, ...] = ()
+    crossings: tuple[StageTransfer, ...] = ()

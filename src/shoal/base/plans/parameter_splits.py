@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.base.plans.placement import Groups, even_cut
+from shoal.base.plans.placement import Groups, make_even_cut
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def shard_text(
     size = shape[dim]
     what = ("rows", "columns")[dim] if dim < 2 else f"dim {dim},"
     if not isinstance(groups, int):
-        spans = even_cut("tp", dim, size, degree // copies, groups=groups).spans(0)
+        spans = make_even_cut("tp", dim, size, degree // copies, groups=groups).spans(0)
         return f"{what} {', '.join(f'{start}:{stop}' for start, stop in spans)} of {size}"
     part = -(-size // (groups * degree // copies))
     if groups > 1:
@@ -100,7 +100,7 @@ class FlopsRow:
 
 
 @dataclass(frozen=True)
-class Explained:
+class SplitReport:
     """Split of a whole model, parameter by parameter, as `shoal plan --explain` shows it.
 
     Attributes:

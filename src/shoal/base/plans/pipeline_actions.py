@@ -42,7 +42,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """Actions of every rank in a pipeline's whole step, and the rank of each stage.
 
     Attributes:
@@ -68,7 +68,7 @@ class Schedule:
         return len(self.stage_rank)
 
     @property
-    def pieces(self) -> int:
+    def stages_per_copy(self) -> int:
         """Number of stages of one copy: a chain from stage k·pieces to (k + 1)·pieces − 1."""
         return len(self.stage_rank) // self.copies
 
@@ -79,6 +79,6 @@ class Schedule:
         >>> odd.runs(0), odd.runs(3)
         (range(0, 3), range(3, 5))
         """
-        copy = stage // self.pieces
+        copy = stage // self.stages_per_copy
         first, stop = (-(-self.micro_batches * c // self.copies) for c in (copy, copy + 1))
         return range(first, stop)

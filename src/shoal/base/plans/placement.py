@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.base.layouts.layout import Layout
-from shoal.base.plans.tensor_shards import Box, Shard, bytes_of
+from shoal.base.plans.tensor_shards import Box, Shard, dtype_bytes
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 EXPERT_AXES = ("expert_replicate", "expert_shard")
@@ -30,7 +30,7 @@ At = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimCut:
     """Cut of a tensor's dim by the ranks of one axis, and the part of each rank.
 
     Attributes:
@@ -105,7 +105,7 @@ def proportions(sizes: Sequence[int]) -> Groups:
     return len(shares) if max(shares) == 1 else shares
 
 
-def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) -> Cut:
+def make_even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) -> DimCut:
     """Cut a dim of `size` into segments, and each into `parts` equal parts, one per rank.
 
     Args:
@@ -118,7 +118,7 @@ def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) 
     for length in segment_sizes(size, groups):
         segments.append(tuple(start + part * (length // parts) for part in range(parts + 1)))
         start += length
-    return Cut(axis, dim, tuple(segments), tuple(range(parts)))
+    return DimCut(axis, dim, tuple(segments), tuple(range(parts)))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Placement:
     trains: bool = False
     compute: str = ""
     stages: tuple[int, ...] = (0,)
-    cut: Cut | None = None
+    cut: DimCut | None = None
     sum_over: tuple[str, ...] = ()
     data: str = "whole"
     unit: str = ""
@@ -160,14 +160,14 @@ class Placement:
         cut = record["cut"]
         if cut is not None:
             segments = tuple(tuple(ends) for ends in cut["segments"])
-            cut = Cut(cut["axis"], cut["dim"], segments, tuple(cut["part"]))
+            cut = DimCut(cut["axis"], cut["dim"], segments, tuple(cut["part"]))
         lists = {key: tuple(record[key]) for key in ("shape", "stages", "sum_over")}
         return Placement(**{**record, **lists, "cut": cut})
 
     @property
     def element_bytes(self) -> int:
         """Stored size of one element in bytes."""
-        return bytes_of(self.dtype)
+        return dtype_bytes(self.dtype)
 
     @property
     def elements(self) -> int:
@@ -185,7 +185,7 @@ class Placement:
         return self.cut is not None and self.cut.axis == "servers"
 
     @property
-    def tp_cut(self) -> Cut | None:
+    def tp_cut(self) -> DimCut | None:
         """Its cut by tensor-parallel ranks; None if each has all of it."""
         return self.cut if self.cut is not None and self.cut.axis == "tp" else None
 
@@ -249,12 +249,12 @@ class Placement:
         along = {"whole": outer * inner, "states": 1, "rows": outer}
         return along[self.data] * self.copies_in_model(layout)
 
-    def travels_with(self, layout: Layout) -> tuple[Any, ...]:
+    def bucket_key(self, layout: Layout) -> tuple[Any, ...]:
         """Return a key of its gradient's sums; gradients with equal keys may share a bucket."""
         sharers = self.stages if "pp" in self.sum_over else ()
         return self.is_expert, self.data, self.copies_in_model(layout), self.sum_over, sharers
 
 
-def rows_of_records(records: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:
+def parse_placements(records: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:
     """Parse the placement rows of a plan.json."""
     return tuple(Placement.of_record(record) for record in records)

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.policies import POLICIES, Policies, with_lists
-from shoal.base.plans.placement import Placement, rows_of_records
+from shoal.base.layouts.policies import POLICIES, Policies, lists_as_tuples
+from shoal.base.plans.placement import Placement, parse_placements
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Plan(Policies):
         record: dict[str, Any] = json.loads(text)
         found = {key.name: record[key.name] for key in fields(Plan) if key.name in record}
         found["layout"] = Layout(**found["layout"])
-        found |= with_lists({key: found[key] for key in POLICIES if key in found})
-        found["placements"] = rows_of_records(found.get("placements", ()))
+        found |= lists_as_tuples({key: found[key] for key in POLICIES if key in found})
+        found["placements"] = parse_placements(found.get("placements", ()))
         found["buckets"] = tuple(
             Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})
             for b in found.get("buckets", ())

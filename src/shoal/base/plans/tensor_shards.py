@@ -81,7 +81,7 @@ class Shard:
         return tuple(found)
 
 
-def bytes_of(dtype: str) -> int:
+def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element of a torch dtype, by its name without `torch.`.
 
     >>> [bytes_of(name) for name in ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")]
@@ -135,7 +135,7 @@ def check_savable(dtypes: Mapping[str, str], where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Slicing:
+class StepDivisibility:
     """Divisions of an optimizer step that are exact: "" for yes, or a line with the reason for no.
 
     Attributes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """One interval of time on one lane of one rank, as a timeline draws it.
 
     Attributes:
@@ -31,8 +31,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory of a rank from `time_s` until its next `Held`.
+class MemorySample:
+    """Memory of a rank from `time_s` until its next `MemorySample`.
 
     Attributes:
         held_bytes: total, in the timeline's `held_unit`.
@@ -56,8 +56,8 @@ class Timeline:
 
     title: str
     ranks: int
-    spans: tuple[Span, ...]
-    memory: tuple[Held, ...] = ()
+    spans: tuple[TimelineSpan, ...]
+    memory: tuple[MemorySample, ...] = ()
     unit: str = "s"
     facts: dict[str, str] = field(default_factory=dict)
     held_unit: str = "bytes"

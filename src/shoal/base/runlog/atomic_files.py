@@ -26,7 +26,7 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"shoal-cache-{os.getuid()}"
 
 
-def cache_trouble(folder: Path) -> str:
+def check_cache_folder(folder: Path) -> str:
     """Return why a cache folder, created if missing, is unusable; "" if it is usable.
 
     >>> cache_trouble(Path("/dev/null/cache"))
@@ -45,7 +45,7 @@ def cache_trouble(folder: Path) -> str:
     return ""
 
 
-def temporary_cache() -> Path:
+def make_temporary_cache() -> Path:
     """Create a cache folder that this process deletes at exit; forked processes do not."""
     own, pid = tempfile.mkdtemp(prefix="shoal-cache-"), os.getpid()
 
@@ -57,7 +57,7 @@ def temporary_cache() -> Path:
     return Path(own)
 
 
-def unusable_compiler_caches() -> list[tuple[str, Path, str]]:
+def find_unusable_compiler_caches() -> list[tuple[str, Path, str]]:
     """Return the unusable cache folders of torch's compiler.
 
     torch creates the first one when it imports its compiler, even without compiling, and fails if
@@ -81,10 +81,10 @@ def unusable_compiler_caches() -> list[tuple[str, Path, str]]:
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR"),
     }
     found = [(name, Path(folder)) for name, folder in folders.items() if folder]
-    return [(name, folder, why) for name, folder in found if (why := cache_trouble(folder))]
+    return [(name, folder, why) for name, folder in found if (why := check_cache_folder(folder))]
 
 
-def replace_compiler_caches(make: Callable[[], Path] = temporary_cache) -> list[str]:
+def replace_compiler_caches(make: Callable[[], Path] = make_temporary_cache) -> list[str]:
     """Set other cache folders for torch's compiler, for this process and its children.
 
     Args:
@@ -94,7 +94,7 @@ def replace_compiler_caches(make: Callable[[], Path] = temporary_cache) -> list[
         A line for the user for each.
     """
     lines = []
-    for name, folder, why in unusable_compiler_caches():
+    for name, folder, why in find_unusable_compiler_caches():
         os.environ[name] = str(make() / name.partition("_")[0].lower())
         lines.append(
             f"torch's compiler: cache folder {folder}: {why}; compiled code is kept for this "
@@ -103,7 +103,7 @@ def replace_compiler_caches(make: Callable[[], Path] = temporary_cache) -> list[
     return lines
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a text file atomically: into a new file beside `path`, renamed over it.
 
     Raises:
@@ -117,7 +117,7 @@ def write_whole(path: Path, text: str) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def saved_steps(folder: Path) -> list[int]:
+def list_saved_steps(folder: Path) -> list[int]:
     """List the steps of which a run folder has a complete checkpoint (a manifest), ascending.
 
     Checkpoints are not verified; a folder without checkpoints gives [].

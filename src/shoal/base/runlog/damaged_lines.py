@@ -89,7 +89,7 @@ def parse_event(text: str | bytes) -> Record | None:
     return found if found is not None and isinstance(found.get("event"), str) else None
 
 
-def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def iter_lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield the complete lines of a file, newest first, each with its offset and no line break.
 
     It reads only the blocks that the caller consumes, so a year of logs does not slow a resume.
@@ -118,7 +118,7 @@ def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield 0, b"".join(reversed(behind))
 
 
-def newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
+def read_newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
     """Read the newest readable lines of a metrics.jsonl, oldest of them first.
 
     Args:
@@ -128,7 +128,7 @@ def newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
     found: list[Record] = []
     try:
         with path.open("rb") as file:
-            for _, line in lines_from_end(file):
+            for _, line in iter_lines_backward(file):
                 record = parse_step(line)
                 if record is None:
                     continue

@@ -31,7 +31,7 @@ _TOKENS = re.compile(
 """String literals, which are kept; or a comment, an empty line, blanks at a line's end."""
 
 
-def versions(then: Iterable[str] = ()) -> dict[str, str]:
+def library_versions(then: Iterable[str] = ()) -> dict[str, str]:
     """Return the versions of Python and of the relevant libraries, by name.
 
     Args:
@@ -53,7 +53,7 @@ def _installed(name: str) -> str:
         return ""
 
 
-def user_code() -> Code:
+def find_user_code() -> Code:
     """Return the loaded modules that belong to the user: no library's, Python's or Shoal's.
 
     Returns:
@@ -102,12 +102,14 @@ def source_digest(path: Path) -> str:
     return hashlib.blake2b(said, digest_size=12).hexdigest()
 
 
-def changed_code(then: Mapping[str, list[str]], now: Mapping[str, list[str]] | None) -> list[str]:
+def find_changed_code(
+    then: Mapping[str, list[str]], now: Mapping[str, list[str]] | None
+) -> list[str]:
     """List the files whose source changed; modules present only once do not count.
 
     Args:
         then: the code of a checkpoint.
-        now: `user_code()`; None: the files are read at their old paths.
+        now: `find_user_code()`; None: the files are read at their old paths.
     """
     changed = []
     for name, (path, digest) in then.items():

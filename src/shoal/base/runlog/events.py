@@ -112,7 +112,7 @@ class EventLog:
         record = {"time_s": time.time(), "event": event, "rank": rank, "step": step, **fields}
         if self.path is not None and self.owner is not None:
             try:
-                append_line(self.owner.place() / self.path.name, record)
+                append_line(self.owner.current_path() / self.path.name, record)
             except OSError:
                 self.dropped += 1
         for listen in self.listeners:

@@ -42,20 +42,20 @@ class FolderOwner:
         self._file = self._inode = (0, 0)
         self._needed: dict[str, bytes] = {}
 
-    def learn(self) -> None:
+    def record_with_owner(self) -> None:
         """Record the present folder as this run's."""
         self.text = _read(self.folder / OWNER_FILE)
-        self.note()
+        self.record_identity()
 
-    def note(self) -> None:
+    def record_identity(self) -> None:
         """Record the present folder as this run's, without reading a file."""
-        self._file, self._inode = _stamp(self.folder / OWNER_FILE), _inode(self.folder)
+        self._file, self._inode = _file_identity(self.folder / OWNER_FILE), _inode(self.folder)
 
     def state(self) -> str:
         """Return `OURS`, `DELETED` or `REPLACED`."""
-        stamp = _stamp(self.folder / OWNER_FILE)
+        stamp = _file_identity(self.folder / OWNER_FILE)
         if self._file == (0, 0):
-            self.learn()
+            self.record_with_owner()
             return OURS if self.folder.exists() else DELETED
         if stamp == self._file:
             self.text = self.text or _read(self.folder / OWNER_FILE)
@@ -63,13 +63,13 @@ class FolderOwner:
         if now := _read(self.folder / OWNER_FILE):
             if now != self.text:
                 return REPLACED
-            self.note()
+            self.record_identity()
             return OURS
         if not any((self.folder / name).exists() for name in OF_A_RUN):
             return DELETED
         return OURS if _inode(self.folder) == self._inode else REPLACED
 
-    def remake(self) -> str:
+    def recreate(self) -> str:
         """Recreate a deleted folder, with the files that a resume requires.
 
         Returns:
@@ -82,7 +82,7 @@ class FolderOwner:
         self._needed |= {path.name: path.read_bytes() for path in paths if path.is_file()}
         if self.state() != DELETED:
             return ""
-        where = self.moved_to()
+        where = self.find_moved_folder()
         self.fill(self.folder)
         moved = f"are in {where}" if where else "are gone"
         return (
@@ -98,13 +98,13 @@ class FolderOwner:
             if data:
                 (folder / name).write_bytes(data)
 
-    def place(self) -> Path:
+    def current_path(self) -> Path:
         """Return the present folder: as given, else a sibling; else `NOWHERE`."""
         if self.state() != REPLACED:
             return self.folder
-        return self.moved_to() or NOWHERE
+        return self.find_moved_folder() or NOWHERE
 
-    def moved_to(self) -> Path | None:
+    def find_moved_folder(self) -> Path | None:
         """Return the sibling of the folder that has our owner.json, if there is one."""
         if not self.text:
             return None
@@ -124,7 +124,7 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _file_identity(path: Path) -> tuple[int, int]:
     """Return a file's identity without reading it; (0, 0) if it is missing."""
     try:
         found = path.stat()

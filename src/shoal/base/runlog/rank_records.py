@@ -66,12 +66,12 @@ class RankStep:
         )
 
 
-def header(node: int) -> bytes:
+def encode_header(node: int) -> bytes:
     """Return the first bytes of a node's file."""
     return HEADER.pack(MAGIC, node)
 
 
-def decode(content: bytes) -> Iterator[RankStep]:
+def decode_rank_steps(content: bytes) -> Iterator[RankStep]:
     """Yield the rows of a node's file, without a torn last one; none for another file."""
     if len(content) < HEADER.size or HEADER.unpack_from(content)[0] != MAGIC:
         return
@@ -88,11 +88,11 @@ def read_rank_steps(folder: str | Path) -> list[RankStep] | None:
     files = sorted((Path(folder) / FOLDER).glob("node-*.bin"))
     for file in files:
         with contextlib.suppress(OSError):
-            found += decode(file.read_bytes())
+            found += decode_rank_steps(file.read_bytes())
     return sorted(found, key=lambda one: (one.step, one.rank)) if files else None
 
 
-def rolled_up(rows: Iterable[RankStep], group: int) -> list[RankStep]:
+def average_steps(rows: Iterable[RankStep], group: int) -> list[RankStep]:
     """Return the means over each rank's steps 1 to `group`, the next `group`, and so on.
 
     >>> ends = [RankStep(step, 0, 1, float(step), step, (0.5,) * 8) for step in (1, 2, 3, 4)]

@@ -12,7 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from shoal.base.runlog.damaged_lines import lines_from_end, parse_event, parse_object, parse_step
+from shoal.base.runlog.damaged_lines import (
+    iter_lines_backward,
+    parse_event,
+    parse_object,
+    parse_step,
+)
 
 UNREADABLE = math.inf
 """Step number of a damaged line: later than any."""
@@ -20,7 +25,7 @@ LOOK_BYTES = 1 << 20
 """Bytes before the first dropped line that are checked too, for damaged lines."""
 
 
-def cut_lines(path: Path, step: int) -> str:
+def truncate_steps(path: Path, step: int) -> str:
     """Drop the lines of steps after `step`, and a half-written last line; return a report line.
 
     Unreadable lines near the end are moved to `metrics.jsonl.damaged` and reported; a failed write
@@ -31,10 +36,10 @@ def cut_lines(path: Path, step: int) -> str:
         record = parse_step(line)
         return UNREADABLE if record is None else record["step"]
 
-    return _told(path, step_of, step, f"still holds steps after {step}")
+    return _truncate_and_report(path, step_of, step, f"still holds steps after {step}")
 
 
-def mend_folder(folder: Path) -> list[str]:
+def quarantine_damage(folder: Path) -> list[str]:
     """Move unreadable parts of events.jsonl and plan.json to `*.damaged`, before a resume.
 
     Returns:
@@ -42,7 +47,11 @@ def mend_folder(folder: Path) -> list[str]:
             the next one.
     """
     events, plan = folder / "events.jsonl", folder / "plan.json"
-    told = [_told(events, lambda line: UNREADABLE if parse_event(line) is None else 0, 0, "")]
+    told = [
+        _truncate_and_report(
+            events, lambda line: UNREADABLE if parse_event(line) is None else 0, 0, ""
+        )
+    ]
     try:
         if parse_object(plan.read_bytes()) is None:
             os.replace(plan, plan.with_name(f"{plan.name}.damaged"))
@@ -52,11 +61,13 @@ def mend_folder(folder: Path) -> list[str]:
     return [line for line in told if line]
 
 
-def _told(path: Path, step_of: Callable[[bytes], float], step: int, otherwise: str) -> str:
+def _truncate_and_report(
+    path: Path, step_of: Callable[[bytes], float], step: int, otherwise: str
+) -> str:
     """Truncate a file and return a report line; `otherwise`: the line if the disk refuses."""
     try:
         with path.open("rb") as file:
-            damaged = _cut(path, file, step_of, step)
+            damaged = _truncate_file(path, file, step_of, step)
     except FileNotFoundError:
         return ""
     except OSError as failure:  # a full disk must not stop training
@@ -67,11 +78,11 @@ def _told(path: Path, step_of: Callable[[bytes], float], step: int, otherwise: s
     return f"{path}: {damaged} {word} that cannot be read, put aside into {path.name}.damaged"
 
 
-def _cut(path: Path, file: BinaryIO, step_of: Callable[[bytes], float], step: int) -> int:
+def _truncate_file(path: Path, file: BinaryIO, step_of: Callable[[bytes], float], step: int) -> int:
     """Truncate an open file; return the number of damaged lines moved away."""
     size = first = file.seek(0, os.SEEK_END)
     known: list[tuple[int, bytes, float]] = []
-    for place, line in lines_from_end(file):
+    for place, line in iter_lines_backward(file):
         known.append((place, line, step_of(line)))
         if known[-1][2] > step:
             first = place

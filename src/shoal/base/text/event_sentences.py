@@ -27,12 +27,12 @@ def event_text(event: Record) -> str | None:
     if tell is None:
         return None
     try:
-        return printable(tell(event))
+        return strip_control_characters(tell(event))
     except DAMAGED:
         return f"{event.get('event')}: its line in events.jsonl is damaged"
 
 
-def printable(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """Return text without control characters, since a model may have written it.
 
     >>> printable("a\\x1b[31mb\\tc")
@@ -140,7 +140,7 @@ def _folder_name(event: Record) -> str:
     return found[0] if found else folder
 
 
-def leaps_out(event: Record) -> bool:
+def is_outlier(event: Record) -> bool:
     """Return whether a step was skipped for finite outliers (trainer/step/skipped_steps.py).
 
     >>> leaps_out({"reason": "loss 436.2 is 307 times 1.419, the usual one"})
@@ -150,7 +150,7 @@ def leaps_out(event: Record) -> bool:
 
 
 def _skipped(event: Record) -> str:
-    culprits = [_culprit(culprit) for culprit in event.get("culprits") or [event]]
+    culprits = [_blamed_rank_text(culprit) for culprit in event.get("culprits") or [event]]
     where = "; ".join(culprit for culprit in culprits if culprit)
     reason = event.get("reason", "non-finite numbers")
     text = f"step {event.get('step')} skipped, the weights did not move: {reason}"
@@ -180,7 +180,7 @@ def _rewound(event: Record) -> str:
     )
 
 
-def _culprit(event: Record) -> str:
+def _blamed_rank_text(event: Record) -> str:
     words = [f"rank {event['rank']}"] if event.get("rank") is not None else []
     for key in ("micro_batches", "samples"):
         if event.get(key):

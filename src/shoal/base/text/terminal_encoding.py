@@ -29,7 +29,7 @@ SPELT = {
 """Replacements of letters that an encoding lacks; superscript and subscript figures have a rule."""
 
 
-def spelt(letter: str) -> str:
+def ascii_replacement(letter: str) -> str:
     """Return the ASCII replacement of one letter; "?" for one that has none.
 
     >>> spelt("×"), spelt("┼"), spelt("é"), spelt("⁹"), spelt("漢")
@@ -52,7 +52,7 @@ def _replace(failure: UnicodeError) -> tuple[str, int]:
     if not isinstance(failure, UnicodeEncodeError):
         raise failure
     lacking = failure.object[failure.start : failure.end]
-    return "".join(map(spelt, lacking)), failure.end
+    return "".join(map(ascii_replacement, lacking)), failure.end
 
 
 def _plain_ascii(name: str) -> codecs.CodecInfo | None:

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 OWN_FOLDER = str(Path(__file__).resolve().parents[2])
 
 
-def user_place(trace: TracebackType | None) -> str | None:
+def user_line(trace: TracebackType | None) -> str | None:
     """Return `FILE:LINE` of the innermost user frame in a traceback.
 
     Frames of Shoal, installed packages and Python itself are skipped; None if there are no others.
@@ -26,7 +26,7 @@ def user_place(trace: TracebackType | None) -> str | None:
     return found
 
 
-def place_in(frame: FrameType | None) -> str:
+def user_line_of_frame(frame: FrameType | None) -> str:
     """Return `FILE:LINE` of the user's line in a running thread's stack, from its innermost frame.
 
     Frames of Shoal, installed packages and Python itself are skipped; "" if there are no others.

@@ -22,14 +22,14 @@ Offer = tuple[str, tuple[int, ...], str, Box]
 
 
 @dataclass(frozen=True)
-class Deal:
+class WriteAssignment:
     """Assignment of slices to ranks: for each rank its (name, box), and the bytes of all ranks."""
 
     shares: list[list[tuple[str, Box]]]
     total_bytes: int
 
 
-def deal(offers: Sequence[Sequence[Offer]]) -> Deal:
+def assign_writers(offers: Sequence[Sequence[Offer]]) -> WriteAssignment:
     """Assign every offered slice to one writer rank.
 
     Args:
@@ -62,7 +62,7 @@ def deal(offers: Sequence[Sequence[Offer]]) -> Deal:
         writer = min(holders[key], key=lambda rank: (loads[rank], rank))
         loads[writer] += sizes[key]
         shares[writer].append(key)
-    return Deal(shares, sum(loads))
+    return WriteAssignment(shares, sum(loads))
 
 
 def _check_whole(
@@ -72,6 +72,6 @@ def _check_whole(
     for name, box in holders:
         held.setdefault(name, []).append(box)
     for name, (shape, _) in kinds.items():
-        problem = boxes.untiled(shape, held[name])
+        problem = boxes.explain_untiled(shape, held[name])
         if problem:
             raise CheckpointError(f"{name} {list(shape)}: {problem}, over all ranks")

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.base.errors import ClusterError
-from shoal.checkpoint.format.checkpoint_faults import RankFailed, explain
+from shoal.checkpoint.format.checkpoint_faults import RankFailed, describe_failure
 from shoal.fabric import World
 
 
-def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
+def gather_results(world: World, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank, and return every rank's result (a JSON value), by rank.
 
     Raises:
@@ -28,7 +28,7 @@ def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
         message["value"] = work()
     except Exception as caught:  # whatever it is, the peers wait for this rank's word
         failure = caught
-        message["problem"] = explain(caught)
+        message["problem"] = describe_failure(caught)
     answers = world.gather_json(message)
     if len(answers) != world.size:
         raise ClusterError(
@@ -43,10 +43,10 @@ def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
     return [answer["value"] for answer in answers]
 
 
-def first_only(world: World, work: Callable[[], Any]) -> Any:
+def run_on_first_rank(world: World, work: Callable[[], Any]) -> Any:
     """Run `work` on rank 0, and return its result on every rank.
 
     Raises:
-        RankFailed, ClusterError: as `exchange`.
+        RankFailed, ClusterError: as `gather_results`.
     """
-    return exchange(world, lambda: work() if world.is_first else None)[0]
+    return gather_results(world, lambda: work() if world.is_first else None)[0]

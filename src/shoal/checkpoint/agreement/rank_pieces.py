@@ -15,10 +15,10 @@ import torch
 
 from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import DTYPES, Box, Shard
-from shoal.checkpoint.agreement.assign_slices import Offer, deal
-from shoal.checkpoint.agreement.collective_phase import exchange
+from shoal.checkpoint.agreement.assign_slices import Offer, assign_writers
+from shoal.checkpoint.agreement.collective_phase import gather_results
 from shoal.checkpoint.format import boxes
-from shoal.checkpoint.format.manifest import plain
+from shoal.checkpoint.format.manifest import to_plain_json
 from shoal.fabric import World
 
 SLICE_BYTES = 600
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Block:
+class HeldSlice:
     """One slice that this rank holds; `data` has any shape, and is flat once in host memory.
 
     Attributes:
@@ -57,7 +57,7 @@ class Block:
         """Name in the file: the tensor's own, and the slice unless it is the whole tensor."""
         if self.box == boxes.whole(self.global_shape):
             return self.name
-        return boxes.label(self.name, self.box, self.global_shape)
+        return boxes.format_slice(self.name, self.box, self.global_shape)
 
     @property
     def offer(self) -> Offer:
@@ -69,14 +69,14 @@ class Block:
         """Shape of the slice."""
         return boxes.extents(self.box)
 
-    def with_data(self, data: torch.Tensor) -> Block:
+    def with_data(self, data: torch.Tensor) -> HeldSlice:
         """Return the same slice with its elements in `data`."""
         return replace(self, data=data)
 
-    def found_in(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def find_data(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the slice's data in a later save's pieces, whose shards are the same in order."""
         data = pieces[self.piece].data
-        return data if self.patch is None else seen(data.reshape(-1), self.patch)
+        return data if self.patch is None else view_patch(data.reshape(-1), self.patch)
 
     def memory(self) -> memoryview:
         """Return the bytes of the slice, not copied."""
@@ -84,7 +84,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class WriteAgreement:
     """Agreement of all ranks on the rank that writes each slice.
 
     Attributes:
@@ -105,20 +105,20 @@ class Agreement:
         """Return the bytes that the checkpoint needs on disk, the manifest included.
 
         Raises:
-            CheckpointError: as `plain`.
+            CheckpointError: as `to_plain_json`.
         """
-        return self.total_bytes + len(str(plain(record))) + SLICE_BYTES * (self.slices + 1)
+        return self.total_bytes + len(str(to_plain_json(record))) + SLICE_BYTES * (self.slices + 1)
 
 
 @dataclass(frozen=True)
-class Collected:
+class RankShare:
     """Blocks that this rank writes, in host memory, and the agreement of all ranks."""
 
-    blocks: list[Block]
-    agreement: Agreement
+    blocks: list[HeldSlice]
+    agreement: WriteAgreement
 
 
-def collect(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -> Collected:
+def collect_share(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -> RankShare:
     """Agree on the writer of each slice, and copy this rank's share to host memory (collective).
 
     Data already in host memory is not copied: it must not change until it is written.
@@ -126,41 +126,41 @@ def collect(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -
     Raises:
         RankFailed: on all ranks, for a piece that contradicts its shard or another rank's.
     """
-    held: dict[Key, Block] = {}
+    held: dict[Key, HeldSlice] = {}
 
     def offer() -> dict[Key, Offer]:
-        held.update(cut(pieces, aliases))
-        return offers_of(held)
+        held.update(split_pieces(pieces, aliases))
+        return make_offers(held)
 
-    agreement = agree(world, offer, aliases)
-    blocks: list[Block] = []
-    exchange(world, lambda: blocks.extend(_to_host(held[key]) for key in agreement.share))
-    return Collected(blocks, agreement)
+    agreement = agree_on_writers(world, offer, aliases)
+    blocks: list[HeldSlice] = []
+    gather_results(world, lambda: blocks.extend(_to_host(held[key]) for key in agreement.share))
+    return RankShare(blocks, agreement)
 
 
-def cut(pieces: Sequence[Piece], aliases: Mapping[str, str]) -> dict[Key, Block]:
+def split_pieces(pieces: Sequence[Piece], aliases: Mapping[str, str]) -> dict[Key, HeldSlice]:
     """Cut this rank's pieces into blocks, tied names left out; nothing is copied.
 
     Raises:
         CheckpointError: a piece contradicts its shard, or a slice comes twice.
     """
-    held: dict[Key, Block] = {}
+    held: dict[Key, HeldSlice] = {}
     for place, piece in enumerate(pieces):
-        for block in _cut(piece, place) if piece.shard.name not in aliases else ():
+        for block in _split_piece(piece, place) if piece.shard.name not in aliases else ():
             if (block.name, block.box) in held:
                 raise CheckpointError(f"{block.key} is offered twice by one rank")
             held[block.name, block.box] = block
     return held
 
 
-def offers_of(held: Mapping[Key, Block]) -> dict[Key, Offer]:
+def make_offers(held: Mapping[Key, HeldSlice]) -> dict[Key, Offer]:
     """Return the offers of a rank that holds these blocks."""
     return {key: block.offer for key, block in held.items()}
 
 
-def agree(
+def agree_on_writers(
     world: World, offer: Callable[[], Mapping[Key, Offer]], aliases: Mapping[str, str]
-) -> Agreement:
+) -> WriteAgreement:
     """Gather all ranks' offers and assign their slices to writers; every rank calls it.
 
     Raises:
@@ -172,16 +172,20 @@ def agree(
         mine.update(offer())
         return {"offers": list(mine.values()), "aliases": dict(aliases)}
 
-    answers = exchange(world, tell)
-    settled: list[Agreement] = []
-    exchange(world, lambda: settled.append(_settle(answers, mine, dict(aliases), world.rank)))
+    answers = gather_results(world, tell)
+    settled: list[WriteAgreement] = []
+    gather_results(
+        world, lambda: settled.append(_build_agreement(answers, mine, dict(aliases), world.rank))
+    )
     return settled[0]
 
 
-def _settle(
+def _build_agreement(
     answers: Sequence[dict[str, Any]], mine: dict[Key, Offer], aliases: dict[str, str], rank: int
-) -> Agreement:
-    dealt = deal([[_from_json(fields) for fields in answer["offers"]] for answer in answers])
+) -> WriteAgreement:
+    dealt = assign_writers(
+        [[_from_json(fields) for fields in answer["offers"]] for answer in answers]
+    )
     names = {name for share in dealt.shares for name, _ in share}
     tied: dict[str, str] = {}
     for answer in answers:
@@ -192,7 +196,7 @@ def _settle(
                 f"{alias} is tied to {name}: the second must be offered by a rank, the first not"
             )
     slices = sum(map(len, dealt.shares))
-    return Agreement(dealt.shares[rank], dealt.total_bytes, slices, tied, mine, aliases)
+    return WriteAgreement(dealt.shares[rank], dealt.total_bytes, slices, tied, mine, aliases)
 
 
 def _from_json(fields: Sequence[Any]) -> Offer:
@@ -200,7 +204,7 @@ def _from_json(fields: Sequence[Any]) -> Offer:
     return name, tuple(shape), dtype, tuple((start, stop) for start, stop in box)
 
 
-def _cut(piece: Piece, place: int) -> list[Block]:
+def _split_piece(piece: Piece, place: int) -> list[HeldSlice]:
     """Cut a piece into its slices; empty ones only for tensors that are empty themselves."""
     shard, data = piece.shard, piece.data.detach()
     dtype = str(data.dtype).removeprefix("torch.")
@@ -216,19 +220,19 @@ def _cut(piece: Piece, place: int) -> list[Block]:
     kind = (shard.name, shard.global_shape, dtype)
     if len(shard.slices) == 1:
         held = data.numel() or 0 in shard.global_shape
-        return [Block(*kind, shard.slices[0], data, place, None)] if held else []
+        return [HeldSlice(*kind, shard.slices[0], data, place, None)] if held else []
     flat = data.reshape(-1)  # copies what is not contiguous
     return [
-        Block(*kind, patch.box, seen(flat, patch), place, patch)
-        for patch in boxes.patches(shard.slices)
+        HeldSlice(*kind, patch.box, view_patch(flat, patch), place, patch)
+        for patch in boxes.merge_boxes(shard.slices)
         if boxes.elements(patch.box) or 0 in shard.global_shape
     ]
 
 
-def seen(flat: torch.Tensor, patch: boxes.Patch) -> torch.Tensor:
+def view_patch(flat: torch.Tensor, patch: boxes.Patch) -> torch.Tensor:
     """Return a strided view of a box in flat memory."""
     return flat.as_strided(patch.shape, patch.strides, flat.storage_offset() + patch.begin)
 
 
-def _to_host(block: Block) -> Block:
+def _to_host(block: HeldSlice) -> HeldSlice:
     return block.with_data(block.data.cpu().contiguous().view(-1))

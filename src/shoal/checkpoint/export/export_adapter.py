@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError
-from shoal.checkpoint.export.export_file import outgoing
-from shoal.checkpoint.export.export_folder import Exported, copy_beside, put
+from shoal.checkpoint.export.export_file import select_tensors
+from shoal.checkpoint.export.export_folder import ExportResult, copy_hub_files, replace_folder
 from shoal.checkpoint.export.export_target import MARK, check_target
 from shoal.checkpoint.format import folders
 from shoal.checkpoint.format.hub_folder import (
@@ -31,13 +31,13 @@ from shoal.checkpoint.format.safetensors_file import write_file
 from shoal.wire.phases import phase
 
 
-def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
+def export_adapter(path: Path, out: Path, *, average: bool = False) -> ExportResult:
     """Write the adapter of a checkpoint as a folder for `PeftModel.from_pretrained`.
 
     Args:
         path: a checkpoint folder, `RUN/checkpoints/step-N`.
         out: replaced once the new folder is complete.
-        average: export averaged weights, as in `outgoing`.
+        average: export averaged weights, as in `select_tensors`.
 
     Raises:
         CheckpointError: the model has no adapters.
@@ -46,7 +46,7 @@ def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
     """
     out = Path(os.path.realpath(out))
     check_target(out)
-    found = outgoing(path, average=average)
+    found = select_tensors(path, average=average)
     names = found.manifest.record.get(ADAPTER)
     config = path.parent.parent / HUB / ADAPTER_CONFIG
     if not names or not config.is_file():
@@ -54,19 +54,19 @@ def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
             f"{path}: its model has no adapter of peft; try: the same without --adapter"
         )
     found = replace(found, names={short: found.names[full] for short, full in names.items()})
-    half = folders.temporary(out)
+    half = folders.make_temporary_path(out)
     half.mkdir()
     try:
         with phase("export", of=len(found.names)) as told:
             metadata = {**MARK, "format": "pt"}
             written = write_file(
-                half / ADAPTER_WEIGHTS, found.entries, found.reader(told), metadata
+                half / ADAPTER_WEIGHTS, found.entries, found.make_reader(told), metadata
             )
-        copy_beside(config.parent, half, (ADAPTER_CONFIG,))
-        copy_beside(tokenizer_hub(path), half, TOKENIZER_FILES)
+        copy_hub_files(config.parent, half, (ADAPTER_CONFIG,))
+        copy_hub_files(tokenizer_hub(path), half, TOKENIZER_FILES)
         folders.fsync_folder(half)
         files = tuple(sorted(os.listdir(half)))
-        put(half, out)
+        replace_folder(half, out)
     finally:
         shutil.rmtree(half, ignore_errors=True)
-    return Exported(written.size_bytes, files)
+    return ExportResult(written.size_bytes, files)

@@ -17,10 +17,10 @@ import torch
 from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.checkpoint_faults import shown
+from shoal.checkpoint.format.checkpoint_faults import short_path
 from shoal.checkpoint.format.listing import read_manifest
 from shoal.checkpoint.format.manifest import Manifest
-from shoal.checkpoint.format.safetensors_file import Entry, write_file
+from shoal.checkpoint.format.safetensors_file import TensorEntry, write_file
 from shoal.checkpoint.load.read import load_from
 from shoal.wire.phases import Phase, phase
 
@@ -28,7 +28,7 @@ AVERAGE = "average."
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class ExportTensors:
     """Tensors of a checkpoint that an export writes.
 
     `reader(told)` returns a function that reads a tensor's verified bytes, one step of `told` each.
@@ -45,12 +45,12 @@ class Outgoing:
     aliases: dict[str, str]
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorEntry]:
         """Key, dtype and shape of every tensor."""
         stored = {short: self.manifest.tensors[name] for short, name in self.names.items()}
-        return [Entry(short, one.dtype, one.shape) for short, one in stored.items()]
+        return [TensorEntry(short, one.dtype, one.shape) for short, one in stored.items()]
 
-    def reader(self, told: Phase) -> Callable[[str], memoryview]:
+    def make_reader(self, told: Phase) -> Callable[[str], memoryview]:
         """Return a function from an exported name to a tensor's bytes; it may raise Damaged."""
 
         def data_of(short: str) -> memoryview:
@@ -64,7 +64,7 @@ class Outgoing:
         return data_of
 
 
-def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Outgoing:
+def select_tensors(path: Path, prefix: str = "model.", *, average: bool = False) -> ExportTensors:
     """Select the tensors of a checkpoint whose names start with `prefix`, to be written without it.
 
     Args:
@@ -83,13 +83,13 @@ def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Ou
     if not names:
         firsts = sorted({name.split(".")[0] + "." for name in manifest.tensors})
         raise CheckpointError(
-            f"{shown(path)}: no tensor's name starts with {prefix!r}; names here start with "
+            f"{short_path(path)}: no tensor's name starts with {prefix!r}; names here start with "
             f"{', '.join(firsts) or 'nothing: it is empty'}"
         )
     if average:
         if not any(name.startswith(AVERAGE) for name in manifest.tensors):
             raise CheckpointError(
-                f"{shown(path)}: holds no averaged weights, which a run keeps where "
+                f"{short_path(path)}: holds no averaged weights, which a run keeps where "
                 f"optimizer.average (average= of parallelize) is above 0; try: the same "
                 f"without --average"
             )
@@ -100,10 +100,12 @@ def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Ou
         for alias, name in manifest.aliases.items()
         if alias.startswith(prefix) and name.startswith(prefix)
     }
-    return Outgoing(path, manifest, names, aliases)
+    return ExportTensors(path, manifest, names, aliases)
 
 
-def export(path: Path, out_file: Path, prefix: str = "model.", *, average: bool = False) -> int:
+def export_file(
+    path: Path, out_file: Path, prefix: str = "model.", *, average: bool = False
+) -> int:
     """Write a checkpoint's tensors whose names start with `prefix` as one safetensors file.
 
     Tensors are whole, verified, and named without the prefix. Tied weights are written once: the
@@ -112,22 +114,22 @@ def export(path: Path, out_file: Path, prefix: str = "model.", *, average: bool 
     Args:
         path: a checkpoint folder.
         out_file: replaced only once the new file is complete.
-        average: export averaged weights, as in `outgoing`.
+        average: export averaged weights, as in `select_tensors`.
 
     Returns:
         The file's size in bytes.
 
     Raises:
         Damaged: bytes differ from those that were saved.
-        CheckpointError: as `outgoing`.
+        CheckpointError: as `select_tensors`.
         OSError: the file cannot be written.
     """
-    found = outgoing(path, prefix, average=average)
+    found = select_tensors(path, prefix, average=average)
     half = out_file.with_name(f"{out_file.name}.tmp-{os.getpid()}")
     try:
         with phase("export", of=len(found.names)) as told:
             metadata = {**found.aliases, "format": "pt"}
-            written = write_file(half, found.entries, found.reader(told), metadata)
+            written = write_file(half, found.entries, found.make_reader(told), metadata)
         os.replace(half, out_file)
     finally:
         half.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.export.export_file import Outgoing, outgoing
+from shoal.checkpoint.export.export_file import ExportTensors, select_tensors
 from shoal.checkpoint.export.export_target import INDEX, MARK, check_target
 from shoal.checkpoint.format import folders
 from shoal.checkpoint.format.hub_folder import (
@@ -34,7 +34,7 @@ from shoal.checkpoint.format.hub_folder import (
     UNTOLD_TIES,
     tokenizer_hub,
 )
-from shoal.checkpoint.format.safetensors_file import Entry, write_file
+from shoal.checkpoint.format.safetensors_file import TensorEntry, write_file
 from shoal.wire.phases import phase
 
 SHARD_BYTES = 5 * 10**9
@@ -42,7 +42,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Translated:
+class HubTranslation:
     """Names and config.json that turn one of Shoal's own models into one of transformers.
 
     Attributes:
@@ -55,7 +55,7 @@ class Translated:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Result of an export: bytes of the weights, names of all files."""
 
     size_bytes: int
@@ -72,16 +72,16 @@ def export_folder(
     out: Path,
     *,
     average: bool = False,
-    translated: Translated | None = None,
-    merged: Outgoing | None = None,
+    translated: HubTranslation | None = None,
+    merged: ExportTensors | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> Exported:
+) -> ExportResult:
     """Write the model of a checkpoint as a folder of safetensors, configuration and tokenizer.
 
     Args:
         path: a checkpoint folder, `RUN/checkpoints/step-N`.
         out: the folder, replaced only once the new one is complete.
-        average: export averaged weights, as in `outgoing`.
+        average: export averaged weights, as in `select_tensors`.
         merged: tensors to write instead, where adapters were merged into the checkpoint's.
         translated: for a model of Shoal's own that transformers has too.
         shard_bytes: the largest file of weights, unless a single tensor is larger.
@@ -93,35 +93,35 @@ def export_folder(
     """
     out = Path(os.path.realpath(out))  # a symlink stays; its target is replaced
     check_target(out)
-    found = merged or outgoing(path, average=average)
+    found = merged or select_tensors(path, average=average)
     if translated is not None:
-        found = _renamed(found, translated.name_of)
-    half = folders.temporary(out)
+        found = _rename_tensors(found, translated.name_of)
+    half = folders.make_temporary_path(out)
     half.mkdir()
     try:
         size_bytes = _write_weights(half, found, shard_bytes)
-        _write_beside(half, path, found, translated)
+        _write_companion_files(half, path, found, translated)
         folders.fsync_folder(half)
         files = tuple(sorted(os.listdir(half)))
-        put(half, out)
+        replace_folder(half, out)
     finally:
         shutil.rmtree(half, ignore_errors=True)
-    return Exported(size_bytes, files)
+    return ExportResult(size_bytes, files)
 
 
-def _renamed(found: Outgoing, name_of: Callable[[str], str]) -> Outgoing:
+def _rename_tensors(found: ExportTensors, name_of: Callable[[str], str]) -> ExportTensors:
     names = {name_of(short): full for short, full in found.names.items()}
     ties = {name_of(alias): name_of(short) for alias, short in found.aliases.items()}
     return replace(found, names=names, aliases=ties)
 
 
-def _write_weights(folder: Path, found: Outgoing, shard_bytes: int) -> int:
+def _write_weights(folder: Path, found: ExportTensors, shard_bytes: int) -> int:
     """Write the files of weights, and their index where there are several; return their bytes."""
     untold = found.manifest.record.get(TRANSFORMERS, {}).get(UNTOLD_TIES, [])
     twice = {alias: found.names[found.aliases[alias]] for alias in untold if alias in found.aliases}
     found = replace(found, names={**found.names, **twice})
     ties = {alias: name for alias, name in found.aliases.items() if alias not in twice}
-    shards = _in_shards(found.entries, shard_bytes)
+    shards = _split_into_shards(found.entries, shard_bytes)
     size_bytes, places = 0, dict[str, str]()
     with phase("export", of=len(found.names)) as told:
         for number, entries in enumerate(shards, start=1):
@@ -129,7 +129,7 @@ def _write_weights(folder: Path, found: Outgoing, shard_bytes: int) -> int:
             if len(shards) == 1:
                 name = "model.safetensors"
             metadata = {**ties, **MARK, "format": "pt"}
-            written = write_file(folder / name, entries, found.reader(told), metadata)
+            written = write_file(folder / name, entries, found.make_reader(told), metadata)
             size_bytes += written.size_bytes
             places |= {entry.key: name for entry in entries}
     if len(shards) > 1:
@@ -142,7 +142,7 @@ def _write_weights(folder: Path, found: Outgoing, shard_bytes: int) -> int:
     return size_bytes
 
 
-def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
+def _split_into_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[TensorEntry]]:
     """Split the tensors, in order, into files of at most `shard_bytes`, or of one larger tensor.
 
     >>> sizes = {"a": 6, "b": 2, "c": 2, "d": 9}
@@ -150,7 +150,7 @@ def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
     >>> [[entry.key for entry in shard] for shard in _in_shards(entries, 8)]
     [['a', 'b'], ['c'], ['d']]
     """
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     size_bytes = 0
     for entry in entries:
         if shards[-1] and size_bytes + entry.size_bytes > shard_bytes:
@@ -161,20 +161,22 @@ def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
     return shards
 
 
-def _write_beside(folder: Path, path: Path, found: Outgoing, translated: Translated | None) -> None:
+def _write_companion_files(
+    folder: Path, path: Path, found: ExportTensors, translated: HubTranslation | None
+) -> None:
     """Write the configuration with the weights' dtype, and the tokenizer."""
-    dtype = _widest(found.entries)
+    dtype = _widest_dtype(found.entries)
     configs = CONFIGS if TRANSFORMERS in found.manifest.record else ()  # else of another model
-    copy_beside(tokenizer_hub(path), folder, TOKENIZER_FILES)
-    copy_beside(path.parent.parent / HUB, folder, configs)
+    copy_hub_files(tokenizer_hub(path), folder, TOKENIZER_FILES)
+    copy_hub_files(path.parent.parent / HUB, folder, configs)
     config = translated.config if translated is not None else None
     if config is None and (folder / CONFIG).exists():
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if config is not None:
-        _write_json(folder / CONFIG, _in_format(config, dtype))
+        _write_json(folder / CONFIG, _set_dtype(config, dtype))
 
 
-def copy_beside(hub: Path, folder: Path, names: Sequence[str]) -> None:
+def copy_hub_files(hub: Path, folder: Path, names: Sequence[str]) -> None:
     """Copy those of the named files that a run's hub/ has, and fsync them."""
     for name in names:
         source = hub / name
@@ -183,7 +185,7 @@ def copy_beside(hub: Path, folder: Path, names: Sequence[str]) -> None:
             _make_durable(folder / name)
 
 
-def _widest(entries: Sequence[Entry]) -> str:
+def _widest_dtype(entries: Sequence[TensorEntry]) -> str:
     """Return the widest floating dtype of some tensors: every tensor converts to it without loss.
 
     >>> _widest([Entry("a", "bfloat16", ()), Entry("b", "float16", ()), Entry("c", "int64", ())])
@@ -195,7 +197,7 @@ def _widest(entries: Sequence[Entry]) -> str:
     return "float64" if "float64" in found else "float32"
 
 
-def _in_format(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _set_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the configuration with the dtype in which `from_pretrained` reads the weights.
 
     >>> _in_format({"model_type": "x", "torch_dtype": "bfloat16"}, "float32")
@@ -205,7 +207,7 @@ def _in_format(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     for key, value in config.items():
         part = isinstance(value, dict) and "model_type" in value
         if key not in ("dtype", "torch_dtype"):
-            changed[key] = _in_format(value, dtype) if part else value
+            changed[key] = _set_dtype(value, dtype) if part else value
     return changed
 
 
@@ -219,12 +221,12 @@ def _make_durable(path: Path) -> None:
         os.fsync(written.fileno())
 
 
-def put(half: Path, out: Path) -> None:
+def replace_folder(half: Path, out: Path) -> None:
     """Rename a complete folder to `out`, in place of an earlier export or an empty folder."""
     if not out.is_dir():
         os.rename(half, out)
     else:
-        earlier = folders.temporary(out)
+        earlier = folders.make_temporary_path(out)
         os.rename(out, earlier)
         try:
             os.rename(half, out)

@@ -38,7 +38,7 @@ def check_target(out: Path) -> None:
     known = {INDEX, *CONFIGS, ADAPTER_CONFIG, *TOKENIZER_FILES}
     strange = [name for name in names if name not in known and not WEIGHTS.fullmatch(name)]
     weights = [name for name in names if WEIGHTS.fullmatch(name)]
-    strange += [name for name in weights if not _marked(out / name)]
+    strange += [name for name in weights if not _has_export_mark(out / name)]
     if names and (strange or not weights):
         raise ConfigError(
             f"{out}: holds {(strange or names)[0]}, which no export wrote, and would be replaced "
@@ -46,7 +46,7 @@ def check_target(out: Path) -> None:
         )
 
 
-def _marked(file: Path) -> bool:
+def _has_export_mark(file: Path) -> bool:
     """Return whether the header of a weights file carries the mark of an export."""
     try:
         with file.open("rb") as opened:

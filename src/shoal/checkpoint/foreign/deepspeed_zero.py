@@ -34,10 +34,15 @@ from typing import Any
 
 import numpy as np
 
-from shoal.base.errors import CheckpointError, short
+from shoal.base.errors import CheckpointError, shorten
 from shoal.base.plans.tensor_shards import DTYPES
-from shoal.checkpoint.foreign.foreign_weights import Foreign, Found, counted, of_torch
-from shoal.checkpoint.foreign.inert_objects import StoredTensor, is_shape
+from shoal.checkpoint.foreign.foreign_weights import (
+    ForeignTensor,
+    ForeignWeights,
+    convert_torch_tensor,
+    format_count,
+)
+from shoal.checkpoint.foreign.inert_objects import InertTensor, is_shape
 from shoal.checkpoint.foreign.torch_file import Bytes, TorchFile, map_file
 
 STATES = re.compile(
@@ -47,18 +52,18 @@ TAGGED = "*_states.pt"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FlatVector:
     """A flat vector in one rank's file."""
 
     file: TorchFile
-    tensor: StoredTensor
+    tensor: InertTensor
 
     @property
     def elements(self) -> int:
         return math.prod(self.tensor.size)
 
 
-def tagged_folder(folder: Path) -> Path | None:
+def find_tag_folder(folder: Path) -> Path | None:
     """Return the folder of a save: this one, or the one that its `latest` names; None if neither.
 
     Raises:
@@ -73,14 +78,14 @@ def tagged_folder(folder: Path) -> Path | None:
     return folder if next(folder.glob(TAGGED), None) is not None else None
 
 
-def read_deepspeed(folder: Path) -> Found:
+def read_deepspeed(folder: Path) -> ForeignWeights:
     """Read the model in the folder of one save.
 
     Raises:
         CheckpointError: partitions are missing or do not add up, or the folder is of a kind that
             the module's docstring lists under Refused.
     """
-    models, optimizers = _files(folder)
+    models, optimizers = _list_state_files(folder)
     files = [*models, *optimizers]
     states = [_open(path) for path in models]
     first = states[0]
@@ -95,12 +100,12 @@ def read_deepspeed(folder: Path) -> Found:
                 f"{folder}: the fp32 weights are in *_optim_states.pt, which are not there; "
                 f"try: copy those of all ranks"
             )
-        found = Found("DeepSpeed without ZeRO", _tensors(first, module), files)
+        found = ForeignWeights("DeepSpeed without ZeRO", _read_tensors(first, module), files)
         return found
     parts = [_open(path) for path in optimizers]
-    flat, stage3 = _flat_groups(parts, folder)
-    groups = _shapes(shapes, first)
-    tensors = _buffers(first, module)
+    flat, stage3 = _read_flat_groups(parts, folder)
+    groups = _read_shapes(shapes, first)
+    tensors = _read_buffers(first, module)
     frozen = first.value.get("frozen_param_shapes")
     fragments = [state.value.get("frozen_param_fragments") for state in states]
     if stage3:
@@ -109,24 +114,28 @@ def read_deepspeed(folder: Path) -> Found:
                 f"{folder}: {len(parts)} *_optim_states.pt and {len(states)} *_model_states.pt; "
                 f"stage 3 writes one of each on every rank"
             )
-        tensors |= _partitioned(flat, {n: s for group in groups for n, s in group.items()}, folder)
-        tensors |= _frozen_parts(states, fragments, _shapes([frozen or {}], first)[0])
+        tensors |= _merge_partitions(
+            flat, {n: s for group in groups for n, s in group.items()}, folder
+        )
+        tensors |= _merge_frozen(states, fragments, _read_shapes([frozen or {}], first)[0])
     else:
-        tensors |= _concatenated(flat, groups, folder)
-        tensors |= _tensors(first, fragments[0] if isinstance(fragments[0], dict) else {})
+        tensors |= _merge_flat_groups(flat, groups, folder)
+        tensors |= _read_tensors(first, fragments[0] if isinstance(fragments[0], dict) else {})
     kind = f"DeepSpeed, ZeRO {'3' if stage3 else '1 or 2'} of {len(parts)} ranks"
-    found = Found(kind, tensors, files)
+    found = ForeignWeights(kind, tensors, files)
     shared = first.value.get("shared_params")
     for alias, name in shared.items() if isinstance(shared, Mapping) else ():
         if isinstance(name, str) and name in tensors and alias not in tensors:
             found.aliases[alias] = name
-    return _with_rest(found, first, module)
+    return _add_unoptimized(found, first, module)
 
 
-def _with_rest(found: Found, first: TorchFile, module: Mapping[str, Any]) -> Found:
+def _add_unoptimized(
+    found: ForeignWeights, first: TorchFile, module: Mapping[str, Any]
+) -> ForeignWeights:
     """Add tensors that no optimizer holds: whole in stages 1 and 2, absent in stage 3."""
     known = {*found.tensors, *found.aliases}
-    rest = _tensors(first, {name: t for name, t in module.items() if name not in known})
+    rest = _read_tensors(first, {name: t for name, t in module.items() if name not in known})
     lost = [
         name for name, tensor in rest.items() if tensor.dtype in DTYPES and not tensor.size_bytes
     ]
@@ -136,11 +145,13 @@ def _with_rest(found: Found, first: TorchFile, module: Mapping[str, Any]) -> Fou
         )
     if rest:
         found.tensors |= rest
-        found.said.append(f"as the module holds them: {counted(len(rest))} that no optimizer has")
+        found.said.append(
+            f"as the module holds them: {format_count(len(rest))} that no optimizer has"
+        )
     return found
 
 
-def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+def _list_state_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return (model states, optimizer states) by rank.
 
     Raises:
@@ -182,21 +193,21 @@ def _open(path: Path) -> TorchFile:
     return file
 
 
-def _tensors(file: TorchFile, held: Mapping[str, Any]) -> dict[str, Foreign]:
-    found = {n: t for n, one in held.items() if (t := of_torch(file, one)) is not None}
+def _read_tensors(file: TorchFile, held: Mapping[str, Any]) -> dict[str, ForeignTensor]:
+    found = {n: t for n, one in held.items() if (t := convert_torch_tensor(file, one)) is not None}
     if odd := [name for name in found if not isinstance(name, str)]:
         raise CheckpointError(f"{file.where}: {odd[0]!r} is no tensor's name")
     return found
 
 
-def _buffers(file: TorchFile, module: Mapping[str, Any]) -> dict[str, Foreign]:
+def _read_buffers(file: TorchFile, module: Mapping[str, Any]) -> dict[str, ForeignTensor]:
     names = file.value.get("buffer_names")
     if not isinstance(names, list):
         raise CheckpointError(f"{file.where}: is no DeepSpeed save: it has no buffer_names")
-    return _tensors(file, {n: module[n] for n in names if isinstance(n, str) and n in module})
+    return _read_tensors(file, {n: module[n] for n in names if isinstance(n, str) and n in module})
 
 
-def _shapes(groups: Any, file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
+def _read_shapes(groups: Any, file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     """Return names and shapes, group by group, in the order of the flat vectors."""
     for group in groups if isinstance(groups, list) else [None]:
         for name, shape in group.items() if isinstance(group, dict) else [(None, None)]:
@@ -205,9 +216,11 @@ def _shapes(groups: Any, file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     return list(groups)
 
 
-def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_Part]], bool]:
+def _read_flat_groups(
+    parts: Sequence[TorchFile], folder: Path
+) -> tuple[list[list[_FlatVector]], bool]:
     """Return (each rank's flat vectors, whether parameters are partitioned one by one)."""
-    found: list[list[_Part]] = []
+    found: list[list[_FlatVector]] = []
     keys: set[str] = set()
     for file in parts:
         state = file.value.get("optimizer_state_dict")
@@ -219,15 +232,15 @@ def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_P
         if any(one != len(parts) for one in counts):
             wrote = ", ".join(sorted({str(one) for one in counts}))
             raise CheckpointError(
-                f"{folder}: {len(parts)} *_optim_states.pt, written by {short(wrote)} ranks; "
+                f"{folder}: {len(parts)} *_optim_states.pt, written by {shorten(wrote)} ranks; "
                 f"try: copy those of all ranks, and no older ones"
             )
         flat = isinstance(vectors, list) and all(
-            isinstance(one, StoredTensor) and len(one.size) == 1 for one in vectors
+            isinstance(one, InertTensor) and len(one.size) == 1 for one in vectors
         )
         if not vectors or not flat:
             raise CheckpointError(f"{file.where}: holds no flat fp32 weights under {key}")
-        found.append([_Part(file, one) for one in vectors])
+        found.append([_FlatVector(file, one) for one in vectors])
         keys.add(key)
     dtypes = {part.tensor.dtype for vectors in found for part in vectors}
     if len(keys) > 1 or len({len(vectors) for vectors in found}) > 1 or len(dtypes) > 1:
@@ -235,7 +248,7 @@ def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_P
     return found, keys == {"fp32_flat_groups"}
 
 
-def _cut(parts: Sequence[_Part], begin: int, end: int) -> list[Bytes]:
+def _slice_vectors(parts: Sequence[_FlatVector], begin: int, end: int) -> list[Bytes]:
     """Return elements begin … end − 1 of consecutive vectors, as views."""
     found, start = [], 0
     for part in parts:
@@ -246,7 +259,7 @@ def _cut(parts: Sequence[_Part], begin: int, end: int) -> list[Bytes]:
     return found
 
 
-def _joined(
+def _join_pieces(
     shape: tuple[int, ...], width: int, cuts: Callable[[], list[Bytes]]
 ) -> Callable[[], Bytes]:
     """Return a function that reads a tensor from pieces: a view of a single one, else a copy."""
@@ -260,23 +273,23 @@ def _joined(
     return read
 
 
-def _concatenated(
-    ranks: list[list[_Part]], groups: list[dict[str, tuple[int, ...]]], folder: Path
-) -> dict[str, Foreign]:
+def _merge_flat_groups(
+    ranks: list[list[_FlatVector]], groups: list[dict[str, tuple[int, ...]]], folder: Path
+) -> dict[str, ForeignTensor]:
     """Split each group's vector over all ranks into its parameters (stages 1 and 2)."""
     if len(ranks[0]) != len(groups):
         raise CheckpointError(
             f"{folder}: {len(groups)} groups of names and {len(ranks[0])} of fp32 weights"
         )
-    found: dict[str, Foreign] = {}
+    found: dict[str, ForeignTensor] = {}
     align = 2 * len(ranks)  # vectors are padded to a multiple of it
     for place, group in enumerate(groups):
         parts, begin = [rank[place] for rank in ranks], 0
         for name, shape in group.items():
             end = begin + math.prod(shape)
             dtype = parts[0].tensor.dtype
-            cuts = partial(_cut, parts, begin, end)
-            found[name] = Foreign(dtype, shape, _joined(shape, DTYPES[dtype][1], cuts))
+            cuts = partial(_slice_vectors, parts, begin, end)
+            found[name] = ForeignTensor(dtype, shape, _join_pieces(shape, DTYPES[dtype][1], cuts))
             begin = end
         have = sum(part.elements for part in parts)
         if have < begin or -(-have // align) != -(-begin // align):
@@ -287,20 +300,22 @@ def _concatenated(
     return found
 
 
-def _partitioned(
-    ranks: list[list[_Part]], shapes: dict[str, tuple[int, ...]], folder: Path
-) -> dict[str, Foreign]:
+def _merge_partitions(
+    ranks: list[list[_FlatVector]], shapes: dict[str, tuple[int, ...]], folder: Path
+) -> dict[str, ForeignTensor]:
     """Merge every parameter from one equal partition per rank (stage 3)."""
-    found: dict[str, Foreign] = {}
+    found: dict[str, ForeignTensor] = {}
     begin = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
         each = -(-count // len(ranks))
         dtype = ranks[0][0].tensor.dtype
-        found[name] = Foreign(
+        found[name] = ForeignTensor(
             dtype,
             shape,
-            _joined(shape, DTYPES[dtype][1], partial(_zipped, ranks, begin, each, count)),
+            _join_pieces(
+                shape, DTYPES[dtype][1], partial(_collect_partitions, ranks, begin, each, count)
+            ),
         )
         begin += each
     for rank, parts in enumerate(ranks):
@@ -312,30 +327,32 @@ def _partitioned(
     return found
 
 
-def _zipped(ranks: list[list[_Part]], begin: int, each: int, count: int) -> list[Bytes]:
+def _collect_partitions(
+    ranks: list[list[_FlatVector]], begin: int, each: int, count: int
+) -> list[Bytes]:
     """Return each rank's partition of one parameter, without the padding of the last ones."""
     found: list[Bytes] = []
     for rank, parts in enumerate(ranks):
-        found += _cut(parts, begin, begin + max(min(each, count - rank * each), 0))
+        found += _slice_vectors(parts, begin, begin + max(min(each, count - rank * each), 0))
     return found
 
 
-def _frozen_parts(
+def _merge_frozen(
     states: Sequence[TorchFile], fragments: Sequence[Any], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Foreign]:
+) -> dict[str, ForeignTensor]:
     """Merge frozen parameters from each rank's partition (stage 3)."""
-    found: dict[str, Foreign] = {}
+    found: dict[str, ForeignTensor] = {}
     for name, shape in shapes.items():
         held = [one.get(name) if isinstance(one, dict) else None for one in fragments]
-        tensors = [one for one in held if isinstance(one, StoredTensor) and len(one.size) == 1]
+        tensors = [one for one in held if isinstance(one, InertTensor) and len(one.size) == 1]
         count, each = math.prod(shape), -(-math.prod(shape) // len(states))
         if len(tensors) != len(states) or any(one.size != (each,) for one in tensors):
             raise CheckpointError(
                 f"{states[0].where}: {name}, which is frozen, is not in {each} elements on every "
                 f"rank"
             )
-        ranks = [[_Part(file, one)] for file, one in zip(states, tensors, strict=True)]
+        ranks = [[_FlatVector(file, one)] for file, one in zip(states, tensors, strict=True)]
         dtype = tensors[0].dtype
-        cuts = partial(_zipped, ranks, 0, each, count)
-        found[name] = Foreign(dtype, shape, _joined(shape, DTYPES[dtype][1], cuts))
+        cuts = partial(_collect_partitions, ranks, 0, each, count)
+        found[name] = ForeignTensor(dtype, shape, _join_pieces(shape, DTYPES[dtype][1], cuts))
     return found

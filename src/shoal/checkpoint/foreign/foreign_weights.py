@@ -22,15 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from shoal.base.errors import CheckpointError, short
+from shoal.base.errors import CheckpointError, shorten
 from shoal.base.plans.tensor_shards import DTYPES
-from shoal.checkpoint.foreign.inert_objects import Global, Record, StoredTensor, is_shape
+from shoal.checkpoint.foreign.inert_objects import InertObject, InertTensor, PickledName, is_shape
 from shoal.checkpoint.foreign.torch_file import Bytes, TorchFile, map_file
 from shoal.checkpoint.format.safetensors_file import (
     HEADER_LIMIT_BYTES,
     LENGTH_BYTES,
     METADATA,
-    parse,
+    parse_header,
 )
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
@@ -47,7 +47,7 @@ DEEP = 16
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignTensor:
     """One tensor that another tool wrote; `read` returns its bytes, mapped or merged.
 
     Attributes:
@@ -66,7 +66,7 @@ class Foreign:
 
 
 @dataclass
-class Found:
+class ForeignWeights:
     """Weights of a model as another tool wrote them.
 
     Attributes:
@@ -77,13 +77,13 @@ class Found:
     """
 
     kind: str
-    tensors: dict[str, Foreign]
+    tensors: dict[str, ForeignTensor]
     files: list[Path]
     aliases: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
 
-def counted(count: int) -> str:
+def format_count(count: int) -> str:
     """Return a count of tensors in words.
 
     >>> counted(1), counted(2)
@@ -92,22 +92,22 @@ def counted(count: int) -> str:
     return f"{count} tensor{'s' * (count != 1)}"
 
 
-def of_torch(file: TorchFile, value: Any) -> Foreign | None:
+def convert_torch_tensor(file: TorchFile, value: Any) -> ForeignTensor | None:
     """Return a tensor of a torch file, or None if `value` is none; tied ones have equal `same`.
 
     A tensor of another layout or class has its constructor's name as dtype, so that `check_formats`
     refuses it.
     """
-    if isinstance(value, StoredTensor):
-        same = (id(file), *file.place(value))
-        return Foreign(value.dtype, value.size, lambda: file.view(value), same)
-    made = value.of if isinstance(value, Record) else None
-    if isinstance(made, Global) and (made.module in MAKERS or made.name == "_reconstruct"):
-        return Foreign(str(made), (0,), lambda: np.empty((0, 1), np.uint8))
+    if isinstance(value, InertTensor):
+        same = (id(file), *file.storage_key(value))
+        return ForeignTensor(value.dtype, value.size, lambda: file.view(value), same)
+    made = value.of if isinstance(value, InertObject) else None
+    if isinstance(made, PickledName) and (made.module in MAKERS or made.name == "_reconstruct"):
+        return ForeignTensor(str(made), (0,), lambda: np.empty((0, 1), np.uint8))
     return None
 
 
-def member(folder: Path, name: Any, says: Path) -> Path:
+def find_member(folder: Path, name: Any, says: Path) -> Path:
     """Return the path of a file in `folder` whose name another file gives.
 
     Raises:
@@ -120,7 +120,7 @@ def member(folder: Path, name: Any, says: Path) -> Path:
     return folder / name
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
+def read_safetensors(path: Path) -> tuple[dict[str, ForeignTensor], dict[str, str]]:
     """Return (tensors by name, tied name → stored name) of one file.
 
     Raises:
@@ -132,7 +132,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
         raise CheckpointError(f"{path}: is no safetensors file, or was cut short")
     header = bytes(data[:length])
     try:
-        entries = parse(header, len(data))
+        entries = parse_header(header, len(data))
     except ValueError as failure:
         raise CheckpointError(f"{path}: {failure}") from None
     for name, entry in entries.items():
@@ -147,14 +147,14 @@ def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
         return lambda: np.frombuffer(data[begin:end], np.uint8).reshape(whole)
 
     tensors = {
-        name: Foreign(e.dtype, e.shape, reader(e.begin, e.end, e.shape, e.dtype))
+        name: ForeignTensor(e.dtype, e.shape, reader(e.begin, e.end, e.shape, e.dtype))
         for name, e in entries.items()
     }
     pairs = told.items() if isinstance(told, Mapping) else ()
     return tensors, {a: n for a, n in pairs if str(n) in tensors and a not in tensors}
 
 
-def read_hub_folder(folder: Path, listed: Path) -> Found:
+def read_hub_folder(folder: Path, listed: Path) -> ForeignWeights:
     """Read the weights of a transformers folder; `listed` is the one file, or the index of several.
 
     Raises:
@@ -167,8 +167,8 @@ def read_hub_folder(folder: Path, listed: Path) -> Found:
             named = dict.fromkeys(told["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{listed}: is no index with a weight_map") from None
-        files = [member(folder, name, listed) for name in named]
-    found = Found(f"{len(files)} files of transformers", {}, files)
+        files = [find_member(folder, name, listed) for name in named]
+    found = ForeignWeights(f"{len(files)} files of transformers", {}, files)
     for path in files:
         one = read_file(path, "")
         doubled = one.tensors.keys() & found.tensors.keys()
@@ -180,29 +180,29 @@ def read_hub_folder(folder: Path, listed: Path) -> Found:
     return found
 
 
-def read_file(path: Path, key: str) -> Found:
+def read_file(path: Path, key: str) -> ForeignWeights:
     """Read the weights in one file of safetensors or torch.save; `key` names a part of it."""
     if path.suffix == ".safetensors":
         tensors, aliases = read_safetensors(path)
-        return only(Found("a safetensors file", tensors, [path], aliases), key)
+        return select_part(ForeignWeights("a safetensors file", tensors, [path], aliases), key)
     file = TorchFile(map_file(path), str(path))
-    found = Found("a file of torch.save", {}, [path])
-    return model_part(dict(_leaves(file)), key, found)
+    found = ForeignWeights("a file of torch.save", {}, [path])
+    return select_model_part(dict(_walk_tensors(file)), key, found)
 
 
-def only(found: Found, key: str) -> Found:
+def select_part(found: ForeignWeights, key: str) -> ForeignWeights:
     """Return a model's part under `key`, with tied weights that another part stores."""
     if not key:
         return found
-    leaves: dict[tuple[str, ...], Foreign] = {(n,): t for n, t in found.tensors.items()}
+    leaves: dict[tuple[str, ...], ForeignTensor] = {(n,): t for n, t in found.tensors.items()}
     for alias, name in found.aliases.items():
         shared = replace(found.tensors[name], same=(id(found), name))
         leaves |= {(name,): shared, (alias,): shared}
     found.aliases = {}
-    return model_part(leaves, key, found)
+    return select_model_part(leaves, key, found)
 
 
-def _leaves(file: TorchFile) -> Iterator[tuple[tuple[str, ...], Foreign]]:
+def _walk_tensors(file: TorchFile) -> Iterator[tuple[tuple[str, ...], ForeignTensor]]:
     """Yield every tensor in nested dicts, with its keys.
 
     A file can name one dict many times over: more tensors than its pickle has bytes are refused.
@@ -214,13 +214,15 @@ def _leaves(file: TorchFile) -> Iterator[tuple[tuple[str, ...], Foreign]]:
         left -= 1
         if left < 0:
             raise CheckpointError(f"{file.where}: names more tensors than it has bytes for")
-        if keys and (tensor := of_torch(file, value)) is not None:
+        if keys and (tensor := convert_torch_tensor(file, value)) is not None:
             yield keys, tensor
         elif isinstance(value, dict) and len(keys) < DEEP:
             waiting += [((*keys, str(k)), v) for k, v in reversed(value.items())]
 
 
-def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found) -> Found:
+def select_model_part(
+    leaves: Mapping[tuple[str, ...], ForeignTensor], key: str, found: ForeignWeights
+) -> ForeignWeights:
     """Add the model's tensors among `leaves` to `found`, by name, and note the parts left out.
 
     Args:
@@ -240,16 +242,18 @@ def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found
         chosen = {keys: keys[-1] for keys in leaves if keys[:-1] == level}
     if not chosen:
         firsts = ", ".join(sorted({keys[0] for keys in leaves})[:8])
-        raise CheckpointError(f"{where}: nothing is under {key}; what it holds: {short(firsts)}")
+        raise CheckpointError(f"{where}: nothing is under {key}; what it holds: {shorten(firsts)}")
     found.tensors = {name: leaves[keys] for keys, name in chosen.items()}
     if len(found.tensors) < len(chosen):
         raise CheckpointError(f"{where}: two of its tensors have one name under {key}")
     rest = Counter(keys[0] for keys in leaves if keys not in chosen)
-    found.said += [f"left out: {counted(n)} of {short(part)}" for part, n in sorted(rest.items())]
+    found.said += [
+        f"left out: {format_count(n)} of {shorten(part)}" for part, n in sorted(rest.items())
+    ]
     return found
 
 
-def _model_keys(leaves: Mapping[tuple[str, ...], Foreign], where: Path) -> tuple[str, ...]:
+def _model_keys(leaves: Mapping[tuple[str, ...], ForeignTensor], where: Path) -> tuple[str, ...]:
     """Return the keys under which the model's tensors are.
 
     Raises:
@@ -272,7 +276,7 @@ def _model_keys(leaves: Mapping[tuple[str, ...], Foreign], where: Path) -> tuple
         level = (*level, named[0])
 
 
-def unwrapped(found: Found) -> Found:
+def strip_wrappers(found: ForeignWeights) -> ForeignWeights:
     """Strip the prefixes that wrappers of a whole model add to all its names."""
     for wrapper in (*WRAPPERS, *WRAPPERS):
         names = [*found.tensors, *found.aliases]
@@ -285,7 +289,7 @@ def unwrapped(found: Found) -> Found:
     return found
 
 
-def check_formats(found: Found) -> None:
+def check_formats(found: ForeignWeights) -> None:
     """Refuse tensors that are no plain arrays of numbers.
 
     Raises:
@@ -294,12 +298,12 @@ def check_formats(found: Found) -> None:
     for name, tensor in found.tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
-                f"{found.files[0]}: {name} is no plain tensor but one of {short(tensor.dtype)}; "
+                f"{found.files[0]}: {name} is no plain tensor but one of {shorten(tensor.dtype)}; "
                 f"try: save it whole and dense, as full_tensor() or to_dense() give it"
             )
 
 
-def untied(found: Found) -> Found:
+def drop_tied_names(found: ForeignWeights) -> ForeignWeights:
     """Keep every tensor once: the first of several names for the same bytes."""
     first: dict[Hashable, str] = {}
     for name, tensor in list(found.tensors.items()):

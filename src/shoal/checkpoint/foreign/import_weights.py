@@ -20,20 +20,20 @@ from pathlib import Path
 import numpy as np
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.checkpoint.foreign.deepspeed_zero import TAGGED, read_deepspeed, tagged_folder
+from shoal.checkpoint.foreign.deepspeed_zero import TAGGED, find_tag_folder, read_deepspeed
 from shoal.checkpoint.foreign.foreign_weights import (
-    Found,
+    ForeignWeights,
     check_formats,
-    only,
+    drop_tied_names,
     read_file,
     read_hub_folder,
-    untied,
-    unwrapped,
+    select_part,
+    strip_wrappers,
 )
 from shoal.checkpoint.foreign.torch_dcp import METADATA, read_dcp
 from shoal.checkpoint.format import folders
 from shoal.checkpoint.format.manifest import FILE_NAME
-from shoal.checkpoint.format.safetensors_file import Entry, write_file
+from shoal.checkpoint.format.safetensors_file import TensorEntry, write_file
 from shoal.wire.phases import phase
 
 WEIGHTS = "model.safetensors"
@@ -52,7 +52,7 @@ BESIDE = (
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """Result of an import.
 
     Attributes:
@@ -69,7 +69,7 @@ class Imported:
     beside: list[str]
 
 
-def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
+def import_weights(source: Path, folder: Path, key: str = "") -> ImportResult:
     """Write the weights in `source` as `folder`/model.safetensors, with their configuration.
 
     Args:
@@ -83,7 +83,7 @@ def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
         OSError: the file cannot be written.
     """
     _check_folder(source, folder)
-    found = untied(unwrapped(look(source, key)))
+    found = drop_tied_names(strip_wrappers(inspect_weights(source, key)))
     check_formats(found)
     claimed = sum(tensor.size_bytes for tensor in found.tensors.values())
     there = sum(path.stat().st_size for path in found.files)
@@ -97,7 +97,7 @@ def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
         folders.check_space(folder, claimed)
     except CheckpointError as failure:
         raise CheckpointError(f"{folder}: {failure}") from None
-    entries = [Entry(n, t.dtype, t.shape) for n, t in found.tensors.items()]
+    entries = [TensorEntry(n, t.dtype, t.shape) for n, t in found.tensors.items()]
     file, half = folder / WEIGHTS, folder / f"{WEIGHTS}.tmp-{os.getpid()}"
 
     def data_of(name: str) -> memoryview:
@@ -110,12 +110,12 @@ def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
         os.replace(half, file)
     finally:
         half.unlink(missing_ok=True)
-    beside = _copy_beside(source, folder)
+    beside = _copy_companion_files(source, folder)
     folders.fsync_folder(folder)
-    return Imported(file, written.size_bytes, len(entries), found.kind, found.said, beside)
+    return ImportResult(file, written.size_bytes, len(entries), found.kind, found.said, beside)
 
 
-def look(source: Path, key: str = "") -> Found:
+def inspect_weights(source: Path, key: str = "") -> ForeignWeights:
     """List the weights in a file or folder, without reading their bytes.
 
     Raises:
@@ -123,37 +123,37 @@ def look(source: Path, key: str = "") -> Found:
     """
     if source.is_file():
         return read_file(source, key)
-    kinds = kinds_of(source)
+    kinds = detect_kinds(source)
     if len(kinds) > 1:
-        tagged = tagged_folder(source)
+        tagged = find_tag_folder(source)
         near = tagged if tagged not in (None, source) else source / kinds[0]
         raise CheckpointError(f"{source}: holds {' and '.join(kinds)}; try: {near}")
     if not kinds:
-        raise CheckpointError(f"{source}: {_nothing(source)}")
+        raise CheckpointError(f"{source}: {_describe_missing_weights(source)}")
     if kinds[0] == METADATA:
         return read_dcp(source, key)
-    tagged = tagged_folder(source)
+    tagged = find_tag_folder(source)
     if tagged is not None:
-        return only(read_deepspeed(tagged), key)
-    return only(read_hub_folder(source, source / kinds[0]), key)
+        return select_part(read_deepspeed(tagged), key)
+    return select_part(read_hub_folder(source, source / kinds[0]), key)
 
 
-def kinds_of(folder: Path) -> list[str]:
+def detect_kinds(folder: Path) -> list[str]:
     """Return the files that identify a folder of weights; several if it holds several saves."""
     hub = [name for name in (*SAFE, *PICKLED) if (folder / name).is_file()][:1]
     dcp = [METADATA] if (folder / METADATA).is_file() else []
-    tagged = tagged_folder(folder) if folder.is_dir() else None
+    tagged = find_tag_folder(folder) if folder.is_dir() else None
     saves = {None: [], folder: [TAGGED]}.get(tagged, [f"{tagged and tagged.name}/{TAGGED}"])
     return hub + dcp + saves
 
 
-def _nothing(source: Path) -> str:
+def _describe_missing_weights(source: Path) -> str:
     """Return the message for a folder without weights, and the nearest folder with some."""
     if not source.is_dir():
         return "there is no such file or folder"
     if (source / "checkpoints").is_dir() or (source / FILE_NAME).is_file():
         return f"is of a run of Shoal; try: shoal checkpoint export {source} FOLDER"
-    inner = [path for path in sorted(source.iterdir()) if path.is_dir() and kinds_of(path)]
+    inner = [path for path in sorted(source.iterdir()) if path.is_dir() and detect_kinds(path)]
     files = [path for path in sorted(source.iterdir()) if path.suffix in (".pt", ".pth", ".bin")]
     near = [*inner, *files]
     hint = (
@@ -185,14 +185,14 @@ def _check_folder(source: Path, folder: Path) -> None:
             raise ConfigError(f"{folder}: has {held[0]} of another model; try: a new folder")
 
 
-def _copy_beside(source: Path, folder: Path) -> list[str]:
+def _copy_companion_files(source: Path, folder: Path) -> list[str]:
     """Copy the configuration and the tokenizer from the source or, for one save, its parent.
 
     Returns:
         The names of those files that the target folder has in the end.
     """
     inside = source if source.is_dir() else source.parent
-    for root in (inside, inside.parent) if tagged_folder(inside) == inside else (inside,):
+    for root in (inside, inside.parent) if find_tag_folder(inside) == inside else (inside,):
         for name in BESIDE:
             if (root / name).is_file() and not (folder / name).exists():
                 shutil.copyfile(root / name, folder / name)

@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import CheckpointError, short
+from shoal.base.errors import CheckpointError, shorten
 
 DIMS = 31
 """Most dims of a tensor: numpy before 2 has 32, and the bytes of an element are one."""
 
 
-class Refused(CheckpointError):
+class PickleRefused(CheckpointError):
     """CheckpointError for a pickle that is cut, broken, or asks for what no weights need."""
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class PickledName:
     """A name that a pickle asks to be looked up, kept as text."""
 
     module: str
@@ -30,7 +30,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-class Record:
+class InertObject:
     """An object that was not made: the callable that a pickle named, and its arguments.
 
     Attributes:
@@ -56,10 +56,14 @@ class Record:
 
     def __repr__(self) -> str:
         """Return a text without its contents, which may contain the record itself."""
-        return f"<record of {short(str(self.of))}>" if isinstance(self.of, Global) else "<record>"
+        return (
+            f"<record of {shorten(str(self.of))}>"
+            if isinstance(self.of, PickledName)
+            else "<record>"
+        )
 
 
-class Storage:
+class StorageRef:
     """A storage of a torch file: its key there, dtype and number of elements, without the bytes."""
 
     __slots__ = ("dtype", "elements", "key")
@@ -69,13 +73,13 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
+class InertTensor:
     """A tensor in a storage: offset and strides in elements of `dtype`; no bytes.
 
     Sizes are checked to be whole numbers, not to lie within the storage: the reader checks that.
     """
 
-    storage: Storage
+    storage: StorageRef
     dtype: str
     offset: int
     size: tuple[int, ...]

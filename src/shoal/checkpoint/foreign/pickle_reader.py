@@ -1,8 +1,8 @@
 """Read pickles as data: containers, inert tensors, and an inert record of everything else.
 
 Pickle is a small program for a stack machine, and two of its instructions fetch any object of
-Python by name and call it. This machine has no such instruction: a name becomes `Global`, two
-strings, and a call of it becomes `Record`, which keeps the arguments. Only the names of
+Python by name and call it. This machine has no such instruction: a name becomes `PickledName`, two
+strings, and a call of it becomes `InertObject`, which keeps the arguments. Only the names of
 `TABLE` have a meaning; each has a function of this file, which makes a tuple, a dict or an inert
 tensor. Nothing is imported, looked up or called by a name in a file.
 
@@ -24,14 +24,14 @@ import pickletools
 from collections.abc import Callable
 from typing import Any
 
-from shoal.base.errors import short
+from shoal.base.errors import shorten
 from shoal.base.plans.tensor_shards import DTYPES
 from shoal.checkpoint.foreign.inert_objects import (
-    Global,
-    Record,
-    Refused,
-    Storage,
-    StoredTensor,
+    InertObject,
+    InertTensor,
+    PickledName,
+    PickleRefused,
+    StorageRef,
     is_shape,
 )
 
@@ -55,23 +55,25 @@ def read_pickle(data: bytes | memoryview, where: str) -> Any:
         Refused: the pickle is cut, broken, or asks for what no weights need.
     """
     if len(data) > LIMIT_BYTES:
-        raise Refused(f"{where}: a pickle of {len(data)} bytes; at most {LIMIT_BYTES} are read")
-    machine = _Machine()
+        raise PickleRefused(
+            f"{where}: a pickle of {len(data)} bytes; at most {LIMIT_BYTES} are read"
+        )
+    machine = _PickleMachine()
     try:
         for opcode, argument, _ in pickletools.genops(bytes(data)):
             machine.run(opcode.name, argument)
-    except Refused as failure:
-        raise Refused(f"{where}: {failure}") from None
+    except PickleRefused as failure:
+        raise PickleRefused(f"{where}: {failure}") from None
     except (ValueError, IndexError) as failure:
         why = "it takes from an empty stack" if isinstance(failure, IndexError) else str(failure)
-        raise Refused(
-            f"{where}: is no whole pickle: {short(why)}; it was cut short, or is another kind of "
+        raise PickleRefused(
+            f"{where}: is no whole pickle: {shorten(why)}; it was cut short, or is another kind of "
             f"file"
         ) from None
     return machine.result
 
 
-class _Machine:
+class _PickleMachine:
     """Stack machine of one pickle: its stack, marks and memo."""
 
     def __init__(self) -> None:
@@ -86,12 +88,12 @@ class _Machine:
         elif name in RUN:
             RUN[name](self, argument)
         else:
-            raise Refused(f"a pickle that asks for {name}, which no weights need")
+            raise PickleRefused(f"a pickle that asks for {name}, which no weights need")
 
     def pop(self) -> Any:
         return self.stack.pop()
 
-    def to_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.below.pop()
         return items
 
@@ -104,28 +106,28 @@ VALUES = {
 """Instructions that put their argument on the stack."""
 
 
-def _push(value: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
+def _push(value: Callable[[], Any]) -> Callable[[_PickleMachine, Any], None]:
     return lambda m, _: m.stack.append(value())
 
 
-def _mark(m: _Machine, _: Any) -> None:
+def _mark(m: _PickleMachine, _: Any) -> None:
     m.below.append(m.stack)
     m.stack = []
 
 
-def _pop(m: _Machine, _: Any) -> None:
+def _pop(m: _PickleMachine, _: Any) -> None:
     if m.stack:
         m.pop()
     else:
-        m.to_mark()
+        m.pop_to_mark()
 
 
-def _pop_mark(m: _Machine, _: Any) -> None:
-    m.to_mark()
+def _pop_mark(m: _PickleMachine, _: Any) -> None:
+    m.pop_to_mark()
 
 
-def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:
-    def make(m: _Machine, _: Any) -> None:
+def _tuple_of(count: int) -> Callable[[_PickleMachine, Any], None]:
+    def make(m: _PickleMachine, _: Any) -> None:
         items = tuple(m.stack[-count:])
         if len(items) < count:
             raise IndexError
@@ -134,9 +136,9 @@ def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:
     return make
 
 
-def _from_mark(make: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], None]:
-    def run(m: _Machine, _: Any) -> None:
-        items = m.to_mark()
+def _from_mark(make: Callable[[list[Any]], Any]) -> Callable[[_PickleMachine, Any], None]:
+    def run(m: _PickleMachine, _: Any) -> None:
+        items = m.pop_to_mark()
         m.stack.append(make(items))
 
     return run
@@ -149,25 +151,25 @@ def _dict(items: list[Any]) -> dict[Any, Any]:
 
 
 def _append(target: Any, items: list[Any]) -> None:
-    if isinstance(target, Record):
+    if isinstance(target, InertObject):
         target = target.items
     if not isinstance(target, list):
-        raise Refused("a pickle that appends to what is no list")
+        raise PickleRefused("a pickle that appends to what is no list")
     target.extend(items)
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
     if len(items) % 2:
-        raise Refused("a pickle that sets a key without a value")
+        raise PickleRefused("a pickle that sets a key without a value")
     pairs = zip(items[::2], items[1::2], strict=True)
-    if isinstance(target, Record):
+    if isinstance(target, InertObject):
         target.pairs.extend(pairs)
     elif isinstance(target, dict):
         for key, value in pairs:
             _check_key(key)
             target[key] = value
     else:
-        raise Refused("a pickle that sets items of what is no dict")
+        raise PickleRefused("a pickle that sets items of what is no dict")
 
 
 def _check_key(key: Any) -> None:
@@ -181,115 +183,115 @@ def _check_key(key: Any) -> None:
         one = left.pop()
         seen += 1
         if seen > KEY_PARTS:
-            raise Refused(f"a key of a dict that holds more than {KEY_PARTS} values")
+            raise PickleRefused(f"a key of a dict that holds more than {KEY_PARTS} values")
         if isinstance(one, tuple):
             left.extend(one[: KEY_PARTS + 1])
         elif isinstance(one, int) and one.bit_length() > 64:
-            raise Refused("a key of a dict that is a number of more than 64 bits")
+            raise PickleRefused("a key of a dict that is a number of more than 64 bits")
         elif isinstance(one, str | bytes) and len(one) > KEY_LETTERS:
-            raise Refused(f"a key of a dict of more than {KEY_LETTERS} letters")
+            raise PickleRefused(f"a key of a dict of more than {KEY_LETTERS} letters")
         elif isinstance(one, list | dict | bytearray):
-            raise Refused("a key of a dict that is no value")
+            raise PickleRefused("a key of a dict that is no value")
 
 
 def _call(of: Any, arguments: Any) -> Any:
-    """Return the result of our function in `TABLE` for a call, else a `Record` of the call."""
+    """Return the result of our function in `TABLE` for a call, else a `InertObject` of the call."""
     if not isinstance(arguments, tuple):
-        raise Refused("a pickle that calls something without a tuple of arguments")
-    make = TABLE.get((of.module, of.name)) if isinstance(of, Global) else None
+        raise PickleRefused("a pickle that calls something without a tuple of arguments")
+    make = TABLE.get((of.module, of.name)) if isinstance(of, PickledName) else None
     if make is None or len(arguments) > ARGUMENTS:
-        return Record(of, arguments)
+        return InertObject(of, arguments)
     return make(*arguments)
 
 
-def _reduce(m: _Machine, _: Any) -> None:
+def _reduce(m: _PickleMachine, _: Any) -> None:
     arguments, of = m.pop(), m.pop()
     m.stack.append(_call(of, arguments))
 
 
-def _new_with_names(m: _Machine, _: Any) -> None:
+def _new_with_names(m: _PickleMachine, _: Any) -> None:
     named, arguments, of = m.pop(), m.pop(), m.pop()
-    m.stack.append(_call(of, arguments) if named == {} else Record(of, (arguments, named)))
+    m.stack.append(_call(of, arguments) if named == {} else InertObject(of, (arguments, named)))
 
 
-def _old_object(m: _Machine, _: Any) -> None:
-    of, *arguments = m.to_mark()
+def _old_object(m: _PickleMachine, _: Any) -> None:
+    of, *arguments = m.pop_to_mark()
     m.stack.append(_call(of, tuple(arguments)))
 
 
-def _global(text: str) -> Global:
+def _global(text: str) -> PickledName:
     module, _, name = text.partition(" ")
-    return Global(module, name)
+    return PickledName(module, name)
 
 
-def _old_instance(m: _Machine, argument: str) -> None:
-    arguments = tuple(m.to_mark())
+def _old_instance(m: _PickleMachine, argument: str) -> None:
+    arguments = tuple(m.pop_to_mark())
     m.stack.append(_call(_global(argument), arguments))
 
 
-def _stack_global(m: _Machine, _: Any) -> None:
+def _stack_global(m: _PickleMachine, _: Any) -> None:
     name, module = m.pop(), m.pop()
     if not (isinstance(name, str) and isinstance(module, str)):
-        raise Refused("a pickle that asks for a name that is no text")
-    m.stack.append(Global(module, name))
+        raise PickleRefused("a pickle that asks for a name that is no text")
+    m.stack.append(PickledName(module, name))
 
 
-def _build(m: _Machine, _: Any) -> None:
+def _build(m: _PickleMachine, _: Any) -> None:
     state = m.pop()
-    if isinstance(m.stack[-1], Record):  # attributes of a dict or a tensor are no weights
+    if isinstance(m.stack[-1], InertObject):  # attributes of a dict or a tensor are no weights
         m.stack[-1].state = state
 
 
-def _put(m: _Machine, place: int) -> None:
+def _put(m: _PickleMachine, place: int) -> None:
     m.memo[place] = m.stack[-1]
 
 
-def _get(m: _Machine, place: int) -> None:
+def _get(m: _PickleMachine, place: int) -> None:
     if place not in m.memo:
-        raise Refused("a pickle that takes back what it never kept")
+        raise PickleRefused("a pickle that takes back what it never kept")
     m.stack.append(m.memo[place])
 
 
-def _persistent(m: _Machine, _: Any) -> None:
+def _persistent(m: _PickleMachine, _: Any) -> None:
     """Push a storage of a torch file: ("storage", kind, key, location, elements)."""
     told = m.pop()
     if not isinstance(told, tuple) or len(told) != 5 or told[0] != "storage":
-        raise Refused("a pickle that refers to what is no storage of tensors")
+        raise PickleRefused("a pickle that refers to what is no storage of tensors")
     _, kind, key, _, elements = told
-    dtype = STORAGES.get((kind.module, kind.name)) if isinstance(kind, Global) else None
+    dtype = STORAGES.get((kind.module, kind.name)) if isinstance(kind, PickledName) else None
     if dtype is None or not isinstance(key, str) or not is_shape((elements,)):
-        raise Refused(f"a storage of the kind {short(str(kind))}, which is not known")
-    m.stack.append(Storage(dtype, key, elements))
+        raise PickleRefused(f"a storage of the kind {shorten(str(kind))}, which is not known")
+    m.stack.append(StorageRef(dtype, key, elements))
 
 
-def _proto(m: _Machine, version: int) -> None:
+def _proto(m: _PickleMachine, version: int) -> None:
     if version > 5:
-        raise Refused(f"pickle protocol {version}; 5 is the newest that is read")
+        raise PickleRefused(f"pickle protocol {version}; 5 is the newest that is read")
 
 
-def _on_top(act: Callable[[Any, list[Any]], None]) -> Callable[[_Machine, Any], None]:
-    def run(m: _Machine, _: Any) -> None:
-        items = m.to_mark()
+def _apply_to_top(act: Callable[[Any, list[Any]], None]) -> Callable[[_PickleMachine, Any], None]:
+    def run(m: _PickleMachine, _: Any) -> None:
+        items = m.pop_to_mark()
         act(m.stack[-1], items)
 
     return run
 
 
-def _one_append(m: _Machine, _: Any) -> None:
+def _append_one(m: _PickleMachine, _: Any) -> None:
     item = m.pop()
     _append(m.stack[-1], [item])
 
 
-def _one_item(m: _Machine, _: Any) -> None:
+def _set_one_item(m: _PickleMachine, _: Any) -> None:
     value, key = m.pop(), m.pop()
     _set_items(m.stack[-1], [key, value])
 
 
-def _stop(m: _Machine, _: Any) -> None:
+def _stop(m: _PickleMachine, _: Any) -> None:
     m.result = m.pop()
 
 
-RUN: dict[str, Callable[[_Machine, Any], None]] = {
+RUN: dict[str, Callable[[_PickleMachine, Any], None]] = {
     "PROTO": _proto, "FRAME": lambda m, _: None, "STOP": _stop,
     "NONE": _push(lambda: None), "NEWTRUE": _push(lambda: True), "NEWFALSE": _push(lambda: False),
     "EMPTY_TUPLE": _push(tuple), "EMPTY_LIST": _push(list), "EMPTY_DICT": _push(dict),
@@ -298,8 +300,9 @@ RUN: dict[str, Callable[[_Machine, Any], None]] = {
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
     "TUPLE": _from_mark(tuple), "LIST": _from_mark(list), "FROZENSET": _from_mark(list),
     "DICT": _from_mark(_dict), "TUPLE1": _tuple_of(1), "TUPLE2": _tuple_of(2),
-    "TUPLE3": _tuple_of(3), "APPEND": _one_append, "APPENDS": _on_top(_append),
-    "ADDITEMS": _on_top(_append), "SETITEM": _one_item, "SETITEMS": _on_top(_set_items),
+    "TUPLE3": _tuple_of(3), "APPEND": _append_one, "APPENDS": _apply_to_top(_append),
+    "ADDITEMS": _apply_to_top(_append), "SETITEM": _set_one_item,
+    "SETITEMS": _apply_to_top(_set_items),
     "GLOBAL": lambda m, argument: m.stack.append(_global(argument)), "STACK_GLOBAL": _stack_global,
     "REDUCE": _reduce, "NEWOBJ": _reduce, "NEWOBJ_EX": _new_with_names, "BUILD": _build,
     "OBJ": _old_object, "INST": _old_instance, "BINPERSID": _persistent,
@@ -311,59 +314,61 @@ RUN: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def _ordered_dict(*arguments: Any) -> Any:
-    return Record(Global("collections", "OrderedDict"), arguments) if arguments else {}
+    return InertObject(PickledName("collections", "OrderedDict"), arguments) if arguments else {}
 
 
 def _size(*arguments: Any) -> Any:
     if len(arguments) != 1 or not is_shape(arguments[0]):
-        raise Refused("a shape that is no short tuple of whole numbers")
+        raise PickleRefused("a shape that is no short tuple of whole numbers")
     return arguments[0]
 
 
-def _tensor(dtype: str | None, *told: Any) -> StoredTensor:
+def _tensor(dtype: str | None, *told: Any) -> InertTensor:
     """Return a tensor from torch's arguments: storage, offset, size, stride, gradient, hooks, …"""
-    if not 6 <= len(told) <= 7 or not isinstance(told[0], Storage):
-        raise Refused("a tensor without a storage")
+    if not 6 <= len(told) <= 7 or not isinstance(told[0], StorageRef):
+        raise PickleRefused("a tensor without a storage")
     storage, offset, size, stride = told[:4]
     if not (
         is_shape((offset,)) and is_shape(size) and is_shape(stride) and len(size) == len(stride)
     ):
-        raise Refused("a tensor whose size and strides are no short tuples of whole numbers")
+        raise PickleRefused("a tensor whose size and strides are no short tuples of whole numbers")
     if len(told) == 7 and told[6]:
-        raise Refused("a tensor that is stored conjugated or negated; try: save tensor.clone()")
-    return StoredTensor(storage, dtype or storage.dtype, offset, size, stride)
+        raise PickleRefused(
+            "a tensor that is stored conjugated or negated; try: save tensor.clone()"
+        )
+    return InertTensor(storage, dtype or storage.dtype, offset, size, stride)
 
 
-def _tensor_v2(*told: Any) -> StoredTensor:
+def _tensor_v2(*told: Any) -> InertTensor:
     return _tensor(None, *told)
 
 
-def _tensor_v3(*told: Any) -> StoredTensor:
+def _tensor_v3(*told: Any) -> InertTensor:
     kind = told[6] if len(told) > 6 else None
-    if not (isinstance(kind, Global) and kind.module == "torch" and kind.name in DTYPES):
-        raise Refused(f"a tensor of the format {short(str(kind))}, which is not known")
+    if not (isinstance(kind, PickledName) and kind.module == "torch" and kind.name in DTYPES):
+        raise PickleRefused(f"a tensor of the format {shorten(str(kind))}, which is not known")
     return _tensor(kind.name, *told[:6], *told[7:])
 
 
 def _parameter(*told: Any) -> Any:
     data = told[0] if told else None
-    return data if isinstance(data, StoredTensor) else Record(PARAMETER, told)
+    return data if isinstance(data, InertTensor) else InertObject(PARAMETER, told)
 
 
 def _with_attributes(*told: Any) -> Any:
     """Return the tensor inside one that carries Python attributes, if it is a plain one."""
     made, kind, arguments = (*told, None, None, None)[:3]
     if (
-        kind in (Global("torch", "Tensor"), PARAMETER)
+        kind in (PickledName("torch", "Tensor"), PARAMETER)
         and made in TENSORS
         and isinstance(arguments, tuple)
     ):
         return _call(made, arguments)
-    return Record(Global("torch._tensor", "_rebuild_from_type_v2"), told)
+    return InertObject(PickledName("torch._tensor", "_rebuild_from_type_v2"), told)
 
 
-PARAMETER = Global("torch.nn.parameter", "Parameter")
-TENSORS = tuple(Global("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3))
+PARAMETER = PickledName("torch.nn.parameter", "Parameter")
+TENSORS = tuple(PickledName("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3))
 
 TABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): _ordered_dict,

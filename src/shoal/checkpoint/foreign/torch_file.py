@@ -9,7 +9,7 @@ with its CRC-32 before the first of its tensors is returned, a check that torch 
 Nothing is unpacked and no name of the archive becomes a path. Part of a file is read the same way:
 a `.distcp` file is one such zip after another. No torch here.
 
-Source: torch 2.13, `serialization.py` (`_save`); PKWARE's APPNOTE 6.3.10 for zip.
+Source: torch 2.13, `serialization.py` (`_start_save`); PKWARE's APPNOTE 6.3.10 for zip.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 
 from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import DTYPES
-from shoal.checkpoint.foreign.inert_objects import StoredTensor
+from shoal.checkpoint.foreign.inert_objects import InertTensor
 from shoal.checkpoint.foreign.pickle_reader import read_pickle
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -81,7 +81,7 @@ class TorchFile:
 
     def __init__(self, data: memoryview, where: str) -> None:
         self.data, self.where = data, where
-        self.members = self._members()
+        self.members = self._list_members()
         folders = [
             folder
             for folder, _, file in (name.rpartition("/") for name in self.members)
@@ -101,19 +101,19 @@ class TorchFile:
                 f"{where}: is a TorchScript module, a program; try: torch.save of its state_dict()"
             )
         self.checked: set[str] = set()
-        self.pickle_bytes = self._checked(f"{self.folder}/data.pkl")
+        self.pickle_bytes = self._read_member(f"{self.folder}/data.pkl")
         self.value = read_pickle(self.pickle_bytes, where)
 
-    def view(self, tensor: StoredTensor) -> Bytes:
+    def view(self, tensor: InertTensor) -> Bytes:
         """Return a view of a tensor's bytes in the file, in its own strides.
 
         Raises:
             CheckpointError: bytes are missing or damaged, or fewer than the shape's elements
-                (`expand`), since an import writes all elements.
+                (`expand_strategy`), since an import writes all elements.
         """
         storage = tensor.storage
         what = f"{self.where}: a tensor of shape {list(tensor.size)}"
-        data = self._checked(f"{self.folder}/data/{storage.key}")
+        data = self._read_member(f"{self.folder}/data/{storage.key}")
         if len(data) != storage.elements * DTYPES[storage.dtype][1]:
             raise CheckpointError(
                 f"{what} lies in a storage of {storage.elements} elements of {storage.dtype}, "
@@ -136,11 +136,11 @@ class TorchFile:
             (*tensor.size, width), np.uint8, data, offset=tensor.offset * width, strides=strides
         )
 
-    def place(self, tensor: StoredTensor) -> tuple[Any, ...]:
+    def storage_key(self, tensor: InertTensor) -> tuple[Any, ...]:
         """Return a key that is equal for two names of one tensor."""
         return (tensor.storage.key, tensor.dtype, tensor.offset, tensor.size, tensor.stride)
 
-    def _checked(self, name: str) -> memoryview:
+    def _read_member(self, name: str) -> memoryview:
         """Return a member's bytes after comparing their CRC-32."""
         member = self.members.get(name)
         if member is None:
@@ -156,7 +156,7 @@ class TorchFile:
             self.checked.add(name)
         return data
 
-    def _members(self) -> dict[str, _Member]:
+    def _list_members(self) -> dict[str, _Member]:
         """Return the byte range of each member; no two overlap, so none counts twice."""
         where = self.where
         if bytes(self.data[:2]) != b"PK":
@@ -165,7 +165,7 @@ class TorchFile:
                 f"can be trusted: torch.save(torch.load(FILE, weights_only=True), NEW_FILE)"
             )
         try:
-            infos = zipfile.ZipFile(cast(IO[bytes], _Seekable(self.data))).infolist()
+            infos = zipfile.ZipFile(cast(IO[bytes], _MappedFile(self.data))).infolist()
         except (zipfile.BadZipFile, struct.error, ValueError, OSError, NotImplementedError):
             raise CheckpointError(f"{where}: is no whole zip archive: it was cut short") from None
         found: dict[str, _Member] = {}
@@ -190,7 +190,7 @@ class TorchFile:
         return found
 
 
-class _Seekable:
+class _MappedFile:
     """Mapped bytes as a file for `zipfile`, which never reads past their end."""
 
     def __init__(self, data: memoryview) -> None:

@@ -2,7 +2,7 @@
 
 A box is one (start, stop) per dim of the global tensor. Resharding is nothing but overlaps: a
 wanted box is filled from every stored box that it meets. That works only if the stored boxes tile
-the tensor, which `untiled` checks.
+the tensor, which `explain_untiled` checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Patch:
 
 
 @functools.lru_cache(64)  # a weight, its gradient and its moments have the same boxes
-def patches(slices: tuple[Box, ...]) -> tuple[Patch, ...]:
+def merge_boxes(slices: tuple[Box, ...]) -> tuple[Patch, ...]:
     """Merge boxes that are stored one after another into strided patches where they are thin.
 
     A weight whose columns are cut within segments (q, k and v in one, transposed) is held as one
@@ -49,14 +49,14 @@ def patches(slices: tuple[Box, ...]) -> tuple[Patch, ...]:
     found: list[Patch] = []
     begin = 0
     for box in slices:
-        found.append(Patch(box, begin, _dense(extents(box))))
+        found.append(Patch(box, begin, _dense_strides(extents(box))))
         begin += elements(box)
     for dim in reversed(range(len(slices[0]) if len(slices) > 1 else 0)):
-        found = _joined(found, dim)
+        found = _merge_along(found, dim)
     return tuple(found)
 
 
-def _joined(found: list[Patch], dim: int) -> list[Patch]:
+def _merge_along(found: list[Patch], dim: int) -> list[Patch]:
     """Merge patches that follow each other along `dim`, evenly spaced in memory.
 
     Only thin ones (of extent 1): which boxes make one must not depend on what else a rank holds,
@@ -75,14 +75,14 @@ def _joined(found: list[Patch], dim: int) -> list[Patch]:
             follows = patch.box[dim] == (run[-1].box[dim][1], run[-1].box[dim][1] + 1)
             spaced = len(run) == 1 or patch.begin - run[-1].begin == run[1].begin - run[0].begin
             if not (follows and spaced):
-                done.append(_one(run, dim))
+                done.append(_merge_run(run, dim))
                 run = []
             run.append(patch)
-        done.append(_one(run, dim))
+        done.append(_merge_run(run, dim))
     return sorted(done, key=lambda patch: patch.begin)
 
 
-def _one(run: list[Patch], dim: int) -> Patch:
+def _merge_run(run: list[Patch], dim: int) -> Patch:
     first = run[0]
     if len(run) == 1:
         return first
@@ -92,7 +92,7 @@ def _one(run: list[Patch], dim: int) -> Patch:
     return Patch((*first.box[:dim], span, *first.box[dim + 1 :]), first.begin, tuple(strides))
 
 
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -115,7 +115,7 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, n) for n in shape)
 
 
-def text(box: Box, shape: Sequence[int]) -> str:
+def format_box(box: Box, shape: Sequence[int]) -> str:
     """Return a box as Python slices, a full dim as `:`; empty for a scalar.
 
     >>> text(((0, 512), (0, 8)), (1024, 8))
@@ -128,9 +128,9 @@ def text(box: Box, shape: Sequence[int]) -> str:
     return f"[{', '.join(parts)}]" if parts else ""
 
 
-def label(name: str, box: Box, shape: Sequence[int]) -> str:
+def format_slice(name: str, box: Box, shape: Sequence[int]) -> str:
     """Return a tensor's name with its slice, as messages show it."""
-    return f"{name} {text(box, shape)}".rstrip()
+    return f"{name} {format_box(box, shape)}".rstrip()
 
 
 def overlap(one: Box, other: Box) -> Box | None:
@@ -143,7 +143,7 @@ def overlap(one: Box, other: Box) -> Box | None:
     return shared if all(start < stop for start, stop in shared) else None
 
 
-def inside(box: Box, outer: Box) -> tuple[slice, ...]:
+def index_within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the index of `box` within an array that holds `outer`.
 
     >>> inside(((3, 4),), ((2, 6),))
@@ -162,7 +162,7 @@ def fits(box: Box, shape: Sequence[int]) -> bool:
     )
 
 
-def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def explain_untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return why boxes do not tile the tensor (every element exactly once), or None if they do.
 
     Sweeps along the dim with most cuts, so n boxes cut along one dim cost n log n.
@@ -185,7 +185,7 @@ def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
             active = [other for other in active if other[dim][1] > box[dim][0]]
             for other in active:
                 if overlap(box, other):
-                    return f"slices {text(other, shape)} and {text(box, shape)} overlap"
+                    return f"slices {format_box(other, shape)} and {format_box(box, shape)} overlap"
             active.append(box)
     elif len(boxes) > 1:
         return f"a scalar has {len(boxes)} slices"

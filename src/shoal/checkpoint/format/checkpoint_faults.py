@@ -1,8 +1,8 @@
 """Exceptions about checkpoints, each with a text that names the file at fault.
 
-`Damaged` means that the bytes on disk differ from the bytes that were written: the reader may fall
-back to an older checkpoint. Every other `CheckpointError` (another model, a newer format) is not
-mended by an older file and must not be skipped.
+`DamagedFileError` means that the bytes on disk differ from the bytes that were written: the reader
+may fall back to an older checkpoint. Every other `CheckpointError` (another model, a newer format)
+is not mended by an older file and must not be skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.base.errors import CheckpointError, ShoalError
 
 
-def shown(path: Path) -> str:
+def short_path(path: Path) -> str:
     """Return the recognisable end of a path: the checkpoints folder, the step, the file.
 
     >>> shown(Path("/home/ada/runs/llama/checkpoints/step-1200/rank-3.safetensors"))
@@ -23,7 +23,7 @@ def shown(path: Path) -> str:
     return "/".join(path.parts[first:])
 
 
-class Damaged(CheckpointError):
+class DamagedFileError(CheckpointError):
     """CheckpointError for a file that is missing, cut short, or holds other bytes than written.
 
     Attributes:
@@ -33,7 +33,7 @@ class Damaged(CheckpointError):
     """
 
     def __init__(self, path: Path, reason: str, tensor: str = "") -> None:
-        self.file = shown(path)
+        self.file = short_path(path)
         self.tensor = tensor
         self.reason = reason
         super().__init__(f"{self.file}: {tensor + ' ' if tensor else ''}{reason}")
@@ -43,7 +43,7 @@ class Damaged(CheckpointError):
         return {"file": self.file, "tensor": self.tensor, "reason": self.reason}
 
 
-class WantedDamaged(CheckpointError):
+class DamagedStepError(CheckpointError):
     """CheckpointError: the checkpoint of the one step that the caller wants is damaged."""
 
 
@@ -56,7 +56,7 @@ class RankFailed(CheckpointError):
         super().__init__(text)
 
 
-def explain(failure: BaseException) -> str:
+def describe_failure(failure: BaseException) -> str:
     """Return a failure's cause in a few words: the system's own for OSError, else type and text.
 
     >>> explain(OSError(28, "No space left on device"))
@@ -67,6 +67,8 @@ def explain(failure: BaseException) -> str:
     if isinstance(failure, ShoalError):
         return str(failure)
     if isinstance(failure, OSError) and failure.strerror:
-        name = f"{shown(Path(failure.filename))}: " if isinstance(failure.filename, str) else ""
+        name = (
+            f"{short_path(Path(failure.filename))}: " if isinstance(failure.filename, str) else ""
+        )
         return f"{name}{failure.strerror}"
     return f"{type(failure).__name__}: {failure}"

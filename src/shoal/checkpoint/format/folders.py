@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shoal.base.errors import CheckpointError
 from shoal.base.text.units import bytes_text
-from shoal.checkpoint.format.listing import find, read_manifest
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, encode
 from shoal.checkpoint.format.safetensors_file import write_all
 
@@ -40,7 +40,7 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def temporary(folder: Path) -> Path:
+def make_temporary_path(folder: Path) -> Path:
     """Return a path beside `folder`, its name with `.tmp-` and random digits; create nothing."""
     return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
 
@@ -53,7 +53,7 @@ def remove_leftovers(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def begin(final: Path, needed_bytes: int) -> Path:
+def make_step_folder(final: Path, needed_bytes: int) -> Path:
     """Make the temporary folder for `final`, if the disk has room for `needed_bytes`.
 
     Raises:
@@ -64,7 +64,7 @@ def begin(final: Path, needed_bytes: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
     check_space(root, needed_bytes)
-    folder = temporary(final)
+    folder = make_temporary_path(final)
     folder.mkdir()
     return folder
 
@@ -101,27 +101,27 @@ def quarantine(folder: Path, word: str = "damaged") -> Path:
     return target
 
 
-def retire(root: Path, newest_step: int, keep: int) -> None:
+def delete_old_steps(root: Path, newest_step: int, keep: int) -> None:
     """Delete checkpoints beyond the `keep` newest, counted back from `newest_step`.
 
     Later steps are neither counted nor touched: the run went back before them, and they may be
     damaged. A folder loses its name before its files, so a crash leaves no half of one.
     """
-    past = [found.path for found in find(root) if found.step <= newest_step]
+    past = [found.path for found in list_checkpoints(root) if found.step <= newest_step]
     for path in past[keep:]:
         if path.resolve() not in IN_USE:
             _delete(path)
 
 
-def retire_later(root: Path, step: int) -> None:
+def delete_later_steps(root: Path, step: int) -> None:
     """Delete checkpoints of later steps than `step`, from before the run went back."""
-    for found in find(root):
+    for found in list_checkpoints(root):
         if found.step > step and found.path.resolve() not in IN_USE:
             _delete(found.path)
 
 
 def _delete(path: Path) -> None:
-    doomed = temporary(path)
+    doomed = make_temporary_path(path)
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 

@@ -53,7 +53,14 @@ class Owner:
     def this_process(run: str) -> Owner:
         """Return the calling process as an owner."""
         boot = _read(Path("/proc/sys/kernel/random/boot_id")).strip()
-        return Owner(run, os.getpid(), socket.gethostname(), time.time(), boot, _born(os.getpid()))
+        return Owner(
+            run,
+            os.getpid(),
+            socket.gethostname(),
+            time.time(),
+            boot,
+            _read_start_ticks(os.getpid()),
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -61,7 +68,7 @@ class Owner:
         here = Owner.this_process("")
         # The host too: containers of one machine share the boot id and have pids of their own.
         same_machine = bool(here.boot) and (here.boot, here.host) == (self.boot, self.host)
-        return same_machine and _born(self.pid) != self.born
+        return same_machine and _read_start_ticks(self.pid) != self.born
 
     def text(self) -> str:
         """Return the owner as messages name it."""
@@ -102,7 +109,7 @@ class RunLease:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as failure:
             os.close(descriptor)
-            raise CheckpointError(self._refusal()) from failure
+            raise CheckpointError(self._format_refusal()) from failure
         except OSError as failure:
             os.close(descriptor)
             raise CheckpointError(
@@ -110,9 +117,9 @@ class RunLease:
                 f"choose a run.folder on another one"
             ) from failure
         self._descriptor = descriptor
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._unlock)
         before = read_owner(self.folder)
-        self._announce()
+        self._write_owner()
         return before
 
     def release(self) -> None:
@@ -120,24 +127,24 @@ class RunLease:
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError):  # the folder may have been moved or deleted
-            (self.owner.place() / OWNER_FILE).unlink(missing_ok=True)
-        self._forget()
+            (self.owner.current_path() / OWNER_FILE).unlink(missing_ok=True)
+        self._unlock()
 
-    def _forget(self) -> None:
+    def _unlock(self) -> None:
         # Closing the last copy unlocks; in a forked child the parent's copy keeps the lock.
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _announce(self) -> None:
+    def _write_owner(self) -> None:
         half = self.folder / f"{OWNER_FILE}.tmp"
         half.write_text(
             json.dumps(asdict(Owner.this_process(self.run_id))) + "\n", encoding="utf-8"
         )
         os.replace(half, self.folder / OWNER_FILE)
-        self.owner.learn()
+        self.owner.record_with_owner()
 
-    def _refusal(self) -> str:
+    def _format_refusal(self) -> str:
         shown = "/".join(self.folder.parts[-2:])
         owner = read_owner(self.folder)
         if owner is None:
@@ -173,7 +180,7 @@ def read_owner(folder: Path) -> Owner | None:
         return None
 
 
-def _born(pid: int) -> int:
+def _read_start_ticks(pid: int) -> int:
     """Return a process's start in ticks since boot, 0 for none (field 22 of proc(5) stat)."""
     stat = _read(Path(f"/proc/{pid}/stat"))
     return int(stat.rpartition(")")[2].split()[19]) if stat else 0

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError
-from shoal.checkpoint.format.checkpoint_faults import Damaged, explain
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, describe_failure
 from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, StoredSlice, decode
-from shoal.checkpoint.format.stored_shard import StoredReader
+from shoal.checkpoint.format.stored_shard import StoredShardReader
 
 NamedSlice = tuple[str, StoredSlice]
 """A tensor's name and one of its slices."""
@@ -25,7 +25,7 @@ STEP_FOLDER = re.compile(r"step-([0-9]+)")
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointEntry:
     """A folder named and laid out as a checkpoint; nothing in it is verified yet."""
 
     step: int
@@ -41,16 +41,16 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
-def find(root: Path) -> list[Found]:
+def list_checkpoints(root: Path) -> list[CheckpointEntry]:
     """List every `step-N` folder in `root` that has a manifest file, newest step first.
 
     Nothing is verified. [] if `root` is missing.
     """
-    found: list[Found] = []
+    found: list[CheckpointEntry] = []
     for path in root.iterdir() if root.is_dir() else ():
         match = STEP_FOLDER.fullmatch(path.name)
         if match and (path / FILE_NAME).is_file():
-            found.append(Found(int(match[1]), path))
+            found.append(CheckpointEntry(int(match[1]), path))
     return sorted(found, key=lambda f: f.step, reverse=True)
 
 
@@ -66,16 +66,18 @@ def read_manifest(path: Path) -> Manifest:
     try:
         # A pipe or a device in its place would make the read wait, or never end.
         if not stat.S_ISREG(os.stat(file).st_mode):
-            raise Damaged(file, "is not a regular file")
+            raise DamagedFileError(file, "is not a regular file")
         data = file.read_bytes()
     except FileNotFoundError as failure:
-        raise Damaged(file, "is missing: the checkpoint is not complete") from failure
+        raise DamagedFileError(file, "is missing: the checkpoint is not complete") from failure
     except OSError as failure:
-        raise Damaged(file, f"cannot be read: {failure.strerror}") from failure
+        raise DamagedFileError(file, f"cannot be read: {failure.strerror}") from failure
     manifest = decode(data, file)
     named = STEP_FOLDER.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
-        raise Damaged(file, f"is of step {manifest.step}, its folder is called {path.name}")
+        raise DamagedFileError(
+            file, f"is of step {manifest.step}, its folder is called {path.name}"
+        )
     return manifest
 
 
@@ -90,18 +92,18 @@ def verify(path: Path) -> list[str]:
         return [str(problem)]
     problems: list[CheckpointError] = []
     for name, slices in slices_by_file(manifest).items():
-        problems += file_problems(path, manifest, name, slices)
-    return [str(problem) for problem in [*problems, *strangers(path, manifest)]]
+        problems += check_shard_file(path, manifest, name, slices)
+    return [str(problem) for problem in [*problems, *find_unlisted_files(path, manifest)]]
 
 
-def strangers(path: Path, manifest: Manifest) -> list[Damaged]:
+def find_unlisted_files(path: Path, manifest: Manifest) -> list[DamagedFileError]:
     """Return the folder's entries that the manifest does not list; they are never opened."""
     try:
         names = sorted(os.listdir(path))
     except OSError as failure:
-        return [Damaged(path, f"cannot be listed: {explain(failure)}")]
+        return [DamagedFileError(path, f"cannot be listed: {describe_failure(failure)}")]
     return [
-        Damaged(path / name, f"is not listed in {FILE_NAME}; it is never read, remove it")
+        DamagedFileError(path / name, f"is not listed in {FILE_NAME}; it is never read, remove it")
         for name in names
         if name != FILE_NAME and name not in manifest.files
     ]
@@ -116,30 +118,30 @@ def slices_by_file(manifest: Manifest) -> dict[str, list[NamedSlice]]:
     return grouped
 
 
-def file_problems(
+def check_shard_file(
     path: Path, manifest: Manifest, name: str, slices: Sequence[NamedSlice]
-) -> list[Damaged]:
+) -> list[DamagedFileError]:
     """Return every problem of one shard file: size, header, each slice, and unlisted keys."""
     try:
-        with StoredReader(path / name, manifest.files[name]) as reader:
-            return _slice_problems(reader, manifest, slices)
-    except Damaged as problem:
+        with StoredShardReader(path / name, manifest.files[name]) as reader:
+            return _check_slices(reader, manifest, slices)
+    except DamagedFileError as problem:
         return [problem]
 
 
-def _slice_problems(
-    reader: StoredReader, manifest: Manifest, slices: Sequence[NamedSlice]
-) -> list[Damaged]:
-    problems: list[Damaged] = []
+def _check_slices(
+    reader: StoredShardReader, manifest: Manifest, slices: Sequence[NamedSlice]
+) -> list[DamagedFileError]:
+    problems: list[DamagedFileError] = []
     for name, piece in slices:
         tensor = manifest.tensors[name]
         try:
             reader.read(name, tensor.shape, tensor.dtype, piece, None)
-        except Damaged as problem:
+        except DamagedFileError as problem:
             problems.append(problem)
     unlisted = sorted(reader.entries.keys() - {piece.key for _, piece in slices})
     problems += [
-        Damaged(reader.path, f"is in this file, {FILE_NAME} does not list it", key)
+        DamagedFileError(reader.path, f"is in this file, {FILE_NAME} does not list it", key)
         for key in unlisted
     ]
     return problems

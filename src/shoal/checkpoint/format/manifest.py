@@ -28,7 +28,7 @@ import msgspec
 from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import DTYPES, Box
 from shoal.checkpoint.format import boxes
-from shoal.checkpoint.format.checkpoint_faults import Damaged, shown
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, short_path
 
 FORMAT = "shoal-checkpoint"
 VERSION = 1
@@ -108,12 +108,12 @@ def encode(manifest: Manifest) -> bytes:
         },
         "files": {name: vars(file) for name, file in manifest.files.items()},
         "aliases": manifest.aliases,
-        "record": plain(manifest.record),
+        "record": to_plain_json(manifest.record),
     }
-    return _sealed(content)
+    return _add_digest(content)
 
 
-def plain(record: dict[str, Any]) -> dict[str, Any]:
+def to_plain_json(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record as it will be read back: tuples become lists, keys become text.
 
     Raises:
@@ -136,37 +136,38 @@ def decode(data: bytes, path: Path) -> Manifest:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as failure:
-        raise Damaged(path, "is not JSON: it was cut short or overwritten") from failure
+        raise DamagedFileError(path, "is not JSON: it was cut short or overwritten") from failure
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Damaged(path, "is not a Shoal manifest")
+        raise DamagedFileError(path, "is not a Shoal manifest")
     stated = content.pop("digest", None)
-    if _sealed(content) != data:
-        raise Damaged(path, "does not match its own digest")
+    if _add_digest(content) != data:
+        raise DamagedFileError(path, "does not match its own digest")
     if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{shown(path)}: format version {content.get('version')}, this Shoal reads {VERSION}; "
+            f"{short_path(path)}: format version {content.get('version')}, this Shoal reads "
+            f"{VERSION}; "
             f"use the Shoal that wrote it, or a newer one"
         )
     try:
         manifest = msgspec.convert({**content, "digest": stated}, type=Manifest)
     except (msgspec.ValidationError, RecursionError) as failure:
-        raise Damaged(path, f"has a field of another type: {failure}") from failure
-    problem = _contradiction(manifest)
+        raise DamagedFileError(path, f"has a field of another type: {failure}") from failure
+    problem = _find_contradiction(manifest)
     if problem:
-        raise Damaged(path, problem)
+        raise DamagedFileError(path, problem)
     return manifest
 
 
-def _sealed(content: dict[str, Any]) -> bytes:
-    digest = hashlib.sha256(_canonical(content)).hexdigest()
-    return _canonical({**content, "digest": digest}) + b"\n"
+def _add_digest(content: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(_to_canonical_json(content)).hexdigest()
+    return _to_canonical_json({**content, "digest": digest}) + b"\n"
 
 
-def _canonical(content: dict[str, Any]) -> bytes:
+def _to_canonical_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _contradiction(manifest: Manifest) -> str | None:
+def _find_contradiction(manifest: Manifest) -> str | None:
     """Return a contradiction in a well-typed manifest, or None."""
     for file in manifest.files:
         # A path with a folder in it could point anywhere on the machine.
@@ -178,7 +179,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         lost = [piece.file for piece in tensor.slices if piece.file not in manifest.files]
         if lost:
             return f"{name} lies in {lost[0]}, which is not among its files"
-        problem = boxes.untiled(tensor.shape, [piece.box for piece in tensor.slices])
+        problem = boxes.explain_untiled(tensor.shape, [piece.box for piece in tensor.slices])
         if problem:
             return f"{name}: {problem}"
     for alias, name in manifest.aliases.items():

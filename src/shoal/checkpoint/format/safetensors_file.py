@@ -33,7 +33,7 @@ METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor in a file; `begin` and `end` are byte offsets from the start of the file."""
 
     key: str
@@ -57,7 +57,9 @@ class WrittenFile:
     sha256: dict[str, str]
 
 
-def arrange(tensors: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[Entry]]:
+def build_header(
+    tensors: Sequence[TensorEntry], metadata: Mapping[str, str]
+) -> tuple[bytes, list[TensorEntry]]:
     """Return the header for these tensors, and the tensors in file order with their offsets.
 
     Widest elements first, so that each tensor begins at a multiple of its element's size.
@@ -89,13 +91,13 @@ def arrange(tensors: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
     body += b" " * (-len(body) % 8)
     header = len(body).to_bytes(LENGTH_BYTES, "little") + body
     placed = [
-        Entry(e.key, e.dtype, e.shape, len(header) + begin, len(header) + end)
+        TensorEntry(e.key, e.dtype, e.shape, len(header) + begin, len(header) + end)
         for e, begin, end in zip(ordered, offsets, offsets[1:], strict=False)
     ]
     return header, placed
 
 
-def parse(header: bytes, file_bytes: int) -> dict[str, Entry]:
+def parse_header(header: bytes, file_bytes: int) -> dict[str, TensorEntry]:
     """Return the tensors that a header names, by key.
 
     Refuses holes, overlaps and bytes after the last tensor, so every byte belongs to one tensor.
@@ -108,13 +110,13 @@ def parse(header: bytes, file_bytes: int) -> dict[str, Entry]:
     except (ValueError, RecursionError) as failure:
         raise ValueError("the header is not JSON") from failure
     names = {short: name for name, (short, _) in DTYPES.items()}
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     try:
         for key, field in fields.items():
             if key != METADATA:
                 begin, end = (int(offset) + len(header) for offset in field["data_offsets"])
                 shape = tuple(int(n) for n in field["shape"])
-                entries.append(Entry(key, names[field["dtype"]], shape, begin, end))
+                entries.append(TensorEntry(key, names[field["dtype"]], shape, begin, end))
     except (AttributeError, KeyError, TypeError, ValueError) as failure:
         raise ValueError("the header is not a safetensors header") from failure
     position = len(header)
@@ -140,7 +142,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def write_file(
     path: Path,
-    tensors: Sequence[Entry],
+    tensors: Sequence[TensorEntry],
     data_of: Callable[[str], memoryview],
     metadata: Mapping[str, str],
 ) -> WrittenFile:
@@ -152,9 +154,9 @@ def write_file(
 
     Raises:
         OSError: the disk is full, or the file exists.
-        CheckpointError: as `arrange`.
+        CheckpointError: as `build_header`.
     """
-    header, placed = arrange(tensors, metadata)
+    header, placed = build_header(tensors, metadata)
     digests: dict[str, str] = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:

@@ -21,26 +21,45 @@ from typing import Any
 
 import torch
 
-from shoal.base.errors import CheckpointError, ShoalError, nearest
+from shoal.base.errors import CheckpointError, ShoalError, nearest_word
 from shoal.base.plans.tensor_shards import Shard
 from shoal.base.runlog.events import Emit
-from shoal.checkpoint.agreement.collective_phase import exchange, first_only
-from shoal.checkpoint.agreement.rank_pieces import seen
+from shoal.checkpoint.agreement.collective_phase import gather_results, run_on_first_rank
+from shoal.checkpoint.agreement.rank_pieces import view_patch
 from shoal.checkpoint.format import boxes, folders
-from shoal.checkpoint.format.checkpoint_faults import Damaged, RankFailed, WantedDamaged, shown
-from shoal.checkpoint.format.listing import Found, find, read_manifest, step_folder, verify
+from shoal.checkpoint.format.checkpoint_faults import (
+    DamagedFileError,
+    DamagedStepError,
+    RankFailed,
+    short_path,
+)
+from shoal.checkpoint.format.listing import (
+    CheckpointEntry,
+    list_checkpoints,
+    read_manifest,
+    step_folder,
+    verify,
+)
 from shoal.checkpoint.format.manifest import Manifest, StoredSlice, StoredTensor
-from shoal.checkpoint.format.stored_shard import StoredReader
+from shoal.checkpoint.format.stored_shard import StoredShardReader
 from shoal.checkpoint.load import shared_read
-from shoal.checkpoint.load.shared_read import Key, Target, place
+from shoal.checkpoint.load.shared_read import Key, ReadTarget, copy_to_targets
 from shoal.fabric import World
 from shoal.wire.phases import phase
 
-__all__ = ["Found", "Loaded", "find", "load", "open_newest", "read_manifest", "verify"]
+__all__ = [
+    "CheckpointEntry",
+    "LoadedCheckpoint",
+    "list_checkpoints",
+    "load",
+    "open_newest",
+    "read_manifest",
+    "verify",
+]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A verified checkpoint: its path, its manifest, and this rank's tensors."""
 
     path: Path
@@ -49,7 +68,7 @@ class Loaded:
     tensors: dict[str, torch.Tensor]
 
 
-Plan = dict[Key, list[Target]]
+Plan = dict[Key, list[ReadTarget]]
 """Stored slice → every target of a part of it."""
 
 
@@ -84,9 +103,9 @@ def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
         files.setdefault(key[1].file, []).append(key)
     with phase("read", of=len(plan)) as told:
         for file, keys in files.items():
-            with StoredReader(path / file, manifest.files[file]) as reader:
+            with StoredShardReader(path / file, manifest.files[file]) as reader:
                 for name, piece in keys:
-                    _fill(reader, name, manifest.tensors[name], piece, plan[name, piece])
+                    _fill_targets(reader, name, manifest.tensors[name], piece, plan[name, piece])
                     told.step()
 
 
@@ -96,7 +115,7 @@ def open_newest(
     world: World,
     emit: Emit,
     only: int | None = None,
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Load the newest checkpoint under `root` that all ranks can read; every rank calls it.
 
     Rank 0 deletes the temporary folders of dead saves, lists the candidates and broadcasts the list
@@ -117,7 +136,7 @@ def open_newest(
             over), ranks read different manifests, one is of another Shoal's format version, or the
             wanted shards are not those of the checkpoint (another model: an older file would not
             help).
-        WantedDamaged: the checkpoint of step `only` is damaged.
+        DamagedStepError: the checkpoint of step `only` is damaged.
         ShoalError: `wanted_from` raised it on this rank; on the others, and for any other
             exception, a CheckpointError that names the rank.
     """
@@ -135,53 +154,57 @@ def _open_newest(
     world: World,
     emit: Emit,
     only: int | None,
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     problems: list[str] = []
-    for name in first_only(world, lambda: _candidates(root, only)):
+    for name in run_on_first_rank(world, lambda: _list_candidates(root, only)):
         path = root / name
-        attempt = _Attempt(path, wanted_from)
-        answers = exchange(world, partial(attempt.run, attempt.look))
-        damage = _damage(answers)
+        attempt = _LoadAttempt(path, wanted_from)
+        answers = gather_results(world, partial(attempt.run, attempt.look))
+        damage = _collect_damage(answers)
         if not damage:
             if len({answer["digest"] for answer in answers}) > 1:
                 raise CheckpointError(
-                    f"{shown(path)}: ranks read different manifests; the run folder must be on "
+                    f"{short_path(path)}: ranks read different manifests; the run folder must "
+                    "be on "
                     f"one file system that all machines share"
                 )
-            readers = shared_read.deal(attempt.manifest, [answer["wanted"] for answer in answers])
+            readers = shared_read.assign_readers(
+                attempt.manifest, [answer["wanted"] for answer in answers]
+            )
             read = partial(attempt.read, world.rank, readers)
-            damage = _damage(exchange(world, partial(attempt.run, read)))
+            damage = _collect_damage(gather_results(world, partial(attempt.run, read)))
         if not damage:
-            shared_read.hand_on(world, readers, attempt.plan)
-            return Loaded(path, attempt.manifest.step, attempt.manifest, attempt.tensors)
+            shared_read.broadcast_slices(world, readers, attempt.plan)
+            return LoadedCheckpoint(path, attempt.manifest.step, attempt.manifest, attempt.tensors)
         rank, fields = damage[0]
         tensor = f"{fields['tensor']} " if fields["tensor"] else ""
         problems.append(f"{fields['file']}: {tensor}{fields['reason']}")
         if world.is_first:
             emit("checkpoint_damaged", rank=rank, folder=str(path), **fields)
     if problems and only is not None:
-        raise WantedDamaged(
-            f"{problems[0]}; try: move {shown(step_folder(root, only))} away, and go on from "
+        raise DamagedStepError(
+            f"{problems[0]}; try: move {short_path(step_folder(root, only))} away, and go on from "
             f"the checkpoint before it"
         )
     if problems:
         raise CheckpointError(
-            f"{shown(root)}: none of its {len(problems)} checkpoints can be read ({problems[0]}); "
+            f"{short_path(root)}: none of its {len(problems)} checkpoints can be read "
+            f"({problems[0]}); "
             f"to start over, choose another folder with run.name=…"
         )
     return None
 
 
-def _candidates(root: Path, only: int | None) -> list[str]:
+def _list_candidates(root: Path, only: int | None) -> list[str]:
     folders.remove_leftovers(root)
-    return [found.path.name for found in find(root) if only in (None, found.step)]
+    return [found.path.name for found in list_checkpoints(root) if only in (None, found.step)]
 
 
-def _damage(answers: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, str]]]:
+def _collect_damage(answers: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, str]]]:
     return [(rank, answer["damage"]) for rank, answer in enumerate(answers) if answer["damage"]]
 
 
-class _Attempt:
+class _LoadAttempt:
     """One rank's attempt to load one candidate; tensors stay here, answers to ranks are JSON."""
 
     manifest: Manifest
@@ -196,7 +219,7 @@ class _Attempt:
         """Return the answer of one phase, or the damage that it met."""
         try:
             return {"damage": None, **work()}
-        except Damaged as problem:
+        except DamagedFileError as problem:
             return {"damage": problem.fields()}
 
     def look(self) -> dict[str, Any]:
@@ -204,7 +227,7 @@ class _Attempt:
         self.manifest = read_manifest(self.path)
         for shard in self.wanted_from(self.manifest):
             self.tensors[shard.name] = _plan_shard(self.path, self.manifest, shard, self.plan)
-        wanted = shared_read.wanted_whole(self.manifest, self.plan)
+        wanted = shared_read.find_whole_slices(self.manifest, self.plan)
         return {"digest": self.manifest.digest, "wanted": wanted}
 
     def read(self, rank: int, readers: Mapping[Key, int]) -> dict[str, Any]:
@@ -219,12 +242,12 @@ def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> tor
     name = manifest.aliases.get(shard.name, shard.name)
     tensor = manifest.tensors.get(name)
     if tensor is None:
-        close = nearest(shard.name, manifest.tensors)
+        close = nearest_word(shard.name, manifest.tensors)
         hint = f"; try: {close}" if close else ""
-        raise CheckpointError(f"{shown(path)}: holds no tensor {shard.name}{hint}")
+        raise CheckpointError(f"{short_path(path)}: holds no tensor {shard.name}{hint}")
     if (tensor.shape, tensor.dtype) != (shard.global_shape, shard.dtype):
         raise CheckpointError(
-            f"{shown(path)}: {shard.name} is {tensor.dtype} {list(tensor.shape)} there, "
+            f"{short_path(path)}: {shard.name} is {tensor.dtype} {list(tensor.shape)} there, "
             f"{shard.dtype} {list(shard.global_shape)} here: another model or precision wrote it"
         )
     for box in shard.slices:
@@ -233,20 +256,20 @@ def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> tor
                 f"{shard.name}: slice {list(box)} lies outside shape {list(shard.global_shape)}"
             )
     flat = torch.empty(shard.elements, dtype=getattr(torch, shard.dtype))
-    for patch in boxes.patches(shard.slices):
-        box, part = patch.box, seen(flat, patch)
+    for patch in boxes.merge_boxes(shard.slices):
+        box, part = patch.box, view_patch(flat, patch)
         for piece in tensor.slices:
             if boxes.overlap(piece.box, box) is not None:
-                plan.setdefault((name, piece), []).append(Target(box, part))
+                plan.setdefault((name, piece), []).append(ReadTarget(box, part))
     return flat.view(boxes.extents(shard.slices[0])) if len(shard.slices) == 1 else flat
 
 
-def _fill(
-    reader: StoredReader,
+def _fill_targets(
+    reader: StoredShardReader,
     name: str,
     tensor: StoredTensor,
     piece: StoredSlice,
-    targets: Sequence[Target],
+    targets: Sequence[ReadTarget],
 ) -> None:
     direct = len(targets) == 1 and targets[0].box == piece.box and targets[0].data.is_contiguous()
     count = boxes.elements(piece.box)
@@ -255,4 +278,4 @@ def _fill(
     reader.read(name, tensor.shape, tensor.dtype, piece, flat.numpy().data)
     if direct:
         return
-    place(room, piece, targets)
+    copy_to_targets(room, piece, targets)

@@ -20,7 +20,7 @@ from shoal.base.plans.tensor_shards import DTYPES, Box
 from shoal.checkpoint.format import boxes
 from shoal.checkpoint.format.manifest import Manifest, StoredSlice
 from shoal.fabric import World
-from shoal.wire.phases import counting
+from shoal.wire.phases import iter_with_progress
 
 LEAST_BYTES = 2**16
 
@@ -29,14 +29,14 @@ Key = tuple[str, StoredSlice]
 
 
 @dataclass(frozen=True)
-class Target:
+class ReadTarget:
     """Destination of part of a stored slice: the box to fill, and the tensor that holds it."""
 
     box: Box
     data: torch.Tensor
 
 
-def keys_of(manifest: Manifest) -> list[Key]:
+def list_slice_keys(manifest: Manifest) -> list[Key]:
     """List every stored slice, in an order that all readers of the manifest share."""
     return [
         (name, piece)
@@ -45,40 +45,41 @@ def keys_of(manifest: Manifest) -> list[Key]:
     ]
 
 
-def wanted_whole(manifest: Manifest, targets: Mapping[Key, Sequence[Target]]) -> list[int]:
-    """Return the indices in `keys_of` of the slices that this rank wants whole."""
+def find_whole_slices(manifest: Manifest, targets: Mapping[Key, Sequence[ReadTarget]]) -> list[int]:
+    """Return the indices in `list_slice_keys` of the slices that this rank wants whole."""
     return [
         number
-        for number, key in enumerate(keys_of(manifest))
-        if _bytes(manifest, key) >= LEAST_BYTES and _holder(key, targets.get(key, ())) is not None
+        for number, key in enumerate(list_slice_keys(manifest))
+        if _slice_bytes(manifest, key) >= LEAST_BYTES
+        and _find_whole_target(key, targets.get(key, ())) is not None
     ]
 
 
-def deal(manifest: Manifest, wanted: Sequence[Sequence[int]]) -> dict[Key, int]:
-    """Assign each slice that all ranks want whole to one reader, in the order of `keys_of`.
+def assign_readers(manifest: Manifest, wanted: Sequence[Sequence[int]]) -> dict[Key, int]:
+    """Assign each slice that all ranks want whole to one reader, in the order of `list_slice_keys`.
 
     Args:
-        wanted: of every rank, the result of `wanted_whole`.
+        wanted: of every rank, the result of `find_whole_slices`.
     """
     if len(wanted) == 1:
         return {}
-    keys, common = keys_of(manifest), sorted(set(wanted[0]).intersection(*wanted[1:]))
+    keys, common = list_slice_keys(manifest), sorted(set(wanted[0]).intersection(*wanted[1:]))
     loads, readers = [0] * len(wanted), dict.fromkeys(common, 0)
-    for number in sorted(common, key=lambda n: (-_bytes(manifest, keys[n]), n)):
+    for number in sorted(common, key=lambda n: (-_slice_bytes(manifest, keys[n]), n)):
         readers[number] = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
-        loads[readers[number]] += _bytes(manifest, keys[number])
+        loads[readers[number]] += _slice_bytes(manifest, keys[number])
     return {keys[number]: readers[number] for number in common}
 
 
-def hand_on(
-    world: World, readers: Mapping[Key, int], targets: Mapping[Key, Sequence[Target]]
+def broadcast_slices(
+    world: World, readers: Mapping[Key, int], targets: Mapping[Key, Sequence[ReadTarget]]
 ) -> None:
     """Broadcast every shared slice from the rank that read it; every rank calls at once."""
-    for key, reader in counting("share", len(readers), readers.items()):
+    for key, reader in iter_with_progress("share", len(readers), readers.items()):
         piece = key[1]
-        holder = _holder(key, targets[key]) or targets[key][0]
+        holder = _find_whole_target(key, targets[key]) or targets[key][0]
         direct = holder.box == piece.box and holder.data.is_contiguous()
-        own = holder.data if direct else holder.data[boxes.inside(piece.box, holder.box)]
+        own = holder.data if direct else holder.data[boxes.index_within(piece.box, holder.box)]
         if world.rank == reader or direct:
             whole = own.contiguous()
         else:
@@ -90,25 +91,25 @@ def hand_on(
             continue
         if travelling is not raw:
             raw.copy_(travelling)
-        place(whole, piece, [t for t in targets[key] if not (direct and t is holder)])
+        copy_to_targets(whole, piece, [t for t in targets[key] if not (direct and t is holder)])
 
 
-def place(whole: torch.Tensor, piece: StoredSlice, targets: Sequence[Target]) -> None:
+def copy_to_targets(whole: torch.Tensor, piece: StoredSlice, targets: Sequence[ReadTarget]) -> None:
     """Copy each target's part of a slice's data."""
     source = whole.view(boxes.extents(piece.box))
     for target in targets:
         shared = boxes.overlap(piece.box, target.box)
         if shared is not None:
-            part = source[boxes.inside(shared, piece.box)]
-            target.data[boxes.inside(shared, target.box)] = part
+            part = source[boxes.index_within(shared, piece.box)]
+            target.data[boxes.index_within(shared, target.box)] = part
 
 
-def _holder(key: Key, targets: Sequence[Target]) -> Target | None:
+def _find_whole_target(key: Key, targets: Sequence[ReadTarget]) -> ReadTarget | None:
     """Return a target that holds the slice whole."""
     box = key[1].box
     return next((target for target in targets if boxes.overlap(box, target.box) == box), None)
 
 
-def _bytes(manifest: Manifest, key: Key) -> int:
+def _slice_bytes(manifest: Manifest, key: Key) -> int:
     name, piece = key
     return boxes.elements(piece.box) * DTYPES[manifest.tensors[name].dtype][1]

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError, ClusterError
-from shoal.checkpoint.agreement.collective_phase import exchange, first_only
+from shoal.checkpoint.agreement.collective_phase import gather_results, run_on_first_rank
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.checkpoint_faults import Damaged, RankFailed, shown
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, RankFailed, short_path
 from shoal.checkpoint.format.listing import (
-    file_problems,
-    find,
+    check_shard_file,
+    list_checkpoints,
     read_manifest,
     slices_by_file,
     step_folder,
 )
 from shoal.checkpoint.format.manifest import FILE_NAME
-from shoal.checkpoint.remote.remote_folder import RemoteFailed, RemoteFolder
+from shoal.checkpoint.remote.remote_folder import RemoteFolder, RemoteFolderError
 from shoal.fabric import World
 from shoal.wire.phases import phase
 
@@ -53,7 +53,7 @@ def fetch_newest(
         CheckpointError: all remote checkpoints are damaged, or one is of another Shoal.
     """
     try:
-        steps = first_only(world, lambda: _candidates(root, remote, below, tell, only))
+        steps = run_on_first_rank(world, lambda: _list_candidates(root, remote, below, tell, only))
         for step in steps:
             if damage := _fetch(root, remote, below, step, world):
                 tell(f"checkpoint.remote = {remote.address}: {damage}; not taken")
@@ -64,23 +64,23 @@ def fetch_newest(
         if failure.reason.startswith(f"checkpoint.remote = {remote.address}:"):  # on every rank
             raise ClusterError(f"{failure}; start the run again") from failure
         raise
-    if steps and not first_only(world, lambda: len(find(root))):
+    if steps and not run_on_first_rank(world, lambda: len(list_checkpoints(root))):
         raise CheckpointError(
             f"checkpoint.remote = {remote.address}: none of its {len(steps)} checkpoints is whole; "
             f"to start over, choose another one"
         )
 
 
-def _candidates(
+def _list_candidates(
     root: Path, remote: RemoteFolder, below: str, tell: Callable[[str], None], only: int | None
 ) -> list[int]:
     """List the steps to try, newest first."""
-    here = [found.step for found in find(root)]
+    here = [found.step for found in list_checkpoints(root)]
     if only in here:
         return []
     try:
         steps = remote.steps(below)
-    except RemoteFailed as failure:
+    except RemoteFolderError as failure:
         if not here or only is not None:
             raise
         tell(f"{failure}; going on from the newest checkpoint that is here")
@@ -100,18 +100,18 @@ def _fetch(root: Path, remote: RemoteFolder, below: str, step: int, world: World
 
     def prepare() -> dict[str, str]:
         try:
-            manifest, data = remote.manifest(below, step)
-        except Damaged as damage:
+            manifest, data = remote.read_manifest(below, step)
+        except DamagedFileError as damage:
             return {"damage": str(damage)}
         root.mkdir(parents=True, exist_ok=True)
         folders.remove_leftovers(root)
         folders.check_space(root, manifest.size_bytes + len(data))
-        folder = folders.temporary(final)
+        folder = folders.make_temporary_path(final)
         folder.mkdir()
         _write(folder / FILE_NAME, data)
         return {"name": folder.name}
 
-    told = first_only(world, prepare)
+    told = run_on_first_rank(world, prepare)
     if "damage" in told:
         return str(told["damage"])
     folder = root / told["name"]
@@ -126,7 +126,7 @@ def _fetch(root: Path, remote: RemoteFolder, below: str, step: int, world: World
             for name, slices in own:
                 remote.get(below, step, name, folder / name)
                 _sync(folder / name)
-                for problem in file_problems(folder, manifest, name, slices):
+                for problem in check_shard_file(folder, manifest, name, slices):
                     return str(problem)
                 counted.step()
         return ""
@@ -139,10 +139,10 @@ def _fetch(root: Path, remote: RemoteFolder, below: str, step: int, world: World
         folders.fsync_folder(root)
 
     try:
-        damage = next(filter(None, exchange(world, copy)), "")
+        damage = next(filter(None, gather_results(world, copy)), "")
         if not damage:
-            first_only(world, commit)
-        return damage.replace(shown(folder), shown(final))
+            run_on_first_rank(world, commit)
+        return damage.replace(short_path(folder), short_path(final))
     finally:
         if world.is_first:
             shutil.rmtree(folder, ignore_errors=True)  # after a commit it has another name

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ClusterError, ConfigError, ShoalError, nearest
+from shoal.base.errors import ClusterError, ConfigError, ShoalError, nearest_word
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.checkpoint_faults import Damaged, explain
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, describe_failure
 from shoal.checkpoint.format.hub_folder import HUB
 from shoal.checkpoint.format.listing import step_folder
 from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, decode
@@ -28,7 +28,7 @@ from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, decode
 STORED = re.compile(r"checkpoints/step-([0-9]+)/([^/]+)")
 
 
-class RemoteFailed(ClusterError):
+class RemoteFolderError(ClusterError):
     """ClusterError for a remote folder that cannot be reached or that refuses a transfer."""
 
 
@@ -54,7 +54,7 @@ def check_remote(address: Any) -> None:
     except ImportError as error:  # which says what to install
         raise ConfigError(f"{where}: {error}") from error
     except ValueError as error:
-        near = nearest(protocol, fsspec.available_protocols()) or "s3"
+        near = nearest_word(protocol, fsspec.available_protocols()) or "s3"
         raise ConfigError(f"{where}: {error}; try: {near}://…") from error
 
 
@@ -64,7 +64,7 @@ class RemoteFolder:
     below    of a method: the folder of a tag, `tags/TAG/`, or another one in the run's; "" its own
 
     Raises:
-        RemoteFailed: from every method, with the address and the error of the store's library.
+        RemoteFolderError: from every method, with the address and the error of the store's library.
     """
 
     def __init__(self, address: str) -> None:
@@ -78,19 +78,19 @@ class RemoteFolder:
         return store, path.rstrip("/")
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[tuple[Any, str]]:
-        """Yield the store and the folder's path in it, and turn its errors into RemoteFailed."""
+    def _open_store(self) -> Iterator[tuple[Any, str]]:
+        """Yield the store and the path in it; turn its errors into RemoteFolderError."""
         try:
             yield self._store
         except ShoalError:
             raise
         except Exception as error:  # each store's library has its own
-            said = " ".join(explain(error).split())
-            raise RemoteFailed(f"checkpoint.remote = {self.address}: {said}") from error
+            said = " ".join(describe_failure(error).split())
+            raise RemoteFolderError(f"checkpoint.remote = {self.address}: {said}") from error
 
-    def _listed(self, below: str) -> dict[int, dict[str, int]]:
+    def _list_files(self, below: str) -> dict[int, dict[str, int]]:
         """Return step → file → bytes of all remote files, complete steps or not."""
-        with self._asking() as (store, path):
+        with self._open_store() as (store, path):
             store.invalidate_cache()
             try:
                 found = store.find(f"{path}/{below}checkpoints", detail=True)
@@ -105,31 +105,33 @@ class RemoteFolder:
 
     def steps(self, below: str = "") -> list[int]:
         """List the steps that have a manifest there, newest first; nothing is read yet."""
-        listed = self._listed(below)
+        listed = self._list_files(below)
         return sorted((s for s, files in listed.items() if FILE_NAME in files), reverse=True)
 
-    def manifest(self, below: str, step: int) -> tuple[Manifest, bytes]:
+    def read_manifest(self, below: str, step: int) -> tuple[Manifest, bytes]:
         """Read a step's manifest, and its bytes as stored.
 
         Raises:
             Damaged: it was cut short, or its files are not all there.
         """
-        with self._asking() as (store, path):
+        with self._open_store() as (store, path):
             data: bytes = store.cat_file(f"{path}/{below}checkpoints/step-{step}/{FILE_NAME}")
         file = step_folder(Path("checkpoints"), step) / FILE_NAME
         manifest = decode(data, file)
         if manifest.step != step:
-            raise Damaged(file, f"is of step {manifest.step}")
-        if lacking := _lacking(manifest, self._listed(below).get(step, {})):
-            raise Damaged(file.with_name(lacking), "is not there, or not as long as it was saved")
+            raise DamagedFileError(file, f"is of step {manifest.step}")
+        if lacking := _find_missing_file(manifest, self._list_files(below).get(step, {})):
+            raise DamagedFileError(
+                file.with_name(lacking), "is not there, or not as long as it was saved"
+            )
         return manifest, data
 
     def get(self, below: str, step: int, name: str, target: Path) -> None:
         """Copy one file of a step to `target`; the caller verifies it."""
-        with self._asking() as (store, path):
+        with self._open_store() as (store, path):
             store.get_file(f"{path}/{below}checkpoints/step-{step}/{name}", str(target))
 
-    def put(self, checkpoint: Path, below: str, keep: int) -> None:
+    def upload_checkpoint(self, checkpoint: Path, below: str, keep: int) -> None:
         """Upload a complete checkpoint, unless it is there; delete those beyond the `keep` newest.
 
         Later steps are neither counted nor touched, except under a tag, which has one checkpoint.
@@ -139,8 +141,8 @@ class RemoteFolder:
         """
         data = (checkpoint / FILE_NAME).read_bytes()
         manifest = decode(data, checkpoint / FILE_NAME)
-        with self._asking() as (store, path):
-            listed = self._listed(below)
+        with self._open_store() as (store, path):
+            listed = self._list_files(below)
             folder = f"{path}/{below}checkpoints/{checkpoint.name}"
             there = listed.get(manifest.step, {})
             has_manifest = FILE_NAME in there
@@ -149,13 +151,13 @@ class RemoteFolder:
                     store.rm_file(f"{folder}/{FILE_NAME}")
                 self._put_files(checkpoint, below, manifest)
                 store.pipe_file(f"{folder}/{FILE_NAME}", data)
-            self._retire(below, manifest.step, listed, keep)
+            self._delete_old_steps(below, manifest.step, listed, keep)
 
     def _put_files(self, checkpoint: Path, below: str, manifest: Manifest) -> None:
         """Upload all files but the manifest.
 
         Raises:
-            RemoteFailed: the store has other sizes afterwards.
+            RemoteFolderError: the store has other sizes afterwards.
         """
         store, path = self._store
         folder, base = f"{path}/{below}checkpoints/{checkpoint.name}", checkpoint.parent.parent
@@ -167,12 +169,12 @@ class RemoteFolder:
             for parent in {name.rpartition("/")[0] for name in wanted.values()}:
                 store.makedirs(parent, exist_ok=True)
         store.put([str(file) for file in wanted], list(wanted.values()))
-        if lacking := _lacking(manifest, self._listed(below).get(manifest.step, {})):
-            raise RemoteFailed(
+        if lacking := _find_missing_file(manifest, self._list_files(below).get(manifest.step, {})):
+            raise RemoteFolderError(
                 f"checkpoint.remote = {self.address}: {lacking} is not there as it was sent"
             )
 
-    def _retire(
+    def _delete_old_steps(
         self, below: str, newest: int, listed: dict[int, dict[str, int]], keep: int
     ) -> None:
         store, path = self._store
@@ -193,7 +195,7 @@ def is_tag(below: str) -> bool:
     return below.startswith("tags/")
 
 
-def _lacking(manifest: Manifest, there: dict[str, int]) -> str:
+def _find_missing_file(manifest: Manifest, there: dict[str, int]) -> str:
     """Return the first file that is missing or of another size there; "" if none is."""
     for name, file in manifest.files.items():
         if there.get(name) != file.size_bytes:
@@ -202,7 +204,7 @@ def _lacking(manifest: Manifest, there: dict[str, int]) -> str:
 
 
 @contextlib.contextmanager
-def spared(checkpoint: Path) -> Iterator[None]:
+def protect_from_deletion(checkpoint: Path) -> Iterator[None]:
     """Keep a local checkpoint from being deleted (`folders.retire`) while it is copied."""
     folders.IN_USE.add(checkpoint)
     try:

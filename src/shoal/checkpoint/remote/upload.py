@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ShoalError
-from shoal.checkpoint.format.checkpoint_faults import explain, shown
-from shoal.checkpoint.remote.remote_folder import RemoteFolder, is_tag, spared
+from shoal.checkpoint.format.checkpoint_faults import describe_failure, short_path
+from shoal.checkpoint.remote.remote_folder import RemoteFolder, is_tag, protect_from_deletion
 from shoal.fabric import World
 from shoal.wire.phases import phase
 
@@ -30,7 +30,7 @@ DEADLINE_S, HEARD_S = 3600.0, 30.0
 """Seconds that a run's end waits for the last copy, and between messages to the other ranks."""
 
 
-class Uploader:
+class CheckpointUploader:
     """Uploader of one run's checkpoints: `hear` takes the run's events, `ended` waits.
 
     Args:
@@ -56,7 +56,7 @@ class Uploader:
 
     def hear(self, record: dict[str, Any]) -> None:
         """Handle one event of the run; also report copies that failed since the last event."""
-        self._say()
+        self._report_failures()
         if record["event"] not in ("checkpoint_saved", "resumed"):
             return
         checkpoint = Path(record["folder"]).resolve()
@@ -68,9 +68,9 @@ class Uploader:
             self._wanted = {**self._failed, **self._wanted, below: checkpoint}
             self._failed = {}
             if self._running is None or self._running.done():
-                self._running = self._thread.submit(self._work)
+                self._running = self._thread.submit(self._run_uploads)
 
-    def _work(self) -> None:
+    def _run_uploads(self) -> None:
         while True:
             with self._lock:
                 if not self._wanted:
@@ -78,14 +78,20 @@ class Uploader:
                     return
                 below, checkpoint = self._wanted.popitem()
             try:
-                with spared(checkpoint):
-                    self.remote.put(checkpoint, below, 1 if is_tag(below) else self.keep)
+                with protect_from_deletion(checkpoint):
+                    self.remote.upload_checkpoint(
+                        checkpoint, below, 1 if is_tag(below) else self.keep
+                    )
             except Exception as failure:
                 if checkpoint.is_dir():  # else retention deleted it, and a newer one follows
-                    reason = str(failure) if isinstance(failure, ShoalError) else explain(failure)
+                    reason = (
+                        str(failure)
+                        if isinstance(failure, ShoalError)
+                        else describe_failure(failure)
+                    )
                     with self._lock:
                         self._failed[below] = checkpoint
-                    self._lines.append(f"{reason}; {shown(checkpoint)} was not copied there")
+                    self._lines.append(f"{reason}; {short_path(checkpoint)} was not copied there")
             else:
                 self._newest = checkpoint
 
@@ -94,18 +100,18 @@ class Uploader:
         running = self._running
         if running is not None and futures.wait([running], wait_s).not_done:
             return False
-        self._say()
+        self._report_failures()
         if self._newest is not None:
-            self._tell(f"checkpoint.remote = {self.remote.address}: has {shown(self._newest)}")
+            self._tell(f"checkpoint.remote = {self.remote.address}: has {short_path(self._newest)}")
         self._thread.shutdown()
         return True
 
-    def _say(self) -> None:
+    def _report_failures(self) -> None:
         while self._lines:
             self._tell(self._lines.pop(0))
 
 
-def start_copies(
+def start_uploads(
     folder: Path,
     address: str,
     keep: int,
@@ -127,7 +133,7 @@ def start_copies(
     """
     uploader = None
     if world.is_first:
-        uploader = Uploader(folder, RemoteFolder(address), keep, tell)
+        uploader = CheckpointUploader(folder, RemoteFolder(address), keep, tell)
         hear(uploader.hear)
 
     def finish() -> None:

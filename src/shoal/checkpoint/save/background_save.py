@@ -33,23 +33,23 @@ from shoal.base.errors import CheckpointError, ClusterError, ShoalError
 from shoal.base.plans.tensor_shards import Shard
 from shoal.base.runlog.events import Emit
 from shoal.checkpoint.agreement.assign_slices import Offer
-from shoal.checkpoint.agreement.collective_phase import exchange
+from shoal.checkpoint.agreement.collective_phase import gather_results
 from shoal.checkpoint.agreement.rank_pieces import (
-    Agreement,
-    Block,
-    Collected,
+    HeldSlice,
     Key,
     Piece,
-    agree,
-    cut,
-    offers_of,
+    RankShare,
+    WriteAgreement,
+    agree_on_writers,
+    make_offers,
+    split_pieces,
 )
-from shoal.checkpoint.format.checkpoint_faults import RankFailed, explain, shown
-from shoal.checkpoint.format.manifest import plain
+from shoal.checkpoint.format.checkpoint_faults import RankFailed, describe_failure, short_path
+from shoal.checkpoint.format.manifest import to_plain_json
 from shoal.checkpoint.save.host_copy import HostCopy
-from shoal.checkpoint.save.write import Saved, Target, save_collected
+from shoal.checkpoint.save.write import SavedCheckpoint, SaveTarget, save_collected
 from shoal.fabric import World
-from shoal.fabric.duplicate_group import leave
+from shoal.fabric.duplicate_group import destroy_duplicate
 
 DEADLINE_S = 3600.0
 """Seconds that a training thread waits for a save that does not end, before it raises."""
@@ -59,7 +59,7 @@ NICENESS = 10
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """Result of a save: `saved` or `failure`; the other one is None.
 
     After a CheckpointError, whose text is the same on all ranks, training may go on. A ClusterError
@@ -67,41 +67,43 @@ class Outcome:
     """
 
     step: int
-    saved: Saved | None
+    saved: SavedCheckpoint | None
     failure: ShoalError | None
 
 
 @dataclass(frozen=True)
-class _Copied:
+class _CopiedBlocks:
     """Blocks that the training thread copied to host memory, and the agreement that they follow.
 
     Attributes:
         shards, offers: all that this rank holds; `blocks` are those that it may have to write.
     """
 
-    blocks: dict[Key, Block]
+    blocks: dict[Key, HeldSlice]
     shards: list[Shard]
     offers: dict[Key, Offer]
     aliases: dict[str, str]
-    agreement: Agreement
+    agreement: WriteAgreement
     changed: bool
 
-    def still(self, known: Agreement | None, shards: list[Shard], aliases: dict[str, str]) -> bool:
+    def matches_agreement(
+        self, known: WriteAgreement | None, shards: list[Shard], aliases: dict[str, str]
+    ) -> bool:
         """Return whether `known` asks for the same blocks as this copy."""
         same = self.agreement is known and not self.changed
         return same and self.shards == shards and self.aliases == aliases
 
 
 @dataclass
-class _Save:
+class _PendingSave:
     """One save under way. The training thread reads it only once its future is done."""
 
-    target: Target
-    copied: _Copied | None
+    target: SaveTarget
+    copied: _CopiedBlocks | None
     problem: Exception | None
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    outcome: Outcome | None = None
-    agreement: Agreement | None = None
+    outcome: SaveOutcome | None = None
+    agreement: WriteAgreement | None = None
     future: Future[None] | None = None
 
 
@@ -124,11 +126,11 @@ class BackgroundSaver:
         self._emit = emit
         self._host = HostCopy()
         # One thread for all saves: starting one makes the starter wait until it runs.
-        self._second = ThreadPoolExecutor(1, "shoal-saves", initializer=_give_way)
-        self._agreement: Agreement | None = None
-        self._last: _Copied | None = None
-        self._running: _Save | None = None
-        self._outcome: Outcome | None = None
+        self._second = ThreadPoolExecutor(1, "shoal-saves", initializer=_lower_priority)
+        self._agreement: WriteAgreement | None = None
+        self._last: _CopiedBlocks | None = None
+        self._running: _PendingSave | None = None
+        self._outcome: SaveOutcome | None = None
         atexit.register(self._at_exit)
 
     def start(
@@ -140,7 +142,7 @@ class BackgroundSaver:
         *,
         keep: int,
         aliases: Mapping[str, str] | None = None,
-    ) -> Outcome | None:
+    ) -> SaveOutcome | None:
         """Copy the pieces and begin to write them; they may change as soon as this returns.
 
         Arguments as of `write.save`. A fault in them appears in the outcome, on all ranks.
@@ -153,9 +155,9 @@ class BackgroundSaver:
             ConfigError: keep < 1.
         """
         earlier = self.wait()
-        save = _Save(Target(root, step, {}, keep), None, None)
+        save = _PendingSave(SaveTarget(root, step, {}, keep), None, None)
         try:
-            save.target = replace(save.target, record=plain(record))
+            save.target = replace(save.target, record=to_plain_json(record))
             save.copied = self._copy(pieces, dict(aliases or {}))
         except Exception as problem:
             # Reported in the second thread: another rank receives it in either of its threads,
@@ -165,7 +167,7 @@ class BackgroundSaver:
         save.future = self._second.submit(self._write, save)
         return earlier
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> SaveOutcome | None:
         """Return the newest save's outcome; None while it runs, before any, or after `wait`."""
         save = self._running
         if save is not None and save.future is not None and save.future.done():
@@ -178,7 +180,7 @@ class BackgroundSaver:
                 self._emit(event, **fields)
         return self._outcome
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> SaveOutcome | None:
         """Wait for the save in flight and return its outcome, once; None if there is none.
 
         Raises:
@@ -188,7 +190,7 @@ class BackgroundSaver:
         waited = [save.future] if save is not None and save.future is not None else []
         if save is not None and futures.wait(waited, self.deadline_s).not_done:
             raise ClusterError(
-                f"rank {self.world.rank}: {shown(save.target.final)} is still being written "
+                f"rank {self.world.rank}: {short_path(save.target.final)} is still being written "
                 f"after {self.deadline_s:g} s: a disk or another rank does not answer; older "
                 f"checkpoints are as they were: start the run again"
             )
@@ -198,13 +200,13 @@ class BackgroundSaver:
         self._outcome = None
         return outcome
 
-    def close(self) -> Outcome | None:
+    def close(self) -> SaveOutcome | None:
         """Wait for the save in flight, as `wait`, and leave the group; every rank calls it."""
         outcome = self.wait()
         atexit.unregister(self._at_exit)
         self._second.shutdown()
         self._host.free()
-        leave(self.world)
+        destroy_duplicate(self.world)
         return outcome
 
     def _at_exit(self) -> None:
@@ -212,10 +214,10 @@ class BackgroundSaver:
         self.poll()
         self.world.group = None
 
-    def _copy(self, pieces: Sequence[Piece], aliases: dict[str, str]) -> _Copied:
+    def _copy(self, pieces: Sequence[Piece], aliases: dict[str, str]) -> _CopiedBlocks:
         known, last, shards = self._agreement, self._last, [piece.shard for piece in pieces]
-        if last is not None and last.still(known, shards, aliases):
-            sources = [block.found_in(pieces) for block in last.blocks.values()]
+        if last is not None and last.matches_agreement(known, shards, aliases):
+            sources = [block.find_data(pieces) for block in last.blocks.values()]
         else:
             sources = []
         # Nothing else is checked again: small models have many tensors and few bytes.
@@ -224,30 +226,32 @@ class BackgroundSaver:
         if known is None:
             held, known = self._agree(pieces, aliases)
         else:
-            held = cut(pieces, aliases)
-        offers = offers_of(held)
+            held = split_pieces(pieces, aliases)
+        offers = make_offers(held)
         changed = offers != known.offers or aliases != known.tied
         wanted = [key for key in known.share if key in held]
         if changed:
             share = set(wanted)
             wanted += [k for k, o in offers.items() if known.offers.get(k) != o and k not in share]
-        blocks = dict(zip(wanted, self._host.take([held[key] for key in wanted]), strict=True))
-        self._last = _Copied(blocks, shards, offers, aliases, known, changed)
+        blocks = dict(
+            zip(wanted, self._host.copy_blocks([held[key] for key in wanted]), strict=True)
+        )
+        self._last = _CopiedBlocks(blocks, shards, offers, aliases, known, changed)
         return self._last
 
     def _agree(
         self, pieces: Sequence[Piece], aliases: dict[str, str]
-    ) -> tuple[dict[Key, Block], Agreement]:
+    ) -> tuple[dict[Key, HeldSlice], WriteAgreement]:
         """Agree in the training threads: at the first save, and after a failure."""
-        held: dict[Key, Block] = {}
+        held: dict[Key, HeldSlice] = {}
 
         def offer() -> dict[Key, Offer]:
-            held.update(cut(pieces, aliases))
-            return offers_of(held)
+            held.update(split_pieces(pieces, aliases))
+            return make_offers(held)
 
-        return held, agree(self.world, offer, aliases)
+        return held, agree_on_writers(self.world, offer, aliases)
 
-    def _write(self, save: _Save) -> None:
+    def _write(self, save: _PendingSave) -> None:
         """Write one save to disk, in the second thread."""
         step = save.target.step
 
@@ -256,44 +260,45 @@ class BackgroundSaver:
 
         try:
             saved = save_collected(save.target, lambda: self._collect(save), self.world, remember)
-            save.outcome = Outcome(step, saved, None)
+            save.outcome = SaveOutcome(step, saved, None)
         except CheckpointError as failure:
             save.agreement = None
-            save.outcome = Outcome(step, None, failure)
+            save.outcome = SaveOutcome(step, None, failure)
         except Exception as failure:  # not a verdict of all ranks: this one is cut off
             lost = ClusterError(
-                f"rank {self.world.rank}: {shown(save.target.final)} was not saved, and what the "
-                f"other ranks have is not known: {explain(failure)}; start the run again"
+                f"rank {self.world.rank}: {short_path(save.target.final)} was not saved, and "
+                "what the "
+                f"other ranks have is not known: {describe_failure(failure)}; start the run again"
             )
             lost.__cause__ = failure
-            save.outcome = Outcome(step, None, lost)
+            save.outcome = SaveOutcome(step, None, lost)
         finally:
             save.copied = None
 
-    def _collect(self, save: _Save) -> Collected:
+    def _collect(self, save: _PendingSave) -> RankShare:
         if isinstance(save.problem, RankFailed):
             raise save.problem  # raised on every rank already
-        exchanged: list[_Copied] = []
+        exchanged: list[_CopiedBlocks] = []
 
         def look() -> bool:
             if save.problem is not None or save.copied is None:
                 raise save.problem or CheckpointError("nothing was copied")
-            self._host.arrived()
+            self._host.wait_until_copied()
             exchanged.append(save.copied)
             return save.copied.changed
 
-        changed = exchange(self.world, look)
+        changed = gather_results(self.world, look)
         copied = exchanged[0]
         agreement = copied.agreement
         if any(changed):
-            held = offers_of(copied.blocks)
-            agreed = agree(self.world, lambda: held, copied.aliases)
+            held = make_offers(copied.blocks)
+            agreed = agree_on_writers(self.world, lambda: held, copied.aliases)
             agreement = replace(agreed, offers=copied.offers)
         save.agreement = agreement
-        return Collected([copied.blocks[key] for key in agreement.share], agreement)
+        return RankShare([copied.blocks[key] for key in agreement.share], agreement)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the calling thread's priority, where threads have their own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.agreement.collective_phase import exchange
+from shoal.checkpoint.agreement.collective_phase import gather_results
 from shoal.checkpoint.format.safetensors_file import write_all
 from shoal.fabric import World
-from shoal.fabric.collectives.link_failures import swap
+from shoal.fabric.collectives.link_failures import send_and_receive
 from shoal.wire.phases import phase
 
 PIECE_BYTES = 4 << 20
@@ -30,7 +30,7 @@ ROUND_PIECES = 64
 
 
 @dataclass(frozen=True)
-class Parcel:
+class FileTransfer:
     """Transfer of a file from one rank's disk to another's."""
 
     source: int
@@ -39,7 +39,7 @@ class Parcel:
     size_bytes: int
 
 
-def waves(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
+def group_into_waves(parcels: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
     """Group transfers into waves in which no rank sends, or receives, two of them.
 
     >>> pairs = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
@@ -47,10 +47,15 @@ def waves(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
     >>> [[(one.source, one.target) for one in wave] for wave in dealt]
     [[(0, 1), (1, 0)], [(0, 2), (2, 0)], [(1, 2), (2, 1)]]
     """
-    dealt: list[list[Parcel]] = []
+    dealt: list[list[FileTransfer]] = []
     left = list(parcels)
     while left:
-        sending, hearing, wave, rest = set[int](), set[int](), list[Parcel](), list[Parcel]()
+        sending, hearing, wave, rest = (
+            set[int](),
+            set[int](),
+            list[FileTransfer](),
+            list[FileTransfer](),
+        )
         for one in left:
             if one.source in sending or one.target in hearing:
                 rest.append(one)
@@ -63,11 +68,11 @@ def waves(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
     return dealt
 
 
-def carry(
+def transfer_files(
     world: World,
-    parcels: Sequence[Parcel],
-    source_of: Callable[[Parcel], Path],
-    target_of: Callable[[Parcel], Path],
+    parcels: Sequence[FileTransfer],
+    source_of: Callable[[FileTransfer], Path],
+    target_of: Callable[[FileTransfer], Path],
 ) -> None:
     """Transfer files; every rank calls it with the same parcels, and asks for its own paths alone.
 
@@ -77,24 +82,24 @@ def carry(
     """
     pieces = sum(-(-one.size_bytes // PIECE_BYTES) for one in parcels)
     with phase("fetch", of=pieces) as told:
-        for wave in waves(parcels):
+        for wave in group_into_waves(parcels):
             out = next((one for one in wave if one.source == world.rank), None)
             into = next((one for one in wave if one.target == world.rank), None)
             with contextlib.ExitStack() as files:
-                sender = _Sender(source_of(out) if out else None, files)
-                receiver = _Receiver(target_of(into) if into else None, files)
+                sender = _FileSender(source_of(out) if out else None, files)
+                receiver = _FileReceiver(target_of(into) if into else None, files)
                 most = max(-(-one.size_bytes // PIECE_BYTES) for one in wave)
                 for first in range(0, max(most, 1), ROUND_PIECES):
                     end = min(first + ROUND_PIECES, most)
                     for number in range(first, end):
-                        heard = receiver.room(into, number)
-                        swap(world.group, sender.piece(out, number), heard)
+                        heard = receiver.make_buffer(into, number)
+                        send_and_receive(world.group, sender.read_piece(out, number), heard)
                         receiver.write(heard)
-                        told.step(sum(_length(one, number) > 0 for one in wave))
-                    exchange(world, partial(_well, sender, receiver, last=end == most))
+                        told.step(sum(_piece_bytes(one, number) > 0 for one in wave))
+                    gather_results(world, partial(_check_round, sender, receiver, last=end == most))
 
 
-def _well(sender: _Sender, receiver: _Receiver, *, last: bool) -> None:
+def _check_round(sender: _FileSender, receiver: _FileReceiver, *, last: bool) -> None:
     """Check this rank's sender and receiver at the end of a round.
 
     Raises:
@@ -104,12 +109,12 @@ def _well(sender: _Sender, receiver: _Receiver, *, last: bool) -> None:
     receiver.check(last=last)
 
 
-def _length(parcel: Parcel, number: int) -> int:
+def _piece_bytes(parcel: FileTransfer, number: int) -> int:
     """Return the bytes of a transfer's piece."""
     return max(0, min(PIECE_BYTES, parcel.size_bytes - number * PIECE_BYTES))
 
 
-class _Sender:
+class _FileSender:
     """Reader of a file to send; after a failure it sends zeros until the round ends."""
 
     def __init__(self, path: Path | None, files: contextlib.ExitStack) -> None:
@@ -123,9 +128,11 @@ class _Sender:
             except OSError as failure:
                 self.failure = failure
 
-    def piece(self, parcel: Parcel | None, number: int) -> tuple[int, torch.Tensor] | None:
+    def read_piece(
+        self, parcel: FileTransfer | None, number: int
+    ) -> tuple[int, torch.Tensor] | None:
         """Read a piece: (destination rank, its bytes); None where there is none."""
-        length = _length(parcel, number) if parcel else 0
+        length = _piece_bytes(parcel, number) if parcel else 0
         if parcel is None or not length:
             return None
         piece = self._piece[:length]
@@ -150,7 +157,7 @@ class _Sender:
             raise self.failure
 
 
-class _Receiver:
+class _FileReceiver:
     """Writer of a received file; after a failure it discards pieces until the round ends."""
 
     def __init__(self, path: Path | None, files: contextlib.ExitStack) -> None:
@@ -165,9 +172,11 @@ class _Receiver:
             except OSError as failure:
                 self.failure = failure
 
-    def room(self, parcel: Parcel | None, number: int) -> tuple[int, torch.Tensor] | None:
+    def make_buffer(
+        self, parcel: FileTransfer | None, number: int
+    ) -> tuple[int, torch.Tensor] | None:
         """Return a buffer for a piece: (source rank, its bytes to come); None where none comes."""
-        length = _length(parcel, number) if parcel else 0
+        length = _piece_bytes(parcel, number) if parcel else 0
         return (parcel.source, self._piece[:length]) if parcel and length else None
 
     def write(self, heard: tuple[int, torch.Tensor] | None) -> None:

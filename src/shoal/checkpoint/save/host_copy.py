@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.agreement.rank_pieces import Block
-from shoal.fabric.device import first_accelerator, pin, recorded_event
+from shoal.checkpoint.agreement.rank_pieces import HeldSlice
+from shoal.fabric.device import first_accelerator, pin_host_memory, record_event
 
 ALIGN_BYTES = 64
 """Alignment of each block: right for any dtype, and no cache line is shared."""
@@ -35,7 +35,7 @@ class HostCopy:
         self._queued: Any = None  # an event of the device that was copied from
         self._unpin: weakref.finalize | None = None
 
-    def take(self, blocks: Sequence[Block]) -> list[Block]:
+    def copy_blocks(self, blocks: Sequence[HeldSlice]) -> list[HeldSlice]:
         """Copy the blocks' data to host memory, flat; on a GPU the copy is only queued.
 
         After this returns, the sources may change. The data may be read after `arrived`.
@@ -54,10 +54,10 @@ class HostCopy:
                 torch._foreach_copy_(self._slots, list(sources), non_blocking=True)
         device = first_accelerator(sources)
         if device is not None:
-            self._queued = recorded_event(device)
+            self._queued = record_event(device)
         return True
 
-    def arrived(self) -> None:
+    def wait_until_copied(self) -> None:
         """Wait until the copies that `take` queued are complete; any thread may call it."""
         if self._queued is not None:
             self._queued.synchronize()
@@ -79,7 +79,7 @@ class HostCopy:
             self._flat = torch.empty(starts[-1], dtype=torch.uint8)
             device = first_accelerator(sources)
             if device is not None:
-                self._unpin = pin(self._flat, device, self)
+                self._unpin = pin_host_memory(self._flat, device, self)
         for start, source in zip(starts, sources, strict=False):
             flat = self._flat[start : start + source.nbytes].view(source.dtype)
             self._kinds.append((source.dtype, source.shape))

@@ -26,20 +26,20 @@ from typing import Any
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.runlog.events import Emit
-from shoal.checkpoint.agreement.collective_phase import exchange, first_only
-from shoal.checkpoint.agreement.rank_pieces import Collected
+from shoal.checkpoint.agreement.collective_phase import gather_results, run_on_first_rank
+from shoal.checkpoint.agreement.rank_pieces import RankShare
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.checkpoint_faults import Damaged, RankFailed, shown
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, RankFailed, short_path
 from shoal.checkpoint.format.listing import (
-    file_problems,
-    find,
+    check_shard_file,
+    list_checkpoints,
     read_manifest,
     slices_by_file,
     step_folder,
 )
 from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, decode, encode
-from shoal.checkpoint.save.file_transfer import Parcel, carry
-from shoal.checkpoint.save.shard_writer import join, write
+from shoal.checkpoint.save.file_transfer import FileTransfer, transfer_files
+from shoal.checkpoint.save.shard_writer import join_parts, write_shard
 from shoal.fabric import World
 
 Keepers = tuple[int, ...]
@@ -67,8 +67,8 @@ def find_keepers(folder: Path, world: World) -> Keepers:
         return [first, world.rank - world.local_rank]
 
     try:
-        exchange(world, show)
-        seen = exchange(world, look)
+        gather_results(world, show)
+        seen = gather_results(world, look)
     finally:
         names[world.rank].unlink(missing_ok=True)
     keepers = tuple(first for first, _ in seen)
@@ -84,7 +84,7 @@ def find_keepers(folder: Path, world: World) -> Keepers:
     return keepers
 
 
-def keepers_of(root: Path, world: World) -> Keepers:
+def find_folder_keepers(root: Path, world: World) -> Keepers:
     """Return the keepers of another folder than the run's; every rank calls it."""
     root = root.absolute()
     for folder in (root, *root.parents):
@@ -93,17 +93,17 @@ def keepers_of(root: Path, world: World) -> Keepers:
     return find_keepers(root, world)
 
 
-def save_on_each(
+def save_on_each_disk(
     final: Path,
     step: int,
     record: dict[str, Any],
     keep: int,
     keepers: Keepers,
-    collecting: Callable[[], Collected],
+    collecting: Callable[[], RankShare],
     world: World,
     emit: Emit,
 ) -> tuple[int, bool]:
-    """Save as `write.save_collected`, where `final` is on several disks; keepers emit its events.
+    """Save as `save_collected`, where `final` is on several disks; keepers emit its events.
 
     Returns:
         Bytes of all shard files, and whether all disks had them before.
@@ -112,25 +112,29 @@ def save_on_each(
     keeper, made = keepers[world.rank], list[Path]()
     try:
         collected = collecting()
-        if existing := _existing(final, keepers, world, emit):
+        if existing := _find_existing(final, keepers, world, emit):
             return existing.size_bytes, True
         agreed = collected.agreement
 
         def begin() -> str:
             if keeper == world.rank:
-                made.append(folders.begin(final, agreed.disk_bytes(record)))
+                made.append(folders.make_step_folder(final, agreed.disk_bytes(record)))
             return made[0].name if made else ""
 
-        folder = root / exchange(world, begin)[keeper]
-        parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
-        text = first_only(world, lambda: encode(join(step, parts, agreed.aliases, record)).decode())
+        folder = root / gather_results(world, begin)[keeper]
+        parts = gather_results(world, lambda: write_shard(folder, world.rank, collected.blocks))
+        text = run_on_first_rank(
+            world, lambda: encode(join_parts(step, parts, agreed.aliases, record)).decode()
+        )
         manifest = decode(text.encode(), folder / FILE_NAME)
         owners = {part["file"]: keepers[rank] for rank, part in enumerate(parts) if part}
-        parcels = _parcels(manifest, {name: [one] for name, one in owners.items()}, set(keepers))
-        carry(world, parcels, lambda one: folder / one.name, lambda one: folder / one.name)
+        parcels = _plan_transfers(
+            manifest, {name: [one] for name, one in owners.items()}, set(keepers)
+        )
+        transfer_files(world, parcels, lambda one: folder / one.name, lambda one: folder / one.name)
         come = [name for name, owner in owners.items() if owner != keeper]
-        exchange(world, lambda: _check(folder, manifest, come, keepers, world))
-        exchange(world, lambda: folders.commit(folder, final, manifest) if made else 0)
+        gather_results(world, lambda: _verify_files(folder, manifest, come, keepers, world))
+        gather_results(world, lambda: folders.commit(folder, final, manifest) if made else 0)
     except RankFailed as failure:
         for half in made:
             shutil.rmtree(half, ignore_errors=True)
@@ -138,22 +142,22 @@ def save_on_each(
             emit("checkpoint_failed", step=step, rank=failure.rank, reason=failure.reason)
         world.barrier()
         raise CheckpointError(
-            f"{shown(final)} was not saved: {failure}; older checkpoints are as they were"
+            f"{short_path(final)} was not saved: {failure}; older checkpoints are as they were"
         ) from failure
     save_s = time.perf_counter() - began_s
     if keeper == world.rank:
         size_bytes = manifest.size_bytes
         emit("checkpoint_saved", step=step, folder=str(final), bytes=size_bytes, seconds=save_s)
         try:
-            folders.retire(root, step, keep)
+            folders.delete_old_steps(root, step, keep)
         except OSError as failure:
-            text = f"{shown(root)}: old checkpoints stay: {failure.strerror}"
+            text = f"{short_path(root)}: old checkpoints stay: {failure.strerror}"
             emit("notice", step=step, text=text)
     return manifest.size_bytes, False
 
 
 @dataclass(frozen=True)
-class Brought:
+class SyncedCheckpoint:
     """The checkpoint that all disks have now.
 
     Attributes:
@@ -166,7 +170,7 @@ class Brought:
     lacked: dict[int, int]
 
 
-def bring_newest(
+def sync_newest(
     root: Path,
     keepers: Keepers,
     world: World,
@@ -174,7 +178,7 @@ def bring_newest(
     only: int | None = None,
     *,
     verify: bool = True,
-) -> Brought | None:
+) -> SyncedCheckpoint | None:
     """Copy the newest checkpoint of all disks to each of them, verified; every rank calls it.
 
     Args:
@@ -189,15 +193,17 @@ def bring_newest(
         CheckpointError: the same on all ranks: all checkpoints are damaged, or a disk refuses the
             copy, for example a full one.
     """
-    told = exchange(world, partial(_held, root, only, emit, keeps=world.rank in keepers))
+    told = gather_results(
+        world, partial(_list_own_checkpoints, root, only, emit, keeps=world.rank in keepers)
+    )
     held = [dict[str, str](one) for one, _ in told]  # equal messages are one object
     problems = [problem for _, found in told for problem in found]
-    while found := _newest(held):
+    while found := _choose_newest(held):
         step, digest, having = found
         if set(having) == set(keepers) and not verify:
-            return Brought(step, having[0], {})
+            return SyncedCheckpoint(step, having[0], {})
         final = step_folder(root, step)
-        damage = _damage(final, having, keepers, world)
+        damage = _find_damage(final, having, keepers, world)
         for keeper, fields in damage.items():
             problems.append(f"{fields['file']}: {fields['tensor']} {fields['reason']}")
             del held[keeper][str(step)]
@@ -210,10 +216,11 @@ def bring_newest(
             word = "other" if str(step) in held[world.rank] else "damaged"
             if lacking:
                 _fetch(final, digest, whole, lacking, word, keepers, world)
-            return Brought(step, whole[0], {one: before[one] for one in lacking})
+            return SyncedCheckpoint(step, whole[0], {one: before[one] for one in lacking})
     if problems:
         raise CheckpointError(
-            f"{shown(root)}: no node has a checkpoint that can be read ({problems[0]}); to start "
+            f"{short_path(root)}: no node has a checkpoint that can be read ({problems[0]}); to "
+            "start "
             f"over, choose another folder with run.name=…"
         )
     return None
@@ -235,7 +242,7 @@ def _fetch(
     """
     root, keeper, made = final.parent, keepers[world.rank], list[Path]()
     try:
-        told = exchange(
+        told = gather_results(
             world,
             lambda: (
                 (final / FILE_NAME).read_text(encoding="utf-8") if world.rank == whole[0] else ""
@@ -244,19 +251,21 @@ def _fetch(
         data = told[whole[0]].encode()
         manifest = decode(data, final / FILE_NAME)
         if manifest.digest != digest:
-            raise CheckpointError(f"{shown(final)}: changed on rank {whole[0]} while it was read")
+            raise CheckpointError(
+                f"{short_path(final)}: changed on rank {whole[0]} while it was read"
+            )
 
         def begin() -> str:
             if world.rank in lacked:
-                made.append(folders.begin(final, manifest.size_bytes + len(data)))
+                made.append(folders.make_step_folder(final, manifest.size_bytes + len(data)))
             return made[0].name if made else ""
 
-        folder = root / (exchange(world, begin)[keeper] or final.name)
+        folder = root / (gather_results(world, begin)[keeper] or final.name)
         sources = {name: list(whole) for name in manifest.files}
-        parcels = _parcels(manifest, sources, {*whole, *lacked})
-        carry(world, parcels, lambda one: final / one.name, lambda one: folder / one.name)
+        parcels = _plan_transfers(manifest, sources, {*whole, *lacked})
+        transfer_files(world, parcels, lambda one: final / one.name, lambda one: folder / one.name)
         come = list(manifest.files) if keeper in lacked else []
-        exchange(world, lambda: _check(folder, manifest, come, keepers, world))
+        gather_results(world, lambda: _verify_files(folder, manifest, come, keepers, world))
 
         def end() -> None:
             if made:
@@ -264,27 +273,29 @@ def _fetch(
                     folders.quarantine(final, word)
                 folders.commit(folder, final, manifest)
 
-        exchange(world, end)
+        gather_results(world, end)
     except RankFailed as failure:
         for half in made:
             shutil.rmtree(half, ignore_errors=True)
-        raise CheckpointError(f"{shown(final)} was not brought from a peer: {failure}") from failure
+        raise CheckpointError(
+            f"{short_path(final)} was not brought from a peer: {failure}"
+        ) from failure
 
 
-def _existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manifest | None:
+def _find_existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manifest | None:
     """Return the manifest if all disks have this step, equal and complete; else move it aside."""
 
     def look() -> str:
         try:
             return read_manifest(final).digest if os.path.lexists(final) else ""
-        except Damaged:
+        except DamagedFileError:
             return "damaged"
 
-    digests = exchange(world, look)
+    digests = gather_results(world, look)
     if not any(digests):
         return None
     having = [one for one in sorted(set(keepers)) if digests[one]]
-    damage = _damage(final, having, keepers, world)
+    damage = _find_damage(final, having, keepers, world)
     if not damage and len(set(digests)) == 1:
         return read_manifest(final)
 
@@ -295,27 +306,27 @@ def _existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manife
             if fields:
                 emit("checkpoint_damaged", folder=str(final), kept_as=str(kept_as), **fields)
 
-    exchange(world, put_aside)
+    gather_results(world, put_aside)
     return None
 
 
-def _held(root: Path, only: int | None, emit: Emit, *, keeps: bool) -> list[Any]:
+def _list_own_checkpoints(root: Path, only: int | None, emit: Emit, *, keeps: bool) -> list[Any]:
     """Return [step → digest of the checkpoints on this keeper's disk, faults of manifests]."""
     held, problems = dict[str, str](), list[str]()
     if not keeps:
         return [held, problems]
     folders.remove_leftovers(root)
-    for found in find(root):
+    for found in list_checkpoints(root):
         if only in (None, found.step):
             try:
                 held[str(found.step)] = read_manifest(found.path).digest
-            except Damaged as damage:
+            except DamagedFileError as damage:
                 problems.append(str(damage))
                 emit("checkpoint_damaged", folder=str(found.path), **damage.fields())
     return [held, problems]
 
 
-def _newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]] | None:
+def _choose_newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]] | None:
     """Return (step, digest, keepers that have it) of the newest checkpoint; None without any.
 
     Nodes that lost contact may both have gone on: then the digest that most keepers have counts; of
@@ -336,7 +347,7 @@ def _newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]] | None
     return step, digest, having[digest]
 
 
-def _damage(
+def _find_damage(
     final: Path, having: Sequence[int], keepers: Keepers, world: World
 ) -> dict[int, dict[str, str]]:
     """Return the damage of a checkpoint by keeper; the ranks of each disk share the reading."""
@@ -346,16 +357,16 @@ def _damage(
             return None
         try:
             manifest = read_manifest(final)
-            _check(final, manifest, list(manifest.files), keepers, world)
-        except Damaged as damage:
+            _verify_files(final, manifest, list(manifest.files), keepers, world)
+        except DamagedFileError as damage:
             return damage.fields()
         return None
 
-    told = exchange(world, look)
+    told = gather_results(world, look)
     return {keepers[rank]: one for rank, one in reversed(list(enumerate(told))) if one}
 
 
-def _check(
+def _verify_files(
     folder: Path, manifest: Manifest, names: Sequence[str], keepers: Keepers, world: World
 ) -> None:
     """Hash this rank's share of files on its disk.
@@ -366,14 +377,16 @@ def _check(
     mates = [rank for rank, one in enumerate(keepers) if one == keepers[world.rank]]
     slices = slices_by_file(manifest)
     for name in names[mates.index(world.rank) :: len(mates)]:
-        for problem in file_problems(folder, manifest, name, slices[name]):
+        for problem in check_shard_file(folder, manifest, name, slices[name]):
             raise problem
 
 
-def _parcels(manifest: Manifest, having: dict[str, list[int]], wanting: set[int]) -> list[Parcel]:
+def _plan_transfers(
+    manifest: Manifest, having: dict[str, list[int]], wanting: set[int]
+) -> list[FileTransfer]:
     """List the transfers; if several keepers have a file, each sends some of the files."""
     return [
-        Parcel(having[name][number % len(having[name])], target, name, file.size_bytes)
+        FileTransfer(having[name][number % len(having[name])], target, name, file.size_bytes)
         for target in sorted(wanting)
         for number, (name, file) in enumerate(manifest.files.items())
         if target not in having[name]

@@ -11,14 +11,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.agreement.rank_pieces import Block
-from shoal.checkpoint.format.listing import file_problems, slices_by_file
-from shoal.checkpoint.format.manifest import Manifest, StoredFile, StoredSlice, StoredTensor, plain
-from shoal.checkpoint.format.safetensors_file import Entry, write_file
+from shoal.checkpoint.agreement.rank_pieces import HeldSlice
+from shoal.checkpoint.format.listing import check_shard_file, slices_by_file
+from shoal.checkpoint.format.manifest import (
+    Manifest,
+    StoredFile,
+    StoredSlice,
+    StoredTensor,
+    to_plain_json,
+)
+from shoal.checkpoint.format.safetensors_file import TensorEntry, write_file
 from shoal.wire.phases import phase
 
 
-def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
+def write_shard(folder: Path, rank: int, blocks: Sequence[HeldSlice]) -> dict[str, Any]:
     """Write, fsync, read back and compare this rank's file, without communication.
 
     Returns:
@@ -32,7 +38,7 @@ def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
         return {}
     path = folder / f"rank-{rank}.safetensors"
     by_key = {block.key: block for block in blocks}
-    entries = [Entry(block.key, block.dtype, block.shape) for block in blocks]
+    entries = [TensorEntry(block.key, block.dtype, block.shape) for block in blocks]
 
     def memory_of(key: str) -> memoryview:
         told.step()
@@ -52,14 +58,14 @@ def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
             (b.name, b.global_shape, b.dtype, b.key, b.box, done.sha256[b.key]) for b in blocks
         ],
     }
-    _forget_cached(path)
-    alone = join(0, [part], {}, {})
-    for problem in file_problems(folder, alone, path.name, slices_by_file(alone)[path.name]):
+    _drop_page_cache(path)
+    alone = join_parts(0, [part], {}, {})
+    for problem in check_shard_file(folder, alone, path.name, slices_by_file(alone)[path.name]):
         raise problem
     return part
 
 
-def join(
+def join_parts(
     step: int, parts: Sequence[dict[str, Any]], aliases: Mapping[str, str], record: dict[str, Any]
 ) -> Manifest:
     """Join all ranks' parts into a manifest."""
@@ -78,10 +84,10 @@ def join(
         name: StoredTensor(shape, dtype, tuple(slices[name]))
         for name, (shape, dtype) in kinds.items()
     }
-    return Manifest(step, tensors, files, dict(aliases), plain(record))
+    return Manifest(step, tensors, files, dict(aliases), to_plain_json(record))
 
 
-def _forget_cached(path: Path) -> None:
+def _drop_page_cache(path: Path) -> None:
     """Drop the file from the page cache, so that reading back reads the disk."""
     if not hasattr(os, "posix_fadvise"):
         return

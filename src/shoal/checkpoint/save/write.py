@@ -26,25 +26,25 @@ from typing import Any
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.runlog.events import Emit
 from shoal.base.runlog.folder_owner import REPLACED, FolderOwner
-from shoal.checkpoint.agreement.collective_phase import exchange, first_only
-from shoal.checkpoint.agreement.rank_pieces import Collected, Piece, collect
+from shoal.checkpoint.agreement.collective_phase import gather_results, run_on_first_rank
+from shoal.checkpoint.agreement.rank_pieces import Piece, RankShare, collect_share
 from shoal.checkpoint.format import folders
-from shoal.checkpoint.format.checkpoint_faults import Damaged, RankFailed, shown
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, RankFailed, short_path
 from shoal.checkpoint.format.listing import (
-    file_problems,
+    check_shard_file,
     read_manifest,
     slices_by_file,
     step_folder,
 )
 from shoal.checkpoint.format.manifest import Manifest
-from shoal.checkpoint.save.shard_writer import join, write
+from shoal.checkpoint.save.shard_writer import join_parts, write_shard
 from shoal.fabric import World
 
-__all__ = ["Piece", "Saved", "Target", "save", "save_collected"]
+__all__ = ["Piece", "SaveTarget", "SavedCheckpoint", "save", "save_collected"]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint on disk, as a save left it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Target:
+class SaveTarget:
     """Destination and record of a save; equal on all ranks but for the record.
 
     Attributes:
@@ -85,7 +85,7 @@ class Target:
         above = self.root.parents
         tag = len(above) > 2 and above[1].name == "tags"
         object.__setattr__(self, "owner", FolderOwner(above[2 if tag else 0]))
-        self.owner.note()
+        self.owner.record_identity()
 
     @property
     def final(self) -> Path:
@@ -112,7 +112,7 @@ def save(
     *,
     keep: int,
     aliases: Mapping[str, str] | None = None,
-) -> Saved:
+) -> SavedCheckpoint:
     """Write the state of `step` as `root/step-N`; every rank calls it, with the pieces it holds.
 
     A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
@@ -132,13 +132,13 @@ def save(
         ConfigError: keep < 1.
         ClusterError: the process group was left meanwhile.
     """
-    target = Target(root, step, record, keep)
-    return save_collected(target, lambda: collect(pieces, aliases or {}, world), world, emit)
+    target = SaveTarget(root, step, record, keep)
+    return save_collected(target, lambda: collect_share(pieces, aliases or {}, world), world, emit)
 
 
 def save_collected(
-    target: Target, collecting: Callable[[], Collected], world: World, emit: Emit
-) -> Saved:
+    target: SaveTarget, collecting: Callable[[], RankShare], world: World, emit: Emit
+) -> SavedCheckpoint:
     """Save as `save`, from any source of bytes in host memory; every rank calls it.
 
     Args:
@@ -147,27 +147,29 @@ def save_collected(
     began_s = time.perf_counter()
     root, step, final = target.root, target.step, target.final
     if world.keepers:
-        from shoal.checkpoint.save.node_local import keepers_of, save_on_each
+        from shoal.checkpoint.save.node_local import find_folder_keepers, save_on_each_disk
 
-        if keepers := keepers_of(root, world):
+        if keepers := find_folder_keepers(root, world):
             told = (final, step, target.record, target.keep)
-            size_bytes, existed = save_on_each(*told, keepers, collecting, world, emit)
-            return Saved(final, step, size_bytes, time.perf_counter() - began_s, existed)
+            size_bytes, existed = save_on_each_disk(*told, keepers, collecting, world, emit)
+            return SavedCheckpoint(final, step, size_bytes, time.perf_counter() - began_s, existed)
     temporary: Path | None = None
     try:
         collected = collecting()
-        existing = _existing(target, world, emit)
+        existing = _find_existing(target, world, emit)
         if existing is not None:
-            return Saved(final, step, existing.size_bytes, time.perf_counter() - began_s, True)
+            return SavedCheckpoint(
+                final, step, existing.size_bytes, time.perf_counter() - began_s, True
+            )
         agreed = collected.agreement
-        name = first_only(
-            world, lambda: folders.begin(final, agreed.disk_bytes(target.record)).name
+        name = run_on_first_rank(
+            world, lambda: folders.make_step_folder(final, agreed.disk_bytes(target.record)).name
         )
         folder = temporary = root / name
-        parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
-        size_bytes = first_only(
+        parts = gather_results(world, lambda: write_shard(folder, world.rank, collected.blocks))
+        size_bytes = run_on_first_rank(
             world,
-            lambda: _commit(target, folder, join(step, parts, agreed.aliases, target.record)),
+            lambda: _commit(target, folder, join_parts(step, parts, agreed.aliases, target.record)),
         )
     except RankFailed as failure:
         if world.is_first:
@@ -176,21 +178,21 @@ def save_collected(
             emit("checkpoint_failed", step=step, rank=failure.rank, reason=failure.reason)
         world.barrier()  # when this returns, the temporary folder is gone for every rank
         raise CheckpointError(
-            f"{shown(final)} was not saved: {failure}; older checkpoints are as they were"
+            f"{short_path(final)} was not saved: {failure}; older checkpoints are as they were"
         ) from failure
     save_s = time.perf_counter() - began_s
     if world.is_first:
         emit("checkpoint_saved", step=step, folder=str(final), bytes=size_bytes, seconds=save_s)
-        _retire(root, step, target.keep, emit)
-    return Saved(final, step, size_bytes, save_s)
+        _delete_old_steps(root, step, target.keep, emit)
+    return SavedCheckpoint(final, step, size_bytes, save_s)
 
 
-def _commit(target: Target, folder: Path, manifest: Manifest) -> int:
+def _commit(target: SaveTarget, folder: Path, manifest: Manifest) -> int:
     target.check()
     return folders.commit(folder, target.final, manifest)
 
 
-def _existing(target: Target, world: World, emit: Emit) -> Manifest | None:
+def _find_existing(target: SaveTarget, world: World, emit: Emit) -> Manifest | None:
     """Return the manifest of a verified checkpoint of this name; rename a damaged one.
 
     The ranks share the reading: rank r verifies files r, r + size, r + 2·size, …
@@ -201,33 +203,37 @@ def _existing(target: Target, world: World, emit: Emit) -> Manifest | None:
         target.check()
         return os.path.lexists(final)
 
-    if not first_only(world, is_there):
+    if not run_on_first_rank(world, is_there):
         return None
     manifests: list[Manifest] = []
 
     def look() -> dict[str, str] | None:
         try:
             manifest = read_manifest(final)
-        except Damaged as damage:
+        except DamagedFileError as damage:
             return damage.fields()
         manifests.append(manifest)
         for name, slices in list(slices_by_file(manifest).items())[world.rank :: world.size]:
-            for problem in file_problems(final, manifest, name, slices):
+            for problem in check_shard_file(final, manifest, name, slices):
                 return problem.fields()
         return None
 
-    problems = [problem for problem in exchange(world, look) if problem]
+    problems = [problem for problem in gather_results(world, look) if problem]
     if not problems:
         return manifests[0]
-    kept_as = first_only(world, lambda: str(folders.quarantine(final)))
+    kept_as = run_on_first_rank(world, lambda: str(folders.quarantine(final)))
     if world.is_first:
         emit("checkpoint_damaged", folder=str(final), kept_as=kept_as, **problems[0])
     return None
 
 
-def _retire(root: Path, step: int, keep: int, emit: Emit) -> None:
+def _delete_old_steps(root: Path, step: int, keep: int, emit: Emit) -> None:
     try:
-        folders.retire(root, step, keep)
+        folders.delete_old_steps(root, step, keep)
     except OSError as failure:
         # The new checkpoint is safe; an old one that cannot be deleted only costs space.
-        emit("notice", step=step, text=f"{shown(root)}: old checkpoints stay: {failure.strerror}")
+        emit(
+            "notice",
+            step=step,
+            text=f"{short_path(root)}: old checkpoints stay: {failure.strerror}",
+        )

@@ -17,32 +17,32 @@ from pathlib import Path
 from shoal.base.estimates.facts import usable_cores
 from shoal.base.runlog.atomic_files import cache_folder
 from shoal.base.runlog.events import append_line
-from shoal.launch import end_with
-from shoal.wire.phases import NOWHERE, part, phase, tell_folder
-from shoal.wire.stack_dumps import be_watched
+from shoal.launch import run_and_exit
+from shoal.wire.phases import NOWHERE, phase, record_step_part, write_phases_to_folder
+from shoal.wire.stack_dumps import start_page_reports
 
 
 def main() -> int:
     """Measure the rows named on the command line."""
     folder, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
-    be_watched()
+    start_page_reports()
     if os.environ.get("RANK", "0") == "0":
-        tell_folder(folder)
+        write_phases_to_folder(folder)
     with phase("import"):
         import torch
 
-        from shoal.config.load import load
+        from shoal.config.load import load_config
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
-        from shoal.machine.measure import measure_machine, quick
+        from shoal.machine.measure import measure_machine, quick_sizes
         from shoal.trainer.jobs.benchmark_row import measure_row
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    config = load(folder / "run.toml").config
+    config = load_config(folder / "run.toml").config
     world = start_world()
-    source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    source = world.run_local_first(lambda: open_source(config.data, config.train.seed))
     if world.size <= usable_cores():  # so that the planner can predict the rows
-        measure_machine(world, cache_folder(), quick(world.device))
+        measure_machine(world, cache_folder(), quick_sizes(world.device))
 
     def tell(**record: object) -> None:
         if world.is_first:
@@ -58,11 +58,13 @@ def main() -> int:
     tell(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
     for number in numbers:
         tell(began=number)
-        part(NOWHERE)  # the steps of the previous row are over, and building may take long
+        record_step_part(
+            NOWHERE
+        )  # the steps of the previous row are over, and building may take long
         layout, steps = request["rows"][number]["run"], request["steps"]
         compared = request["compared_steps"]
         # dp's threads are the parts of one process: it gets the cores of as many processes.
-        parts = request["rows"][number]["parts"] if is_dp(layout) else 1
+        parts = request["rows"][number]["parts"] if is_thread_parallel(layout) else 1
         torch.set_num_threads(threads * parts)
         figures = measure_row(
             config, source, world, layout, steps=steps, compared=compared, folder=folder
@@ -72,10 +74,10 @@ def main() -> int:
     return 0
 
 
-def is_dp(layout: object) -> bool:
+def is_thread_parallel(layout: object) -> bool:
     """Return whether a row's layout runs in threads of one process."""
     return layout == "dp" or (isinstance(layout, dict) and "threads" in layout)
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from shoal.launch import end_with
+from shoal.launch import run_and_exit
 from shoal.wire.phases import phase
 
 STEPS = 3
@@ -28,20 +28,20 @@ def main() -> int:
     """Train the steps of the folder named on the command line."""
     folder = Path(sys.argv[1])
     with phase("import"):
-        from shoal.config.load import load
+        from shoal.config.load import load_config
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
 
     asked = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    config = load(folder / "run.toml").config
+    config = load_config(folder / "run.toml").config
     world = start_world()
-    source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    source = world.run_local_first(lambda: open_source(config.data, config.train.seed))
     try:
         if asked["limit_bytes"]:
-            impose(asked["limit_bytes"], world.device)
+            limit_memory(asked["limit_bytes"], world.device)
         _train(config, source, world, asked["layout"])
     except Exception as failure:
-        if ended_memory(failure):
+        if is_memory_error(failure):
             line = " ".join(str(failure).split())[:160]
             rank = os.environ.get("RANK", "0")
             Path(folder, f"memory-{rank}").write_text(
@@ -53,10 +53,10 @@ def main() -> int:
 
 
 def _train(config: Any, source: Any, world: Any, layout: Any) -> None:
-    from shoal.config.resolve import plan_of
+    from shoal.config.resolve import make_plan
     from shoal.trainer.jobs.configured_run import open_run
 
-    run = open_run(config, source, world, plan_of(config), layout, total_steps=STEPS)
+    run = open_run(config, source, world, make_plan(config), layout, total_steps=STEPS)
     loader = run.loader(source.train, collate=source.collate)
     made = 0
     while made < STEPS:
@@ -68,7 +68,7 @@ def _train(config: Any, source: Any, world: Any, layout: Any) -> None:
     run.close()
 
 
-def impose(limit_bytes: int, device: Any) -> None:
+def limit_memory(limit_bytes: int, device: Any) -> None:
     """Limit the memory of this process: a device's by its allocator, the host's by the kernel.
 
     Memory that the process has reserved and never touched is not in use, so it is added to the
@@ -84,7 +84,7 @@ def impose(limit_bytes: int, device: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def ended_memory(failure: BaseException) -> bool:
+def is_memory_error(failure: BaseException) -> bool:
     """Return whether an exception reports that memory ran out, and nothing else.
 
     >>> ended_memory(MemoryError()), ended_memory(ValueError("out of range"))
@@ -101,4 +101,4 @@ def ended_memory(failure: BaseException) -> bool:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

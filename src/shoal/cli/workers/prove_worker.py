@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.launch import end_with
-from shoal.wire.phases import phase, tell_folder
-from shoal.wire.stack_dumps import be_watched
+from shoal.launch import run_and_exit
+from shoal.wire.phases import phase, write_phases_to_folder
+from shoal.wire.stack_dumps import start_page_reports
 
 if TYPE_CHECKING:
     from shoal.fabric import World
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 def main() -> int:
     """Run the proof for the run.toml of the folder."""
     folder = Path(sys.argv[1])
-    be_watched()
+    start_page_reports()
     if os.environ.get("RANK", "0") == "0":
-        tell_folder(folder)
+        write_phases_to_folder(folder)
     with phase("import"):
         from shoal.base.plans.plan import Plan
-        from shoal.base.runlog.atomic_files import write_whole
-        from shoal.config.load import load
+        from shoal.base.runlog.atomic_files import write_atomically
+        from shoal.config.load import load_config
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
         from shoal.proof import Battery
-        from shoal.proof.proof_case import case_of
+        from shoal.proof.proof_case import make_case
         from shoal.proof.start_proof import quick_battery
 
-    config = load(folder / "run.toml").config
+    config = load_config(folder / "run.toml").config
     world = start_world()
-    source = world.local_first(lambda: open_source(config.data, config.train.seed))
-    case = case_of(
+    source = world.run_local_first(lambda: open_source(config.data, config.train.seed))
+    case = make_case(
         config, source, Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     )
     if "--quick" in sys.argv[2:]:
@@ -51,38 +51,40 @@ def main() -> int:
     battery.by_blocks = "--by-blocks" in sys.argv[2:]
     reason = ""
     if not battery.by_blocks:
-        reason = world.broadcast_json(world.local_first(lambda: too_large(case, battery, world)))
+        reason = world.broadcast_json(
+            world.run_local_first(lambda: whole_proof_obstacle(case, battery, world))
+        )
         battery.by_blocks = bool(reason)
     report = battery.prove(world, case.layout, case.policies)
     if reason:
         report["said"].append(f"not as a whole: {reason}")
     if world.is_first:
-        write_whole(folder / "proof.json", json.dumps(report))
+        write_atomically(folder / "proof.json", json.dumps(report))
     world.close()
     return 0
 
 
-def too_large(case: ProofCase, battery: Battery, world: World) -> str:
+def whole_proof_obstacle(case: ProofCase, battery: Battery, world: World) -> str:
     """Return on rank 0 why the model does not fit this machine for a whole proof; "" if it does.
 
     A model that cannot be built without numbers (on the meta device) is tried as a whole.
     """
     import torch
 
-    from shoal.proof.reference_limits import Room
-    from shoal.trace.isolation.collective_ban import alone
+    from shoal.proof.reference_limits import ProofResources
+    from shoal.trace.isolation.collective_ban import forbid_collectives
     from shoal.trainer.parallelize import build_module
 
     if not world.is_first:
         return ""
     try:
-        with alone(), torch.device("meta"):
+        with forbid_collectives(), torch.device("meta"):
             module = build_module(case.build, case.plan.seed)
     except Exception:  # any error of the user's build function, which the proof reports later
         return ""
-    room = Room.of(world, case.layout, battery.steps, battery.folder)
-    return room.lacking([p.numel() * torch.float64.itemsize for p in module.parameters()])
+    room = ProofResources.of(world, case.layout, battery.steps, battery.folder)
+    return room.find_shortage([p.numel() * torch.float64.itemsize for p in module.parameters()])
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 from shoal.base.layouts.layout import Layout
-from shoal.forecast.models.hf_presence import is_foreign
-from shoal.launch import end_with
-from shoal.parallel import modules_of
-from shoal.wire.phases import phase, tell_folder
-from shoal.wire.stack_dumps import be_watched
+from shoal.forecast.models.hf_presence import is_hf_name
+from shoal.launch import run_and_exit
+from shoal.parallel import list_technique_modules
+from shoal.wire.phases import phase, write_phases_to_folder
+from shoal.wire.stack_dumps import start_page_reports
 
 
-def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
+def worker_imports(model: str, layout: Layout | None = None) -> tuple[str, ...]:
     """Return the slow imports that every worker of a command needs, for `model.name = model`.
 
     torch._dynamo is among them because `Optimizer.step` and a model's first trace on fake tensors
@@ -32,18 +32,18 @@ def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
     """
     own: tuple[str, ...] = ("shoal.trainer.main_job", "shoal.proof.start_proof", "torch._dynamo")
     if layout is not None:
-        own = (*own, *modules_of(layout))
-    return (*own, "transformers.modeling_utils") if is_foreign(model) else own
+        own = (*own, *list_technique_modules(layout))
+    return (*own, "transformers.modeling_utils") if is_hf_name(model) else own
 
 
 def main() -> int:
     """Train the run folder named on the command line."""
     folder = Path(sys.argv[1])
-    be_watched()
+    start_page_reports()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a request to stop, as SIGTERM is; no crash
     if os.environ.get("RANK", "0") == "0":
-        tell_folder(folder)
+        write_phases_to_folder(folder)
     with phase("import"):
         from shoal.proof.start_proof import prove_run
         from shoal.trainer.main_job import train
@@ -52,4 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -46,11 +46,11 @@ class Document:
         """Yield the texts in the file: one; raises as `text`."""
         yield self.text()
 
-    def sampled(self, texts: Iterable[str], share: float) -> Iterator[str]:
+    def sample_texts(self, texts: Iterable[str], share: float) -> Iterator[str]:
         """Yield the head of each of the file's texts: `share` of its characters."""
         return (text[: round(len(text) * share)] for text in texts)
 
-    def piece(self, start: int, stop: int) -> str:
+    def read_range(self, start: int, stop: int) -> str:
         """Return the characters that lie whole in bytes start … stop − 1; raises as `text`."""
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -65,11 +65,11 @@ class Document:
         return [self.name, self.size_bytes, self.modified_ns]
 
     @property
-    def is_side(self) -> bool:
+    def is_split(self) -> bool:
         """True if other texts of the file are on the other side of the split (see `sides`)."""
         return False
 
-    def sides(self) -> Iterator[tuple[bool, str]]:
+    def iter_split(self) -> Iterator[tuple[bool, str]]:
         """Yield (whether it is held out, text) of all texts of the file."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ def glob_documents(pattern: str, where: str = "data.source") -> list[TextFile]:
     return [TextFile.of(p, folder) for p in glob_files(pattern, where)]
 
 
-def place_of(text: str) -> float:
+def hash_fraction(text: str) -> float:
     """Return a text's hash as a number between 0 and 1: below a share it is held out."""
     digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8)
     return int.from_bytes(digest.digest(), "big") / 2**64
@@ -143,8 +143,8 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
     if share <= 0 or len(documents) < 2:
         return list(documents), []
 
-    ranked = sorted(documents, key=lambda document: place_of(document.name))
-    count = sum(place_of(d.name) < share for d in documents)
+    ranked = sorted(documents, key=lambda document: hash_fraction(document.name))
+    count = sum(hash_fraction(d.name) < share for d in documents)
     held = {d.name for d in ranked[: min(max(1, count), len(documents) - 1)]}
     return [d for d in documents if d.name not in held], [d for d in documents if d.name in held]
 
@@ -152,7 +152,7 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
 D = TypeVar("D", bound=Document)
 
 
-def spread(documents: Sequence[D], count: int, wanted: int) -> list[tuple[D, int, int]]:
+def spread_ranges(documents: Sequence[D], count: int, wanted: int) -> list[tuple[D, int, int]]:
     """Return (document, start, stop) of places evenly spread over the bytes of all documents.
 
     Args:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from shoal.base.errors import ConfigError, nearest
-from shoal.data.files.documents import place_of
+from shoal.base.errors import ConfigError, nearest_word
+from shoal.data.files.documents import hash_fraction
 from shoal.data.files.token_files import cross_entropy
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
@@ -40,7 +40,7 @@ def to_tensor(picture: Any, size: int) -> torch.Tensor:
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).contiguous().float() / 255
 
 
-def decode(file: Any, size: int, name: str) -> torch.Tensor:
+def decode_image(file: Any, size: int, name: str) -> torch.Tensor:
     """Decode the image in a file, open or by path; ValueError with `name` if it is none."""
     from PIL import Image
 
@@ -73,7 +73,7 @@ class ImageFolder(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         """Return one image and its class; IndexError, or ValueError with a damaged file's path."""
         path = os.path.join(self.folder, self.names[index])
-        return decode(path, self.size, path), self.classes[index]
+        return decode_image(path, self.size, path), self.classes[index]
 
 
 def open_images(
@@ -99,7 +99,7 @@ def open_images(
             f"{where} = images:{argument}: no image in {', '.join(names[:3])}; images end in "
             f"{', '.join(ENDINGS)}"
         )
-    held = held_out([name for name, _ in found], share)
+    held = choose_held_out([name for name, _ in found], share)
     sides = [[one for one, out in zip(found, held, strict=True) if out is s] for s in (False, True)]
     train, validation = (
         ImageFolder(folder, [n for n, _ in side], [c for _, c in side], size) for side in sides
@@ -109,7 +109,7 @@ def open_images(
         f"{argument}: {len(found)} images at {size}×{size}, {len(order)} classes "
         f"({', '.join(order[:3])}{', …' if len(order) > 3 else ''})"
     )
-    return image_parts(train, validation, entropy, order, size, told)
+    return image_source_fields(train, validation, entropy, order, size, told)
 
 
 def class_names(folder: str, argument: str, where: str) -> list[str]:
@@ -134,7 +134,7 @@ def class_names(folder: str, argument: str, where: str) -> list[str]:
 def _check_known(names: Sequence[str], known: Sequence[str], where: str) -> None:
     for name in names:
         if name not in known:
-            close = nearest(name, known)
+            close = nearest_word(name, known)
             hint = f"try: {close}" if close else f"it has {', '.join(known[:5])}"
             raise ConfigError(f"{where}: class {name} is none of the training data's; {hint}")
 
@@ -148,17 +148,17 @@ def _images_below(folder: str, name: str) -> list[str]:
     return sorted(found)
 
 
-def held_out(names: Sequence[str], share: float) -> list[bool]:
+def choose_held_out(names: Sequence[str], share: float) -> list[bool]:
     """Return which names are held out, by a hash; of two or more at least one, never all."""
     if share <= 0 or len(names) < 2:
         return [False] * len(names)
-    places = [place_of(name) for name in names]
+    places = [hash_fraction(name) for name in names]
     ranked = sorted(places)
     count = min(max(1, sum(place < share for place in places)), len(names) - 1)
     return [place <= ranked[count - 1] for place in places]
 
 
-def image_parts(
+def image_source_fields(
     train: Any, held: Any, entropy: float, classes: Sequence[str], size: int, told: str
 ) -> dict[str, Any]:
     """Return the fields of a `Source` of images with classes, without `collate` and `kind`.

@@ -20,10 +20,10 @@ from typing import Any
 from shoal.base.errors import ClusterError, ConfigError
 from shoal.base.runlog.atomic_files import cache_folder
 from shoal.config.mixture_syntax import split_mixture
-from shoal.config.paths import GLOBS, is_remote, split_source, validation_share
+from shoal.config.paths import GLOBS, is_remote, parse_validation_share, split_source
 from shoal.config.sections import DataSection
 from shoal.data.files.tokenizer_cache import content_key, hold_lock
-from shoal.wire.phases import counting
+from shoal.wire.phases import iter_with_progress
 
 AT_ONCE = 64
 """Files requested at a time, if a store allows it."""
@@ -39,7 +39,7 @@ def local_section(section: DataSection) -> DataSection:
         ConfigError: no library supports the address, or it has no files; ClusterError if a
             connection fails.
     """
-    second = validation_share(section)[1]
+    second = parse_validation_share(section)[1]
     return replace(
         section,
         source=_local(section.source, "data.source"),
@@ -54,10 +54,10 @@ def _local(source: str, where: str) -> str:
         return "mix:" + "+".join(f"{part}*{_local(one, where)}" for part, one in parts)
     if not is_remote(source):
         return source
-    return f"{kind}:{_copied(kind, argument, f'{where} = {source}')}"
+    return f"{kind}:{_ensure_local_copy(kind, argument, f'{where} = {source}')}"
 
 
-def _copied(kind: str, address: str, line: str) -> str:
+def _ensure_local_copy(kind: str, address: str, line: str) -> str:
     """Return the local path or pattern of a remote one, copied if needed."""
     import fsspec
 
@@ -110,7 +110,7 @@ def _copy(store: Any, below: dict[str, str], final: Path, line: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
     names = list(below)
     try:
-        for at in counting("copy", len(names), range(0, len(names), AT_ONCE)):
+        for at in iter_with_progress("copy", len(names), range(0, len(names), AT_ONCE)):
             some = names[at : at + AT_ONCE]
             targets = [folder / below[name] for name in some]
             for target in targets:

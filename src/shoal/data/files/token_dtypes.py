@@ -59,7 +59,7 @@ SAME_BYTES = {"int32": "uint32"}
 
 
 @dataclass(frozen=True)
-class WrittenAs:
+class DetectedDtype:
     """The dtype and byte order that a file's bytes show, and the evidence."""
 
     dtype: str
@@ -67,7 +67,7 @@ class WrittenAs:
     big_endian: bool = False
 
 
-def find_dtype(sample: bytes) -> WrittenAs | None:
+def detect_dtype(sample: bytes) -> DetectedDtype | None:
     """Return the dtype of a sample of raw token ids; None if uncertain.
 
     Args:
@@ -85,7 +85,7 @@ def find_dtype(sample: bytes) -> WrittenAs | None:
     return _find_floats(rows) or _find_wide(rows) or _find_bytes(rows) or _find_uint16(rows)
 
 
-def _find_floats(rows: Numbers) -> WrittenAs | None:
+def _find_floats(rows: Numbers) -> DetectedDtype | None:
     """Return a float dtype if all numbers are whole ids, with small ones that exclude chance."""
     for code, dtype in FLOATS.items():
         numbers = rows.view(code).ravel()
@@ -97,11 +97,11 @@ def _find_floats(rows: Numbers) -> WrittenAs | None:
             continue
         # Large floats are whole whatever their bits are: 1024 is the first such float16.
         if len(np.unique(numbers[(numbers > 0) & (numbers < 1024)])) >= LEAST:
-            return WrittenAs(dtype, "read as floats, all numbers are whole")
+            return DetectedDtype(dtype, "read as floats, all numbers are whole")
     return None
 
 
-def _find_wide(rows: Numbers) -> WrittenAs | None:
+def _find_wide(rows: Numbers) -> DetectedDtype | None:
     """Return uint32 or int64, of either byte order, from 16-bit numbers in rows of four."""
     for order in ("<u2", ">u2"):
         pairs = rows.view(order)  # [rows, 4]
@@ -109,11 +109,13 @@ def _find_wide(rows: Numbers) -> WrittenAs | None:
         places = (3, 2, 1, 0) if big else (0, 1, 2, 3)  # from the lowest bits of 8 bytes up
         low, high, third, fourth = (pairs[:, place] for place in places)
         if not (third.any() or fourth.any()) and _are_halves(low, high):
-            return WrittenAs("int64", "three of four 16-bit numbers are high parts, 0 or tiny", big)
+            return DetectedDtype(
+                "int64", "three of four 16-bit numbers are high parts, 0 or tiny", big
+            )
         lows, highs = np.concatenate([low, third]), np.concatenate([high, fourth])
         if _are_halves(lows, highs):
             why = f"every second 16-bit number is a high half, at most {int(highs.max())}"
-            return WrittenAs("uint32", why, big)
+            return DetectedDtype("uint32", why, big)
     return None
 
 
@@ -125,18 +127,18 @@ def _are_halves(low: Numbers, high: Numbers) -> bool:
     return top == 0 or int(low.max()) >= SPREAD
 
 
-def _find_bytes(rows: Numbers) -> WrittenAs | None:
+def _find_bytes(rows: Numbers) -> DetectedDtype | None:
     """Return uint8 if both bytes of a pair have one distribution, neither noise nor 0."""
     first, second = (np.bincount(rows[:, k::2].ravel(), minlength=256) for k in (0, 1))
     both = first + second
     if first.sum() < LEAST_BYTES or both[0] > 0.05 * both.sum():
         return None
     if _distance(first, second) < 0.15 and 2.0 < _entropy(both) < 7.6:
-        return WrittenAs("uint8", "the bytes of both places of a pair are alike")
+        return DetectedDtype("uint8", "the bytes of both places of a pair are alike")
     return None
 
 
-def _find_uint16(rows: Numbers) -> WrittenAs | None:
+def _find_uint16(rows: Numbers) -> DetectedDtype | None:
     """Return uint16 of either byte order: low bytes vary more, and are above all high ones.
 
     Both numbers of a pair must have similar distributions, else they may be halves of wider ids.
@@ -149,13 +151,13 @@ def _find_uint16(rows: Numbers) -> WrittenAs | None:
         return None
     first, second = rows[:, 0::2].ravel(), rows[:, 1::2].ravel()
     for low, high, big in ((first, second, False), (second, first, True)):
-        if _varies(low, high):
+        if _are_bytes(low, high):
             why = f"the {'second' if big else 'first'} byte of each pair varies, the other does not"
-            return WrittenAs("uint16", why, big)
+            return DetectedDtype("uint16", why, big)
     return None
 
 
-def _varies(low: Numbers, high: Numbers) -> bool:
+def _are_bytes(low: Numbers, high: Numbers) -> bool:
     """Return whether these can only be the low and the high bytes of ids below 2¹⁶."""
     top = int(high.max())
     above = low[low > top]
@@ -202,7 +204,7 @@ def check_dtype(path: str, dtype: str, said: str) -> None:
     Raises:
         ConfigError: the dtypes differ; names the dtype of the bytes, and the key to set.
     """
-    found = find_dtype(read_sample(path))
+    found = detect_dtype(read_sample(path))
     if found is None:
         return
     right = SAME_BYTES.get(dtype, dtype)

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from shoal.base.errors import ConfigError, one_of
-from shoal.config.paths import check_tokens_folder, token_files
+from shoal.base.errors import ConfigError, format_choice_error
+from shoal.config.paths import check_tokens_folder, list_token_files
 from shoal.config.sections import TOKEN_DTYPES
 from shoal.data.files.token_dtypes import check_dtype, check_header
 from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
@@ -220,7 +220,7 @@ def cross_entropy(train: Counts, validation: Counts) -> float:
     return float(-(validation * smoothed).sum() / max(1, validation.sum()))
 
 
-def grown(counts: Counts, vocabulary: int) -> Counts:
+def pad_counts(counts: Counts, vocabulary: int) -> Counts:
     """Return counts with zeros up to the vocabulary, [vocabulary]."""
     return np.pad(counts, (0, vocabulary - len(counts)))
 
@@ -262,7 +262,7 @@ def open_folder(
     dtype = dtype if dtype != "auto" else said or DEFAULT_DTYPE
     parts = {}
     for part in ("train", "val"):
-        files = token_files(path, part)
+        files = list_token_files(path, part)
         for raw in (file for file in files if file.suffix != ".npy"):
             check_header(raw)
         parts[part] = [whole_file(p, "npy" if p.suffix == ".npy" else dtype) for p in files]
@@ -284,7 +284,7 @@ def open_folder(
         size = vocabulary or max(map(len, counts))
         if max(map(len, counts)) > size:
             _refuse_id([*train, *validation], size, path)
-        both = [grown(c, size) for c in counts]
+        both = [pad_counts(c, size) for c in counts]
         entropy = cross_entropy(both[0], both[1] if validation else both[0])
         return {"vocabulary": size, "unigram_entropy": entropy}
 
@@ -324,7 +324,7 @@ def _meta(folder: Path) -> tuple[str, int | None]:
             f'{path}: must be like {{"dtype": "uint16", "vocabulary": 50257}}: {error}'
         ) from error
     if dtype and dtype not in TOKEN_DTYPES[1:]:
-        raise ConfigError(one_of(f"{path}: dtype", dtype, TOKEN_DTYPES[1:]))
+        raise ConfigError(format_choice_error(f"{path}: dtype", dtype, TOKEN_DTYPES[1:]))
     if vocabulary is not None and not (
         isinstance(vocabulary, int) and 0 < vocabulary <= LARGEST_VOCABULARY
     ):

@@ -68,7 +68,7 @@ class NewEntry:
         """Write NAME.npy, compute its checksum on the way, and return its path."""
         path = self.folder / f"{name}.npy"
         with path.open("wb") as file:
-            seen = _Seen(file)
+            seen = _ChecksumWriter(file)
             np.save(seen, array, allow_pickle=False)
         self._seen[path.name] = [path.stat().st_size, seen.crc]
         return path
@@ -80,7 +80,7 @@ class NewEntry:
         }
 
 
-class _Seen:
+class _ChecksumWriter:
     """A file to write to, which computes the CRC-32 of the first CHECKED_BYTES."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -105,13 +105,13 @@ def open_cached(
         ConfigError: the cache is not writable.
     """
     final = cache_folder() / f"{name}-{key}"
-    about = _read(final)
+    about = _read_entry(final)
     if about is not None:
         return final, about
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(final) as alone:
-            about = _read(final)
+            about = _read_entry(final)
             if about is None:
                 about = _build(final, build, alone)
     except OSError as error:
@@ -135,29 +135,29 @@ def _build(final: Path, build: Callable[[NewEntry], dict[str, Any]], alone: bool
         (folder / "meta.json").write_text(
             json.dumps({"files": files, "about": about}), encoding="utf-8"
         )
-        _put(folder, final, files)
+        _install_entry(folder, final, files)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return about
 
 
-def _put(folder: Path, final: Path, files: Iterable[str]) -> None:
+def _install_entry(folder: Path, final: Path, files: Iterable[str]) -> None:
     """Rename `folder` to its final name; it replaces a damaged entry, not a good one."""
-    if final.exists() and _read(final) is None:
+    if final.exists() and _read_entry(final) is None:
         aside = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
         final.rename(aside / "damaged")
         shutil.rmtree(aside, ignore_errors=True)
     try:
         folder.rename(final)
     except OSError:
-        if _read(final) is None:  # else another process was first, with the same content
+        if _read_entry(final) is None:  # else another process was first, with the same content
             raise
     else:
         with suppress(OSError):
-            _note_checked(final, _mark(final, files))
+            _record_verified(final, _entry_stamp(final, files))
 
 
-def _note_checked(final: Path, mark: str) -> None:
+def _record_verified(final: Path, mark: str) -> None:
     """Record that the files of an entry are those of `mark`."""
     if mark:
         final.with_name(f"{final.name}.checked").write_text(mark, encoding="utf-8")
@@ -172,22 +172,22 @@ def _fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, crc]
 
 
-def _read(final: Path) -> dict[str, Any] | None:
+def _read_entry(final: Path) -> dict[str, Any] | None:
     """Return an entry's metadata, or None if it is missing or damaged."""
     try:
         meta = json.loads((final / "meta.json").read_text(encoding="utf-8"))
-        mark, checked = _mark(final, meta["files"]), final.with_name(f"{final.name}.checked")
+        mark, checked = _entry_stamp(final, meta["files"]), final.with_name(f"{final.name}.checked")
         if not mark or not checked.is_file() or checked.read_text(encoding="utf-8") != mark:
             if any(_fingerprint(final / n) != list(f) for n, f in meta["files"].items()):
                 return None
             with suppress(OSError):  # a cache may be read-only
-                _note_checked(final, mark)
+                _record_verified(final, mark)
         return dict(meta["about"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _mark(final: Path, names: Iterable[str]) -> str:
+def _entry_stamp(final: Path, names: Iterable[str]) -> str:
     """Return boot id, and size and times of an entry's files; "" if there is no boot id."""
     try:
         boot = BOOT.read_text(encoding="utf-8").strip()

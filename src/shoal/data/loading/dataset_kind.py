@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from shoal.base.errors import ClusterError, ShoalError, UserError
-from shoal.data.loading.sample_seeds import seeded_draws
+from shoal.data.loading.sample_seeds import seeded_rng
 
 Collate = Callable[[list[Any]], Any]
 
@@ -31,13 +31,13 @@ def load_error(what: str, error: Exception) -> ShoalError:
         UserError; ClusterError if a disk, a mount or a connection is at fault, which may work again
         after a restart.
     """
-    kind: type[ShoalError] = ClusterError if may_pass(error) else UserError
+    kind: type[ShoalError] = ClusterError if is_transient(error) else UserError
     wrapped = kind(f"{what}: {type(error).__name__}: {error}")
     wrapped.add_note("".join(traceback.format_exception(error)))
     return wrapped
 
 
-def may_pass(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether a retry may succeed: a disk, a mount or a connection failed.
 
     >>> may_pass(OSError(5, "Input/output error")), may_pass(FileNotFoundError(2, "no such file"))
@@ -75,20 +75,20 @@ def _digest_into(total: Any, value: Any) -> None:
         total.update(repr(value).encode())
 
 
-def identity_of(dataset: Any) -> list[Any] | None:
+def dataset_identity(dataset: Any) -> list[Any] | None:
     """Return a dataset's length and hashes of its first and last sample; None if it raises.
 
     Both samples are loaded with fixed seeds, and the generators are restored afterwards.
     """
     try:
-        with seeded_draws("identity"):
+        with seeded_rng("identity"):
             count = len(dataset)
             return [count, digest_of(dataset[0]), digest_of(dataset[count - 1])]
     except Exception:
         return None
 
 
-def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
+def join_samples(samples: list[Any], collate: Collate | None, where: str) -> Any:
     """Join a list of samples to one batch; `collate` None is torch's default_collate.
 
     Raises:

@@ -18,13 +18,19 @@ from torch.utils.data import IterableDataset
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
 from shoal.base.plans.batches import cut_step
-from shoal.data.loading.dataset_kind import Collate, digest_of, join, load_error, may_pass
-from shoal.data.loading.sample_seeds import draws_nothing, seeded_draws
+from shoal.data.loading.dataset_kind import (
+    Collate,
+    digest_of,
+    is_transient,
+    join_samples,
+    load_error,
+)
+from shoal.data.loading.sample_seeds import draws_nothing, seeded_rng
 from shoal.data.loading.step_samples import LoadedMicroBatch, StepBatch
-from shoal.data.loading.worker_pool import Failure
+from shoal.data.loading.worker_pool import WorkerFailure
 
 if TYPE_CHECKING:
-    from shoal.data.loading.read_retries import Misread
+    from shoal.data.loading.read_retries import UnreadableSample
 
 END = object()
 """Marker in place of a sample at the end of a stream."""
@@ -43,7 +49,7 @@ class ReadStep:
     batch: StepBatch
     state: str
     ended: bool
-    misread: tuple[Misread, ...] = ()
+    misread: tuple[UnreadableSample, ...] = ()
 
 
 def is_resumable(iterable: object) -> bool:
@@ -105,19 +111,19 @@ class StepReader(IterableDataset[Any]):
         self.position = position
         self.leaves_out = leaves_out and degree == 1  # another rank would keep what this one lost
         self.quiet = draws_nothing(iterable)
-        self._misread: list[Misread] = []
+        self._misread: list[UnreadableSample] = []
         self._lose = self._anew = False
         self.known: tuple[int, Any] = position, "null"
         self._at = position
         self.probed: list[str] = []
         self._probing = degree > 1
 
-    def __iter__(self) -> Iterator[ReadStep | Failure]:
+    def __iter__(self) -> Iterator[ReadStep | WorkerFailure]:
         """Yield the steps from `position` to the end of the epoch."""
         try:
             yield from self._steps()
         except (UserError, ClusterError) as error:
-            yield Failure.of(error)
+            yield WorkerFailure.of(error)
 
     def _steps(self) -> Iterator[ReadStep]:
         self.known = self.position, self._state_before()
@@ -160,9 +166,9 @@ class StepReader(IterableDataset[Any]):
             if sample is END:
                 return count, kept, END
 
-    def _drawing(self, what: object, quiet: bool) -> AbstractContextManager[None]:
+    def _seeded_draws(self, what: object, quiet: bool) -> AbstractContextManager[None]:
         """Seed random draws by (seed, epoch, what), and restore the generators afterwards."""
-        return nullcontext() if quiet else seeded_draws(self.seed, self.epoch, what)
+        return nullcontext() if quiet else seeded_rng(self.seed, self.epoch, what)
 
     def _state_before(self) -> str:
         """Return the iterable's state at the start, "null" if it has none before it runs."""
@@ -172,7 +178,7 @@ class StepReader(IterableDataset[Any]):
             return "null"
 
     def _open(self) -> None:
-        with self._drawing("start", self.quiet):
+        with self._seeded_draws("start", self.quiet):
             self._source = iter(self.iterable)
 
     def _next(self) -> Any:
@@ -181,39 +187,44 @@ class StepReader(IterableDataset[Any]):
         try:
             return self.once()
         except Exception as error:
-            if not may_pass(error):
-                raise self.failed(error) from error
-            return self._patiently(error)
+            if not is_transient(error):
+                raise self.read_error(error) from error
+            return self._retry_read(error)
 
-    def _patiently(self, error: Exception) -> Any:
-        from shoal.data.loading.hf_layers import is_streaming, shuffle_buffer
-        from shoal.data.loading.read_retries import LEFT_OUT, Late, Misread, pull_again
+    def _retry_read(self, error: Exception) -> Any:
+        from shoal.data.loading.hf_layers import is_streaming, shuffle_buffer_samples
+        from shoal.data.loading.read_retries import (
+            LEFT_OUT,
+            LateSample,
+            UnreadableSample,
+            retry_next_sample,
+        )
 
         if self.known[1] == "null":
             why = "" if is_resumable(self.iterable) else NO_STATE
-            raise self.failed(error, why) from error
-        if is_streaming(self.iterable) and shuffle_buffer(self.iterable):
-            raise self.failed(error, IN_BUFFER) from error
+            raise self.read_error(error, why) from error
+        if is_streaming(self.iterable) and shuffle_buffer_samples(self.iterable):
+            raise self.read_error(error, IN_BUFFER) from error
         number = self._at - self.epoch_start
-        got = pull_again(self, type(self.iterable).__name__, error)
-        if not isinstance(got, Late):
+        got = retry_next_sample(self, type(self.iterable).__name__, error)
+        if not isinstance(got, LateSample):
             return got
         gone = got.sample is LEFT_OUT
         self._lose = self._lose or gone
-        told = Misread(number, self._at, self.epoch, got.failures, got.error, gone)
+        told = UnreadableSample(number, self._at, self.epoch, got.failures, got.error, gone)
         self._misread.append(told)
         return got.sample
 
     def once(self) -> Any:
         """Read the next sample or END, in one try; its seed is its number in the epoch."""
-        with self._drawing(self._at - self.epoch_start, self.quiet):
+        with self._seeded_draws(self._at - self.epoch_start, self.quiet):
             return next(self._source, END)
 
     def stands(self) -> int:
         """Return the stream position of the next sample."""
         return self._at
 
-    def stand(self, at: int) -> None:
+    def seek(self, at: int) -> None:
         """Restart from the last known state, and read up to stream position `at`."""
         self._at, state = self.known
         self.iterable.load_state_dict(json.loads(state))
@@ -224,17 +235,17 @@ class StepReader(IterableDataset[Any]):
         while self._at < at and self.once() is not END:
             self._at += 1
 
-    def place(self) -> Any:
+    def state_text(self) -> Any:
         """Return the iterable's present state as JSON text."""
         return _state_text(self.iterable)
 
-    def pass_over(self, place: Any) -> None:
+    def skip_to(self, place: Any) -> None:
         """Continue from a state that is one sample further."""
         self.known = self._at + 1, place
         self.iterable.load_state_dict(json.loads(place))
         self._open()
 
-    def failed(self, error: Exception, why: str = "") -> ShoalError:
+    def read_error(self, error: Exception, why: str = "") -> ShoalError:
         """Return the one-line error for the next sample, which is unreadable."""
         where = f"sample {self._at - self.epoch_start} (epoch {self.epoch})"
         return load_error(f"data.source: {where}{why}", error)
@@ -245,7 +256,7 @@ class StepReader(IterableDataset[Any]):
         loaded = []
         for m in mine:
             where = f"positions {m.start} … {m.stop - 1} (epoch {self.epoch})"
-            with self._drawing(("collate", m.start), self.quiet and self.collate is None):
+            with self._seeded_draws(("collate", m.start), self.quiet and self.collate is None):
                 value = self._joined(kept[m.index], where)
             loaded.append(LoadedMicroBatch(m.index, m.start, m.stop, value))
         ids = [tuple(range(m.start - self.epoch_start, m.stop - self.epoch_start)) for m in mine]
@@ -258,4 +269,4 @@ class StepReader(IterableDataset[Any]):
             samples = [one for one in samples if one is not LEFT_OUT]
             if not samples:
                 return None
-        return join(samples, self.collate, where)
+        return join_samples(samples, self.collate, where)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from shoal.data.loading.dataset_kind import Collate, join
+from shoal.data.loading.dataset_kind import Collate, join_samples
 from shoal.data.loading.sample_order import samples_at
-from shoal.data.loading.sample_seeds import Draws, draws_nothing
+from shoal.data.loading.sample_seeds import DrawSeeder, draws_nothing
 
 if TYPE_CHECKING:
-    from shoal.data.loading.read_retries import Misread
+    from shoal.data.loading.read_retries import UnreadableSample
 
 Span = tuple[int, int]
 """Stream positions of one micro-batch: start, stop."""
@@ -31,7 +31,7 @@ BLOCK = 8192
 """Positions looked up at a time: 0.4 ms for 8192, 0.06 ms for 8."""
 
 
-class NotUniform(Exception):
+class NonUniformSamplesError(Exception):
     """Samples that differ in kind or dtype, or whose kind only torch can join."""
 
 
@@ -42,7 +42,8 @@ def join_uniform(samples: Sequence[Any]) -> Any:
     kind and dtype in all samples. Otherwise torch promotes dtypes by all samples that it joins.
 
     Raises:
-        NotUniform: the samples differ in kind or dtype; torch's own error if shapes differ.
+        NonUniformSamplesError: the samples differ in kind or dtype; torch's own error if shapes
+        differ.
     """
     first = samples[0]
     kind = type(first)
@@ -50,14 +51,14 @@ def join_uniform(samples: Sequence[Any]) -> Any:
         stacked = _stacked(samples)
         if type(stacked) is torch.Tensor:  # one of another kind gives its own
             return stacked
-        raise NotUniform
+        raise NonUniformSamplesError
     if len(set(map(type, samples))) > 1:
-        raise NotUniform
+        raise NonUniformSamplesError
     if kind is tuple or kind is list:
         return [join_uniform(column) for column in zip(*samples, strict=True)]
     if kind is dict:
         if any(sample.keys() != first.keys() for sample in samples):
-            raise NotUniform
+            raise NonUniformSamplesError
         return {key: join_uniform([sample[key] for sample in samples]) for key in first}
     if kind is np.ndarray and first.dtype.kind in "biufc":
         return _stacked([torch.as_tensor(sample) for sample in samples])
@@ -65,13 +66,13 @@ def join_uniform(samples: Sequence[Any]) -> Any:
         return samples  # torch joins no texts
     if kind in (int, float, bool):
         return torch.tensor(samples, dtype=torch.float64 if kind is float else None)
-    raise NotUniform
+    raise NonUniformSamplesError
 
 
 def _stacked(tensors: Sequence[Any]) -> Any:
     """Stack tensors of one dtype, in a worker into shared memory."""
     if len(set(map(_dtype, tensors))) > 1 or tensors[0].layout is not torch.strided:
-        raise NotUniform
+        raise NonUniformSamplesError
     # Here at once, 5 µs sooner than by way of what torch looks up for each kind.
     return (
         torch.stack(list(tensors)) if get_worker_info() is None else default_collate(list(tensors))
@@ -82,7 +83,7 @@ _dtype = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
-class Joined:
+class FetchedMicroBatches:
     """Micro-batches from a fetcher: one value for all, or a list of values.
 
     Attributes:
@@ -94,7 +95,7 @@ class Joined:
 
     value: Any
     sizes: list[int] | None = None
-    misread: tuple[Misread, ...] = ()
+    misread: tuple[UnreadableSample, ...] = ()
 
     def micro_batches(self) -> list[Any]:
         """Return the joined samples of each micro-batch; tensors are views of the received ones."""
@@ -142,9 +143,9 @@ class Fetcher:
         self._is_quiet = draws_nothing(dataset)
         self._order = order
         self._whole_index = getattr(dataset, "whole_index", None)
-        self._draws = Draws()
+        self._draws = DrawSeeder()
         self.mark: Callable[[int], None] | None = None
-        self.misread: list[Misread] = []
+        self.misread: list[UnreadableSample] = []
         self._block_start = 0
         self._block: tuple[int, ...] = ()
 
@@ -169,7 +170,7 @@ class Fetcher:
         ids, whole = self.ids(start, stop), self._whole_index
         return ids if whole is None else tuple(int(whole(index)) for index in ids)
 
-    def ids_of(self, spans: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
+    def own_ids_of_spans(self, spans: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
         """Return `own_ids` of some micro-batches of one step."""
         if not spans or self._whole_index is not None:
             return tuple(self.own_ids(*span) for span in spans)
@@ -177,13 +178,13 @@ class Fetcher:
         block, front = self._block, self._block_start  # which has all of them now
         return tuple([block[start - front : stop - front] for start, stop in spans])
 
-    def values(self, spans: Sequence[Span]) -> Joined:
+    def values(self, spans: Sequence[Span]) -> FetchedMicroBatches:
         """Load and join the samples of some micro-batches, each (start, stop) in the stream."""
         if self._is_quiet and self.collate is None:
             return self._joined(spans)
-        return self._draws.during(lambda: self._joined(spans))
+        return self._draws.run(lambda: self._joined(spans))
 
-    def _joined(self, spans: Sequence[Span]) -> Joined:
+    def _joined(self, spans: Sequence[Span]) -> FetchedMicroBatches:
         self.misread = []
         sizes = [stop - start for start, stop in spans]
         first, last = spans[0][0], spans[-1][1]
@@ -192,23 +193,25 @@ class Fetcher:
         else:  # other ranks have what lies between
             samples = [sample for span in spans for sample in self._samples(*span)]
         if self.misread:
-            from shoal.data.loading.read_retries import without_lost
+            from shoal.data.loading.read_retries import drop_unreadable
 
-            samples, sizes = without_lost(samples, sizes)
+            samples, sizes = drop_unreadable(samples, sizes)
         misread = tuple(self.misread)
         if self.collate is None and samples:
             try:
-                return Joined(join_uniform(samples), sizes, misread)
+                return FetchedMicroBatches(join_uniform(samples), sizes, misread)
             except Exception:  # told below, of the micro-batch
                 pass
         parts, own = iter(samples), zip(spans, sizes, strict=True)
         values = [self._join(*span, [*islice(parts, n)]) if n else None for span, n in own]
-        return Joined(values, None, misread)
+        return FetchedMicroBatches(values, None, misread)
 
     def _join(self, start: int, stop: int, samples: list[Any]) -> Any:
         self._draws.seed(self.seed, "collate", start)
         epoch = start // self.samples
-        return join(samples, self.collate, f"positions {start} … {stop - 1} (epoch {epoch})")
+        return join_samples(
+            samples, self.collate, f"positions {start} … {stop - 1} (epoch {epoch})"
+        )
 
     def _samples(self, start: int, stop: int) -> list[Any]:
         epoch, dataset, mark = start // self.samples, self.dataset, self.mark
@@ -225,9 +228,9 @@ class Fetcher:
             return [dataset[self._seeded(index, epoch)] for index in places]
         except Exception as error:
             place = stop - 1 - length_hint(places)
-            from shoal.data.loading.read_retries import read_again
+            from shoal.data.loading.read_retries import retry_positions
 
-            return read_again(self, start, stop, place, error)
+            return retry_positions(self, start, stop, place, error)
 
     def one(self, index: int, epoch: int) -> Any:
         """Load a sample, with its own seed."""

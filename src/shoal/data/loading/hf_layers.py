@@ -13,7 +13,7 @@ def is_streaming(dataset: Any) -> bool:
     return library is not None and isinstance(dataset, library.IterableDataset)
 
 
-def layers(dataset: Any) -> Iterator[Any]:
+def iter_layers(dataset: Any) -> Iterator[Any]:
     """Yield the wrapped layers of a streaming dataset, the outermost first."""
     waiting = [dataset._ex_iterable]
     while waiting:
@@ -23,12 +23,12 @@ def layers(dataset: Any) -> Iterator[Any]:
         waiting += [below] if below is not None else getattr(layer, "ex_iterables", [])
 
 
-def shuffle_buffer(dataset: Any) -> int:
+def shuffle_buffer_samples(dataset: Any) -> int:
     """Return the samples of the dataset's largest shuffle buffer; 0 if it has none."""
-    return max((buffer_of(layer) for layer in layers(dataset)), default=0)
+    return max((layer_buffer_samples(layer) for layer in iter_layers(dataset)), default=0)
 
 
-def buffer_of(layer: Any) -> int:
+def layer_buffer_samples(layer: Any) -> int:
     """Return the samples of a shuffle-buffer layer; 0 for other layers."""
     name = type(layer).__name__
     return int(layer.buffer_size) if name == "BufferShuffledExamplesIterable" else 0

@@ -22,7 +22,7 @@ from shoal.data.loading.dataset_kind import Collate
 from shoal.data.loading.epoch_reader import ReadStep, StepReader, is_resumable
 from shoal.data.loading.loader import check_numbers
 from shoal.data.loading.step_samples import StepBatch
-from shoal.data.loading.worker_pool import Failure, from_workers
+from shoal.data.loading.worker_pool import WorkerFailure, fetch_in_workers
 
 
 class IterableLoader:
@@ -153,7 +153,7 @@ class IterableLoader:
                 self._end_epoch()
             batch = read.batch
             if read.misread:
-                batch = self._without_lost(read)
+                batch = self._drop_unreadable(read)
             yield replace(batch, after=self.state(), stream=id(self))
             if self._moves != moves or read.ended:
                 return
@@ -165,15 +165,15 @@ class IterableLoader:
                 f"{self.epoch}{why if self.epoch else ''}"
             )
 
-    def _without_lost(self, read: ReadStep) -> StepBatch:
+    def _drop_unreadable(self, read: ReadStep) -> StepBatch:
         """Return a step without unreadable samples; micro-batches that lost all are dropped."""
-        from shoal.data.loading.read_retries import told_and_lost, what_is_left
+        from shoal.data.loading.read_retries import remaining_micro_batches, report_retried
 
         batch = read.batch
-        lost = told_and_lost(read.misread, self._read_again, self.tell)
+        lost = report_retried(read.misread, self._read_again, self.tell)
         self._read_again += len(read.misread) - len(lost)
         places = [one.positions for one in batch.micro_batches]
-        kept, ids = what_is_left(lost, places, batch.micro_batches, batch.sample_ids)
+        kept, ids = remaining_micro_batches(lost, places, batch.micro_batches, batch.sample_ids)
         return replace(batch, micro_batches=tuple(kept), sample_ids=ids, left_out=lost)
 
     def _end_epoch(self) -> None:
@@ -203,16 +203,16 @@ class IterableLoader:
 def _read_steps(reader: StepReader, workers: int) -> Iterator[ReadStep]:
     """Yield read steps without a reference to the loader: a cycle would delay the worker's end."""
     if workers:
-        yield from from_workers(reader, None, 1, 2)
+        yield from fetch_in_workers(reader, None, 1, 2)
         return
     for read in reader:
-        if isinstance(read, Failure):
+        if isinstance(read, WorkerFailure):
             read.raise_again()
         else:
             yield read
 
 
-def whole_line(iterable: Any, degree: int) -> str:
+def full_read_warning(iterable: Any, degree: int) -> str:
     """Return the warning that every rank reads the whole iterable; "" on one rank."""
     if degree < 2:
         return ""

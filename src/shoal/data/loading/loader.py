@@ -15,13 +15,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.base.plans.batches import own_spans, step_stop, steps_per_epoch
+from shoal.base.plans.batches import rank_spans, step_end, steps_per_epoch
 from shoal.data.loading.dataset_kind import Collate, digest_of
-from shoal.data.loading.fetch import Fetcher, Joined, Span
+from shoal.data.loading.fetch import FetchedMicroBatches, Fetcher, Span
 from shoal.data.loading.step_samples import LoadedMicroBatch, StepBatch
 
 if TYPE_CHECKING:
-    from shoal.data.loading.read_retries import Misread
+    from shoal.data.loading.read_retries import UnreadableSample
 
 MESSAGE = 8
 """Most micro-batches fetched and joined at a time; the cost of a message is per tensor."""
@@ -108,7 +108,7 @@ class Loader:
         self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate, order)
         self.tell: Callable[[str], None] | None = None
         self.leaves_out = False
-        self._misread: list[Misread] = []
+        self._misread: list[UnreadableSample] = []
         self._read_again = 0
         self._moves = 0
         self.left_out: list[Span] = []
@@ -141,12 +141,12 @@ class Loader:
         dealt = {"turn": self.turn} if self._deal else {}
         return {"position": position, "samples": self.samples, **dealt, **left}
 
-    def leave_out(self, start: int, stop: int) -> None:
+    def skip_samples(self, start: int, stop: int) -> None:
         """Skip the samples at stream positions start … stop − 1 from now on."""
         self.left_out.append((start, stop))
         self._moves += 1
 
-    def _past(self, position: int) -> int:
+    def _next_kept_position(self, position: int) -> int:
         """Return the next stream position that is not left out."""
         while beyond := [stop for start, stop in self.left_out if start <= position < stop]:
             position = max(beyond)
@@ -171,7 +171,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the steps from `position` to the end of its epoch."""
-        self._position = self._past(self._position)
+        self._position = self._next_kept_position(self._position)
         return self._batches(self._steps)
 
     def over(self, steps: Sequence[Span]) -> Iterator[StepBatch]:
@@ -195,11 +195,11 @@ class Loader:
         finally:
             self.under_way = False
 
-    def _probe(self, position: int, fetched: Iterator[Joined]) -> tuple[Any, ...]:
+    def _probe(self, position: int, fetched: Iterator[FetchedMicroBatches]) -> tuple[Any, ...]:
         """Return texts on the dataset that ranks compare: a common sample, and if it repeats."""
         self._probed = True
         sample, again = self._values([(position, position + 1)] * 2, fetched)
-        if lost := self._lost():
+        if lost := self._take_unreadable():
             raise ClusterError(f"{lost[0].text}; ranks compare their data by it")
         number = self._fetcher.own_ids(position, position + 1)[0]
         seen = digest_of(sample)
@@ -207,20 +207,20 @@ class Loader:
         return f"{self.samples} samples", f"sample {number}: {told}"
 
     def _step(
-        self, start: int, stop: int, fetched: Iterator[Joined], probe: tuple[Any, ...]
+        self, start: int, stop: int, fetched: Iterator[FetchedMicroBatches], probe: tuple[Any, ...]
     ) -> StepBatch:
-        spans = self._own(start, stop)
+        spans = self._own_spans(start, stop)
         values = self._values(spans, fetched)
         total = -(-(stop - start) // self.micro_batch)
         numbers = range(self.rank, total, self.degree) if spans else ()
         own = zip(numbers, spans, values, strict=True)
         micro_batches = [LoadedMicroBatch(n, first, end, value) for n, (first, end), value in own]
-        ids = self._fetcher.ids_of(spans)
-        if lost := self._lost():
-            from shoal.data.loading.read_retries import what_is_left
+        ids = self._fetcher.own_ids_of_spans(spans)
+        if lost := self._take_unreadable():
+            from shoal.data.loading.read_retries import remaining_micro_batches
 
             places = [one.positions for one in micro_batches]
-            micro_batches, ids = what_is_left(lost, places, micro_batches, ids)
+            micro_batches, ids = remaining_micro_batches(lost, places, micro_batches, ids)
         return StepBatch(
             micro_batches=tuple(micro_batches),
             position=start,
@@ -234,11 +234,11 @@ class Loader:
             probe=probe,
         )
 
-    def _own(self, start: int, stop: int) -> list[Span]:
+    def _own_spans(self, start: int, stop: int) -> list[Span]:
         """Return this rank's micro-batches of a step."""
-        return own_spans(start, stop, self.micro_batch, self.rank, self.degree)
+        return rank_spans(start, stop, self.micro_batch, self.rank, self.degree)
 
-    def _values(self, spans: list[Span], fetched: Iterator[Joined]) -> list[Any]:
+    def _values(self, spans: list[Span], fetched: Iterator[FetchedMicroBatches]) -> list[Any]:
         """Return the joined samples of some own micro-batches, from workers or loaded here."""
         if not self.workers:
             fetched = iter([self._fetcher.values(spans)] if spans else [])
@@ -249,14 +249,14 @@ class Loader:
             self._misread += joined.misread
         return values
 
-    def _lost(self) -> tuple[Misread, ...]:
+    def _take_unreadable(self) -> tuple[UnreadableSample, ...]:
         """Return the samples that no retry could read; report the others that were retried."""
         if not self._misread:
             return ()
-        from shoal.data.loading.read_retries import told_and_lost
+        from shoal.data.loading.read_retries import report_retried
 
         misread, self._misread = self._misread, []
-        lost = told_and_lost(misread, self._read_again, self.tell)
+        lost = report_retried(misread, self._read_again, self.tell)
         self._read_again += len(misread) - len(lost)
         return lost
 
@@ -265,15 +265,15 @@ class Loader:
         position = self._position
         end = (position // self.samples + 1) * self.samples
         while position < end:
-            stop = step_stop(position, self.samples, self.batch)
+            stop = step_end(position, self.samples, self.batch)
             yield position, stop
-            position = self._past(stop)
+            position = self._next_kept_position(stop)
 
-    def _from_workers(self, steps: Iterator[Span], first: int) -> Iterator[Joined]:
+    def _from_workers(self, steps: Iterator[Span], first: int) -> Iterator[FetchedMicroBatches]:
         """Yield the workers' messages: first that for `_probe`, then own micro-batches."""
         from shoal.data.loading.worker_pool import (  # torch's, which one may do without
             FetcherView,
-            from_workers,
+            fetch_in_workers,
             warn,
         )
 
@@ -281,10 +281,10 @@ class Loader:
         per_step = -(-self.batch // (self.micro_batch * self.degree * MESSAGE))
         ahead = max(2, -(-per_step // self.workers))
         view = FetcherView(self._fetcher, self.workers)
-        return from_workers(view, spans, self.workers, ahead, self.tell or warn)
+        return fetch_in_workers(view, spans, self.workers, ahead, self.tell or warn)
 
     def _messages(self, steps: Iterator[Span]) -> Iterator[list[Span]]:
         """Yield spans of this rank's micro-batches; those of one message are of one step."""
         for step in steps:
-            own = self._own(*step)
+            own = self._own_spans(*step)
             yield from (own[at : at + MESSAGE] for at in range(0, len(own), MESSAGE))

@@ -15,7 +15,7 @@ from itertools import compress, islice
 from typing import Any, Protocol, TypeVar
 
 from shoal.base.errors import ShoalError
-from shoal.data.loading.dataset_kind import load_error, may_pass
+from shoal.data.loading.dataset_kind import is_transient, load_error
 
 T = TypeVar("T")
 PAUSES_S = (0.1, 0.5, 2.0)
@@ -25,7 +25,7 @@ LEFT_OUT = object()
 
 
 @dataclass(frozen=True)
-class Misread:
+class UnreadableSample:
     """A sample whose first read failed.
 
     Attributes:
@@ -51,13 +51,13 @@ class Misread:
         return f"{where}: {self.error}"
 
 
-class Reads(Protocol):
+class SampleFetcher(Protocol):
     """Interface of a fetcher (`fetch.py`) for retries."""
 
     samples: int
     leaves_out: bool
     mark: Callable[[int], None] | None
-    misread: list[Misread]
+    misread: list[UnreadableSample]
 
     def ids(self, start: int, stop: int) -> Sequence[int]:
         """Return the dataset indices of stream positions."""
@@ -69,7 +69,7 @@ class Reads(Protocol):
         """Load a sample, with its own seed."""
 
 
-def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -> T:
+def read_with_retries(read: Callable[[], T], failed: Callable[[Exception], None]) -> T:
     """Return the result of `read`, after up to four tries with pauses between.
 
     A slow file system must not end a run of days.
@@ -85,7 +85,7 @@ def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -
             return read()
         except Exception as error:
             failed(error)
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
         time.sleep(pause_s)
     try:
@@ -95,7 +95,9 @@ def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -
         raise
 
 
-def read_again(fetcher: Reads, start: int, stop: int, at: int, first: Exception) -> list[Any]:
+def retry_positions(
+    fetcher: SampleFetcher, start: int, stop: int, at: int, first: Exception
+) -> list[Any]:
     """Read positions start … stop − 1 one by one, each with its own seed, some in a retry.
 
     Args:
@@ -104,7 +106,7 @@ def read_again(fetcher: Reads, start: int, stop: int, at: int, first: Exception)
     Raises:
         UserError: as the fetcher, in whose `misread` failed reads are recorded.
     """
-    if not may_pass(first):
+    if not is_transient(first):
         raise _failed(fetcher, at, first) from first
     epoch, found = start // fetcher.samples, []
     for place, index in enumerate(fetcher.ids(start, stop), start):
@@ -112,9 +114,9 @@ def read_again(fetcher: Reads, start: int, stop: int, at: int, first: Exception)
             fetcher.mark(place)
         failed = [first] if place == at else []
         try:
-            sample = read_patiently(partial(fetcher.one, index, epoch), failed.append)
+            sample = read_with_retries(partial(fetcher.one, index, epoch), failed.append)
         except Exception as error:
-            if not (fetcher.leaves_out and may_pass(error)):
+            if not (fetcher.leaves_out and is_transient(error)):
                 raise _failed(fetcher, place, error) from error
             sample = LEFT_OUT
         found.append(sample)
@@ -122,17 +124,17 @@ def read_again(fetcher: Reads, start: int, stop: int, at: int, first: Exception)
             (known,) = fetcher.own_ids(place, place + 1)
             said = f"{type(failed[-1]).__name__}: {failed[-1]}"
             gone = sample is LEFT_OUT
-            fetcher.misread.append(Misread(known, place, epoch, len(failed), said, gone))
+            fetcher.misread.append(UnreadableSample(known, place, epoch, len(failed), said, gone))
     return found
 
 
-def _failed(fetcher: Reads, place: int, error: Exception) -> ShoalError:
+def _failed(fetcher: SampleFetcher, place: int, error: Exception) -> ShoalError:
     (known,) = fetcher.own_ids(place, place + 1)
     epoch = place // fetcher.samples
     return load_error(f"data.source: sample {known} (epoch {epoch}, position {place})", error)
 
 
-def without_lost(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[int]]:
+def drop_unreadable(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[int]]:
     """Return samples and micro-batch sizes without those that were left out."""
     parts = iter(samples)
     left = [[s for s in islice(parts, size) if s is not LEFT_OUT] for size in sizes]
@@ -140,7 +142,7 @@ def without_lost(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[
 
 
 @dataclass(frozen=True)
-class Late:
+class LateSample:
     """A stream's sample whose first read failed, in place of the sample.
 
     Attributes:
@@ -154,14 +156,14 @@ class Late:
     error: str
 
 
-class ReadsStream(Protocol):
+class StreamReader(Protocol):
     """Interface of a reader of streams (`shard_reader.py`, `epoch_reader.py`) for retries."""
 
     leaves_out: bool
     known: tuple[int, Any]
     end: Any
 
-    def stand(self, at: int) -> None:
+    def seek(self, at: int) -> None:
         """Restart from the last known place, and go to sample `at`."""
 
     def stands(self) -> int:
@@ -170,17 +172,17 @@ class ReadsStream(Protocol):
     def once(self) -> Any:
         """Read the next sample, or END, in one try."""
 
-    def place(self) -> Any:
+    def state_text(self) -> Any:
         """Return the place in its own state; None if the state is not exact."""
 
-    def pass_over(self, place: Any) -> None:
+    def skip_to(self, place: Any) -> None:
         """Go to a place that is one sample further."""
 
-    def failed(self, error: Exception, why: str) -> ShoalError:
+    def read_error(self, error: Exception, why: str) -> ShoalError:
         """Return the one-line error for an unreadable sample that cannot be left out."""
 
 
-def pull_again(reader: ReadsStream, where: str, first: Exception) -> Any:
+def retry_next_sample(reader: StreamReader, where: str, first: Exception) -> Any:
     """Read a stream's next sample in a retry; if all fail, skip it.
 
     A stream has no index: it is restarted from its last known place and read up to the sample. If
@@ -198,39 +200,39 @@ def pull_again(reader: ReadsStream, where: str, first: Exception) -> Any:
     at, failed, before = reader.stands(), [first], [None]
 
     def again() -> Any:
-        reader.stand(at)
+        reader.seek(at)
         known, place = reader.known
         if known < at or place is None:  # a restored place is valid once the reader has moved
-            place = copy.deepcopy(reader.place())
+            place = copy.deepcopy(reader.state_text())
         before[:] = [place]
         return reader.once()
 
     try:
-        sample = read_patiently(again, failed.append)
+        sample = read_with_retries(again, failed.append)
     except Exception as error:
-        if not (reader.leaves_out and may_pass(error)):
-            raise reader.failed(error, "") from error
-        place = reader.place()
+        if not (reader.leaves_out and is_transient(error)):
+            raise reader.read_error(error, "") from error
+        place = reader.state_text()
         if reader.stands() != at or place is None or place == before[0]:
             why = "; the stream does not say where it goes on behind it, so it is not left out"
-            raise reader.failed(error, why) from error
-        reader.pass_over(place)
+            raise reader.read_error(error, why) from error
+        reader.skip_to(place)
         sample = LEFT_OUT
     said = f"{where}: {type(failed[-1]).__name__}: {failed[-1]}"
-    return sample if sample is reader.end else Late(sample, len(failed), said)
+    return sample if sample is reader.end else LateSample(sample, len(failed), said)
 
 
-def told_apart(samples: list[Any]) -> tuple[list[Any], list[tuple[int, int, str, bool]]]:
+def split_late_samples(samples: list[Any]) -> tuple[list[Any], list[tuple[int, int, str, bool]]]:
     """Split samples into readable ones and (place, failures, error, left out) of late ones."""
-    late = [(place, one) for place, one in enumerate(samples) if isinstance(one, Late)]
+    late = [(place, one) for place, one in enumerate(samples) if isinstance(one, LateSample)]
     told = [(at, one.failures, one.error, one.sample is LEFT_OUT) for at, one in late]
-    read = [one.sample if isinstance(one, Late) else one for one in samples]
+    read = [one.sample if isinstance(one, LateSample) else one for one in samples]
     return [one for one in read if one is not LEFT_OUT], told
 
 
-def told_and_lost(
-    misread: Sequence[Misread], before: int, tell: Callable[[str], None] | None
-) -> tuple[Misread, ...]:
+def report_retried(
+    misread: Sequence[UnreadableSample], before: int, tell: Callable[[str], None] | None
+) -> tuple[UnreadableSample, ...]:
     """Report samples that a retry could read, and return those that none could.
 
     Args:
@@ -246,8 +248,8 @@ def told_and_lost(
     return tuple(one for one in misread if one.left_out)
 
 
-def what_is_left(
-    lost: Sequence[Misread],
+def remaining_micro_batches(
+    lost: Sequence[UnreadableSample],
     positions: Sequence[Iterable[int]],
     micro_batches: Sequence[T],
     ids: Sequence[tuple[int, ...]],

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shoal.base.errors import ConfigError
-from shoal.data.loading.dataset_kind import Collate, is_indexed, join
-from shoal.data.loading.sample_seeds import kept_draws
+from shoal.data.loading.dataset_kind import Collate, is_indexed, join_samples
+from shoal.data.loading.sample_seeds import preserved_rng
 
 
 def sample_kind(dataset: Any) -> str:
@@ -28,7 +28,7 @@ def sample_kind(dataset: Any) -> str:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return "tokens"
     try:
-        with kept_draws():
+        with preserved_rng():
             first = dataset[0]
         inputs = torch.as_tensor(first[0] if isinstance(first, tuple | list) else first)
     except Exception:
@@ -45,9 +45,10 @@ def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
         data: map-style, or an iterable with `state_dict()`.
 
     Raises:
-        ConfigError: the iterable cannot be reset; also the errors of `join` and of the dataset.
+        ConfigError: the iterable cannot be reset; also the errors of `join_samples` and of the
+        dataset.
     """
-    with kept_draws():
+    with preserved_rng():
         if is_indexed(data):
             samples = [data[place] for place in range(min(count, len(data)))]
         elif hasattr(data, "state_dict"):
@@ -61,4 +62,4 @@ def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
                 "data.source: can only be iterated, so no sample can be looked at without taking "
                 "it; try: a dataset with __getitem__ and __len__, or with state_dict()"
             )
-    return join(samples, collate, "the first samples")
+    return join_samples(samples, collate, "the first samples")

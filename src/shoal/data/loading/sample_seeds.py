@@ -4,8 +4,8 @@ A dataset that augments draws from the generators of `random`, `numpy.random` an
 Before item i of epoch e they are seeded by (seed, e, i), before joining a micro-batch by (seed, its
 start in the stream), and afterwards they are restored. So neither the layout, nor the number of
 workers, nor the model's own draws change an image's crop. Seeding all three takes 25 µs, more than
-most samples. `Draws` therefore seeds only the generators that a dataset uses, and checks after each
-step whether another one has advanced.
+most samples. `DrawSeeder` therefore seeds only the generators that a dataset uses, and checks after
+each step whether another one has advanced.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import torch
 T = TypeVar("T")
 
 
-class Generator(Protocol):
+class GeneratorState(Protocol):
     """Interface of one of a process's own random generators."""
 
     def state(self) -> Hashable:
         """Return the generator's state: equal states draw equal numbers."""
 
-    def put_back(self, state: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore a state that `state` returned."""
 
     def seed(self, digest: bytes) -> None:
         """Seed the generator from 8 bytes alone."""
 
 
-def _seen_at(address: int) -> Any:
+def _twister_view(address: int) -> Any:
     """Return a view of a Mersenne Twister's words and place in memory; `.raw` are its bytes now."""
     return (ctypes.c_char * PythonGenerator.SIZE).from_address(address)
 
@@ -58,7 +58,7 @@ class PythonGenerator:
         is_ours = type(self._twister) is random.Random and self._twister.__sizeof__() >= self.SIZE
         self._seen: Any = None
         if is_ours:
-            self._seen = _seen_at(id(self._twister) + object.__basicsize__)
+            self._seen = _twister_view(id(self._twister) + object.__basicsize__)
         self._is_raw = is_ours and struct.unpack("i624I", self._seen.raw) == (place, *words)
 
     def state(self) -> Hashable:
@@ -67,7 +67,7 @@ class PythonGenerator:
             return self._seen.raw, self._twister.gauss_next
         return random.getstate()
 
-    def put_back(self, state: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore a state that `state` returned."""
         if self._is_raw:
             (raw, left), version = state, random.Random.VERSION
@@ -81,16 +81,16 @@ class PythonGenerator:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _NumpyState:
     """State of numpy's generator, compared by its text."""
 
     text: str
     state: Any = field(compare=False)
 
     @staticmethod
-    def of_numpy() -> _Whole:
+    def of_numpy() -> _NumpyState:
         state = np.random.get_state(legacy=False)
-        return _Whole(repr(state), state)
+        return _NumpyState(repr(state), state)
 
 
 class NumpyGenerator:
@@ -112,17 +112,17 @@ class NumpyGenerator:
         bits: Any = np.random.mtrand._rand._bit_generator
         if bits is not self._bits:
             if type(bits) is not np.random.MT19937:
-                return _Whole.of_numpy()
-            self._bits, self._seen = bits, _seen_at(bits.ctypes.state_address)
+                return _NumpyState.of_numpy()
+            self._bits, self._seen = bits, _twister_view(bits.ctypes.state_address)
         raw: bytes = self._seen.raw
         if raw != self._known:
             # Whoever leaves a normal number has moved the twister.
             self._known, self._is_all = raw, not np.random.get_state(legacy=False)["has_gauss"]
-        return raw if self._is_all else _Whole.of_numpy()
+        return raw if self._is_all else _NumpyState.of_numpy()
 
-    def put_back(self, state: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore a state that `state` returned."""
-        if isinstance(state, _Whole):
+        if isinstance(state, _NumpyState):
             np.random.set_state(state.state)
             return
         words, place = (
@@ -143,7 +143,7 @@ class TorchGenerator:
         """Return its 5,056 bytes; `torch.get_rng_state` takes 2 µs more for the same."""
         return torch.default_generator.get_state().numpy().tobytes()
 
-    def put_back(self, state: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore a state as `torch.set_rng_state`."""
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
@@ -152,11 +152,11 @@ class TorchGenerator:
         torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
 
 
-GENERATORS: tuple[Generator, ...] = (PythonGenerator(), NumpyGenerator(), TorchGenerator())
+GENERATORS: tuple[GeneratorState, ...] = (PythonGenerator(), NumpyGenerator(), TorchGenerator())
 STATES = tuple(generator.state for generator in GENERATORS)
 
 
-def seed_draws(*key: object, generators: tuple[Generator, ...] = GENERATORS) -> None:
+def seed_draws(*key: object, generators: tuple[GeneratorState, ...] = GENERATORS) -> None:
     """Seed `random`, `numpy.random` and torch's CPU generator from `key` (its text, hashed)."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     for generator in generators:
@@ -164,20 +164,20 @@ def seed_draws(*key: object, generators: tuple[Generator, ...] = GENERATORS) -> 
 
 
 @contextmanager
-def kept_draws() -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """Restore `random`, `numpy.random` and torch's CPU generator after the `with` block."""
     before = [generator.state() for generator in GENERATORS]
     try:
         yield
     finally:
         for generator, state in zip(GENERATORS, before, strict=True):
-            generator.put_back(state)
+            generator.restore(state)
 
 
 @contextmanager
-def seeded_draws(*key: object) -> Iterator[None]:
+def seeded_rng(*key: object) -> Iterator[None]:
     """Seed draws inside by `key` alone; restore the generators afterwards."""
-    with kept_draws():
+    with preserved_rng():
         seed_draws(*key)
         yield
 
@@ -187,11 +187,11 @@ def draws_nothing(dataset: object) -> bool:
     return bool(getattr(dataset, "draws_nothing", False))
 
 
-class _Moved(BaseException):
+class _GeneratorAdvanced(BaseException):
     """Signal that an unseeded generator advanced; no error of the work itself."""
 
 
-class Draws:
+class DrawSeeder:
     """Seeds for the generators that a dataset uses, and a watch on the others.
 
         draws.during(work)      `work` calls draws.seed(key) before each thing that may draw
@@ -206,7 +206,7 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._drawn: tuple[Generator, ...] = ()
+        self._drawn: tuple[GeneratorState, ...] = ()
         self._before: list[Hashable] = []
         self._seeds = 0
 
@@ -218,38 +218,38 @@ class Draws:
     def seed(self, *key: object) -> None:
         """Seed draws by `key` alone, until the next call."""
         self._seeds += 1
-        if self._seeds == 2 and self._moved():
-            raise _Moved
+        if self._seeds == 2 and self._advanced_generators():
+            raise _GeneratorAdvanced
         if self._drawn:
             seed_draws(*key, generators=self._drawn)
 
-    def during(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Run `work` and return its result, with the generators restored afterwards."""
         self._before = [state() for state in STATES]
         try:
             while True:
                 try:
                     result = work()
-                except _Moved:
+                except _GeneratorAdvanced:
                     pass
                 except Exception:
-                    if not self._moved():
+                    if not self._advanced_generators():
                         raise
                 else:
-                    if not self._moved():
+                    if not self._advanced_generators():
                         return result
-                self._drawn += self._moved()
+                self._drawn += self._advanced_generators()
         finally:
             if self._drawn:
                 for generator, before in zip(GENERATORS, self._before, strict=True):
                     if generator in self._drawn:
-                        generator.put_back(before)
+                        generator.restore(before)
 
-    def _moved(self) -> tuple[Generator, ...]:
+    def _advanced_generators(self) -> tuple[GeneratorState, ...]:
         """Return the unseeded generators that have advanced."""
         if not self._drawn and [state() for state in STATES] == self._before:
             return ()
-        moved: tuple[Generator, ...] = ()
+        moved: tuple[GeneratorState, ...] = ()
         for generator, state in zip(GENERATORS, self._before, strict=True):
             if generator not in self._drawn and generator.state() != state:
                 moved += (generator,)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.data.loading.read_retries import Misread
+    from shoal.data.loading.read_retries import UnreadableSample
 
 
 @dataclass(slots=True)  # frozen, eight of them take three times as long
@@ -72,7 +72,7 @@ class StepBatch:
     stream: int = 0
     probe: tuple[Any, ...] = ()
     by_rank: tuple[int, ...] = ()
-    left_out: tuple[Misread, ...] = ()
+    left_out: tuple[UnreadableSample, ...] = ()
 
     @property
     def values(self) -> list[Any]:

@@ -1,6 +1,6 @@
 """Mixture of datasets by weight: the source of sample p is computed from p alone.
 
-    weights 0.7, 0.3      round of 10:  a b a a a b a a b a     (as `turns` deals them)
+    weights 0.7, 0.3      round of 10:  a b a a a b a a b a     (as `deal_round` deals them)
     position p ──> round p // 10, turn p mod 10 ──> source s, and that it is s's k-th sample so far
     s, k ──sample_order.py──> epoch k // n_s of s alone, a permutation of k mod n_s
 
@@ -27,7 +27,7 @@ from shoal.data.loading.sample_order import permute
 from shoal.data.loading.sample_seeds import draws_nothing
 
 
-def turns(parts: Sequence[int]) -> list[int]:
+def deal_round(parts: Sequence[int]) -> list[int]:
     """Return the source of each of sum(parts) samples of one round, parts[s] of them from s.
 
     >>> turns([7, 3])
@@ -52,8 +52,8 @@ def turns(parts: Sequence[int]) -> list[int]:
     return dealt
 
 
-class Mixture(Dataset[Any]):
-    """Datasets by weight: `Mixture(datasets, parts)`, parts[s] samples of datasets[s] a round.
+class WeightedMixture(Dataset[Any]):
+    """Dataset of parts[s] samples of datasets[s] a round: `WeightedMixture(datasets, parts)`.
 
     `len()` is an epoch: the samples before the first dataset would repeat. Indices run over all
     datasets, concatenated; `stream_order` maps position p to an index for the loader.
@@ -65,7 +65,7 @@ class Mixture(Dataset[Any]):
         self.sizes = [len(dataset) for dataset in self.datasets]
         self.firsts = list(itertools.accumulate(self.sizes, initial=0))
         self.draws_nothing = all(draws_nothing(dataset) for dataset in self.datasets)
-        self._turns = np.array(turns(parts), dtype=np.int64)
+        self._turns = np.array(deal_round(parts), dtype=np.int64)
         self._had = np.zeros(len(self._turns), dtype=np.int64)
         ends = []
         for source, (size, part) in enumerate(zip(self.sizes, self.parts, strict=True)):

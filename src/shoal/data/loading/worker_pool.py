@@ -43,7 +43,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """An error from a worker process: its one line, and the traceback there.
 
     Attributes:
@@ -55,10 +55,10 @@ class Failure:
     transient: bool = False
 
     @staticmethod
-    def of(error: ShoalError) -> Failure:
+    def of(error: ShoalError) -> WorkerFailure:
         """Pack an error; exceptions themselves lose their notes between processes."""
         notes = tuple(getattr(error, "__notes__", ()))
-        return Failure(str(error), notes, isinstance(error, ClusterError))
+        return WorkerFailure(str(error), notes, isinstance(error, ClusterError))
 
     def raise_again(self) -> None:
         """Raise UserError or ClusterError, as it was raised in the worker."""
@@ -88,7 +88,7 @@ class FetcherView(Dataset[Any]):
         try:
             return fetcher.values(spans)
         except (UserError, ClusterError) as error:
-            return Failure.of(error)
+            return WorkerFailure.of(error)
         finally:
             if fetcher.mark is not None:
                 fetcher.mark(NOTHING)
@@ -102,7 +102,7 @@ class FetcherView(Dataset[Any]):
         return f" at sample {known} (position {position})"
 
 
-def obey_parent(_worker: int = 0) -> None:
+def follow_parent_signals(_worker: int = 0) -> None:
     """Let a worker ignore signals that the trainer handles, and end with its parent.
 
     Only the parent handles Ctrl-C and SIGUSR1, and on Linux a SIGTERM to the whole group; a SIGTERM
@@ -130,7 +130,7 @@ def _end_when_told() -> None:
     os._exit(0)
 
 
-def as_it_is(value: Any) -> Any:
+def no_convert(value: Any) -> Any:
     """Return a value unchanged: torch must not convert arrays in workers."""
     return value
 
@@ -148,7 +148,7 @@ class LostWorkerError(Exception):
         self.cure = cure
 
 
-class Crew:
+class WorkerPool:
     """Worker processes of one DataLoader, monitored while a result is awaited.
 
     torch reports a dead worker by a signal handler that raises wherever the main thread is, even in
@@ -168,8 +168,8 @@ class Crew:
             batch_size=None,
             sampler=keys,
             num_workers=workers,
-            collate_fn=as_it_is,
-            worker_init_fn=obey_parent,
+            collate_fn=no_convert,
+            worker_init_fn=follow_parent_signals,
             prefetch_factor=ahead,
             timeout=LOOK_S,
             generator=torch.Generator(),  # else the DataLoader draws from the model's generator
@@ -192,13 +192,13 @@ class Crew:
             # A result is fetched from its worker: that fails if the worker has died since.
             except (RuntimeError, EOFError, OSError) as error:
                 timed_out = "timed out after" in str(error)
-                if dead := self._dead(0.0 if timed_out else LOOK_S):
+                if dead := self._find_dead(0.0 if timed_out else LOOK_S):
                     what = ", ".join(f"{self._name(place)} {self._how(place)}" for place in dead)
                     raise LostWorkerError(what, OF_MEMORY) from None
                 if not timed_out:
                     told = f"data.workers = {len(self.workers)}: {type(error).__name__}: {error}"
                     raise ClusterError(told) from error.with_traceback(None)
-                named = self._silent(time.monotonic() - began_s, named)
+                named = self._report_silent(time.monotonic() - began_s, named)
         self.taken, self.longest_s = self.taken + 1, max(self.longest_s, time.monotonic() - began_s)
         return result
 
@@ -210,7 +210,7 @@ class Crew:
         """
         self.results = None
 
-    def _dead(self, wait_s: float) -> list[int]:
+    def _find_dead(self, wait_s: float) -> list[int]:
         """Return the indices of ended workers, after waiting `wait_s` for one that is ending."""
         until_s = time.monotonic() + wait_s
         while True:
@@ -219,7 +219,7 @@ class Crew:
                 return dead
             time.sleep(0.01)
 
-    def _silent(self, waited_s: float, named: bool) -> bool:
+    def _report_silent(self, waited_s: float, named: bool) -> bool:
         """Name the worker whose result is awaited, once; return whether it was named.
 
         Raises a LostWorkerError if the worker is given up.
@@ -260,7 +260,7 @@ def _quiet_child_signal() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def from_workers(
+def fetch_in_workers(
     dataset: Dataset[Any],
     spans: Iterable[Any] | None,
     workers: int,
@@ -279,9 +279,9 @@ def from_workers(
     """
     pending, lost = deque[Any](), 0
     spans = None if spans is None else iter(spans)  # a restart must not repeat consumed spans
-    keys = None if spans is None else _noted(spans, pending)
+    keys = None if spans is None else _track_pending(spans, pending)
     while True:
-        crew = Crew(dataset, keys, workers, ahead, tell)
+        crew = WorkerPool(dataset, keys, workers, ahead, tell)
         try:
             while True:
                 try:
@@ -291,7 +291,7 @@ def from_workers(
                 lost = 0
                 if pending:
                     pending.popleft()
-                if isinstance(result, Failure):
+                if isinstance(result, WorkerFailure):
                     result.raise_again()
                 yield result
         except LostWorkerError as gone:
@@ -302,11 +302,11 @@ def from_workers(
             tell(f"{told}; they are made again, and what they had not given is fetched again")
         finally:
             crew.end()
-        keys = _noted(chain([*pending], spans), pending)
+        keys = _track_pending(chain([*pending], spans), pending)
         pending.clear()
 
 
-def _noted(keys: Iterable[Any], pending: deque[Any]) -> Iterator[Any]:
+def _track_pending(keys: Iterable[Any], pending: deque[Any]) -> Iterator[Any]:
     """Yield the same keys; keep consumed keys in `pending` until their results arrive."""
     for key in keys:
         pending.append(key)

@@ -5,7 +5,7 @@
 
 `shard_order.py` decides when each shard is read. A shard is a streaming dataset too, with all
 operations of the whole one: map functions, filters and formats. Operations that give other samples
-on parts (`take`, `interleave_datasets`, indices) prevent sharding, see `Shards.why`.
+on parts (`take`, `interleave_datasets`, indices) prevent sharding, see `DatasetShards.why`.
 
 A shuffle buffer of N samples has N / 64 in each of 64 streams, and draws by (seed, epoch, shard).
 The library's state does not contain its samples, so such a shard is resumed from its front.
@@ -21,10 +21,15 @@ import numpy as np
 
 from shoal.base.errors import ConfigError
 from shoal.data.loading.dataset_kind import digest_of
-from shoal.data.loading.hf_layers import buffer_of, is_streaming, layers, shuffle_buffer
+from shoal.data.loading.hf_layers import (
+    is_streaming,
+    iter_layers,
+    layer_buffer_samples,
+    shuffle_buffer_samples,
+)
 from shoal.data.loading.sample_seeds import draws_nothing
 from shoal.data.streams.shard_order import stream_count
-from shoal.data.streams.stream_loader import DealtLoader, Gather
+from shoal.data.streams.stream_loader import Gather, ShardedLoader
 from shoal.data.streams.stream_order import STREAMS
 
 SPLITS = (
@@ -46,9 +51,9 @@ WORDS = {
 """User-visible names of the other layers."""
 
 
-def _undealt(dataset: Any) -> str:
+def _unshardable_operation(dataset: Any) -> str:
     """Return the operation that gives other samples on shards; "" for none."""
-    for layer in layers(dataset):
+    for layer in iter_layers(dataset):
         name = type(layer).__name__
         if name not in SPLITS:
             return WORDS.get(name, name)
@@ -59,7 +64,7 @@ def _undealt(dataset: Any) -> str:
     return ""
 
 
-class Shards:
+class DatasetShards:
     """Shards of a streaming dataset, `count` of them; `open` reads one from its front.
 
     Attributes:
@@ -80,24 +85,24 @@ class Shards:
                 f"run.loader deals to ranks"
             )
         self.draws_nothing = draws_nothing(dataset)
-        self.why = _undealt(dataset)
+        self.why = _unshardable_operation(dataset)
         if not self.why and dataset.num_shards < STREAMS and hasattr(dataset, "reshard"):
             dataset = dataset.reshard()  # parquet: row groups; reads the files' footers
         self.dataset = dataset
         self.count = int(dataset.num_shards)
-        kinds = [_names(layer.kwargs) for layer in layers(dataset) if hasattr(layer, "kwargs")]
+        kinds = [_names(layer.kwargs) for layer in iter_layers(dataset) if hasattr(layer, "kwargs")]
         self.digest = digest_of(kinds)
         formats = getattr(dataset._formatting, "is_table", False)
-        self.has_places = not (shuffle_buffer(dataset) or formats)
+        self.has_places = not (shuffle_buffer_samples(dataset) or formats)
 
     def open(self, number: int, seed: int, epoch: int, streams: int) -> Any:
         """Open shard `number` as an iterable with `state_dict()` and `load_state_dict()`."""
         shard = self.dataset.shard(num_shards=self.count, index=number)
-        for depth, layer in enumerate(layers(shard)):
+        for depth, layer in enumerate(iter_layers(shard)):
             below: Any = getattr(layer, "ex_iterable", None)
             if type(below).__name__ == "InterleavedShardsExamplesIterable":
                 layer.ex_iterable = below.ex_iterable  # of one shard; it would sleep 1 s at its end
-            if size := buffer_of(layer):
+            if size := layer_buffer_samples(layer):
                 key = f"{seed} {epoch} {number} {depth}".encode()
                 drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
                 layer.generator = np.random.default_rng(drawn)
@@ -116,9 +121,9 @@ def _names(value: Any) -> Any:
     return value
 
 
-def open_dealt(
+def open_sharded_loader(
     dataset: Any, gather: Gather, notice: Callable[[str], None], settings: dict[str, Any]
-) -> DealtLoader | None:
+) -> ShardedLoader | None:
     """Return the loader of a sharded streaming dataset; None for all others.
 
     Args:
@@ -127,10 +132,10 @@ def open_dealt(
     """
     if not is_streaming(dataset):
         return None
-    shards, degree = Shards(dataset), settings["degree"]
+    shards, degree = DatasetShards(dataset), settings["degree"]
     if shards.why:
         lines = [f"each of {degree} ranks reads all of it"] if degree > 1 else []
-        if buffer := shuffle_buffer(dataset):
+        if buffer := shuffle_buffer_samples(dataset):
             lines.append(
                 f"a resume leaves out up to {buffer} samples, those in its shuffle buffer, which "
                 f"the library does not keep"
@@ -140,7 +145,7 @@ def open_dealt(
         if lines:
             notice(f"{told}; {near}")
         return None
-    loader = DealtLoader(shards, gather=gather, **settings)
+    loader = ShardedLoader(shards, gather=gather, **settings)
     if not loader.is_whole:
         return loader
     streams = stream_count(shards.count)

@@ -42,7 +42,7 @@ def stream_count(shards: int) -> int:
     return min(STREAMS, 1 << (shards.bit_length() - 1))
 
 
-class Deal:
+class ShardAssignment:
     """Shards of each stream and their consumed samples, in one epoch.
 
     held [streams]    shard numbers, the first is being read · taken [streams]  its consumed samples
@@ -78,7 +78,7 @@ class Deal:
         sizes = [min(micro_batch, batch - at) for at in range(0, batch, micro_batch)]
         return [(alive[place % len(alive)], size) for place, size in enumerate(sizes)]
 
-    def settle(
+    def record_step(
         self, turns: Sequence[Turn], sizes: Sequence[int], ended: Mapping[int, Ended]
     ) -> None:
         """Record a finished step: the samples of its turns, and the streams in which a shard ended.

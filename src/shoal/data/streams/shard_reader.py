@@ -19,23 +19,23 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
-from shoal.data.loading.dataset_kind import Collate, join, load_error, may_pass
+from shoal.data.loading.dataset_kind import Collate, is_transient, join_samples, load_error
 from shoal.data.loading.epoch_reader import END
-from shoal.data.loading.sample_seeds import draws_nothing, kept_draws, seed_draws
-from shoal.data.loading.worker_pool import Failure, from_workers
-from shoal.data.streams.shard_order import Deal, Ended, Turn
+from shoal.data.loading.sample_seeds import draws_nothing, preserved_rng, seed_draws
+from shoal.data.loading.worker_pool import WorkerFailure, fetch_in_workers
+from shoal.data.streams.shard_order import Ended, ShardAssignment, Turn
 
 NOTHING = object()
 
 
 @dataclass
-class Answer:
+class StepAnswer:
     """Samples of a step that one rank read.
 
     Attributes:
         sizes: samples of each of its turns, by the turn's number.
         values: its micro-batches, joined, in their order.
-        late: samples whose first read failed: turn, place in it, and the fields of `Late`.
+        late: samples whose first read failed: turn, place in it, and the fields of `LateSample`.
         ended: streams in which a shard ended.
         places: the state of each stream's shard, or None.
     """
@@ -47,7 +47,7 @@ class Answer:
     late: list[tuple[int, int, int, str, bool]] = field(default_factory=list)
 
 
-class _Opened:
+class _OpenShard:
     """An open shard, with a known position and the number of consumed samples `taken`.
 
     Attributes:
@@ -83,20 +83,20 @@ class _Opened:
             self.taken += 1
 
     def next(self) -> Any:
-        """Return the next sample, or END; `Late` if it took more than one try."""
+        """Return the next sample, or END; `LateSample` if it took more than one try."""
         try:
             return self.once()
         except Exception as error:
-            if not may_pass(error):
-                raise self.failed(error) from error
-            from shoal.data.loading.read_retries import pull_again
+            if not is_transient(error):
+                raise self.read_error(error) from error
+            from shoal.data.loading.read_retries import retry_next_sample
 
             self.reader.were_late = True
-            return pull_again(self, f"shard {self.number}, sample {self.taken}", error)
+            return retry_next_sample(self, f"shard {self.number}, sample {self.taken}", error)
 
     def once(self) -> Any:
         """Read the next sample, or END, in one try."""
-        self.reader.draw_by((self.number, self.taken))
+        self.reader.seed_draws((self.number, self.taken))
         with _no_worker():
             return next(self._source, END)
 
@@ -104,22 +104,22 @@ class _Opened:
         """Return the number of consumed samples."""
         return self.taken
 
-    def stand(self, at: int) -> None:
+    def seek(self, at: int) -> None:
         """Restart the shard, and go to the place after `at` samples."""
         self.begin()
         self.go_to(at, self.once)
 
-    def place(self) -> Any:
+    def state_text(self) -> Any:
         """Return the position in its state; None if that is not exact."""
         return self.shard.state_dict() if self.reader.shards.has_places else None
 
-    def pass_over(self, place: Any) -> None:
+    def skip_to(self, place: Any) -> None:
         """Continue from a place one sample further, which counts when it is returned."""
         self.known = self.taken + 1, place
         self.begin()
         self.taken -= 1
 
-    def failed(self, error: Exception, why: str = "") -> ShoalError:
+    def read_error(self, error: Exception, why: str = "") -> ShoalError:
         """Return the one-line error for its next sample, which is unreadable."""
         where = f"shard {self.number}, sample {self.taken} (epoch {self.reader.epoch})"
         return load_error(f"data.source: {where}{why}", error)
@@ -157,7 +157,7 @@ class ShardReader:
         self.collate = collate
         self.places = dict(places)
         self._is_quiet = draws_nothing(shards) and collate is None
-        self._opened: dict[int, _Opened] = {}
+        self._opened: dict[int, _OpenShard] = {}
         self._held: Sequence[Sequence[int]] = ()
         self.streams = 0
         self._taken: Sequence[int] = ()
@@ -170,11 +170,11 @@ class ShardReader:
 
     def read(
         self, held: Sequence[Sequence[int]], taken: Sequence[int], turns: Sequence[Turn]
-    ) -> Answer:
+    ) -> StepAnswer:
         """Read this rank's part of a step; without turns only check its streams for a sample.
 
         Args:
-            held, taken: as in `Deal`, before the step.
+            held, taken: as in `ShardAssignment`, before the step.
 
         Raises:
             UserError or ClusterError: the dataset or collate raises; ConfigError if a shard is
@@ -182,29 +182,29 @@ class ShardReader:
         """
         self._held, self._taken, self._finished = held, taken, {}
         self.streams = len(held)
-        with nullcontext() if self._is_quiet else kept_draws():
+        with nullcontext() if self._is_quiet else preserved_rng():
             return self._read(turns)
 
-    def _read(self, turns: Sequence[Turn]) -> Answer:
-        answer = Answer()
+    def _read(self, turns: Sequence[Turn]) -> StepAnswer:
+        answer = StepAnswer()
         taken: list[tuple[int, list[Any]]] = []
         for turn, (stream, size) in enumerate(turns):
             if not self.owns(stream):
                 continue
-            samples = self._take(stream, size)
+            samples = self._consume(stream, size)
             answer.sizes[turn] = len(samples)
             if samples:
                 taken.append((stream, samples))
             if self.were_late:
-                from shoal.data.loading.read_retries import told_apart
+                from shoal.data.loading.read_retries import split_late_samples
 
-                answer.late += [(turn, *one) for one in told_apart(samples)[1]]
+                answer.late += [(turn, *one) for one in split_late_samples(samples)[1]]
         for index, (stream, samples) in enumerate(self._cut(taken)):
             if not self.whole or index % self.degree == self.rank:
                 answer.values.append(self._join(samples, stream))
         asked = {stream for stream, _ in turns} if turns else range(len(self._held))
         for stream in filter(self.owns, asked):
-            self._look_ahead(stream, answer)
+            self._prefetch(stream, answer)
         return answer
 
     def _cut(self, taken: list[tuple[int, list[Any]]]) -> list[tuple[int, list[Any]]]:
@@ -216,13 +216,13 @@ class ShardReader:
         cuts = [flat[first : first + self.micro_batch] for first in firsts]
         return [(cut[-1][0], [sample for _, sample in cut]) for cut in cuts]
 
-    def _look_ahead(self, stream: int, answer: Answer) -> None:
+    def _prefetch(self, stream: int, answer: StepAnswer) -> None:
         opened = self._opened.get(stream)
         if opened is not None and opened.ahead is not NOTHING:
             return
         place = None
         if opened is not None and opened.taken:
-            place = opened.place()  # before the sample that is read ahead
+            place = opened.state_text()  # before the sample that is read ahead
             opened.known = opened.known if place is None else (opened.taken, place)
         sample = self._next(stream)
         opened = self._opened.get(stream)
@@ -234,7 +234,7 @@ class ShardReader:
             answer.ended[stream] = (finished, taken)
         answer.places[str(stream)] = place if taken else None
 
-    def _take(self, stream: int, size: int) -> list[Any]:
+    def _consume(self, stream: int, size: int) -> list[Any]:
         samples: list[Any] = []
         while len(samples) < size and (sample := self._next(stream)) is not END:
             samples.append(sample)
@@ -258,14 +258,16 @@ class ShardReader:
             self._finished[stream] = self._finished.get(stream, 0) + 1
         return END
 
-    def _open(self, stream: int, number: int) -> _Opened:
+    def _open(self, stream: int, number: int) -> _OpenShard:
         taken = 0 if self._finished.get(stream) else self._taken[stream]
         place = self.places.pop(str(stream), None)
-        opened = _Opened(self, number, (taken, place) if taken and place is not None else (0, None))
+        opened = _OpenShard(
+            self, number, (taken, place) if taken and place is not None else (0, None)
+        )
         opened.go_to(taken, opened.next)
         return opened
 
-    def draw_by(self, what: object) -> None:
+    def seed_draws(self, what: object) -> None:
         """Seed draws by (seed, epoch, what) alone; `read` restores the generators."""
         if not self._is_quiet:
             seed_draws(self.seed, self.epoch, what)
@@ -273,16 +275,16 @@ class ShardReader:
     def _join(self, samples: list[Any], stream: int) -> Any:
         """Join the readable samples by collate; None if there are none."""
         if self.were_late:
-            from shoal.data.loading.read_retries import told_apart
+            from shoal.data.loading.read_retries import split_late_samples
 
-            samples = told_apart(samples)[0]
+            samples = split_late_samples(samples)[0]
         if not samples:
             return None
         opened = self._opened.get(stream)
         at = (opened.number, opened.taken) if opened else self._held[stream][-1:]
         where = f"samples of stream {stream} (epoch {self.epoch})"
-        self.draw_by(("collate", stream, at))
-        return join(samples, self.collate, where)
+        self.seed_draws(("collate", stream, at))
+        return join_samples(samples, self.collate, where)
 
 
 @contextmanager
@@ -296,22 +298,22 @@ def _no_worker() -> Iterator[None]:
         torch.utils.data.get_worker_info = kept
 
 
-class _Served(IterableDataset[Any]):
+class _WorkerReader(IterableDataset[Any]):
     """A reader in a worker process: one answer for each request from a pipe."""
 
     def __init__(self, reader: ShardReader, requests: Any) -> None:
         self.reader, self.requests = reader, requests
 
-    def __iter__(self) -> Iterator[Answer | Failure]:
+    def __iter__(self) -> Iterator[StepAnswer | WorkerFailure]:
         while (request := self.requests.recv()) is not None:
             try:
                 yield self.reader.read(*request)
             except (UserError, ClusterError) as error:
-                yield Failure.of(error)
+                yield WorkerFailure.of(error)
                 return
 
 
-class Asked:
+class ReaderClient:
     """A reader with separate request and answer; with workers, in a worker process.
 
     Raises:
@@ -324,19 +326,19 @@ class Asked:
         self._requests: Any = None
         if workers:
             receive, self._requests = multiprocessing.Pipe(duplex=False)
-            self._answers = from_workers(_Served(reader, receive), None, 1, 2)
+            self._answers = fetch_in_workers(_WorkerReader(reader, receive), None, 1, 2)
 
-    def ask(self, deal: Deal, turns: Sequence[Turn]) -> None:
+    def ask(self, deal: ShardAssignment, turns: Sequence[Turn]) -> None:
         """Request a step; a worker starts to read at once."""
         self._request = (deal.held, deal.taken, turns)
         if self._requests is not None:
             self._requests.send(self._request)
 
-    def answer(self) -> Answer:
+    def answer(self) -> StepAnswer:
         """Return the requested step."""
         if self._requests is None:
             return self.reader.read(*self._request)
-        answer: Answer = next(self._answers)
+        answer: StepAnswer = next(self._answers)
         return answer
 
     def close(self) -> None:

@@ -19,17 +19,17 @@ from shoal.base.errors import ConfigError
 from shoal.data.loading.epoch_reader import ReadStep
 from shoal.data.loading.iterable import IterableLoader
 from shoal.data.loading.step_samples import LoadedMicroBatch, StepBatch
-from shoal.data.streams.shard_order import Deal, Turn, stream_count
-from shoal.data.streams.shard_reader import Answer, Asked, ShardReader
+from shoal.data.streams.shard_order import ShardAssignment, Turn, stream_count
+from shoal.data.streams.shard_reader import ReaderClient, ShardReader, StepAnswer
 
 if TYPE_CHECKING:
-    from shoal.data.loading.read_retries import Misread
+    from shoal.data.loading.read_retries import UnreadableSample
 
 Gather = Callable[[Any], list[Any]]
 """Function that all-gathers every data rank's JSON value, by rank."""
 
 
-def gathered(state: dict[str, Any], gather: Gather) -> dict[str, Any]:
+def gather_places(state: dict[str, Any], gather: Gather) -> dict[str, Any]:
     """Return a loader's state with the places of all ranks; unchanged if it has none.
 
     Without the places a resume would read shards from their fronts, which only costs time.
@@ -41,14 +41,14 @@ def gathered(state: dict[str, Any], gather: Gather) -> dict[str, Any]:
     return {**state, "iterable": {**stream, "places": places}}
 
 
-class DealtLoader(IterableLoader):
+class ShardedLoader(IterableLoader):
     """Loader of a sharded iterable for one data rank; one rank reads each stream.
 
     Used as an IterableLoader; every epoch has a new order, by (seed, epoch).
 
     Args:
-        shards: `Shards`, or an object with its `dataset`, `count`, `digest`, `open`, `has_places`.
-        gather: all-gathers a JSON value over the data ranks.
+        shards: `DatasetShards`, or an object with its `dataset`, `count`, `digest`, `open`,
+        `has_places`. gather: all-gathers a JSON value over the data ranks.
         turn: samples that a stream yields at a time (0: a micro-batch); a restored state has its
             own. The others as for IterableLoader.
 
@@ -98,7 +98,7 @@ class DealtLoader(IterableLoader):
         self._state = self._start
 
     def _read(self) -> Iterator[ReadStep]:
-        deal = Deal(self.shards.count, self._seed, self.epoch)
+        deal = ShardAssignment(self.shards.count, self._seed, self.epoch)
         kept = json.loads(self._state)
         if "held" in kept:
             deal.restore(kept)
@@ -119,12 +119,14 @@ class DealtLoader(IterableLoader):
         self._probing = False
         gather = None if self.is_whole else self._gather
         cut = self.batch, self.turn
-        return _steps(Asked(reader, self.workers), deal, gather, cut, start, self.epoch_start)
+        return _steps(
+            ReaderClient(reader, self.workers), deal, gather, cut, start, self.epoch_start
+        )
 
 
 def _steps(
-    asked: Asked,
-    deal: Deal,
+    asked: ReaderClient,
+    deal: ShardAssignment,
     gather: Gather | None,
     cut: tuple[int, int],
     before: StepBatch,
@@ -144,11 +146,11 @@ def _steps(
         asked.ask(deal, turns)
         while turns:
             read, answer = turns, asked.answer()
-            sizes = _settle(deal, turns, answer, gather)
+            sizes = _exchange_ends(deal, turns, answer, gather)
             places = {k: v for k, v in {**places, **answer.places}.items() if v is not None}
             while not (deal.is_over or any(deal.live)):  # what was just dealt may be empty
                 asked.ask(deal, [])
-                _settle(deal, [], asked.answer(), gather)
+                _exchange_ends(deal, [], asked.answer(), gather)
             state = {**deal.state(), "shards": reader.shards.digest, "places": places}
             turns = [] if deal.is_over else deal.turns(*cut)
             if turns:
@@ -163,7 +165,9 @@ def _steps(
         asked.close()
 
 
-def _settle(deal: Deal, turns: list[Turn], answer: Answer, gather: Gather | None) -> list[int]:
+def _exchange_ends(
+    deal: ShardAssignment, turns: list[Turn], answer: StepAnswer, gather: Gather | None
+) -> list[int]:
     """Exchange which shards ended on each rank; return the samples of each turn."""
     short = [[turn, size] for turn, size in answer.sizes.items() if size != turns[turn][1]]
     mine = [short, [[stream, *ended] for stream, ended in answer.ended.items()]]
@@ -171,22 +175,24 @@ def _settle(deal: Deal, turns: list[Turn], answer: Answer, gather: Gather | None
     sizes = [size for _, size in turns]
     for turn, size in (pair for one, _ in told for pair in one):
         sizes[turn] = size
-    deal.settle(turns, sizes, {stream: (n, taken) for _, one in told for stream, n, taken in one})
+    deal.record_step(
+        turns, sizes, {stream: (n, taken) for _, one in told for stream, n, taken in one}
+    )
     return sizes
 
 
 def _misread(
-    answer: Answer, sizes: list[int], before: StepBatch, epoch_start: int
-) -> tuple[Misread, ...]:
+    answer: StepAnswer, sizes: list[int], before: StepBatch, epoch_start: int
+) -> tuple[UnreadableSample, ...]:
     """Return this rank's samples whose first read failed, with their stream positions."""
-    from shoal.data.loading.read_retries import Misread
+    from shoal.data.loading.read_retries import UnreadableSample
 
     starts = list(accumulate(sizes, initial=before.next_position))
     found = []
     for turn, place, failures, error, left_out in answer.late:
         position = starts[turn] + place
         number = position - epoch_start
-        found.append(Misread(number, position, before.epoch, failures, error, left_out))
+        found.append(UnreadableSample(number, position, before.epoch, failures, error, left_out))
     return tuple(found)
 
 

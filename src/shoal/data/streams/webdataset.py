@@ -24,10 +24,16 @@ from torch.utils.data import Dataset
 from shoal.base.errors import ConfigError
 from shoal.config.paths import fixed_folder, glob_files
 from shoal.data.files.documents import Document
-from shoal.data.files.image_folders import ENDINGS, class_entropy, decode, held_out, image_parts
+from shoal.data.files.image_folders import (
+    ENDINGS,
+    choose_held_out,
+    class_entropy,
+    decode_image,
+    image_source_fields,
+)
 from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
 from shoal.data.streams.stream_order import StreamOrder, check_degree
-from shoal.wire.phases import counting
+from shoal.wire.phases import iter_with_progress
 
 OPEN_FILES = 128
 """Most shard files that a process keeps open."""
@@ -36,7 +42,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class TarSamples(Dataset[Any]):
-    """Samples of tar shards: dataset[i] is `decode` of {"__key__": name, "jpg": bytes, …}.
+    """Samples of tar shards: dataset[i] is `decode_image` of {"__key__": name, "jpg": bytes, …}.
 
     Args:
         pattern: pattern of the shards' paths.
@@ -137,7 +143,7 @@ class TarImages(TarSamples):
                 f"{self.pattern}: sample {key} has {has}; an image and .cls, the class's number, "
                 f"are wanted; try: a function that gives shoal.data.streams.webdataset.TarSamples"
             )
-        tensor = decode(BytesIO(sample[picture]), self.size, f"{self.pattern}: sample {key}")
+        tensor = decode_image(BytesIO(sample[picture]), self.size, f"{self.pattern}: sample {key}")
         return tensor, int(sample["cls"])
 
 
@@ -171,7 +177,7 @@ def _build(entry: NewEntry, paths: Sequence[Path]) -> dict[str, Any]:
     classes: list[int] = []
     endings: dict[str, int] = {}
     shard_samples = []
-    for shard, path in enumerate(counting("shards", len(paths), paths)):
+    for shard, path in enumerate(iter_with_progress("shards", len(paths), paths)):
         before, last = len(ends), None
         for name, place, size, kind in _members(path):
             key, ending = _split(name)
@@ -252,7 +258,7 @@ def open_shards(argument: str, size: int, share: float, where: str) -> dict[str,
             f"{where} = wds:{argument}: sample {first} has no .cls, the class's number; try: a "
             f"function that gives shoal.data.streams.webdataset.TarSamples"
         )
-    held = np.array(held_out([whole.key(n) for n in range(len(classes))], share))
+    held = np.array(choose_held_out([whole.key(n) for n in range(len(classes))], share))
     sides = [np.flatnonzero(held == side) for side in (False, True)]
     train, validation = (TarImages(argument, size, side, where) for side in sides)
     count = int(classes.max()) + 1
@@ -262,4 +268,4 @@ def open_shards(argument: str, size: int, share: float, where: str) -> dict[str,
         f"{size}×{size}, {count} classes"
     )
     names = [str(number) for number in range(count)]
-    return image_parts(train, validation, entropy, names, size, told)
+    return image_source_fields(train, validation, entropy, names, size, told)

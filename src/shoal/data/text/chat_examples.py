@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.base.errors import ConfigError, format_choice_error, nearest_word
 from shoal.data.text.text_files import END_OF_TEXT
-from shoal.data.text.text_rows import CHAT, PAIR, text_of
+from shoal.data.text.text_rows import CHAT, PAIR, row_text
 
 ANSWERS = "assistant"
 ROLES = ("system", "user", ANSWERS, "tool", "developer")
@@ -55,7 +55,7 @@ def find_template(tokenizer: str) -> str:
     return str(path.parent) if isinstance(about, dict) and about.get("chat_template") else ""
 
 
-def template_of(folder: str) -> Render:
+def load_template(folder: str) -> Render:
     """Return the chat template of a transformers tokenizer's folder.
 
     Raises a ConfigError without transformers, or for a folder that it cannot read.
@@ -81,7 +81,7 @@ def template_of(folder: str) -> Render:
     return render
 
 
-def examples(
+def iter_examples(
     rows: Iterable[tuple[str, dict[str, Any]]],
     form: tuple[str, ...],
     end: str,
@@ -109,7 +109,7 @@ def examples(
 
 
 def _pair(row: dict[str, Any], place: str, *, end: str) -> Example:
-    prompt, completion = (text_of(row, key, place) for key in PAIR)
+    prompt, completion = (row_text(row, key, place) for key in PAIR)
     text = prompt + completion + end
     return Example(text, ((len(prompt), len(text)),))
 
@@ -160,7 +160,7 @@ def plain_question(prompt: str) -> str:
 def _messages(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     (key,) = CHAT
     if key not in row:
-        close = nearest(key, row)
+        close = nearest_word(key, row)
         hint = f"nearest key: {close}" if close else "the lines before have them"
         raise ConfigError(f"{place}: has no {key}; {hint}")
     messages = row[key]
@@ -169,9 +169,9 @@ def _messages(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, 1):
         turn = f"{place}: message {number}"
         for wanted in ("role", "content"):
-            text_of(message, wanted, turn)
+            row_text(message, wanted, turn)
         if message["role"] not in ROLES:
-            raise ConfigError(one_of(f"{turn}: role", message["role"], ROLES))
+            raise ConfigError(format_choice_error(f"{turn}: role", message["role"], ROLES))
     if not any(message["role"] == ANSWERS for message in messages):
         raise ConfigError(f"{place}: no message is of role {ANSWERS}, so there is nothing to learn")
     return messages

@@ -28,14 +28,14 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.base.errors import ConfigError
-from shoal.data.files.documents import Document, place_of
-from shoal.data.files.token_files import cross_entropy, grown
+from shoal.data.files.documents import Document, hash_fraction
+from shoal.data.files.token_files import cross_entropy, pad_counts
 from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
-from shoal.data.text.chat_examples import Example, Render, examples, plain_end, template_of
+from shoal.data.text.chat_examples import Example, Render, iter_examples, load_template, plain_end
 from shoal.data.text.single_pass_text import TRAIN_CHARACTERS
-from shoal.data.text.text_files import END_NAMES, load_tokenizer, tokenizer_recipe, train_bpe_on
-from shoal.data.text.text_rows import CHAT, rows_of
-from shoal.wire.phases import counting
+from shoal.data.text.text_files import END_NAMES, load_tokenizer, tokenizer_cache_key, train_bpe_on
+from shoal.data.text.text_rows import CHAT, iter_rows
+from shoal.wire.phases import iter_with_progress
 
 IGNORED = -100
 MASKED_BY = "what holds no character of an answer"
@@ -46,7 +46,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedExamples:
     """Examples as tokens: those of example e are ends[e − 1] to ends[e].
 
     ids [tokens] · is_answer [tokens] bool · ends [examples] · held [examples] bool
@@ -81,7 +81,7 @@ def open_examples(
     tokenizer: str,
     share: float,
     template: str,
-) -> Encoded:
+) -> EncodedExamples:
     """Open the examples of JSON lines, from the cache or encoded now; hold out a `share`.
 
     Args:
@@ -94,11 +94,11 @@ def open_examples(
         During encoding all examples are in memory as text.
     """
     folder = template if form == CHAT else ""
-    recipe = [tokenizer_recipe(tokenizer), form, share, _template_recipe(folder), MASKED_BY]
+    recipe = [tokenizer_cache_key(tokenizer), form, share, _template_recipe(folder), MASKED_BY]
     key = content_key([d.recipe() for d in documents], recipe)
 
     def build(entry: NewEntry) -> dict[str, Any]:
-        render = template_of(folder) if folder else None
+        render = load_template(folder) if folder else None
         return _build(entry, documents, form, tokenizer, share, render)
 
     made, about = open_cached("examples", key, build)
@@ -107,7 +107,9 @@ def open_examples(
         for name in ("ids", "is_answer", "ends", "held")
     }
     path = made / "tokenizer.json"
-    return Encoded(**arrays, tokenizer=load_tokenizer(path), tokenizer_path=str(path), **about)
+    return EncodedExamples(
+        **arrays, tokenizer=load_tokenizer(path), tokenizer_path=str(path), **about
+    )
 
 
 def _template_recipe(folder: str) -> list[Any]:
@@ -128,8 +130,8 @@ def _build(
     if not end:
         tokenizer = load_tokenizer(Path(spec).expanduser())
         end = next((name for name in END_NAMES if tokenizer.token_to_id(name) is not None), "")
-    rows = (row for document in documents for row in rows_of(document, form))
-    found = list(examples(rows, form, end, render))
+    rows = (row for document in documents for row in iter_rows(document, form))
+    found = list(iter_examples(rows, form, end, render))
     held = _held_out(found, share)
     if spec.startswith("bpe:"):
         texts = [e.text.replace(end, "") for e, out in zip(found, held, strict=True) if not out]
@@ -147,7 +149,7 @@ def _build(
         entry.save_array(name, array)
     out = np.repeat(held, sizes)
     counts = [
-        grown(np.bincount(joined[mask & side]), vocabulary)
+        pad_counts(np.bincount(joined[mask & side]), vocabulary)
         for side in (~out, out if held.any() else ~out)
     ]
     pad = tokenizer.token_to_id(end) if end else 0
@@ -161,7 +163,7 @@ def _encode(
     """Encode every example and mark the answers' tokens; the whole text is encoded at once."""
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
     ids, masks = [], []
-    for start in counting("encode", len(found), range(0, len(found), ENCODE_AT_ONCE)):
+    for start in iter_with_progress("encode", len(found), range(0, len(found), ENCODE_AT_ONCE)):
         some = found[start : start + ENCODE_AT_ONCE]
         encoded = tokenizer.encode_batch([e.text for e in some], add_special_tokens=False)
         for example, one in zip(some, encoded, strict=True):
@@ -172,7 +174,7 @@ def _encode(
 
 def _held_out(found: list[Example], share: float) -> npt.NDArray[np.bool_]:
     """Return which examples are held out, by a hash; at least one of two, equal ones together."""
-    places = np.array([place_of(example.text) for example in found])
+    places = np.array([hash_fraction(example.text) for example in found])
     if share <= 0 or len(found) < 2:
         return np.zeros(len(found), dtype=bool)
     ranked = np.sort(places)
@@ -228,7 +230,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
     draws_nothing = True
 
     def __init__(
-        self, encoded: Encoded, held: bool, sequence: int, packed: bool, part: str = "train"
+        self, encoded: EncodedExamples, held: bool, sequence: int, packed: bool, part: str = "train"
     ) -> None:
         self.ids, self.is_answer, self.pad = encoded.ids, encoded.is_answer, encoded.pad
         self.sequence, self.packed = sequence, packed

@@ -12,8 +12,8 @@ from shoal.config.paths import ROWS, split_source
 from shoal.config.sections import DataSection
 from shoal.data.files.documents import Document
 from shoal.data.text.chat_examples import find_template
-from shoal.data.text.finetuning_samples import Encoded, ExampleRows, open_examples
-from shoal.data.text.text_rows import CHAT, PAIR, find_form, row_documents
+from shoal.data.text.finetuning_samples import EncodedExamples, ExampleRows, open_examples
+from shoal.data.text.text_rows import CHAT, PAIR, find_form, split_row_documents
 
 
 def open_finetuning(section: DataSection, share: float, second: str) -> dict[str, Any] | None:
@@ -52,11 +52,13 @@ def open_finetuning(section: DataSection, share: float, second: str) -> dict[str
 
 
 def _lines(section: DataSection, source: str, where: str) -> tuple[list[Document], tuple[str, ...]]:
-    documents, _ = row_documents(*split_source(source, where), "", 0.0, where)
+    documents, _ = split_row_documents(*split_source(source, where), "", 0.0, where)
     return documents, find_form(documents, section.field)
 
 
-def _second(section: DataSection, second: str, first: Encoded, template: str) -> ExampleRows:
+def _second(
+    section: DataSection, second: str, first: EncodedExamples, template: str
+) -> ExampleRows:
     where = f"data.validation = {second}"
     documents: list[Document] = []
     form: tuple[str, ...] = ()

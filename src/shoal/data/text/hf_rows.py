@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from shoal.base.errors import ConfigError, nearest, one_of
+from shoal.base.errors import ConfigError, format_choice_error, nearest_word
 from shoal.base.runlog.atomic_files import cache_folder
 
 
@@ -54,10 +54,10 @@ def open_split(argument: str, where: str) -> Any:
     chosen = split or (names[0] if len(names) == 1 else "train")
     if chosen not in made:
         if split:
-            raise ConfigError(one_of(f"{where} = hf:{folder}: split", split, names))
+            raise ConfigError(format_choice_error(f"{where} = hf:{folder}: split", split, names))
         raise ConfigError(
             f"{where} = hf:{folder}: has the splits {', '.join(names)}; try: "
-            f"hf:{folder}#{nearest('train', names) or names[0]}"
+            f"hf:{folder}#{nearest_word('train', names) or names[0]}"
         )
     return made[chosen]
 
@@ -108,7 +108,7 @@ def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[s
     """
     import datasets
 
-    from shoal.data.files.image_folders import class_entropy, held_out, image_parts
+    from shoal.data.files.image_folders import choose_held_out, class_entropy, image_source_fields
 
     data = open_split(argument, where)
     of = data.features
@@ -116,7 +116,7 @@ def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[s
     labels = [key for key, kind in of.items() if isinstance(kind, datasets.ClassLabel)]
     if not images or not labels:
         return None
-    held = np.array(held_out([str(number) for number in range(len(data))], share))
+    held = np.array(choose_held_out([str(number) for number in range(len(data))], share))
     classes = list(data.with_format(None)[labels[0]])
     sides = [np.flatnonzero(held == side) for side in (False, True)]
     train, validation = (HfImages(data, (images[0], labels[0]), size, side) for side in sides)
@@ -124,7 +124,7 @@ def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[s
     counted = [[classes[n] for n in side] for side in sides]
     entropy = class_entropy(counted[0], counted[1], len(names))
     told = f"{argument}: {len(data)} images at {size}×{size}, {len(names)} classes"
-    return image_parts(train, validation, entropy, names, size, told)
+    return image_source_fields(train, validation, entropy, names, size, told)
 
 
 class HfImages(Dataset[Any]):

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from shoal.data.files.documents import Document, spread
-from shoal.data.text.text_rows import Rows, texts_at
-from shoal.wire.phases import counting
+from shoal.data.files.documents import Document, spread_ranges
+from shoal.data.text.text_rows import TextRows, iter_texts_at
+from shoal.wire.phases import iter_with_progress
 
 TRAIN_CHARACTERS = 2**22
 """Approximate characters on which the BPE is trained."""
@@ -31,40 +31,42 @@ Side = tuple[int, str]
 """A text and its side: 0 training, 1 held out."""
 
 
-def sample_rule(documents: Sequence[Document], most: int | None = None) -> str:
+def choose_sample_rule(documents: Sequence[Document], most: int | None = None) -> str:
     """Return the sampling rule: `whole`, up to `most` bytes of files, or `places`."""
     limit = WHOLE_BYTES if most is None else most
     return "whole" if sum(d.size_bytes for d in documents) <= limit else "places"
 
 
-def share_of(documents: Sequence[Document]) -> float:
+def tokenizer_sample_share(documents: Sequence[Document]) -> float:
     """Return the share of all text on which a tokenizer is trained."""
     return min(1.0, TRAIN_CHARACTERS / max(1, sum(d.size_bytes for d in documents)))
 
 
-def by_places(
-    documents: Sequence[Document], of_rows: Callable[..., Iterator[str]] = texts_at
+def sample_texts_at_places(
+    documents: Sequence[Document], of_rows: Callable[..., Iterator[str]] = iter_texts_at
 ) -> Iterator[str]:
     """Yield TRAIN_CHARACTERS of text from places in documents; each kind has its share.
 
     Args:
         of_rows: returns the texts of (documents of one kind, places, bytes).
     """
-    share = share_of(documents)
+    share = tokenizer_sample_share(documents)
     for kind, some in groupby(documents, _kind):
         group = list(some)
         wanted = round(share * sum(d.size_bytes for d in group))
         if kind:
             yield from of_rows(group, PLACES, wanted)
         else:
-            yield from (d.piece(start, stop) for d, start, stop in spread(group, PLACES, wanted))
+            yield from (
+                d.read_range(start, stop) for d, start, stop in spread_ranges(group, PLACES, wanted)
+            )
 
 
 def _kind(document: Document) -> tuple[str, ...]:
-    return (document.kind, document.field) if isinstance(document, Rows) else ()
+    return (document.kind, document.field) if isinstance(document, TextRows) else ()
 
 
-class Texts:
+class SinglePassTexts:
     """All texts of two groups of documents: first an optional sample, then every text.
 
     `has_text` is, after reading, whether each side has a non-empty text.
@@ -73,7 +75,7 @@ class Texts:
     def __init__(self, train: Sequence[Document], validation: Sequence[Document]) -> None:
         self.train, self.validation = train, validation
         files, others = ([document.path for document in side] for side in (train, validation))
-        sides = all(document.is_side for document in (*train, *validation))
+        sides = all(document.is_split for document in (*train, *validation))
         self._is_split = files == others and sides
         self._kept: list[list[Side]] = []
         self._room = KEPT_CHARACTERS
@@ -91,17 +93,17 @@ class Texts:
             yield next(texts, "")[:TRAIN_CHARACTERS]
 
     def _sampled(self) -> Iterator[str]:
-        if sample_rule(self.train) == "places":
-            yield from by_places(self.train)
+        if choose_sample_rule(self.train) == "places":
+            yield from sample_texts_at_places(self.train)
             return
-        share = share_of(self.train)
+        share = tokenizer_sample_share(self.train)
         for document in self.train:
-            yield from document.sampled(self._keeping(document), share)
+            yield from document.sample_texts(self._cache_texts(document), share)
         self._has_all = self._room >= 0
         if not self._has_all:
             self._kept.clear()  # a part is useless, and takes memory during the second read
 
-    def _keeping(self, document: Document) -> Iterator[str]:
+    def _cache_texts(self, document: Document) -> Iterator[str]:
         """Yield the training texts of a document; cache all its texts in memory if they fit."""
         kept: list[Side] = []
         self._kept.append(kept)
@@ -115,16 +117,16 @@ class Texts:
     def _read(self, document: Document) -> Iterator[Side]:
         """Yield the texts of a training document; for a file with two sides those of both."""
         if self._is_split:
-            return ((int(held), text) for held, text in document.sides())
+            return ((int(held), text) for held, text in document.iter_split())
         return ((0, text) for text in document.texts())
 
-    def all(self) -> Iterator[Side]:
+    def iter_all(self) -> Iterator[Side]:
         """Yield every text, in the documents' order; a file with both sides is read once."""
         both = [(0, document) for document in self.train]
         if not self._is_split:
             both += [(1, document) for document in self.validation]
         kept = iter(self._kept if self._has_all else ())
-        for side, document in counting("encode", len(both), both):
+        for side, document in iter_with_progress("encode", len(both), both):
             known = None if side else next(kept, None)
             if known is None:
                 found = ((1, text) for text in document.texts()) if side else self._read(document)

@@ -25,12 +25,12 @@ from shoal.data.files.token_files import (
     TokenSpan,
     count_tokens,
     cross_entropy,
-    grown,
+    pad_counts,
     split_tail,
     whole_file,
 )
 from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
-from shoal.data.text.single_pass_text import Texts, sample_rule
+from shoal.data.text.single_pass_text import SinglePassTexts, choose_sample_rule
 from shoal.wire.phases import phase
 
 END_OF_TEXT = "<|endoftext|>"
@@ -69,9 +69,9 @@ def open_corpus(
     Raises:
         ConfigError: the tokenizer is missing, or the text has no token.
     """
-    recipe = tokenizer_recipe(tokenizer)
+    recipe = tokenizer_cache_key(tokenizer)
     groups = [[d.recipe() for d in g] for g in (train, validation)]
-    by_places = tokenizer.startswith("bpe:") and sample_rule(train) == "places"
+    by_places = tokenizer.startswith("bpe:") and choose_sample_rule(train) == "places"
     key = content_key(groups, recipe, tail, *["places"] * by_places)
 
     def build(entry: NewEntry) -> dict[str, Any]:
@@ -100,11 +100,11 @@ def _build(
     tail: float,
 ) -> dict[str, Any]:
     """Fill a cache entry: tokenizer.json, train.npy and validation.npy."""
-    texts = Texts(train, validation)
+    texts = SinglePassTexts(train, validation)
     tokenizer, sides = _encoded(texts, spec)
     if tail and validation and not all(texts.has_text):
         # lines so few that all of them fell on one side
-        texts = Texts([document.unsplit() for document in train], [])
+        texts = SinglePassTexts([document.unsplit() for document in train], [])
         tokenizer, sides = _encoded(texts, spec)
     tokenizer.save(str(entry.folder / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
@@ -117,20 +117,20 @@ def _build(
     heads, tails = spans["train"], spans["validation"]
     if not tails:
         heads, tails = split_tail(heads, tail)
-    counts = [grown(count_tokens(part), vocabulary) for part in (heads, tails or heads)]
+    counts = [pad_counts(count_tokens(part), vocabulary) for part in (heads, tails or heads)]
     return {"vocabulary": vocabulary, "unigram_entropy": cross_entropy(counts[0], counts[1])}
 
 
-def _encoded(texts: Texts, spec: str) -> tuple[Any, list[np.ndarray[Any, Any] | None]]:
+def _encoded(texts: SinglePassTexts, spec: str) -> tuple[Any, list[np.ndarray[Any, Any] | None]]:
     """Return the tokenizer, trained now or loaded, and the tokens of both sides."""
     if spec.startswith("bpe:"):
         tokenizer = train_bpe_on(texts.sample(), int(spec[4:]))
     else:
         tokenizer = load_tokenizer(Path(spec).expanduser())
-    return tokenizer, encode(tokenizer, texts)
+    return tokenizer, encode_texts(tokenizer, texts)
 
 
-def tokenizer_recipe(spec: str) -> str:
+def tokenizer_cache_key(spec: str) -> str:
     """Return what a tokenizer depends on besides the text; may raise ConfigError."""
     check_tokenizer(spec)
     if spec.startswith("bpe:"):
@@ -177,7 +177,7 @@ def _pieces(text: str) -> Iterator[str]:
         start = stop
 
 
-def encode(tokenizer: Any, texts: Texts) -> list[np.ndarray[Any, Any] | None]:
+def encode_texts(tokenizer: Any, texts: SinglePassTexts) -> list[np.ndarray[Any, Any] | None]:
     """Encode all texts by side, each followed by the end-of-text token if there is one.
 
     Returns:
@@ -201,7 +201,7 @@ def encode(tokenizer: Any, texts: Texts) -> list[np.ndarray[Any, Any] | None]:
 
     waiting: list[tuple[int, str | None]] = []
     characters = 0
-    for side, text in texts.all():
+    for side, text in texts.iter_all():
         for piece in _pieces(text):
             waiting.append((side, piece))
             characters += len(piece)

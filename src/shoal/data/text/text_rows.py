@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest, short
+from shoal.base.errors import ConfigError, nearest_word, shorten
 from shoal.config.paths import fixed_folder, glob_files
-from shoal.data.files.documents import Document, place_of, spread
+from shoal.data.files.documents import Document, hash_fraction, spread_ranges
 
 TEXT, PAIR, CHAT = ("text",), ("prompt", "completion"), ("messages",)
 FORMS = (CHAT, PAIR, TEXT)
@@ -44,15 +44,15 @@ def _reader(kind: str) -> Reader:
     return lambda path, _: read_objects(path)
 
 
-def text_of(row: dict[str, Any], key: str, place: str) -> str:
+def row_text(row: dict[str, Any], key: str, place: str) -> str:
     """Return the text of one object under `key`.
 
     Raises:
         ConfigError: the key is missing or its value is no text; with `place` and the nearest key.
     """
     if key not in row:
-        close = nearest(key, row)
-        has = f"nearest key: {close}" if close else f"it has {short(', '.join(row)) or 'nothing'}"
+        close = nearest_word(key, row)
+        has = f"nearest key: {close}" if close else f"it has {shorten(', '.join(row)) or 'nothing'}"
         raise ConfigError(f"{place}: has no {key}; {has}")
     value = row[key]
     if not isinstance(value, str):
@@ -73,9 +73,9 @@ def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
             for form in FORMS:
                 if all(key in row for key in form):
                     return form
-            has = short(", ".join(row)) or "nothing"
+            has = shorten(", ".join(row)) or "nothing"
             strings = [key for key, value in row.items() if isinstance(value, str)]
-            close = nearest("text", strings) or (strings[0] if strings else "")
+            close = nearest_word("text", strings) or (strings[0] if strings else "")
             raise ConfigError(
                 f"{place}: has {has}; text, messages, or prompt and completion are wanted"
                 + (f"; try: data.field={close}" if close else "")
@@ -84,7 +84,7 @@ def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Rows(Document):
+class TextRows(Document):
     """One side of a file of rows: its texts under `field`, held out or not by `share`.
 
     Attributes:
@@ -105,20 +105,20 @@ class Rows(Document):
 
     def texts(self) -> Iterator[str]:
         """Yield the texts of this side, in order; ConfigError for any bad row of the file."""
-        return (text for held, text in self.sides() if held is self.held)
+        return (text for held, text in self.iter_split() if held is self.held)
 
     @property
-    def is_side(self) -> bool:
+    def is_split(self) -> bool:
         """True if other rows of the file are on the other side."""
         return self.share > 0
 
-    def sides(self) -> Iterator[tuple[bool, str]]:
+    def iter_split(self) -> Iterator[tuple[bool, str]]:
         """Yield (whether it is held out, text) of every row; raises as `texts`."""
         for place, row in self.rows((self.field,)):
-            text = text_of(row, self.field, place)
-            yield place_of(text) < self.share if self.share else self.held, text
+            text = row_text(row, self.field, place)
+            yield hash_fraction(text) < self.share if self.share else self.held, text
 
-    def sampled(self, texts: Iterable[str], share: float) -> Iterator[str]:
+    def sample_texts(self, texts: Iterable[str], share: float) -> Iterator[str]:
         """Yield about so large a share of these texts, as whole rows, evenly spread."""
         for number, text in enumerate(texts):
             if int((number + 1) * share) > int(number * share):
@@ -128,14 +128,14 @@ class Rows(Document):
         """Return the settings that its texts depend on, as JSON values."""
         return [*super().recipe(), self.field, self.share, self.held]
 
-    def unsplit(self) -> Rows:
+    def unsplit(self) -> TextRows:
         """Return the document with every row of the file."""
         return replace(self, share=0.0, held=False)
 
 
-def rows_of(document: Document, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_rows(document: Document, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, object) of every row of a document; raises as its reader."""
-    if isinstance(document, Rows):
+    if isinstance(document, TextRows):
         return document.rows(keys)
     raise TypeError(f"{document.path} has no rows")
 
@@ -145,15 +145,15 @@ def _first(document: Document) -> Iterator[tuple[str, dict[str, Any]]]:
 
     The smallest read of a column is a row group, and every rank does this.
     """
-    if isinstance(document, Rows) and document.kind == "parquet":
+    if isinstance(document, TextRows) and document.kind == "parquet":
         from shoal.data.files.row_files import parquet_columns
 
         return parquet_columns(document.path)
-    return rows_of(document)
+    return iter_rows(document)
 
 
-def rows_at(
-    documents: Sequence[Rows], count: int, wanted: int, keys: Sequence[str]
+def iter_rows_at(
+    documents: Sequence[TextRows], count: int, wanted: int, keys: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, object) of rows of documents of one kind, at places spread over their bytes.
 
@@ -178,22 +178,22 @@ def rows_at(
         from shoal.data.files.row_files import read_lines_at
 
         places: dict[str, list[tuple[int, int]]] = {}
-        for document, start, stop in spread(documents, count, wanted):
+        for document, start, stop in spread_ranges(documents, count, wanted):
             places.setdefault(document.path, []).append((start, stop))
         for path, some in places.items():
             yield from read_lines_at(path, some)
 
 
-def texts_at(documents: Sequence[Rows], count: int, wanted: int) -> Iterator[str]:
-    """Yield the texts of `rows_at`, of the side that the documents are; raises as `Rows.texts`."""
+def iter_texts_at(documents: Sequence[TextRows], count: int, wanted: int) -> Iterator[str]:
+    """Yield the texts of `iter_rows_at` for one side; raise as `TextRows.texts` does."""
     one = documents[0]
-    for place, row in rows_at(documents, count, wanted, (one.field,)):
-        text = text_of(row, one.field, place)
-        if not one.share or (place_of(text) < one.share) is one.held:
+    for place, row in iter_rows_at(documents, count, wanted, (one.field,)):
+        text = row_text(row, one.field, place)
+        if not one.share or (hash_fraction(text) < one.share) is one.held:
             yield text
 
 
-def row_documents(
+def split_row_documents(
     kind: str, argument: str, field: str, share: float, where: str = "data.source"
 ) -> tuple[list[Document], list[Document]]:
     """Return training and held-out rows of KIND:ARGUMENT (share 0: none held out).
@@ -212,7 +212,7 @@ def row_documents(
         folder = fixed_folder(argument)
         files = [_fields(path, folder) for path in glob_files(argument, where, kind)]
     sides: list[list[Document]] = [
-        [Rows(**file, kind=kind, field=field, share=share, held=held) for file in files]
+        [TextRows(**file, kind=kind, field=field, share=share, held=held) for file in files]
         for held in ((False, True) if share else (False,))
     ]
     return sides[0], sides[1] if share else []

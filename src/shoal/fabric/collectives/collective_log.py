@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.text.user_frames import OWN_FOLDER
-from shoal.wire.watch_page import Page
+from shoal.wire.watch_page import WatchPage
 
 FIRST, EVERY = 10, 50
 """Steps after a start whose calls are logged · and the period of logged steps after them."""
@@ -48,7 +48,7 @@ ROOTED = {"broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "sca
 """Collectives with a root; root and others may call them at different lines."""
 
 
-class Fingerprints:
+class CollectiveRecorder:
     """Log of this process's collectives in its watch page; the training thread creates it.
 
     Args:
@@ -58,7 +58,7 @@ class Fingerprints:
     or a step of another run in this process, is not compared with the earlier one.
     """
 
-    def __init__(self, page: Page, step: int) -> None:
+    def __init__(self, page: WatchPage, step: int) -> None:
         self.page = page
         self.steps, self._step = 0, step
         self._thread = threading.get_ident()
@@ -66,15 +66,15 @@ class Fingerprints:
         self._slot = 0
         self._torchs: dict[str, Any] = {}
         self._groups: dict[str, str] = {}
-        page.on_step = self._stepped
+        page.on_step = self._finish_step
         self._begin()
 
-    def _stepped(self, step: int) -> None:
+    def _finish_step(self, step: int) -> None:
         """Publish the finished step's calls, and decide whether to log the next step's."""
         step = max(step, self._step)
         if self._torchs:
             self._end()
-            self._keep(step)
+            self._write_calls(step)
             self._slot += 1
         self.steps, self._step = self.steps + 1, step + 1
         if self.steps < FIRST or self._step % EVERY == 0:
@@ -85,32 +85,38 @@ class Fingerprints:
         self.page.on_step = lambda step: None
         self._end()
 
-    def _keep(self, step: int) -> None:
-        self.page.keep_calls(self._slot, step, "\n".join(self._lines).encode())
+    def _write_calls(self, step: int) -> None:
+        self.page.write_calls(self._slot, step, "\n".join(self._lines).encode())
 
     def _begin(self) -> None:
         self._lines = []
         for method in (*ALIKE, *ANY_SHAPE, *ROOTED):
             # From the class's __dict__: the result of `getattr` would not bind when restored.
             self._torchs[method] = vars(dist.ProcessGroup)[method]
-            setattr(dist.ProcessGroup, method, self._kept(method))
+            setattr(dist.ProcessGroup, method, self._is_logged(method))
 
     def _end(self) -> None:
         for method, torchs in self._torchs.items():
             setattr(dist.ProcessGroup, method, torchs)
         self._torchs = {}
 
-    def _kept(self, method: str) -> Callable[..., Any]:
+    def _is_logged(self, method: str) -> Callable[..., Any]:
         torchs = getattr(dist.ProcessGroup, method)
         name = {**ALIKE, **ANY_SHAPE, **ROOTED}[method]
 
         def call(group: dist.ProcessGroup, *given: Any, **named: Any) -> Any:
             done = torchs(group, *given, **named)  # first: one that is refused was not made
-            if threading.get_ident() == self._thread or not _by_python():
-                form = form_of(given) if method in ALIKE or method == "broadcast" else ""
-                where = "" if method in ROOTED else called_at(sys._getframe(1))
+            if threading.get_ident() == self._thread or not _is_python_thread():
+                form = (
+                    shapes_and_dtypes_text(given)
+                    if method in ALIKE or method == "broadcast"
+                    else ""
+                )
+                where = "" if method in ROOTED else collective_caller(sys._getframe(1))
                 self._lines.append(f"{self._name(group)}\t{name}\t{form}\t{where}")
-                self._keep(-self._step)  # a rank that aborts in this step publishes nothing else
+                self._write_calls(
+                    -self._step
+                )  # a rank that aborts in this step publishes nothing else
             return done
 
         return call
@@ -123,12 +129,12 @@ class Fingerprints:
         return self._groups[name]
 
 
-def _by_python() -> bool:
+def _is_python_thread() -> bool:
     """Return whether Python started this thread; for other threads Python invents a name."""
     return not threading.current_thread().name.startswith("Dummy-")
 
 
-def form_of(given: tuple[Any, ...]) -> str:
+def shapes_and_dtypes_text(given: tuple[Any, ...]) -> str:
     """Return shapes and dtypes of a call's last tensors; for a list, those of its last tensor.
 
     >>> form_of(([torch.zeros(2, 3)], "options"))
@@ -141,7 +147,7 @@ def form_of(given: tuple[Any, ...]) -> str:
     return ""
 
 
-def called_at(frame: FrameType | None) -> str:
+def collective_caller(frame: FrameType | None) -> str:
     """Return the FILE:LINE that called a collective, outside of torch and fabric/ if there is one.
 
     Without such a line, return Shoal's own. After a user's line, up to `CALLERS` lines of its

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
-from shoal.fabric.device import carries_host_tensors
+from shoal.fabric.device import supports_host_tensors
 
 SHORT_BYTES = 64
 """Longest message in bytes that travels in a padded row (step 2 above)."""
@@ -48,7 +48,7 @@ WORDS = 4
 PROOF_S, PROOF_BYTES, PROOF_TAG = 60.0, 32, 7401
 
 
-class Talker(Protocol):
+class MessageGroup(Protocol):
     """The part of `World` that messages need: rank, size and a few collectives."""
 
     rank: int
@@ -59,7 +59,7 @@ class Talker(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """All-reduce a tensor by sum, in place."""
 
-    def all_reduce_least(self, tensor: torch.Tensor) -> None:
+    def all_reduce_min(self, tensor: torch.Tensor) -> None:
         """All-reduce a tensor by minimum, in place."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -69,14 +69,14 @@ class Talker(Protocol):
         """Overwrite a tensor with that of rank `source`."""
 
 
-def gather(world: Talker, message: Any) -> list[Any]:
+def gather_json(world: MessageGroup, message: Any) -> list[Any]:
     """Return every rank's JSON value, by rank; equal values are one object, not to be mutated."""
     text = json.dumps(message).encode()
-    same, longest = _compared(world, text)
+    same, longest = _compare_digests(world, text)
     if same:
         return [json.loads(text)] * world.size
     if longest <= SHORT_BYTES:
-        rows = _short(world, text, longest)
+        rows = _gather_short_texts(world, text, longest)
         return [json.loads(row) for row in rows]
     words = torch.tensor([*_digest(text)[:1], len(text)], device=world.messages)
     told = [tuple(row) for row in world.all_gather(words).tolist()]
@@ -96,7 +96,7 @@ def gather(world: Talker, message: Any) -> list[Any]:
     return [values[one] for one in told]
 
 
-def broadcast(world: Talker, message: Any, source: int = 0) -> Any:
+def broadcast_json(world: MessageGroup, message: Any, source: int = 0) -> Any:
     """Return rank `source`'s JSON value on every rank; the arguments of other ranks are ignored."""
     text = json.dumps(message).encode() if world.rank == source else b""
     length = torch.tensor([len(text)], device=world.messages)
@@ -109,51 +109,51 @@ def broadcast(world: Talker, message: Any, source: int = 0) -> Any:
     return json.loads(raw.cpu().numpy().tobytes())
 
 
-def differing(world: Talker, message: Any) -> tuple[int, Any, Any] | None:
+def find_differing_rank(world: MessageGroup, message: Any) -> tuple[int, Any, Any] | None:
     """Return (rank, rank 0's value, its own) of the first rank whose value differs, else None.
 
     The result is the same on all ranks. Costs 72 bytes if all agree, else two messages.
     """
     text = json.dumps(message).encode()
-    if _compared(world, text)[0]:
+    if _compare_digests(world, text)[0]:
         return None
     mine = torch.tensor(_digest(text), device=world.messages)
     first = mine.clone()
     world.broadcast(first)
     unlike = not torch.equal(first, mine)
     least = torch.tensor([world.rank if unlike else world.size], device=world.messages)
-    world.all_reduce_least(least)
+    world.all_reduce_min(least)
     rank = int(least.item())
-    return rank, broadcast(world, message), broadcast(world, message, rank)
+    return rank, broadcast_json(world, message), broadcast_json(world, message, rank)
 
 
-def differing_places(world: Talker, numbers: Sequence[int]) -> list[int]:
+def find_differing_indices(world: MessageGroup, numbers: Sequence[int]) -> list[int]:
     """Return the indices at which ranks' numbers differ; each rank passes as many numbers.
 
     Args:
         numbers: integers of 63 bits and a sign. Costs 72 bytes if all agree, else 16 bytes a
             number.
     """
-    if _compared(world, json.dumps(list(numbers)).encode())[0]:
+    if _compare_digests(world, json.dumps(list(numbers)).encode())[0]:
         return []
     mine = torch.tensor(numbers, dtype=torch.int64)
     both = torch.cat([mine, ~mine]).to(world.messages)
-    world.all_reduce_least(both)
+    world.all_reduce_min(both)
     least, most = both[: len(numbers)].cpu(), ~both[len(numbers) :].cpu()
     return (least != most).nonzero().flatten().tolist()
 
 
-def _compared(world: Talker, text: bytes) -> tuple[bool, int]:
+def _compare_digests(world: MessageGroup, text: bytes) -> tuple[bool, int]:
     """Return (whether all ranks have the same text, length of the longest text)."""
     words = _digest(text)
     both = torch.tensor([*words, *(~word for word in words), -len(text)], device=world.messages)
-    world.all_reduce_least(both)
+    world.all_reduce_min(both)
     told = both.tolist()
     same = all(least == ~rest for least, rest in zip(told[:WORDS], told[WORDS:-1], strict=True))
     return same, -told[-1]
 
 
-def _short(world: Talker, text: bytes, longest: int) -> list[bytes]:
+def _gather_short_texts(world: MessageGroup, text: bytes, longest: int) -> list[bytes]:
     """Return all ranks' texts, all-gathered as padded rows that start with the length."""
     row = torch.zeros(1 + longest, dtype=torch.uint8)
     row[0] = len(text)
@@ -187,7 +187,7 @@ NAMED = 8
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def check_sums(world: Talker) -> None:
+def check_sums(world: MessageGroup) -> None:
     """Check all-reduces against known sums, once per world; every rank must call it.
 
     On a wrong sum all ranks raise a ClusterError that names the first such rank, an index and both
@@ -196,7 +196,7 @@ def check_sums(world: Talker) -> None:
     if world.size == 1 or world in _checked or _is_fake(world):
         return
     _checked.add(world)
-    wrong = wrong_sums(world)
+    wrong = find_wrong_sums(world)
     also = [str(rank) for rank, found in enumerate(wrong) if found]
     if also:
         more = f" and {len(also) - NAMED} more" if len(also) > NAMED else ""
@@ -211,13 +211,13 @@ def check_sums(world: Talker) -> None:
         raise failure
 
 
-def _is_fake(world: Talker) -> bool:
+def _is_fake(world: MessageGroup) -> bool:
     """Return whether a process group is torch's fake group for dry runs, which sums nothing."""
     group = getattr(world, "group", None)
     return group is not None and dist.get_backend(group) == "fake"
 
 
-def wrong_sums(world: Talker) -> list[list[float]]:
+def find_wrong_sums(world: MessageGroup) -> list[list[float]]:
     """Return [index, received, expected] of every rank's first wrong sum; [] if all sums are right.
 
     Rank r contributes (r mod 64 + 1) · (i mod 13 + 1) at index i. float32 holds the sums of 4,096
@@ -232,25 +232,25 @@ def wrong_sums(world: Talker) -> list[list[float]]:
         got, right = tensor.cpu(), places * factors
         for place in (got != right).nonzero().reshape(-1).tolist()[:1]:
             mine = mine or [place, float(got[place]), float(right[place])]
-    return [[float(one) for one in found] for found in gather(world, mine)]
+    return [[float(one) for one in found] for found in gather_json(world, mine)]
 
 
-def key_of(token: bytes, word: bytes) -> bytes:
+def derive_group_key(token: bytes, word: bytes) -> bytes:
     """Return the key of a run's groups, from its token and its store's random word."""
     return hmac.digest(token or b"no token", word, "sha256")
 
 
-def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: bytes) -> None:
+def authenticate_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: bytes) -> None:
     """Authenticate every member of a new group to every other; all members must call it.
 
     Args:
         ranks: global ranks of the members.
-        key: result of `key_of`; empty: no authentication.
+        key: result of `derive_group_key`; empty: no authentication.
 
     Raises:
         ClusterError: a pair failed within PROOF_S; the message names it.
     """
-    if group is None or not key or not carries_host_tensors(group):
+    if group is None or not key or not supports_host_tensors(group):
         return  # NCCL's connections ask for a random word of their own, which the store carries
     here = dist.get_rank(group)
     others = [place for place in range(len(ranks)) if place != here]
@@ -261,12 +261,12 @@ def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: byte
     try:
         heard = {p: dist.irecv(told[p], group=group, group_src=p, tag=PROOF_TAG) for p in others}
         said = [
-            dist.isend(word(key, name, here, p), group=group, group_dst=p, tag=PROOF_TAG)
+            dist.isend(pair_mac(key, name, here, p), group=group, group_dst=p, tag=PROOF_TAG)
             for p in others
         ]
         for place, work in heard.items():
             _wait(work, until)
-            if not torch.equal(told[place], word(key, name, place, here)):
+            if not torch.equal(told[place], pair_mac(key, name, place, here)):
                 raise RuntimeError("it does not know the word of this run")
         for work in said:
             _wait(work, until)
@@ -277,9 +277,9 @@ def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: byte
             f"took it, or the link carries nothing; start again: {failure}"
         ) from failure
     if "SHOAL_STORE" not in os.environ:  # members may be on several machines
-        from shoal.fabric.collectives.link_failures import watch_links
+        from shoal.fabric.collectives.link_failures import enable_link_keepalive
 
-        watch_links()
+        enable_link_keepalive()
 
 
 def _wait(work: dist.Work | None, until: timedelta) -> None:
@@ -287,7 +287,7 @@ def _wait(work: dist.Work | None, until: timedelta) -> None:
         work.wait(until)
 
 
-def word(key: bytes, name: str, source: int, target: int) -> torch.Tensor:
+def pair_mac(key: bytes, name: str, source: int, target: int) -> torch.Tensor:
     """Return the MAC for `target` from member `source` of group `name`: [PROOF_BYTES] uint8."""
     said = hmac.digest(key, f"{name}:{source}>{target}".encode(), "sha256")
     return torch.frombuffer(bytearray(said), dtype=torch.uint8)

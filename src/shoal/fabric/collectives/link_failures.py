@@ -6,7 +6,8 @@ stands in a debugger. A dead link or a lost machine does not answer. So TCP keep
 connection that leaves this machine. A connection without an answer for LINK_S fails, in whatever
 call waits for it. A link that recovers sooner has lost nothing.
 
-Machines exchange everything by collectives, except files that one of them lacks: `swap`.
+Machines exchange everything by collectives, except files that one of them lacks:
+`send_and_receive`.
 
 Source   tcp(7): SO_KEEPALIVE, TCP_KEEPIDLE, TCP_USER_TIMEOUT (bytes that were sent and not taken)
 Limits   Linux; connections of gloo and of stores. NCCL has its own watchdog
@@ -38,7 +39,7 @@ DEAD = re.compile(r"\[([^\]]+)\]:\d+: (?:Connection timed out|No route to host)"
 """Text of gloo's error after the kernel dropped a connection."""
 
 
-def dead_link(text: str) -> str:
+def dead_link_text(text: str) -> str:
     """Return a sentence on the dead link that an error text reports; "" if it reports none.
 
     >>> dead_link("[pair.cc:537] Read error [10.0.0.2]:385: Connection timed out. This is")
@@ -54,7 +55,7 @@ def dead_link(text: str) -> str:
     )
 
 
-def watch_links() -> int:
+def enable_link_keepalive() -> int:
     """Enable TCP keepalive on this process's connections to other machines; return their number."""
     if not sys.platform.startswith("linux"):
         return 0
@@ -67,11 +68,11 @@ def watch_links() -> int:
         except OSError:  # the folder's own, or closed meanwhile
             continue
         with socket.socket(fileno=copy) as link:
-            watched += _watch(link)
+            watched += _enable_keepalive(link)
     return watched
 
 
-def _watch(link: socket.socket) -> bool:
+def _enable_keepalive(link: socket.socket) -> bool:
     """Enable keepalive on a socket that leaves this machine; return whether it does."""
     try:
         if link.family not in (socket.AF_INET, socket.AF_INET6) or link.type != socket.SOCK_STREAM:
@@ -89,7 +90,7 @@ def _watch(link: socket.socket) -> bool:
     return True
 
 
-def swap(
+def send_and_receive(
     group: dist.ProcessGroup | None,
     out: tuple[int, torch.Tensor] | None,
     into: tuple[int, torch.Tensor] | None,

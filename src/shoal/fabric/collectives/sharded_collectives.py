@@ -15,12 +15,17 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single, is_unshared
-from shoal.fabric.collectives.traffic_counts import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
-from shoal.fabric.collectives.uneven_collectives import let_go, reduce_scatter
+from shoal.fabric.collectives.traffic_counts import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    TrafficCounter,
+)
+from shoal.fabric.collectives.uneven_collectives import free_storage, reduce_scatter
 from shoal.fabric.device import is_accelerator
 
 
-class SpareBuffer:
+class BufferCache:
     """Reusable host buffers for tensors of one size.
 
     The kernel zeroes newly allocated memory page by page. A buffer is kept if the previous one had
@@ -31,30 +36,30 @@ class SpareBuffer:
         self._spare: torch.Tensor | None = None
         self._last_bytes = 0
 
-    def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor of arbitrary values that owns its storage."""
         spare = self._spare
         if spare is not None and (spare.numel(), spare.dtype) == (elements, dtype):
             self._spare = None
             return spare
         if spare is not None:
-            let_go(spare)
+            free_storage(spare)
             self._spare = None
         return torch.empty(elements, dtype=dtype)
 
-    def give(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
         """Accept back a tensor from `take`, or a view of all of it, for reuse."""
         if self._spare is not None:
-            let_go(self._spare)
+            free_storage(self._spare)
         self._spare = tensor.view(-1) if tensor.nbytes == self._last_bytes else None
         self._last_bytes = tensor.nbytes
         if self._spare is None:
-            let_go(tensor)
+            free_storage(tensor)
 
     def drop(self) -> None:
         """Free the kept buffer."""
         if self._spare is not None:
-            let_go(self._spare)
+            free_storage(self._spare)
         self._spare, self._last_bytes = None, 0
 
 
@@ -67,7 +72,7 @@ class GatherParameters:
     since the kernel zeroes newly allocated memory page by page.
     """
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: TrafficCounter) -> None:
         self.traffic = traffic
         self._kept: list[torch.Tensor] = []
         self._last: tuple[Any, ...] = ()
@@ -126,11 +131,11 @@ class ScatterGradients:
         the input's memory for the next unit of its size. On CUDA it is NCCL's collective.
     """
 
-    def __init__(self, traffic: Traffic, replicas: int) -> None:
+    def __init__(self, traffic: TrafficCounter, replicas: int) -> None:
         self.traffic = traffic
         self.replicas = replicas
         self.norms: list[torch.Tensor] = []
-        self._sent, self._received = SpareBuffer(), SpareBuffer()
+        self._sent, self._received = BufferCache(), BufferCache()
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -138,7 +143,7 @@ class ScatterGradients:
         """Return a buffer of `size` elements with arbitrary values."""
         if is_accelerator(device):
             return torch.empty(*size, dtype=dtype, device=device)
-        return self._sent.take(math.prod(size), dtype).view(*size)
+        return self._sent.acquire(math.prod(size), dtype).view(*size)
 
     def drop(self) -> None:
         """Free the buffers kept for further units, after a pass."""
@@ -166,11 +171,11 @@ class ScatterGradients:
         ranks, part = group.size(), output_tensor.numel()
         with self.traffic.waiting():
             cuts = [part * rank for rank in range(ranks + 1)]
-            into = self._received.take(input_tensor.numel(), input_tensor.dtype)
-            back = self._received.give
+            into = self._received.acquire(input_tensor.numel(), input_tensor.dtype)
+            back = self._received.release
             reduce_scatter(input_tensor, cuts, group.rank(), group, into, back).result(
                 output_tensor
             )
         # `allocate` made it; torch holds it until it was sent, and does not look at it again.
-        self._sent.give(input_tensor)
+        self._sent.release(input_tensor)
         return None

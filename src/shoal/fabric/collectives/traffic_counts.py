@@ -37,7 +37,7 @@ def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
     return share.get(kind, 1) * payload_bytes
 
 
-class Traffic:
+class TrafficCounter:
     """Counters of the bytes that one rank sent and the seconds that it waited for collectives.
 
     Attributes:
@@ -77,10 +77,10 @@ class Traffic:
             yield
         finally:
             if self.page is not None:
-                self.page.waited(count)
+                self.page.record_wait_end(count)
             self.exposed_s += time.perf_counter() - began_s
 
-    def take(self) -> tuple[dict[str, int], float]:
+    def pop_counts(self) -> tuple[dict[str, int], float]:
         """Return (bytes by kind, exposed seconds) since the last call, and reset both."""
         totals = dict(self.sent_bytes), self.exposed_s
         self.sent_bytes = Counter()

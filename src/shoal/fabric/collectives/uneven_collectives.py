@@ -18,7 +18,7 @@ from shoal.fabric._torch import all_gather_single
 from shoal.fabric.device import is_accelerator
 
 
-def let_go(tensor: torch.Tensor) -> None:
+def free_storage(tensor: torch.Tensor) -> None:
     """Free the memory of a tensor that owns its storage and has no further reader.
 
     A gloo thread keeps its sent and received tensors alive until it runs again, after `wait` has
@@ -29,7 +29,7 @@ def let_go(tensor: torch.Tensor) -> None:
 
 
 @dataclass
-class PendingSum:
+class PendingFlatReduceScatter:
     """Handle of a pending reduce-scatter; `result(out=None)` returns this rank's part of the sum.
 
     With `out`, `result` overwrites `out` and returns it. Call `result` once: it may free the
@@ -44,7 +44,7 @@ class PendingSum:
     work: dist.Work | None
     received: torch.Tensor
     source: torch.Tensor | None
-    give_back: Callable[[torch.Tensor], None] = let_go
+    give_back: Callable[[torch.Tensor], None] = free_storage
 
     def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for this rank's part of the sum and return it, in `out` if given."""
@@ -69,8 +69,8 @@ def reduce_scatter(
     rank: int,
     group: dist.ProcessGroup,
     into: torch.Tensor | None = None,
-    give_back: Callable[[torch.Tensor], None] = let_go,
-) -> PendingSum:
+    give_back: Callable[[torch.Tensor], None] = free_storage,
+) -> PendingFlatReduceScatter:
     """Start a reduce-scatter; rank r gets the elements from cuts[r] to cuts[r + 1].
 
     Args:
@@ -87,10 +87,10 @@ def reduce_scatter(
             work = dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(tensor.split(sizes)), group=group, async_op=True)
-        return PendingSum(work, out.unsqueeze(0), tensor)
+        return PendingFlatReduceScatter(work, out.unsqueeze(0), tensor)
     received = tensor.new_empty(ranks * mine) if into is None else into
     work = dist.all_to_all_single(received, tensor, [mine] * ranks, sizes, group, async_op=True)
-    return PendingSum(work, received.view(ranks, mine), tensor, give_back)
+    return PendingFlatReduceScatter(work, received.view(ranks, mine), tensor, give_back)
 
 
 def all_gather_parts(

@@ -23,11 +23,11 @@ from torch import Tensor
 from shoal.base.errors import BugError
 from shoal.fabric.collectives.sharded_collectives import ScatterGradients
 from shoal.fabric.collectives.traffic_counts import REDUCE_SCATTER
-from shoal.fabric.collectives.uneven_collectives import let_go
-from shoal.fabric.compressed.codecs.base import Codec, Pieces
-from shoal.fabric.compressed.codecs.feedback import Residual, encode_rest
-from shoal.fabric.compressed.codecs.int8 import Int8
-from shoal.fabric.compressed.codecs.sign import Sign
+from shoal.fabric.collectives.uneven_collectives import free_storage
+from shoal.fabric.compressed.codecs.base import Codec, SegmentedCodec
+from shoal.fabric.compressed.codecs.feedback import Residual, encode_with_error
+from shoal.fabric.compressed.codecs.int8 import Int8Codec
+from shoal.fabric.compressed.codecs.sign import SignCodec
 from shoal.fabric.device import is_accelerator
 from shoal.fabric.world import World
 
@@ -42,14 +42,14 @@ three times as far behind.
 """
 
 CODES: dict[str, Callable[[torch.dtype], Codec]] = {
-    "int8": lambda dtype: Int8(dtype, BLOCK),
-    "one-bit": lambda dtype: Sign(dtype, BIT_BLOCK),
+    "int8": lambda dtype: Int8Codec(dtype, BLOCK),
+    "one-bit": lambda dtype: SignCodec(dtype, BIT_BLOCK),
 }
 """Element-wise gradient codecs, by the name that users write."""
 
 
 @dataclass
-class PendingRows:
+class PendingExchange:
     """Handle of a pending exchange; it keeps `source` alive until the exchange is done."""
 
     work: dist.Work | None
@@ -65,7 +65,7 @@ class PendingRows:
         return self.received
 
 
-def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
+def start_encoded_all_to_all(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingExchange:
     """Start an all-to-all of encoded bytes, the sending half of a sum.
 
     Args:
@@ -74,18 +74,18 @@ def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
     Counted as a reduce-scatter, since the receivers sum the decoded parts.
     """
     if world.group is None:
-        return PendingRows(None, packed.unsqueeze(0), packed)
+        return PendingExchange(None, packed.unsqueeze(0), packed)
     world.traffic.count(REDUCE_SCATTER, packed.numel(), world.size)
     own = sizes[world.rank]
     received = packed.new_empty(world.size * own)
     work = dist.all_to_all_single(
         received, packed, [own] * world.size, list(sizes), world.group, async_op=True
     )
-    return PendingRows(work, received.view(world.size, own), packed)
+    return PendingExchange(work, received.view(world.size, own), packed)
 
 
-class Flight(Protocol):
-    """Handle of a pending sum from `Sender.send`; every rank calls `turn` once, then `result(out)`.
+class PendingSum(Protocol):
+    """Handle of a pending sum; every rank calls `turn` once, then `result(out)`.
 
     Attributes:
         turn: wait for the first half and send the second, if the code has one.
@@ -99,7 +99,7 @@ class Flight(Protocol):
         """Wait for the sum and write it, or this rank's part of it, to `out`."""
 
 
-class Sender(Protocol):
+class CompressedSum(Protocol):
     """Interface of a compressed sum: it sums one flat tensor per step, with error feedback.
 
     send(flat)  start to sum [elements] over all ranks, which all must call it; returns a Flight.
@@ -111,7 +111,7 @@ class Sender(Protocol):
     nothing()   the same state at the start of a run
     """
 
-    def send(self, flat: torch.Tensor) -> Flight:
+    def send(self, flat: torch.Tensor) -> PendingSum:
         """Start to sum [elements] over all ranks; `flat` may change as soon as this returns."""
 
     def begin(self) -> None:
@@ -123,18 +123,18 @@ class Sender(Protocol):
     def kept(self) -> dict[str, Tensor]:
         """Return the state that a checkpoint needs for error feedback, by name; not copies."""
 
-    def take(self, kept: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
         """Load the state that `kept` returned."""
 
     def nothing(self) -> dict[str, Tensor]:
         """Return the state of `kept` at the start of a run: zero residuals."""
 
 
-class Keeping:
+class ResidualCompressedSum:
     """Base class of Senders whose state is residuals only: `rests`, by name.
 
     Attributes:
-        starts: offsets in each rank's part at which blocks restart (`Pieces`); (): none.
+        starts: offsets in each rank's part at which blocks restart (`SegmentedCodec`); (): none.
     """
 
     rests: Mapping[str, Residual]
@@ -148,7 +148,7 @@ class Keeping:
     def codec_of(self, rank: int) -> Codec:
         """Return the codec of a rank's part."""
         starts = self.starts[rank] if self.starts else ()
-        return Pieces(self.codec, starts) if starts else self.codec
+        return SegmentedCodec(self.codec, starts) if starts else self.codec
 
     def sizes(self, lengths: Sequence[int]) -> list[int]:
         """Return the encoded bytes of parts of such lengths; equal lengths give equal sizes.
@@ -159,33 +159,33 @@ class Keeping:
         return found if len(set(lengths)) > 1 else [max(found)] * len(found)
 
     def begin(self) -> None:
-        """See `Sender.begin`."""
+        """See `CompressedSum.begin`."""
         for rest in self.rests.values():
             rest.begin()
 
     def commit(self) -> None:
-        """See `Sender.commit`."""
+        """See `CompressedSum.commit`."""
         for rest in self.rests.values():
             rest.commit()
 
     def kept(self) -> dict[str, Tensor]:
-        """See `Sender.kept`."""
+        """See `CompressedSum.kept`."""
         return {name: rest.standing for name, rest in self.rests.items()}
 
-    def take(self, kept: Mapping[str, Tensor]) -> None:
-        """See `Sender.take`."""
+    def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
+        """See `CompressedSum.take`."""
         for name, rest in self.rests.items():
             rest.standing.copy_(kept[name])
             rest.begin()
 
     def nothing(self) -> dict[str, Tensor]:
-        """See `Sender.nothing`; without residuals it is the present state."""
+        """See `CompressedSum.nothing`; without residuals it is the present state."""
         zeros = {name: torch.zeros_like(rest.standing) for name, rest in self.rests.items()}
         return {**self.kept(), **zeros}
 
 
-class CodedSum(Keeping):
-    """Sender of a compressed all-reduce (sum): `CodedSum(elements, codec, world, starts)`.
+class CompressedAllReduce(ResidualCompressedSum):
+    """Compressed all-reduce (sum): `CompressedAllReduce(elements, codec, world, starts)`.
 
     Each part goes encoded to the rank that owns it. The owner sums the parts and sends the encoded
     sum to all ranks, so every rank ends with the same bits. Parts are equal, so the buffer is
@@ -202,14 +202,16 @@ class CodedSum(Keeping):
         self.left_of_sum = Residual(self.part, codec.dtype, world.device)
         self.rests = {"left": self.left, "left_of_sum": self.left_of_sum}
 
-    def send(self, flat: torch.Tensor) -> Flight:
+    def send(self, flat: torch.Tensor) -> PendingSum:
         """Send every owner its encoded part."""
         parts = self.left.add(flat).view(self.world.size, self.part)
-        return _CodedFlight(self, _send_parts(self, parts.unbind(), self.world))
+        return _PendingCompressedAllReduce(
+            self, _start_parts_exchange(self, parts.unbind(), self.world)
+        )
 
 
-class _CodedFlight:
-    def __init__(self, sender: CodedSum, rows: PendingRows) -> None:
+class _PendingCompressedAllReduce:
+    def __init__(self, sender: CompressedAllReduce, rows: PendingExchange) -> None:
         self.sender, self.rows = sender, rows
         ranks = range(sender.world.size)
         self.codecs = [sender.codec_of(rank) for rank in ranks]
@@ -222,10 +224,10 @@ class _CodedFlight:
         received = self.rows.result()
         total = torch.empty(sender.part, dtype=sender.codec.dtype, device=received.device)
         own_codec = self.codecs[world.rank]
-        _add_up(own_codec, received, total)
+        _sum_decoded_rows(own_codec, received, total)
         self.gathered = received.new_empty(self.cuts[-1])
         own = self.gathered[self.cuts[world.rank] : self.cuts[world.rank + 1]]
-        encode_rest(own_codec, sender.left_of_sum.add(total), own)
+        encode_with_error(own_codec, sender.left_of_sum.add(total), own)
         self.work = world.all_gather_parts(self.gathered, self.cuts)
 
     def result(self, out: torch.Tensor) -> None:
@@ -243,8 +245,8 @@ class _CodedFlight:
             out.copy_(total[: out.numel()])
 
 
-class ScatteredSum(Keeping):
-    """Sender of a compressed reduce-scatter: `ScatteredSum(cuts, codec, world, starts)`.
+class CompressedReduceScatter(ResidualCompressedSum):
+    """Sender of a compressed reduce-scatter: `CompressedReduceScatter(cuts, codec, world, starts)`.
 
     Rank r gets only the sum of elements cuts[r] to cuts[r + 1], summed in the codec's dtype. Each
     rank keeps its encoding error.
@@ -261,15 +263,15 @@ class ScatteredSum(Keeping):
         self.left = Residual(cuts[-1], codec.dtype, world.device)
         self.rests = {"left": self.left}
 
-    def send(self, flat: torch.Tensor) -> Flight:
+    def send(self, flat: torch.Tensor) -> PendingSum:
         """Send every owner its encoded part."""
         numbers = self.left.add(flat[: self.cuts[-1]])
         parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
-        return _ScatteredFlight(self, _send_parts(self, parts, self.world))
+        return _PendingCompressedReduceScatter(self, _start_parts_exchange(self, parts, self.world))
 
 
-class _ScatteredFlight:
-    def __init__(self, sender: ScatteredSum, rows: PendingRows) -> None:
+class _PendingCompressedReduceScatter:
+    def __init__(self, sender: CompressedReduceScatter, rows: PendingExchange) -> None:
         self.sender, self.rows = sender, rows
 
     def turn(self) -> None:
@@ -280,12 +282,12 @@ class _ScatteredFlight:
         wide = self.sender.codec.dtype
         total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
         own = self.sender.codec_of(self.sender.world.rank)
-        _add_up(own, self.rows.result(), total)
+        _sum_decoded_rows(own, self.rows.result(), total)
         if total is not out:
             out.copy_(total)
 
 
-class CodedScatter:
+class FsdpCompressedReduceScatter:
     """Compressed reduce-scatter for one unit of `fully_shard`; built from a `ScatterGradients`.
 
     Args:
@@ -302,7 +304,7 @@ class CodedScatter:
     ) -> None:
         self.plain, self.code, self.world, self.sizes = plain, code, world, sizes
         self.allocate = plain.allocate
-        self.sum: ScatteredSum | None = None
+        self.sum: CompressedReduceScatter | None = None
         self.held: Mapping[str, Tensor] = {}
 
     def __call__(
@@ -321,9 +323,9 @@ class CodedScatter:
             cuts = [part * rank for rank in range(self.world.size + 1)]
             starts = block_starts(self.sizes) if sum(self.sizes) == part else []
             codec = CODES[self.code](wide)
-            self.sum = ScatteredSum(cuts, codec, self.world, [starts] * self.world.size)
+            self.sum = CompressedReduceScatter(cuts, codec, self.world, [starts] * self.world.size)
             if self.held:
-                self.sum.take(self.held)
+                self.sum.load_state_dict(self.held)
             self.held = {}
         if input_tensor.numel() != self.sum.cuts[-1] or group.size() != self.world.size:
             raise BugError(
@@ -335,37 +337,37 @@ class CodedScatter:
             flight.turn()
             flight.result(output_tensor)
         if not is_accelerator(input_tensor.device):
-            let_go(input_tensor)  # as `ScatterGradients` does
+            free_storage(input_tensor)  # as `ScatterGradients` does
 
     def by(self, code: str) -> None:
-        """See `Keeping.by`."""
+        """See `ResidualCompressedSum.by`."""
         self.code = code
         if self.sum is not None:
             self.sum.by(code)
 
     def begin(self) -> None:
-        """See `Sender.begin`."""
+        """See `CompressedSum.begin`."""
         if self.sum is not None:
             self.sum.begin()
 
     def commit(self) -> None:
-        """See `Sender.commit`."""
+        """See `CompressedSum.commit`."""
         if self.sum is not None:
             self.sum.commit()
 
     def kept(self) -> dict[str, Tensor]:
-        """See `Sender.kept`."""
+        """See `CompressedSum.kept`."""
         return dict(self.held) if self.sum is None else self.sum.kept()
 
-    def take(self, kept: Mapping[str, Tensor]) -> None:
-        """See `Sender.take`."""
+    def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
+        """See `CompressedSum.take`."""
         if self.sum is None:
             self.held = kept
         else:
-            self.sum.take(kept)
+            self.sum.load_state_dict(kept)
 
     def nothing(self) -> dict[str, Tensor]:
-        """See `Sender.nothing`."""
+        """See `CompressedSum.nothing`."""
         return {} if self.sum is None else self.sum.nothing()
 
 
@@ -383,22 +385,24 @@ def block_starts(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def _send_parts(sender: Keeping, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
+def _start_parts_exchange(
+    sender: ResidualCompressedSum, parts: Sequence[torch.Tensor], world: World
+) -> PendingExchange:
     """Start to send every rank its encoded part; the parts keep the encoding errors."""
     sizes = sender.sizes([part.numel() for part in parts])
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
     for rank, (part, row) in enumerate(zip(parts, packed.split(sizes), strict=True)):
-        encode_rest(sender.codec_of(rank), part, row)
-    return exchange(world, packed, sizes)
+        encode_with_error(sender.codec_of(rank), part, row)
+    return start_encoded_all_to_all(world, packed, sizes)
 
 
-def _add_up(codec: Codec, rows: torch.Tensor, out: torch.Tensor) -> None:
+def _sum_decoded_rows(codec: Codec, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Sum the decoded rows [rows, bytes] in their order, and write the sum to `out` [elements]."""
     for place, packed in enumerate(rows):
         codec.decode(packed, out, add=place > 0)
 
 
-class LargestSum(Keeping):
+class TopKAllReduce(ResidualCompressedSum):
     """Sender of a top-k all-reduce: the sum of each rank's largest magnitudes.
 
     Args:
@@ -416,20 +420,22 @@ class LargestSum(Keeping):
         self.left = Residual(elements, dtype, world.device)
         self.rests = {"left": self.left}
 
-    def send(self, flat: torch.Tensor) -> Flight:
+    def send(self, flat: torch.Tensor) -> PendingSum:
         """Send the largest numbers and their indices to all ranks."""
         numbers, world = self.left.add(flat), self.world
-        chosen = largest(numbers, self.count)
-        own = pack_places(numbers, chosen)
+        chosen = top_k_indices(numbers, self.count)
+        own = pack_indices(numbers, chosen)
         numbers[chosen] = 0
         cuts = [own.numel() * rank for rank in range(world.size + 1)]
         gathered = own.new_empty(cuts[-1])
         gathered[cuts[world.rank] : cuts[world.rank + 1]] = own
-        return _LargestFlight(self, gathered, world.all_gather_parts(gathered, cuts))
+        return _PendingTopKAllReduce(self, gathered, world.all_gather_parts(gathered, cuts))
 
 
-class _LargestFlight:
-    def __init__(self, sender: LargestSum, gathered: torch.Tensor, work: dist.Work | None) -> None:
+class _PendingTopKAllReduce:
+    def __init__(
+        self, sender: TopKAllReduce, gathered: torch.Tensor, work: dist.Work | None
+    ) -> None:
         self.sender, self.gathered, self.work = sender, gathered, work
 
     def turn(self) -> None:
@@ -443,18 +449,18 @@ class _LargestFlight:
         total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
         total.zero_()
         for packed in self.gathered.view(self.sender.world.size, -1):
-            values, at = unpack_places(packed, wide)
+            values, at = unpack_indices(packed, wide)
             total.index_add_(0, at, values)
         if total is not out:
             out.copy_(total)
 
 
-def largest(numbers: Tensor, count: int) -> Tensor:
+def top_k_indices(numbers: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest magnitudes of [elements], int64; NaN is largest."""
     return numbers.abs().topk(count, sorted=False).indices
 
 
-def pack_places(numbers: Tensor, places: Tensor) -> Tensor:
+def pack_indices(numbers: Tensor, places: Tensor) -> Tensor:
     """Pack the numbers at some indices with the indices: [count · (itemsize + 4)] uint8 (top-k).
 
     Source: Aji and Heafield 2017.
@@ -463,8 +469,8 @@ def pack_places(numbers: Tensor, places: Tensor) -> Tensor:
     return torch.cat([values, places.to(torch.int32).view(torch.uint8)])
 
 
-def unpack_places(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (values [count] in `dtype`, indices [count] int64) that `pack_places` packed."""
+def unpack_indices(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (values [count] in `dtype`, indices [count] int64) that `pack_indices` packed."""
     count = packed.numel() // (dtype.itemsize + 4)
     values, places = packed.clone().split([count * dtype.itemsize, count * 4])
     return values.view(dtype), places.clone().view(torch.int32).long()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.compressed.compressed_sums import Flight, Keeping, Residual
+from shoal.fabric.compressed.compressed_sums import PendingSum, Residual, ResidualCompressedSum
 from shoal.fabric.world import World
 
 FIRST_SEED = 0x5A0A1
@@ -35,8 +35,8 @@ class Matrix:
     Attributes:
         stride: stride of the matrix in memory, in elements.
 
-    `of(flat)` returns the matrix as a view, `rank(asked)` its possible rank, and `pays(asked)`
-    whether its two thin matrices of that rank are smaller than it.
+    `of(flat)` returns the matrix as a view, `rank(asked)` its possible rank, and
+    `is_worthwhile(asked)` whether its two thin matrices of that rank are smaller than it.
     """
 
     start: int
@@ -54,7 +54,7 @@ class Matrix:
         """Return the rank of the approximation: `asked`, or the most that the matrix has."""
         return min(asked, self.rows, self.columns)
 
-    def pays(self, asked: int) -> bool:
+    def is_worthwhile(self, asked: int) -> bool:
         """Return whether the two thin matrices have fewer elements than this matrix.
 
         >>> Matrix(0, 64, 8, 8, (8, 1)).pays(3), Matrix(0, 64, 8, 8, (8, 1)).pays(4)
@@ -63,7 +63,7 @@ class Matrix:
         return self.rank(asked) * (self.rows + self.columns) < self.rows * self.columns
 
 
-class LowRankSum(Keeping):
+class PowerSgdAllReduce(ResidualCompressedSum):
     """Sender of a PowerSGD all-reduce: sums of matrices as products of two thin matrices.
 
     Args:
@@ -86,18 +86,18 @@ class LowRankSum(Keeping):
         rank: int,
     ) -> None:
         self.world, self.dtype = world, dtype
-        self.matrices = [one for one in matrices if one.pays(rank)]
+        self.matrices = [one for one in matrices if one.is_worthwhile(rank)]
         self.ranks = [one.rank(rank) for one in self.matrices]
         self.left = Residual(elements, dtype, world.device)
         self.rests = {"left": self.left}
-        self.whole = _gaps(elements, self.matrices)
+        self.whole = _unmatched_ranges(elements, self.matrices)
         generator = torch.Generator().manual_seed(FIRST_SEED)
         total = sum(r * one.columns for one, r in zip(self.matrices, self.ranks, strict=True))
         first = torch.randn(total, generator=generator, dtype=torch.float64)
         self.start = first.to(device=world.device, dtype=dtype)
         self.next_start: torch.Tensor | None = None
 
-    def send(self, flat: torch.Tensor) -> Flight:
+    def send(self, flat: torch.Tensor) -> PendingSum:
         """Sum the first thin matrices and the uncompressed elements."""
         numbers = self.left.add(flat)
         message = [
@@ -108,26 +108,26 @@ class LowRankSum(Keeping):
             message.append(numbers[start:stop].clone())
             numbers[start:stop] = 0
         first = torch.cat(message) if message else numbers.new_empty(0)
-        return _LowRankFlight(self, first, self.world.all_reduce(first, wait=False))
+        return _PendingPowerSgdAllReduce(self, first, self.world.all_reduce(first, wait=False))
 
     def begin(self) -> None:
-        """See `Sender.begin`."""
+        """See `CompressedSum.begin`."""
         super().begin()
         self.next_start = None
 
     def commit(self) -> None:
-        """See `Sender.commit`."""
+        """See `CompressedSum.commit`."""
         super().commit()
         if self.next_start is not None:
             self.start, self.next_start = self.next_start, None
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """See `Sender.kept`; the state contains the next start of the power iteration too."""
+        """See `CompressedSum.kept`; the state has the next start of the power iteration too."""
         return {**super().kept(), "start": self.start}
 
-    def take(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """See `Sender.take`."""
-        super().take(kept)
+    def load_state_dict(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """See `CompressedSum.take`."""
+        super().load_state_dict(kept)
         self.start, self.next_start = kept["start"].to(self.start, copy=True), None
 
     def columns_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -137,8 +137,10 @@ class LowRankSum(Keeping):
         return [p.view(-1, r) for p, r in zip(parts, self.ranks, strict=True)]
 
 
-class _LowRankFlight:
-    def __init__(self, sender: LowRankSum, first: torch.Tensor, work: dist.Work | None) -> None:
+class _PendingPowerSgdAllReduce:
+    def __init__(
+        self, sender: PowerSgdAllReduce, first: torch.Tensor, work: dist.Work | None
+    ) -> None:
         self.sender, self.first, self.work = sender, first, work
         self.bases: list[torch.Tensor] = []
         self.second = first[:0]
@@ -180,7 +182,7 @@ class _LowRankFlight:
             out.copy_(total)
 
 
-def _gaps(elements: int, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
+def _unmatched_ranges(elements: int, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
     """Return the ranges of elements that belong to no matrix."""
     edges = [0]
     for matrix in sorted(matrices, key=lambda one: one.start):

@@ -1,8 +1,8 @@
 """All-to-all exchange of rows, with numbers of rows that depend on the data.
 
 Protocol  rows are in order of their target: the first `sent[0]` are for rank 0, and so on. The
-          received rows are in order of their source. `counts_for` exchanges the numbers of rows
-          first, since both sides must know them.
+          received rows are in order of their source. `exchange_counts` exchanges the numbers of
+          rows first, since both sides must know them.
 Source    torch.distributed.all_to_all_single with split sizes; gloo and NCCL have it
 """
 
@@ -17,7 +17,7 @@ from shoal.fabric.collectives.traffic_counts import ALL_TO_ALL
 from shoal.fabric.world import World
 
 
-def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
+def exchange_counts(world: World, counts: torch.Tensor) -> torch.Tensor:
     """Exchange integers all-to-all: row r of `counts` goes to rank r; return the received rows.
 
     Every rank must call it.
@@ -37,7 +37,7 @@ def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
     return arriving
 
 
-def to_each(
+def all_to_all_rows(
     world: World, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
 ) -> torch.Tensor:
     """Exchange rows all-to-all: send `sent[r]` rows to each rank r; return [sum of received, …].
@@ -46,7 +46,7 @@ def to_each(
 
     Args:
         rows: [sum of sent, …]: those for rank 0 first, then rank 1, …
-        received: rows from each rank, as `counts_for` returns them.
+        received: rows from each rank, as `exchange_counts` returns them.
 
     Returns:
         the received rows, rank 0's first; with one process `rows` itself.

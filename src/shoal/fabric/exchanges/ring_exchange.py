@@ -18,10 +18,10 @@ from shoal.fabric.exchanges.point_to_point import PointToPoint, Transfer
 from shoal.fabric.world import World
 
 if TYPE_CHECKING:
-    from shoal.fabric.collectives.uneven_collectives import PendingSum
+    from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
 
 
-class Turn:
+class PendingRingTurn:
     """Handle of a pending ring turn."""
 
     def __init__(self, sent: Sequence[Transfer], coming: Sequence[Transfer]) -> None:
@@ -44,7 +44,7 @@ class Ring:
                        change until then
 
     Attributes:
-        all_reduce, all_gather, reduce_scatter, to_each: the world's, and `all_to_all.to_each`.
+        all_reduce, all_gather, reduce_scatter, to_each: the world's, and `all_to_all_cost.to_each`.
     """
 
     def __init__(self, world: World) -> None:
@@ -59,26 +59,28 @@ class Ring:
         """All-gather a tensor: [...] of every rank to [size, ...]."""
         return self.world.all_gather(tensor)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingFlatReduceScatter:
         """Start a reduce-scatter of a flat tensor; rank r gets elements cuts[r] to cuts[r + 1]."""
         return self.world.reduce_scatter(tensor, cuts)
 
-    def pass_on(self, tensors: Sequence[torch.Tensor]) -> Turn:
+    def pass_on(self, tensors: Sequence[torch.Tensor]) -> PendingRingTurn:
         """Start a turn; the tensors must not change until its `result` returns.
 
         Args:
             tensors: tensors of the same shapes and dtypes on every rank.
         """
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return Turn(
+        return PendingRingTurn(
             [self.messages.send(one, following) for one in tensors],
             [self.messages.receive(tuple(one.shape), one.dtype, before) for one in tensors],
         )
 
-    def to_each(
+    def all_to_all_rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        """Exchange rows all-to-all, in order of the ranks; see `all_to_all.to_each`."""
-        from shoal.fabric.exchanges.all_to_all import to_each  # only rings with masks need it
+        """Exchange rows all-to-all, in order of the ranks; see `all_to_all_cost.to_each`."""
+        from shoal.fabric.exchanges.all_to_all import (
+            all_to_all_rows,  # only rings with masks need it
+        )
 
-        return to_each(self.world, rows, sent, received)
+        return all_to_all_rows(self.world, rows, sent, received)

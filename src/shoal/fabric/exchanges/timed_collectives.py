@@ -20,7 +20,7 @@ OF_PLANS = ("all_reduce", "reduce_scatter", "all_gather")
 EVERY = (*OF_PLANS, "broadcast", "all_to_all")
 
 
-def bare_call(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
+def prepare_bare_collective(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
     """Allocate the buffers of one bare collective; return the function that runs it once and waits.
 
     Every rank of the group must create and run it. Messages are float32 zeros.
@@ -57,10 +57,10 @@ def bare_call(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
     return calls[kind]
 
 
-def call_of_runs(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
+def prepare_run_collective(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
     """Allocate the tensor of one of OF_PLANS; return the function that runs it once as a run does.
 
-    Every rank of the group must create and run it. Messages are those of `bare_call`.
+    Every rank of the group must create and run it. Messages are those of `prepare_bare_collective`.
     """
     each = max(1, size_bytes // 4 // group.size)
     tensor = torch.zeros(group.size * each, device=group.device)

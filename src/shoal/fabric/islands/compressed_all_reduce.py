@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from shoal.base.errors import BugError
-from shoal.fabric.islands.inter_island_links import Deadline, Flight, Links
+from shoal.fabric.islands.inter_island_links import Deadline, IslandConnections, PendingLinkExchange
 
 if TYPE_CHECKING:
-    from shoal.fabric.compressed.codecs import Codec, Feedback
+    from shoal.fabric.compressed.codecs import Codec, ErrorFeedback
 
 COARSE, FINE = 65_536, 4096
 """Parts are multiples of the first (a codec's block), or of the second if parts have few blocks."""
@@ -45,7 +45,7 @@ SUM = "sum"
 """Owner index in the tags of sums; the tags of messages have an owner's number there."""
 
 
-def is_of_sum(tag: str) -> bool:
+def is_sum_tag(tag: str) -> bool:
     """Return whether an error-feedback tag belongs to a sum that this island sent.
 
     >>> is_of_sum("0/sum/3"), is_of_sum("0/1/3")
@@ -60,7 +60,7 @@ def chunk_elements(codec: Codec) -> int:
     return COARSE * min(max(blocks, 1), MOST_BLOCKS)
 
 
-class Cut:
+class ChunkLayout:
     """Partition of a vector into parts by owner, and of each part into chunks.
 
     Args:
@@ -86,7 +86,7 @@ class Cut:
         return start, min(start + self.chunk, end)
 
 
-class Arrived:
+class CompressedExchange:
     """State after the first half: finiteness and inner products of all messages.
 
     Attributes:
@@ -97,11 +97,16 @@ class Arrived:
     """
 
     def __init__(
-        self, links: Links, codec: Codec, feedback: Feedback | None, tag: str, elements: int
+        self,
+        links: IslandConnections,
+        codec: Codec,
+        feedback: ErrorFeedback | None,
+        tag: str,
+        elements: int,
     ) -> None:
         self.links, self.codec, self.feedback, self.tag = links, codec, feedback, tag
         owners = 1 if codec.gathers else links.count
-        self.cut = Cut(elements, owners, chunk_elements(codec))
+        self.cut = ChunkLayout(elements, owners, chunk_elements(codec))
         self.own = 0 if codec.gathers else links.index
         self.codes: list[Tensor] = []
         self._products = torch.zeros(links.count, links.count, dtype=torch.float64)
@@ -116,10 +121,10 @@ class Arrived:
         """Finiteness of each island's decoded message; see the class."""
         return self._products.diagonal().isfinite().tolist()
 
-    def receive(self, flat: Tensor, deadline: Deadline) -> None:
-        """Run the first half; see `Plane.begin`."""
+    def run_first_half(self, flat: Tensor, deadline: Deadline) -> None:
+        """Run the first half; see `InterIslandGroup.begin`."""
 
-        def start(chunk: int) -> Flight:
+        def start(chunk: int) -> PendingLinkExchange:
             owners = [0] if self.codec.gathers else range(self.links.count)
             sizes = [self._size(owner, chunk) for owner in owners]
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -160,17 +165,19 @@ class Arrived:
                 first, last = self.cut.piece(0, chunk)
                 self._sum(chunk, weights, divisor, total[first:last])
         else:
-            with self.links.watched("the second half of an exchange", deadline_s) as deadline:
-                self._share(weights, divisor, total, deadline)
+            with self.links.deadline_scope(
+                "the second half of an exchange", deadline_s
+            ) as deadline:
+                self._distribute_sums(weights, divisor, total, deadline)
         return total
 
-    def _share(
+    def _distribute_sums(
         self, weights: Sequence[float], divisor: float, total: Tensor, deadline: Deadline
     ) -> None:
         """Send all islands the sum of the own part, and decode the other parts, in place."""
         islands = range(self.links.count)
 
-        def start(chunk: int) -> Flight:
+        def start(chunk: int) -> PendingLinkExchange:
             first, last = self.cut.piece(self.own, chunk)
             part = torch.empty(last - first, dtype=self.codec.dtype)
             self._sum(chunk, weights, divisor, part)

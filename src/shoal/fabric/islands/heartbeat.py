@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
-from shoal.fabric._torch import own_connection
+from shoal.fabric._torch import clone_store_connection
 
 BEAT_S, SILENT_S, LOOK_S = 0.5, 2.5, 0.02
 STORE_ISLAND = 0
@@ -52,14 +52,14 @@ class IslandLost(ClusterError):
         self.islands, self.after_s = islands, after_s
 
 
-class Beat(NamedTuple):
+class HeartbeatMessage(NamedTuple):
     """Last message of an island: started calls by plane, the islands it gave up on, and why."""
 
     begun: dict[str, int]
     given_up: tuple[tuple[int, ...], str] = ((), "")
 
 
-def read_beat(raw: bytes, count: int) -> Beat:
+def parse_heartbeat(raw: bytes, count: int) -> HeartbeatMessage:
     """Parse a beat from untrusted bytes.
 
     Args:
@@ -86,14 +86,14 @@ def read_beat(raw: bytes, count: int) -> Beat:
         raise ValueError("other types than a beat has")
     if not isinstance(islands, list) or not all(_is_count(i) and i < count for i in islands):
         raise ValueError(f"it gives up on islands that are none of 0 … {count - 1}")
-    return Beat(begun, (tuple(islands), words[:MOST_WORDS]))
+    return HeartbeatMessage(begun, (tuple(islands), words[:MOST_WORDS]))
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-class Pulse:
+class HeartbeatThread:
     """Heartbeat thread of this island, with the last beats of the others.
 
     Attributes:
@@ -108,14 +108,14 @@ class Pulse:
         count: int,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.store = own_connection(store)
+        self.store = clone_store_connection(store)
         self.tell = tell
         self.index, self.count = index, count
         self.begun: dict[str, int] = {}
         self._given_up: tuple[tuple[int, ...], str] = ((), "")
         self._beats = 0
         self._heard_s = [time.monotonic()] * count
-        self._told = [Beat({}) for _ in range(count)]
+        self._told = [HeartbeatMessage({}) for _ in range(count)]
         self._raw = [b""] * count
         self._strange: set[int] = set()
         self._answered_s = time.monotonic()
@@ -150,12 +150,12 @@ class Pulse:
             if self._given_up[0] and self.index == STORE_ISLAND:
                 time.sleep(2 * BEAT_S)  # else the store ends before the others read the last beat
 
-    def give_up(self, islands: tuple[int, ...], words: str) -> None:
+    def report_given_up(self, islands: tuple[int, ...], words: str) -> None:
         """Publish the islands that this island gave up on, and the reason."""
         self._given_up = islands, words
         self._soon.set()
 
-    def missing(self, members: Sequence[int]) -> tuple[int, ...]:
+    def suspects(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the other members that missed a beat: suspect, but not yet silent."""
         now_s = time.monotonic()
         others = (member for member in members if member != self.index)
@@ -219,13 +219,13 @@ class Pulse:
                 continue
             self._raw[index] = raw
             try:
-                self._told[index] = read_beat(raw, self.count)
+                self._told[index] = parse_heartbeat(raw, self.count)
             except ValueError as problem:
-                self._pass_over(index, str(problem))
+                self._report_malformed(index, str(problem))
             else:
                 self._heard_s[index] = self._answered_s
 
-    def _pass_over(self, index: int, problem: str) -> None:
+    def _report_malformed(self, index: int, problem: str) -> None:
         if index not in self._strange:
             self._strange.add(index)
             self.tell(

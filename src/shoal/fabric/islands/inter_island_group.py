@@ -1,14 +1,15 @@
 """Group of one process per island, over which islands exchange bytes and compressed sums.
 
     store = meet("10.0.0.1:29400", index, count, deadline_s=120)
-    plane = open_plane(store, lane, index, count, connections=2, host="10.0.0.1", deadline_s=120)
-    arrived = plane.begin(message, codec, feedback=None, tag="0", deadline_s=60)     # first half
-    mean = arrived.finish(weights, sum(weights), deadline_s=60)                      # second half
+    plane = connect_islands(store, lane, index, count, connections=2, host="10.0.0.1",
+    deadline_s=120) arrived = plane.begin(message, codec, feedback=None, tag="0", deadline_s=60)
+    # first half mean = arrived.finish(weights, sum(weights), deadline_s=60)                      #
+    second half
 
-Inner rank r of every island is lane r, which has its own group (`Plane`), so each rank exchanges
-the part that it owns. All members call the same methods in the same order, from one thread at a
-time, which need not be the training thread. A plane uses no process group of its island. Any
-failure raises `IslandLost`, which names the island to blame; the plane is broken then.
+Inner rank r of every island is lane r, which has its own group (`InterIslandGroup`), so each rank
+exchanges the part that it owns. All members call the same methods in the same order, from one
+thread at a time, which need not be the training thread. A plane uses no process group of its
+island. Any failure raises `IslandLost`, which names the island to blame; the plane is broken then.
 
 gloo and the store neither encrypt nor authenticate anything: whoever reaches their ports may read
 and alter what islands send. They listen on the address that leads to `host` and on no other; use a
@@ -30,20 +31,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.errors import BugError, ClusterError
-from shoal.fabric.islands.compressed_all_reduce import Arrived
-from shoal.fabric.islands.heartbeat import IslandLost, Pulse
-from shoal.fabric.islands.inter_island_links import Links
-from shoal.fabric.islands.island_rendezvous import local_address, meet
+from shoal.fabric.islands.compressed_all_reduce import CompressedExchange
+from shoal.fabric.islands.heartbeat import HeartbeatThread, IslandLost
+from shoal.fabric.islands.inter_island_links import IslandConnections
+from shoal.fabric.islands.island_rendezvous import join_island_store, local_address
 
 if TYPE_CHECKING:
-    from shoal.fabric.compressed.codecs import Codec, Feedback
+    from shoal.fabric.compressed.codecs import Codec, ErrorFeedback
 
-__all__ = ["Arrived", "IslandLost", "Plane", "meet", "open_plane"]
+__all__ = [
+    "CompressedExchange",
+    "InterIslandGroup",
+    "IslandLost",
+    "connect_islands",
+    "join_island_store",
+]
 
-_planes: weakref.WeakSet[Plane] = weakref.WeakSet()
+_planes: weakref.WeakSet[InterIslandGroup] = weakref.WeakSet()
 
 
-def open_plane(
+def connect_islands(
     store: dist.Store,
     lane: str,
     index: int,
@@ -53,16 +60,16 @@ def open_plane(
     host: str,
     deadline_s: float,
     tell: Callable[[str], None] = lambda line: None,
-) -> Plane:
+) -> InterIslandGroup:
     """Connect this process with the same lane of all other islands; every island must call it.
 
     Args:
         lane: the rank inside its island.
-        store: result of `meet`.
+        store: result of `join_island_store`.
         host: host of the rendezvous address.
         index, count: this island's number, and the number of islands.
         connections: TCP connections to each other island: one alone may not fill a long link.
-        deadline_s: time limit for connecting, also for sub-planes (`Plane.among`).
+        deadline_s: time limit for connecting, also for sub-planes (`InterIslandGroup.among`).
         tell: called from another thread with a line on a malformed entry in the store.
 
     Returns:
@@ -73,9 +80,9 @@ def open_plane(
     """
     own = dist.PrefixStore(f"lane/{lane}", store)
     address = local_address(host) if count > 1 else ""
-    pulse = Pulse(own, index, count, tell) if count > 1 else None
-    links = Links(own, pulse, range(count), index, "all")
-    plane = Plane(links, address, connections, deadline_s)
+    pulse = HeartbeatThread(own, index, count, tell) if count > 1 else None
+    links = IslandConnections(own, pulse, range(count), index, "all")
+    plane = InterIslandGroup(links, address, connections, deadline_s)
     try:
         if pulse is not None:
             pulse.start(deadline_s)
@@ -87,11 +94,11 @@ def open_plane(
     return plane
 
 
-class Plane:
+class InterIslandGroup:
     """The same inner rank (lane) of all islands, as a group seen by one of its processes.
 
     Members call the same methods in the same order; any failure is IslandLost, and the plane is
-    broken then. Made by `open_plane`.
+    broken then. Made by `connect_islands`.
 
     Attributes:
         index, count: this island's index among the members, and the number of members.
@@ -104,11 +111,13 @@ class Plane:
     among(indices)  the plane of some members · close()  end the connections
     """
 
-    def __init__(self, links: Links, address: str, connections: int, deadline_s: float) -> None:
+    def __init__(
+        self, links: IslandConnections, address: str, connections: int, deadline_s: float
+    ) -> None:
         self.links, self.address = links, address
         self.connections, self.deadline_s = connections, deadline_s
         self.index, self.count = links.index, links.count
-        self._parts: dict[tuple[int, ...], Plane] = {}
+        self._parts: dict[tuple[int, ...], InterIslandGroup] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -128,7 +137,7 @@ class Plane:
         """
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else _nothing()
         size = torch.tensor([own.numel()]).view(torch.uint8)
-        with self.links.watched("a gathering", deadline_s) as deadline:
+        with self.links.deadline_scope("a gathering", deadline_s) as deadline:
             told = self.links.wait(self.links.exchange_all(size, deadline), deadline)
             sizes = told.view(torch.int64).tolist()
             flight = self.links.exchange_all(own, deadline, sizes)
@@ -136,8 +145,14 @@ class Plane:
         return [part.numpy().tobytes() for part in received.split(sizes)]
 
     def begin(
-        self, flat: Tensor, codec: Codec, *, feedback: Feedback | None, tag: str, deadline_s: float
-    ) -> Arrived:
+        self,
+        flat: Tensor,
+        codec: Codec,
+        *,
+        feedback: ErrorFeedback | None,
+        tag: str,
+        deadline_s: float,
+    ) -> CompressedExchange:
         """Run the first half of a sum: exchange encoded parts, so that owners have their parts.
 
         Args:
@@ -154,12 +169,12 @@ class Plane:
                 f"exchange {tag}: {flat.dtype} {tuple(flat.shape)} for codec {codec.name} of "
                 f"{codec.dtype}; a flat tensor of that is needed"
             )
-        arrived = Arrived(self.links, codec, feedback, tag, flat.numel())
-        with self.links.watched("the first half of an exchange", deadline_s) as deadline:
-            arrived.receive(flat, deadline)
+        arrived = CompressedExchange(self.links, codec, feedback, tag, flat.numel())
+        with self.links.deadline_scope("the first half of an exchange", deadline_s) as deadline:
+            arrived.run_first_half(flat, deadline)
         return arrived
 
-    def among(self, indices: tuple[int, ...]) -> Plane:
+    def subgroup(self, indices: tuple[int, ...]) -> InterIslandGroup:
         """Return the plane of some members, all of which must call it; the result is cached.
 
         Args:
@@ -175,11 +190,13 @@ class Plane:
         if indices not in self._parts:
             members = [self.links.members[place] for place in indices]
             name = "among-" + "-".join(map(str, members))
-            links = Links(
+            links = IslandConnections(
                 self.links.store, self.links.pulse, members, indices.index(self.index), name
             )
             links.open(self.address, self.connections, self.deadline_s)
-            self._parts[indices] = Plane(links, self.address, self.connections, self.deadline_s)
+            self._parts[indices] = InterIslandGroup(
+                links, self.address, self.connections, self.deadline_s
+            )
         return self._parts[indices]
 
     def close(self) -> None:

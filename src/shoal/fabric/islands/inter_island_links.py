@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import BugError
-from shoal.fabric._torch import exchange_bytes, gloo_group, knock
-from shoal.fabric.collectives.json_messages import PROOF_BYTES, key_of, word
-from shoal.fabric.islands.heartbeat import IslandLost, Pulse
+from shoal.fabric._torch import create_gloo_group, post_unreceived_byte, start_uneven_all_to_all
+from shoal.fabric.collectives.json_messages import PROOF_BYTES, derive_group_key, pair_mac
+from shoal.fabric.islands.heartbeat import HeartbeatThread, IslandLost
 
 THREADS = 2
 """Threads of each group: its number of concurrent exchanges.
@@ -63,27 +63,27 @@ class Deadline:
         self.deadline_s, self.began_s = deadline_s, time.monotonic()
 
     @property
-    def passed_s(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since the deadline was set."""
         return time.monotonic() - self.began_s
 
     @property
     def left(self) -> timedelta:
         """Time until the deadline; never zero, which torch takes for no limit."""
-        return timedelta(seconds=max(self.deadline_s - self.passed_s, LEAST_S))
+        return timedelta(seconds=max(self.deadline_s - self.elapsed_s, LEAST_S))
 
 
-def _ends(work: dist.Work, deadline: Deadline) -> bool:
+def _wait_briefly(work: dist.Work, deadline: Deadline) -> bool:
     """Wait briefly; return whether a transfer ended (or failed), or its deadline passed."""
     try:
         work.wait(min(deadline.left, timedelta(seconds=LOOK_S)))
     except RuntimeError:
-        return work.is_completed() or deadline.passed_s >= deadline.deadline_s
+        return work.is_completed() or deadline.elapsed_s >= deadline.deadline_s
     return True
 
 
 @dataclass
-class Flight:
+class PendingLinkExchange:
     """Handle of a pending exchange in a group; `sent` must not change until it is done."""
 
     work: dist.Work | None
@@ -92,11 +92,11 @@ class Flight:
     group: dist.ProcessGroupGloo | None = None
 
 
-class _Failed(Exception):
+class _TransferFailed(Exception):
     """Failure or timeout of a transfer in a group."""
 
 
-class Links:
+class IslandConnections:
     """Connections of one plane; empty if the plane has one member.
 
     Attributes:
@@ -109,7 +109,7 @@ class Links:
     def __init__(
         self,
         store: dist.Store,
-        pulse: Pulse | None,
+        pulse: HeartbeatThread | None,
         members: Sequence[int],
         index: int,
         name: str,
@@ -129,16 +129,16 @@ class Links:
         """
         if self.count == 1:
             return
-        with self.watched("connecting", deadline_s) as deadline:
+        with self.deadline_scope("connecting", deadline_s) as deadline:
             for number in range(connections):
                 self.groups.append(self._group(f"{self.name}/{number}", address, deadline))
-            self._prove(deadline)
+            self._authenticate(deadline)
         if self.index == 0:  # everybody has read the addresses
             for number, member in product(range(connections), range(self.count)):
                 self.store.delete_key(f"{self.name}/{number}/0/{member}")
             self.store.delete_key(f"{self.name}/word")
 
-    def _prove(self, deadline: Deadline) -> None:
+    def _authenticate(self, deadline: Deadline) -> None:
         """Authenticate every member over each connection, by the store's key (json_messages.py).
 
         Raises:
@@ -146,25 +146,25 @@ class Links:
         """
         if self.index == 0:
             self.store.set(f"{self.name}/word", secrets.token_hex(16))
-        key = key_of(b"", self.store.get(f"{self.name}/word"))
+        key = derive_group_key(b"", self.store.get(f"{self.name}/word"))
         others = range(self.count)
         for number in range(len(self.groups)):
             name = f"{self.name}/{number}"
-            said = torch.cat([word(key, name, self.index, other) for other in others])
+            said = torch.cat([pair_mac(key, name, self.index, other) for other in others])
             sizes = [PROOF_BYTES] * self.count
             heard = self.wait(self.exchange(said, sizes, sizes, deadline), deadline)
             for other, told in zip(others, heard.split(PROOF_BYTES), strict=True):
-                if not torch.equal(told, word(key, name, other, self.index)):
+                if not torch.equal(told, pair_mac(key, name, other, self.index)):
                     raise IslandLost(
                         f"islands: who is connected in the place of island {self.members[other]} "
                         "does not prove to be it: somebody else on this network took it",
                         (self.members[other],),
-                        deadline.passed_s,
+                        deadline.elapsed_s,
                     )
 
     def exchange(
         self, packed: torch.Tensor, to: Sequence[int], of: Sequence[int], deadline: Deadline
-    ) -> Flight:
+    ) -> PendingLinkExchange:
         """Start to send every member its bytes.
 
         Args:
@@ -172,50 +172,52 @@ class Links:
             to, of: bytes to each member, and from each.
         """
         if not self.groups:
-            return Flight(None, packed, packed)
+            return PendingLinkExchange(None, packed, packed)
         received = packed.new_empty(sum(of))
         self.sent_bytes += sum(to) - to[self.index]
         self.received_bytes += sum(of) - of[self.index]
         group = self.groups[next(self._turns) % len(self.groups)]
         try:
-            work = exchange_bytes(group, received, packed, of=of, to=to, timeout=deadline.left)
+            work = start_uneven_all_to_all(
+                group, received, packed, of=of, to=to, timeout=deadline.left
+            )
         except RuntimeError as failure:
-            raise _Failed from failure
-        return Flight(work, packed, received, group)
+            raise _TransferFailed from failure
+        return PendingLinkExchange(work, packed, received, group)
 
     def exchange_all(
         self, message: torch.Tensor, deadline: Deadline, of: Sequence[int] = ()
-    ) -> Flight:
+    ) -> PendingLinkExchange:
         """Start to send every member the same bytes; `of`: their lengths, if they differ."""
         size = message.numel()
         copies = message.repeat(self.count)
         return self.exchange(copies, [size] * self.count, of or [size] * self.count, deadline)
 
-    def wait(self, flight: Flight, deadline: Deadline) -> torch.Tensor:
+    def wait(self, flight: PendingLinkExchange, deadline: Deadline) -> torch.Tensor:
         """Wait for the bytes from all members and return them: [sum(of)] uint8, in their order."""
         work, group = flight.work, flight.group
         if work is None or group is None:
             return flight.received
         places = [place for place in range(self.count) if place != self.index]
         try:
-            while not _ends(work, deadline):
+            while not _wait_briefly(work, deadline):
                 for place in places:
-                    knock(group, place)
-                places = self._silent()
+                    post_unreceived_byte(group, place)
+                places = self._suspects()
             work.wait(deadline.left)
         except RuntimeError as failure:
-            raise _Failed from failure
+            raise _TransferFailed from failure
         return flight.received
 
-    def _silent(self) -> list[int]:
+    def _suspects(self) -> list[int]:
         """Return the indices of members that missed a beat, whose connections are then tested."""
-        missing = self.pulse.missing(self.members) if self.pulse is not None else ()
+        missing = self.pulse.suspects(self.members) if self.pulse is not None else ()
         return [place for place, member in enumerate(self.members) if member in missing]
 
     def stream(
         self,
         steps: int,
-        start: Callable[[int], Flight],
+        start: Callable[[int], PendingLinkExchange],
         end: Callable[[int, torch.Tensor], None],
         deadline: Deadline,
     ) -> None:
@@ -225,7 +227,7 @@ class Links:
             start: encodes step k and starts its exchange.
             end: called with the received bytes, in order.
         """
-        under_way: deque[tuple[int, Flight]] = deque()
+        under_way: deque[tuple[int, PendingLinkExchange]] = deque()
         for step in range(steps):
             under_way.append((step, start(step)))
             if len(under_way) > THREADS * len(self.groups):
@@ -235,7 +237,7 @@ class Links:
             end(done, self.wait(flight, deadline))
 
     @contextmanager
-    def watched(self, what: str, deadline_s: float) -> Iterator[Deadline]:
+    def deadline_scope(self, what: str, deadline_s: float) -> Iterator[Deadline]:
         """Yield a deadline for work that needs all members; raise failures as `IslandLost`."""
         if self.lost is not None:
             raise self.lost
@@ -244,7 +246,7 @@ class Links:
         deadline = Deadline(deadline_s)
         try:
             yield deadline
-        except _Failed as failure:
+        except _TransferFailed as failure:
             self.lost = self._blame(what, deadline)
             raise self.lost from failure.__cause__
 
@@ -253,11 +255,11 @@ class Links:
         self.groups.clear()
 
     def _blame(self, what: str, deadline: Deadline) -> IslandLost:
-        after_s = deadline.passed_s
+        after_s = deadline.elapsed_s
         if self.pulse is None:
             raise BugError(f"{what} of one island failed")
         islands, words = self.pulse.blame(self.members, self.name)
-        self.pulse.give_up(islands, words)
+        self.pulse.report_given_up(islands, words)
         named = f"island{'s' * (len(islands) > 1)} {', '.join(map(str, islands))}"
         message = (
             f"islands: {named}: {words}; given up after {after_s:.1f} s of at most "
@@ -268,7 +270,7 @@ class Links:
 
     def _group(self, name: str, address: str, deadline: Deadline) -> dist.ProcessGroupGloo:
         try:
-            return gloo_group(
+            return create_gloo_group(
                 dist.PrefixStore(name, self.store),
                 self.index,
                 self.count,
@@ -277,4 +279,4 @@ class Links:
                 timeout=deadline.left,
             )
         except RuntimeError as failure:
-            raise _Failed from failure
+            raise _TransferFailed from failure

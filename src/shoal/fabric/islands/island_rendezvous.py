@@ -32,7 +32,7 @@ ANY_PORT = 9
 """Arbitrary port for a datagram socket, which sends nothing on connect."""
 
 
-def meet(
+def join_island_store(
     at: str,
     index: int,
     count: int,
@@ -58,7 +58,7 @@ def meet(
     """
     if count == 1:
         return dist.HashStore()
-    host, port = address_of(at)
+    host, port = parse_address(at)
     hosts = index == 0 and lane == "0"
     listener = _listen(at, host, port) if hosts else None
     if hosts and not token and not is_loopback(host):
@@ -68,10 +68,10 @@ def meet(
         )
     try:
         if token:
-            store = _guarded(at, index, listener, token, deadline_s, tell)
+            store = _open_authenticated_store(at, index, listener, token, deadline_s, tell)
         else:
-            store = _open(at, index, listener, deadline_s)
-        _join(store, at, lane, index, count)
+            store = _open_tcp_store(at, index, listener, deadline_s)
+        _register_island(store, at, lane, index, count)
         _await(store, at, lane, count, deadline_s)
     except (dist.DistError, RuntimeError) as failure:
         raise ClusterError(
@@ -80,10 +80,12 @@ def meet(
     return store
 
 
-def _open(at: str, index: int, listener: socket.socket | None, deadline_s: float) -> dist.Store:
+def _open_tcp_store(
+    at: str, index: int, listener: socket.socket | None, deadline_s: float
+) -> dist.Store:
     """Open the store without authentication."""
-    host, port = address_of(at)
-    _await_host(at, host, port, index, deadline_s)
+    host, port = parse_address(at)
+    _wait_for_host(at, host, port, index, deadline_s)
     return dist.TCPStore(
         host,
         port,
@@ -94,7 +96,7 @@ def _open(at: str, index: int, listener: socket.socket | None, deadline_s: float
     )
 
 
-def _guarded(
+def _open_authenticated_store(
     at: str,
     index: int,
     listener: socket.socket | None,
@@ -103,13 +105,13 @@ def _guarded(
     tell: Callable[[str], None],
 ) -> dist.Store:
     """Open the store for clients that know the token."""
-    from shoal.fabric.rendezvous.authenticated_store import GuardedStore
-    from shoal.fabric.rendezvous.store_server import Server
+    from shoal.fabric.rendezvous.authenticated_store import AuthenticatedStore
+    from shoal.fabric.rendezvous.store_server import StoreServer
 
     if listener is not None:
-        Server(listener, token, tell)
+        StoreServer(listener, token, tell)
     try:
-        return GuardedStore(*address_of(at), token, timedelta(seconds=deadline_s))
+        return AuthenticatedStore(*parse_address(at), token, timedelta(seconds=deadline_s))
     except ClusterError as failure:
         raise ClusterError(
             f"islands.at = {at}: island {index} does not reach island 0 there within "
@@ -117,7 +119,7 @@ def _guarded(
         ) from failure
 
 
-def address_of(at: str) -> tuple[str, int]:
+def parse_address(at: str) -> tuple[str, int]:
     """Return HOST and PORT of an address; an IPv6 host stands in brackets.
 
     >>> address_of("10.0.0.1:29400"), address_of("[fd00::1]:29400")
@@ -163,7 +165,7 @@ def _listen(at: str, host: str, port: int) -> socket.socket:
         ) from failure
 
 
-def _await_host(at: str, host: str, port: int, index: int, deadline_s: float) -> None:
+def _wait_for_host(at: str, host: str, port: int, index: int, deadline_s: float) -> None:
     """Wait until island 0 listens; torch would wait too, but would print each try."""
     until_s = time.monotonic() + deadline_s
     while True:
@@ -180,7 +182,7 @@ def _await_host(at: str, host: str, port: int, index: int, deadline_s: float) ->
         time.sleep(TRY_S)
 
 
-def _join(store: dist.Store, at: str, lane: str, index: int, count: int) -> None:
+def _register_island(store: dist.Store, at: str, lane: str, index: int, count: int) -> None:
     """Register this island in the store; the module lists the refused cases."""
     if index == 0:  # its settings count, not those of the first island to join
         store.set("meeting/count", str(count))

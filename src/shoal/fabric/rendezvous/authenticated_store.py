@@ -22,21 +22,21 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
-from shoal.wire.authenticated_stream import Connection
+from shoal.wire.authenticated_stream import AuthenticatedConnection
 
 TRY_S = 0.1
 
 
-def coded(value: bytes) -> str:
+def to_base64(value: bytes) -> str:
     """Return a value as base64, for JSON."""
     return base64.b64encode(value).decode()
 
 
-_made: list[GuardedStore] = []
+_made: list[AuthenticatedStore] = []
 """References to stores: a C++ reference alone loses the methods of the Python object."""
 
 
-class GuardedStore(dist.Store):
+class AuthenticatedStore(dist.Store):
     """Client of the authenticated store: a `torch.distributed.Store` for holders of the token.
 
     Each thread has its own connection, so no thread waits behind another's wait.
@@ -51,13 +51,13 @@ class GuardedStore(dist.Store):
         self._mine.line = self._connect()
         _made.append(self)
 
-    def clone(self) -> GuardedStore:
+    def clone(self) -> AuthenticatedStore:
         """Return the store itself: threads do not share a connection."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key's value."""
-        self._ask("set", key, coded(_bytes(value)))
+        self._request("set", key, to_base64(_bytes(value)))
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
@@ -65,7 +65,7 @@ class GuardedStore(dist.Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait for several keys and return their values."""
-        return [base64.b64decode(value) for value in self._ask("get", list(keys))]
+        return [base64.b64decode(value) for value in self._request("get", list(keys))]
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Set several keys' values."""
@@ -74,24 +74,26 @@ class GuardedStore(dist.Store):
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter that starts at 0, and return the sum."""
-        return int(self._ask("add", key, value))
+        return int(self._request("add", key, value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it has the expected value ("": no value yet), and return its value."""
-        told = self._ask("compare_set", key, coded(_bytes(expected)), coded(_bytes(desired)))
+        told = self._request(
+            "compare_set", key, to_base64(_bytes(expected)), to_base64(_bytes(desired))
+        )
         return base64.b64decode(told)
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
-        return bool(self._ask("check", list(keys)))
+        return bool(self._request("check", list(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist; raise dist.DistStoreError after the timeout."""
-        self._ask("wait", list(keys), within=timeout)
+        self._request("wait", list(keys), within=timeout)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key and return whether it existed."""
-        return bool(self._ask("delete", key))
+        return bool(self._request("delete", key))
 
     deleteKey = delete_key  # by this name torch calls it from C++
 
@@ -99,7 +101,7 @@ class GuardedStore(dist.Store):
         """Return False: the store has neither queues nor append."""
         return False
 
-    def _ask(self, *request: Any, within: timedelta | None = None) -> Any:
+    def _request(self, *request: Any, within: timedelta | None = None) -> Any:
         """Send a request and return the answer; raise dist.DistStoreError as torch's stores do."""
         line = getattr(self._mine, "line", None)
         try:
@@ -120,13 +122,13 @@ class GuardedStore(dist.Store):
         found: timedelta = self.timeout  # type: ignore[attr-defined]  # not in torch's stubs
         return found
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> AuthenticatedConnection:
         until_s = time.monotonic() + self._timeout().total_seconds()
         while True:
             left_s = max(0.001, until_s - time.monotonic())
             try:
                 made = socket.create_connection((self.host, self.port), timeout=left_s)
-                return Connection(made, self._token, f"{self.host}:{self.port}")
+                return AuthenticatedConnection(made, self._token, f"{self.host}:{self.port}")
             except OSError as failure:
                 if time.monotonic() + TRY_S > until_s:
                     raise ClusterError(

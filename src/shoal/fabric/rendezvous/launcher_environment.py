@@ -20,19 +20,19 @@ from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.slurm import count_tasks
-from shoal.wire.run_token import find_token
+from shoal.wire.run_token import read_token
 
 PR_SET_PDEATHSIG = 1
 
 
-def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
+def read_process_fields(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a `Place` (process_info.py); none for a single process.
 
     Raises:
         ConfigError: a variable is no number; the message names it.
     """
     if env is os.environ:  # for this process, not for a test with its own variables
-        end_with_agent(env)
+        die_with_agent(env)
     if "RANK" in env and "WORLD_SIZE" in env:
         rank = _number(env, "RANK")
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -48,7 +48,7 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
             "hosts_store": rank == 0 and not agent_store,
             "attempt": "" if elastic else env.get("TORCHELASTIC_RESTART_COUNT", "0"),
             "agent_store": agent_store,
-            "token": find_token(env),
+            "token": read_token(env),
         }
     if tasks := count_tasks(env):
         rank = _number(env, "SLURM_PROCID")
@@ -64,12 +64,12 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
             "port": _number(env, "MASTER_PORT", str(20000 + job % 20000)),
             "hosts_store": rank == 0,
             "attempt": env.get("SLURM_RESTART_COUNT", "0"),
-            "token": find_token(env),
+            "token": read_token(env),
         }
     return {}
 
 
-def end_with_agent(env: Mapping[str, str]) -> None:
+def die_with_agent(env: Mapping[str, str]) -> None:
     """Have the kernel kill this process when the torchrun agent that started it ends (Linux).
 
     A killed agent leaves its workers running; they would block the next start.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Rank and size of a process, and its rendezvous.
 
     Attributes:
@@ -39,12 +39,12 @@ class Place:
     token: bytes = field(default=b"", repr=False)
 
     @property
-    def meets_at(self) -> str:
+    def rendezvous_text(self) -> str:
         """Description of the rendezvous, for messages."""
         return self.file or f"{self.host}:{self.port}"
 
 
-def find_place(env: Mapping[str, str]) -> Place:
+def read_process_info(env: Mapping[str, str]) -> ProcessInfo:
     """Return the process info of the environment: Shoal's supervisor, torchrun, Slurm, or alone.
 
     Raises a ConfigError that names a variable which is missing or is no number.
@@ -54,7 +54,7 @@ def find_place(env: Mapping[str, str]) -> Place:
     'gpu07'
     """
     if "SHOAL_STORE" in env:
-        return Place(
+        return ProcessInfo(
             rank=int(env["RANK"]),
             size=int(env["WORLD_SIZE"]),
             local_rank=int(env["LOCAL_RANK"]),
@@ -65,8 +65,8 @@ def find_place(env: Mapping[str, str]) -> Place:
         )
     if "RANK" in env or "SLURM_PROCID" in env:
         from shoal.fabric.rendezvous.launcher_environment import (
-            find_fields,  # a supervised rank needs none of it
+            read_process_fields,  # a supervised rank needs none of it
         )
 
-        return Place(**find_fields(env))
-    return Place()
+        return ProcessInfo(**read_process_fields(env))
+    return ProcessInfo()

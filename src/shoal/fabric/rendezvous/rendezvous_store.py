@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
-from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.wire.run_token import TOKEN
 
 BACKLOG = 1024
@@ -33,22 +33,22 @@ LOOK_S = 0.05
 """Seconds between rank 0's checks for ranks that request the rendezvous name."""
 
 
-def open_store(place: Place, timeout: timedelta, tell_after_s: float) -> dist.Store:
+def open_store(place: ProcessInfo, timeout: timedelta, tell_after_s: float) -> dist.Store:
     """Open the rendezvous store, served by rank 0; a rank that waits prints so after a while.
 
     Raises:
         ClusterError: rank 0 cannot listen, or nobody answers; ConfigError for another token than
             rank 0's.
     """
-    with _waiting_told(place, timeout, tell_after_s):
-        return _opened(place, timeout)
+    with _log_if_waiting(place, timeout, tell_after_s):
+        return _open_store_unlogged(place, timeout)
 
 
 @contextmanager
-def _waiting_told(place: Place, timeout: timedelta, tell_after_s: float) -> Iterator[None]:
+def _log_if_waiting(place: ProcessInfo, timeout: timedelta, tell_after_s: float) -> Iterator[None]:
     """Log once on each machine that this rank waits for rank 0, so that a start is never silent."""
     text = "shoal: rank %d of %d: nobody answers at %s since %.0f s; gives up after %d s"
-    values = (place.rank, place.size, place.meets_at, tell_after_s, timeout.total_seconds())
+    values = (place.rank, place.size, place.rendezvous_text, tell_after_s, timeout.total_seconds())
     timer = threading.Timer(tell_after_s, logging.getLogger("shoal").warning, (text, *values))
     timer.daemon = True
     if place.local_rank == 0:
@@ -59,7 +59,7 @@ def _waiting_told(place: Place, timeout: timedelta, tell_after_s: float) -> Iter
         timer.cancel()
 
 
-def _opened(place: Place, timeout: timedelta) -> dist.Store:
+def _open_store_unlogged(place: ProcessInfo, timeout: timedelta) -> dist.Store:
     if place.agent_store:
         store = _torchs(place, None, timeout)
         if place.rank == 0 and not is_loopback(place.host):
@@ -67,26 +67,26 @@ def _opened(place: Place, timeout: timedelta) -> dist.Store:
                 "shoal: ranks meet at torchrun's store at %s, which asks nobody who he is: whoever "
                 "reaches that port can end this run; try: "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and %s (docs/cluster.md)",
-                *(place.meets_at, TOKEN),
+                *(place.rendezvous_text, TOKEN),
             )
-        return dist.PrefixStore(agreed_name(store, place, timeout), store)
+        return dist.PrefixStore(agree_on_name(store, place, timeout), store)
     if place.token:
-        from shoal.fabric.rendezvous.authenticated_store import GuardedStore
-        from shoal.fabric.rendezvous.store_server import Server  # torchrun's worlds have none
+        from shoal.fabric.rendezvous.authenticated_store import AuthenticatedStore
+        from shoal.fabric.rendezvous.store_server import StoreServer  # torchrun's worlds have none
 
         if place.hosts_store:
-            Server(_listen(place, quiet=True), place.token)
-        return GuardedStore(place.host, place.port, place.token, timeout)
+            StoreServer(_listen(place, quiet=True), place.token)
+        return AuthenticatedStore(place.host, place.port, place.token, timeout)
     if place.hosts_store and not is_loopback(place.host):
         logging.getLogger("shoal").warning(
             "shoal: the store at %s has no token: whoever reaches that port can end this run; "
             "try: export %s=$(openssl rand -hex 32) for all of its processes",
-            *(place.meets_at, TOKEN),
+            *(place.rendezvous_text, TOKEN),
         )
     return _torchs(place, _listen(place) if place.hosts_store else None, timeout)
 
 
-def agreed_name(store: dist.Store, place: Place, timeout: timedelta) -> str:
+def agree_on_name(store: dist.Store, place: ProcessInfo, timeout: timedelta) -> str:
     """Return a rendezvous name made by rank 0, which answers each rank's random request.
 
     Keys of an earlier round in the store answer no such request, and neither does a rank 0 that has
@@ -116,14 +116,14 @@ def agreed_name(store: dist.Store, place: Place, timeout: timedelta) -> str:
         if away and time.monotonic() > until_s:
             raise ClusterError(
                 f"rank{'s' * (len(away) > 1)} {', '.join(map(str, away))} of {place.size} did not "
-                f"come to {place.meets_at} within {timeout.total_seconds():g} s "
+                f"come to {place.rendezvous_text} within {timeout.total_seconds():g} s "
                 f"({place.started_by}); look at what they print"
             )
         time.sleep(LOOK_S if away else 0)
     return name
 
 
-def _torchs(place: Place, listener: socket.socket | None, timeout: timedelta) -> dist.Store:
+def _torchs(place: ProcessInfo, listener: socket.socket | None, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(
         place.host,
         place.port,
@@ -135,7 +135,7 @@ def _torchs(place: Place, listener: socket.socket | None, timeout: timedelta) ->
     )
 
 
-def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
+def _listen(place: ProcessInfo, *, quiet: bool = False) -> socket.socket:
     """Listen on the address of MASTER_ADDR, or on all interfaces if it is none of this machine's.
 
     Args:
@@ -152,7 +152,7 @@ def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
     except OSError as failure:
         if failure.errno != errno.EADDRNOTAVAIL:
             raise ClusterError(
-                f"MASTER_ADDR, MASTER_PORT = {place.meets_at}: rank 0 cannot listen there: "
+                f"MASTER_ADDR, MASTER_PORT = {place.rendezvous_text}: rank 0 cannot listen there: "
                 f"{failure.strerror or failure}; try: another MASTER_PORT"
             ) from failure
         why = "is no address of rank 0's machine"  # a service's address, in front of rank 0

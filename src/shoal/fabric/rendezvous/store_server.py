@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shoal.fabric.rendezvous.authenticated_store import coded
-from shoal.wire.authenticated_server import Peer, SealedServer
+from shoal.fabric.rendezvous.authenticated_store import to_base64
+from shoal.wire.authenticated_server import AuthenticatedServer, Peer
 
 
-class Server(SealedServer):
+class StoreServer(AuthenticatedServer):
     """Server that holds the store's keys, in its own thread, until the process ends."""
 
     def __init__(
@@ -27,25 +27,25 @@ class Server(SealedServer):
         while True:
             self.serve()
 
-    def do(self, peer: Peer, request: Any) -> None:
-        """Answer one request of a GuardedStore."""
+    def handle_request(self, peer: Peer, request: Any) -> None:
+        """Answer one request of a AuthenticatedStore."""
         kept = self._kept
         match request:
             case ["set", str(key), str(value)]:
                 kept[key] = value
                 self.answer(peer, True)
-                self._arrived(key)
+                self._answer_waiting(key)
             case ["add", str(key), int(number)]:
                 total = int(base64.b64decode(kept.get(key, "MA=="))) + number
-                kept[key] = coded(str(total).encode())
+                kept[key] = to_base64(str(total).encode())
                 self.answer(peer, total)
-                self._arrived(key)
+                self._answer_waiting(key)
             case ["compare_set", str(key), str(expected), str(value)]:
                 found = kept.get(key)
                 if found == expected or (found is None and not expected):
                     kept[key] = value
                     self.answer(peer, value)
-                    self._arrived(key)
+                    self._answer_waiting(key)
                 else:
                     self.answer(peer, expected if found is None else found)
             case ["wait" | "get", list(keys)]:
@@ -62,7 +62,7 @@ class Server(SealedServer):
             case _:
                 raise ValueError("not one of the store's requests")
 
-    def _arrived(self, key: str) -> None:
+    def _answer_waiting(self, key: str) -> None:
         for peer, request in self._parked.pop(key, []):
             if peer in self.peers:
-                self.do(peer, request)
+                self.handle_request(peer, request)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.base.errors import PlanError
-from shoal.base.estimates.estimate import Instant, MemoryEstimate
+from shoal.base.estimates.estimate import MemoryEstimate, MemoryInstant
 from shoal.base.text.units import bytes_text
 
 WORDS = ("fits", "tight", "no")
@@ -22,7 +22,7 @@ WORDS = ("fits", "tight", "no")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MemoryVerdict:
     """Verdict on memory, the bytes left (below 0: missing) at the steps' peak, and one line.
 
     Attributes:
@@ -49,7 +49,9 @@ class Verdict:
 STAYING = ("weights", "gradients", "optimizer")
 
 
-def verdict(estimate: MemoryEstimate, capacity_bytes: float, node_bytes: float = 0.0) -> Verdict:
+def judge_memory(
+    estimate: MemoryEstimate, capacity_bytes: float, node_bytes: float = 0.0
+) -> MemoryVerdict:
     """Return the verdict on a run for devices of `capacity_bytes` and nodes of `node_bytes`.
 
     Args:
@@ -77,24 +79,24 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: float, node_bytes: float =
     largest = max(fleeting, key=lambda name: fleeting[name], default="")
     share = f"{estimate.peak_bytes / 2**30:.1f} of {capacity_bytes / 2**30:.1f} GiB"
     ends = f"; first to give way: {largest} ({bytes_text(fleeting[largest])})" if largest else ""
-    text = f"{after}: {share}, {_left(margin)}{ends}"
-    found = Verdict(after, margin, text, largest, after)
+    text = f"{after}: {share}, {_describe_margin(margin)}{ends}"
+    found = MemoryVerdict(after, margin, text, largest, after)
     for one in estimate.instants:
         for place, size, most in (
             ("device", one.device_bytes, capacity_bytes),
             ("host", one.host_bytes, node_bytes),
         ):
-            told = _at(estimate, size, most) if most else "fits"
+            told = _word_at(estimate, size, most) if most else "fits"
             if one.name == "step" and place == "device":
                 continue  # `after` is its verdict, by the estimate's own interval
             if WORDS.index(told) > WORDS.index(found.word):
-                where = _where(one, place, size, most)
+                where = _describe_instant(one, place, size, most)
                 text = f"{told}: {where}; its steps: {after}"
-                found = Verdict(told, margin, text, largest, after, one.name, place)
+                found = MemoryVerdict(told, margin, text, largest, after, one.name, place)
     return found
 
 
-def _at(estimate: MemoryEstimate, size: float, capacity_bytes: float) -> str:
+def _word_at(estimate: MemoryEstimate, size: float, capacity_bytes: float) -> str:
     """Return the verdict on another instant, with an interval as wide as the steps'."""
     peak = estimate.peak_bytes or 1.0
     low, high = estimate.low_bytes / peak, estimate.high_bytes / peak
@@ -107,13 +109,13 @@ def _word(low_bytes: float, high_bytes: float, capacity_bytes: float) -> str:
     return "no" if low_bytes > capacity_bytes else "tight"
 
 
-def _where(one: Instant, place: str, size: float, most: float) -> str:
+def _describe_instant(one: MemoryInstant, place: str, size: float, most: float) -> str:
     """Describe the instant, its bytes, and the capacity of the device or the node."""
     of = "on one device of" if place == "device" else "in a node's"
     while_ = "in its first step" if one.name == "first step" else f"while {one.name}"
     while_ = "in a step" if one.name == "step" else while_
-    return f"{while_}, {bytes_text(size)} {of} {bytes_text(most)}, {_left(most - size)}"
+    return f"{while_}, {bytes_text(size)} {of} {bytes_text(most)}, {_describe_margin(most - size)}"
 
 
-def _left(margin: float) -> str:
+def _describe_margin(margin: float) -> str:
     return f"{bytes_text(margin)} left" if margin >= 0 else f"{bytes_text(-margin)} missing"

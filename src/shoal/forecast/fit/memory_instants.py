@@ -35,15 +35,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.base.estimates.estimate import Case, Instant, MemoryEstimate, ModelFacts, UnitFacts
+from shoal.base.estimates.estimate import (
+    MemoryEstimate,
+    MemoryInstant,
+    ModelFacts,
+    PlanningCase,
+    UnitFacts,
+)
 from shoal.base.plans.batches import proof_batch
 from shoal.forecast.fit.peak_memory import predict_memory
 from shoal.forecast.machines.measured_machine import PROCESS_BYTES
-from shoal.forecast.memory.framework_memory import Framework
+from shoal.forecast.memory.framework_memory import FrameworkMemory
 from shoal.forecast.memory.model_states import WIDTHS, shard_counts
 from shoal.forecast.memory.offloaded_bytes import streams_parameters
-from shoal.forecast.memory.transient_memory import gathered_elements, local_elements, rank_sum
-from shoal.planning.pipeline_stages import Stage, cut, is_bare, is_block
+from shoal.forecast.memory.transient_memory import (
+    gathered_elements,
+    local_elements,
+    sum_rank_elements,
+)
+from shoal.planning.pipeline_stages import StageUnits, is_block, is_layer_unit, stage_units
 
 PROOF_S, PROOF_SHARE = 30.0, 0.5
 """Seconds of a proof in one process, and the share of the float64 rate that it reaches."""
@@ -55,7 +65,7 @@ PROOF_RECORDS = 2 * (2 + 2)
 """Copies of both sides on rank 0: gradients of two steps, the first and last weights."""
 
 
-def predict_run(case: Case, habits: Framework | None = None) -> MemoryEstimate:
+def predict_run(case: PlanningCase, habits: FrameworkMemory | None = None) -> MemoryEstimate:
     """Predict the peak of the steps (`predict_memory`) and the bytes at every instant of a run.
 
     Args:
@@ -91,19 +101,19 @@ def predict_run(case: Case, habits: Framework | None = None) -> MemoryEstimate:
     if case.framework != "shoal":
         return step
     found = [
-        *_checking(case),
-        _building(case),
-        _loading(case),
-        *_proving(case, habits),
-        _first_step(case, step),
-        Instant("step", step.peak_bytes, _offloaded(case, step)),
-        _saving(case, step),
-        _exporting(case),
+        *_predict_checking(case),
+        _predict_building(case),
+        _predict_loading(case),
+        *_predict_proving(case, habits),
+        _predict_first_step(case, step),
+        MemoryInstant("step", step.peak_bytes, _offloaded_bytes(case, step)),
+        _predict_saving(case, step),
+        _predict_exporting(case),
     ]
-    return replace(step, instants=tuple(_placed(case, one) for one in found))
+    return replace(step, instants=tuple(_add_resident(case, one) for one in found))
 
 
-def _placed(case: Case, one: Instant) -> Instant:
+def _add_resident(case: PlanningCase, one: MemoryInstant) -> MemoryInstant:
     """Add the bytes that exist at any instant; on a CPU the host's bytes are the device's."""
     if one.name == "exporting":  # a separate process without devices
         return replace(one, host_bytes=one.host_bytes + PROCESS_BYTES)
@@ -120,7 +130,7 @@ STEPS = ("first step", "step", "saving")
 """Instants whose device bytes come from a step's estimate, which counts the CUDA context."""
 
 
-def local_ranks(case: Case) -> int:
+def local_ranks(case: PlanningCase) -> int:
     """Return the ranks of the fullest node, which share its memory."""
     return max(1, min(case.cluster.per_node, case.layout.processes))
 
@@ -129,7 +139,7 @@ LOOKED_AT, SHORT = 3, 256
 """Samples of a layout check, and under cp their tokens (`trainer.sample_forward`)."""
 
 
-def _checking(case: Case) -> list[Instant]:
+def _predict_checking(case: PlanningCase) -> list[MemoryInstant]:
     """Return the check of one layer of each kind, whole and divided, before sharding.
 
     The weights lie on the host. A model without repeated layers counts as one layer, unless a
@@ -152,48 +162,50 @@ def _checking(case: Case) -> list[Instant]:
     for units in layers.values():
         often = [(u, u.count if together or u.block not in ("", "-") else 1) for u in units]
         whole = sum(n * (u.parameters + u.frozen_parameters) for u, n in often)
-        largest = max(_matrix(u) for u in units)
+        largest = max(_largest_matrix(u) for u in units)
         kept = sum(n * (u.saved_split_bytes + u.saved_plain_bytes) for u, n in often)
         kept *= samples * 8 / case.model.element_bytes
         most = max(most, 8.0 * (whole + held * largest) + kept)
         most_host = max(most_host, kept)
     there = whole_elements(case) * _width(case) if case.handed == "device" else 0.0
     if case.cluster.device.kind == "cpu":
-        return [Instant("checking", 0.0, local_ranks(case) * (most + most_host))]
-    return [Instant("checking", there + most, local_ranks(case) * most_host)]
+        return [MemoryInstant("checking", 0.0, local_ranks(case) * (most + most_host))]
+    return [MemoryInstant("checking", there + most, local_ranks(case) * most_host)]
 
 
-def _matrix(unit: UnitFacts) -> float:
+def _largest_matrix(unit: UnitFacts) -> float:
     """Return the elements of a unit's largest tensor: a layer's matrix, or a third of a block's."""
     matrices = unit.parameters - unit.plain_parameters
-    return float(matrices if is_bare(unit) else matrices / 3)
+    return float(matrices if is_layer_unit(unit) else matrices / 3)
 
 
-def _building(case: Case) -> Instant:
+def _predict_building(case: PlanningCase) -> MemoryInstant:
     """Return the build: weights are created on the host, and a rank's share moves to its device."""
     width, whole = _width(case), whole_elements(case)
     here = whole if holds_whole(case) else 0.0
     on_cpu = case.cluster.device.kind == "cpu"
     if case.handed == "device" and not on_cpu and not holds_whole(case):
         here += whole
-    kept, unit = (_most_kept(case), _largest_unit(case)) if is_divided(case) else (0.0, 0.0)
+    kept, unit = (
+        (_most_local_elements(case), _largest_unit(case)) if is_sharded(case) else (0.0, 0.0)
+    )
     ranks, host = local_ranks(case), 0.0
     if on_cpu:  # the built weights stay; a gathered unit counts elsewhere
-        host = ranks * width * whole if case.handed != "builder" and is_divided(case) else 0.0
-    elif case.handed == "host" or (case.handed == "builder" and not is_divided(case)):
+        host = ranks * width * whole if case.handed != "builder" and is_sharded(case) else 0.0
+    elif case.handed == "host" or (case.handed == "builder" and not is_sharded(case)):
         host = ranks * width * whole
     elif case.handed == "builder":  # one unit at a time, on its way into the files
         host = width * unit
     buffers = 0.0  # of gradients, and flat weights under zero 1 and 2
     if case.layout.zero < 3 and case.layout.processes > 1:
         buffers = width * (whole if holds_whole(case) else kept)
-    if case.plan.parks_parameters and case.layout.zero == 3 and not on_cpu:
+    if case.plan.offloads_parameters and case.layout.zero == 3 and not on_cpu:
         host, kept = host + ranks * width * kept, 0.0
-    device = width * (here + kept) + max(_moved(case, unit), buffers)
-    return Instant("building", device, host, files_bytes(case))
+    device = width * (here + kept) + max(_whole_unit_bytes(case, unit), buffers)
+    return MemoryInstant("building", device, host, files_bytes(case))
 
 
-def _moved(case: Case, unit: float) -> float:
+def _whole_unit_bytes(case: PlanningCase, unit: float) -> float:
     """Return the bytes of the unit that is whole for a moment, as it comes from the host."""
     if not unit:
         return 0.0
@@ -202,17 +214,17 @@ def _moved(case: Case, unit: float) -> float:
         return 0.0
     if case.layout.zero < 3:
         return width * unit
-    gathered = [gathered_elements(case, stage) for stage in _ends(case)]
+    gathered = [gathered_elements(case, stage) for stage in _end_stages(case)]
     return width * max(max([root, *sizes]) for sizes, root in gathered)
 
 
-def _loading(case: Case) -> Instant:
+def _predict_loading(case: PlanningCase) -> MemoryInstant:
     """Return the load of a checkpoint: slices on the host, then one by one on the device."""
     state = _checkpoint_bytes(case)
     width = _width(case)
     found = found_host = 0.0
-    for stage in _ends(case):
-        elements = rank_sum(case, stage.units, stage.tied)
+    for stage in _end_stages(case):
+        elements = sum_rank_elements(case, stage.units, stage.tied)
         own, whole = local_elements(case, elements), sum(elements)
         weights = own if case.layout.zero == 3 else whole
         buffers = 0.0 if case.layout.zero == 3 else whole  # gradients that stay (`buckets`)
@@ -221,13 +233,13 @@ def _loading(case: Case) -> Instant:
     largest = width * _largest_tensor(case)
     on_device = found
     if case.plan.offload != "none":
-        on_device = 0.0 if waits_elsewhere(case) else width * _most_kept(case)
+        on_device = 0.0 if is_offloaded_whole(case) else width * _most_local_elements(case)
     elif case.cluster.device.kind == "cpu":  # from then on these bytes are the optimizer's
         on_device -= (state - width) * found_host / state
-    return Instant("loading", on_device + largest, local_ranks(case) * (found_host + largest))
+    return MemoryInstant("loading", on_device + largest, local_ranks(case) * (found_host + largest))
 
 
-def _proving(case: Case, habits: Framework | None) -> list[Instant]:
+def _predict_proving(case: PlanningCase, habits: FrameworkMemory | None) -> list[MemoryInstant]:
     """Return the proof in float64 before the run, if any: both sides, one after the other."""
     if not case.proves or case.layout.processes == 1:
         return []
@@ -245,7 +257,7 @@ def _proving(case: Case, habits: Framework | None) -> list[Instant]:
     layout = predict_memory(small, None, habits)
     beside = layout.peak_bytes - layout.parts.get("context", 0.0)
     records = 8 * whole * PROOF_RECORDS
-    return [Instant("proving", max(twin, beside), records)]
+    return [MemoryInstant("proving", max(twin, beside), records)]
 
 
 def _in_float64(model: ModelFacts) -> ModelFacts:
@@ -266,29 +278,29 @@ def _in_float64(model: ModelFacts) -> ModelFacts:
     return replace(model, units=units, element_bytes=8)
 
 
-def _first_step(case: Case, step: MemoryEstimate) -> Instant:
+def _predict_first_step(case: PlanningCase, step: MemoryEstimate) -> MemoryInstant:
     """Return the first step, whose update creates the optimizer state, after the activations."""
     state = step.parts.get("optimizer", 0.0)
     narrow = WIDTHS[case.plan.compute] < 4 and case.layout.zero < 3
     born = state * case.optimizer_bytes / (case.optimizer_bytes + 4) if narrow else state
     staying = sum(step.parts.get(part, 0.0) for part in ("weights", "gradients", "context"))
     before = step.peak_bytes - (born if step.when != "update" else 0.0)
-    return Instant("first step", max(before, staying + state), _offloaded(case, step))
+    return MemoryInstant("first step", max(before, staying + state), _offloaded_bytes(case, step))
 
 
-def _saving(case: Case, step: MemoryEstimate) -> Instant:
+def _predict_saving(case: PlanningCase, step: MemoryEstimate) -> MemoryInstant:
     """Return the save: training continues beside a host copy of this rank's checkpoint."""
     total = _checkpoint_bytes(case) * float(case.model.trainable)
     copied = total / case.layout.processes * local_ranks(case)
-    return Instant("saving", step.peak_bytes, _offloaded(case, step) + copied)
+    return MemoryInstant("saving", step.peak_bytes, _offloaded_bytes(case, step) + copied)
 
 
-def _exporting(case: Case) -> Instant:
+def _predict_exporting(case: PlanningCase) -> MemoryInstant:
     """Return the export: one tensor at a time, in a process without devices."""
-    return Instant("exporting", 0.0, _width(case) * _largest_tensor(case))
+    return MemoryInstant("exporting", 0.0, _width(case) * _largest_tensor(case))
 
 
-def _offloaded(case: Case, step: MemoryEstimate) -> float:
+def _offloaded_bytes(case: PlanningCase, step: MemoryEstimate) -> float:
     """Return the bytes of a node's memory that hold what `memory.offload` moves off devices."""
     if case.plan.offload == "none" or case.cluster.device.kind == "cpu":
         return 0.0
@@ -299,71 +311,71 @@ def _offloaded(case: Case, step: MemoryEstimate) -> float:
     return local_ranks(case) * moved
 
 
-def _checkpoint_bytes(case: Case) -> float:
+def _checkpoint_bytes(case: PlanningCase) -> float:
     """Return a checkpoint's bytes per trained element: weight, optimizer state, average."""
     width = _width(case)
     return width + case.optimizer_bytes * width / 4 + (width if case.plan.average else 0)
 
 
-def _ends(case: Case) -> list[Stage]:
+def _end_stages(case: PlanningCase) -> list[StageUnits]:
     """Return the first and last stage: embedding and head make them the fullest."""
-    return [cut(case, rank) for rank in sorted({0, case.layout.pp - 1})]
+    return [stage_units(case, rank) for rank in sorted({0, case.layout.pp - 1})]
 
 
-def _most_kept(case: Case) -> float:
+def _most_local_elements(case: PlanningCase) -> float:
     """Return the elements of the weights that the fullest rank keeps."""
     dense, experts = shard_counts(case) if case.layout.zero == 3 else (1, 1.0)
     found = 0.0
-    for stage in _ends(case):
-        own = rank_sum(case, stage.units, stage.tied)
+    for stage in _end_stages(case):
+        own = sum_rank_elements(case, stage.units, stage.tied)
         still = sum(unit.frozen_parameters * count for unit, count in stage.units) / case.layout.tp
         found = max(found, (own.dense + still) / dense + own.experts / experts)
     return found
 
 
-def _largest_unit(case: Case) -> float:
+def _largest_unit(case: PlanningCase) -> float:
     """Return the elements of the largest unit, whole, as it is built."""
     return max(float(u.parameters + u.frozen_parameters) for u in case.model.units)
 
 
-def _largest_tensor(case: Case) -> float:
+def _largest_tensor(case: PlanningCase) -> float:
     """Return an upper bound of the largest tensor's elements: a table, or a part of a block."""
     tables = [u.parameters for u in case.model.units if u.name in ("embedding", "head")]
     blocks = [u.parameters / 3 for u in case.model.units if u.name not in ("embedding", "head")]
     return float(max([*tables, *blocks], default=0.0))
 
 
-def _width(case: Case) -> int:
+def _width(case: PlanningCase) -> int:
     return max(4, WIDTHS[case.plan.compute])
 
 
-def is_divided(case: Case) -> bool:
+def is_sharded(case: PlanningCase) -> bool:
     """Return whether a rank keeps only a part of the weights."""
     layout = case.layout
     return layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1
 
 
-def holds_whole(case: Case) -> bool:
+def holds_whole(case: PlanningCase) -> bool:
     """Return whether a device keeps all weights: ddp, zero 1, zero 2 without offload."""
-    return not is_divided(case) and not waits_elsewhere(case)
+    return not is_sharded(case) and not is_offloaded_whole(case)
 
 
-def waits_elsewhere(case: Case) -> bool:
+def is_offloaded_whole(case: PlanningCase) -> bool:
     """Return whether a whole model is on the host of one device, or in files."""
-    in_files = case.plan.parks_parameters and case.plan.states_in_files
+    in_files = case.plan.offloads_parameters and case.plan.states_in_files
     return streams_parameters(case) or in_files
 
 
-def files_bytes(case: Case) -> float:
+def files_bytes(case: PlanningCase) -> float:
     """Return bytes of the files in which each machine builds the model; 0 without files.
 
     They are memfd files if twice as much stays free beside them, else files in TMPDIR. The latter
     lie in the page cache, which the kernel writes out when memory is short.
     """
-    once = case.framework == "shoal" and case.handed == "builder" and is_divided(case)
+    once = case.framework == "shoal" and case.handed == "builder" and is_sharded(case)
     return _width(case) * whole_elements(case) if once else 0.0
 
 
-def whole_elements(case: Case) -> float:
+def whole_elements(case: PlanningCase) -> float:
     """Return the elements of the whole model, frozen ones included."""
     return float(sum(u.count * (u.parameters + u.frozen_parameters) for u in case.model.units))

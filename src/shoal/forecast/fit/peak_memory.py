@@ -17,40 +17,55 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.base.errors import PlanError, one_of
-from shoal.base.estimates.estimate import Case, MemoryEstimate
+from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.estimates.estimate import MemoryEstimate, PlanningCase
 from shoal.base.layouts.policies import RECOMPUTE
-from shoal.forecast.memory.activations import Activations, activations, shares, waiting_head_bytes
-from shoal.forecast.memory.bytes_in_flight import (
-    arriving_bytes,
-    gathers_on_gloo,
-    goes_in_turn,
-    on_way,
-    sharded_in_turn,
-    sharded_on_gloo,
+from shoal.forecast.memory.activations import (
+    ActivationBytes,
+    activation_shares,
+    predict_activations,
+    waiting_head_bytes,
 )
-from shoal.forecast.memory.framework_memory import Framework, framework
-from shoal.forecast.memory.model_states import WIDTHS, Elements, States, state_bytes
-from shoal.forecast.memory.offloaded_bytes import acts, elsewhere, on_device, streams_parameters
-from shoal.forecast.memory.placed_bytes import states
+from shoal.forecast.memory.bytes_in_flight import (
+    blockwise_moments,
+    bytes_in_flight,
+    gathers_on_gloo,
+    gloo_moments,
+    incoming_gradient_bytes,
+    is_blockwise,
+)
+from shoal.forecast.memory.framework_memory import FrameworkMemory, framework_memory
+from shoal.forecast.memory.model_states import (
+    WIDTHS,
+    ModelStateBytes,
+    ParameterElements,
+    predict_state_bytes,
+)
+from shoal.forecast.memory.offloaded_bytes import (
+    device_bytes,
+    is_offloaded,
+    offloaded_bytes,
+    streams_parameters,
+)
+from shoal.forecast.memory.placed_bytes import placed_state_bytes
 from shoal.forecast.memory.transient_memory import (
     CHUNK_BYTES,
-    Sharded,
+    ShardedBytes,
     block_share,
-    carried_bytes,
     frozen_bytes,
     head_share,
     idle_bytes,
     local_elements,
     loss_bytes,
-    rank_sum,
+    persistent_bytes,
     segment_bytes,
     sharded_bytes,
+    sum_rank_elements,
     wide_elements,
     workspace_bytes,
 )
-from shoal.planning.pipeline_bubble import in_flight
-from shoal.planning.pipeline_stages import Stage, cut, is_block
+from shoal.planning.pipeline_bubble import micro_batches_in_flight
+from shoal.planning.pipeline_stages import StageUnits, is_block, stage_units
 
 LOSSES = ("full", "chunked", "parallel")
 UNSURE = 0.09
@@ -58,7 +73,7 @@ UNSURE = 0.09
 (docs/planner-memory.md)."""
 
 
-class _Instant(NamedTuple):
+class _StepMoment(NamedTuple):
     """Bytes alive at one moment besides weights and optimizer state; made: share of gradients."""
 
     when: str
@@ -76,7 +91,7 @@ class _Instant(NamedTuple):
 
 
 def predict_memory(
-    case: Case, stage: int | None = None, habits: Framework | None = None
+    case: PlanningCase, stage: int | None = None, habits: FrameworkMemory | None = None
 ) -> MemoryEstimate:
     """Predict the peak memory of the fullest rank in a step, or of pipeline rank `stage`.
 
@@ -109,22 +124,22 @@ def predict_memory(
     """
     _check(case)
     if case.layout.threads > 1 and case.cluster.device.kind != "cpu":
-        from shoal.forecast.time.replica_costs import first_of, of_first_device
+        from shoal.forecast.time.replica_costs import first_device_case, first_device_estimate
 
-        return of_first_device(case, predict_memory(first_of(case), stage, habits))
-    habits = habits or framework(case.framework)
-    found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case, stage)]
+        return first_device_estimate(case, predict_memory(first_device_case(case), stage, habits))
+    habits = habits or framework_memory(case.framework)
+    found = [_estimate(case, habits, stage_units(case, i)) for i in _candidate_ranks(case, stage)]
     fullest = max(found, key=lambda estimate: estimate.peak_bytes)
-    waits = elsewhere(case, local_elements(case, _largest(case, fullest.stage)))
+    waits = offloaded_bytes(case, local_elements(case, _largest_elements(case, fullest.stage)))
     return replace(fullest, host_bytes=waits.host_bytes, disk_bytes=waits.disk_bytes)
 
 
-def _largest(case: Case, rank: int) -> Elements:
-    stage = cut(case, rank)
-    return rank_sum(case, stage.units, stage.tied)
+def _largest_elements(case: PlanningCase, rank: int) -> ParameterElements:
+    stage = stage_units(case, rank)
+    return sum_rank_elements(case, stage.units, stage.tied)
 
 
-def _check(case: Case) -> None:
+def _check(case: PlanningCase) -> None:
     for where, got, allowed in (
         ("memory.recompute", case.plan.recompute, RECOMPUTE),
         ("loss", case.loss, LOSSES),
@@ -132,10 +147,10 @@ def _check(case: Case) -> None:
         ("memory.offload", case.plan.offload, ("none", "optimizer", "parameters", "activations")),
     ):
         if got not in allowed:
-            raise PlanError(one_of(where, got, allowed))
+            raise PlanError(format_choice_error(where, got, allowed))
 
 
-def _candidates(case: Case, stage: int | None) -> list[int]:
+def _candidate_ranks(case: PlanningCase, stage: int | None) -> list[int]:
     """Return candidates for the fullest rank: both ends, and each change of the kind of block."""
     ranks = case.layout.pp
     if stage is not None:
@@ -151,18 +166,21 @@ def _candidates(case: Case, stage: int | None) -> list[int]:
     return sorted(found)
 
 
-def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
-    elements = rank_sum(case, stage.units, stage.tied)
-    weights, gradients, optimizer = _states(case, stage, elements)
+def _estimate(case: PlanningCase, habits: FrameworkMemory, stage: StageUnits) -> MemoryEstimate:
+    elements = sum_rank_elements(case, stage.units, stage.tied)
+    weights, gradients, optimizer = _stage_states(case, stage, elements)
     sharded = sharded_bytes(case, stage)
-    streamed = on_device(case, stage, elements)
+    streamed = device_bytes(case, stage, elements)
     optimizer += streamed.staying
     if streams_parameters(case):
-        weights, sharded = streamed.weights, Sharded(streamed.gathered, block=streamed.gradients)
+        weights, sharded = (
+            streamed.weights,
+            ShardedBytes(streamed.gathered, block=streamed.gradients),
+        )
     if gathers_on_gloo(case):
-        instants = _instants_on_gloo(case, habits, stage, elements)
+        instants = _step_moments_on_gloo(case, habits, stage, elements)
     else:
-        instants = _instants(case, habits, stage, elements, sharded, streamed.pieces)
+        instants = _step_moments(case, habits, stage, elements, sharded, streamed.pieces)
     best = max(instants, key=lambda instant: instant.size + instant.made * gradients)
     parts = {
         "weights": weights,
@@ -179,123 +197,131 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     if case.layout.zero == 3 and case.cluster.device.kind != "cpu":
         # made on a separate stream, whose pool stays reserved
         idle += (1 - best.made) * gradients
-    parts["allocator"] = idle + (_slack(case, habits) - 1) * (allocated + idle)
+    parts["allocator"] = idle + (_reserved_ratio(case, habits) - 1) * (allocated + idle)
     parts["context"] = case.cluster.device.reserved_bytes
     return _finish(parts, allocated, best.when, stage.rank, segment_bytes(case))
 
 
-def _states(case: Case, stage: Stage, elements: Elements) -> States:
+def _stage_states(
+    case: PlanningCase, stage: StageUnits, elements: ParameterElements
+) -> ModelStateBytes:
     """Return the bytes that stay from step to step: from the plan's placements, else by units."""
     plan, layout = case.plan, case.layout
-    if plan.placements and not acts(case) and case.framework == "shoal":
+    if plan.placements and not is_offloaded(case) and case.framework == "shoal":
         ranks = {stage.rank * (layout.processes // layout.pp)}
         ranks |= {layout.processes - 1} if layout.serves else set()  # the one with most tables
-        return max((states(plan, rank, case.optimizer_bytes) for rank in ranks), key=sum)
+        return max(
+            (placed_state_bytes(plan, rank, case.optimizer_bytes) for rank in ranks), key=sum
+        )
     wide = wide_elements(case, stage)
     if layout.serves:
         from shoal.forecast.time.server_costs import table_elements
 
         tables = table_elements(case)  # a worker holds the rest, a server its columns
         there = tables / layout.servers
-        on_server = state_bytes(case, Elements(there, 0.0), there)
+        on_server = predict_state_bytes(case, ParameterElements(there, 0.0), there)
         rest = elements._replace(dense=elements.dense - tables)
-        on_worker = state_bytes(case, rest, max(0.0, wide - tables))
+        on_worker = predict_state_bytes(case, rest, max(0.0, wide - tables))
         found = max(on_server, on_worker, key=sum)
     else:
-        found = state_bytes(case, elements, wide)
+        found = predict_state_bytes(case, elements, wide)
     return found._replace(weights=found.weights + frozen_bytes(case, stage))
 
 
-def _instants(
-    case: Case,
-    habits: Framework,
-    stage: Stage,
-    elements: Elements,
-    sharded: Sharded,
+def _step_moments(
+    case: PlanningCase,
+    habits: FrameworkMemory,
+    stage: StageUnits,
+    elements: ParameterElements,
+    sharded: ShardedBytes,
     pieces: float,
-) -> list[_Instant]:
+) -> list[_StepMoment]:
     """Return the moments that can be the peak; pieces: bytes of offloaded state in the update."""
-    held = activations(case, habits, stage)
-    way = on_way(case, elements)
-    carried = carried_bytes(case, habits)
-    fresh = _fresh(case)
+    held = predict_activations(case, habits, stage)
+    way = bytes_in_flight(case, elements)
+    carried = persistent_bytes(case, habits)
+    fresh = _starts_without_gradients(case)
     begun, ended = (head_share(case, stage, elements), 1 - block_share(case, stage, elements))
     sent = sharded.block + sharded.head
     # A tied head's gradient waits for the embedding's; others are added to the kept gradients.
     tied = stage.head is not None and stage.head.tied_to and case.layout.zero < 3
     waiting = waiting_head_bytes(case, stage) if tied else 0.0
-    working = carried + held.working + waiting + (0.0 if fresh else arriving_bytes(case, stage))
+    working = (
+        carried + held.working + waiting + (0.0 if fresh else incoming_gradient_bytes(case, stage))
+    )
     workspace = workspace_bytes(case, habits)
     updating = workspace + habits.update_bytes * local_elements(case, elements)
     first = held.kept - held.head + held.waiting + held.again
-    last = _last(case, held, stage)
+    last = _first_block_activations(case, held, stage)
     loss = loss_bytes(case, habits, stage)
     made = 0.0 if fresh else 1.0
     begun, ended = max(made, begun), max(made, ended)
-    in_turn = goes_in_turn(case)
+    in_turn = is_blockwise(case)
     gathered = sharded.gathered
     if in_turn:  # blocks were sharded again
         gathered = sharded.stays + (sharded.last if habits.keeps_last else 0.0)
     instants = [
-        _Instant("loss", made, gathered, way.before, held.kept, loss, carried),
-        _Instant("backward", 1.0, buckets=way.sent),
-        _Instant("backward", 1.0, buckets=sharded.root, working=workspace),
-        _Instant("update", 1.0, working=updating + pieces),
-        _Instant("update", 1.0, way.published),
+        _StepMoment("loss", made, gathered, way.before, held.kept, loss, carried),
+        _StepMoment("backward", 1.0, buckets=way.sent),
+        _StepMoment("backward", 1.0, buckets=sharded.root, working=workspace),
+        _StepMoment("update", 1.0, working=updating + pieces),
+        _StepMoment("update", 1.0, way.published),
     ]
     if not in_turn:
         return [
             *instants,
-            _Instant("backward", begun, gathered, sent + way.first, first, 0.0, working),
-            _Instant("backward", ended, gathered, sent + way.last, last, 0.0, working),
+            _StepMoment("backward", begun, gathered, sent + way.first, first, 0.0, working),
+            _StepMoment("backward", ended, gathered, sent + way.last, last, 0.0, working),
         ]
-    for begun, passing in _passes(case, stage, made):
-        for turn in sharded_in_turn(case, habits, stage, sharded):
+    for begun, passing in _backward_shares(case, stage, made):
+        for turn in blockwise_moments(case, habits, stage, sharded):
             share = max(begun, turn.made)
             again = held.again if turn.again else 0.0
             kept = max(0.0, (first - held.again) * passing - turn.freed) + again
             beside = working if turn.works else carried
             instants.append(
-                _Instant("backward", share, turn.gathered, turn.sent, kept, 0.0, beside)
+                _StepMoment("backward", share, turn.gathered, turn.sent, kept, 0.0, beside)
             )
     return instants
 
 
-def _passes(case: Case, stage: Stage, made: float) -> list[tuple[float, float]]:
+def _backward_shares(
+    case: PlanningCase, stage: StageUnits, made: float
+) -> list[tuple[float, float]]:
     """Return (share of gradients present, share of activations in flight) at a backward's start.
 
     If a pipeline has all micro-batches in flight, none has had its backward.
     """
     flying = 1.0
     if case.layout.pp > 1:
-        flying = in_flight(case.schedule, case.layout.pp, case.accumulate, stage.rank)
+        flying = micro_batches_in_flight(case.schedule, case.layout.pp, case.accumulate, stage.rank)
     if flying == 1 or flying < case.accumulate:
         return [(made, 1.0)]
     return [(0.0, 1.0), (1.0, 1 - 1 / flying)]
 
 
-def _instants_on_gloo(
-    case: Case, habits: Framework, stage: Stage, elements: Elements
-) -> list[_Instant]:
+def _step_moments_on_gloo(
+    case: PlanningCase, habits: FrameworkMemory, stage: StageUnits, elements: ParameterElements
+) -> list[_StepMoment]:
     """Return the moments that can be the peak where zero 3 gathers and sends through gloo."""
-    held = activations(case, habits, stage)
-    way = sharded_on_gloo(case, stage)
-    made = 0.0 if _fresh(case) else 1.0
+    held = predict_activations(case, habits, stage)
+    way = gloo_moments(case, stage)
+    made = 0.0 if _starts_without_gradients(case) else 1.0
     instants = [
-        _Instant("loss", made, way.loss, 0.0, held.kept, loss_bytes(case, habits, stage)),
-        _Instant("backward", 1.0, buckets=way.root),
-        _Instant("update", 1.0, working=habits.update_bytes * local_elements(case, elements)),
+        _StepMoment("loss", made, way.loss, 0.0, held.kept, loss_bytes(case, habits, stage)),
+        _StepMoment("backward", 1.0, buckets=way.root),
+        _StepMoment("update", 1.0, working=habits.update_bytes * local_elements(case, elements)),
     ]
     for moment in way.blocks:
         kept = max(0.0, held.kept - held.head - moment.through * held.block)
         again, working = (held.again, held.working) if moment.works else (0.0, 0.0)
         instants.append(
-            _Instant("backward", made, moment.gathered, moment.sent, kept + again, 0.0, working)
+            _StepMoment("backward", made, moment.gathered, moment.sent, kept + again, 0.0, working)
         )
     return instants
 
 
-def _fresh(case: Case) -> bool:
+def _starts_without_gradients(case: PlanningCase) -> bool:
     """Return whether a step begins without gradients: one micro-batch, no gradient buffers kept.
 
     Several processes keep them in the reducer, and narrow gradients are added to kept fp32 ones.
@@ -319,15 +345,15 @@ def _finish(
     )
 
 
-def _last(case: Case, held: Activations, stage: Stage) -> float:
+def _first_block_activations(case: PlanningCase, held: ActivationBytes, stage: StageUnits) -> float:
     """Return the activations during the first block's backward: its own, and those before it."""
-    by = shares(case)
+    by = activation_shares(case)
     first = stage.units[0][0]
     before = 0.0 if is_block(first) else first.saved_plain_bytes * by.plain
     return held.block + before
 
 
-def _slack(case: Case, habits: Framework) -> float:
+def _reserved_ratio(case: PlanningCase, habits: FrameworkMemory) -> float:
     """Return reserved / allocated memory, as measured on the machine, else of the framework."""
     measured = case.cluster.calibration.allocator
     if measured != 1.0 or case.cluster.device.kind == "cpu":
@@ -339,7 +365,7 @@ MOST_AT_ONCE = 16
 """Training micro-batches that a validation runs at once: beyond, launches cost little."""
 
 
-def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
+def validation_micro_batch(case: PlanningCase, estimate: MemoryEstimate) -> int:
     """Choose the samples per forward pass of a validation that fit a training step's peak.
 
     The result is a multiple of the training micro-batch, 1 to 16 times it. It is the micro-batch

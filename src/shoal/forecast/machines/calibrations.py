@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.base.estimates.cluster import Calibration
-from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.estimate import PlanningCase
 
 MEGATRON_DEEPSPEED = Calibration(
     efficiency={
@@ -100,7 +100,7 @@ FITTED = {
 """Fits by framework, for one node and for several; by benchmarks/planner/vtrain.py."""
 
 
-def calibration_of(case: Case) -> Calibration:
+def calibration_of(case: PlanningCase) -> Calibration:
     """Return the calibration for a case's step time.
 
     It is the cluster's own, if that was fitted (it has a `matrix` term). Else it is the fit to runs

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.base.errors import PlanError, nearest
+from shoal.base.errors import PlanError, nearest_word
 from shoal.base.estimates.cluster import Device, Link
 
 GIB = 2.0**30
@@ -64,7 +64,7 @@ NETWORKS = {
 
 
 @dataclass(frozen=True)
-class Model:
+class DeviceModel:
     """One row of the catalogue: a device and the usual node around it.
 
     Attributes:
@@ -133,7 +133,7 @@ _4090 = {"fp64": 1.3, "fp32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3}
 _IB100, _IB200, _IB400 = ("ib", 4, 100.0), ("ib", 8, 200.0), ("ib", 8, 400.0)
 
 
-def _rows() -> tuple[Model, ...]:
+def _rows() -> tuple[DeviceModel, ...]:
     v16 = _device("V100-16GB", 15.77, 0.9, _V100)
     v32 = _device("V100-32GB", 31.74, 0.9, _V100)
     a40 = _device("A100-40GB", 39.39, 1.555, _A100)
@@ -151,42 +151,42 @@ def _rows() -> tuple[Model, ...]:
     mi250 = _device("MI250X-64GB", 63.98, 1.6, _MI250X, top=0.75)
     mi300 = _device("MI300X-192GB", 191.5, 5.3, _MI300X, top=0.50)
     return (
-        Model(v16, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
-        Model(v32, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
-        Model(a40, "nvlink3", 8, _IB200, node_bytes=1152 * GIB),
-        Model(a80, "nvlink3", 8, _IB200, node_bytes=1152 * GIB),
-        Model(a40_pcie, "pcie4", 8, ("ib", 2, 200.0)),
-        Model(a80_pcie, "pcie4", 8, ("ib", 2, 200.0)),
-        Model(h80, "nvlink4", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
-        Model(h80_pcie, "pcie5", 8, ("ib", 2, 400.0), host_bytes_per_s=50e9),
-        Model(h96, "nvlink4", 8, _IB400, host_bytes_per_s=50e9),
-        Model(h200, "nvlink4", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
-        Model(b200, "nvlink5", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
-        Model(gb200, "nvlink5", 4, ("ib", 4, 400.0), 72, 200e9, 960e9),
-        Model(gb300, "nvlink5", 4, ("ib", 4, 800.0), 72, 200e9, 960e9),
-        Model(mi250, "xgmi2", 8, ("ib", 4, 200.0), node_bytes=512e9),
-        Model(mi300, "xgmi3", 8, _IB400, host_bytes_per_s=50e9, node_bytes=1850 * GIB),
-        Model(
+        DeviceModel(v16, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
+        DeviceModel(v32, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
+        DeviceModel(a40, "nvlink3", 8, _IB200, node_bytes=1152 * GIB),
+        DeviceModel(a80, "nvlink3", 8, _IB200, node_bytes=1152 * GIB),
+        DeviceModel(a40_pcie, "pcie4", 8, ("ib", 2, 200.0)),
+        DeviceModel(a80_pcie, "pcie4", 8, ("ib", 2, 200.0)),
+        DeviceModel(h80, "nvlink4", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
+        DeviceModel(h80_pcie, "pcie5", 8, ("ib", 2, 400.0), host_bytes_per_s=50e9),
+        DeviceModel(h96, "nvlink4", 8, _IB400, host_bytes_per_s=50e9),
+        DeviceModel(h200, "nvlink4", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
+        DeviceModel(b200, "nvlink5", 8, _IB400, host_bytes_per_s=50e9, node_bytes=2e12),
+        DeviceModel(gb200, "nvlink5", 4, ("ib", 4, 400.0), 72, 200e9, 960e9),
+        DeviceModel(gb300, "nvlink5", 4, ("ib", 4, 800.0), 72, 200e9, 960e9),
+        DeviceModel(mi250, "xgmi2", 8, ("ib", 4, 200.0), node_bytes=512e9),
+        DeviceModel(mi300, "xgmi3", 8, _IB400, host_bytes_per_s=50e9, node_bytes=1850 * GIB),
+        DeviceModel(
             _device("L4-24GB", 22.0, 0.3, _L4), "pcie4", 8, ("eth", 1, 100.0), node_bytes=384 * GIB
         ),
-        Model(_device("L40S-48GB", 44.4, 0.864, _L40S), "pcie4", 8, ("eth", 1, 100.0)),
-        Model(
+        DeviceModel(_device("L40S-48GB", 44.4, 0.864, _L40S), "pcie4", 8, ("eth", 1, 100.0)),
+        DeviceModel(
             _device("A10-24GB", 22.1, 0.6, _A10),
             "pcie4",
             4,
             ("eth", 1, 100.0),
             node_bytes=192 * GIB,
         ),
-        Model(
+        DeviceModel(
             _device("T4-16GB", 14.6, 0.32, _T4), "pcie3", 4, ("eth", 1, 50.0), node_bytes=192 * GIB
         ),
-        Model(_device("RTX3090-24GB", 23.69, 0.936, _3090), "pcie4", 4, ("eth", 1, 10.0)),
-        Model(_device("RTX4090-24GB", 23.64, 1.008, _4090), "pcie4", 4, ("eth", 1, 10.0)),
+        DeviceModel(_device("RTX3090-24GB", 23.69, 0.936, _3090), "pcie4", 4, ("eth", 1, 10.0)),
+        DeviceModel(_device("RTX4090-24GB", 23.64, 1.008, _4090), "pcie4", 4, ("eth", 1, 10.0)),
     )
 
 
 CATALOGUE = {row.device.name: row for row in _rows()}
-"""Rows by name; `find_model` also accepts a name without memory or with "SXM"."""
+"""Rows by name; `get_device_model` also accepts a name without memory or with "SXM"."""
 
 _USUAL = {
     "V100": "V100-32GB",
@@ -203,7 +203,7 @@ _NO_MATTER = (
 )
 
 
-def _plain(name: str) -> str:
+def _device_key(name: str) -> str:
     """Return the letters and digits that identify a device: "NVIDIA A100-SXM4-80GB" → "A10080".
 
     >>> _plain("NVIDIA A100-SXM4-80GB"), _plain("rtx 4090"), _plain("H100-pcie")
@@ -224,16 +224,16 @@ def _spellings() -> dict[str, str]:
     known: dict[str, str] = {}
     for name in CATALOGUE:
         bare = _family(name)
-        known.setdefault(_plain(bare), _USUAL.get(_plain(bare), name))
-        known.setdefault(_plain(bare).removeprefix("RTX"), name)
-        known[_plain(name)] = name
+        known.setdefault(_device_key(bare), _USUAL.get(_device_key(bare), name))
+        known.setdefault(_device_key(bare).removeprefix("RTX"), name)
+        known[_device_key(name)] = name
     return known
 
 
 _KNOWN = _spellings()
 
 
-def find_model(name: str, where: str = "--on") -> Model:
+def get_device_model(name: str, where: str = "--on") -> DeviceModel:
     """Look up the catalogue's row for a device name, in any usual spelling.
 
     Raises:
@@ -242,16 +242,16 @@ def find_model(name: str, where: str = "--on") -> Model:
     >>> find_model("h100").device.name, find_model("A100-SXM4-40GB").device.name
     ('H100-80GB', 'A100-40GB')
     """
-    plain = _plain(name)
+    plain = _device_key(name)
     if plain in _KNOWN:
         return CATALOGUE[_KNOWN[plain]]
-    close = _KNOWN.get(nearest(plain, _KNOWN) or "")
+    close = _KNOWN.get(nearest_word(plain, _KNOWN) or "")
     hint = f"; try: {close}" if close else ""
     families = ", ".join(dict.fromkeys(_family(key) for key in CATALOGUE))
     raise PlanError(f'{where}: "{name}" is no device of the catalogue ({families}){hint}')
 
 
-def network(kind: str, cards: int, gbit_per_s: float, per_node: int) -> Link:
+def network_link(kind: str, cards: int, gbit_per_s: float, per_node: int) -> Link:
     """Return the link of one of `per_node` ranks that all use their node's network cards.
 
     Args:

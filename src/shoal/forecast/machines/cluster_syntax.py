@@ -18,11 +18,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 from shoal.base.estimates.cluster import Cluster, Link
 from shoal.base.estimates.facts import MachineFacts
-from shoal.forecast.machines.catalogue import LINKS, NETWORKS, find_model, network
-from shoal.forecast.machines.measured_machine import read_measured, this_cluster
+from shoal.forecast.machines.catalogue import LINKS, NETWORKS, get_device_model, network_link
+from shoal.forecast.machines.measured_machine import estimate_this_machine, read_measured
 
 EXAMPLE = "16x8xH100-80GB,ib=8x400Gb"
 ISLANDS_LATENCY_S = 0.05
@@ -65,13 +65,13 @@ def parse_machines(
     >>> parse_machines("4x(8xH100-80GB)@200Mbit").islands
     4
     """
-    reader = _Reader(text, machine, cache)
+    reader = _ClusterParser(text, machine, cache)
     cluster = reader.whole()
     reader.expect_end()
     return replace(cluster, name=" ".join(text.split()))
 
 
-class _Reader:
+class _ClusterParser:
     """Recursive-descent parser of a cluster's description; `at` is its position."""
 
     def __init__(self, text: str, machine: MachineFacts | None, cache: Path | None) -> None:
@@ -79,16 +79,16 @@ class _Reader:
         self.at = 0
         self.inside_island = False
 
-    def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         found = pattern.match(self.text, self.at)
         if found:
             self.at = found.end()
         return found
 
-    def takes(self, symbol: str) -> bool:
-        return self.take(re.compile(r"\s*" + re.escape(symbol) + r"\s*")) is not None
+    def accept(self, symbol: str) -> bool:
+        return self.match(re.compile(r"\s*" + re.escape(symbol) + r"\s*")) is not None
 
-    def failure(self, wanted: str) -> PlanError:
+    def syntax_error(self, wanted: str) -> PlanError:
         read, rest = self.text[: self.at].strip(), self.text[self.at :].strip()
         so_far = f'read "{read}" (to character {self.at})' if read else "at its start"
         got = f'"{rest}"' if rest else "the end"
@@ -99,13 +99,13 @@ class _Reader:
 
     def expect_end(self) -> None:
         if self.text[self.at :].strip():
-            raise self.failure('"+", ",key=value" or the end')
+            raise self.syntax_error('"+", ",key=value" or the end')
 
     def whole(self) -> Cluster:
         """Parse one part, or several joined by +."""
         first = self.part()
         others: list[Cluster] = []
-        while self.takes("+"):
+        while self.accept("+"):
             others.append(self.part())
         if others and (first.islands > 1 or any(other.islands > 1 for other in others)):
             raise PlanError(
@@ -119,37 +119,37 @@ class _Reader:
 
     def part(self) -> Cluster:
         counts: list[int] = []
-        while len(counts) < 2 and (found := self.take(_COUNT)):
+        while len(counts) < 2 and (found := self.match(_COUNT)):
             counts.append(int(found[1]))
         if 0 in counts:
-            raise self.failure("counts of at least 1 before it")
-        if len(counts) < 2 and self.takes("("):
-            return self.island(counts[0] if counts else 1)
-        name = self.take(_NAME)
+            raise self.syntax_error("counts of at least 1 before it")
+        if len(counts) < 2 and self.accept("("):
+            return self.parse_islands(counts[0] if counts else 1)
+        name = self.match(_NAME)
         if not name:
-            raise self.failure('a device such as "H100-80GB", or "cpu"')
+            raise self.syntax_error('a device such as "H100-80GB", or "cpu"')
         if name[1].strip().lower() == "cpu":
-            cluster = self.cpu(counts)
-            return self.options(cluster, cluster.per_node)
-        return self.options(*_of_catalogue(name[1].strip(), counts, self.text))
+            cluster = self.parse_cpu(counts)
+            return self.parse_options(cluster, cluster.per_node)
+        return self.parse_options(*_catalogue_cluster(name[1].strip(), counts, self.text))
 
-    def cpu(self, counts: list[int]) -> Cluster:
+    def parse_cpu(self, counts: list[int]) -> Cluster:
         nodes, processes = [1, 1, *counts][-2:]
-        machine = self.machine or _as_told()
+        machine = self.machine or _host_facts()
         measured = read_measured(self.cache, processes, "cpu") if self.cache else None
         alone = replace(machine, gpus=0)
-        return replace(measured or this_cluster(alone, processes), nodes=nodes)
+        return replace(measured or estimate_this_machine(alone, processes), nodes=nodes)
 
-    def options(self, cluster: Cluster, sharing: int) -> Cluster:
+    def parse_options(self, cluster: Cluster, sharing: int) -> Cluster:
         """Parse the options of a part; `sharing` ranks of a node share its network cards."""
-        while found := self.take(_OPTION):
+        while found := self.match(_OPTION):
             key, value = found[1].lower(), found[2]
             if key == "inside":
                 if value not in LINKS:
-                    raise PlanError(one_of("--on …,inside", value, LINKS))
+                    raise PlanError(format_choice_error("--on …,inside", value, LINKS))
                 cluster = replace(cluster, inside=LINKS[value])
             elif key in NETWORKS:
-                cluster = replace(cluster, across=self.cards(key, value, sharing))
+                cluster = replace(cluster, across=self.parse_cards(key, value, sharing))
             else:
                 raise PlanError(
                     f'--on "{self.text}": {key}= is no option of a machine, which are inside, ib, '
@@ -157,7 +157,7 @@ class _Reader:
                 )
         return cluster
 
-    def cards(self, key: str, value: str, sharing: int) -> Link:
+    def parse_cards(self, key: str, value: str, sharing: int) -> Link:
         found = _CARDS.match(value)
         if not found or not float(found[2]) or found[1] == "0":
             raise PlanError(
@@ -165,28 +165,28 @@ class _Reader:
                 f"their rate in bits per second; try: {key}=8x400Gb"
             )
         gbit_per_s = float(found[2]) * _BIG[found[3]] / 1e9
-        return network(key, int(found[1] or 1), gbit_per_s, sharing)
+        return network_link(key, int(found[1] or 1), gbit_per_s, sharing)
 
-    def island(self, count: int) -> Cluster:
+    def parse_islands(self, count: int) -> Cluster:
         if self.inside_island:
             raise PlanError(f'--on "{self.text}": islands hold no islands; example: "{EXAMPLE}"')
         self.inside_island = True
         one = self.whole()
         self.inside_island = False
-        if not self.takes(")"):
-            raise self.failure('")" or "+"')
+        if not self.accept(")"):
+            raise self.syntax_error('")" or "+"')
         if count == 1 and not self.text[self.at :].lstrip().startswith("@"):
             return one
-        rate = self.take(_RATE)
+        rate = self.match(_RATE)
         if not rate or not float(rate[1]):
-            raise self.failure('the rate between islands, such as "@200Mbit" or "@10Gbit"')
+            raise self.syntax_error('the rate between islands, such as "@200Mbit" or "@10Gbit"')
         bytes_per_s = float(rate[1]) * _BIG[rate[2]] / (1 if rate[3] == "B" else 8)
         name = f"{rate[1]} {rate[2]}{'B' if rate[3] == 'B' else 'bit'}/s between islands"
-        latency_s, told = self.latency()
+        latency_s, told = self.parse_latency()
         return replace(one, islands=count, between=Link(name, latency_s, bytes_per_s, told))
 
-    def latency(self) -> tuple[float, str]:
-        found = self.take(_OPTION)
+    def parse_latency(self) -> tuple[float, str]:
+        found = self.match(_OPTION)
         if not found:
             return ISLANDS_LATENCY_S, "as given; latency 50 ms assumed"
         if found[1].lower() != "latency":
@@ -200,9 +200,9 @@ class _Reader:
         return float(value[1]) * _SHORT[value[2]], "as given"
 
 
-def _of_catalogue(name: str, counts: list[int], text: str) -> tuple[Cluster, int]:
+def _catalogue_cluster(name: str, counts: list[int], text: str) -> tuple[Cluster, int]:
     """Return the nodes of one catalogue device, and the ranks that share a node's network cards."""
-    model = find_model(name, f'--on "{text}"')
+    model = get_device_model(name, f'--on "{text}"')
     if len(counts) == 1 and counts[0] > max(model.per_node, model.domain):
         if counts[0] % model.per_node:
             nodes = -(-counts[0] // model.per_node)
@@ -215,9 +215,9 @@ def _of_catalogue(name: str, counts: list[int], text: str) -> tuple[Cluster, int
     nodes, per_node = [1, 1, *counts][-2:]
     kind, cards, gbit_per_s = model.network
     sharing = min(per_node, model.per_node) if model.domain else per_node
-    across = network(kind, cards, gbit_per_s, sharing)
+    across = network_link(kind, cards, gbit_per_s, sharing)
     if model.domain and per_node == model.per_node:
-        nodes, per_node = _domains(nodes, per_node, model.domain)
+        nodes, per_node = _merge_domains(nodes, per_node, model.domain)
     cluster = Cluster(
         device=model.device,
         nodes=nodes,
@@ -233,7 +233,7 @@ def _of_catalogue(name: str, counts: list[int], text: str) -> tuple[Cluster, int
     return cluster, sharing
 
 
-def _domains(nodes: int, per_node: int, domain: int) -> tuple[int, int]:
+def _merge_domains(nodes: int, per_node: int, domain: int) -> tuple[int, int]:
     """Return (nodes, devices per node), with the nodes of one NVLink domain merged into one.
 
     >>> _domains(18, 4, 72), _domains(36, 4, 72), _domains(8, 4, 72)
@@ -245,7 +245,7 @@ def _domains(nodes: int, per_node: int, domain: int) -> tuple[int, int]:
     return (devices // domain, domain) if devices % domain == 0 else (nodes, per_node)
 
 
-def _as_told() -> MachineFacts:
+def _host_facts() -> MachineFacts:
     """Return cores and memory as the operating system reports them, without probing GPUs."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(os.cpu_count() or 1, memory_bytes, 0)

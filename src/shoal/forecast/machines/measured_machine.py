@@ -31,8 +31,8 @@ from typing import Any
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Calibration, Cluster, Device, Link
 from shoal.base.estimates.facts import MachineFacts, usable_cores
-from shoal.forecast.machines.catalogue import LINKS, find_model, network
-from shoal.forecast.machines.refit_rates import corrected, learnt
+from shoal.forecast.machines.catalogue import LINKS, get_device_model, network_link
+from shoal.forecast.machines.refit_rates import correct_rates, read_corrections
 
 VERSION = 1
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -41,7 +41,7 @@ CORE_FLOPS_PER_S = {"fp64": 15e9, "fp32": 30e9, "bf16": 30e9, "fp16": 30e9}
 CORE_STREAM_BYTES_PER_S = 8e9
 STREAMING_CORES = 4
 GLOO = Link("gloo over loopback", 3e-5, 1.5e9, "not measured: typical")
-BETWEEN_MACHINES = network("eth", 1, 10.0, 1)
+BETWEEN_MACHINES = network_link("eth", 1, 10.0, 1)
 BUSY_WAIT_S, BUSY_BYTES = 6e-4, 2.7
 """In steps on busy cores a collective waits BUSY_WAIT_S longer, and takes BUSY_BYTES times as long
 per byte, than in a loop: fitted to 32 runs on two cores (benchmarks/planner/at_hand.py)."""
@@ -60,7 +60,7 @@ def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Pa
         kind: cpu or gpu: the device of the ranks.
         threads: of a rank on a CPU; 0: as in a run, which obeys OMP_NUM_THREADS if set.
     """
-    threads = threads or _asked_threads()
+    threads = threads or _threads_from_environment()
     try:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +72,7 @@ def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Pa
     return cache / "machines" / f"{re.sub(r'[^A-Za-z0-9.+-]', '_', key)}.json"
 
 
-def _asked_threads() -> int:
+def _threads_from_environment() -> int:
     """Return the threads per rank that the environment sets; 0: unset, a share of the cores."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(said) if said.isdecimal() else 0
@@ -94,7 +94,7 @@ def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0)
             path = machine_path(cache, processes, which, threads)
             document = json.loads(path.read_text(encoding="utf-8"))
             if document["version"] == VERSION:
-                return corrected(cluster_of(document), learnt(path))
+                return correct_rates(cluster_from_document(document), read_corrections(path))
         except (
             OSError,
             ValueError,
@@ -108,7 +108,7 @@ def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0)
     return None
 
 
-def cluster_of(document: dict[str, Any]) -> Cluster:
+def cluster_from_document(document: dict[str, Any]) -> Cluster:
     """Build the `Cluster` that a stored measurement describes (keys: head of this module).
 
     On a CPU the link inside a node is slower than measured, since ranks compute meanwhile.
@@ -123,7 +123,7 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
     far = links.get("across")
     inside = _link("within this machine", near) if near else GLOO
     if device.kind == "cpu":
-        inside = _busy(inside)
+        inside = _slow_down_link(inside)
     return Cluster(
         device=device,
         nodes=max(1, int(document["processes"]) // local),
@@ -131,7 +131,7 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
         inside=inside,
         across=_link("between machines", far) if far else BETWEEN_MACHINES,
         calibration=Calibration(
-            efficiency=_other_collectives(near) if near else {},
+            efficiency=_collective_slowdowns(near) if near else {},
             constants_s={
                 "operation": float(document["operation_s"]),
                 "operation_backward": float(document["operation_backward_s"]),
@@ -145,7 +145,7 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
     )
 
 
-def _busy(link: Link) -> Link:
+def _slow_down_link(link: Link) -> Link:
     """Return a link between ranks whose cores compute: messages and their bytes wait for a core."""
     return replace(
         link,
@@ -195,7 +195,7 @@ def _link(name: str, found: dict[str, Any]) -> Link:
     )
 
 
-def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
+def _collective_slowdowns(found: dict[str, Any]) -> dict[str, float]:
     """Return how much slower than the link's all-reduce each other collective is, as a factor.
 
     all_gather is a term of the step time (parameters); reduce_scatter is for other callers.
@@ -209,7 +209,7 @@ def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
+def estimate_this_machine(machine: MachineFacts, processes: int) -> Cluster:
     """Estimate this machine with `processes` ranks without a measurement: orders of magnitude.
 
     Args:
@@ -255,10 +255,10 @@ def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
 def _gpu_cluster(processes: int) -> Cluster:
     named = _gpu_name()
     try:
-        model = find_model(named or "A100-80GB")
+        model = get_device_model(named or "A100-80GB")
         source = f"not measured: as the catalogue says of {model.device.name}"
     except PlanError:
-        model = find_model("A100-80GB")
+        model = get_device_model("A100-80GB")
         source = f"not measured: {named} is not in the catalogue, taken for an A100-80GB"
     kind, cards, gbit_per_s = model.network
     return Cluster(
@@ -266,7 +266,7 @@ def _gpu_cluster(processes: int) -> Cluster:
         nodes=1,
         per_node=processes,
         inside=LINKS[model.inside],
-        across=network(kind, cards, gbit_per_s, processes),
+        across=network_link(kind, cards, gbit_per_s, processes),
         host_bytes_per_s=model.host_bytes_per_s,
         disk_bytes_per_s=1e9,
         name="this machine",

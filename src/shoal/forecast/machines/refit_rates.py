@@ -33,7 +33,7 @@ def runs_path(machine: Path) -> Path:
     return machine.with_suffix(".runs.jsonl")
 
 
-def share_of(parts: dict[str, float], step_s: float, known: float) -> float | None:
+def rate_share(parts: dict[str, float], step_s: float, known: float) -> float | None:
     """Return a run's share: measured over predicted seconds of its matrix products.
 
     (step_s − all parts but "matrix") / "matrix" · known. None if the run is not informative:
@@ -56,7 +56,7 @@ def share_of(parts: dict[str, float], step_s: float, known: float) -> float | No
     return share if LEAST <= share <= MOST else None
 
 
-def note_run(machine: Path, compute: str, share: float) -> None:
+def record_run(machine: Path, compute: str, share: float) -> None:
     """Append a run's share to the file of runs beside a machine's facts; the newest 120 stay.
 
     A file that cannot be read or written stays unchanged, without an error.
@@ -64,7 +64,7 @@ def note_run(machine: Path, compute: str, share: float) -> None:
     Args:
         machine: path of the facts (`machine_path`).
         compute: number format.
-        share: from `share_of`.
+        share: from `rate_share`.
     """
     try:
         path = runs_path(machine)
@@ -75,7 +75,7 @@ def note_run(machine: Path, compute: str, share: float) -> None:
         return
 
 
-def learnt(machine: Path) -> dict[str, float]:
+def read_corrections(machine: Path) -> dict[str, float]:
     """Read a machine's corrections: number format → median share of its latest 15 runs.
 
     A share is measured seconds divided by predicted ones.
@@ -100,7 +100,7 @@ def learnt(machine: Path) -> dict[str, float]:
     return {name: statistics.median(shares[-LATEST:]) for name, shares in found.items()}
 
 
-def corrected(cluster: Cluster, shares: dict[str, float]) -> Cluster:
+def correct_rates(cluster: Cluster, shares: dict[str, float]) -> Cluster:
     """Return the cluster with its matrix rates divided by the shares.
 
     >>> from shoal.base.estimates.cluster import Device, Link

@@ -21,22 +21,22 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from shoal.base.estimates.estimate import Case
-from shoal.base.layouts.schedule_names import canonical, copies, takes_turns
-from shoal.forecast.memory.activations import kept_by_unit
-from shoal.forecast.memory.framework_memory import Framework
-from shoal.forecast.memory.model_states import WIDTHS, Elements, shard_counts
+from shoal.base.estimates.estimate import PlanningCase
+from shoal.base.layouts.schedule_names import canonical_schedule, model_copies, runs_single_stage
+from shoal.forecast.memory.activations import saved_by_unit
+from shoal.forecast.memory.framework_memory import FrameworkMemory
+from shoal.forecast.memory.model_states import WIDTHS, ParameterElements, shard_counts
 from shoal.forecast.memory.offloaded_bytes import streams_parameters
 from shoal.forecast.memory.transient_memory import (
-    Sharded,
-    gathered_apart,
+    ShardedBytes,
+    gather_groups,
     gathered_elements,
     head_elements,
-    kept_over,
-    rank_sum,
+    reshard_degree,
+    sum_rank_elements,
 )
 from shoal.planning.gradient_buckets import BUCKET_BYTES
-from shoal.planning.pipeline_stages import Stage, is_bare, is_block
+from shoal.planning.pipeline_stages import StageUnits, is_block, is_layer_unit
 
 BUCKETS_IN_FLIGHT = 1
 """Buckets that zero2 sends while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
@@ -46,7 +46,7 @@ GLOO_THREADS = 2
 """Concurrent collectives of a gloo group (torch: ProcessGroupGloo.Options.threads)."""
 
 
-class OnWay(NamedTuple):
+class BytesInFlight(NamedTuple):
     """Bytes in flight at five moments of a step.
 
     Attributes:
@@ -64,7 +64,7 @@ class OnWay(NamedTuple):
     published: float = 0.0
 
 
-class Moment(NamedTuple):
+class GlooMoment(NamedTuple):
     """Bytes of zero 3 on gloo at a moment of a backward: gathered weights, gradients in flight.
 
     Attributes:
@@ -78,7 +78,7 @@ class Moment(NamedTuple):
     works: bool = False
 
 
-class Turn(NamedTuple):
+class BackwardMoment(NamedTuple):
     """Bytes of zero 3 on devices at a moment of a backward pass, which goes block by block.
 
     Attributes:
@@ -97,24 +97,24 @@ class Turn(NamedTuple):
     works: bool = True
 
 
-class OnGloo(NamedTuple):
+class GlooBytes(NamedTuple):
     """Bytes of zero 3 on gloo: gathered at the loss, by moments of blocks, at the root's end."""
 
     loss: float
-    blocks: list[Moment]
+    blocks: list[GlooMoment]
     root: float
 
 
-def on_way(case: Case, elements: Elements) -> OnWay:
+def bytes_in_flight(case: PlanningCase, elements: ParameterElements) -> BytesInFlight:
     """Return the bytes in flight of zero 0 to 2 beside the states, for a rank's elements."""
     layout = case.layout
     if case.framework != "shoal" or layout.zero == 3:
-        return OnWay()
+        return BytesInFlight()
     wide = max(4, WIDTHS[case.plan.compute])
     total = wide * sum(elements)
     if layout.data_degree == 1:
-        both = layout.pp > 1 and copies(canonical(case.schedule)) > 1
-        return OnWay(sent=min(total, BUCKET_BYTES) if both else 0.0)
+        both = layout.pp > 1 and model_copies(canonical_schedule(case.schedule)) > 1
+        return BytesInFlight(sent=min(total, BUCKET_BYTES) if both else 0.0)
     narrow = case.reduce_bytes / wide if 0 < case.reduce_bytes < wide else 0.0
     own = 1 / shard_counts(case)[0] if layout.zero else 0.0
     gloo = case.cluster.device.kind == "cpu"
@@ -125,19 +125,19 @@ def on_way(case: Case, elements: Elements) -> OnWay:
     if layout.zero < 2 or case.plan.defer_sync:
         each = narrow + (narrow or 1.0) * received if layout.zero else narrow
         before_last = total - (total % BUCKET_BYTES or min(total, BUCKET_BYTES))
-        return OnWay(last=each * before_last, sent=each * total, published=published)
+        return BytesInFlight(last=each * before_last, sent=each * total, published=published)
     each = (narrow or 1.0) * (1 + received)
     bucket = min(total, BUCKET_BYTES)
-    before = each * _in_a_row(total, case.accumulate - 1, BUCKETS_IN_FLIGHT)
+    before = each * _most_consecutive_bytes(total, case.accumulate - 1, BUCKETS_IN_FLIGHT)
     waiting = each * bucket if total > bucket else before
     # Received when the next bucket is full: the own part's sum is made beside both.
     full = waiting + bucket + own * bucket if waiting else bucket
     sent = max(full, (each + own) * bucket)
     last = full if total > bucket else before + bucket
-    return OnWay(before, before + bucket, last, sent, published)
+    return BytesInFlight(before, before + bucket, last, sent, published)
 
 
-def _in_a_row(total: float, passes: int, count: int) -> float:
+def _most_consecutive_bytes(total: float, passes: int, count: int) -> float:
     """Return the most bytes of `count` consecutive buckets, if every pass sends `total`.
 
     >>> mib = 2**20
@@ -151,28 +151,32 @@ def _in_a_row(total: float, passes: int, count: int) -> float:
     return rounds * total + min(left * BUCKET_BYTES, total)
 
 
-def arriving_bytes(case: Case, stage: Stage) -> float:
+def incoming_gradient_bytes(case: PlanningCase, stage: StageUnits) -> float:
     """Return the largest layer's gradient before it is added to the kept one, of bare layers.
 
     The model's facts do not contain the sizes of matrices inside a block, so blocks are omitted.
     """
     if case.framework != "shoal" or case.layout.zero == 3:
         return 0.0
-    bare = [unit for unit, _ in stage.units if is_bare(unit) and is_block(unit)]
+    bare = [unit for unit, _ in stage.units if is_layer_unit(unit) and is_block(unit)]
     sizes = [unit.parameters - unit.plain_parameters for unit in bare]
     return WIDTHS[case.plan.compute] * max(sizes, default=0) / case.layout.tp
 
 
-def goes_in_turn(case: Case) -> bool:
-    """Return whether `sharded_in_turn` applies to zero 3: a pass goes through all of a rank."""
+def is_blockwise(case: PlanningCase) -> bool:
+    """Return whether `blockwise_moments` applies to zero 3: a pass goes through all of a rank."""
     if case.layout.zero < 3 or streams_parameters(case):
         return False
     if case.layout.pp == 1:
         return True
-    return case.framework == "shoal" and takes_turns(canonical(case.schedule), case.chunks)
+    return case.framework == "shoal" and runs_single_stage(
+        canonical_schedule(case.schedule), case.chunks
+    )
 
 
-def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharded) -> list[Turn]:
+def blockwise_moments(
+    case: PlanningCase, habits: FrameworkMemory, stage: StageUnits, sharded: ShardedBytes
+) -> list[BackwardMoment]:
     """Return zero 3's bytes on devices, gathered and in flight, at moments of a backward.
 
     A block is gathered flat, then copied into its parameters. Before the copy two flat blocks
@@ -184,14 +188,14 @@ def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharde
     width, reduced = WIDTHS[case.plan.compute], max(4, case.reduce_bytes)
     sizes, root = gathered_elements(case, stage)
     if not sizes:
-        return [Turn(sharded.stays, sharded.head, 0.0, 0.0, again=True)]
+        return [BackwardMoment(sharded.stays, sharded.head, 0.0, 0.0, again=True)]
     freed = _freed_by_block(case, habits, stage)
-    whole = kept_over(case) == 1
+    whole = reshard_degree(case) == 1
     turns = []
     if whole:  # In the forward pass torch frees a block's flat bytes after the next block's copy.
         flat = width * sum(sizes[-2:])
-        turns.append(Turn(sharded.stays + flat, 0.0, freed[-1], 0.0, works=False))
-    sums = reduced / shard_counts(case)[0] if _sums_stay(case) else 0.0
+        turns.append(BackwardMoment(sharded.stays + flat, 0.0, freed[-1], 0.0, works=False))
+    sums = reduced / shard_counts(case)[0] if _keeps_replica_sums(case) else 0.0
     sent = gone = summed = 0.0
     for k in reversed(range(len(sizes))):
         size, ahead = sizes[k], sizes[k - 1] if k else 0.0
@@ -205,42 +209,42 @@ def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharde
             after = held + width * ahead
         sends = (width + reduced) * size
         turns += [
-            Turn(before, kept + sent, gone, made, again=True),
-            Turn(during, kept + sent + width * size, gone + freed[k], made),
-            Turn(after, kept + sends, gone + freed[k], made, works=False),
+            BackwardMoment(before, kept + sent, gone, made, again=True),
+            BackwardMoment(during, kept + sent + width * size, gone + freed[k], made),
+            BackwardMoment(after, kept + sends, gone + freed[k], made, works=False),
         ]
         sent, gone, summed = reduced * size, gone + freed[k], summed + size
     # The root's gradients are copied and sent after all activations of the pass are freed.
     held, gone = (sharded.stays, gone) if case.layout.pp > 1 else (0.0, inf)
-    turns.append(Turn(held, sharded.root + sums * summed, gone, 1.0, works=False))
+    turns.append(BackwardMoment(held, sharded.root + sums * summed, gone, 1.0, works=False))
     return turns
 
 
-def _sums_stay(case: Case) -> bool:
+def _keeps_replica_sums(case: PlanningCase) -> bool:
     """Return whether hsdp keeps sums of parts beside the gradients that they were added to."""
     added = case.accumulate > 1 and not case.plan.defer_sync
-    return case.layout.dp_replicate > 1 and (added or case.plan.parks_parameters)
+    return case.layout.dp_replicate > 1 and (added or case.plan.offloads_parameters)
 
 
-def _freed_by_block(case: Case, habits: Framework, stage: Stage) -> list[float]:
+def _freed_by_block(case: PlanningCase, habits: FrameworkMemory, stage: StageUnits) -> list[float]:
     """Return the bytes of activations that each block's backward frees, by `gathered_elements`.
 
     All are 0 if the activations wait on the host.
     """
-    apart = gathered_apart(case, stage)
+    apart = gather_groups(case, stage)
     if case.plan.offload == "activations":
         return [0.0] * len(apart)
-    kept = [one for _, one in kept_by_unit(case, habits, stage)]
+    kept = [one for _, one in saved_by_unit(case, habits, stage)]
     return [sum(kept[place] * count for place, count in group) for group in apart]
 
 
-def gathers_on_gloo(case: Case) -> bool:
-    """Return whether `sharded_on_gloo` applies to zero 3; in a pipeline all stays gathered."""
+def gathers_on_gloo(case: PlanningCase) -> bool:
+    """Return whether `gloo_moments` applies to zero 3; in a pipeline all stays gathered."""
     on_cpu = case.framework == "shoal" and case.cluster.device.kind == "cpu"
     return on_cpu and case.layout.zero == 3 and case.layout.pp == 1
 
 
-def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
+def gloo_moments(case: PlanningCase, stage: StageUnits) -> GlooBytes:
     """Return zero 3's bytes on gloo, gathered and in flight, at moments of a step.
 
     The root (embedding, head, bare layers) stays gathered in its own width. The gradient of the
@@ -253,49 +257,53 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
     own = 1 / shard_counts(case)[0]
     sizes, root = gathered_elements(case, stage)
     held, head = wide * root, wide * head_elements(case, stage)
-    moments, over = [], kept_over(case)
+    moments, over = [], reshard_degree(case)
     if sizes and over == 1:
-        return _kept_on_gloo(case, root, head, sizes)
+        return _gloo_moments_without_reshard(case, root, head, sizes)
     if over < shard_counts(case)[0]:
         held += width * sum(sizes) / over
     if sizes:
         block, ahead = max(zip(sizes, [0.0, *sizes[:-1]], strict=True), key=sum)
         # flat bytes, and gloo's copy of them or parameters: of the block, then of the next one
         moments = [
-            Moment(held + width * (block + max(block, 2 * ahead)), head),
-            Moment(held + width * (block + ahead), head, works=True),
-            Moment(held + width * ahead, head + reduced * block * (2 + own), through=1),
+            GlooMoment(held + width * (block + max(block, 2 * ahead)), head),
+            GlooMoment(held + width * (block + ahead), head, works=True),
+            GlooMoment(held + width * ahead, head + reduced * block * (2 + own), through=1),
         ]
     # The gradients include sums of earlier micro-batches, but not yet the first one's own sums.
     summed, first_sum = (own, 0.0) if case.accumulate > 1 else (0.0, own)
     if len(sizes) > 2:  # the next two are gathered while the first one's sent buffers exist
         moments.append(
-            Moment(held + width * 3 * block, head + reduced * block * (1 + first_sum), through=1)
+            GlooMoment(
+                held + width * 3 * block, head + reduced * block * (1 + first_sum), through=1
+            )
         )
         # Blocks of equal size reuse the memory of gathers, sends and receives: from the third
         # block's backward on it lies beside a block's parameters and gradients.
         moments += [
-            Moment(
+            GlooMoment(
                 held + width * 2 * block,
                 head + wide * block + reduced * block * (2 + first_sum * sent),
                 through=sent + 1,
             )
             for sent in sorted({2, len(sizes) - 1})
         ]
-    if often := _called_often(case, stage):
+    if often := _repeated_block_elements(case, stage):
         # Its gradient waits in the graph for all its calls, each of which sends its part; the
         # memory of two gathers stays meanwhile.
         moments.append(
-            Moment(
+            GlooMoment(
                 held + width * 3 * often,
                 head + (wide + reduced * (2 + own)) * often,
                 works=True,
             )
         )
-    return OnGloo(held, moments, reduced * root * (2 + summed))
+    return GlooBytes(held, moments, reduced * root * (2 + summed))
 
 
-def _kept_on_gloo(case: Case, root: float, head: float, sizes: list[float]) -> OnGloo:
+def _gloo_moments_without_reshard(
+    case: PlanningCase, root: float, head: float, sizes: list[float]
+) -> GlooBytes:
     """Return zero 3's bytes on gloo if blocks stay gathered until their backward is sent.
 
     Args:
@@ -308,15 +316,17 @@ def _kept_on_gloo(case: Case, root: float, head: float, sizes: list[float]) -> O
     kept, block = wide * root + width * sum(sizes), max(sizes)
     moments = [
         # In the forward pass: flat bytes beside the parameters, and those of the block before.
-        Moment(kept + width * block * min(2, len(sizes)), head),
-        Moment(kept, head, works=True),
-        Moment(kept - width * block, head + reduced * block * (2 + own), through=1),
+        GlooMoment(kept + width * block * min(2, len(sizes)), head),
+        GlooMoment(kept, head, works=True),
+        GlooMoment(kept - width * block, head + reduced * block * (2 + own), through=1),
     ]
-    return OnGloo(kept, moments, reduced * root * (2 + (own if case.accumulate > 1 else 0.0)))
+    return GlooBytes(kept, moments, reduced * root * (2 + (own if case.accumulate > 1 else 0.0)))
 
 
-def _called_often(case: Case, stage: Stage) -> float:
+def _repeated_block_elements(case: PlanningCase, stage: StageUnits) -> float:
     """Return the elements of the largest block that a forward pass calls more than once."""
     again = {unit.name for unit, _ in stage.units if unit.tied_to == unit.name}
-    sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.units if unit.name in again]
+    sizes = [
+        sum(sum_rank_elements(case, [(unit, 1.0)])) for unit, _ in stage.units if unit.name in again
+    ]
     return max(sizes, default=0.0)

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 from shoal.forecast.models.block_parts import FUSED, Kernels
 
 
 @dataclass(frozen=True)
-class Framework:
+class FrameworkMemory:
     """Memory of one framework's training step.
 
     Attributes:
@@ -70,14 +70,14 @@ _TITAN_COMPILED = Kernels(repeated_kv=True, selective="half", fused_gate=True)
 _MEGATRON = Kernels(fused_gate=True, probs_inside=True)
 
 FRAMEWORKS = {
-    "shoal": Framework(OWN, replace(OWN, fused_gate=True), update_bytes=0.0),
-    "torchtitan": Framework(_TITAN, _TITAN_COMPILED, splits_loss=True, keeps_last=True),
-    "torchtitan-2025": Framework(
+    "shoal": FrameworkMemory(OWN, replace(OWN, fused_gate=True), update_bytes=0.0),
+    "torchtitan": FrameworkMemory(_TITAN, _TITAN_COMPILED, splits_loss=True, keeps_last=True),
+    "torchtitan-2025": FrameworkMemory(
         _TITAN, _TITAN_COMPILED, splits_loss=True, keeps_last=True, compiled_loss_word_bytes=4.0
     ),
-    "automodel": Framework(),
-    "llm-foundry": Framework(),
-    "megatron": Framework(
+    "automodel": FrameworkMemory(),
+    "llm-foundry": FrameworkMemory(),
+    "megatron": FrameworkMemory(
         _MEGATRON,
         _MEGATRON,
         loss_word_bytes=6.0,
@@ -87,7 +87,7 @@ FRAMEWORKS = {
         update_bytes=0.0,
         workspace_bytes=64 * 2.0**20,
     ),
-    "megatron-deepspeed": Framework(
+    "megatron-deepspeed": FrameworkMemory(
         _MEGATRON,
         _MEGATRON,
         loss_word_bytes=6.0,
@@ -96,17 +96,17 @@ FRAMEWORKS = {
         update_bytes=0.0,
     ),
 }
-"""Memory by `Case.framework`."""
+"""Memory by `PlanningCase.framework`."""
 
 
-def framework(name: str) -> Framework:
+def framework_memory(name: str) -> FrameworkMemory:
     """Return the memory of a framework's step; PlanError for an unknown framework.
 
     >>> framework("megatron").loss_word_bytes
     6.0
     """
     if name not in FRAMEWORKS:
-        raise PlanError(one_of("framework", name, FRAMEWORKS))
+        raise PlanError(format_choice_error("framework", name, FRAMEWORKS))
     return FRAMEWORKS[name]
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.base.estimates.estimate import Case, UnitFacts
+from shoal.base.estimates.estimate import PlanningCase, UnitFacts
 from shoal.base.layouts.layout import Layout
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -34,7 +34,7 @@ STATE_BYTES = {
 """Optimizer state per fp32 element, by optimizer.name; others: as Adam."""
 
 
-class States(NamedTuple):
+class ModelStateBytes(NamedTuple):
     """Bytes of a stage's states on one rank."""
 
     weights: float
@@ -42,7 +42,7 @@ class States(NamedTuple):
     optimizer: float
 
 
-class Elements(NamedTuple):
+class ParameterElements(NamedTuple):
     """Parameter elements of a unit, a block or a stage on one rank.
 
     After tensor and expert parallelism, before the data-parallel split.
@@ -56,7 +56,7 @@ class Elements(NamedTuple):
     experts: float
 
 
-def rank_elements(unit: UnitFacts, layout: Layout, ep: int, expert_tp: int) -> Elements:
+def rank_elements(unit: UnitFacts, layout: Layout, ep: int, expert_tp: int) -> ParameterElements:
     """Return a rank's elements of ONE unit, after tensor and expert parallelism.
 
     >>> unit = UnitFacts("block", parameters=100, plain_parameters=10, expert_parameters=40)
@@ -65,10 +65,10 @@ def rank_elements(unit: UnitFacts, layout: Layout, ep: int, expert_tp: int) -> E
     """
     split = unit.parameters - unit.plain_parameters - unit.expert_parameters
     dense = split / layout.tp + unit.plain_parameters
-    return Elements(dense, unit.expert_parameters / (ep * expert_tp))
+    return ParameterElements(dense, unit.expert_parameters / (ep * expert_tp))
 
 
-def shard_counts(case: Case) -> tuple[int, float]:
+def shard_counts(case: PlanningCase) -> tuple[int, float]:
     """Return the number of ranks that share the states of dense weights, and of experts.
 
     Context-parallel ranks hold the same weights, so they take part in the split. Only
@@ -81,12 +81,14 @@ def shard_counts(case: Case) -> tuple[int, float]:
     return dense, max(1.0, dense * layout.tp / (case.expert_degree))
 
 
-def keeps_gathered(case: Case) -> bool:
+def gathers_once_per_step(case: PlanningCase) -> bool:
     """Return whether zero 3 gathers once a step, as other frameworks do in a pipeline."""
     return case.layout.zero == 3 and case.layout.pp > 1 and case.framework != "shoal"
 
 
-def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
+def predict_state_bytes(
+    case: PlanningCase, elements: ParameterElements, wide: float = 0.0
+) -> ModelStateBytes:
     """Predict bytes of weights, gradients and optimizer state of a pipeline stage on one rank.
 
     An average of the weights counts as optimizer state. Under offload = parameters all three are 0,
@@ -110,14 +112,14 @@ def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
     dense, experts = shard_counts(case)
     width = WIDTHS[case.plan.compute]
     held = (
-        (elements.dense - wide, _per_element(case, float(dense), width)),
-        (wide, _per_element(case, float(dense), max(4, width))),
-        (elements.experts, _per_element(case, experts, width)),
+        (elements.dense - wide, _bytes_per_element(case, float(dense), width)),
+        (wide, _bytes_per_element(case, float(dense), max(4, width))),
+        (elements.experts, _bytes_per_element(case, experts, width)),
     )
-    return States(*(sum(count * one[kind] for count, one in held) for kind in range(3)))
+    return ModelStateBytes(*(sum(count * one[kind] for count, one in held) for kind in range(3)))
 
 
-def _per_element(case: Case, n: float, width: int) -> States:
+def _bytes_per_element(case: PlanningCase, n: float, width: int) -> ModelStateBytes:
     """Return bytes per element with optimizer state split over `n`, `width` bytes in compute."""
     zero = case.layout.zero
     wide = max(4, width)
@@ -134,14 +136,14 @@ def _per_element(case: Case, n: float, width: int) -> States:
             gradients /= n
     if case.plan.defer_sync and zero == 2:
         gradients = wide  # as under zero1
-    if zero == 3 and case.accumulate > 1 and (case.plan.defer_sync or keeps_gathered(case)):
+    if zero == 3 and case.accumulate > 1 and (case.plan.defer_sync or gathers_once_per_step(case)):
         gradients = wide + wide / n
     if case.plan.average:
         optimizer += wide / n if zero else wide
     if case.cluster.device.kind == "cpu" and not case.plan.states_in_files:
-        return States(weights, gradients, optimizer)
-    if case.plan.parks_parameters:
-        return States(0.0, 0.0, 0.0)
+        return ModelStateBytes(weights, gradients, optimizer)
+    if case.plan.offloads_parameters:
+        return ModelStateBytes(0.0, 0.0, 0.0)
     if case.plan.offload == "optimizer":  # fp32 masters are parameters, and stay on the device
         optimizer -= moments / n if zero else moments
-    return States(weights, gradients, optimizer)
+    return ModelStateBytes(weights, gradients, optimizer)

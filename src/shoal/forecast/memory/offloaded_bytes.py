@@ -21,17 +21,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from shoal.base.estimates.estimate import Case
-from shoal.forecast.memory.model_states import WIDTHS, Elements
+from shoal.base.estimates.estimate import PlanningCase
+from shoal.forecast.memory.model_states import WIDTHS, ParameterElements
 from shoal.forecast.memory.placed_bytes import stepped_bytes
 from shoal.forecast.memory.transient_memory import (
     block_share,
     gathered_elements,
     local_elements,
-    rank_sum,
+    sum_rank_elements,
 )
 from shoal.planning.gradient_buckets import BUCKET_BYTES
-from shoal.planning.pipeline_stages import Stage, is_block
+from shoal.planning.pipeline_stages import StageUnits, is_block
 
 PIECE_BYTES = 64 * 2**20
 """Bytes of parameters that are stepped together on a large device."""
@@ -58,20 +58,20 @@ def piece_bytes(memory_bytes: float) -> int:
     return int(min(PIECE_BYTES, memory_bytes / PIECES_OF_MEMORY))
 
 
-def acts(case: Case) -> bool:
+def is_offloaded(case: PlanningCase) -> bool:
     """Return whether offload moves any tensor of a case; on a CPU only to files."""
     on_gpu = case.cluster.device.kind == "gpu"
     return case.plan.offload != "none" and (on_gpu or case.plan.states_in_files)
 
 
-def streams_parameters(case: Case) -> bool:
+def streams_parameters(case: PlanningCase) -> bool:
     """Return whether a single device trains a model whose parameters lie on the host."""
     on_gpu = case.cluster.device.kind == "gpu"
     alone = case.layout.processes == 1 and case.framework == "shoal"
-    return case.plan.parks_parameters and on_gpu and alone
+    return case.plan.offloads_parameters and on_gpu and alone
 
 
-class Held(NamedTuple):
+class StreamedBytes(NamedTuple):
     """Bytes on a device under offload: in the whole step, in passes, in the optimizer's step.
 
     Attributes:
@@ -100,21 +100,27 @@ def cut_pieces(sizes: Sequence[int], size_bytes: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
-def _at_once(sizes: Sequence[int], pieces: Sequence[slice]) -> float:
+def _most_resident_bytes(sizes: Sequence[int], pieces: Sequence[slice]) -> float:
     """Return the most bytes of `PIECES` consecutive pieces."""
     held = [sum(sizes[piece]) for piece in pieces]
     return max((sum(held[k : k + PIECES]) for k in range(len(held))), default=0.0)
 
 
-def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
+def device_bytes(
+    case: PlanningCase, stage: StageUnits, elements: ParameterElements
+) -> StreamedBytes:
     """Return the bytes on the device of states that lie on the host."""
-    if not acts(case) or case.plan.offload == "activations" or case.cluster.device.kind != "gpu":
-        return Held()
+    if (
+        not is_offloaded(case)
+        or case.plan.offload == "activations"
+        or case.cluster.device.kind != "gpu"
+    ):
+        return StreamedBytes()
     wide = max(4, WIDTHS[case.plan.compute])
     moments = case.optimizer_bytes * wide / 4
     # Elements that this rank steps: under zero 1 to 3 its part of every tensor.
     loose = [
-        (unit, local_elements(case, rank_sum(case, [(unit, 1.0)])))
+        (unit, local_elements(case, sum_rank_elements(case, [(unit, 1.0)])))
         for unit, _ in stage.units
         if not is_block(unit)
     ]
@@ -128,12 +134,15 @@ def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
         sizes = stepped_bytes(case.plan, stage.rank * (case.layout.processes // case.layout.pp))
         cuts = cut_pieces(sizes, piece_bytes(case.cluster.device.memory_bytes))
         large = [size if size >= LEAST_BYTES else 0 for size in sizes]
-        pieces, moving = _at_once(sizes, cuts) / wide, _at_once(large, cuts) / wide
+        pieces, moving = (
+            _most_resident_bytes(sizes, cuts) / wide,
+            _most_resident_bytes(large, cuts) / wide,
+        )
         staying = (sum(sizes) - sum(large)) / wide * moments
     if not streams_parameters(case):
         if case.plan.offload != "optimizer":  # FSDP2: the host steps
-            return Held()
-        return Held(pieces=moving * moments, staying=staying)
+            return StreamedBytes()
+        return StreamedBytes(pieces=moving * moments, staying=staying)
     width = WIDTHS[case.plan.compute]
     blocks, root = gathered_elements(case, stage)
     if not blocks:
@@ -142,7 +151,7 @@ def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
     table = sum(size for unit, size in loose if not unit.forward_flops and not unit.loss_bytes)
     kept = width * max(0.0, root - table) + wide * table
     block = max(blocks, default=0.0) or own * block_share(case, stage, elements)
-    return Held(
+    return StreamedBytes(
         weights=kept,
         gathered=width * min(BLOCKS, max(1, len(blocks))) * block,
         gradients=min(wide * own, max(BUCKET_BYTES, wide * largest) + (BUCKETS - 1) * BUCKET_BYTES),
@@ -151,7 +160,7 @@ def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
     )
 
 
-class Copies(NamedTuple):
+class CopySeconds(NamedTuple):
     """Seconds of a whole step: exposed copies, and copies that overlap compute."""
 
     optimizer_s: float
@@ -159,9 +168,9 @@ class Copies(NamedTuple):
     beside_s: float
 
 
-def copies(
-    case: Case, owned: float, saved_bytes: float, update_s: float, host_bytes_per_s: float
-) -> Copies:
+def predict_copies(
+    case: PlanningCase, owned: float, saved_bytes: float, update_s: float, host_bytes_per_s: float
+) -> CopySeconds:
     """Predict the seconds that offload adds to a step.
 
     Args:
@@ -183,12 +192,12 @@ def copies(
     wide = max(4, WIDTHS[case.plan.compute])
     moments = case.optimizer_bytes * wide / 4
     width, rounds = WIDTHS[case.plan.compute], case.accumulate
-    if not acts(case) or case.cluster.device.kind != "gpu":
-        return Copies(update_s, 0.0, 0.0)
+    if not is_offloaded(case) or case.cluster.device.kind != "gpu":
+        return CopySeconds(update_s, 0.0, 0.0)
     if case.plan.offload == "activations":
-        return Copies(update_s, 0.0, 2 * rounds * saved_bytes / host_bytes_per_s)
-    if case.plan.parks_parameters and not streams_parameters(case):  # FSDP2: the host steps
-        return Copies(
+        return CopySeconds(update_s, 0.0, 2 * rounds * saved_bytes / host_bytes_per_s)
+    if case.plan.offloads_parameters and not streams_parameters(case):  # FSDP2: the host steps
+        return CopySeconds(
             update_s, 0.0, 2 * rounds * owned * case.model.element_bytes / host_bytes_per_s
         )
     narrow = width if width < wide else 0
@@ -204,24 +213,24 @@ def copies(
         back = weights + (rounds - 1) * owned * wide
         beside_s = (weights + max(back, rounds * owned * wide)) / host_bytes_per_s
         whole_s += 2 * owned * wide / host_bytes_per_s
-    return Copies(update_s, whole_s - update_s, beside_s)
+    return CopySeconds(update_s, whole_s - update_s, beside_s)
 
 
-class Elsewhere(NamedTuple):
+class OffloadedBytes(NamedTuple):
     """Bytes of one rank's states on the host, and in files."""
 
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
 
 
-def elsewhere(case: Case, elements: float) -> Elsewhere:
+def offloaded_bytes(case: PlanningCase, elements: float) -> OffloadedBytes:
     """Return the offloaded bytes of a rank that steps this many elements."""
-    if not acts(case) or case.plan.offload == "activations":
-        return Elsewhere()
+    if not is_offloaded(case) or case.plan.offload == "activations":
+        return OffloadedBytes()
     wide = max(4, WIDTHS[case.plan.compute])
     width = WIDTHS[case.plan.compute]
     each = case.optimizer_bytes * wide / 4
-    if case.plan.parks_parameters:
+    if case.plan.offloads_parameters:
         each += 2 * wide + (width if width < wide else 0)
     amount = elements * each
-    return Elsewhere(0.0, amount) if case.plan.states_in_files else Elsewhere(amount, 0.0)
+    return OffloadedBytes(0.0, amount) if case.plan.states_in_files else OffloadedBytes(amount, 0.0)

@@ -11,16 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shoal.base.layouts.resharding import kept_over
+from shoal.base.layouts.resharding import ranks_after_reshard
 from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Bucket, Plan
-from shoal.base.plans.tensor_shards import bytes_of
-from shoal.forecast.memory.model_states import States
+from shoal.base.plans.tensor_shards import dtype_bytes
+from shoal.forecast.memory.model_states import ModelStateBytes
 from shoal.planning.bucket_shards import cut_buckets
 from shoal.planning.gradient_buckets import BUCKET_BYTES, plan_buckets
 
 
-class Collective(NamedTuple):
+class PlannedCollective(NamedTuple):
     """One collective of a step: all_reduce, reduce_scatter or all_gather.
 
     Attributes:
@@ -33,7 +33,7 @@ class Collective(NamedTuple):
     degree: int
 
 
-def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
+def placed_state_bytes(plan: Plan, rank: int, optimizer_bytes: float) -> ModelStateBytes:
     """Return the bytes that a rank keeps from step to step, by kind.
 
     Args:
@@ -46,7 +46,7 @@ def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
     >>> states(plan, 0, 8)
     States(weights=96, gradients=48, optimizer=96.0)
     """
-    here = _Rank(plan, rank)
+    here = _RankPlacements(plan, rank)
     weights = gradients = stepped = 0
     masters = 0
     for row in here.rows.values():
@@ -54,7 +54,7 @@ def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
             size = here.row_bytes(row)
             weights += size
             gradients += size * row.trains
-            stepped += here.kept_elements(row) * row.element_bytes * row.trains
+            stepped += here.unpadded_elements(row) * row.element_bytes * row.trains
         elif not row.trains:
             weights += math.prod(row.local_shape(here.at)) * row.element_bytes
     for bucket in here.buckets:
@@ -62,7 +62,7 @@ def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
         if row.data == "rows":
             continue
         own = here.own_elements(bucket) * row.element_bytes
-        weights += bucket.elements * bytes_of(bucket.compute or bucket.dtype)
+        weights += bucket.elements * dtype_bytes(bucket.compute or bucket.dtype)
         once = row.data == "whole" or plan.layout.zero == 1 or plan.defer_sync
         gradients += bucket.payload_bytes if once else own
         masters += own if bucket.compute else 0
@@ -74,16 +74,16 @@ def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
             if row.data == "rows" and row.trains
         )
     moments = stepped * (optimizer_bytes / 4 + bool(plan.average))
-    return States(weights, gradients, masters + moments)
+    return ModelStateBytes(weights, gradients, masters + moments)
 
 
-def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
+def gradient_sums(plan: Plan, rank: int) -> Iterator[PlannedCollective]:
     """Yield every collective that sums gradients in one step of a rank, in no order.
 
     Args:
         plan: with its placements, and `accumulate` micro-batches per rank.
     """
-    here, layout = _Rank(plan, rank), plan.layout
+    here, layout = _RankPlacements(plan, rank), plan.layout
     often = 1 if plan.defer_sync else plan.accumulate
     for bucket in here.buckets:
         row = here.rows[bucket.names[0]]
@@ -93,32 +93,32 @@ def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
         kind = "all_reduce" if row.data == "whole" else "reduce_scatter"
         size = bucket.elements * _sent_bytes(plan, bucket.dtype)
         times = often if row.data == "states" and layout.zero == 2 else 1
-        yield from [Collective(kind, size, outer * inner)] * times
+        yield from [PlannedCollective(kind, size, outer * inner)] * times
     for unit, rows in here.units().items():
         calls = rows[0].calls if unit else 1
         outer, inner = (rows[0].degree(axis, layout) for axis in rows[0].data_axes)
         elements = sum(here.row_elements(row) for row in rows if row.trains)
         size = elements * inner * _sent_bytes(plan, rows[0].dtype)
         if size:
-            yield from [Collective("reduce_scatter", size, inner)] * (often * calls)
+            yield from [PlannedCollective("reduce_scatter", size, inner)] * (often * calls)
         if size and outer > 1:
-            yield from [Collective("all_reduce", size // inner, outer)] * (often * calls)
-    yield from _shared(here)
+            yield from [PlannedCollective("all_reduce", size // inner, outer)] * (often * calls)
+    yield from _model_axis_sums(here)
 
 
-def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]:
+def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[PlannedCollective]:
     """Yield every collective that gathers updated weights in one step of a rank.
 
     Args:
         per_node: ranks of a node, among which `fsdp.reshard = node` keeps blocks.
     """
-    here, layout = _Rank(plan, rank), plan.layout
+    here, layout = _RankPlacements(plan, rank), plan.layout
     for bucket in here.buckets:
         row = here.rows[bucket.names[0]]
         if row.data == "states":
             degree = math.prod(row.degree(axis, layout) for axis in row.data_axes)
-            size = bucket.elements * bytes_of(bucket.compute or bucket.dtype)
-            yield Collective("all_gather", size, degree)
+            size = bucket.elements * dtype_bytes(bucket.compute or bucket.dtype)
+            yield PlannedCollective("all_gather", size, degree)
     for unit, rows in here.units().items():
         inner = rows[0].degree(rows[0].data_axes[1], layout)
         size = sum(here.row_elements(row) for row in rows) * inner * _gathered_bytes(unit, rows)
@@ -127,29 +127,29 @@ def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]
         if unit:
             passes = plan.accumulate * rows[0].calls
             dealt = layout.ep if rows[0].is_expert else 1
-            kept = kept_over(plan.reshard, inner, per_node, layout.cp * layout.tp * dealt)
-            yield from [Collective("all_gather", size, kept)] * (passes if kept > 1 else 0)
-        yield from [Collective("all_gather", size, inner)] * passes
+            kept = ranks_after_reshard(plan.reshard, inner, per_node, layout.cp * layout.tp * dealt)
+            yield from [PlannedCollective("all_gather", size, kept)] * (passes if kept > 1 else 0)
+        yield from [PlannedCollective("all_gather", size, inner)] * passes
 
 
-def _shared(here: _Rank) -> Iterator[Collective]:
+def _model_axis_sums(here: _RankPlacements) -> Iterator[PlannedCollective]:
     """Yield the gradient sums over tp, cp and pp besides those over data axes, once a step."""
     tensors: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     parts = [(here.rows[b.names[0]], here.own_elements(b)) for b in here.buckets]
     parts = [(row, size) for row, size in parts if row.data != "rows"]
     rows = [row for row in here.rows.values() if row.data == "rows" and row.trains]
-    for row, elements in [*parts, *((row, here.kept_elements(row)) for row in rows)]:
+    for row, elements in [*parts, *((row, here.unpadded_elements(row)) for row in rows)]:
         for axis in (axis for axis in row.sum_over if axis in ("tp", "cp", "pp")):
             key = (axis, row.stages if axis == "pp" else (), row.dtype)
             if elements:
                 tensors.setdefault(key, []).append(elements * row.element_bytes)
     for (axis, stages, _), sizes in tensors.items():
         degree = len(stages) if axis == "pp" else getattr(here.plan.layout, axis)
-        for message_bytes in _messages(sizes):
-            yield Collective("all_reduce", message_bytes, degree)
+        for message_bytes in _message_bytes(sizes):
+            yield PlannedCollective("all_reduce", message_bytes, degree)
 
 
-def _messages(sizes: Sequence[int]) -> Iterator[int]:
+def _message_bytes(sizes: Sequence[int]) -> Iterator[int]:
     """Yield the bytes of each message: tensors share a message up to a bucket's bytes."""
     held = 0
     for size in sizes:
@@ -162,14 +162,14 @@ def _messages(sizes: Sequence[int]) -> Iterator[int]:
 
 def _sent_bytes(plan: Plan, dtype: str) -> int:
     """Return the bytes of a gradient element in sums over data axes."""
-    return {"fp32": 4, "bf16": 2}.get(plan.sums) or bytes_of(dtype)
+    return {"fp32": 4, "bf16": 2}.get(plan.sums) or dtype_bytes(dtype)
 
 
 def _gathered_bytes(unit: str, rows: Sequence[Placement]) -> int:
     """Return the bytes of an element in zero 3's gathers: narrow if compute reads it narrow."""
     formats = {row.compute for row in rows if len(row.shape) >= 2}
     narrow = next(iter(formats)) if unit and len(formats) == 1 else ""
-    return bytes_of(narrow or rows[0].dtype)
+    return dtype_bytes(narrow or rows[0].dtype)
 
 
 def stepped_bytes(plan: Plan, rank: int) -> list[int]:
@@ -184,8 +184,8 @@ def stepped_bytes(plan: Plan, rank: int) -> list[int]:
     >>> [stepped_bytes(plan, rank) for rank in (0, 1)]  # the bucket: 6 of b, 6 of a
     [[24], [24]]
     """
-    here = _Rank(plan, rank)
-    found = {name: here.kept_elements(row) for name, row in here.rows.items() if row.trains}
+    here = _RankPlacements(plan, rank)
+    found = {name: here.unpadded_elements(row) for name, row in here.rows.items() if row.trains}
     for bucket in here.buckets:
         begin, end = here.own_range(bucket)
         at = 0
@@ -198,7 +198,7 @@ def stepped_bytes(plan: Plan, rank: int) -> list[int]:
     return [size * here.rows[name].element_bytes for name, size in found.items() if size]
 
 
-class _Rank:
+class _RankPlacements:
     """Placements and buckets, with their cuts, of one rank."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -235,7 +235,7 @@ class _Rank:
         """Return the bytes allocated on every rank under zero 3."""
         return self.row_elements(row) * row.element_bytes
 
-    def kept_elements(self, row: Placement) -> int:
+    def unpadded_elements(self, row: Placement) -> int:
         """Return the allocated elements that hold rows, without padding."""
         return row.kept(self.at, self.layout).elements
 

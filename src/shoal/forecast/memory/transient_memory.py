@@ -18,23 +18,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.base.estimates.estimate import Case, UnitFacts
+from shoal.base.estimates.estimate import PlanningCase, UnitFacts
 from shoal.base.layouts import resharding
 from shoal.forecast.memory.activations import (
+    activation_shares,
     boundary_bytes,
     head_elements,
-    shares,
     waiting_head_bytes,
 )
-from shoal.forecast.memory.framework_memory import Framework
+from shoal.forecast.memory.framework_memory import FrameworkMemory
 from shoal.forecast.memory.model_states import (
     WIDTHS,
-    Elements,
-    keeps_gathered,
+    ParameterElements,
+    gathers_once_per_step,
     rank_elements,
     shard_counts,
 )
-from shoal.planning.pipeline_stages import Stage, root_share
+from shoal.planning.pipeline_stages import StageUnits, root_share
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
 """Logits budget in fp32 of Shoal's chunked loss (`shoal.models.loss.default_chunk_rows`)."""
@@ -44,7 +44,7 @@ SEGMENT_BYTES = 20 * 2**20
 """Segment of torch's allocator for blocks of 1 to 10 MiB (c10: kLargeBuffer)."""
 
 
-class Sharded(NamedTuple):
+class ShardedBytes(NamedTuple):
     """Bytes of gathered and flat weights, and of gradients in flight: block, head, root.
 
     Attributes:
@@ -61,30 +61,32 @@ class Sharded(NamedTuple):
     last: float = 0.0
 
 
-def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0) -> Elements:
+def sum_rank_elements(
+    case: PlanningCase, units: list[tuple[UnitFacts, float]], tied: float = 0.0
+) -> ParameterElements:
     """Return the elements of several units on one rank; tied: of a table copy on the rank."""
     dense = experts = 0.0
-    expert_tp = case.one_expert
+    expert_tp = case.expert_tp_degree
     for unit, count in units:
         one = rank_elements(unit, case.layout, case.layout.ep, expert_tp)
         dense += one.dense * count
         experts += one.experts * count
-    return Elements(dense + tied / case.layout.tp, experts)
+    return ParameterElements(dense + tied / case.layout.tp, experts)
 
 
-def frozen_bytes(case: Case, stage: Stage) -> float:
+def frozen_bytes(case: PlanningCase, stage: StageUnits) -> float:
     """Return the bytes of frozen weights on this rank; 0 for frameworks other than Shoal.
 
     Frozen weights have no narrow copy; zero 3 shards them with the rest.
     """
-    if case.framework != "shoal" or (case.plan.parks_parameters and case.layout.processes > 1):
+    if case.framework != "shoal" or (case.plan.offloads_parameters and case.layout.processes > 1):
         return 0.0
     elements = sum(unit.frozen_parameters * count for unit, count in stage.units) / case.layout.tp
     shards = shard_counts(case)[0] if case.layout.zero == 3 else 1
     return elements / shards * max(4, WIDTHS[case.plan.compute])
 
 
-def wide_elements(case: Case, stage: Stage) -> float:
+def wide_elements(case: PlanningCase, stage: StageUnits) -> float:
     """Return the elements without a narrow copy in Shoal: lookup tables, norms.
 
     No product of its own unit reads a lookup table; a head tied to one reads it in its own width.
@@ -93,33 +95,33 @@ def wide_elements(case: Case, stage: Stage) -> float:
         return 0.0
     found = stage.tied / case.layout.tp
     for unit, count in stage.units:
-        one = rank_elements(unit, case.layout, case.layout.ep, case.one_expert)
+        one = rank_elements(unit, case.layout, case.layout.ep, case.expert_tp_degree)
         table = not unit.forward_flops and not unit.loss_bytes
         found += count * (one.dense if table else unit.plain_parameters)
     return found
 
 
-def local_elements(case: Case, elements: Elements) -> float:
+def local_elements(case: PlanningCase, elements: ParameterElements) -> float:
     """Return the elements whose optimizer state this rank holds."""
     dense, experts = shard_counts(case)
     return elements.dense / dense + elements.experts / experts
 
 
-def block_share(case: Case, stage: Stage, elements: Elements) -> float:
+def block_share(case: PlanningCase, stage: StageUnits, elements: ParameterElements) -> float:
     """Return one block's share of the rank's elements."""
-    sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.blocks]
+    sizes = [sum(sum_rank_elements(case, [(unit, 1.0)])) for unit, _ in stage.blocks]
     return max(sizes, default=0.0) / max(1.0, sum(elements))
 
 
-def head_share(case: Case, stage: Stage, elements: Elements) -> float:
+def head_share(case: PlanningCase, stage: StageUnits, elements: ParameterElements) -> float:
     """Return the head matrix's share of the rank's elements."""
     return head_elements(case, stage) / max(1.0, sum(elements))
 
 
-def sharded_bytes(case: Case, stage: Stage) -> Sharded:
+def sharded_bytes(case: PlanningCase, stage: StageUnits) -> ShardedBytes:
     """Return the bytes that zero 3 holds beside the shards."""
     if case.layout.zero < 3:
-        return Sharded()
+        return ShardedBytes()
     width = WIDTHS[case.plan.compute]
     scatter = width + max(4, case.reduce_bytes)
     sizes, root = gathered_elements(case, stage)
@@ -128,14 +130,14 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
     if case.framework == "shoal":  # Shoal gathers the root in its own width
         rooted = max(4, width)
     ahead = min(2, len(sizes)) * largest  # the next block is gathered ahead
-    over = kept_over(case)
+    over = reshard_degree(case)
     stays = rooted * root
     if over < shard_counts(case)[0]:
         stays += width * sum(sizes) / over
     kept = stays + (width * ahead if over > 1 else 0.0)
-    if keeps_gathered(case):  # otherwise every micro-batch would gather again
-        stays = kept = width * sum(rank_sum(case, stage.units, stage.tied))
-    return Sharded(
+    if gathers_once_per_step(case):  # otherwise every micro-batch would gather again
+        stays = kept = width * sum(sum_rank_elements(case, stage.units, stage.tied))
+    return ShardedBytes(
         gathered=kept,
         flat=max(rooted * root, width * ahead),
         block=scatter * largest,
@@ -146,15 +148,15 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
     )
 
 
-def kept_over(case: Case) -> int:
+def reshard_degree(case: PlanningCase) -> int:
     """Return the ranks that share a block between its passes (`fsdp.reshard`); 1: whole."""
     layout = case.layout
     apart = layout.cp * layout.tp
     shards = shard_counts(case)[0]
-    return resharding.kept_over(case.plan.reshard, shards, case.cluster.per_node, apart)
+    return resharding.ranks_after_reshard(case.plan.reshard, shards, case.cluster.per_node, apart)
 
 
-def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:
+def gathered_elements(case: PlanningCase, stage: StageUnits) -> tuple[list[float], float]:
     """Return the elements that fsdp gathers on one rank: of each block in order, and of the root.
 
     Units of one larger block are gathered together; frozen ones are gathered too.
@@ -163,15 +165,15 @@ def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:
     root = stage.tied / case.layout.tp
     for (unit, count), one in zip(stage.units, ones, strict=True):
         root += root_share(unit) * one * count
-    apart = gathered_apart(case, stage)
+    apart = gather_groups(case, stage)
     shares_left = [1 - root_share(unit) for unit, _ in stage.units]
     blocks = [sum(shares_left[k] * ones[k] * n for k, n in group) for group in apart]
-    if resharding.gathered_together(len(blocks), sum(blocks), case.plan.names_blocks):
+    if resharding.gathers_all_blocks(len(blocks), sum(blocks), case.plan.names_blocks):
         return [], root + sum(blocks)
     return blocks, root
 
 
-def gathered_apart(case: Case, stage: Stage) -> list[list[tuple[int, float]]]:
+def gather_groups(case: PlanningCase, stage: StageUnits) -> list[list[tuple[int, float]]]:
     """Return fsdp's gathers in order: each a list of (index of a unit, count)."""
     found: list[list[tuple[int, float]]] = []
     around = ""
@@ -188,11 +190,13 @@ def gathered_apart(case: Case, stage: Stage) -> list[list[tuple[int, float]]]:
     return found
 
 
-def _elements_of_one(case: Case, unit: UnitFacts) -> float:
-    return sum(rank_sum(case, [(unit, 1.0)])) + unit.frozen_parameters / case.layout.tp
+def _elements_of_one(case: PlanningCase, unit: UnitFacts) -> float:
+    return sum(sum_rank_elements(case, [(unit, 1.0)])) + unit.frozen_parameters / case.layout.tp
 
 
-def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: Sharded) -> float:
+def idle_bytes(
+    case: PlanningCase, habits: FrameworkMemory, stage: StageUnits, when: str, sharded: ShardedBytes
+) -> float:
     """Return reserved but unused bytes at the peak: pools of other streams, blocks of the loss."""
     if case.cluster.device.kind == "cpu":
         return 0.0
@@ -203,20 +207,20 @@ def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: 
     return idle
 
 
-def segment_bytes(case: Case) -> float:
+def segment_bytes(case: PlanningCase) -> float:
     """Return the most bytes that segments hold unused: one partly used segment per stream."""
     if case.cluster.device.kind == "cpu":
         return 0.0
     return SEGMENT_BYTES * (3 if case.layout.zero == 3 else 1)  # gathers, sums: own streams
 
 
-def _loss_split(case: Case, habits: Framework) -> float:
+def _loss_split(case: PlanningCase, habits: FrameworkMemory) -> float:
     layout = case.layout
     split = habits.splits_loss or case.loss == "parallel"
     return layout.cp * (layout.tp if split else 1)
 
 
-def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
+def loss_bytes(case: PlanningCase, habits: FrameworkMemory, stage: StageUnits) -> float:
     """Return the bytes of the loss at its peak, on the stage that has it."""
     head = stage.head
     if head is None:
@@ -248,14 +252,14 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
     return made + (chunk if case.cluster.device.kind == "cpu" else max(chunk, made))
 
 
-def workspace_bytes(case: Case, habits: Framework) -> float:
+def workspace_bytes(case: PlanningCase, habits: FrameworkMemory) -> float:
     """Return the bytes that matrix-product libraries hold through torch's allocator."""
     return 0.0 if case.cluster.device.kind == "cpu" else habits.workspace_bytes
 
 
-def carried_bytes(case: Case, habits: Framework) -> float:
+def persistent_bytes(case: PlanningCase, habits: FrameworkMemory) -> float:
     """Return bytes alive between forward and backward: workspaces, messages, gathered inputs."""
-    by = shares(case)
+    by = activation_shares(case)
     boundary = boundary_bytes(case.model)
     total = workspace_bytes(case, habits)
     if case.layout.pp > 1:

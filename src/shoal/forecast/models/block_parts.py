@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.transformer_shape import TransformerShape
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ FUSED = Kernels()
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """Costs of one half of a block, per token: counts in elements, memory in bytes (UnitFacts)."""
 
     parameters: int = 0
@@ -68,21 +68,23 @@ class Part:
     routed: float = 0.0
     routed_saved: float = 0.0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Part)))
+    def __add__(self, other: BlockPart) -> BlockPart:
+        return BlockPart(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(BlockPart))
+        )
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockContext:
     """A transformer's shape with the sequence, number format and kernels of a prediction."""
 
-    shape: Transformer
+    shape: TransformerShape
     sequence: int
     e: int
     kernels: Kernels
 
     @property
-    def norm(self) -> int:
+    def norm_parameters(self) -> int:
         """Return the parameters of one norm."""
         return self.shape.hidden * (2 if self.shape.norm == "layer" else 1)
 
@@ -110,25 +112,25 @@ class Cut:
         return self.shape.hidden if self.shape.dropout else 0.0
 
     @property
-    def residual_moved(self) -> float:
+    def residual_elements(self) -> float:
         """Return the elements that norm, residual sum and dropout of half a block access."""
         h = self.shape.hidden
         unfused = 0 if self.kernels.fused_norm else 6 * h
         return 2 * h + 3 * h + (2 * h if self.shape.dropout else 0) + unfused
 
     @property
-    def attended(self) -> int:
+    def attended_keys(self) -> int:
         """Return the keys that a query attends to: the sequence, or a sliding window of it."""
         window = self.shape.window
         return min(window, self.sequence) if window else self.sequence
 
 
-def attention_part(cut: Cut) -> Part:
+def attention_part(cut: BlockContext) -> BlockPart:
     """Return the attention half of a block."""
     return _latent_attention(cut) if cut.shape.latent else _attention(cut)
 
 
-def _attention(cut: Cut) -> Part:
+def _attention(cut: BlockContext) -> BlockPart:
     """Return standard attention: norm, q, k, v, rotary positions, scores, output, residual sum."""
     shape, e, kernels = cut.shape, cut.e, cut.kernels
     h = shape.hidden
@@ -138,17 +140,17 @@ def _attention(cut: Cut) -> Part:
     half = kernels.selective == "half"
     products = q + kv if half else q + 2 * kv
     rotary = 0 if shape.positions or shape.patch else 2 * (q + kv)
-    small = cut.norm + (q + 2 * kv + h if shape.biases else 0)
+    small = cut.norm_parameters + (q + 2 * kv + h if shape.biases else 0)
     if shape.vectors:
         small = shape.vectors.attention
-    return Part(
+    return BlockPart(
         parameters=weights + small,
-        plain=small if shape.vectors else cut.norm + (h if shape.biases else 0),
-        flops=2 * weights + 4 * q * cut.attended,
-        attention_flops=4 * q * cut.attended,
-        moved=cut.residual_moved
+        plain=small if shape.vectors else cut.norm_parameters + (h if shape.biases else 0),
+        flops=2 * weights + 4 * q * cut.attended_keys,
+        attention_flops=4 * q * cut.attended_keys,
+        moved=cut.residual_elements
         + rotary
-        + (0 if kernels.flash else 4 * shape.heads * cut.attended),
+        + (0 if kernels.flash else 4 * shape.heads * cut.attended_keys),
         operations=7 + (2 if rotary else 0) + (1 if shape.dropout else 0),
         split_bytes=e * (2 * q + 2 * kept_kv) + _scores_bytes(cut),
         plain_bytes=cut.norm_bytes(readers=3) + cut.mask_bytes,
@@ -158,7 +160,7 @@ def _attention(cut: Cut) -> Part:
     )
 
 
-def _latent_attention(cut: Cut) -> Part:
+def _latent_attention(cut: BlockContext) -> BlockPart:
     """Return DeepSeek's latent attention: queries and keys from small latents, partly rotary."""
     shape, e = cut.shape, cut.e
     q_rank, kv_rank, rope, *apart = shape.latent
@@ -167,15 +169,15 @@ def _latent_attention(cut: Cut) -> Part:
     q, k, v = heads * (keys + rope), heads * (keys + rope), heads * width
     down = h * (kv_rank + rope) + h * q_rank
     up = (q_rank or h) * q + kv_rank * heads * (keys + width) + v * h
-    norms = shape.vectors.attention if shape.vectors else cut.norm + q_rank + kv_rank
-    attention = 2 * (q + v) * cut.attended
+    norms = shape.vectors.attention if shape.vectors else cut.norm_parameters + q_rank + kv_rank
+    attention = 2 * (q + v) * cut.attended_keys
     latents = 2 * (q_rank + kv_rank) + rope
-    return Part(
+    return BlockPart(
         parameters=down + up + norms,
         plain=down + norms,
         flops=2 * (down + up) + attention,
         attention_flops=attention,
-        moved=cut.residual_moved + 2 * latents + 2 * heads * rope + 2 * (q + k),
+        moved=cut.residual_elements + 2 * latents + 2 * heads * rope + 2 * (q + k),
         operations=13,
         split_bytes=e * (q + k + 2 * v) + _scores_bytes(cut),
         plain_bytes=cut.norm_bytes(readers=2) + cut.mask_bytes + e * latents,
@@ -185,18 +187,18 @@ def _latent_attention(cut: Cut) -> Part:
     )
 
 
-def _scores_bytes(cut: Cut) -> float:
+def _scores_bytes(cut: BlockContext) -> float:
     """Return the bytes saved of the attention weights per token: log-sum-exp, or all scores."""
     heads = cut.shape.heads
     if cut.kernels.flash:
         return 4 * heads
     dropped = cut.e + 1 if cut.shape.dropout else 0
     rows = cut.kernels.score_rows
-    keys = (cut.sequence + min(rows, cut.sequence)) / 2 if rows else cut.attended
+    keys = (cut.sequence + min(rows, cut.sequence)) / 2 if rows else cut.attended_keys
     return heads * keys * (cut.e + dropped)
 
 
-def ffn_part(cut: Cut, width: int, *, own_norm: bool) -> Part:
+def ffn_part(cut: BlockContext, width: int, *, own_norm: bool) -> BlockPart:
     """Return the ffn half; in an expert block (not `own_norm`) without norm and residual sum."""
     shape, e, gated = cut.shape, cut.e, cut.shape.gated
     h = shape.hidden
@@ -207,15 +209,15 @@ def ffn_part(cut: Cut, width: int, *, own_norm: bool) -> Part:
     half = cut.kernels.selective == "half"
     kept = width if half else (2 if gated else 1) * width
     last = h if cut.kernels.keeps_unused else 0
-    small = plain = (cut.norm if own_norm else 0) + (h if biases else 0)
+    small = plain = (cut.norm_parameters if own_norm else 0) + (h if biases else 0)
     small += biases
     if shape.vectors:
         small = plain = shape.vectors.ffn if own_norm else 0
-    return Part(
+    return BlockPart(
         parameters=weights + small,
         plain=plain,
         flops=2 * weights,
-        moved=(cut.residual_moved if own_norm else 0) + (5 if gated else 2) * width,
+        moved=(cut.residual_elements if own_norm else 0) + (5 if gated else 2) * width,
         operations=(6 if gated else 4) + (1 if own_norm else 0),
         split_bytes=e * columns * width,
         plain_bytes=cut.norm_bytes(readers=2 if gated else 1) + cut.mask_bytes if own_norm else 0.0,
@@ -225,25 +227,25 @@ def ffn_part(cut: Cut, width: int, *, own_norm: bool) -> Part:
     )
 
 
-def experts_part(cut: Cut) -> Part:
+def experts_part(cut: BlockContext) -> BlockPart:
     """Return the experts half: norm, router, dispatch, experts, weighted sum, shared experts."""
     shape, e = cut.shape, cut.e
     h, used, width = shape.hidden, shape.experts_per_token, shape.expert_ffn
     one = ffn_part(cut, width, own_norm=False)
-    shared = ffn_part(cut, shape.shared_ffn, own_norm=False) if shape.shared_ffn else Part()
+    shared = ffn_part(cut, shape.shared_ffn, own_norm=False) if shape.shared_ffn else BlockPart()
     router = h * shape.experts
-    weights, small = shape.experts * one.parameters, cut.norm
+    weights, small = shape.experts * one.parameters, cut.norm_parameters
     if shape.vectors:
         weights += shape.experts * shape.vectors.expert
         small = shape.vectors.router
     kept_output = 0 if cut.kernels.probs_inside else used * h
     routed_saved = used * one.split_bytes + e * (used * h + kept_output)
-    own = Part(
+    own = BlockPart(
         parameters=weights + router + small,
         plain=router + small,
         experts=weights,
         flops=used * one.flops + 2 * router,
-        moved=cut.residual_moved + used * (one.moved + 6 * h) + 4 * shape.experts,
+        moved=cut.residual_elements + used * (one.moved + 6 * h) + 4 * shape.experts,
         operations=12 + one.operations,
         split_bytes=routed_saved + 8 * shape.experts,
         plain_bytes=cut.norm_bytes(readers=2) + cut.mask_bytes,

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.base.errors import ConfigError, nearest
-from shoal.base.estimates.transformer_shape import Transformer, Vectors
+from shoal.base.errors import ConfigError, nearest_word
+from shoal.base.estimates.transformer_shape import TransformerShape, VectorParameterCounts
 from shoal.forecast.models.hf_dense import DENSE
 from shoal.forecast.models.hf_mixtures import MIXTURES
-from shoal.forecast.models.hf_types import CHECKED, Decoder, Mixture
+from shoal.forecast.models.hf_types import CHECKED, DecoderRow, MixtureRow
 
 TYPES = {**DENSE, **MIXTURES}
 """Decoders, and text encoders, by model_type."""
@@ -31,7 +31,7 @@ VISION = {"vit": "ViTForImageClassification", "deit": "DeiTForImageClassificatio
 TRY = "try: model.build=pkg.mod:function that returns the module, whose layers are traced"
 
 
-def from_config(source: str | Path | Mapping[str, Any]) -> Transformer:
+def shape_from_config(source: str | Path | Mapping[str, Any]) -> TransformerShape:
     """Return the shape that a Hugging Face config.json describes.
 
     Args:
@@ -50,9 +50,13 @@ def from_config(source: str | Path | Mapping[str, Any]) -> Transformer:
     """
     where, found = ("config.json", source) if isinstance(source, Mapping) else _read(Path(source))
     kind = _check_type(where, found)
-    config = _Config(where, found, TYPES[kind].usual if kind in TYPES else {})
+    config = _ConfigReader(where, found, TYPES[kind].usual if kind in TYPES else {})
     try:
-        return _from_vit(config, kind) if kind in VISION else _from_decoder(config, TYPES[kind])
+        return (
+            _hf_vit_shape(config, kind)
+            if kind in VISION
+            else _hf_decoder_shape(config, TYPES[kind])
+        )
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
             f"{where}: a key that counts has a value of another kind than transformers writes "
@@ -127,12 +131,12 @@ class _Keys(dict[str, Any]):
         self.where = where
 
     def __missing__(self, key: str) -> NoReturn:
-        close = nearest(key, self)
+        close = nearest_word(key, self)
         hint = f"; nearest key there: {close}" if close else ""
         raise ConfigError(f"{self.where}: key {key} is missing{hint}")
 
 
-class _Config:
+class _ConfigReader:
     """Reader of a config.json: values by key, with clear errors.
 
     Args:
@@ -167,7 +171,7 @@ class _Config:
         """Return whether a component exists: always, never, or as a boolean key says."""
         return key if isinstance(key, bool) else bool(self.found.get(key, False))
 
-    def share(self, *keys: str) -> float:
+    def first_fraction(self, *keys: str) -> float:
         """Return the first number among `keys`, or 0 without one."""
         for key in keys:
             value = self.found.get(key)
@@ -176,7 +180,7 @@ class _Config:
         return 0.0
 
 
-def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
+def _hf_decoder_shape(config: _ConfigReader, kind: DecoderRow) -> TransformerShape:
     """Return a stack of equal blocks: matrices from the file's numbers, vectors from its type."""
 
     def number(key: str) -> int:
@@ -194,7 +198,7 @@ def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
         few = config.whole("num_key_value_heads", default=heads if kind.mha else None)
     wide = 4 * hidden if kind.wide else None
     width = config.whole(*filter(None, (kind.width,)), default=wide)
-    shape = Transformer(
+    shape = TransformerShape(
         name=config.name,
         layers=layers,
         hidden=hidden,
@@ -206,7 +210,7 @@ def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
         gated=kind.gated,
         norm="layer" if kind.norm == "layer" else "rms",
         tied=config.flag("tie_word_embeddings"),
-        dropout=config.share("hidden_dropout_prob", "resid_pdrop"),
+        dropout=config.first_fraction("hidden_dropout_prob", "resid_pdrop"),
         window=config.whole("sliding_window", default=0)
         if config.found.get("use_sliding_window", True)
         else 0,
@@ -218,7 +222,7 @@ def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
     return replace(shape, vectors=_vectors(config, kind, shape))
 
 
-def _head(config: _Config, kind: Decoder) -> dict[str, Any]:
+def _head(config: _ConfigReader, kind: DecoderRow) -> dict[str, Any]:
     """Return the width of a head; of multi-head latent attention also its ranks."""
     if not kind.latent:
         return {"head_size": config.whole("head_dim", default=0) if kind.head_dim else 0}
@@ -232,7 +236,7 @@ def _head(config: _Config, kind: Decoder) -> dict[str, Any]:
     return {"head_size": values, "latent": ranks if plain == values else (*ranks, plain)}
 
 
-def _mixture(config: _Config, kind: Mixture, width: int, layers: int) -> dict[str, Any]:
+def _mixture(config: _ConfigReader, kind: MixtureRow, width: int, layers: int) -> dict[str, Any]:
     """Return routed and shared experts, and the number of blocks without experts."""
     experts = config.whole(*kind.experts.split())
     if not experts:
@@ -246,7 +250,9 @@ def _mixture(config: _Config, kind: Mixture, width: int, layers: int) -> dict[st
     }
 
 
-def _vectors(config: _Config, kind: Decoder, shape: Transformer) -> Vectors:
+def _vectors(
+    config: _ConfigReader, kind: DecoderRow, shape: TransformerShape
+) -> VectorParameterCounts:
     """Return the parameters of norms and biases."""
     keys, h, mixture = config.found, shape.hidden, kind.mixture
     norm = {"rms": h, "layer": 2 * h, "none": 0}[kind.norm]
@@ -267,7 +273,7 @@ def _vectors(config: _Config, kind: Decoder, shape: Transformer) -> Vectors:
         (2 if kind.gated else 1) * width + h if width and config.flag(kind.ffn) else 0
         for width in (shape.ffn, shape.shared_ffn)
     )
-    return Vectors(
+    return VectorParameterCounts(
         embedding=kind.embedding(shape, keys),
         attention=attention,
         ffn=ffn + kind.block_ffn(shape, keys),
@@ -279,14 +285,14 @@ def _vectors(config: _Config, kind: Decoder, shape: Transformer) -> Vectors:
     )
 
 
-def _from_vit(config: _Config, kind: str) -> Transformer:
+def _hf_vit_shape(config: _ConfigReader, kind: str) -> TransformerShape:
     """Return a vision transformer: blocks on patches of an image, and a classifier."""
     patch, side = config.whole("patch_size"), config.whole("image_size")
     heads, labels = config.whole("num_attention_heads"), config.found.get("id2label")
     h, width = config.whole("hidden_size"), config.whole("intermediate_size")
     head = config.whole("head_dim", default=0) or h // heads
     biases = h + (3 * heads * head if config.found.get("qkv_bias", True) else 0)
-    return Transformer(
+    return TransformerShape(
         name=config.name,
         layers=config.whole("num_hidden_layers"),
         hidden=h,
@@ -300,7 +306,9 @@ def _from_vit(config: _Config, kind: str) -> Transformer:
         gated=False,
         norm="layer",
         biases=True,
-        vectors=Vectors(h if kind == "deit" else 0, 4 * h + biases, width + h, head=2 * h),
-        dropout=config.share("hidden_dropout_prob"),
+        vectors=VectorParameterCounts(
+            h if kind == "deit" else 0, 4 * h + biases, width + h, head=2 * h
+        ),
+        dropout=config.first_fraction("hidden_dropout_prob"),
         causal=False,
     )

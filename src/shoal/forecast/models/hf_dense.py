@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.transformer_shape import TransformerShape
 from shoal.forecast.models.hf_types import (
     ATTENTION,
     DEEPSEEK,
@@ -12,9 +12,9 @@ from shoal.forecast.models.hf_types import (
     OLMO,
     TIED,
     USE_BIAS,
-    Decoder,
+    DecoderRow,
     Keys,
-    sinks,
+    count_sinks,
 )
 
 
@@ -35,7 +35,7 @@ def _all_heads(keys: Keys, heads: int) -> int:
     return heads
 
 
-def _two_vectors(shape: Transformer, keys: Keys) -> int:
+def _two_vectors(shape: TransformerShape, keys: Keys) -> int:
     """Return two vectors: a norm of the embedding, or two positions that no token uses."""
     return 2 * shape.hidden
 
@@ -72,8 +72,8 @@ BERT: dict[str, Any] = {
     ),  # two biases, which are one if weights are tied
 }
 
-DENSE: dict[str, Decoder] = {
-    "apertus": Decoder(
+DENSE: dict[str, DecoderRow] = {
+    "apertus": DecoderRow(
         "ApertusForCausalLM",
         mha=True,
         **ATTENTION,
@@ -81,26 +81,26 @@ DENSE: dict[str, Decoder] = {
         qk_norm="head",
         block_ffn=lambda shape, keys: 2 * (keys["hidden_act"] == "xielu"),
     ),
-    "arcee": Decoder("ArceeForCausalLM", mha=True, **LLAMA, gated=False),
-    "bert": Decoder("BertForMaskedLM BertLMHeadModel", **BERT),
-    "biogpt": Decoder(
+    "arcee": DecoderRow("ArceeForCausalLM", mha=True, **LLAMA, gated=False),
+    "bert": DecoderRow("BertForMaskedLM BertLMHeadModel", **BERT),
+    "biogpt": DecoderRow(
         "BioGptForCausalLM",
         **PLAIN,
         usual=TIED,
         positions="max_position_embeddings",
         embedding=_two_vectors,
     ),
-    "bitnet": Decoder(
+    "bitnet": DecoderRow(
         "BitNetForCausalLM",
         **ATTENTION,
         attention=lambda shape, keys: shape.hidden + shape.ffn,
     ),
-    "bloom": Decoder(
+    "bloom": DecoderRow(
         "BloomForCausalLM", **{**GPT, "width": ""}, usual=TIED, embedding=_two_vectors
     ),
-    "camembert": Decoder("CamembertForMaskedLM CamembertForCausalLM", **BERT),
-    "codegen": Decoder("CodeGenForCausalLM", **GPTJ),
-    "cohere": Decoder(
+    "camembert": DecoderRow("CamembertForMaskedLM CamembertForCausalLM", **BERT),
+    "codegen": DecoderRow("CodeGenForCausalLM", **GPTJ),
+    "cohere": DecoderRow(
         "CohereForCausalLM",
         mha=True,
         **ATTENTION,
@@ -109,21 +109,21 @@ DENSE: dict[str, Decoder] = {
         qk_norm="width",
         qk_key="use_qk_norm",
     ),
-    "cohere2": Decoder("Cohere2ForCausalLM", mha=True, **ATTENTION, norms=1, usual=TIED),
-    "cwm": Decoder("CwmForCausalLM", ffn="mlp_bias", usual={"head_dim": 128}),
-    "diffllama": Decoder(
+    "cohere2": DecoderRow("Cohere2ForCausalLM", mha=True, **ATTENTION, norms=1, usual=TIED),
+    "cwm": DecoderRow("CwmForCausalLM", ffn="mlp_bias", usual={"head_dim": 128}),
+    "diffllama": DecoderRow(
         "DiffLlamaForCausalLM",
         mha=True,
         **ATTENTION,
         attention=lambda shape, keys: 4 * shape.head_width,
     ),
-    "ernie4_5": Decoder(
+    "ernie4_5": DecoderRow(
         "Ernie4_5ForCausalLM",
         **USE_BIAS,
         usual={**TIED, "head_dim": 128},
     ),
-    "exaone4": Decoder("Exaone4ForCausalLM", qk_norm="head"),
-    "falcon": Decoder(
+    "exaone4": DecoderRow("Exaone4ForCausalLM", qk_norm="head"),
+    "falcon": DecoderRow(
         "FalconForCausalLM",
         norm="layer",
         gated=False,
@@ -136,26 +136,26 @@ DENSE: dict[str, Decoder] = {
         kv_heads=_falcon_kv,
         usual={**TIED, "multi_query": True, "parallel_attn": True},
     ),
-    "gemma": Decoder("GemmaForCausalLM", **GEMMA),
-    "gemma2": Decoder("Gemma2ForCausalLM", **GEMMA, norms=4),
-    "gemma3_text": Decoder("Gemma3ForCausalLM", **GEMMA, norms=4, qk_norm="head"),
-    "glm": Decoder("GlmForCausalLM", **GLM),
-    "glm4": Decoder("Glm4ForCausalLM", **GLM, norms=4),
-    "gpt2": Decoder(
+    "gemma": DecoderRow("GemmaForCausalLM", **GEMMA),
+    "gemma2": DecoderRow("Gemma2ForCausalLM", **GEMMA, norms=4),
+    "gemma3_text": DecoderRow("Gemma3ForCausalLM", **GEMMA, norms=4, qk_norm="head"),
+    "glm": DecoderRow("GlmForCausalLM", **GLM),
+    "glm4": DecoderRow("Glm4ForCausalLM", **GLM, norms=4),
+    "gpt2": DecoderRow(
         "GPT2LMHeadModel",
         **GPT,
         usual=TIED,
         positions="n_positions",
         fixed={"add_cross_attention": False},
     ),
-    "gpt_bigcode": Decoder(
+    "gpt_bigcode": DecoderRow(
         "GPTBigCodeForCausalLM",
         **{**GPT, "kv_heads": lambda keys, heads: 1 if keys["multi_query"] else heads},
         positions="n_positions",
         usual={**TIED, "multi_query": True},
         fixed={"add_cross_attention": False},
     ),
-    "gpt_neo": Decoder(
+    "gpt_neo": DecoderRow(
         "GPTNeoForCausalLM",
         **{**PLAIN, "qkv": False},
         wide=True,
@@ -163,15 +163,15 @@ DENSE: dict[str, Decoder] = {
         usual=TIED,
         positions="max_position_embeddings",
     ),
-    "gpt_neox": Decoder(
+    "gpt_neox": DecoderRow(
         "GPTNeoXForCausalLM",
         **{**PLAIN, **ATTENTION},
         usual={"attention_bias": True},
     ),
-    "gptj": Decoder("GPTJForCausalLM", **GPTJ),
-    "granite": Decoder("GraniteForCausalLM", mha=True, **LLAMA),
-    "granite_swa": Decoder("GraniteSWAForCausalLM", **LLAMA, usual=TIED, attention=sinks),
-    "helium": Decoder(
+    "gptj": DecoderRow("GPTJForCausalLM", **GPTJ),
+    "granite": DecoderRow("GraniteForCausalLM", mha=True, **LLAMA),
+    "granite_swa": DecoderRow("GraniteSWAForCausalLM", **LLAMA, usual=TIED, attention=count_sinks),
+    "helium": DecoderRow(
         "HeliumForCausalLM",
         qkv="attention_bias",
         ffn="mlp_bias",
@@ -180,15 +180,17 @@ DENSE: dict[str, Decoder] = {
             shape.hidden * (shape.hidden - shape.heads * shape.head_width)
         ),
     ),
-    "hunyuan_v1_dense": Decoder("HunYuanDenseV1ForCausalLM", mha=True, **ATTENTION, qk_norm="head"),
-    "hyperclovax": Decoder(
+    "hunyuan_v1_dense": DecoderRow(
+        "HunYuanDenseV1ForCausalLM", mha=True, **ATTENTION, qk_norm="head"
+    ),
+    "hyperclovax": DecoderRow(
         "HyperCLOVAXForCausalLM",
         mha=True,
         **LLAMA,
         usual={"use_post_norm": True},
         norms=lambda keys: 4 if keys["use_post_norm"] else 2,
     ),
-    "jais2": Decoder(
+    "jais2": DecoderRow(
         "Jais2ForCausalLM",
         mha=True,
         **LLAMA,
@@ -196,12 +198,12 @@ DENSE: dict[str, Decoder] = {
         gated=False,
         usual={"attention_bias": True, "mlp_bias": True},
     ),
-    "llama": Decoder("LlamaForCausalLM", mha=True, **LLAMA),
-    "minicpm3": Decoder("MiniCPM3ForCausalLM", **DEEPSEEK, ffn="mlp_bias", usual=TIED),
-    "ministral": Decoder("MinistralForCausalLM"),
-    "ministral3": Decoder("Ministral3ForCausalLM", usual={"head_dim": 128}),
-    "mistral": Decoder("MistralForCausalLM"),
-    "mpt": Decoder(
+    "llama": DecoderRow("LlamaForCausalLM", mha=True, **LLAMA),
+    "minicpm3": DecoderRow("MiniCPM3ForCausalLM", **DEEPSEEK, ffn="mlp_bias", usual=TIED),
+    "ministral": DecoderRow("MinistralForCausalLM"),
+    "ministral3": DecoderRow("Ministral3ForCausalLM", usual={"head_dim": 128}),
+    "mistral": DecoderRow("MistralForCausalLM"),
+    "mpt": DecoderRow(
         "MptForCausalLM",
         names={
             "hidden_size": ("d_model",),
@@ -215,12 +217,12 @@ DENSE: dict[str, Decoder] = {
         wide=True,
         usual=TIED,
     ),
-    "nanochat": Decoder("NanoChatForCausalLM", mha=True, **ATTENTION, norm="none", gated=False),
-    "nemotron": Decoder("NemotronForCausalLM", mha=True, **LLAMA, norm="layer", gated=False),
-    "olmo": Decoder("OlmoForCausalLM", mha=True, **ATTENTION, norm="none"),
-    "olmo2": Decoder("Olmo2ForCausalLM", **OLMO),
-    "olmo3": Decoder("Olmo3ForCausalLM", **OLMO),
-    "opt": Decoder(
+    "nanochat": DecoderRow("NanoChatForCausalLM", mha=True, **ATTENTION, norm="none", gated=False),
+    "nemotron": DecoderRow("NemotronForCausalLM", mha=True, **LLAMA, norm="layer", gated=False),
+    "olmo": DecoderRow("OlmoForCausalLM", mha=True, **ATTENTION, norm="none"),
+    "olmo2": DecoderRow("Olmo2ForCausalLM", **OLMO),
+    "olmo3": DecoderRow("Olmo3ForCausalLM", **OLMO),
+    "opt": DecoderRow(
         "OPTForCausalLM",
         **{**PLAIN, "qkv": "enable_bias", "o": "enable_bias", "ffn": "enable_bias"},
         width="ffn_dim",
@@ -234,14 +236,14 @@ DENSE: dict[str, Decoder] = {
             "word_embed_proj_dim": "hidden_size",
         },
     ),
-    "persimmon": Decoder(
+    "persimmon": DecoderRow(
         "PersimmonForCausalLM",
         **PLAIN,
         qk_norm="head",
         qk_key="qk_layernorm",
         usual={"qk_layernorm": True},
     ),
-    "phi": Decoder(
+    "phi": DecoderRow(
         "PhiForCausalLM",
         **{**PLAIN, "kv_heads": None, "head_dim": True},
         mha=True,
@@ -250,18 +252,18 @@ DENSE: dict[str, Decoder] = {
         qk_norm="head",
         qk_key="qk_layernorm",
     ),
-    "phi3": Decoder("Phi3ForCausalLM", mha=True),
-    "qwen2": Decoder("Qwen2ForCausalLM", qkv=True),
-    "qwen3": Decoder("Qwen3ForCausalLM", **ATTENTION, qk_norm="head", usual={"head_dim": 128}),
-    "roberta": Decoder("RobertaForMaskedLM RobertaForCausalLM", **BERT),
-    "seed_oss": Decoder(
+    "phi3": DecoderRow("Phi3ForCausalLM", mha=True),
+    "qwen2": DecoderRow("Qwen2ForCausalLM", qkv=True),
+    "qwen3": DecoderRow("Qwen3ForCausalLM", **ATTENTION, qk_norm="head", usual={"head_dim": 128}),
+    "roberta": DecoderRow("RobertaForMaskedLM RobertaForCausalLM", **BERT),
+    "seed_oss": DecoderRow(
         "SeedOssForCausalLM",
         **GLM,
         o="attention_out_bias",
         ffn="mlp_bias",
     ),
-    "smollm3": Decoder("SmolLM3ForCausalLM", **LLAMA, usual=TIED),
-    "stablelm": Decoder(
+    "smollm3": DecoderRow("SmolLM3ForCausalLM", **LLAMA, usual=TIED),
+    "stablelm": DecoderRow(
         "StableLmForCausalLM",
         head_dim=False,
         norm="layer",
@@ -271,15 +273,15 @@ DENSE: dict[str, Decoder] = {
             (shape.heads + shape.kv_heads) * shape.head_width if keys.get("qk_layernorm") else 0
         ),
     ),
-    "starcoder2": Decoder(
+    "starcoder2": DecoderRow(
         "Starcoder2ForCausalLM",
         norm="layer",
         gated=False,
         **USE_BIAS,
         usual={**TIED, "use_bias": True},
     ),
-    "vaultgemma": Decoder("VaultGemmaForCausalLM", **GEMMA),
-    "xglm": Decoder(
+    "vaultgemma": DecoderRow("VaultGemmaForCausalLM", **GEMMA),
+    "xglm": DecoderRow(
         "XGLMForCausalLM",
         **PLAIN,
         width="ffn_dim",
@@ -291,7 +293,7 @@ DENSE: dict[str, Decoder] = {
         usual=TIED,
         fixed={"add_cross_attention": False},
     ),
-    "xlm-roberta": Decoder("XLMRobertaForMaskedLM XLMRobertaForCausalLM", **BERT),
-    "youtu": Decoder("YoutuForCausalLM", **DEEPSEEK, usual=TIED),
+    "xlm-roberta": DecoderRow("XLMRobertaForMaskedLM XLMRobertaForCausalLM", **BERT),
+    "youtu": DecoderRow("YoutuForCausalLM", **DEEPSEEK, usual=TIED),
 }
 """model_type → the parameters that the class builds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.transformer_shape import TransformerShape
 from shoal.forecast.models.hf_types import (
     ATTENTION,
     DEEPSEEK,
@@ -13,10 +13,10 @@ from shoal.forecast.models.hf_types import (
     OLMO,
     TIED,
     USE_BIAS,
-    Decoder,
+    DecoderRow,
     Keys,
-    Mixture,
-    sinks,
+    MixtureRow,
+    count_sinks,
 )
 
 
@@ -58,76 +58,76 @@ def _width(key: str) -> Callable[[Keys], int]:
     return lambda keys: keys[key]
 
 
-def _olmoe_norms(shape: Transformer, keys: Keys) -> int:
+def _olmoe_norms(shape: TransformerShape, keys: Keys) -> int:
     """Return the parameters of query and key norms, whose width does not follow head_dim."""
     return (shape.heads + shape.kv_heads) * (shape.hidden // shape.heads)
 
 
-def _router_bias(shape: Transformer, keys: Keys) -> int:
+def _router_bias(shape: TransformerShape, keys: Keys) -> int:
     return shape.experts
 
 
-def _shared_gate(shape: Transformer, keys: Keys) -> int:
+def _shared_gate(shape: TransformerShape, keys: Keys) -> int:
     """Return one vector: the gate of the shared expert, or a norm of the block's output."""
     return shape.hidden
 
 
 SHARED_EXPERT = _width("shared_expert_intermediate_size")
 SHARED = _times("n_shared_experts", "moe_intermediate_size")
-ROUTED = Mixture("n_routed_experts num_local_experts", shared=SHARED, dense=_first_dense)
+ROUTED = MixtureRow("n_routed_experts num_local_experts", shared=SHARED, dense=_first_dense)
 NAMED = replace(ROUTED, dense=_named_layers)
-NUMBERED = Mixture(
+NUMBERED = MixtureRow(
     "num_experts",
     dense=_named_layers,
     shared=_times("num_shared_experts", "moe_intermediate_size"),
 )
 BOTH = "num_local_experts num_experts"
 """The two names of the number of experts in these files; transformers writes the first."""
-LOCAL = Mixture(BOTH, width="")
-GRANITE = Mixture("num_local_experts", width="", shared=_width("shared_intermediate_size"))
+LOCAL = MixtureRow(BOTH, width="")
+GRANITE = MixtureRow("num_local_experts", width="", shared=_width("shared_intermediate_size"))
 
 
-MIXTURES: dict[str, Decoder] = {
-    "aria_text": Decoder(
+MIXTURES: dict[str, DecoderRow] = {
+    "aria_text": DecoderRow(
         "AriaTextForCausalLM",
         mha=True,
         **LLAMA,
-        mixture=Mixture(
+        mixture=MixtureRow(
             "moe_num_experts",
             "moe_topk",
             "",
             shared=_times("moe_num_shared_experts", "intermediate_size"),
         ),
     ),
-    "axk1": Decoder(
+    "axk1": DecoderRow(
         "AXK1ForCausalLM",
         **DEEPSEEK,
         mixture=replace(NAMED, router=_shared_gate),
     ),
-    "cohere2_moe": Decoder(
+    "cohere2_moe": DecoderRow(
         "Cohere2MoeForCausalLM",
         mha=True,
         **ATTENTION,
         norms=1,
         usual={**TIED, "head_dim": 128},
-        mixture=Mixture(
+        mixture=MixtureRow(
             width="", shared=_times("num_shared_experts", "intermediate_size"), dense=_named_layers
         ),
     ),
-    "deepseek_v2": Decoder(
+    "deepseek_v2": DecoderRow(
         "DeepseekV2ForCausalLM",
         **DEEPSEEK,
         ffn="mlp_bias",
         mixture=replace(ROUTED, experts="n_routed_experts num_experts"),
     ),
-    "deepseek_v3": Decoder("DeepseekV3ForCausalLM", **DEEPSEEK, mixture=ROUTED),
-    "dots1": Decoder("Dots1ForCausalLM", **ATTENTION, qk_norm="head", mixture=ROUTED),
-    "ernie4_5_moe": Decoder(
+    "deepseek_v3": DecoderRow("DeepseekV3ForCausalLM", **DEEPSEEK, mixture=ROUTED),
+    "dots1": DecoderRow("Dots1ForCausalLM", **ATTENTION, qk_norm="head", mixture=ROUTED),
+    "ernie4_5_moe": DecoderRow(
         "Ernie4_5_MoeForCausalLM",
         **USE_BIAS,
         head="use_bias",
         usual={**TIED},
-        mixture=Mixture(
+        mixture=MixtureRow(
             "moe_num_experts num_experts",
             "moe_k",
             dense=_ernie_dense,
@@ -135,60 +135,60 @@ MIXTURES: dict[str, Decoder] = {
             router=_router_bias,
         ),
     ),
-    "exaone_moe": Decoder(
+    "exaone_moe": DecoderRow(
         "ExaoneMoeForCausalLM",
         qk_norm="head",
         mixture=NUMBERED,
     ),
-    "flex_olmo": Decoder("FlexOlmoForCausalLM", **OLMO, mixture=LOCAL),
-    "glm4_moe": Decoder(
+    "flex_olmo": DecoderRow("FlexOlmoForCausalLM", **OLMO, mixture=LOCAL),
+    "glm4_moe": DecoderRow(
         "Glm4MoeForCausalLM",
         qkv="attention_bias",
         qk_norm="head",
         qk_key="use_qk_norm",
         mixture=ROUTED,
     ),
-    "glm4_moe_lite": Decoder(
+    "glm4_moe_lite": DecoderRow(
         "Glm4MoeLiteForCausalLM",
         **DEEPSEEK,
         names={"qk_rope_head_dim": ("head_dim",)},
         mixture=NAMED,
     ),
-    "gpt_oss": Decoder(
+    "gpt_oss": DecoderRow(
         "GptOssForCausalLM",
         **ATTENTION,
         usual={"attention_bias": True, "head_dim": 64},
-        attention=sinks,
-        mixture=Mixture(
+        attention=count_sinks,
+        mixture=MixtureRow(
             BOTH,
             width="",
             router=_router_bias,
             each=lambda shape, keys: 2 * shape.ffn + shape.hidden,
         ),
     ),
-    "granitemoe": Decoder(
+    "granitemoe": DecoderRow(
         "GraniteMoeForCausalLM",
         mha=True,
         **ATTENTION,
-        mixture=Mixture("num_local_experts", width=""),
+        mixture=MixtureRow("num_local_experts", width=""),
     ),
-    "granitemoe_swa": Decoder(
+    "granitemoe_swa": DecoderRow(
         "GraniteMoeSWAForCausalLM",
         mha=True,
         **ATTENTION,
-        attention=sinks,
+        attention=count_sinks,
         mixture=GRANITE,
     ),
-    "granitemoeshared": Decoder(
+    "granitemoeshared": DecoderRow(
         "GraniteMoeSharedForCausalLM", mha=True, **ATTENTION, mixture=GRANITE
     ),
-    "hunyuan_v1_moe": Decoder(
+    "hunyuan_v1_moe": DecoderRow(
         "HunYuanMoEV1ForCausalLM",
         mha=True,
         **ATTENTION,
         qk_norm="head",
         mixture=(
-            Mixture(
+            MixtureRow(
                 BOTH,
                 "moe_topk",
                 "",
@@ -196,72 +196,72 @@ MIXTURES: dict[str, Decoder] = {
             )
         ),
     ),
-    "hy_v3": Decoder(
+    "hy_v3": DecoderRow(
         "HYV3ForCausalLM",
         **LLAMA,
         qk_norm="head",
         usual={"head_dim": 128},
         mixture=replace(NUMBERED, experts=BOTH),
     ),
-    "kolibri1": Decoder(
+    "kolibri1": DecoderRow(
         "Kolibri1ForCausalLM",
         width="moe_intermediate_size",
         usual={"head_dim": 128},
         qk_norm="head",
         norms=4,
-        mixture=Mixture(BOTH, shared=SHARED_EXPERT),
+        mixture=MixtureRow(BOTH, shared=SHARED_EXPERT),
     ),
-    "llama4_text": Decoder(
+    "llama4_text": DecoderRow(
         "Llama4ForCausalLM",
         **ATTENTION,
         usual={"head_dim": 128},
         width="intermediate_size_mlp",
-        mixture=Mixture(
+        mixture=MixtureRow(
             "num_local_experts",
             width="intermediate_size",
             dense=_llama4_dense,
             shared=_width("intermediate_size"),
         ),
     ),
-    "mellum": Decoder(
+    "mellum": DecoderRow(
         "MellumForCausalLM",
         **ATTENTION,
         qk_norm="head",
         usual={"head_dim": 128},
-        mixture=Mixture(BOTH, dense=_named_layers),
+        mixture=MixtureRow(BOTH, dense=_named_layers),
     ),
-    "minimax_m2": Decoder(
+    "minimax_m2": DecoderRow(
         "MiniMaxM2ForCausalLM", qk_norm="width", usual={"head_dim": 128}, mixture=LOCAL
     ),
-    "mixtral": Decoder("MixtralForCausalLM", mixture=LOCAL),
-    "olmoe": Decoder(
+    "mixtral": DecoderRow("MixtralForCausalLM", mixture=LOCAL),
+    "olmoe": DecoderRow(
         "OlmoeForCausalLM", **{**OLMO, "qk_norm": ""}, attention=_olmoe_norms, mixture=LOCAL
     ),
-    "phimoe": Decoder(
+    "phimoe": DecoderRow(
         "PhimoeForCausalLM",
         **ATTENTION,
         norm="layer",
         head="lm_head_bias",
         mixture=replace(LOCAL, experts="num_local_experts"),
     ),
-    "qwen2_moe": Decoder(
+    "qwen2_moe": DecoderRow(
         "Qwen2MoeForCausalLM",
         qkv="qkv_bias",
         usual={"qkv_bias": True},
-        mixture=Mixture(shared=SHARED_EXPERT, dense=_sparse_step, router=_shared_gate),
+        mixture=MixtureRow(shared=SHARED_EXPERT, dense=_sparse_step, router=_shared_gate),
     ),
-    "qwen3_moe": Decoder(
+    "qwen3_moe": DecoderRow(
         "Qwen3MoeForCausalLM",
         **ATTENTION,
         qk_norm="head",
-        mixture=Mixture(BOTH, dense=_sparse_step),
+        mixture=MixtureRow(BOTH, dense=_sparse_step),
     ),
-    "solar_open": Decoder(
+    "solar_open": DecoderRow(
         "SolarOpenForCausalLM",
         qkv="attention_bias",
         usual={"head_dim": 128},
         width="moe_intermediate_size",
-        mixture=Mixture("n_routed_experts num_local_experts", shared=SHARED),
+        mixture=MixtureRow("n_routed_experts num_local_experts", shared=SHARED),
     ),
 }
 """model_type → the parameters that the class builds."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest
+from shoal.base.errors import ConfigError, nearest_word
 
 PREFIX = "hf:"
 
@@ -30,7 +30,7 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """Weight files that execute code on load."""
 
 
-def is_foreign(name: str) -> bool:
+def is_hf_name(name: str) -> bool:
     """Return whether a `model.name` begins with `hf:`, the path of a transformers model.
 
     Accesses no file.
@@ -41,7 +41,7 @@ def is_foreign(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tuple[Path, bool]:
+def resolve_hf_config(name: str, arguments: Mapping[str, Any] | None = None) -> tuple[Path, bool]:
     """Find and check the config.json of `hf:PATH`; return its path and whether to load weights.
 
     Weights are loaded if PATH is a folder with safetensors, never if PATH is the .json itself. The
@@ -80,12 +80,12 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
     return path, stored
 
 
-def foreign_layers(name: str) -> int | None:
+def count_hf_layers(name: str) -> int | None:
     """Return the number of layers of the model's single stack; None if it has several.
 
     A model with encoder and decoder, with stages, or with a vision part has several stacks.
     """
-    path, _ = foreign_config(name)
+    path, _ = resolve_hf_config(name)
     found = json.loads(path.read_text(encoding="utf-8"))
     several = found.get("is_encoder_decoder") or any(
         key in SEVERAL or (isinstance(value, dict) and "model_type" in value)
@@ -99,7 +99,7 @@ def _check_file(name: str, path: Path) -> None:
     """Raise ConfigError if `path` is no config.json with a model_type."""
     if not path.is_file():
         folders = [*path.parent.glob("*/config.json"), *path.parent.parent.glob("*/config.json")]
-        close = nearest(str(path.parent), [str(found.parent) for found in folders])
+        close = nearest_word(str(path.parent), [str(found.parent) for found in folders])
         hint = f"try: {PREFIX}{close}" if close else "give a folder with a config.json"
         raise ConfigError(f"model.name = {name}: there is no file {path}; {hint}")
     try:

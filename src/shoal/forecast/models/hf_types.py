@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.transformer_shape import TransformerShape
 
 CHECKED = "transformers 5.23"
 """Version of transformers against which the rows were checked."""
@@ -24,21 +24,21 @@ Keys = Mapping[str, Any]
 """A config.json, with its type's defaults for keys that it omits. Reading a key without a value by
 `[]` raises an error with its name."""
 
-Count = Callable[[Transformer, Keys], int]
+Count = Callable[[TransformerShape, Keys], int]
 """Returns a number of parameters, from the model's shape and its file."""
 
 
-def _none(shape: Transformer, keys: Keys) -> int:
+def _no_parameters(shape: TransformerShape, keys: Keys) -> int:
     return 0
 
 
-def sinks(shape: Transformer, keys: Keys) -> int:
+def count_sinks(shape: TransformerShape, keys: Keys) -> int:
     """Return the parameters of attention sinks: one number per head."""
     return shape.heads
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureRow:
     """Routed experts of a model type, by the keys of its config.json.
 
     Attributes:
@@ -55,12 +55,12 @@ class Mixture:
     width: str = "moe_intermediate_size"
     shared: Callable[[Keys], int] = lambda keys: 0
     dense: Callable[[Keys, int], int] = lambda keys, layers: 0
-    router: Count = _none
-    each: Count = _none
+    router: Count = _no_parameters
+    each: Count = _no_parameters
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderRow:
     """Parameters of the class that transformers builds for a model_type.
 
     Attributes:
@@ -111,11 +111,11 @@ class Decoder:
     width: str = "intermediate_size"
     wide: bool = False
     latent: bool = False
-    attention: Count = _none
-    block_ffn: Count = _none
-    embedding: Count = _none
-    top: Count = _none
-    mixture: Mixture | None = None
+    attention: Count = _no_parameters
+    block_ffn: Count = _no_parameters
+    embedding: Count = _no_parameters
+    top: Count = _no_parameters
+    mixture: MixtureRow | None = None
 
 
 ATTENTION: dict[str, Any] = {"qkv": "attention_bias", "o": "attention_bias"}

@@ -11,16 +11,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest
+from shoal.base.errors import ConfigError, nearest_word
 from shoal.forecast.models.families import FAMILIES, LANGUAGE, PUBLISHED, Argument, Value
-from shoal.forecast.models.hf_presence import foreign_config, foreign_layers, is_foreign
+from shoal.forecast.models.hf_presence import count_hf_layers, is_hf_name, resolve_hf_config
 from shoal.forecast.models.parameter_counts import COUNTS
 
-__all__ = ["FAMILIES", "LANGUAGE", "PUBLISHED", "Resolved", "family_of", "parameters", "resolve"]
+__all__ = [
+    "FAMILIES",
+    "LANGUAGE",
+    "PUBLISHED",
+    "ResolvedModel",
+    "count_model_parameters",
+    "family_of",
+    "resolve_model",
+]
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedModel:
     """Name and checked arguments of a model that can be built."""
 
     family: str
@@ -36,13 +44,13 @@ def family_of(name: str) -> str:
     return PUBLISHED[name][0] if name in PUBLISHED else name
 
 
-def resolve(
+def resolve_model(
     name: str,
     arguments: Mapping[str, Any] | None = None,
     *,
     vocabulary: int | None = None,
     sequence: int | None = None,
-) -> Resolved:
+) -> ResolvedModel:
     """Resolve the arguments of Shoal's model `name`: check, fill in defaults, derive the rest.
 
     Args:
@@ -69,10 +77,10 @@ def resolve(
         given[key] = _check_value(specs[key], value)
     full: dict[str, Any] = {key: given.get(key, spec.default) for key, spec in specs.items()}
     _FINISH.get(family, _finish_nothing)(full, vocabulary, sequence)
-    return Resolved(family, full)
+    return ResolvedModel(family, full)
 
 
-def parameters(
+def count_model_parameters(
     name: str,
     arguments: Mapping[str, Any] | None = None,
     *,
@@ -81,38 +89,38 @@ def parameters(
 ) -> int | None:
     """Count the trainable parameters of model `name` by arithmetic; tied weights count once.
 
-    Arguments and errors as in `resolve`. None for a transformers model (`hf:PATH`), whose
-    config.json only transformers interprets; it is checked as in `foreign_config`.
+    Arguments and errors as in `resolve_model`. None for a transformers model (`hf:PATH`), whose
+    config.json only transformers interprets; it is checked as in `resolve_hf_config`.
 
     >>> parameters("llama-3-8b")
     8030261248
     """
-    if is_foreign(name):
-        foreign_config(name, arguments)
+    if is_hf_name(name):
+        resolve_hf_config(name, arguments)
         return None
-    resolved = resolve(name, arguments, vocabulary=vocabulary, sequence=sequence)
+    resolved = resolve_model(name, arguments, vocabulary=vocabulary, sequence=sequence)
     return COUNTS[resolved.family](**resolved.arguments)
 
 
-def blocks(name: str, arguments: Mapping[str, Any] | None = None) -> int | None:
+def count_model_blocks(name: str, arguments: Mapping[str, Any] | None = None) -> int | None:
     """Count the blocks of model `name` that a pipeline can distribute; None if only its code says.
 
-    Arguments and errors as in `resolve`. For `hf:PATH` it is the number of layers in config.json,
-    None if the model has several stacks; `arguments` are ignored, and errors are those of
-    `foreign_config`.
+    Arguments and errors as in `resolve_model`. For `hf:PATH` it is the number of layers in
+    config.json, None if the model has several stacks; `arguments` are ignored, and errors are those
+    of `resolve_hf_config`.
 
     >>> blocks("gpt", {"layers": 6}), blocks("mlp")
     (6, None)
     """
-    if is_foreign(name):
-        return foreign_layers(name)
-    layers = resolve(name, arguments).arguments.get("layers")
+    if is_hf_name(name):
+        return count_hf_layers(name)
+    layers = resolve_model(name, arguments).arguments.get("layers")
     return layers if isinstance(layers, int) and family_of(name) != "mlp" else None
 
 
 def _unknown_model(name: str) -> str:
     names = ", ".join([*FAMILIES, *PUBLISHED])
-    close = nearest(name, [*FAMILIES, *PUBLISHED])
+    close = nearest_word(name, [*FAMILIES, *PUBLISHED])
     hint = f"try: model.name={close}; " if close else ""
     return (
         f"model.name = {name}: not one of {names}; {hint}"
@@ -121,7 +129,9 @@ def _unknown_model(name: str) -> str:
 
 
 def _unknown_argument(model: str, key: str, allowed: list[str]) -> str:
-    close = nearest(key, [*allowed, "name", "build", "loss", "call"])  # plus [model]'s own keys
+    close = nearest_word(
+        key, [*allowed, "name", "build", "loss", "call"]
+    )  # plus [model]'s own keys
     hint = f"try: model.{close}" if close else f"it has {', '.join(allowed)}"
     return f"model.{key}: no such argument of {model}; {hint}"
 
@@ -168,7 +178,7 @@ def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | 
     full["kv_heads"] = full["kv_heads"] or (heads // 2 if heads % 2 == 0 else heads)
     used = full.get("top_k", 1)  # a token's experts together are as wide as a dense SwiGLU
     full["hidden"] = full["hidden"] or -(-8 * full["dim"] // (3 * 64 * used)) * 64
-    _cover_data(full, vocabulary, sequence)
+    _fill_from_data(full, vocabulary, sequence)
     kv_heads = full["kv_heads"]
     if heads % kv_heads:
         legal = min(
@@ -194,7 +204,7 @@ def _finish_moe(full: dict[str, Any], vocabulary: int | None, sequence: int | No
 def _finish_gpt(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
     """Fill in gpt's feed-forward width of 4 · dim, and check that heads divide dim."""
     full["hidden"] = full["hidden"] or 4 * full["dim"]
-    _cover_data(full, vocabulary, sequence)
+    _fill_from_data(full, vocabulary, sequence)
     _check_heads(full["dim"], full["heads"], full["heads"])
 
 
@@ -219,7 +229,7 @@ _FINISH: dict[str, Callable[[dict[str, Any], int | None, int | None], None]] = {
 }
 
 
-def _cover_data(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
+def _fill_from_data(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
     """Fill in vocabulary and sequence from the data; refuse smaller values than the data's."""
     for key, needed, usual, owner in (
         ("vocabulary", vocabulary, 2048, "the data"),

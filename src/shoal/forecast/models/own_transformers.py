@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.base.errors import PlanError
-from shoal.base.estimates.transformer_shape import Transformer
-from shoal.forecast.models.model_facts import resolve
+from shoal.base.estimates.transformer_shape import TransformerShape
+from shoal.forecast.models.model_facts import resolve_model
 
 
-def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int) -> Transformer:
+def own_shape(name: str, arguments: dict[str, Any] | None = None, **known: int) -> TransformerShape:
     """Derive the shape of one of Shoal's transformers (llama, gpt, moe, vit) from [model]'s keys.
 
     Args:
@@ -30,7 +30,7 @@ def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int)
     >>> own_family("moe", {"dim": 64, "experts": 4}).experts_per_token
     2
     """
-    found = resolve(name, arguments, **known)
+    found = resolve_model(name, arguments, **known)
     given = found.arguments
     if found.family not in _SHAPES:
         raise PlanError(
@@ -45,7 +45,7 @@ def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int)
         "ffn": given["hidden"],
         "dropout": given["dropout"],
     }
-    return Transformer(**shared, **_SHAPES[found.family](given))
+    return TransformerShape(**shared, **_SHAPES[found.family](given))
 
 
 def _llama(given: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,15 @@ Source    GPT-3: Brown et al. 2020 (2005.14165), table 2.1 · Llama 2: Touvron e
 
 from __future__ import annotations
 
-from shoal.base.errors import ConfigError, nearest
-from shoal.base.estimates.transformer_shape import Transformer
-from shoal.forecast.models.hf_config import from_config
+from shoal.base.errors import ConfigError, nearest_word
+from shoal.base.estimates.transformer_shape import TransformerShape
+from shoal.forecast.models.hf_config import shape_from_config
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 2048) -> Transformer:
-    return Transformer(
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, positions: int = 2048
+) -> TransformerShape:
+    return TransformerShape(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -43,21 +45,25 @@ _LLAMA_CONTEXT = {"llama": 2048, "llama-2": 4096, "llama-3": 8192, "llama-3.1": 
 
 def _llama(
     name: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocabulary: int
-) -> Transformer:
+) -> TransformerShape:
     context = _LLAMA_CONTEXT.get(name.rpartition("-")[0], 0)
-    return Transformer(name, layers, hidden, heads[0], heads[1], ffn, vocabulary, context=context)
+    return TransformerShape(
+        name, layers, hidden, heads[0], heads[1], ffn, vocabulary, context=context
+    )
 
 
-def _mixtral(name: str, layers: int, hidden: int, heads: int, ffn: int, words: int) -> Transformer:
-    return Transformer(
+def _mixtral(
+    name: str, layers: int, hidden: int, heads: int, ffn: int, words: int
+) -> TransformerShape:
+    return TransformerShape(
         name, layers, hidden, heads, 8, ffn, words, experts=8, experts_per_token=2, expert_ffn=ffn
     )
 
 
 def _vit(
     name: str, layers: int, hidden: int, heads: int, ffn: int, *, patch: int = 16
-) -> Transformer:
-    return Transformer(
+) -> TransformerShape:
+    return TransformerShape(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -74,8 +80,8 @@ def _vit(
     )
 
 
-def _bert(name: str, layers: int, hidden: int, heads: int) -> Transformer:
-    return Transformer(
+def _bert(name: str, layers: int, hidden: int, heads: int) -> TransformerShape:
+    return TransformerShape(
         name=name,
         layers=layers,
         hidden=hidden,
@@ -93,7 +99,7 @@ def _bert(name: str, layers: int, hidden: int, heads: int) -> Transformer:
     )
 
 
-_DEEPSEEK_V2_LITE = Transformer(
+_DEEPSEEK_V2_LITE = TransformerShape(
     name="deepseek-v2-lite",
     layers=27,
     hidden=2048,
@@ -110,7 +116,7 @@ _DEEPSEEK_V2_LITE = Transformer(
     latent=(0, 512, 64),
 )
 
-_DEEPSEEK_V3 = Transformer(
+_DEEPSEEK_V3 = TransformerShape(
     name="deepseek-v3",
     layers=61,
     hidden=7168,
@@ -168,23 +174,23 @@ _ALL = (
     _vit("vit-gigantic", 48, 1664, 16, 8192, patch=14),
 )
 
-SHAPES: dict[str, Transformer] = {shape.name: shape for shape in _ALL}
+SHAPES: dict[str, TransformerShape] = {shape.name: shape for shape in _ALL}
 """Published shapes by name."""
 
 _SAME = {"-instruct": "", "-hf": "", "-base": "", "meta-": "", "_": "-", "llama2": "llama-2"}
 _SAME |= {"llama3": "llama-3", "gpt3": "gpt-3", "gpt2": "gpt-2", "/": "-"}
 
 
-def find(name: str) -> Transformer | None:
+def get_published_shape(name: str) -> TransformerShape | None:
     """Return the shape of a published model, None for any other name.
 
     >>> find("Llama-3.1-405B").layers, find("hf:here")
     (126, None)
     """
-    return SHAPES.get(name.strip().lower()) or SHAPES.get(_plain(name))
+    return SHAPES.get(name.strip().lower()) or SHAPES.get(_normalize_name(name))
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Return the name without capitals, underscores and usual suffixes."""
     key = name.strip().lower()
     for old, new in _SAME.items():
@@ -192,7 +198,7 @@ def _plain(name: str) -> str:
     return key
 
 
-def published(name: str) -> Transformer:
+def published_shape(name: str) -> TransformerShape:
     """Look up the shape of a published model by name.
 
     Args:
@@ -204,10 +210,10 @@ def published(name: str) -> Transformer:
     >>> published("Llama-3.1-405B").layers, published("vit-b").patch
     (126, 768)
     """
-    if found := find(name):
+    if found := get_published_shape(name):
         return found
-    key = _plain(name)
-    close = nearest(key, SHAPES)
+    key = _normalize_name(name)
+    close = nearest_word(key, SHAPES)
     hint = f"try: {close}; " if close else ""
     raise ConfigError(
         f"model = {name}: no published shape of that name; {hint}"
@@ -215,4 +221,4 @@ def published(name: str) -> Transformer:
     )
 
 
-__all__ = ["SHAPES", "find", "from_config", "published"]
+__all__ = ["SHAPES", "get_published_shape", "published_shape", "shape_from_config"]

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from shoal.base.errors import PlanError
 from shoal.base.estimates.estimate import ModelFacts, UnitFacts
-from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.estimates.transformer_shape import TransformerShape
 from shoal.forecast.models.block_parts import (
     FUSED,
-    Cut,
+    BlockContext,
     Kernels,
     attention_part,
     experts_part,
@@ -28,8 +28,8 @@ from shoal.forecast.models.block_parts import (
 )
 
 
-def model_facts(
-    shape: Transformer, sequence: int, element_bytes: int, kernels: Kernels = FUSED
+def transformer_facts(
+    shape: TransformerShape, sequence: int, element_bytes: int, kernels: Kernels = FUSED
 ) -> ModelFacts:
     """Return a transformer's facts by arithmetic: parameters, FLOP and bytes, unit by unit.
 
@@ -57,7 +57,7 @@ def model_facts(
         raise PlanError(f"data.sequence = {sequence}: at least 1 token; try: 1")
     if element_bytes not in (1, 2, 4, 8):
         raise PlanError(f"element_bytes = {element_bytes}: not one of 1, 2, 4, 8; try: 2")
-    cut = Cut(shape, sequence, element_bytes, kernels)
+    cut = BlockContext(shape, sequence, element_bytes, kernels)
     units = [_embedding(cut)]
     dense = shape.layers if not shape.experts else min(shape.dense_layers, shape.layers)
     if dense:
@@ -77,7 +77,7 @@ def model_facts(
     )
 
 
-def _unit(name: str, count: int, cut: Cut, routed: bool) -> UnitFacts:
+def _unit(name: str, count: int, cut: BlockContext, routed: bool) -> UnitFacts:
     """Return `count` equal blocks as one unit, scaled from a token to a sample."""
     shape, tokens = cut.shape, cut.sequence
     attention = attention_part(cut)
@@ -105,7 +105,7 @@ def _unit(name: str, count: int, cut: Cut, routed: bool) -> UnitFacts:
     )
 
 
-def _embedding(cut: Cut) -> UnitFacts:
+def _embedding(cut: BlockContext) -> UnitFacts:
     """Return the embedding: a token table, or a matrix on patches, and learned positions."""
     shape, e, tokens = cut.shape, cut.e, cut.sequence
     h = shape.hidden
@@ -129,7 +129,7 @@ def _embedding(cut: Cut) -> UnitFacts:
     )
 
 
-def _head(cut: Cut) -> UnitFacts:
+def _head(cut: BlockContext) -> UnitFacts:
     """Return the head: last norm, product with the vocabulary, loss; for ViT of one token."""
     shape, e, tokens = cut.shape, cut.e, cut.sequence
     h, words = shape.hidden, shape.vocabulary
@@ -138,7 +138,7 @@ def _head(cut: Cut) -> UnitFacts:
     # saved softmax, its gradient, the gradient before it: each in fp32, or as wide as e if wider
     loss = 12.0 if e <= 4 else 3.0 * e
     saved = cut.norm_bytes() * tokens
-    small = shape.vectors.head if shape.vectors else cut.norm
+    small = shape.vectors.head if shape.vectors else cut.norm_parameters
     return UnitFacts(
         name="head",
         parameters=small + (0 if shape.tied else own),
@@ -155,4 +155,4 @@ def _head(cut: Cut) -> UnitFacts:
     )
 
 
-__all__ = ["FUSED", "Kernels", "model_facts"]
+__all__ = ["FUSED", "Kernels", "transformer_facts"]

@@ -1,4 +1,4 @@
-"""Settings of a configuration that a `Case` needs beside the plan.
+"""Settings of a configuration that a `PlanningCase` needs beside the plan.
 
 `shoal plan`, `auto` and the prediction of a running run all read the sections of run.toml here, so
 that all three predict the same step. If one of them ignored a key, a run would have two
@@ -16,15 +16,15 @@ from shoal.base.plans.plan import Plan
 from shoal.config.sections import Config, ModelSection
 from shoal.forecast.memory.model_states import STATE_BYTES, WIDTHS
 from shoal.forecast.models.model_facts import LANGUAGE, family_of
-from shoal.forecast.models.published_models import find
+from shoal.forecast.models.published_models import get_published_shape
 
 
-def beside(config: Config) -> dict[str, Any]:
-    """Derive `loss`, `optimizer_bytes` and `proves` of a `Case` from [model] and [optimizer].
+def case_settings(config: Config) -> dict[str, Any]:
+    """Derive loss, optimizer bytes and proof of a `PlanningCase` from [model] and [optimizer].
 
     loss             chunked for Shoal's own and published language models, full for all others and
                      under model.build or model.loss
-    optimizer_bytes  from `state_bytes_of`
+    optimizer_bytes  from `optimizer_state_bytes`
     proves           whether `train.prove` requests a proof before the run
 
     >>> beside(Config())
@@ -32,14 +32,14 @@ def beside(config: Config) -> dict[str, Any]:
     """
     return {
         "loss": loss_form(config.model),
-        "optimizer_bytes": state_bytes_of(config.optimizer),
+        "optimizer_bytes": optimizer_state_bytes(config.optimizer),
         "proves": config.train.prove != "off",
     }
 
 
-def left_out(plan: Plan) -> list[str]:
+def ignored_settings(plan: Plan) -> list[str]:
     """List the settings of a plan that predictions ignore: a line on `compress`, else []."""
-    if not plan.asks(CompressPolicy):
+    if not plan.differs_from_default(CompressPolicy):
         return []
     return [
         f"layout.compress = {plan.compress} is left out of the figures; what it keeps takes 8 "
@@ -47,7 +47,7 @@ def left_out(plan: Plan) -> list[str]:
     ]
 
 
-def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
+def choose_format(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
     """Return the format of matrix products: `plan.compute`, or for "auto" the devices' best.
 
     "auto" gives fp32 on a CPU. On GPUs it gives bf16 if its rate is above fp32's, else fp16. In a
@@ -87,7 +87,7 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
     return asked
 
 
-def state_bytes_of(optimizer: OptimizerPolicy) -> int:
+def optimizer_state_bytes(optimizer: OptimizerPolicy) -> int:
     """Return an optimizer's bytes of state per fp32 parameter element, by its name.
 
     Case is ignored: 8 for adam and similar rules, 4 for sgd with momentum, rmsprop and other rules
@@ -111,5 +111,5 @@ def loss_form(section: ModelSection) -> str:
         return "full"
     if family_of(section.name) in LANGUAGE:
         return "chunked"
-    shape = find(section.name)
+    shape = get_published_shape(section.name)
     return "chunked" if shape is not None and not shape.patch else "full"

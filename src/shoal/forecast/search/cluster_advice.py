@@ -14,7 +14,7 @@ from shoal.base.estimates.cluster import Cluster
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.forecast.search.island_choice import smallest_period
-from shoal.forecast.search.layout_search import Candidate
+from shoal.forecast.search.layout_search import LayoutCandidate
 from shoal.forecast.time.collective_time import ring_all_reduce_s
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
 from shoal.forecast.time.step_time import predict_time
@@ -23,7 +23,7 @@ UTILISATION = 0.95
 GRADIENT_BYTES = 4.0
 
 
-def parts(cluster: Cluster) -> list[Cluster]:
+def homogeneous_parts(cluster: Cluster) -> list[Cluster]:
     """Return the homogeneous parts of a cluster, the first one first.
 
     >>> from shoal.forecast.machines.cluster_syntax import parse_machines
@@ -33,7 +33,7 @@ def parts(cluster: Cluster) -> list[Cluster]:
     return [replace(cluster, groups=()), *cluster.groups]
 
 
-def advice(best: Candidate) -> list[tuple[str, str]]:
+def advise_on_cluster(best: LayoutCandidate) -> list[tuple[str, str]]:
     """Return (label, sentence) for each kind of unevenness of the cluster; [] for an even one."""
     cluster = best.case.cluster
     found = []
@@ -44,17 +44,17 @@ def advice(best: Candidate) -> list[tuple[str, str]]:
     return found
 
 
-def _mixed(best: Candidate) -> str:
+def _mixed(best: LayoutCandidate) -> str:
     cluster = best.case.cluster
     times = {
         part.device.name: (part.devices, predict_time(replace(best.case, cluster=part)).step_s)
-        for part in parts(cluster)
+        for part in homogeneous_parts(cluster)
     }
     slowest = max(times, key=lambda name: times[name][1])
     even_s = times[slowest][1]
     devices = sum(count for count, _ in times.values())
     balanced_s = devices / sum(count / step_s for count, step_s in times.values())
-    smallest = min(parts(cluster), key=lambda part: part.device.memory_bytes).device
+    smallest = min(homogeneous_parts(cluster), key=lambda part: part.device.memory_bytes).device
     shares = ", ".join(
         f"{name} {count * balanced_s / step_s / devices:.0%}"
         for name, (count, step_s) in times.items()
@@ -66,7 +66,7 @@ def _mixed(best: Candidate) -> str:
     )
 
 
-def _islands(best: Candidate) -> str:
+def _islands(best: LayoutCandidate) -> str:
     cluster, model = best.case.cluster, best.case.model
     between = cluster.between
     if between is None:

@@ -42,7 +42,7 @@ def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 
     667
     """
     _check_target(target)
-    policy = policy.settled()
+    policy = policy.resolved()
     least = policy.fragments * (policy.overlap + 1)
 
     def enough(period: int) -> bool:
@@ -53,7 +53,7 @@ def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 
         if high > LONGEST_PERIOD:
             return None
         high *= 2
-    return _halved(least, high, enough)
+    return _bisect(least, high, enough)
 
 
 def needed_bytes_per_s(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> float:
@@ -88,7 +88,7 @@ def needed_bytes_per_s(policy: IslandsPolicy, facts: IslandsFacts, target: float
     return high
 
 
-def by_link(
+def costs_by_link(
     policy: IslandsPolicy,
     facts: IslandsFacts,
     rates_bytes_per_s: Sequence[float] = RATES_BYTES_PER_S,
@@ -105,14 +105,14 @@ def by_link(
 
 
 @dataclass(frozen=True)
-class Way:
+class IslandsProposal:
     """Keys of `[islands]` that raise the utilisation, with the resulting utilisation."""
 
     keys: tuple[tuple[str, str], ...]
     utilisation: float
 
     @property
-    def typed(self) -> str:
+    def command_text(self) -> str:
         """Return the settings as on the command line.
 
         >>> Way((("codec", "int8"), ("period", "100")), 0.9).typed
@@ -121,7 +121,9 @@ class Way:
         return " ".join(f"islands.{key}={value}" for key, value in self.keys)
 
 
-def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> list[Way]:
+def propose_settings(
+    policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95
+) -> list[IslandsProposal]:
     """Propose settings for more utilisation, the mildest first, up to the first that suffices.
 
     int8, then streaming in 4 bits with more and more overlapped inner steps, then a longer period:
@@ -143,21 +145,21 @@ def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> li
     [('islands.codec=int8', 0.84), ('islands.method=streaming-diloco', 0.98)]
     """
     _check_target(target)
-    policy = policy.settled()
+    policy = policy.resolved()
     now = islands_cost(policy, facts).utilisation
     if now >= target:
         return []
-    found: list[Way] = []
-    for keys, changed in _changes(policy, smallest_period(policy, facts, target)):
+    found: list[IslandsProposal] = []
+    for keys, changed in _proposals(policy, smallest_period(policy, facts, target)):
         used = islands_cost(changed, facts).utilisation
         if used > max((way.utilisation for way in found), default=now):
-            found.append(Way(tuple(keys.items()), used))
+            found.append(IslandsProposal(tuple(keys.items()), used))
         if used >= target:
             break
     return found
 
 
-def _changes(
+def _proposals(
     policy: IslandsPolicy, longer: int | None
 ) -> list[tuple[dict[str, str], IslandsPolicy]]:
     """Return (keys to type, the policy that they make), the mildest first."""
@@ -172,7 +174,7 @@ def _changes(
     if policy.method == "diloco" and policy.period >= LEAST_STREAMED and not whole:
         streaming = replace(policy, method="streaming-diloco", codec="", fragments=0, overlap=-1)
         keys = {"method": "streaming-diloco"}
-        found += [(keys, streaming), *_overlaps(keys, streaming.settled())]
+        found += [(keys, streaming), *_overlaps(keys, streaming.resolved())]
     if longer is not None:
         found.append(({"period": str(longer)}, replace(policy, period=longer)))
     return found
@@ -190,7 +192,7 @@ def _overlaps(
     ]
 
 
-def _halved(low: int, high: int, enough: Callable[[int], bool]) -> int:
+def _bisect(low: int, high: int, enough: Callable[[int], bool]) -> int:
     """Return the smallest number from low to high that satisfies `enough`, by bisection."""
     while low < high:
         middle = (low + high) // 2

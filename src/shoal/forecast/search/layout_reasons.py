@@ -11,16 +11,16 @@ from dataclasses import replace
 
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.estimate import PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.text.units import bytes_text, count_text, seconds_text
-from shoal.forecast.fit.memory_instants import is_divided, local_ranks, whole_elements
+from shoal.forecast.fit.memory_instants import is_sharded, local_ranks, whole_elements
 from shoal.forecast.search.layout_search import (
     SAME,
-    Candidate,
+    LayoutCandidate,
     least_memory_bytes,
     least_node_bytes,
-    search,
+    search_layouts,
 )
 from shoal.forecast.search.search_space import SearchSpace
 from shoal.planning.layout_guide import DDP_BELOW, FSDP_UP_TO
@@ -57,7 +57,7 @@ GROWS = {
 }
 
 
-def shape_text(case: Case) -> str:
+def shape_text(case: PlanningCase) -> str:
     """Return a short text of a layout with its policies.
 
     >>> from shoal.base.layouts.layout import Layout
@@ -97,7 +97,7 @@ def layout_text(layout: Layout) -> str:
     return f"{name}: {' · '.join(parts)}" if parts else name
 
 
-def why_before(first: Candidate, second: Candidate) -> str:
+def explain_order(first: LayoutCandidate, second: LayoutCandidate) -> str:
     """Return one sentence: the advantages of the first layout over the second, and their price."""
     if first.verdict.starts and not second.verdict.starts:
         return f"fits at every instant, unlike {layout_text(second.case.layout)}"
@@ -126,7 +126,7 @@ def why_before(first: Candidate, second: Candidate) -> str:
     return text
 
 
-def dies_first(candidate: Candidate) -> str:
+def explain_peak(candidate: LayoutCandidate) -> str:
     """Return a sentence with the largest part of the peak, and the setting that it grows with."""
     parts = {k: v for k, v in candidate.memory.parts.items() if k in GROWS}
     if not parts:
@@ -136,7 +136,7 @@ def dies_first(candidate: Candidate) -> str:
     return f"{name} ({bytes_text(parts[name])}, {share:.0%} of the peak): {GROWS[name]}"
 
 
-def starting(best: Candidate) -> str:
+def explain_start(best: LayoutCandidate) -> str:
     """Describe the other instant that ends a run whose steps would fit; "" if there is none.
 
     Returns:
@@ -159,9 +159,9 @@ def starting(best: Candidate) -> str:
     if one.name == "building" and word.place == "host":
         return (
             f"while building, each of a node's {local_ranks(case)} ranks holds {weights}: {size}; "
-            f"try: {builder if is_divided(case) else 'layout.strategy=fsdp'}"
+            f"try: {builder if is_sharded(case) else 'layout.strategy=fsdp'}"
         )
-    if one.name == "building" and case.handed == "device" and is_divided(case):
+    if one.name == "building" and case.handed == "device" and is_sharded(case):
         return (
             f"while building, {weights} stand on every device already, beside its part: {size}; "
             f"try: {builder}, or the module on the CPU"
@@ -209,23 +209,25 @@ def guide_layout(parameters: int, cluster: Cluster, heads: int, blocks: int) -> 
     return Layout(pp=pp, dp_replicate=devices // (tp * pp), tp=tp)
 
 
-def guide_words(parameters: int) -> str:
+def guide_rule(parameters: int) -> str:
     """Return the guide's rule for a number of parameters."""
     if parameters < DDP_BELOW:
         return "below 1B: ddp"
     return "1–10B: fsdp" if parameters <= FSDP_UP_TO else "above 10B: tp × pp × dp"
 
 
-def ask_guide(best: Candidate, space: SearchSpace) -> tuple[str, Candidate | None]:
+def compare_with_guide(
+    best: LayoutCandidate, space: SearchSpace
+) -> tuple[str, LayoutCandidate | None]:
     """Predict the guide's layout for this case; return a sentence about it and the prediction."""
     case = best.case
     model, cluster = case.model, case.cluster
     layout = guide_layout(model.trainable, cluster, model.heads, model.blocks)
-    words = f"the field's guide ({guide_words(model.trainable)}) says {layout_text(layout)}"
-    if layout == case.layout.unordered:
+    words = f"the field's guide ({guide_rule(model.trainable)}) says {layout_text(layout)}"
+    if layout == case.layout.without_schedule:
         return f"{words}: the same", best
     try:
-        other = search(case, replace(space, layout=layout, degrees=(), zero=None))[0]
+        other = search_layouts(case, replace(space, layout=layout, degrees=(), zero=None))[0]
     except PlanError as failure:
         return f"{words}, which is not legal here ({failure})", None
     if not other.runs:

@@ -16,24 +16,28 @@ from dataclasses import dataclass, replace
 
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
+from shoal.base.estimates.estimate import MemoryEstimate, ModelFacts, PlanningCase, TimeEstimate
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import RECOMPUTE
 from shoal.base.layouts.schedule_names import (
     DEFAULT,
     SPLIT_BACKWARD,
     check_recompute,
-    settle_schedule,
+    resolve_schedule,
 )
-from shoal.base.plans.batches import divisors, turn_of
+from shoal.base.plans.batches import default_turn, divisors
 from shoal.base.plans.plan import Plan
-from shoal.forecast.fit.memory_fit import Verdict, verdict
+from shoal.forecast.fit.memory_fit import MemoryVerdict, judge_memory
 from shoal.forecast.fit.memory_instants import predict_run
 from shoal.forecast.search.search_space import SearchSpace
 from shoal.forecast.time.step_time import predict_time
 from shoal.planning.layout_guide import AUTO_AXES
-from shoal.planning.micro_batch_sizes import micro_batch_sizes, usual_micro_batch, with_micro_batch
-from shoal.planning.pipeline_schedules import check_micro_batches, runs
+from shoal.planning.micro_batch_sizes import (
+    default_micro_batch,
+    micro_batch_sizes,
+    with_micro_batch,
+)
+from shoal.planning.pipeline_schedules import can_run, check_micro_batches
 
 LONG_SEQUENCE = 16384
 """Positions from which cp is tried: below it attention is a small share."""
@@ -51,13 +55,13 @@ SAME = 0.02
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """One case (a layout with its policies) of a search, with its predictions."""
 
-    case: Case
+    case: PlanningCase
     memory: MemoryEstimate
     time: TimeEstimate
-    verdict: Verdict
+    verdict: MemoryVerdict
 
     @property
     def fits(self) -> bool:
@@ -70,7 +74,7 @@ class Candidate:
         return self.verdict.after != "no"
 
     @property
-    def per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """Return the samples per second."""
         return self.case.batch / self.time.step_s if self.time.step_s else 0.0
 
@@ -86,7 +90,7 @@ class Candidate:
         return self.time.model_flops / (self.time.step_s * peak) if peak else 0.0
 
 
-def search(case: Case, space: SearchSpace) -> list[Candidate]:
+def search_layouts(case: PlanningCase, space: SearchSpace) -> list[LayoutCandidate]:
     """Predict every legal layout that `space` leaves open; return the candidates, best first.
 
     Layouts that fit come first, by step time, then those that are tight. Then follow those whose
@@ -99,15 +103,15 @@ def search(case: Case, space: SearchSpace) -> list[Candidate]:
     Raises:
         PlanError: no layout is legal, with the reason, or the user's schedule is impossible.
     """
-    found = list(_candidates(case, space))
+    found = list(_predict_candidates(case, space))
     if not found:
-        raise PlanError(_nothing(case, space))
+        raise PlanError(_no_layout_reason(case, space))
     if space.built and not any(one.fits for one in found):
-        found = list(_candidates(case, replace(space, built=False)))
-    return ranked(found)
+        found = list(_predict_candidates(case, replace(space, built=False)))
+    return rank_candidates(found)
 
 
-def _nothing(case: Case, space: SearchSpace) -> str:
+def _no_layout_reason(case: PlanningCase, space: SearchSpace) -> str:
     """Return the reason why no layout was legal."""
     model, cluster = case.model, case.cluster
     given = dict(space.degrees)
@@ -131,7 +135,7 @@ def _nothing(case: Case, space: SearchSpace) -> str:
             f" layout.pp={max(1, model.blocks)}"
         )
     degree = space.layout.data_degree if space.layout else cluster.devices // (tp * pp)
-    if pp > 1 and (why := _no_schedule(pp, degree, case.plan, space)):
+    if pp > 1 and (why := _no_schedule_reason(pp, degree, case.plan, space)):
         return why
     unit = (space.micro_batch or 1) * (space.accumulate or 1) * degree
     if space.micro_batch and space.accumulate:
@@ -150,7 +154,7 @@ def _nothing(case: Case, space: SearchSpace) -> str:
     )
 
 
-def _no_schedule(pp: int, degree: int, plan: Plan, space: SearchSpace) -> str:
+def _no_schedule_reason(pp: int, degree: int, plan: Plan, space: SearchSpace) -> str:
     """Return why the user's schedule cannot run on `pp` × `degree` ranks; "" if it can."""
     schedule = (space.layout.schedule if space.layout else "") or space.schedule
     if not schedule:
@@ -177,34 +181,36 @@ def least_node_bytes(cluster: Cluster) -> float:
     return min(filter(None, nodes), default=0.0)
 
 
-def judged(case: Case, memory: MemoryEstimate) -> Verdict:
+def judge_candidate(case: PlanningCase, memory: MemoryEstimate) -> MemoryVerdict:
     """Return the verdict on a run for the smallest device and node of its cluster."""
-    return verdict(memory, least_memory_bytes(case.cluster), least_node_bytes(case.cluster))
+    return judge_memory(memory, least_memory_bytes(case.cluster), least_node_bytes(case.cluster))
 
 
-def ranked(found: list[Candidate]) -> list[Candidate]:
+def rank_candidates(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Sort candidates: fitting by step time, near ties by simplicity; then tight; then the rest.
 
     Candidates that another instant ends come after all that run, ordered by their steps' memory.
     """
     others = sorted((c for c in found if not c.runs), key=lambda c: c.memory.peak_bytes)
-    ordered: list[Candidate] = []
+    ordered: list[LayoutCandidate] = []
     for starts, word in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
-        like = (c for c in found if c.runs and (c.verdict.starts, _rank_word(c)) == (starts, word))
+        like = (
+            c for c in found if c.runs and (c.verdict.starts, _ranking_word(c)) == (starts, word)
+        )
         same = sorted(like, key=lambda c: c.time.step_s)
         if same:
             bound_s = same[0].time.step_s * (1 + SAME)
-            best = min((c for c in same if c.time.step_s <= bound_s), key=_strain)
+            best = min((c for c in same if c.time.step_s <= bound_s), key=_complexity)
             ordered += [best, *(c for c in same if c is not best)]
     return ordered + others
 
 
-def _rank_word(candidate: Candidate) -> str:
+def _ranking_word(candidate: LayoutCandidate) -> str:
     """Return the worst verdict of a run that reaches its steps; else that of the steps."""
     return candidate.verdict.word if candidate.verdict.starts else candidate.verdict.after
 
 
-def _strain(candidate: Candidate) -> tuple[int, int, int, int, float]:
+def _complexity(candidate: LayoutCandidate) -> tuple[int, int, int, int, float]:
     """Return a sort key of a layout's complexity: axes, policies, depth, passes, then time."""
     case = candidate.case
     layout = case.layout
@@ -216,13 +222,13 @@ def _strain(candidate: Candidate) -> tuple[int, int, int, int, float]:
     return axes + extras, deep, layout.zero, -case.micro_batch, candidate.time.step_s
 
 
-def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
-    for layout in _layouts(case, space):
+def _predict_candidates(case: PlanningCase, space: SearchSpace) -> Iterator[LayoutCandidate]:
+    for layout in _candidate_layouts(case, space):
         if not is_legal(case.model, layout):
             continue
-        for micro_batch in _micro_batches(case, layout, space):
+        for micro_batch in _candidate_micro_batches(case, layout, space):
             room = False
-            for schedule, chunks in _schedules(case, layout, space, micro_batch):
+            for schedule, chunks in _candidate_schedules(case, layout, space, micro_batch):
                 ordered = replace(layout, schedule=schedule if layout.pp > 1 else "", chunks=chunks)
                 tried = case.but(layout=ordered, micro_batch=micro_batch)
                 try:
@@ -246,7 +252,7 @@ def is_legal(model: ModelFacts, layout: Layout) -> bool:
     return layout.pp <= max(1, model.blocks)
 
 
-def _lightest_recompute(case: Case, space: SearchSpace) -> Iterator[Candidate]:
+def _lightest_recompute(case: PlanningCase, space: SearchSpace) -> Iterator[LayoutCandidate]:
     """Yield the case with the least recomputation that fits; if none does, with full recompute."""
     # Compiled blocks have no single operations that selective recompute could keep.
     free = [one for one in RECOMPUTE if one != "selective" or case.plan.compile == "none"]
@@ -256,14 +262,14 @@ def _lightest_recompute(case: Case, space: SearchSpace) -> Iterator[Candidate]:
     for policy in policies:
         tried = case.but(recompute=policy)
         memory = predict_run(tried)
-        word = judged(tried, memory)
+        word = judge_candidate(tried, memory)
         if word.after != "no" or policy == policies[-1]:
-            yield Candidate(tried, memory, predict_time(tried), word)
+            yield LayoutCandidate(tried, memory, predict_time(tried), word)
         if word.after == "fits":
             return
 
 
-def _layouts(case: Case, space: SearchSpace) -> Iterator[Layout]:
+def _candidate_layouts(case: PlanningCase, space: SearchSpace) -> Iterator[Layout]:
     if space.layout is not None:
         yield space.layout
         return
@@ -273,11 +279,11 @@ def _layouts(case: Case, space: SearchSpace) -> Iterator[Layout]:
         exact = all(layout.degrees[axis] == degree for axis, degree in degrees.items())
         if exact and (space.zero is None or layout.zero == space.zero):
             for ep in [given] if given else _expert_degrees(case, layout, space):
-                if layout.lends(ep):
+                if layout.can_share_experts(ep):
                     yield replace(layout, ep=ep)
 
 
-def _every_layout(case: Case, space: SearchSpace) -> Iterator[Layout]:
+def _every_layout(case: PlanningCase, space: SearchSpace) -> Iterator[Layout]:
     model, cluster = case.model, case.cluster
     devices = cluster.devices
     for tp in _tensor_degrees(model, cluster, space):
@@ -319,7 +325,7 @@ def _context_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Ite
         cp *= 2
 
 
-def _expert_degrees(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
+def _expert_degrees(case: PlanningCase, layout: Layout, space: SearchSpace) -> Iterator[int]:
     """Yield ep degrees: 1, and without tp for the experts the most ranks of a node, and of all.
 
     More ranks hold fewer experts each and send as many tokens, but over slower links between nodes.
@@ -328,7 +334,7 @@ def _expert_degrees(case: Case, layout: Layout, space: SearchSpace) -> Iterator[
     experts = case.model.experts
     if layout.tp > 1 or (space.built and "ep" not in AUTO_AXES):
         return
-    even = [n for n in range(2, experts + 1) if experts % n == 0 and layout.lends(n)]
+    even = [n for n in range(2, experts + 1) if experts % n == 0 and layout.can_share_experts(n)]
     inside = [n for n in even if n * layout.cp <= case.cluster.per_node]
     yield from sorted({*inside[-1:], *even[-1:]})
 
@@ -367,7 +373,9 @@ def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iter
             yield Layout(dp_replicate=data // shard, dp_shard=shard, zero=3)
 
 
-def _micro_batches(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
+def _candidate_micro_batches(
+    case: PlanningCase, layout: Layout, space: SearchSpace
+) -> Iterator[int]:
     """Yield micro-batches that divide a rank's share, each well below the one before.
 
     On a CPU only a run's default: predictions by micro-batch err too much there to rank them.
@@ -392,7 +400,7 @@ def _micro_batches(case: Case, layout: Layout, space: SearchSpace) -> Iterator[i
             yield size
 
 
-def fastest_micro_batch(case: Case, *, measured: bool) -> int:
+def fastest_micro_batch(case: PlanningCase, *, measured: bool) -> int:
     """Return the micro-batch that fits in memory and has the fastest predicted step.
 
     Args:
@@ -408,39 +416,39 @@ def fastest_micro_batch(case: Case, *, measured: bool) -> int:
     """
     layout, batch = case.layout, case.batch
     measured = measured and case.cluster.device.kind != "cpu"
-    most = 0 if measured else usual_micro_batch(layout, batch)
-    fitting = list(_fitting(case, micro_batch_sizes(layout, batch, most)))
+    most = 0 if measured else default_micro_batch(layout, batch)
+    fitting = list(_fitting_cases(case, micro_batch_sizes(layout, batch, most)))
     if not fitting:
-        few = micro_batch_sizes(layout, batch, turn_of(batch))
+        few = micro_batch_sizes(layout, batch, default_turn(batch))
         return next(iter(few), case.micro_batch)
     if not measured:
         return fitting[0].micro_batch
     times_s = {one.micro_batch: predict_time(one).step_s for one in fitting}
     best = min(times_s, key=lambda size: times_s[size])
-    most = usual_micro_batch(layout, batch, at_most=fitting[0].micro_batch)
+    most = default_micro_batch(layout, batch, at_most=fitting[0].micro_batch)
     usual = max((size for size in times_s if size <= most), default=best)
     return best if times_s[best] * SIZES_APART < times_s[usual] else usual
 
 
-def _fitting(case: Case, sizes: list[int]) -> Iterator[Case]:
+def _fitting_cases(case: PlanningCase, sizes: list[int]) -> Iterator[PlanningCase]:
     """Yield the cases with those sizes whose prediction fits with its margin, the largest first."""
     for size in sizes:
         tried = replace(case, plan=with_micro_batch(case.plan, size))
         try:
-            if judged(tried, predict_run(tried)).after == "fits":
+            if judge_candidate(tried, predict_run(tried)).after == "fits":
                 yield tried
         except PlanError:
             continue
 
 
-def _schedules(
-    case: Case, layout: Layout, space: SearchSpace, micro_batch: int
+def _candidate_schedules(
+    case: PlanningCase, layout: Layout, space: SearchSpace, micro_batch: int
 ) -> Iterator[tuple[str, int]]:
     rounds = case.batch // (micro_batch * layout.data_degree)
     given, chunks = layout.schedule or space.schedule, max(layout.chunks, space.chunks)
     if layout.pp > 1 and given:
-        name, each = settle_schedule(given, chunks if chunks > 1 else 0, layout.pp)
-        if runs(replace(layout, schedule=name, chunks=each), rounds):
+        name, each = resolve_schedule(given, chunks if chunks > 1 else 0, layout.pp)
+        if can_run(replace(layout, schedule=name, chunks=each), rounds):
             yield name, each
         return
     yield DEFAULT, 1

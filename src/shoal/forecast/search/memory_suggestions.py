@@ -9,32 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.estimate import PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import RECOMPUTE
 from shoal.base.layouts.schedule_names import SPLIT_BACKWARD
 from shoal.forecast.fit.memory_instants import predict_run
-from shoal.forecast.search.layout_search import Candidate, judged
+from shoal.forecast.search.layout_search import LayoutCandidate, judge_candidate
 from shoal.forecast.time.step_time import predict_time
 
-Change = tuple[str, Callable[[Case], Case | None]]
+Change = tuple[str, Callable[[PlanningCase], PlanningCase | None]]
 
 CHANGES: tuple[Change, ...] = (
-    ("memory.recompute=selective", lambda c: _recompute(c, "selective")),
-    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 2)),
-    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 8)),
-    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, c.micro_batch)),
-    ("memory.recompute=full", lambda c: _recompute(c, "full")),
-    ("{stage}", lambda c: _stage(c, 1)),
-    ("{stage}", lambda c: _stage(c, 2)),
-    ("{stage}", lambda c: _stage(c, 3)),
-    ("memory.offload=optimizer", lambda c: _offload(c, "optimizer")),
-    ("memory.offload=parameters", lambda c: _offload(c, "parameters")),
+    ("memory.recompute=selective", lambda c: _change_recompute(c, "selective")),
+    ("train.micro_batch={micro_batch}", lambda c: _change_micro_batch(c, 2)),
+    ("train.micro_batch={micro_batch}", lambda c: _change_micro_batch(c, 8)),
+    ("train.micro_batch={micro_batch}", lambda c: _change_micro_batch(c, c.micro_batch)),
+    ("memory.recompute=full", lambda c: _change_recompute(c, "full")),
+    ("{stage}", lambda c: _change_zero_stage(c, 1)),
+    ("{stage}", lambda c: _change_zero_stage(c, 2)),
+    ("{stage}", lambda c: _change_zero_stage(c, 3)),
+    ("memory.offload=optimizer", lambda c: _change_offload(c, "optimizer")),
+    ("memory.offload=parameters", lambda c: _change_offload(c, "parameters")),
 )
 """Settings that lower the peak, tried one at a time."""
 
 
-def fixes(case: Case) -> list[tuple[str, Candidate]]:
+def suggest_settings(case: PlanningCase) -> list[tuple[str, LayoutCandidate]]:
     """Return settings with which a case's steps fit; pairs if no single one suffices.
 
     Only the steps count, not the start of a run. `case` does not change; the function does not
@@ -44,7 +44,7 @@ def fixes(case: Case) -> list[tuple[str, Candidate]]:
         (settings as a user types them, prediction with them): those that fit first, then the tight
         ones, each by step time; [] if no setting helps.
     """
-    found = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
+    found = _fitting_settings([(name, made) for name, change in CHANGES if (made := change(case))])
     if not any(candidate.verdict.after == "fits" for _, candidate in found):
         pairs = []
         for place, (first, change) in enumerate(CHANGES):
@@ -52,20 +52,20 @@ def fixes(case: Case) -> list[tuple[str, Candidate]]:
             for second, other in CHANGES[place + 1 :]:
                 if made and first != second and (both := other(made)):
                     pairs.append((f"{first} {second}", both))
-        both_fit = _that_fit(pairs)
+        both_fit = _fitting_settings(pairs)
         # A tight pair is no better than a tight single setting.
         found += [one for one in both_fit if not found or one[1].verdict.after == "fits"]
     return sorted(found, key=lambda one: (one[1].verdict.after != "fits", one[1].time.step_s))
 
 
-def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
-    found: dict[str, Candidate] = {}
+def _fitting_settings(tried: list[tuple[str, PlanningCase]]) -> list[tuple[str, LayoutCandidate]]:
+    found: dict[str, LayoutCandidate] = {}
     for name, case in tried:
         memory = predict_run(case)
-        word = judged(case, memory)
+        word = judge_candidate(case, memory)
         if word.after != "no":  # the steps alone: no setting changes the start
             text = name.format(micro_batch=case.micro_batch, stage=_stage_text(case.layout))
-            found[text] = Candidate(case, memory, predict_time(case), word)
+            found[text] = LayoutCandidate(case, memory, predict_time(case), word)
     return list(found.items())
 
 
@@ -80,7 +80,7 @@ def _stage_text(layout: Layout) -> str:
     return f"layout.dp_shard={layout.dp_shard} layout.zero={layout.zero}"
 
 
-def _recompute(case: Case, policy: str) -> Case | None:
+def _change_recompute(case: PlanningCase, policy: str) -> PlanningCase | None:
     if case.plan.compile != "none" and policy == "selective":
         return None
     if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
@@ -89,12 +89,12 @@ def _recompute(case: Case, policy: str) -> Case | None:
     return case.but(recompute=policy) if order(policy) > order(case.plan.recompute) else None
 
 
-def _smaller(case: Case, times: int) -> Case | None:
+def _change_micro_batch(case: PlanningCase, times: int) -> PlanningCase | None:
     size, rest = divmod(case.micro_batch, times)
     return None if rest or size in (0, case.micro_batch) else case.but(micro_batch=size)
 
 
-def _stage(case: Case, stage: int) -> Case | None:
+def _change_zero_stage(case: PlanningCase, stage: int) -> PlanningCase | None:
     layout = case.layout
     if layout.data_degree == 1 or layout.zero >= stage or layout.dp_shard > 1 < layout.dp_replicate:
         return None
@@ -107,7 +107,7 @@ def _stage(case: Case, stage: int) -> Case | None:
     return case.but(layout=split)
 
 
-def _offload(case: Case, what: str) -> Case | None:
+def _change_offload(case: PlanningCase, what: str) -> PlanningCase | None:
     on_gpu = case.cluster.device.kind == "gpu"
     if what == "parameters" and case.layout.processes > 1 and case.layout.zero < 3:
         return None

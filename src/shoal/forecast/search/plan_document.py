@@ -18,7 +18,7 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
               step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
               hidden {part: s}, sent {link: bytes},
               peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
-              when, stage, why, dies_first}]
+              when, stage, why, explain_peak}]
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from typing import Any
 
 from shoal.base.estimates.cluster import Cluster
 from shoal.base.estimates.estimate import ModelFacts
-from shoal.forecast.search.cluster_advice import advice
+from shoal.forecast.search.cluster_advice import advise_on_cluster
 from shoal.forecast.search.layout_reasons import (
-    ask_guide,
-    dies_first,
+    compare_with_guide,
+    explain_order,
+    explain_peak,
+    explain_start,
     shape_text,
-    starting,
-    why_before,
 )
-from shoal.forecast.search.layout_search import Candidate, least_memory_bytes
-from shoal.forecast.search.memory_suggestions import fixes
+from shoal.forecast.search.layout_search import LayoutCandidate, least_memory_bytes
+from shoal.forecast.search.memory_suggestions import suggest_settings
 from shoal.forecast.search.search_space import SearchSpace
 
 VERSION = 1
 
 
 def plan_record(
-    candidates: Sequence[Candidate], space: SearchSpace, *, top: int, notes: Sequence[str]
+    candidates: Sequence[LayoutCandidate], space: SearchSpace, *, top: int, notes: Sequence[str]
 ) -> dict[str, Any]:
     """Make the JSON document of a search: the best candidate of each of the `top` best layouts.
 
-    Also predicts the field's guide, and `fixes` if no layout's steps fit. Schema: head of this
-    module.
+    Also predicts the field's guide, and `suggest_settings` if no layout's steps fit. Schema: head
+    of this module.
 
     Args:
         candidates: not empty, best first.
@@ -59,7 +59,7 @@ def plan_record(
     """
     best = candidates[0]
     case = best.case
-    shown = _varied(candidates, top)
+    shown = _best_by_layout(candidates, top)
     given = space.layout is not None or space.degrees or space.zero is not None
     record: dict[str, Any] = {
         "version": VERSION,
@@ -70,34 +70,34 @@ def plan_record(
         "notes": list(notes),
         "searched": len(candidates),
         "fitting": sum(candidate.fits for candidate in candidates),
-        "guide": "" if given or not best.runs else ask_guide(best, space)[0],
-        "starting": starting(best),
-        "advice": dict(advice(best)),
+        "guide": "" if given or not best.runs else compare_with_guide(best, space)[0],
+        "starting": explain_start(best),
+        "advice": dict(advise_on_cluster(best)),
         "fixes": [],
         "layouts": [],
     }
     if not best.runs:
         record["fixes"] = [
             {"set": text, "step_s": made.time.step_s, "peak_bytes": made.memory.peak_bytes}
-            for text, made in fixes(case)[:3]
+            for text, made in suggest_settings(case)[:3]
         ]
     for place, candidate in enumerate(shown):
         row = candidate_record(candidate)
         row["rank"] = place + 1
         following = shown[place + 1] if place + 1 < len(shown) else None
-        row["why"] = why_before(candidate, following) if following else ""
+        row["why"] = explain_order(candidate, following) if following else ""
         record["layouts"].append(row)
     return record
 
 
-def _varied(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
+def _best_by_layout(candidates: Sequence[LayoutCandidate], top: int) -> list[LayoutCandidate]:
     """Return the best candidate of each layout, not several micro-batches of one layout."""
     seen: set[Any] = set()
-    chosen: list[Candidate] = []
+    chosen: list[LayoutCandidate] = []
     for candidate in candidates:
-        if candidate.case.layout.unordered in seen:
+        if candidate.case.layout.without_schedule in seen:
             continue
-        seen.add(candidate.case.layout.unordered)
+        seen.add(candidate.case.layout.without_schedule)
         chosen.append(candidate)
         if len(chosen) == top:
             break
@@ -137,7 +137,7 @@ def machine_record(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def candidate_record(candidate: Candidate) -> dict[str, Any]:
+def candidate_record(candidate: LayoutCandidate) -> dict[str, Any]:
     """Return the part of the document for one layout and its predictions."""
     case, memory, time = candidate.case, candidate.memory, candidate.time
     return {
@@ -165,8 +165,8 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "step_s": time.step_s,
         "step_low_s": time.low_s,
         "step_high_s": time.high_s,
-        "samples_per_s": candidate.per_s,
-        "tokens_per_s": candidate.per_s * case.model.sequence,
+        "samples_per_s": candidate.samples_per_s,
+        "tokens_per_s": candidate.samples_per_s * case.model.sequence,
         "mfu": candidate.mfu,
         "time": time.parts,
         "hidden": time.hidden,
@@ -178,5 +178,5 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "memory": memory.parts,
         "when": memory.when,
         "stage": memory.stage,
-        "dies_first": dies_first(candidate),
+        "dies_first": explain_peak(candidate),
     }

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.errors import ConfigError, PlanError, format_choice_error
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.layouts.degrees import planned_degrees
+from shoal.base.layouts.degrees import layout_for_planning
 from shoal.base.layouts.layout import PIPELINES, STAGES, Layout
-from shoal.base.layouts.schedule_names import canonical, settle_schedule
-from shoal.base.layouts.strategies import expand
+from shoal.base.layouts.schedule_names import canonical_schedule, resolve_schedule
+from shoal.base.layouts.strategies import expand_strategy
 from shoal.config.sections import LayoutSection, keys
 
 
@@ -42,7 +42,7 @@ class SearchSpace:
     built: bool = False
 
 
-def section_of(words: Mapping[str, Any]) -> LayoutSection:
+def layout_section(words: Mapping[str, Any]) -> LayoutSection:
     """Build a `LayoutSection` from keys of [layout]; missing keys keep their defaults.
 
     Raises:
@@ -54,11 +54,11 @@ def section_of(words: Mapping[str, Any]) -> LayoutSection:
     known = [key.name for key in keys(LayoutSection)]
     for name in words:
         if name not in known:
-            raise ConfigError(one_of("layout", name, known))
+            raise ConfigError(format_choice_error("layout", name, known))
     return LayoutSection(**words)
 
 
-def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> SearchSpace:
+def search_space(section: LayoutSection, cluster: Cluster, **further: Any) -> SearchSpace:
     """Return the fields that a [layout] section leaves open on the devices of a cluster.
 
     A strategy's name fixes the layout, and so do degrees whose product is all devices. Fewer
@@ -71,28 +71,28 @@ def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> Search
         PlanError: a name, a schedule or degrees that contradict the devices.
     """
     degrees = section.degrees()
-    schedule, chunks = _schedule(section, degrees.get("pp", 1))
+    schedule, chunks = _fixed_schedule(section, degrees.get("pp", 1))
     return SearchSpace(
-        layout=_layout(section, cluster),
+        layout=_fixed_layout(section, cluster),
         degrees=tuple(degrees.items()),
-        zero=_zero(section),
+        zero=_fixed_zero(section),
         schedule=schedule,
         chunks=chunks,
         **further,
     )
 
 
-def _schedule(section: LayoutSection, pp: int) -> tuple[str, int]:
+def _fixed_schedule(section: LayoutSection, pp: int) -> tuple[str, int]:
     """Return the schedule that the user fixed beside degrees, and its chunks; "" if open."""
     named = section.strategy if section.degrees() and section.strategy in PIPELINES[1:] else ""
     schedule = section.schedule or named
     if (section.strategy != "auto" and not named) or not (schedule or section.chunks):
         return "", 1
-    name = canonical(schedule or "interleaved")
-    return settle_schedule(name, section.chunks, pp)
+    name = canonical_schedule(schedule or "interleaved")
+    return resolve_schedule(name, section.chunks, pp)
 
 
-def _zero(section: LayoutSection) -> int | None:
+def _fixed_zero(section: LayoutSection) -> int | None:
     """Return the user's ZeRO stage of dp_shard: from its key, or from a name beside degrees.
 
     Raises:
@@ -111,18 +111,20 @@ def _zero(section: LayoutSection) -> int | None:
     return stages[section.strategy]
 
 
-def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
+def _fixed_layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
     """Return the layout that the user fixed, as in a run; None if the planner has a choice.
 
     Raises:
         PlanError: a name or degrees that contradict the devices.
     """
-    zero = _zero(section)
+    zero = _fixed_zero(section)
     if degrees := section.degrees():
-        planned_degrees(degrees, cluster.devices, None)  # raises if degrees do not divide devices
+        layout_for_planning(
+            degrees, cluster.devices, None
+        )  # raises if degrees do not divide devices
         if Layout.of(degrees).processes < cluster.devices:
             return None
-        return planned_degrees(degrees, cluster.devices, zero)
+        return layout_for_planning(degrees, cluster.devices, zero)
     strategy = "dp" if section.strategy == "auto" and section.threads else section.strategy
     if strategy == "auto":
         return None
@@ -134,7 +136,7 @@ def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
                 f"layout.threads = {threads}: dp has a replica on each of so many devices, and a "
                 f"node has {cluster.per_node}; try: layout.threads={cluster.per_node}"
             )
-    return expand(
+    return expand_strategy(
         strategy,
         processes,
         threads=threads,

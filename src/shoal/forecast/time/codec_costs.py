@@ -16,7 +16,7 @@ MEMORY_BYTES_PER_S = 5e9
 
 
 @dataclass(frozen=True)
-class Coding:
+class CodecCost:
     """Costs of one codec of `fabric/codecs`.
 
     Attributes:
@@ -34,14 +34,14 @@ class Coding:
 
 
 CODINGS = {
-    "none": Coding(0.0, MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S),
-    "bf16": Coding(2.0, MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S),
-    "int8": Coding(1 + SCALE_BYTES, 3e9, 4.8e9),
-    "e3m0": Coding(0.5 + SCALE_BYTES, 1.5e9, 3.5e9, feedback=True),
-    "top2bit": Coding(
+    "none": CodecCost(0.0, MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S),
+    "bf16": CodecCost(2.0, MEMORY_BYTES_PER_S, MEMORY_BYTES_PER_S),
+    "int8": CodecCost(1 + SCALE_BYTES, 3e9, 4.8e9),
+    "e3m0": CodecCost(0.5 + SCALE_BYTES, 1.5e9, 3.5e9, feedback=True),
+    "top2bit": CodecCost(
         64 * 14 / 8 / 4096 + 2 * SCALE_BYTES, 0.35e9, 5e9, gathers=True, feedback=True
     ),
-    "sign": Coding(1 / 8 + SCALE_BYTES, 1.5e9, 2.2e9, feedback=True),
+    "sign": CodecCost(1 / 8 + SCALE_BYTES, 1.5e9, 2.2e9, feedback=True),
 }
 """Costs by the name of the codec."""
 

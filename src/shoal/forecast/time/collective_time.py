@@ -25,7 +25,7 @@ from shoal.base.estimates.cluster import Cluster, Link
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroup:
     """Process group of an axis: `ranks` in all, `near` of them on each of its nodes."""
 
     ranks: int
@@ -40,7 +40,7 @@ class Group:
         return -(-self.ranks // self.near)
 
     @property
-    def one_link(self) -> Link | None:
+    def only_link(self) -> Link | None:
         """Return the only kind of link that this group uses; None if it uses both."""
         if self.near == self.ranks:
             return self.inside
@@ -62,7 +62,7 @@ class Group:
         return "_shared" if self.ranks < self.per_node else ""
 
 
-def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
+def axis_group(cluster: Cluster, ranks: int, stride: int) -> AxisGroup:
     """Return the group of an axis of degree `ranks` whose neighbours are `stride` ranks apart.
 
     Args:
@@ -75,50 +75,54 @@ def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
     [8, 8, 2, 1, 2]
     """
     near = max(1, min(ranks, cluster.per_node // stride))
-    return Group(ranks, near, cluster.inside, cluster.across, cluster.per_node)
+    return AxisGroup(ranks, near, cluster.inside, cluster.across, cluster.per_node)
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     """Seconds of a collective, and the bytes that one rank sends over each link."""
 
     seconds: float = 0.0
     inside_bytes: float = 0.0
     across_bytes: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
+    def __add__(self, other: CollectiveCost) -> CollectiveCost:
+        return CollectiveCost(
             self.seconds + other.seconds,
             self.inside_bytes + other.inside_bytes,
             self.across_bytes + other.across_bytes,
         )
 
-    def times(self, count: float) -> Cost:
+    def times(self, count: float) -> CollectiveCost:
         """Return the cost of the same collective `count` times.
 
         >>> Cost(1.0, 2.0, 3.0).times(2)
         Cost(seconds=2.0, inside_bytes=4.0, across_bytes=6.0)
         """
-        return Cost(self.seconds * count, self.inside_bytes * count, self.across_bytes * count)
+        return CollectiveCost(
+            self.seconds * count, self.inside_bytes * count, self.across_bytes * count
+        )
 
-    def slower(self, times: float) -> Cost:
+    def slow_down(self, times: float) -> CollectiveCost:
         """Return the cost with the same bytes in `times` the seconds.
 
         >>> Cost(1.0, 2.0, 3.0).slower(2)
         Cost(seconds=2.0, inside_bytes=2.0, across_bytes=3.0)
         """
-        return Cost(self.seconds * times, self.inside_bytes, self.across_bytes)
+        return CollectiveCost(self.seconds * times, self.inside_bytes, self.across_bytes)
 
 
-NOTHING = Cost()
+NOTHING = CollectiveCost()
 
 
-def _on_one(group: Group, link: Link, seconds: float, sent_bytes: float) -> Cost:
+def _cost_on_link(
+    group: AxisGroup, link: Link, seconds: float, sent_bytes: float
+) -> CollectiveCost:
     inside = link is group.inside
-    return Cost(seconds, sent_bytes if inside else 0.0, 0.0 if inside else sent_bytes)
+    return CollectiveCost(seconds, sent_bytes if inside else 0.0, 0.0 if inside else sent_bytes)
 
 
-def rounds(ranks: int) -> int:
+def broadcast_rounds(ranks: int) -> int:
     """Count the rounds of a broadcast whose holders double every round: ⌈log2 ranks⌉.
 
     >>> [rounds(n) for n in (1, 2, 3, 8, 9)]
@@ -136,14 +140,14 @@ def _flat_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
     """Return the seconds of the fastest of ring, tree, and halving and doubling."""
     wire_s = message_bytes / link.bytes_per_s
     ring = ring_all_reduce_s(ranks, message_bytes, link)
-    tree = 2 * (rounds(ranks) * link.latency_s + wire_s)
+    tree = 2 * (broadcast_rounds(ranks) * link.latency_s + wire_s)
     if ranks & (ranks - 1):
         return min(ring, tree)
-    halving = 2 * rounds(ranks) * link.latency_s + 2 * (ranks - 1) / ranks * wire_s
+    halving = 2 * broadcast_rounds(ranks) * link.latency_s + 2 * (ranks - 1) / ranks * wire_s
     return min(ring, tree, halving)
 
 
-def _ring_over_both(group: Group, message_bytes: float, passes: int) -> float:
+def _ring_over_nodes_s(group: AxisGroup, message_bytes: float, passes: int) -> float:
     """Return the seconds of one ring through all nodes; `passes`: 2 all-reduce, 1 all-gather."""
     near, nodes, ranks = group.near, group.nodes, group.ranks
     rate = min(group.inside.bytes_per_s, near * group.across.bytes_per_s)
@@ -151,7 +155,7 @@ def _ring_over_both(group: Group, message_bytes: float, passes: int) -> float:
     return passes * (hops_s + (ranks - 1) / ranks * message_bytes / rate)
 
 
-def all_reduce(group: Group, message_bytes: float) -> Cost:
+def all_reduce_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     """Return the cost of summing M bytes on all ranks.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
@@ -163,15 +167,15 @@ def all_reduce(group: Group, message_bytes: float) -> Cost:
     ranks = group.ranks
     if ranks == 1 or message_bytes <= 0:
         return NOTHING
-    link = group.one_link
+    link = group.only_link
     if link is not None:
         sent = 2 * (ranks - 1) / ranks * message_bytes
-        return _on_one(group, link, _flat_all_reduce_s(ranks, message_bytes, link), sent)
+        return _cost_on_link(group, link, _flat_all_reduce_s(ranks, message_bytes, link), sent)
     near, nodes = group.near, group.nodes
     staged = 2 * _gather_s(near, message_bytes, group.inside)
     staged += _flat_all_reduce_s(nodes, message_bytes / near, group.across)
-    return Cost(
-        min(staged, _ring_over_both(group, message_bytes, 2)),
+    return CollectiveCost(
+        min(staged, _ring_over_nodes_s(group, message_bytes, 2)),
         2 * (near - 1) / near * message_bytes,
         2 * (nodes - 1) / nodes * message_bytes / near,
     )
@@ -181,7 +185,7 @@ def _gather_s(ranks: int, message_bytes: float, link: Link) -> float:
     return (ranks - 1) * (link.latency_s + message_bytes / ranks / link.bytes_per_s)
 
 
-def all_gather(group: Group, message_bytes: float) -> Cost:
+def all_gather_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     """Return the cost of an all-gather of M bytes in total; a reduce-scatter costs the same.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
@@ -191,21 +195,21 @@ def all_gather(group: Group, message_bytes: float) -> Cost:
     ranks = group.ranks
     if ranks == 1 or message_bytes <= 0:
         return NOTHING
-    link = group.one_link
+    link = group.only_link
     if link is not None:
         sent = (ranks - 1) / ranks * message_bytes
-        return _on_one(group, link, _gather_s(ranks, message_bytes, link), sent)
+        return _cost_on_link(group, link, _gather_s(ranks, message_bytes, link), sent)
     near, nodes = group.near, group.nodes
     staged = _gather_s(near, message_bytes, group.inside)
     staged += _gather_s(nodes, message_bytes / near, group.across)
-    return Cost(
-        min(staged, _ring_over_both(group, message_bytes, 1)),
+    return CollectiveCost(
+        min(staged, _ring_over_nodes_s(group, message_bytes, 1)),
         (near - 1) / near * message_bytes,
         (nodes - 1) / nodes * message_bytes / near,
     )
 
 
-def all_to_all(group: Group, message_bytes: float) -> Cost:
+def all_to_all_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     """Return the cost of an all-to-all: each rank sends an n-th of its M bytes to every other.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
@@ -219,10 +223,12 @@ def all_to_all(group: Group, message_bytes: float) -> Cost:
     across = (ranks - near) / ranks * message_bytes
     inside_s = (near - 1) * group.inside.latency_s + inside / group.inside.bytes_per_s
     across_s = (ranks - near) * group.across.latency_s + across / group.across.bytes_per_s
-    return Cost(max(inside_s, across_s), inside, across)
+    return CollectiveCost(max(inside_s, across_s), inside, across)
 
 
-def send(cluster: Cluster, stride: int, message_bytes: float, stages: int = 2) -> Cost:
+def send_cost(
+    cluster: Cluster, stride: int, message_bytes: float, stages: int = 2
+) -> CollectiveCost:
     """Return the cost of one message to the next of `stages` stages, `stride` ranks away.
 
     It uses the network if the stages do not all fit a node: the slowest boundary limits a pipeline.
@@ -240,4 +246,4 @@ def send(cluster: Cluster, stride: int, message_bytes: float, stages: int = 2) -
     near = stride * stages <= cluster.per_node
     link = cluster.inside if near else cluster.across
     seconds = link.latency_s + message_bytes / link.bytes_per_s
-    return Cost(seconds, message_bytes if near else 0.0, 0.0 if near else message_bytes)
+    return CollectiveCost(seconds, message_bytes if near else 0.0, 0.0 if near else message_bytes)

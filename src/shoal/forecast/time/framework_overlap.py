@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 
 
 @dataclass(frozen=True)
-class Habits:
+class FrameworkOverlap:
     """Overlap, message sizes and recomputation of one framework.
 
     Attributes:
@@ -37,16 +37,18 @@ class Habits:
 
 
 MEGATRON_SELECTIVE = (0.0, 1.0, 0.3)
-TORCHTITAN = Habits(selective=(0.5, 0.0, 1.0))
+TORCHTITAN = FrameworkOverlap(selective=(0.5, 0.0, 1.0))
 
 HABITS = {
-    "shoal": Habits(),
+    "shoal": FrameworkOverlap(),
     "torchtitan": TORCHTITAN,
     "torchtitan-2025": TORCHTITAN,
-    "llm-foundry": Habits(root_bytes=0),
-    "automodel": Habits(),
-    "megatron": Habits(hides_update=True, splits_messages=True, selective=MEGATRON_SELECTIVE),
-    "megatron-deepspeed": Habits(
+    "llm-foundry": FrameworkOverlap(root_bytes=0),
+    "automodel": FrameworkOverlap(),
+    "megatron": FrameworkOverlap(
+        hides_update=True, splits_messages=True, selective=MEGATRON_SELECTIVE
+    ),
+    "megatron-deepspeed": FrameworkOverlap(
         hides_gradients=False,
         hides_parameters=False,
         splits_messages=True,
@@ -54,10 +56,10 @@ HABITS = {
         root_bytes=0,
     ),
 }
-"""Overlap by `Case.framework`."""
+"""Overlap by `PlanningCase.framework`."""
 
 
-def habits_of(framework: str) -> Habits:
+def framework_overlap(framework: str) -> FrameworkOverlap:
     """Return the overlap of a framework.
 
     Raises:
@@ -67,5 +69,5 @@ def habits_of(framework: str) -> Habits:
     0.5
     """
     if framework not in HABITS:
-        raise PlanError(one_of("framework", framework, HABITS))
+        raise PlanError(format_choice_error("framework", framework, HABITS))
     return HABITS[framework]

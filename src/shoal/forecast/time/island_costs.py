@@ -171,17 +171,17 @@ def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
     >>> round(islands_cost(streaming, facts).utilisation, 3)
     0.996
     """
-    policy = policy.settled()
+    policy = policy.resolved()
     _check(policy, facts)
-    steps, times = paces(policy, facts)
+    steps, times = island_paces(policy, facts)
     compute_s = sum(h * t for h, t in zip(steps, times, strict=True)) / len(steps)
     own_s = _passes_s(OWN_PASSES, facts, facts.parameters / policy.fragments)
-    tiers = _tiers(policy, facts)
-    each = [exchange(policy, facts, group, bytes_per_s) for group, bytes_per_s, _ in tiers]
+    tiers = _island_tiers(policy, facts)
+    each = [predict_exchange(policy, facts, group, bytes_per_s) for group, bytes_per_s, _ in tiers]
     pace = sorted(set(zip(steps, times, strict=True)))
     total_s = sent = 0.0
     for (_, _, rounds), one in zip(tiers, each, strict=True):
-        total_s += rounds * _round_s(policy, pace, one.seconds, own_s)
+        total_s += rounds * _simulate_round_s(policy, pace, one.seconds, own_s)
         sent += rounds * policy.fragments * one.sent_bytes
     round_s, far = max(total_s, compute_s), each[-1]  # rounding alone could make it smaller
     learnt = facts.tokens * sum(steps) / len(steps)
@@ -195,14 +195,14 @@ def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
         sent_bytes=sent,
         mean_bytes_per_s=sent / round_s,
         peak_bytes_per_s=far.sent_bytes / far.travel_s if far.sent_bytes else 0.0,
-        hiding_bytes_per_s=_hiding(far, policy.overlap * facts.step_s),
-        memory_bytes=facts.element_bytes * facts.parameters / facts.ranks * _kept(policy),
+        hiding_bytes_per_s=_hiding_bytes_per_s(far, policy.overlap * facts.step_s),
+        memory_bytes=facts.element_bytes * facts.parameters / facts.ranks * _extra_copies(policy),
         bytes_per_token=sent / learnt if learnt else 0.0,
     )
 
 
 @dataclass(frozen=True)
-class Exchange:
+class FragmentExchange:
     """Exchange of one fragment: bytes that an island sends, and its seconds.
 
     Attributes:
@@ -216,9 +216,9 @@ class Exchange:
     seconds: float
 
 
-def exchange(
+def predict_exchange(
     policy: IslandsPolicy, facts: IslandsFacts, islands: int, bytes_per_s: float
-) -> Exchange:
+) -> FragmentExchange:
     """Return the exchange of one fragment among a number of islands; `policy` is settled."""
     elements, coding = facts.parameters / policy.fragments, CODINGS[policy.codec]
     coded = coded_bytes(policy.codec, elements, facts.element_bytes)
@@ -229,14 +229,14 @@ def exchange(
     coding_s = plain_bytes * (
         encoded / coding.encode_bytes_per_s + decoded / coding.decode_bytes_per_s
     )
-    digest_s = plain_bytes * (1 + _states(policy)) / DIGEST_BYTES_PER_S
+    digest_s = plain_bytes * (1 + _outer_state_count(policy)) / DIGEST_BYTES_PER_S
     outer_s = _passes_s(OUTER_PASSES, facts, elements) + digest_s
     travel_s = max(sent / bytes_per_s, coding_s)
     latency_s = MESSAGES * facts.latency_s if others else 0.0
-    return Exchange(sent, coding_s, travel_s, travel_s + latency_s + outer_s)
+    return FragmentExchange(sent, coding_s, travel_s, travel_s + latency_s + outer_s)
 
 
-def _hiding(one: Exchange, hidden_s: float) -> float:
+def _hiding_bytes_per_s(one: FragmentExchange, hidden_s: float) -> float:
     """Return the rate of the link on which an exchange takes no longer than `hidden_s`."""
     if not one.sent_bytes:
         return 0.0
@@ -244,7 +244,9 @@ def _hiding(one: Exchange, hidden_s: float) -> float:
     return one.sent_bytes / left_s if left_s > one.coding_s else math.inf
 
 
-def paces(policy: IslandsPolicy, facts: IslandsFacts) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def island_paces(
+    policy: IslandsPolicy, facts: IslandsFacts
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return (inner steps per round, seconds of a step) of every island; `policy` is settled.
 
     >>> facts = IslandsFacts(1e6, 1.0, 1e6, speeds=(1.0, 0.25))
@@ -257,7 +259,7 @@ def paces(policy: IslandsPolicy, facts: IslandsFacts) -> tuple[tuple[int, ...], 
     return steps, tuple(facts.step_s * fastest / speed for speed in speeds)
 
 
-def _round_s(
+def _simulate_round_s(
     policy: IslandsPolicy, paces: list[tuple[int, float]], exchange_s: float, own_s: float
 ) -> float:
     """Return the mean seconds of rounds after the first, simulated with a clock per pace."""
@@ -280,7 +282,7 @@ def _round_s(
     return (ends[-1] - ends[0]) / (rounds - 1)
 
 
-def _tiers(policy: IslandsPolicy, facts: IslandsFacts) -> list[tuple[int, float, float]]:
+def _island_tiers(policy: IslandsPolicy, facts: IslandsFacts) -> list[tuple[int, float, float]]:
     """Return (islands that meet, bytes/s of their link, share of the rounds), all islands last."""
     if policy.method == "noloco":
         return [(min(2, policy.count), facts.bytes_per_s, 1.0)]
@@ -297,7 +299,7 @@ def _passes_s(passes: float, facts: IslandsFacts, elements: float) -> float:
     return passes * facts.element_bytes * elements / facts.ranks / MEMORY_BYTES_PER_S
 
 
-def _states(policy: IslandsPolicy) -> int:
+def _outer_state_count(policy: IslandsPolicy) -> int:
     """Return the outer optimizer's numbers of state per parameter."""
     if policy.method == "fedopt":
         return 2
@@ -306,10 +308,10 @@ def _states(policy: IslandsPolicy) -> int:
     return STATES.get(policy.outer, 2)
 
 
-def _kept(policy: IslandsPolicy) -> int:
+def _extra_copies(policy: IslandsPolicy) -> int:
     """Return the numbers per parameter that an island keeps beside its own weights."""
     tiers = 2 if policy.regions > 1 else 1
-    return tiers * (1 + _states(policy)) + (2 if CODINGS[policy.codec].feedback else 0)
+    return tiers * (1 + _outer_state_count(policy)) + (2 if CODINGS[policy.codec].feedback else 0)
 
 
 def _check(policy: IslandsPolicy, facts: IslandsFacts) -> None:

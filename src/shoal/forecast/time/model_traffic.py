@@ -1,6 +1,6 @@
 """Bytes that a rank of a parallelized model sends per step: tp, pp, gradients and weights.
 
-`parallelize` states `Travel`: every collective over the tensor-parallel ranks, and every tensor
+`parallelize` states `CommVolume`: every collective over the tensor-parallel ranks, and every tensor
 that crosses pipeline stages. Sums of gradients and gathers of weights follow from the placements
 (`placed`). A run's counters agree with these figures to the byte.
 
@@ -9,9 +9,9 @@ that crosses pipeline stages. Sums of gradients and gathers of weights follow fr
 
 from __future__ import annotations
 
-from shoal.base.estimates.estimate import Case
-from shoal.base.plans.comm_volume import Travel
-from shoal.base.plans.pipeline_actions import Schedule
+from shoal.base.estimates.estimate import PlanningCase
+from shoal.base.plans.comm_volume import CommVolume
+from shoal.base.plans.pipeline_actions import PipelineSchedule
 from shoal.forecast.memory.placed_bytes import gradient_sums, weight_gathers
 from shoal.forecast.time.step_traffic import (
     StepTraffic,
@@ -22,7 +22,7 @@ from shoal.forecast.time.step_traffic import (
 from shoal.planning.pipeline_schedules import make_schedule
 
 
-def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
+def predict_rank_traffic(case: PlanningCase, travel: CommVolume, rank: int) -> StepTraffic:
     """Return the bytes that a rank of pipeline rank `rank` sends in one step, by kind.
 
     Args:
@@ -31,8 +31,8 @@ def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
     Raises:
         PlanError: the schedule cannot run so many micro-batches.
     """
-    layout, schedule = case.layout, _schedule(case)
-    pieces = schedule.pieces
+    layout, schedule = case.layout, _case_schedule(case)
+    pieces = schedule.stages_per_copy
     passes = case.batch / (layout.data_degree * travel.samples * schedule.copies)
     again = case.plan.recompute == "full"
     sent = StepTraffic()
@@ -49,14 +49,14 @@ def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
     return sent
 
 
-def _schedule(case: Case) -> Schedule:
+def _case_schedule(case: PlanningCase) -> PipelineSchedule:
     """Return the case's pipeline schedule; without one, that of a rank with the only stage."""
     if case.layout.pp == 1:
-        return Schedule("", ((),), (0,), case.accumulate)
+        return PipelineSchedule("", ((),), (0,), case.accumulate)
     return make_schedule(case.schedule, case.layout.pp, case.accumulate, case.layout.chunks)
 
 
-def busiest(case: Case, travel: Travel) -> StepTraffic:
+def predict_busiest_traffic(case: PlanningCase, travel: CommVolume) -> StepTraffic:
     """Return the bytes that the busiest rank sends in one step, by kind of collective.
 
     Args:
@@ -70,6 +70,6 @@ def busiest(case: Case, travel: Travel) -> StepTraffic:
         Of the ranks with the same pipeline stages only the first is compared.
     """
     return max(
-        (sent_by(case, travel, rank) for rank in range(case.layout.pp)),
+        (predict_rank_traffic(case, travel, rank) for rank in range(case.layout.pp)),
         key=lambda sent: sent.total_bytes,
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.base.estimates.cluster import Link
-from shoal.base.estimates.estimate import Case, MemoryEstimate
+from shoal.base.estimates.estimate import MemoryEstimate, PlanningCase
 from shoal.base.text.units import bytes_text
 from shoal.forecast.memory.model_states import WIDTHS
 from shoal.forecast.time.step_terms import HOST_BYTES_PER_S, StepTerms, step_terms
@@ -28,7 +28,7 @@ FORWARD_LAUNCHES = 1 / 3
 """Share of a pass's operations that the forward pass launches."""
 
 
-def first_of(case: Case) -> Case:
+def first_device_case(case: PlanningCase) -> PlanningCase:
     """Return the case of the first device: one process with one replica's micro-batches.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device
@@ -46,9 +46,9 @@ def first_of(case: Case) -> Case:
     return case.but(layout=alone, batch=rounds * case.micro_batch, accumulate=rounds)
 
 
-def replica_terms(case: Case) -> StepTerms:
+def replica_terms(case: PlanningCase) -> StepTerms:
     """Return the terms of a step, from those of the first device."""
-    terms = step_terms(first_of(case))
+    terms = step_terms(first_device_case(case))
     others = case.layout.threads - 1
     launches = 1 + min(others, case.accumulate - 1) * FORWARD_LAUNCHES
     width = max(4, WIDTHS[case.plan.compute])
@@ -63,7 +63,7 @@ def replica_terms(case: Case) -> StepTerms:
     )
 
 
-def _link(case: Case) -> Link:
+def _link(case: PlanningCase) -> Link:
     """Return the link between a node's devices, or through the host if there is only one."""
     cluster = case.cluster
     if cluster.per_node > 1:
@@ -71,14 +71,14 @@ def _link(case: Case) -> Link:
     return Link("through the host", 1e-5, cluster.host_bytes_per_s or HOST_BYTES_PER_S)
 
 
-def of_first_device(case: Case, memory: MemoryEstimate) -> MemoryEstimate:
+def first_device_estimate(case: PlanningCase, memory: MemoryEstimate) -> MemoryEstimate:
     """Add each other device's bytes, all but the optimizer state, to the first one's estimate."""
     states = case.optimizer_bytes * case.model.trainable * max(4, WIDTHS[case.plan.compute]) / 4
     optimizer = min(states, memory.parts.get("optimizer", 0.0))
     return replace(memory, others_bytes=memory.peak_bytes - optimizer)
 
 
-def told(case: Case, memory: MemoryEstimate, sent_bytes: float) -> str:
+def describe_replicas(case: PlanningCase, memory: MemoryEstimate, sent_bytes: float) -> str:
     """Describe in one line what only the first device holds."""
     others = case.layout.threads - 1
     each = f"each of the {others} others" if others > 1 else "the other"

@@ -12,7 +12,7 @@ Servers may hold embedding tables alone. Then the rows that a worker's samples l
 ways, each once a step (one per position, assumed distinct; bags of several count as one), and an
 all-reduce between the workers sums the rest.
 
-`pace` simulates the turns by the rule by which servers admit gradients
+`simulate_pace` simulates the turns by the rule by which servers admit gradients
 (base/layouts/parameter_servers.py). Source: Li et al. 2014; Ho et al. 2013
 """
 
@@ -23,29 +23,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.base.errors import PlanError
-from shoal.base.estimates.estimate import Case, TimeEstimate
-from shoal.base.layouts.parameter_servers import Admission, free_running, workers_of
-from shoal.forecast.time.collective_time import Cost, Group
+from shoal.base.estimates.estimate import PlanningCase, TimeEstimate
+from shoal.base.layouts.parameter_servers import (
+    StalenessGate,
+    count_workers,
+    updates_asynchronously,
+)
+from shoal.forecast.time.collective_time import AxisGroup, CollectiveCost
 
 
-def pushed(case: Case, group: Group, size_bytes: float) -> Cost:
+def push_cost(case: PlanningCase, group: AxisGroup, size_bytes: float) -> CollectiveCost:
     """Return the cost of sending a worker's gradients, or any whole model, to the servers."""
     layout = case.layout
-    workers = 1 if free_running(layout) else workers_of(layout)
-    return _sent(group, size_bytes, max(1.0, workers / layout.servers), size_bytes)
+    workers = 1 if updates_asynchronously(layout) else count_workers(layout)
+    return _sequential_cost(group, size_bytes, max(1.0, workers / layout.servers), size_bytes)
 
 
-def pulled(case: Case, group: Group, size_bytes: float) -> Cost:
+def pull_cost(case: PlanningCase, group: AxisGroup, size_bytes: float) -> CollectiveCost:
     """Return the cost of sending new weights from the servers to the workers.
 
     The bytes are those that a worker sends, which is 0: a run's report counts a worker.
     """
     layout = case.layout
-    readers = 1 if free_running(layout) else workers_of(layout) + layout.servers - 1
-    return _sent(group, size_bytes, max(1.0, readers / layout.servers), 0.0)
+    readers = 1 if updates_asynchronously(layout) else count_workers(layout) + layout.servers - 1
+    return _sequential_cost(group, size_bytes, max(1.0, readers / layout.servers), 0.0)
 
 
-def tables_of(case: Case) -> list[tuple[float, float]]:
+def server_tables(case: PlanningCase) -> list[tuple[float, float]]:
     """Return (rows, width) of tables on servers: a placed plan's own, else the embedding's."""
     model, placed = case.model, [row for row in case.plan.placements if row.is_table]
     if placed:
@@ -56,42 +60,44 @@ def tables_of(case: Case) -> list[tuple[float, float]]:
     return [(unit.parameters / width, width) for unit in units]
 
 
-def table_elements(case: Case) -> float:
+def table_elements(case: PlanningCase) -> float:
     """Return the elements of all tables on servers; 0 unless servers hold only tables."""
-    return sum(rows * width for rows, width in tables_of(case)) if case.layout.serves else 0.0
+    return sum(rows * width for rows, width in server_tables(case)) if case.layout.serves else 0.0
 
 
-def looked_up(case: Case, group: Group, element_bytes: int) -> Cost:
+def lookup_cost(case: PlanningCase, group: AxisGroup, element_bytes: int) -> CollectiveCost:
     """Return the cost of sending looked-up rows to workers and their gradients back, per step.
 
     The bytes are a worker's, which sends gradients, and the row indices to every server.
     """
     layout = case.layout
     ids = case.accumulate * case.micro_batch * max(1, case.model.sequence)
-    used = [(min(rows, float(ids)), width) for rows, width in tables_of(case)]
+    used = [(min(rows, float(ids)), width) for rows, width in server_tables(case)]
     one_way = sum(rows * width * element_bytes for rows, width in used)
     numbers = sum(rows * 4 * layout.servers for rows, _ in used)
-    return _sent(group, 2 * one_way, max(1.0, workers_of(layout) / layout.servers), 0.0) + _sent(
-        group, 0.0, 1.0, one_way + numbers
-    )
+    return _sequential_cost(
+        group, 2 * one_way, max(1.0, count_workers(layout) / layout.servers), 0.0
+    ) + _sequential_cost(group, 0.0, 1.0, one_way + numbers)
 
 
-def _sent(group: Group, size_bytes: float, times: float, sent_bytes: float) -> Cost:
+def _sequential_cost(
+    group: AxisGroup, size_bytes: float, times: float, sent_bytes: float
+) -> CollectiveCost:
     """Return the cost of `times` the bytes through one link, sequentially."""
-    link = group.one_link or group.across
+    link = group.only_link or group.across
     seconds = link.latency_s + times * size_bytes / link.bytes_per_s
     inside = link is group.inside
-    return Cost(seconds, sent_bytes if inside else 0.0, 0.0 if inside else sent_bytes)
+    return CollectiveCost(seconds, sent_bytes if inside else 0.0, 0.0 if inside else sent_bytes)
 
 
-def in_turns(case: Case, one: TimeEstimate) -> TimeEstimate:
+def async_step_time(case: PlanningCase, one: TimeEstimate) -> TimeEstimate:
     """Return the mean time between steps of async workers that each take `one` per step.
 
     For a synchronous server it is `one` itself.
     """
-    if not free_running(case.layout):
+    if not updates_asynchronously(case.layout):
         return one
-    workers = workers_of(case.layout)
+    workers = count_workers(case.layout)
     update_s = one.parts.get("optimizer", 0.0)
     step_s = max(one.step_s / workers, update_s)
     share = step_s / one.step_s if one.step_s else 1.0
@@ -105,7 +111,7 @@ def in_turns(case: Case, one: TimeEstimate) -> TimeEstimate:
 
 
 @dataclass(frozen=True)
-class Pace:
+class ServerPace:
     """Simulated pace of a parameter server with workers of unequal speed, on average.
 
     Attributes:
@@ -126,14 +132,14 @@ MOST_STEPS = 200_000
 """Most simulated steps: a second or two of computation."""
 
 
-def pace(
+def simulate_pace(
     worker_s: Sequence[float],
     *,
     bound: int | None = None,
     synchronous: bool = False,
     apply_s: float = 0.0,
     steps: int = 2000,
-) -> Pace:
+) -> ServerPace:
     """Simulate workers that take `worker_s` each from reading weights to sending gradients.
 
     Args:
@@ -158,13 +164,13 @@ def pace(
     if synchronous:
         step_s = max(worker_s) / count + apply_s
         held = 1 - sum(worker_s) / count**2 / step_s
-        return Pace(1 / step_s, 0.0, 0, (steps,) * count, held)
+        return ServerPace(1 / step_s, 0.0, 0, (steps,) * count, held)
     if bound is not None and bound < count - 1:
         raise PlanError(
             f"staleness = {bound}: {count} workers need at least {count - 1}; try: "
             f"staleness={count - 1}"
         )
-    turns, now_s, held_s = Admission(bound), 0.0, 0.0
+    turns, now_s, held_s = StalenessGate(bound), 0.0, 0.0
     arrive = [(seconds, worker) for worker, seconds in enumerate(worker_s)]
     heapq.heapify(arrive)
     came_s: dict[int, float] = {}
@@ -172,18 +178,18 @@ def pace(
     for worker in range(count):
         turns.read(worker)
     while turns.step < steps:
-        while arrive and (turns.next() is None or arrive[0][0] <= now_s):
+        while arrive and (turns.next_worker() is None or arrive[0][0] <= now_s):
             at_s, worker = heapq.heappop(arrive)
             now_s = max(now_s, at_s)
             came_s[worker] = at_s
-            turns.brought(worker)
-        worker = turns.next()  # type: ignore[assignment]  # one worker may always go on
+            turns.record_gradient(worker)
+        worker = turns.next_worker()  # type: ignore[assignment]  # one worker may always go on
         now_s += apply_s
         held_s += now_s - apply_s - came_s[worker]
-        turns.applied(worker)
+        turns.record_applied(worker)
         made[worker] += 1
         turns.read(worker)
         heapq.heappush(arrive, (now_s + worker_s[worker], worker))
     total = sum(turns.counts.values())
     mean = sum(late * often for late, often in turns.counts.items()) / total
-    return Pace(steps / now_s, mean, max(turns.counts), tuple(made), held_s / (now_s * count))
+    return ServerPace(steps / now_s, mean, max(turns.counts), tuple(made), held_s / (now_s * count))

@@ -14,23 +14,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.base.estimates.estimate import Case, UnitFacts
+from shoal.base.estimates.estimate import PlanningCase, UnitFacts
 from shoal.forecast.memory.model_states import rank_elements
 from shoal.forecast.time.collective_time import (
     NOTHING,
-    Cost,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    group_of,
-    send,
+    CollectiveCost,
+    all_gather_cost,
+    all_reduce_cost,
+    all_to_all_cost,
+    axis_group,
+    send_cost,
 )
-from shoal.forecast.time.framework_overlap import Habits
+from shoal.forecast.time.framework_overlap import FrameworkOverlap
 from shoal.forecast.time.step_work import unit_work
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitCosts:
     """Costs of some units on one rank: terms per micro-batch, and the rank's elements.
 
     Attributes:
@@ -49,11 +49,11 @@ class Part:
     parameters: float = 0.0
     experts: float = 0.0
     saved_bytes: float = 0.0
-    sent: Cost = NOTHING
+    sent: CollectiveCost = NOTHING
 
-    def times(self, count: float) -> Part:
+    def times(self, count: float) -> UnitCosts:
         """Return the costs of `count` such parts."""
-        return Part(
+        return UnitCosts(
             {term: seconds * count for term, seconds in self.terms.items()},
             self.compute_s * count,
             self.forward_s * count,
@@ -64,10 +64,10 @@ class Part:
             self.sent.times(count),
         )
 
-    def __add__(self, other: Part) -> Part:
+    def __add__(self, other: UnitCosts) -> UnitCosts:
         terms = dict(self.terms)
-        _add(terms, other.terms, 1.0)
-        return Part(
+        _add_terms(terms, other.terms, 1.0)
+        return UnitCosts(
             terms,
             self.compute_s + other.compute_s,
             self.forward_s + other.forward_s,
@@ -79,12 +79,14 @@ class Part:
         )
 
 
-def _add(into: dict[str, float], terms: dict[str, float], times: float) -> None:
+def _add_terms(into: dict[str, float], terms: dict[str, float], times: float) -> None:
     for term, seconds in terms.items():
         into[term] = into.get(term, 0.0) + seconds * times
 
 
-def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block: bool) -> Part:
+def units_cost(
+    case: PlanningCase, habits: FrameworkOverlap, units: Sequence[UnitFacts], in_block: bool
+) -> UnitCosts:
     """Return the costs of all of these units together."""
     terms: dict[str, float] = {}
     compute = forward = again = parameters = experts = saved = 0.0
@@ -92,65 +94,67 @@ def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block:
     for unit in units:
         times = unit.count
         work = unit_work(case, habits, unit, in_block=in_block)
-        _add(terms, work.terms, times)
+        _add_terms(terms, work.terms, times)
         compute += work.compute_s * times
         forward += work.forward_s * times
         again += work.again_s * times
-        held = rank_elements(unit, layout, case.layout.ep, case.one_expert)
+        held = rank_elements(unit, layout, case.layout.ep, case.expert_tp_degree)
         parameters += sum(held) * times
         experts += held.experts * times
         saved += (unit.saved_split_bytes / layout.tp + unit.saved_plain_bytes) * times
-    return Part(terms, compute, forward, again, parameters, experts, saved)
+    return UnitCosts(terms, compute, forward, again, parameters, experts, saved)
 
 
-def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
+def block_collectives_cost(
+    case: PlanningCase, habits: FrameworkOverlap, unit: UnitFacts
+) -> UnitCosts:
     """Return the collectives of the ranks that share one block's work, and the block's event."""
     layout, cluster = case.layout, case.cluster
     found, sent = {"block": 1.0}, NOTHING
     passes = 3 if case.plan.recompute == "full" else 2
     whole = unit.input_bytes * case.micro_batch / layout.cp
     if layout.tp > 1:
-        group = group_of(cluster, layout.tp, 1)
-        cost = all_reduce(group, whole).times(2 * passes)
+        group = axis_group(cluster, layout.tp, 1)
+        cost = all_reduce_cost(group, whole).times(2 * passes)
         found["tensor" + group.suffix] = cost.seconds
         sent += cost
     if layout.cp > 1:
-        group = group_of(cluster, layout.cp, layout.tp)
+        group = axis_group(cluster, layout.cp, layout.tp)
         model = case.model
         share = model.kv_heads / model.heads if model.heads else 1.0
         # forward keys and values, backward also their gradients: 3 rounds of the ring
-        cost = all_gather(group, 2 * share * whole * layout.cp / layout.tp).times(3)
+        cost = all_gather_cost(group, 2 * share * whole * layout.cp / layout.tp).times(3)
         attention_s = unit_work(case, habits, unit, in_block=True).terms["attention"]
         found["context" + group.suffix] = max(0.0, cost.seconds - attention_s)
         sent += cost
     if case.layout.ep > 1 and unit.routed_bytes:
-        group = group_of(cluster, case.layout.ep, layout.tp * layout.cp)
+        group = axis_group(cluster, case.layout.ep, layout.tp * layout.cp)
         tokens = unit.routed_bytes * case.micro_batch / layout.cp
         tokens /= layout.tp if case.plan.sequence_parallel != "off" else 1
-        cost = all_to_all(group, tokens).times(2 * passes)
+        cost = all_to_all_cost(group, tokens).times(2 * passes)
         found["experts" + group.suffix] = cost.seconds
         sent += cost
-    return Part(found, sent=sent)
+    return UnitCosts(found, sent=sent)
 
 
-def end_exchange(case: Case, unit: UnitFacts) -> Part:
+def end_all_reduce_cost(case: PlanningCase, unit: UnitFacts) -> UnitCosts:
     """Return one all-reduce of activations: the embedding's forward, the head's backward."""
     if case.layout.tp == 1:
-        return Part({})
-    group = group_of(case.cluster, case.layout.tp, 1)
-    cost = all_reduce(group, unit.input_bytes * case.micro_batch / case.layout.cp)
-    return Part({"tensor" + group.suffix: cost.seconds}, sent=cost)
+        return UnitCosts({})
+    group = axis_group(case.cluster, case.layout.tp, 1)
+    cost = all_reduce_cost(group, unit.input_bytes * case.micro_batch / case.layout.cp)
+    return UnitCosts({"tensor" + group.suffix: cost.seconds}, sent=cost)
 
 
-def between_stages(case: Case, habits: Habits, unit: UnitFacts) -> Part:
+def stage_messages_cost(case: PlanningCase, habits: FrameworkOverlap, unit: UnitFacts) -> UnitCosts:
     """Return one micro-batch's messages between stages, and the micro-batch's event."""
     layout = case.layout
     if layout.pp == 1:
-        return Part({"micro_batch": 1.0})
+        return UnitCosts({"micro_batch": 1.0})
     parts = layout.tp if case.plan.sequence_parallel != "off" or habits.splits_messages else 1
     message = unit.input_bytes * case.micro_batch / layout.cp / parts
     stride = layout.tp * layout.cp * layout.data_degree
-    cost = send(case.cluster, stride, message, layout.pp)
+    cost = send_cost(case.cluster, stride, message, layout.pp)
     cost = cost.times(2 * case.chunks)
     name = "pipeline_across" if cost.across_bytes else "pipeline"
-    return Part({"micro_batch": 1.0, name: cost.seconds}, sent=cost)
+    return UnitCosts({"micro_batch": 1.0, name: cost.seconds}, sent=cost)

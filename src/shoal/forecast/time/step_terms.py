@@ -19,21 +19,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.base.estimates.estimate import Case, UnitFacts
-from shoal.base.layouts.schedule_names import canonical, copies
-from shoal.forecast.memory.model_states import Elements, shard_counts
-from shoal.forecast.memory.offloaded_bytes import copies as copies_of_offload
-from shoal.forecast.time.collective_time import Cost, Group, all_reduce, group_of
-from shoal.forecast.time.framework_overlap import Habits, habits_of
-from shoal.forecast.time.step_parts import (
-    Part,
-    between_stages,
-    block_exchanges,
-    end_exchange,
-    units_part,
+from shoal.base.estimates.estimate import PlanningCase, UnitFacts
+from shoal.base.layouts.schedule_names import canonical_schedule, model_copies
+from shoal.forecast.memory.model_states import ParameterElements, shard_counts
+from shoal.forecast.memory.offloaded_bytes import predict_copies as copies_of_offload
+from shoal.forecast.time.collective_time import (
+    AxisGroup,
+    CollectiveCost,
+    all_reduce_cost,
+    axis_group,
 )
-from shoal.forecast.time.step_sync import Sync, data_sync, gradient_bytes
-from shoal.forecast.time.step_work import PRODUCTS_PER_BLOCK, on_ladder
+from shoal.forecast.time.framework_overlap import FrameworkOverlap, framework_overlap
+from shoal.forecast.time.step_parts import (
+    UnitCosts,
+    block_collectives_cost,
+    end_all_reduce_cost,
+    stage_messages_cost,
+    units_cost,
+)
+from shoal.forecast.time.step_sync import DataParallelCosts, data_parallel_costs, gradient_bytes
+from shoal.forecast.time.step_work import PRODUCTS_PER_BLOCK, interpolate_ladder
 from shoal.planning.pipeline_stages import root_share
 
 HOST_BYTES_PER_S = 20e9
@@ -41,7 +46,7 @@ HOST_BYTES_PER_S = 20e9
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTerms:
     """Costs of one kind of pipeline stage.
 
     Attributes:
@@ -68,7 +73,7 @@ class Stage:
     outside: float
     blocks: float
     saved_bytes: float
-    sent: Cost
+    sent: CollectiveCost
 
 
 @dataclass(frozen=True)
@@ -83,50 +88,52 @@ class StepTerms:
         sent: link → bytes per step of a rank of the fullest stage.
     """
 
-    case: Case
-    habits: Habits
-    stages: tuple[Stage, ...]
-    sync: Sync
+    case: PlanningCase
+    habits: FrameworkOverlap
+    stages: tuple[StageTerms, ...]
+    sync: DataParallelCosts
     step: dict[str, float]
     beside_s: float
     sent: dict[str, float]
 
 
-def step_terms(case: Case) -> StepTerms:
+def step_terms(case: PlanningCase) -> StepTerms:
     """Return the terms of a case.
 
     Raises:
         PlanError: unknown number format, recompute policy or framework.
     """
-    habits = habits_of(case.framework)
-    before, inner, after = _split(case.model.units)
+    habits = framework_overlap(case.framework)
+    before, inner, after = _split_units(case.model.units)
     count = sum(unit.count for unit in inner)
     unit = max(inner, key=lambda each: each.count)
-    block = units_part(case, habits, inner, True).times(1 / count) + block_exchanges(
+    block = units_cost(case, habits, inner, True).times(1 / count) + block_collectives_cost(
         case, habits, unit
     )
-    between = between_stages(case, habits, unit)
-    end = end_exchange(case, unit)
+    between = stage_messages_cost(case, habits, unit)
+    end = end_all_reduce_cost(case, unit)
     ends = (
-        units_part(case, habits, before, False) + end,
-        units_part(case, habits, after, False) + end,
+        units_cost(case, habits, before, False) + end,
+        units_cost(case, habits, after, False) + end,
     )
-    stages = tuple(_stage(kind, block, ends, between) for kind in _kinds(case.layout.pp, count))
-    held = copies(canonical(case.schedule)) if case.layout.pp > 1 else 1
-    full = _times(max(stages, key=lambda stage: stage.parameters), held)
-    one = Elements(block.parameters - block.experts, block.experts)
-    rooted = _rooted(case, inner)
-    sync = data_sync(
+    stages = tuple(
+        _make_stage(kind, block, ends, between) for kind in _stage_kinds(case.layout.pp, count)
+    )
+    held = model_copies(canonical_schedule(case.schedule)) if case.layout.pp > 1 else 1
+    full = _multiply_stage(max(stages, key=lambda stage: stage.parameters), held)
+    one = ParameterElements(block.parameters - block.experts, block.experts)
+    rooted = _root_weight_share(case, inner)
+    sync = data_parallel_costs(
         case,
         habits,
         full.blocks if rooted < 1 else 0.0,
-        Elements(one.dense * (1 - rooted), one.experts * (1 - rooted)),
+        ParameterElements(one.dense * (1 - rooted), one.experts * (1 - rooted)),
         full.outside + rooted * full.blocks * sum(one),
     )
-    waits_s, beside_s = _update(case, full)
+    waits_s, beside_s = _update_seconds(case, full)
     total = sync.total(case.accumulate) + full.sent.times(case.accumulate)
     if held > 1:
-        group, cost = _between_copies(case, habits, full)
+        group, cost = _model_copies_sum(case, habits, full)
         waits_s["gradients" + group.suffix] = cost.seconds
         total += cost
     inside, across = case.cluster.inside.name, case.cluster.across.name
@@ -143,7 +150,7 @@ def step_terms(case: Case) -> StepTerms:
     )
 
 
-def _times(stage: Stage, held: int) -> Stage:
+def _multiply_stage(stage: StageTerms, held: int) -> StageTerms:
     """Return the stage of a rank that holds several such, one micro-batch at a time."""
     return replace(
         stage,
@@ -154,23 +161,25 @@ def _times(stage: Stage, held: int) -> Stage:
     )
 
 
-def _between_copies(case: Case, habits: Habits, stage: Stage) -> tuple[Group, Cost]:
+def _model_copies_sum(
+    case: PlanningCase, habits: FrameworkOverlap, stage: StageTerms
+) -> tuple[AxisGroup, CollectiveCost]:
     """Return the all-reduce of gradients between dualpipe's two model copies, once a step.
 
     The two ranks with the same stages are 1 to p − 1 stages apart: p/2 on average.
     """
     layout = case.layout
     apart = layout.tp * layout.cp * layout.data_degree * layout.pp // 2
-    group = group_of(case.cluster, 2, apart)
+    group = axis_group(case.cluster, 2, apart)
     dense, experts = shard_counts(case)
     own = (stage.parameters - stage.experts) / dense + stage.experts / experts
-    return group, all_reduce(group, own * gradient_bytes(case, habits))
+    return group, all_reduce_cost(group, own * gradient_bytes(case, habits))
 
 
 _Units = list[UnitFacts]
 
 
-def _split(units: tuple[UnitFacts, ...]) -> tuple[_Units, _Units, _Units]:
+def _split_units(units: tuple[UnitFacts, ...]) -> tuple[_Units, _Units, _Units]:
     """Split units into those before the blocks, the blocks (repeated units), and those after."""
     inner = [i for i, unit in enumerate(units) if unit.count > 1]
     if not inner:  # no repetition: all units but the ends count as blocks
@@ -179,7 +188,7 @@ def _split(units: tuple[UnitFacts, ...]) -> tuple[_Units, _Units, _Units]:
     return list(units[:first]), list(units[first : last + 1]), list(units[last + 1 :])
 
 
-class _Kind(NamedTuple):
+class _StageKind(NamedTuple):
     """Group of equal stages: count, mean and most blocks, with embedding, with head."""
 
     copies: int
@@ -189,24 +198,24 @@ class _Kind(NamedTuple):
     last: bool
 
 
-def _kinds(stages: int, blocks: int) -> list[_Kind]:
+def _stage_kinds(stages: int, blocks: int) -> list[_StageKind]:
     """Return the kinds of stages for equal runs of blocks; the remainder goes to the middle.
 
     >>> [(kind.copies, kind.blocks, kind.most) for kind in _kinds(4, 10)]
     [(1, 2, 2), (2, 3.0, 3), (1, 2, 2)]
     """
     if stages == 1:
-        return [_Kind(1, blocks, blocks, True, True)]
+        return [_StageKind(1, blocks, blocks, True, True)]
     ends = blocks // stages
     if stages == 2:
         more = blocks - ends
-        return [_Kind(1, more, more, True, False), _Kind(1, ends, ends, False, True)]
+        return [_StageKind(1, more, more, True, False), _StageKind(1, ends, ends, False, True)]
     left, inner = blocks - 2 * ends, stages - 2
-    middle = _Kind(inner, left / inner, -(-left // inner), False, False)
-    return [_Kind(1, ends, ends, True, False), middle, _Kind(1, ends, ends, False, True)]
+    middle = _StageKind(inner, left / inner, -(-left // inner), False, False)
+    return [_StageKind(1, ends, ends, True, False), middle, _StageKind(1, ends, ends, False, True)]
 
 
-def _rooted(case: Case, inner: Sequence[UnitFacts]) -> float:
+def _root_weight_share(case: PlanningCase, inner: Sequence[UnitFacts]) -> float:
     """Return the share of the repeated weights that fsdp keeps in the root."""
     whole = sum(unit.parameters * unit.count for unit in inner)
     if case.layout.zero < 3 or not whole:
@@ -214,7 +223,9 @@ def _rooted(case: Case, inner: Sequence[UnitFacts]) -> float:
     return sum(root_share(unit) * unit.parameters * unit.count for unit in inner) / whole
 
 
-def _stage(kind: _Kind, block: Part, ends: tuple[Part, Part], between: Part) -> Stage:
+def _make_stage(
+    kind: _StageKind, block: UnitCosts, ends: tuple[UnitCosts, UnitCosts], between: UnitCosts
+) -> StageTerms:
     whole = block.times(kind.blocks) + between
     for held, end in zip((kind.first, kind.last), ends, strict=True):
         if held:
@@ -222,7 +233,7 @@ def _stage(kind: _Kind, block: Part, ends: tuple[Part, Part], between: Part) -> 
     device = dict(whole.terms)
     launch_s = device.pop("launch", 0.0)
     compute = whole.compute_s
-    return Stage(
+    return StageTerms(
         copies=kind.copies,
         fullest=kind.most / kind.blocks if kind.blocks else 1.0,
         device=device,
@@ -238,7 +249,7 @@ def _stage(kind: _Kind, block: Part, ends: tuple[Part, Part], between: Part) -> 
     )
 
 
-def _update(case: Case, stage: Stage) -> tuple[dict[str, float], float]:
+def _update_seconds(case: PlanningCase, stage: StageTerms) -> tuple[dict[str, float], float]:
     """Return seconds of the update and exposed offload, and offload that overlaps compute.
 
     The update reads gradients (twice: first for their norm), reads and writes fp32 weights and
@@ -249,7 +260,7 @@ def _update(case: Case, stage: Stage) -> tuple[dict[str, float], float]:
     owned = (stage.parameters - stage.experts) / dense + stage.experts / experts
     # Tensors are updated one by one; a block has about as many as it has products.
     each_bytes = 4 * owned / max(1.0, PRODUCTS_PER_BLOCK * stage.blocks)
-    memory = on_ladder(device.stream_ladder, each_bytes, device.stream_bytes_per_s)
+    memory = interpolate_ladder(device.stream_ladder, each_bytes, device.stream_bytes_per_s)
     per_element = 8 + 2 * (4 + case.optimizer_bytes) + case.model.element_bytes
     host = case.cluster.host_bytes_per_s or HOST_BYTES_PER_S
     saved = stage.saved_bytes * case.micro_batch / layout.cp

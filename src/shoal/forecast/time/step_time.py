@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from shoal.base.estimates.cluster import Calibration
-from shoal.base.estimates.estimate import Case, TimeEstimate
+from shoal.base.estimates.estimate import PlanningCase, TimeEstimate
 from shoal.forecast.machines.calibrations import calibration_of
-from shoal.forecast.time.step_terms import Stage, StepTerms, step_terms
+from shoal.forecast.time.step_terms import StageTerms, StepTerms, step_terms
 from shoal.planning.pipeline_bubble import bubble_s
 
 SMOOTHNESS = {"cpu": 1.0}
@@ -61,7 +61,7 @@ def coefficient(calibration: Calibration, term: str) -> float:
     return 1.0
 
 
-class Table(dict[str, float]):
+class CoefficientTable(dict[str, float]):
     """Coefficients by term, each computed once."""
 
     def __init__(self, calibration: Calibration) -> None:
@@ -75,17 +75,17 @@ class Table(dict[str, float]):
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedStage:
     """A stage's micro-batch in seconds, with the weights of device and host time in it."""
 
-    stage: Stage
+    stage: StageTerms
     tau_s: float
     device_share: float = 1.0
     host_share: float = 1.0
 
 
 @dataclass
-class Effective:
+class ExposedTerms:
     """A step as additive terms: term → exposed seconds before its coefficient.
 
     Attributes:
@@ -101,37 +101,37 @@ class Effective:
     hidden: dict[str, float] = field(default_factory=dict)
 
 
-def effective(terms: StepTerms, table: Table) -> Effective:
+def exposed_terms(terms: StepTerms, table: CoefficientTable) -> ExposedTerms:
     """Return the exposed part of each term, under a machine's coefficients.
 
     Σ coefficient · effective term = step_s, exactly.
     """
     power = SMOOTHNESS.get(terms.case.cluster.device.kind, 8.0)
-    timed = [_timed(stage, table, power) for stage in terms.stages]
+    timed = [_time_stage(stage, table, power) for stage in terms.stages]
     slowest = max(timed, key=lambda each: each.tau_s * each.stage.fullest)
-    found = Effective(dict(terms.step), again=slowest.stage.again)
+    found = ExposedTerms(dict(terms.step), again=slowest.stage.again)
     m = terms.case.accumulate
-    _count(found.terms, slowest, m * slowest.stage.fullest)
+    _add_stage_terms(found.terms, slowest, m * slowest.stage.fullest)
     if terms.case.layout.pp > 1:
-        _bubble(terms.case, timed, slowest, found.bubble)
+        _add_bubble(terms.case, timed, slowest, found.bubble)
         for term, seconds in found.bubble.items():
             found.terms[term] = found.terms.get(term, 0.0) + seconds
-    _exposed(terms, slowest, _Waits(table, found, terms.habits.wait_share))
+    _add_exposed(terms, slowest, _ExposureCounter(table, found, terms.habits.wait_share))
     found.step_s = sum(table[term] * seconds for term, seconds in found.terms.items())
     return found
 
 
-def _timed(stage: Stage, table: Table, power: float) -> Timed:
+def _time_stage(stage: StageTerms, table: CoefficientTable, power: float) -> TimedStage:
     device = sum(table[term] * seconds for term, seconds in stage.device.items())
     host = table["launch"] * stage.launch_s
     if power == 1.0 or device <= 0.0 or host <= 0.0:
-        return Timed(stage, device + host)
+        return TimedStage(stage, device + host)
     high = max(device, host)
     tau = high * ((device / high) ** power + (host / high) ** power) ** (1 / power)
-    return Timed(stage, tau, (device / tau) ** (power - 1), (host / tau) ** (power - 1))
+    return TimedStage(stage, tau, (device / tau) ** (power - 1), (host / tau) ** (power - 1))
 
 
-def _count(found: dict[str, float], timed: Timed, times: float) -> None:
+def _add_stage_terms(found: dict[str, float], timed: TimedStage, times: float) -> None:
     """Add a stage's terms, weighted by the device's or the host's share."""
     share = timed.device_share * times
     for term, seconds in timed.stage.device.items():
@@ -140,7 +140,9 @@ def _count(found: dict[str, float], timed: Timed, times: float) -> None:
     found["launch"] = found.get("launch", 0.0) + host_s
 
 
-def _bubble(case: Case, timed: list[Timed], slowest: Timed, found: dict[str, float]) -> None:
+def _add_bubble(
+    case: PlanningCase, timed: list[TimedStage], slowest: TimedStage, found: dict[str, float]
+) -> None:
     """Add the bubble of the slowest stage: its share of every other stage's micro-batch."""
     stages = case.layout.pp
     forward = slowest.stage.forward
@@ -149,15 +151,15 @@ def _bubble(case: Case, timed: list[Timed], slowest: Timed, found: dict[str, flo
     unit = bubble_s(case.schedule, stages, case.accumulate, forward, inputs, weights, case.chunks)
     for one in timed:
         copies = one.stage.copies - (1 if one is slowest else 0)
-        _count(found, one, copies * unit / (stages - 1))
+        _add_stage_terms(found, one, copies * unit / (stages - 1))
 
 
 @dataclass(frozen=True)
-class _Waits:
+class _ExposureCounter:
     """Accumulator of exposed communication, and of communication that compute hides."""
 
-    table: Table
-    found: Effective
+    table: CoefficientTable
+    found: ExposedTerms
     wait_share: float
 
     def add(
@@ -180,7 +182,7 @@ class _Waits:
             hidden[term] = hidden.get(term, 0.0) + times * gone
 
 
-def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
+def _add_exposed(terms: StepTerms, slowest: TimedStage, waits: _ExposureCounter) -> None:
     """Add the exposed data-parallel and offload seconds beside the slowest stage's compute."""
     sync, habits, m = terms.sync, terms.habits, terms.case.accumulate
     overlaps = terms.case.cluster.device.kind != "cpu"
@@ -205,7 +207,7 @@ def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
     waits.add(sends, sync.gradients.seconds, sync.reductions, 1.0, 0.0)
 
 
-def predict_time(case: Case) -> TimeEstimate:
+def predict_time(case: PlanningCase) -> TimeEstimate:
     """Predict the seconds of one optimizer step on the case's cluster, in named parts that sum up.
 
     A cluster's own calibration is used if it has a `matrix` term; else its values override those of
@@ -224,17 +226,17 @@ def predict_time(case: Case) -> TimeEstimate:
         estimates = [predict_time(replace(case, cluster=part)) for part in parts]
         return max(estimates, key=lambda estimate: estimate.step_s)
     calibration = calibration_of(case)
-    table = Table(calibration)
+    table = CoefficientTable(calibration)
     if case.layout.threads > 1 and cluster.device.kind != "cpu":
         from shoal.forecast.time.replica_costs import replica_terms
 
         terms = replica_terms(case)
     else:
         terms = step_terms(case)
-    found = effective(terms, table)
+    found = exposed_terms(terms, table)
     off = calibration.time_error or UNKNOWN_ERROR
     estimate = TimeEstimate(
-        parts=_parts(found, table),
+        parts=_reported_parts(found, table),
         step_s=found.step_s,
         hidden=found.hidden,
         bytes=terms.sent,
@@ -243,13 +245,13 @@ def predict_time(case: Case) -> TimeEstimate:
         model_flops=3 * case.model.forward_flops * case.batch,
     )
     if case.layout.servers:
-        from shoal.forecast.time.server_costs import in_turns
+        from shoal.forecast.time.server_costs import async_step_time
 
-        return in_turns(case, estimate)
+        return async_step_time(case, estimate)
     return estimate
 
 
-def _parts(found: Effective, table: Table) -> dict[str, float]:
+def _reported_parts(found: ExposedTerms, table: CoefficientTable) -> dict[str, float]:
     """Return seconds by reported name, with bubble and recompute separated from the others."""
     shown: dict[str, float] = {}
     bubble = again = 0.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from shoal.base.plans.comm_volume import Crossing, TensorExchange
+from shoal.base.plans.comm_volume import StageTransfer, TensorExchange
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def tensor_traffic(
 
 
 def pipe_traffic(
-    crossings: Sequence[Crossing], stage_rank: Sequence[int], rank: int, *, micro_batches: int
+    crossings: Sequence[StageTransfer], stage_rank: Sequence[int], rank: int, *, micro_batches: int
 ) -> StepTraffic:
     """Return the bytes that pipeline rank `rank` sends to its neighbours per optimizer step.
 

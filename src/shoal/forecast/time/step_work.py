@@ -20,11 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log
 
-from shoal.base.errors import PlanError, nearest
+from shoal.base.errors import PlanError, nearest_word
 from shoal.base.estimates.cluster import Device
-from shoal.base.estimates.estimate import Case, UnitFacts
+from shoal.base.estimates.estimate import PlanningCase, UnitFacts
 from shoal.forecast.memory.model_states import rank_elements
-from shoal.forecast.time.framework_overlap import Habits
+from shoal.forecast.time.framework_overlap import FrameworkOverlap
 
 PRODUCTS_PER_BLOCK = 4
 """Large products of one block (qkv, output, up, down): the ladder uses their mean size."""
@@ -37,7 +37,7 @@ COMPILED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Work:
+class UnitWork:
     """Terms of one unit and one micro-batch, over all passes.
 
     Attributes:
@@ -64,7 +64,7 @@ def peak_flops_per_s(device: Device, compute: str) -> float:
     other = {"bf16": "fp16", "fp16": "bf16"}.get(compute, compute)
     rate = rates.get(compute) or rates.get(other)
     if not rate:
-        close = nearest(compute, rates) or next(iter(rates), "none is known")
+        close = nearest_word(compute, rates) or next(iter(rates), "none is known")
         raise PlanError(
             f"precision.compute = {compute}: no matrix rate is known for {device.name}, which has "
             f"{', '.join(rates) or 'none'}; try: precision.compute={close}"
@@ -72,7 +72,9 @@ def peak_flops_per_s(device: Device, compute: str) -> float:
     return rate
 
 
-def on_ladder(ladder: tuple[tuple[float, float], ...], size: float, default: float) -> float:
+def interpolate_ladder(
+    ladder: tuple[tuple[float, float], ...], size: float, default: float
+) -> float:
     """Interpolate a ladder of (size, value) at a size; return the default for an empty ladder.
 
     Interpolation is linear on a logarithmic scale of sizes; outside, the nearest rung counts.
@@ -96,7 +98,9 @@ def on_ladder(ladder: tuple[tuple[float, float], ...], size: float, default: flo
     return low[1]
 
 
-def repeated(case: Case, habits: Habits, in_block: bool) -> tuple[float, float, float]:
+def recompute_shares(
+    case: PlanningCase, habits: FrameworkOverlap, in_block: bool
+) -> tuple[float, float, float]:
     """Return shares of products, attention and the rest that recompute runs again in a unit."""
     if not in_block or case.plan.recompute == "none":
         return 0.0, 0.0, 0.0
@@ -106,29 +110,33 @@ def repeated(case: Case, habits: Habits, in_block: bool) -> tuple[float, float, 
         return habits.selective
     raise PlanError(
         f"memory.recompute = {case.plan.recompute}: not one of none, selective, full; "
-        f"try: {nearest(case.plan.recompute, ('none', 'selective', 'full')) or 'none'}"
+        f"try: {nearest_word(case.plan.recompute, ('none', 'selective', 'full')) or 'none'}"
     )
 
 
-def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) -> Work:
+def unit_work(
+    case: PlanningCase, habits: FrameworkOverlap, unit: UnitFacts, *, in_block: bool
+) -> UnitWork:
     """Return the terms of one unit for one micro-batch on one rank."""
     device, layout = case.cluster.device, case.layout
     peak = peak_flops_per_s(device, case.plan.compute)
     part = case.micro_batch / layout.cp
     split = part / layout.tp
     wrapped = in_block and unit.block != "-"  # recompute and compile act on blocks in lists
-    again = repeated(case, habits, wrapped)
+    again = recompute_shares(case, habits, wrapped)
     fused = COMPILED_SHARE if case.plan.compile != "none" and wrapped else 1.0
     products = (unit.forward_flops - unit.attention_flops) * split
     one = products / (PRODUCTS_PER_BLOCK if in_block else 1)
-    matrix = products / (peak * on_ladder(device.ladder_of(case.plan.compute), one, 1.0))
+    matrix = products / (peak * interpolate_ladder(device.ladder_of(case.plan.compute), one, 1.0))
     attention = unit.attention_flops * split / peak
     plain = min(unit.elementwise_bytes, PLAIN_PASSES * unit.input_bytes)
     plain_split = split if case.plan.sequence_parallel != "off" else part
     moved = (unit.elementwise_bytes - plain) * split + plain * plain_split
-    memory = on_ladder(device.stream_ladder, unit.input_bytes * part, device.stream_bytes_per_s)
+    memory = interpolate_ladder(
+        device.stream_ladder, unit.input_bytes * part, device.stream_bytes_per_s
+    )
     rest = moved / memory * fused
-    held = sum(rank_elements(unit, layout, case.layout.ep, case.one_expert))
+    held = sum(rank_elements(unit, layout, case.layout.ep, case.expert_tp_degree))
     # a measured ladder includes reading the weights
     read = held * case.model.element_bytes if products and not device.ladders else 0.0
     stream = device.stream_bytes_per_s
@@ -142,10 +150,10 @@ def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) ->
     }
     forward = matrix + attention + rest
     repeats = matrix * again[0] + attention * again[1] + rest * again[2]
-    return Work(terms, 3 * forward + repeats, forward, repeats)
+    return UnitWork(terms, 3 * forward + repeats, forward, repeats)
 
 
-def _operation_s(case: Case, again: float) -> float:
+def _operation_s(case: PlanningCase, again: float) -> float:
     """Return host seconds of one forward operation, its backward, and its recomputation."""
     known = case.cluster.calibration.constants_s
     forward = known.get("operation", case.cluster.device.launch_s)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.base.errors import ConfigError, one_of
+from shoal.base.errors import ConfigError, format_choice_error
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.islands.method import Method
+from shoal.islands.method import MergeMethod
 from shoal.islands.methods.averaging import (
     BranchTrainMerge,
     DiLoCo,
@@ -17,7 +17,7 @@ from shoal.islands.methods.fedopt import FedOpt
 from shoal.islands.methods.noloco import NoLoCo
 from shoal.islands.methods.sparse_loco import SparseLoCo
 
-PLAIN: dict[str, type[Method]] = {
+PLAIN: dict[str, type[MergeMethod]] = {
     kind.name: kind
     for kind in (
         LocalSGD,
@@ -33,7 +33,7 @@ PLAIN: dict[str, type[Method]] = {
 """Methods that need only the policy, by name."""
 
 
-def find_method(policy: IslandsPolicy, *, seed: int = 0) -> Method:
+def find_method(policy: IslandsPolicy, *, seed: int = 0) -> MergeMethod:
     """Instantiate the class of `islands.method` with the policy's settings.
 
     Args:
@@ -43,9 +43,11 @@ def find_method(policy: IslandsPolicy, *, seed: int = 0) -> Method:
     Raises:
         ConfigError: the method is unknown or "none", or its settings are not allowed.
     """
-    settled = policy.settled()
+    settled = policy.resolved()
     if settled.method == NoLoCo.name:
         return NoLoCo(settled, seed)
     if settled.method not in PLAIN:
-        raise ConfigError(one_of("islands.method", settled.method, (*PLAIN, NoLoCo.name)))
+        raise ConfigError(
+            format_choice_error("islands.method", settled.method, (*PLAIN, NoLoCo.name))
+        )
     return PLAIN[settled.method](settled)

@@ -1,6 +1,6 @@
 """Averaging methods: islands' changes become one mean change, and an outer step by it.
 
-Each is a subclass of `Method`, whose outer step it configures, with its formulas and sources.
+Each is a subclass of `MergeMethod`, whose outer step it configures, with its formulas and sources.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shoal.islands.method import Method
-from shoal.islands.outer_optimizer import Outer
+from shoal.islands.method import MergeMethod
+from shoal.islands.outer_optimizer import OuterState
 
 
-class LocalSGD(Method):
+class LocalSGD(MergeMethod):
     """Local SGD: every island trains alone for H steps, then all average their weights.
 
         w_i ← Σ n_i·w_i / Σ n_i
@@ -28,7 +28,7 @@ class LocalSGD(Method):
     name = "local-sgd"
 
 
-class FedAvg(Method):
+class FedAvg(MergeMethod):
     """FedAvg: local training, then the average of the weights by tokens seen.
 
         W ← Σ n_i·w_i / Σ n_i
@@ -42,7 +42,7 @@ class FedAvg(Method):
     name = "fedavg"
 
 
-class FedProx(Method):
+class FedProx(MergeMethod):
     """FedProx: FedAvg with a proximal term towards the merged weights in local training.
 
         gradient of an inner step  g ← g + μ·(w_i − W)        of the added loss  μ/2·‖w_i − W‖²
@@ -61,7 +61,7 @@ class FedProx(Method):
     pulls = True
 
     @torch.no_grad()
-    def before_update(self, outer: Outer, local: Mapping[str, nn.Parameter]) -> None:
+    def before_update(self, outer: OuterState, local: Mapping[str, nn.Parameter]) -> None:
         """Add μ·(w − W) to every gradient; parameters without a gradient stay unchanged."""
         for name, own in local.items():
             if own.grad is not None and name in outer.weights:
@@ -71,7 +71,7 @@ class FedProx(Method):
                 )
 
 
-class BranchTrainMerge(Method):
+class BranchTrainMerge(MergeMethod):
     """Branch-train-merge: copies of the model train apart for long, are averaged, branch again.
 
         merge       W ← Σ n_i·w_i / Σ n_i
@@ -88,7 +88,7 @@ class BranchTrainMerge(Method):
     resets_inner = True
 
 
-class DiLoCo(Method):
+class DiLoCo(MergeMethod):
     """DiLoCo: H local AdamW steps per island, then an outer Nesterov step by the mean change.
 
         D = mean of W − w_i        u ← 0.9·u + D        W ← W − 0.7·(D + 0.9·u)        w_i ← W
@@ -104,7 +104,7 @@ class DiLoCo(Method):
     name = "diloco"
 
 
-class StreamingDiLoCo(Method):
+class StreamingDiLoCo(MergeMethod):
     """Streaming DiLoCo: the model travels in fragments, while the islands train on.
 
         after step ⌊(p+1)·H/P⌋ − τ   send fragment p, coded in 4 bits: W_p − w_p;  s_p ← w_p
@@ -116,7 +116,7 @@ class StreamingDiLoCo(Method):
     travels with the next message. With α = 0, a single island trains exactly as a run without
     islands (`docs/decisions/0011-what-is-learnt-on-the-way.md` has the measurement).
 
-    The fragments and their schedule are in `fragments.py`, α in `Method.adopt`.
+    The fragments and their schedule are in `fragments.py`, α in `MergeMethod.apply_merge`.
 
     Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"
     """

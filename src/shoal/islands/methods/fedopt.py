@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
-from shoal.islands.method import Method
+from shoal.islands.method import MergeMethod
 from shoal.islands.outer_optimizer import Build
 
 B2 = 0.99
@@ -84,7 +84,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         parameter.addcdiv_(state["mean"], state["square"].sqrt().add_(TAU), value=-lr)
 
 
-class FedOpt(Method):
+class FedOpt(MergeMethod):
     """FedAvg with an adaptive server optimizer: `islands.server`.
 
     Raises:
@@ -93,7 +93,7 @@ class FedOpt(Method):
 
     name = "fedopt"
 
-    def builder(self) -> Build:
+    def optimizer_builder(self) -> Build:
         """Return the constructor of the server optimizer."""
         policy = self.policy
         if policy.outer != "sgd":

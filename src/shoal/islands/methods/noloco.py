@@ -7,8 +7,8 @@ over the pair j; φ_i are island i's outer weights, D_j = φ_j − w_j. a = `isl
 message m_j = b·D_j − φ_j: the outer step is then heavy-ball SGD with gradient φ_i + mean(m_j). A
 merge preserves the mean of φ over all islands, so both of a pair have the same weight whatever
 their tokens. With an odd number one island has no partner. The islands' weights approach each other
-but are never equal: `spread` measures their distance, and any island's weights, or their mean, are
-the model.
+but are never equal: `pair_distance` measures their distance, and any island's weights, or their
+mean, are the model.
 
 Source: Kolehmainen et al. 2025, "NoLoCo"
 """
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from shoal.base.errors import BugError, ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
-from shoal.islands.method import Method
-from shoal.islands.outer_optimizer import Build, Outer, hash_of
+from shoal.islands.method import MergeMethod
+from shoal.islands.outer_optimizer import Build, OuterState, hash_tensors
 
 
-def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
+def draw_pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
     """Return the pairs that merge in a round, from shuffled islands; the last may be alone.
 
     The order is that of a hash, the same on any machine and in any version of Python.
@@ -43,7 +43,7 @@ def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(order[place : place + 2])) for place in range(0, count, 2)]
 
 
-def spread(gram: Sequence[Sequence[float]]) -> float:
+def pair_distance(gram: Sequence[Sequence[float]]) -> float:
     """Return the root mean square distance of a pair's weights to their mean, over its norm.
 
     Args:
@@ -59,7 +59,7 @@ def spread(gram: Sequence[Sequence[float]]) -> float:
     return math.sqrt(max(around, 0.0) / mean) if mean > 0 else math.nan if mean != 0 else 0.0
 
 
-class OwnWeights(Outer):
+class UnsharedOuterState(OuterState):
     """Outer weights of one island alone, checked by a hash instead of a vote.
 
     A pair votes on the bits of its mean message. No other island can check an island's weights and
@@ -76,7 +76,7 @@ class OwnWeights(Outer):
         alike = sorted((name, list(weight.shape)) for name, weight in self.weights.items())
         return hashlib.sha256(repr(alike).encode()).hexdigest()
 
-    def agreed(self) -> str:
+    def vote_digest(self) -> str:
         """Return the digest of names, shapes and the mean message of the step."""
         return hashlib.sha256((self.digest() + self._stepped_with).encode()).hexdigest()
 
@@ -91,26 +91,26 @@ class OwnWeights(Outer):
         )
         if changed:
             return False
-        self._stepped_with = hash_of(mean)
+        self._stepped_with = hash_tensors(mean)
         return self.propose({name: self.weights[name] + part for name, part in mean.items()})
 
     def commit(self) -> None:
-        """See `Outer.commit`."""
+        """See `OuterState.commit`."""
         moved = list(self._before or {})
         super().commit()
         self._sealed.update({name: self._seal(name) for name in moved})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Outer.load`."""
+        """See `OuterState.load`."""
         super().load(tensors)
         self._sealed = {name: self._seal(name) for name in self.weights}
 
     def _seal(self, name: str) -> str:
         state = {key: part for key, part in self._state(name).items() if isinstance(part, Tensor)}
-        return hash_of({"": self.weights[name], **state})
+        return hash_tensors({"": self.weights[name], **state})
 
 
-class NoLoCo(Method):
+class NoLoCo(MergeMethod):
     """NoLoCo: momentum and a pull between random pairs; see the module.
 
     Args:
@@ -141,7 +141,7 @@ class NoLoCo(Method):
         super().__init__(policy)
         self.seed = seed
 
-    def builder(self) -> Build:
+    def optimizer_builder(self) -> Build:
         """Return the constructor of the outer optimizer: heavy-ball SGD over `step`'s input."""
 
         def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -149,24 +149,24 @@ class NoLoCo(Method):
 
         return build
 
-    def open(self, local: Mapping[str, Tensor]) -> Outer:
-        """See `Method.open`."""
-        return OwnWeights(local, self._build)
+    def open(self, local: Mapping[str, Tensor]) -> OuterState:
+        """See `MergeMethod.open`."""
+        return UnsharedOuterState(local, self._build)
 
     def partners(self, round_number: int, index: int, count: int) -> tuple[int, ...]:
         """Return this island's pair in a round, or itself alone."""
-        return next(p for p in pairs(self.seed, round_number, count) if index in p)
+        return next(p for p in draw_pairs(self.seed, round_number, count) if index in p)
 
-    def weigh(
+    def message_weights(
         self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
-        """See `Method.weigh`; equal weights, so that the mean of all islands is preserved."""
+        """See `MergeMethod.message_weights`; equal weights preserve the mean of all islands."""
         del tokens, norms
         weights = [1.0 if counts else 0.0 for counts in admitted]
         return weights, sum(weights)
 
     def message(
-        self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
+        self, outer: OuterState, names: Sequence[str], local: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return b·D − φ."""
         changes = super().message(outer, names, local)
@@ -175,12 +175,12 @@ class NoLoCo(Method):
             for name, change in changes.items()
         }
 
-    def spread(self, gram: Sequence[Sequence[float]]) -> float | None:
+    def weight_distance(self, gram: Sequence[Sequence[float]]) -> float | None:
         """Return the pair's spread just before it merges; None for an island alone."""
-        return spread(gram) if len(gram) > 1 else None
+        return pair_distance(gram) if len(gram) > 1 else None
 
-    def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:
+    def step(self, outer: OuterState, mean: Mapping[str, Tensor]) -> bool:
         """Propose φ', δ' from the pair's mean message; see the module."""
-        if not isinstance(outer, OwnWeights):
+        if not isinstance(outer, UnsharedOuterState):
             raise BugError("islands: noloco steps weights that another method opened")
         return outer.step(mean)

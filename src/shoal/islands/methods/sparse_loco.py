@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from shoal.islands.method import Method
+from shoal.islands.method import MergeMethod
 
 
-def clips(norms: Sequence[float]) -> list[float]:
+def median_clip_factors(norms: Sequence[float]) -> list[float]:
     """Return the factors c_i that clip every norm to the median, in their order.
 
     >>> clips([1.0, 2.0, 8.0])
@@ -30,18 +30,20 @@ def clips(norms: Sequence[float]) -> list[float]:
     return [most / norm if norm > most else 1.0 for norm in norms]
 
 
-class SparseLoCo(Method):
+class SparseLoCo(MergeMethod):
     """Averaging of sparse messages with decaying error feedback, clipped to the median norm."""
 
     name = "sparse-loco"
     keeps = 0.95
 
-    def weigh(
+    def message_weights(
         self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
-        """See `Method.weigh`; clipped messages count in full in the divisor."""
-        weights, divisor = super().weigh(tokens, norms, admitted)
+        """See `MergeMethod.message_weights`; clipped messages count in full in the divisor."""
+        weights, divisor = super().message_weights(tokens, norms, admitted)
         counting = [place for place, counts in enumerate(admitted) if counts]
-        for place, clip in zip(counting, clips([norms[k] for k in counting]), strict=True):
+        for place, clip in zip(
+            counting, median_clip_factors([norms[k] for k in counting]), strict=True
+        ):
             weights[place] *= clip
         return weights, divisor

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.text.units import bytes_text
-from shoal.launch.watch.page_reader import Told
+from shoal.launch.watch.page_reader import PageSnapshot
 from shoal.wire.watch_page import PARTS
 
 STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
@@ -31,7 +31,7 @@ GONE = "nothing is heard from its machine: it is down, or the link to it"
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankEvidence:
     """Evidence about one rank.
 
     Attributes:
@@ -44,7 +44,7 @@ class Seen:
 
     rank: int
     pid: int
-    told: Told
+    told: PageSnapshot
     answer: Mapping[str, Any] | None
     state: dict[str, str]
     host: str = field(default_factory=lambda: os.uname().nodename)
@@ -137,7 +137,7 @@ class Hang:
 
 
 @dataclass(frozen=True)
-class Culprit:
+class BlamedRank:
     """The rank to blame, before it is reported.
 
     Attributes:
@@ -145,7 +145,7 @@ class Culprit:
         alone: it alone is in a collective of the user's own: a rank that waits in another one.
     """
 
-    of: Seen
+    of: RankEvidence
     why: str
     collective: str
     certain: bool
@@ -153,11 +153,11 @@ class Culprit:
     alone: int | None = None
 
     @property
-    def compiles(self) -> bool:
+    def is_compiling(self) -> bool:
         """Return whether the rank is compiling, which may take long."""
         return bool(self.of.answer and self.of.answer.get("compiling"))
 
-    def hang(self, kind: str, deadline_s: float) -> Hang:
+    def make_hang(self, kind: str, deadline_s: float) -> Hang:
         """Return the hang to report."""
         one = self.of
         return Hang(
@@ -166,7 +166,7 @@ class Culprit:
         )  # fmt: skip
 
 
-def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
+def blame_rank(seen: Sequence[RankEvidence]) -> BlamedRank | None:
     """Return the rank that the others wait for; None while it cannot be known.
 
     It cannot be known while a debugger holds a rank, or a machine is silent for less than AWAY_S.
@@ -183,11 +183,13 @@ def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
     collective = Counter(one.collective for one in waiting if one.collective).most_common(1)
     others = collective[0][0] if collective else ""
     if away:
-        return Culprit(max(away, key=lambda one: one.away_s), GONE, others, False)
+        return BlamedRank(max(away, key=lambda one: one.away_s), GONE, others, False)
     if stopped := [one for one in seen if one.letter == STOPPED]:
-        return Culprit(_least(stopped), "its process is stopped (SIGSTOP)", others, True)
+        return BlamedRank(
+            _least_advanced(stopped), "its process is stopped (SIGSTOP)", others, True
+        )
     if silent := [one for one in seen if one.answer is None and not one.waits]:
-        one = _least(silent)
+        one = _least_advanced(silent)
         where = one.state.get("wchan", "")
         if one.letter == UNINTERRUPTIBLE:
             why = f"it waits in the kernel{f' ({where})' if where else ''}, often for a disk"
@@ -195,19 +197,21 @@ def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
             why = "Python does not answer: a call into C keeps its lock"
         else:
             why = "it has not begun"
-        return Culprit(one, why, others, False)
+        return BlamedRank(one, why, others, False)
     if busy := [one for one in seen if not one.waits]:
-        one = _least(busy)
-        return Culprit(one, f"it is in no collective{one.place}", others or one.collective, False)
-    return _unlike(seen, others)
+        one = _least_advanced(busy)
+        return BlamedRank(
+            one, f"it is in no collective{one.place}", others or one.collective, False
+        )
+    return _blame_waiting_rank(seen, others)
 
 
-def _least(found: Sequence[Seen]) -> Seen:
+def _least_advanced(found: Sequence[RankEvidence]) -> RankEvidence:
     """Return the rank with the least progress."""
     return min(found, key=lambda one: (one.told.step, one.told.begun, one.told.changed_s))
 
 
-def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
+def _blame_waiting_rank(seen: Sequence[RankEvidence], others: str) -> BlamedRank:
     """Return the culprit if all wait: the rank in another collective than the others."""
     own = [one for one in seen if one.by_user]
     rest = [one for one in seen if not one.by_user]
@@ -217,7 +221,7 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
             one, other = rest[0], own[0]
         why = f"it is in {one.collective}{one.place}, rank {other.rank} in {other.collective}"
         alone = other.rank if len(own) == 1 else None
-        return Culprit(one, f"{why}{other.place}", other.collective, True, alone=alone)
+        return BlamedRank(one, f"{why}{other.place}", other.collective, True, alone=alone)
     if own:
         lines = Counter(one.collective + one.place for one in seen)
         if len(lines) > 1:
@@ -225,7 +229,7 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
             one = next(one for one in reversed(seen) if one.collective + one.place == rare)
             other = next(other for other in seen if other.collective + other.place != rare)
             why = f"it is in {rare}, rank {other.rank} in {other.collective}{other.place}"
-            return Culprit(one, why, other.collective, True)
+            return BlamedRank(one, why, other.collective, True)
     alike = not any(one.told.last in ONE_TO_ONE for one in seen)
     behind = min(seen, key=lambda one: one.told.begun)
     ahead = max(seen, key=lambda one: one.told.begun)
@@ -235,10 +239,10 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
             f"it is in collective {behind.told.begun}, {behind.collective}, rank {ahead.rank} in "
             f"{ahead.told.begun}, {ahead.collective}"
         )
-        return Culprit(behind, why, ahead.collective, True)
+        return BlamedRank(behind, why, ahead.collective, True)
     last = max(seen, key=lambda one: one.told.changed_s)
     why = "all ranks wait for each other: what was sent does not arrive"
-    return Culprit(last, why, others, False, together=True)
+    return BlamedRank(last, why, others, False, together=True)
 
 
 def kernel_state(pid: int) -> dict[str, str]:
@@ -255,15 +259,15 @@ def kernel_state(pid: int) -> dict[str, str]:
     return found
 
 
-def write_stacks(path: Path, seen: Sequence[Seen]) -> str:
+def write_stacks(path: Path, seen: Sequence[RankEvidence]) -> str:
     """Write the evidence about every rank; return the path for the event, "" on a full disk."""
     with contextlib.suppress(OSError):
-        path.write_text("\n".join(_account(one) for one in seen), encoding="utf-8")
+        path.write_text("\n".join(_format_evidence(one) for one in seen), encoding="utf-8")
         return str(path)
     return ""
 
 
-def _account(one: Seen) -> str:
+def _format_evidence(one: RankEvidence) -> str:
     told = one.told
     head = (
         f"rank {one.rank} (pid {one.pid} on {one.host}): {one.phase}; {told.step} steps done; "

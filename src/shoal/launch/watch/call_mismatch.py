@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.launch.watch.page_reader import PageRead, Told
+from shoal.launch.watch.page_reader import PageReader, PageSnapshot
 
 Answers = Mapping[int, Mapping[str, Any] | None]
 """By rank, its reply to the request for its position; None without a reply."""
 
 
-def find_unlike_calls(pages: Mapping[int, PageRead]) -> dict[int, str]:
+def compare_calls(pages: Mapping[int, PageReader]) -> dict[int, str]:
     """Return the first call in which ranks of a run differ.
 
     Returns:
@@ -40,13 +40,13 @@ def find_unlike_calls(pages: Mapping[int, PageRead]) -> dict[int, str]:
     return {}
 
 
-def has_fewer_calls(page: PageRead, other: PageRead) -> bool:
+def has_fewer_calls(page: PageReader, other: PageReader) -> bool:
     """Return whether a rank has begun fewer calls of a run than another one."""
     own, others = page.names(), other.names()
     return any(max(own[key]) < max(others[key]) for key in own.keys() & others.keys())
 
 
-def find_caught(told: Mapping[int, Told], answers: Answers) -> tuple[int, str]:
+def detect_caught_error(told: Mapping[int, PageSnapshot], answers: Answers) -> tuple[int, str]:
     """Return (rank, line) for a rank that caught an error of a call in which another rank waits.
 
     (0, "") without one. While the other rank is still busy in the call, it may fail there too.
@@ -59,14 +59,17 @@ def find_caught(told: Mapping[int, Told], answers: Answers) -> tuple[int, str]:
             waits = one.inside and (one.waits or theirs.get("collective"))
             if waits and not theirs.get("caught"):
                 return rank, (
-                    f"rank {rank} caught an error of {why} and goes on{place_text(answer)}, while "
-                    f"rank {other} waits in {one.inside}{place_text(theirs)}; try: let the error "
+                    f"rank {rank} caught an error of {why} and goes on{format_place(answer)}, "
+                    "while "
+                    f"rank {other} waits in {one.inside}{format_place(theirs)}; try: let the error "
                     f"end the process, or catch it on every rank"
                 )
     return 0, ""
 
 
-def waiting_line(told: Mapping[int, Told], answers: Answers, silence_s: float) -> str:
+def format_waiting_line(
+    told: Mapping[int, PageSnapshot], answers: Answers, silence_s: float
+) -> str:
     """Return a line about a rank that waits in a call for a rank in none; "" without one."""
     inside = [rank for rank, one in told.items() if one.inside]
     away = [rank for rank, one in told.items() if one.live and not one.inside]
@@ -75,12 +78,12 @@ def waiting_line(told: Mapping[int, Told], answers: Answers, silence_s: float) -
     here, there = inside[0], away[0]
     return (
         f"rank {here} has waited {silence_s:.0f} s in {told[here].inside}"
-        f"{place_text(answers.get(here))} for rank {there}, which is elsewhere"
-        f"{place_text(answers.get(there))}"
+        f"{format_place(answers.get(here))} for rank {there}, which is elsewhere"
+        f"{format_place(answers.get(there))}"
     )
 
 
-def unlike_line(calls: Mapping[int, str], answers: Answers, *, met: bool = False) -> str:
+def format_call_mismatch(calls: Mapping[int, str], answers: Answers, *, met: bool = False) -> str:
     """Return the line that names ranks' different calls.
 
     Args:
@@ -91,7 +94,8 @@ def unlike_line(calls: Mapping[int, str], answers: Answers, *, met: bool = False
     make the same calls on every rank, in the same order and equally often'
     """
     said = ", ".join(
-        f"rank {rank} called {calls[rank]}{place_text(answers.get(rank))}" for rank in sorted(calls)
+        f"rank {rank} called {calls[rank]}{format_place(answers.get(rank))}"
+        for rank in sorted(calls)
     )
     cure = (
         "call the model on every rank, since each holds a part of the weights, or use "
@@ -103,7 +107,7 @@ def unlike_line(calls: Mapping[int, str], answers: Answers, *, met: bool = False
     return f"{what}: {said}; try: {cure}"
 
 
-def place_text(answer: Mapping[str, Any] | None) -> str:
+def format_place(answer: Mapping[str, Any] | None) -> str:
     """Return the user's line of an answer in brackets, after a blank; "" without one."""
     place = (answer or {}).get("place")
     return f" ({place})" if place else ""

@@ -20,7 +20,7 @@ Call = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Unlike:
+class CollectiveMismatch:
     """Two ranks whose collectives differ.
 
     Attributes:
@@ -34,7 +34,7 @@ class Unlike:
     certain: bool
 
 
-def find_unlike(step: int, pages: Mapping[int, bytes]) -> Unlike | None:
+def compare_collectives(step: int, pages: Mapping[int, bytes]) -> CollectiveMismatch | None:
     """Return the first difference between ranks in a step; None if their calls agree.
 
     Args:
@@ -54,25 +54,25 @@ def find_unlike(step: int, pages: Mapping[int, bytes]) -> Unlike | None:
     for group, calls in by_group.items():
         members = group.rpartition(":")[2].split(",")
         everyone = {rank: calls.get(rank, []) for rank in pages if str(rank) in members}
-        found += [one for one in [_compare(step, everyone)] if one is not None]
+        found += [one for one in [_compare_group(step, everyone)] if one is not None]
     return min(found, key=lambda one: not one.certain, default=None)
 
 
-def _compare(step: int, calls: Mapping[int, Sequence[Call]]) -> Unlike | None:
+def _compare_group(step: int, calls: Mapping[int, Sequence[Call]]) -> CollectiveMismatch | None:
     first, *others = sorted(calls)
     if step < 0:
         common = min(len(made) for made in calls.values())
         calls = {rank: made[:common] for rank, made in calls.items()}
-    differ = {rank: _first_unlike(calls[first], calls[rank]) for rank in others}
+    differ = {rank: _first_mismatch(calls[first], calls[rank]) for rank in others}
     for rank, unlike in differ.items():
         if unlike is None:
             continue
         place, certain = unlike
         agree = 1 + sum(one is None for one in differ.values())
         blamed = rank if 2 * agree >= len(calls) else first
-        here, there = _at(calls[first], place), _at(calls[rank], place)
+        here, there = _format_call(calls[first], place), _format_call(calls[rank], place)
         why = "what they add up does not belong together" if certain else "do they belong together?"
-        return Unlike(
+        return CollectiveMismatch(
             blamed,
             f"step {abs(step)}: rank {first} calls {here}, rank {rank} {there}: {why}; "
             f"try: the same calls in the same order on every rank",
@@ -81,7 +81,7 @@ def _compare(step: int, calls: Mapping[int, Sequence[Call]]) -> Unlike | None:
     return None
 
 
-def _first_unlike(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, bool] | None:
+def _first_mismatch(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, bool] | None:
     """Return (index of the first call that differs, whether sums are wrong); certain ones first."""
     lines = None
     for place, (here, there) in enumerate(zip(ours, theirs, strict=False)):
@@ -97,7 +97,7 @@ def _first_unlike(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, bo
     return lines
 
 
-def _at(calls: Sequence[Call], place: int) -> str:
+def _format_call(calls: Sequence[Call], place: int) -> str:
     if place >= len(calls):
         return "none more"
     name, form, line = calls[place]

@@ -28,23 +28,23 @@ from shoal.base.runlog.damaged_lines import is_number, read_object
 from shoal.base.runlog.events import Emit
 from shoal.launch.watch.blamed_rank import (
     STOPPED,
-    Culprit,
+    BlamedRank,
     Hang,
-    Seen,
-    find_culprit,
+    RankEvidence,
+    blame_rank,
     kernel_state,
     write_stacks,
 )
 from shoal.launch.watch.call_mismatch import (
     Answers,
-    find_caught,
-    find_unlike_calls,
+    compare_calls,
+    detect_caught_error,
+    format_call_mismatch,
+    format_waiting_line,
     has_fewer_calls,
-    unlike_line,
-    waiting_line,
 )
-from shoal.launch.watch.collective_mismatch import find_unlike
-from shoal.launch.watch.page_reader import PageRead, Told, Watched
+from shoal.launch.watch.collective_mismatch import compare_collectives
+from shoal.launch.watch.page_reader import OwnedPage, PageReader, PageSnapshot
 from shoal.launch.watch.silence_deadlines import (
     BETWEEN,
     FIRST,
@@ -56,14 +56,14 @@ from shoal.launch.watch.silence_deadlines import (
     STEP,
     STEPS,
     VALIDATION,
-    Learnt,
-    kind_of,
+    SilenceDeadlines,
+    classify_phase,
 )
-from shoal.launch.watch.slow_ranks import SlowRanks
-from shoal.launch.watch.step_records import RankRecords
-from shoal.launch.watch.unit_mismatch import find_unlike_units
+from shoal.launch.watch.slow_ranks import SlowRankDetector
+from shoal.launch.watch.step_records import StepRecordFile
+from shoal.launch.watch.unit_mismatch import compare_units
 from shoal.wire.phases import DATA
-from shoal.wire.watch_page import can_watch
+from shoal.wire.watch_page import supports_watch_pages
 
 EVERY_S = 0.1
 LONGEST_TICK_S = 0.5
@@ -83,7 +83,7 @@ AWAY_PATIENCE_S = 45.0
 """Seconds to wait for a machine after it was reported as away."""
 
 
-class Watchable(Protocol):
+class WatchedProcess(Protocol):
     """Process of a rank; code: None while it runs."""
 
     @property
@@ -99,7 +99,7 @@ class Watchable(Protocol):
         """Return the exit code; None while the process runs."""
 
 
-class Watch:
+class HangWatch:
     """Watch over the ranks of a run: call `begin` at each start of them, and `look` often.
 
     Args:
@@ -110,7 +110,7 @@ class Watch:
         twice: blame a rank only if the ranks stood at the same lines in the request before. Ranks
             of a user's own loop may be in collectives that no page shows. If all are between two
             calls into Shoal, a deadline of its own counts.
-        first_s: the deadline of phases that are not learnt yet (`Learnt`).
+        first_s: the deadline of phases that are not learnt yet (`SilenceDeadlines`).
     """
 
     def __init__(
@@ -125,25 +125,25 @@ class Watch:
     ) -> None:
         self.folder, self.emit, self.least_s, self.times_s = folder, emit, patience_s, times_s
         self.twice = twice
-        self.learnt = Learnt(first_s)
-        self.slow = SlowRanks(emit)
-        self.pages: list[PageRead] = []
-        self.own: Mapping[int, PageRead] = {}
-        self.records = RankRecords(folder)
+        self.learnt = SilenceDeadlines(first_s)
+        self.slow = SlowRankDetector(emit)
+        self.pages: list[PageReader] = []
+        self.own: Mapping[int, PageReader] = {}
+        self.records = StepRecordFile(folder)
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
-        self._told: list[Told] = []
+        self._told: list[PageSnapshot] = []
         self._number, self._unlike_told = 0, -1
-        self._quiet()
+        self._start_silence()
 
     def begin(self, processes: int) -> list[str]:
         """Make a page for each rank of an attempt; return their paths, [] if it fails."""
         self.close()
-        made: list[Watched] = []
-        if can_watch():
+        made: list[OwnedPage] = []
+        if supports_watch_pages():
             try:
                 for rank in range(processes):
-                    made.append(Watched(f"shoal rank {rank}"))
+                    made.append(OwnedPage(f"shoal rank {rank}"))
             except OSError:  # no files left to open: the run continues unwatched
                 while made:
                     made.pop().close()
@@ -153,14 +153,14 @@ class Watch:
         self._told = []
         self._compared = set[int]()
         self._step = (0, self.clock_s)
-        self._quiet()
+        self._start_silence()
         return [page.path for page in made]
 
     def keep(self, folder: Path | None, node: int, ranks: Sequence[int]) -> None:
         """Set the ranks of the pages, once they are known, and the run's folder."""
         self.folder = folder or Path(os.devnull)
         self.own = dict(zip(ranks, self.pages, strict=True))
-        self.records = RankRecords(self.folder, node)
+        self.records = StepRecordFile(self.folder, node)
 
     def close(self) -> None:
         """Close the pages."""
@@ -169,7 +169,7 @@ class Watch:
             page.close()
         self.pages, self.own = [], {}
 
-    def look(self, workers: Sequence[Watchable]) -> Hang | None:
+    def look(self, workers: Sequence[WatchedProcess]) -> Hang | None:
         """Read the pages if it is time; return the hang for which all ranks must end, if any."""
         now_s = time.monotonic()
         passed_s = now_s - self._looked_s
@@ -184,12 +184,12 @@ class Watch:
             return None
         before, self._told = self._told, told
         if before != told:
-            self._heard(before)
+            self._end_silence(before)
             self.slow.look(self.pages, [one.step for one in told])
             return self.compare(workers)
-        return self._silent([worker for worker in workers if worker.code is None])
+        return self._handle_silence([worker for worker in workers if worker.code is None])
 
-    def left(self, workers: Sequence[Watchable]) -> dict[int, str]:
+    def left(self, workers: Sequence[WatchedProcess]) -> dict[int, str]:
         """Return the positions of ranks that ended with status 0 without closing their page."""
         found = {}
         for worker in workers if self.pages else ():
@@ -197,23 +197,23 @@ class Watch:
                 steps = read_object(self.folder / "plan.json").get("steps")
                 of = f" of {steps}" if is_number(steps) else ""
                 at = f"after step {told.step}{of}" if told.step else "before its first step"
-                found[worker.rank] = f" {at}, in {told.doing}"
+                found[worker.rank] = f" {at}, in {told.activity}"
         return found
 
-    def compare(self, workers: Sequence[Watchable], *, dead: bool = False) -> Hang | None:
+    def compare(self, workers: Sequence[WatchedProcess], *, dead: bool = False) -> Hang | None:
         """Return ranks whose collectives differ, if there are: their sums are wrong.
 
         Args:
             dead: a rank died, maybe of that: the calls of a step under way count too.
         """
-        if dead and (unlike := self.unlike_ranks(workers)) is not None:
+        if dead and (unlike := self.report_mismatch(workers)) is not None:
             return replace(unlike, status=1)  # as of a rank that died
         kept = [page.calls(self._compared) for page in self.pages]
         for step in sorted(set(kept[0]).intersection(*kept[1:])) if len(kept) > 1 else ():
             if step < 0 and not dead:
                 continue
             self._compared.add(step)
-            found = find_unlike(step, {rank: one[step] for rank, one in enumerate(kept)})
+            found = compare_collectives(step, {rank: one[step] for rank, one in enumerate(kept)})
             if found is None or not (found.certain or step > 0 > self._unlike_told):
                 continue
             rank, line = found.rank, found.line
@@ -225,26 +225,26 @@ class Watch:
             self.emit("notice", text=line)
         return None
 
-    def unlike_ranks(
-        self, workers: Sequence[Watchable], answers: Answers | None = None
+    def report_mismatch(
+        self, workers: Sequence[WatchedProcess], answers: Answers | None = None
     ) -> Hang | None:
         """Report ranks that made other calls or ran other blocks, if there are: they never meet.
 
         Args:
             answers: of the ranks, with the user's lines; None: one has died, and none was asked.
         """
-        calls = find_unlike_calls(dict(enumerate(self.pages)))
+        calls = compare_calls(dict(enumerate(self.pages)))
         if calls:
             now = {rank: self.pages[rank].read().inside for rank in calls}
             places = {rank: (answers or {}).get(rank) for rank in calls if now[rank] == calls[rank]}
-            return self._tell_calls(calls, workers, places, met=answers is None)
-        return self._unlike_units(workers)
+            return self._report_call_mismatch(calls, workers, places, met=answers is None)
+        return self._report_unit_mismatch(workers)
 
-    def _unlike_units(self, workers: Sequence[Watchable]) -> Hang | None:
+    def _report_unit_mismatch(self, workers: Sequence[WatchedProcess]) -> Hang | None:
         told = {rank: page.read() for rank, page in enumerate(self.pages)}
-        kinds = {rank: kind_of(one) for rank, one in told.items()}
+        kinds = {rank: classify_phase(one) for rank, one in told.items()}
         kinds = {rank: kind if kind in IN_ONE_ORDER else "" for rank, kind in kinds.items()}
-        unlike = find_unlike_units(dict(enumerate(self.pages)), told, kinds)
+        unlike = compare_units(dict(enumerate(self.pages)), told, kinds)
         if unlike is None:
             return None
         rank = unlike.rank
@@ -252,44 +252,48 @@ class Watch:
         step = told[rank].step + (not inside)
         line = unlike.line(inside or f"step {step}")
         self.emit("collectives_differ", rank=rank, step=step, text=line)
-        return self._unlike_hang(rank, line, workers)
+        return self._make_mismatch_hang(rank, line, workers)
 
-    def _tell_calls(
+    def _report_call_mismatch(
         self,
         calls: dict[int, str],
-        workers: Sequence[Watchable],
+        workers: Sequence[WatchedProcess],
         answers: Answers,
         *,
         met: bool = False,
     ) -> Hang:
         """Report ranks in different calls, the first of which is one of the smallest group."""
-        return self._tell_unlike(next(iter(calls)), unlike_line(calls, answers, met=met), workers)
+        return self._report_mismatch_line(
+            next(iter(calls)), format_call_mismatch(calls, answers, met=met), workers
+        )
 
-    def _tell_unlike(self, rank: int, line: str, workers: Sequence[Watchable]) -> Hang:
+    def _report_mismatch_line(
+        self, rank: int, line: str, workers: Sequence[WatchedProcess]
+    ) -> Hang:
         step = self.pages[rank].read().step + 1
         self.emit("collectives_differ", rank=rank, step=step, text=line)
-        return self._unlike_hang(rank, line, workers)
+        return self._make_mismatch_hang(rank, line, workers)
 
-    def _unlike_hang(self, rank: int, line: str, workers: Sequence[Watchable]) -> Hang:
+    def _make_mismatch_hang(self, rank: int, line: str, workers: Sequence[WatchedProcess]) -> Hang:
         pid = next((worker.pid for worker in workers if worker.rank == rank), 0)
         host = self.pages[rank].host
         return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True, status=2)
 
-    def _heard(self, before: list[Told]) -> None:
+    def _end_silence(self, before: list[PageSnapshot]) -> None:
         """Learn from a silence that ended: some rank made progress."""
         silence_s = self.clock_s - self._since_s
         busy = [one for one in before if not one.waits] or before
-        kinds = {kind_of(one) for one in busy}
+        kinds = {classify_phase(one) for one in busy}
         in_data = START in kinds or (STEP in kinds and any(one.part == DATA for one in busy))
-        self.learnt.heard(kinds, silence_s, in_data=in_data, told=self._late is not None)
+        self.learnt.learn_silence(kinds, silence_s, in_data=in_data, told=self._late is not None)
         late = self._late
         if late is not None and before[late.rank].changes != self._told[late.rank].changes:
             who = f"rank {late.rank}"
             self.emit("notice", text=f"{who} goes on after {silence_s:.0f} s: slow, not hung")
-        self._quiet()
+        self._start_silence()
         step, now_s = max(one.step for one in self._told), self.clock_s
         last, last_s = self._step
-        if any(kind_of(one) not in (STEP, HOOK) for one in self._told) or step < last:
+        if any(classify_phase(one) not in (STEP, HOOK) for one in self._told) or step < last:
             self._step = (-1, now_s)  # the present phase is no plain step
         elif last < 0 or step > last:
             if 0 < last < step:
@@ -297,7 +301,7 @@ class Watch:
                 self.learnt.steps_s.extend([(now_s - last_s) / count] * min(count, STEPS))
             self._step = (step, now_s)
 
-    def _quiet(self) -> None:
+    def _start_silence(self) -> None:
         """Start a new silence."""
         self._since_s = self.clock_s
         self._late: Hang | None = None
@@ -307,41 +311,43 @@ class Watch:
         self._next_s = -1.0
         self._ask_at_s = UNLIKE_S
 
-    def _silent(self, workers: Sequence[Watchable]) -> Hang | None:
+    def _handle_silence(self, workers: Sequence[WatchedProcess]) -> Hang | None:
         """Handle a reading without progress of any rank; return the hang to end the ranks for."""
         silence_s = self.clock_s - self._since_s
-        if self.learnt.usual_s is None:
-            times_s = max(self.times_s(), self._paged_s(), key=len)
+        if self.learnt.step_deadline_s is None:
+            times_s = max(self.times_s(), self._page_step_times_s(), key=len)
             self.learnt.steps_s.extend(times_s if len(times_s) >= STEPS else ())
         if self._late is not None:
             return self._late if silence_s >= self._ended_s else None
         if self._asked_s:
-            answers = self._answers(workers)
-            if answers is not None and (hang := self._heard_where(workers, answers, silence_s)):
+            answers = self._collect_answers(workers)
+            if answers is not None and (
+                hang := self._evaluate_answers(workers, answers, silence_s)
+            ):
                 return hang
         elif silence_s >= self._ask_at_s and len(self.pages) > 1:
-            self._ask()
+            self._ask_positions()
         elif self._found is None or silence_s >= self._next_s:
-            least_s = min(self.learnt.deadline_s(kind_of(one)) for one in self._told)
+            least_s = min(self.learnt.deadline_s(classify_phase(one)) for one in self._told)
             ask_s = ASK_S + self.twice * (ANSWER_S + AGAIN_S)
             if silence_s >= max(self._next_s, least_s - ask_s):
-                self._ask()
+                self._ask_positions()
         if self._found is not None and silence_s >= self._found.deadline_s:
-            return self._tell(self._found, silence_s)
+            return self._report_hang(self._found, silence_s)
         return None
 
-    def _paged_s(self) -> list[float]:
+    def _page_step_times_s(self) -> list[float]:
         """Return the seconds of the last steps by a page: many may pass between two readings."""
         rows = self.pages[0].steps().values()
         return [time_s for row in rows if math.isfinite(time_s := sum(map(abs, row[1:])))]
 
-    def _ask(self) -> None:
+    def _ask_positions(self) -> None:
         """Ask all ranks for their positions; other nodes add their ranks' units."""
         self._asked_s = self.clock_s
         for page in self.pages:
             page.ask()
 
-    def _answers(self, workers: Sequence[Watchable]) -> Answers | None:
+    def _collect_answers(self, workers: Sequence[WatchedProcess]) -> Answers | None:
         """Return the ranks' answers, once all have answered, or their time is over."""
         answers = {worker.rank: self.pages[worker.rank].answer() for worker in workers}
         if None in answers.values() and self.clock_s - self._asked_s < ANSWER_S:
@@ -349,30 +355,32 @@ class Watch:
         self._asked_s = 0.0
         return answers
 
-    def _heard_where(
-        self, workers: Sequence[Watchable], answers: Answers, silence_s: float
+    def _evaluate_answers(
+        self, workers: Sequence[WatchedProcess], answers: Answers, silence_s: float
     ) -> Hang | None:
         """Evaluate the answers of all ranks; return the hang that never ends, if it is one."""
         due_s, told = self._ask_at_s, dict(enumerate(self._told))
         if silence_s >= due_s:
             self._ask_at_s = {UNLIKE_S: ALONE_S, ALONE_S: WAITING_S}.get(due_s, 2 * due_s)
-        if due_s == UNLIKE_S and (unlike := self.unlike_ranks(workers, answers)) is not None:
+        if due_s == UNLIKE_S and (unlike := self.report_mismatch(workers, answers)) is not None:
             return unlike
-        rank, line = find_caught(told, answers)
+        rank, line = detect_caught_error(told, answers)
         if line and silence_s >= UNLIKE_S:
-            return self._tell_unlike(rank, line, workers)
-        if silence_s >= due_s >= WAITING_S and (line := waiting_line(told, answers, silence_s)):
+            return self._report_mismatch_line(rank, line, workers)
+        if silence_s >= due_s >= WAITING_S and (
+            line := format_waiting_line(told, answers, silence_s)
+        ):
             self.emit("notice", text=line)
-        culprit = self._find_culprit(workers, answers, silence_s)
+        culprit = self._choose_blamed_rank(workers, answers, silence_s)
         if culprit is None or culprit.alone is None or silence_s < ALONE_S or not self.twice:
             return None
         rank, other = culprit.of.rank, culprit.alone
         calls = {rank: culprit.of.collective, other: told[other].inside or culprit.collective}
-        return self._tell_calls(calls, workers, answers)
+        return self._report_call_mismatch(calls, workers, answers)
 
-    def _find_culprit(
-        self, workers: Sequence[Watchable], answers: Answers, silence_s: float
-    ) -> Culprit | None:
+    def _choose_blamed_rank(
+        self, workers: Sequence[WatchedProcess], answers: Answers, silence_s: float
+    ) -> BlamedRank | None:
         """Return the rank to blame, from the answers of the ranks."""
         if self.twice:
             before, self._stood = (
@@ -382,21 +390,23 @@ class Watch:
             if before != self._stood:
                 self._found, self._next_s = None, silence_s + AGAIN_S
                 return None
-        seen = [self.seen(worker, self._told[worker.rank], answers) for worker in workers]
-        culprit = self._if_alone(find_culprit(seen))
+        seen = [
+            self.collect_evidence(worker, self._told[worker.rank], answers) for worker in workers
+        ]
+        culprit = self._confirm_alone(blame_rank(seen))
         if culprit and self.twice and all(one.letter == STOPPED for one in seen):
             why = "all processes are stopped, as by Ctrl-Z or a scheduler"
             culprit = replace(culprit, why=why, certain=False)  # and may be continued
         if culprit is None:  # a debugger holds a rank
             self._next_s = silence_s + ANSWER_S
             return None
-        kind = kind_of(culprit.of.told)
+        kind = classify_phase(culprit.of.told)
         if self.twice and all(one.between for one in seen):  # so no rank waits
             kind = BETWEEN
-        if culprit.compiles:
+        if culprit.is_compiling:
             kind = FIRST
         if culprit.together:
-            kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
+            kind = max((classify_phase(one.told) for one in seen), key=self.learnt.deadline_s)
         deadline_s = self.learnt.deadline_s(kind)
         if culprit.alone is not None:
             deadline_s = ALONE_S
@@ -407,12 +417,12 @@ class Watch:
             # It waits for other islands, by a deadline of its own: the fault is theirs.
             self._next_s = silence_s + deadline_s
             return None
-        self._found = culprit.hang(kind, deadline_s)
+        self._found = culprit.make_hang(kind, deadline_s)
         self._found_seen = seen
         self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)
         return culprit
 
-    def _if_alone(self, culprit: Culprit | None) -> Culprit | None:
+    def _confirm_alone(self, culprit: BlamedRank | None) -> BlamedRank | None:
         """Clear `alone` of a culprit unless others have begun a call that it has not.
 
         Else they may still receive what it has sent.
@@ -422,11 +432,15 @@ class Watch:
         behind = has_fewer_calls(self.pages[culprit.of.rank], self.pages[culprit.alone])
         return culprit if behind else replace(culprit, alone=None)
 
-    def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
+    def collect_evidence(
+        self, worker: WatchedProcess, told: PageSnapshot, answers: Answers
+    ) -> RankEvidence:
         """Return the evidence about a rank."""
-        return Seen(worker.rank, worker.pid, told, answers[worker.rank], kernel_state(worker.pid))
+        return RankEvidence(
+            worker.rank, worker.pid, told, answers[worker.rank], kernel_state(worker.pid)
+        )
 
-    def _tell(self, hang: Hang, silence_s: float) -> Hang | None:
+    def _report_hang(self, hang: Hang, silence_s: float) -> Hang | None:
         """Report the hang; return it if waiting for it is useless."""
         self._number += 1
         path = self.folder / "logs" / f"hang-{self._number}.txt"

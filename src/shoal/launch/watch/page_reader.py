@@ -56,7 +56,7 @@ TOGETHER_S = 0.7
 
 
 @dataclass(frozen=True)
-class Told:
+class PageSnapshot:
     """Contents of a page when it was read; the fields are the words of the same names.
 
     Attributes:
@@ -79,7 +79,7 @@ class Told:
     inside: str = ""
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         """Return the phase or part of the rank as text, without the step."""
         part = PARTS[self.part] if 0 <= self.part < len(PARTS) else ""
         return self.phases or part or "the start"
@@ -93,7 +93,7 @@ class UnitCall:
     text: str
 
 
-class PageRead:
+class PageReader:
     """Reading end of a page, in any memory.
 
     Args:
@@ -105,13 +105,13 @@ class PageRead:
         self.memory, self.host = memory, host
         self._requests = 0
 
-    def read(self) -> Told:
+    def read(self) -> PageSnapshot:
         """Return the present contents."""
         words = struct.unpack_from("=3qd12q", self.memory)
         (length,) = struct.unpack_from("=H", self.memory, TEXT_AT)
         raw = self.memory[TEXT_AT + 2 : TEXT_AT + 2 + length]
         last = words[LAST_BEGUN]
-        return Told(
+        return PageSnapshot(
             live=words[PAGE] == FORMAT,
             changes=words[CHANGES],
             changed_s=words[CHANGED_S],
@@ -171,7 +171,9 @@ class PageRead:
         """
         rows = ROW.iter_unpack(self.memory[STEPS_AT:UNITS_AT])
         return {
-            step: _compared(seconds, int(apart)) for step, *seconds, apart, _, _ in rows if step
+            step: _mask_incomparable(seconds, int(apart))
+            for step, *seconds, apart, _, _ in rows
+            if step
         }
 
     def rank_steps(self, rank: int, *, after_s: float) -> list[RankStep]:
@@ -222,12 +224,12 @@ class PageRead:
         """Free the memory."""
 
 
-def _compared(seconds: Sequence[float], apart: int) -> tuple[float, ...]:
+def _mask_incomparable(seconds: Sequence[float], apart: int) -> tuple[float, ...]:
     """Return the seconds of a step for a comparison of ranks."""
     return tuple(math.nan if apart >> part & 1 else one for part, one in enumerate(seconds))
 
 
-class Watched(PageRead):
+class OwnedPage(PageReader):
     """Reading end of a page that this process makes; `path` is passed to the rank's process.
 
     Raises:

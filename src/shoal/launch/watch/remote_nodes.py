@@ -30,12 +30,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.launch.watch.blamed_rank import AWAY_S, GONE, Hang, Seen, kernel_state
+from shoal.launch.watch.blamed_rank import AWAY_S, GONE, Hang, RankEvidence, kernel_state
 from shoal.launch.watch.call_mismatch import Answers
-from shoal.launch.watch.hang_watch import AWAY_PATIENCE_S, EVERY_S, STEP, Watch, Watchable
-from shoal.launch.watch.page_reader import PageRead, Told
-from shoal.wire.authenticated_server import Peer, SealedServer
-from shoal.wire.authenticated_stream import Connection
+from shoal.launch.watch.hang_watch import AWAY_PATIENCE_S, EVERY_S, STEP, HangWatch, WatchedProcess
+from shoal.launch.watch.page_reader import PageReader, PageSnapshot
+from shoal.wire.authenticated_server import AuthenticatedServer, Peer
+from shoal.wire.authenticated_stream import AuthenticatedConnection
 from shoal.wire.watch_page import (
     ANSWER_AT,
     ANSWERED,
@@ -74,7 +74,7 @@ class Node:
 
 
 @dataclass
-class Far:
+class RemoteRank:
     """Process of a rank on another machine, as its node reports it."""
 
     rank: int
@@ -82,12 +82,12 @@ class Far:
     code: int | None = None
 
 
-def every_s(nodes: Sequence[Node]) -> float:
+def report_interval_s(nodes: Sequence[Node]) -> float:
     """Return the seconds between two reports of a node."""
     return max(EVERY_S, sum(len(node.ranks) for node in nodes) / RANKS_PER_S)
 
 
-class Mirror(PageRead):
+class MirroredPage(PageReader):
     """Copy of the page of a rank on another machine.
 
     Attributes:
@@ -125,10 +125,10 @@ class Mirror(PageRead):
             struct.pack_into("=d", self.memory, 8 * CHANGED_S, self._changed_s[1])
 
 
-class Pages:
+class PageChanges:
     """Changes in a node's pages since the last report."""
 
-    def __init__(self, pages: Sequence[PageRead]) -> None:
+    def __init__(self, pages: Sequence[PageReader]) -> None:
         self.pages = pages
         self._told: list[dict[int, bytes]] = [{} for _ in pages]
         self.asked, self._units_due = 0, False
@@ -140,13 +140,13 @@ class Pages:
             for page in self.pages:
                 page.ask()
 
-    def changed(self) -> list[Piece]:
+    def list_changes(self) -> list[Piece]:
         """Return the pieces that differ from the last report."""
         found = []
         for local, page in enumerate(self.pages):
             told = self._told[local]
             units = [(UNITS_AT, bytes(page.memory[UNITS_AT:PAGE_BYTES]))] if self._units_due else []
-            for at, raw in _pieces(page, told.get(0, b"")) + units:
+            for at, raw in _split_page(page, told.get(0, b"")) + units:
                 if told.get(at) != raw:
                     told[at] = raw
                     found.append((local, at, raw))
@@ -154,7 +154,7 @@ class Pages:
         return found
 
 
-def _pieces(page: PageRead, told: bytes) -> list[tuple[int, bytes]]:
+def _split_page(page: PageReader, told: bytes) -> list[tuple[int, bytes]]:
     """Return a page in pieces; `told` is its first piece as of the last report."""
     memory = page.memory
     (length,) = struct.unpack_from("=H", memory, TEXT_AT)
@@ -176,7 +176,7 @@ def _pieces(page: PageRead, told: bytes) -> list[tuple[int, bytes]]:
     return pieces
 
 
-class Hub(SealedServer):
+class WatchdogServer(AuthenticatedServer):
     """Server of node 0's watchdog: receive the reports of the other nodes, and send orders.
 
     Attributes:
@@ -195,12 +195,12 @@ class Hub(SealedServer):
         self._heard_s = dict.fromkeys(range(1, len(nodes)), self._began_s)
         self._orders: dict[int, list[dict[str, Any]]] = {number: [] for number in self._heard_s}
         self._of: dict[Peer, int] = {}
-        self.mirrors: dict[int, Mirror] = {}
-        self.far: dict[int, Far] = {}
+        self.mirrors: dict[int, MirroredPage] = {}
+        self.far: dict[int, RemoteRank] = {}
         for number in self._heard_s:
             for rank, pid in zip(nodes[number].ranks, nodes[number].pids, strict=True):
-                self.mirrors[rank] = Mirror(nodes[number].host, number, self._to(number))
-                self.far[rank] = Far(rank, pid)
+                self.mirrors[rank] = MirroredPage(nodes[number].host, number, self._to(number))
+                self.far[rank] = RemoteRank(rank, pid)
 
     def away_s(self, node: int) -> float:
         """Return the seconds since a node's last report."""
@@ -211,7 +211,7 @@ class Hub(SealedServer):
         """Return whether every node reports: only then a rank can be blamed."""
         return not self.gone and len(self.came) == len(self._heard_s)
 
-    def lacking(self) -> str:
+    def describe_missing(self) -> str:
         """Return a line about watchdogs that are missing; "" if there are none."""
         now_s = time.monotonic()
         if self.gone:  # in a normal end all stop at about the same time
@@ -229,9 +229,9 @@ class Hub(SealedServer):
     def close(self) -> None:
         """Report that node 0's ranks have ended, so the others are no longer watched."""
         self.order({"over": True})
-        self.hand_out(1.0)
+        self.flush_orders(1.0)
 
-    def hand_out(self, within_s: float) -> None:
+    def flush_orders(self, within_s: float) -> None:
         """Wait until the nodes have fetched their orders."""
         until_s = time.monotonic() + within_s
         while any(self._orders[one] for one in self._orders if one not in self.gone):
@@ -240,7 +240,7 @@ class Hub(SealedServer):
                 return
             self.serve(left_s)
 
-    def do(self, peer: Peer, request: Any) -> None:
+    def handle_request(self, peer: Peer, request: Any) -> None:
         """Process a node's report.
 
         Raises:
@@ -280,29 +280,31 @@ class Hub(SealedServer):
         return order
 
 
-class NodesWatch(Watch):
+class MultiNodeWatch(HangWatch):
     """Watch over the pages of other nodes' ranks in addition to its own."""
 
-    hub: Hub | None = None
+    hub: WatchdogServer | None = None
 
-    def join(self, hub: Hub) -> None:
+    def add_nodes(self, hub: WatchdogServer) -> None:
         """Add the other nodes' pages, before the first reading."""
         self.hub = hub
         own = dict(zip(hub.nodes[0].ranks, self.pages, strict=True))
-        both: dict[int, PageRead] = {**own, **hub.mirrors}
+        both: dict[int, PageReader] = {**own, **hub.mirrors}
         self.pages = [both[rank] for rank in sorted(both)]
 
-    def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
+    def collect_evidence(
+        self, worker: WatchedProcess, told: PageSnapshot, answers: Answers
+    ) -> RankEvidence:
         """Return the evidence about a rank of any node."""
         page = self.pages[worker.rank]
-        if self.hub is None or not isinstance(page, Mirror):
-            return super().seen(worker, told, answers)
+        if self.hub is None or not isinstance(page, MirroredPage):
+            return super().collect_evidence(worker, told, answers)
         away_s = self.hub.away_s(page.node)
         answer = answers[worker.rank]
-        return Seen(worker.rank, worker.pid, told, answer, page.state, page.host, away_s)
+        return RankEvidence(worker.rank, worker.pid, told, answer, page.state, page.host, away_s)
 
 
-class Follower:
+class NodeReporter:
     """Client of another node's watchdog: report its ranks to node 0, and follow its orders.
 
     Attributes:
@@ -314,21 +316,21 @@ class Follower:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: AuthenticatedConnection,
         number: int,
         nodes: Sequence[Node],
-        pages: Sequence[PageRead],
-        ranks: Sequence[Watchable],
+        pages: Sequence[PageReader],
+        ranks: Sequence[WatchedProcess],
         say: Callable[[dict[str, Any]], None],
     ) -> None:
         self.connection, self.number, self.nodes = connection, number, nodes
-        self.pages, self.ranks, self.say = Pages(pages), ranks, say
-        self.every_s = every_s(nodes)
+        self.pages, self.ranks, self.say = PageChanges(pages), ranks, say
+        self.every_s = report_interval_s(nodes)
         self.heard_s = self._changed_s = time.monotonic()
         self._said_s, self._waits, self._asked = 0.0, False, False
         self.over = False
         self._away: Hang | None = None
-        self._changes: list[Told] = []
+        self._changes: list[PageSnapshot] = []
 
     def turn(self) -> Hang | None:
         """Send a report and receive orders; return the hang for which this node's ranks must end.
@@ -338,7 +340,7 @@ class Follower:
         """
         now_s = time.monotonic()
         if not self._waits and now_s - self._said_s >= self.every_s:
-            self.connection.say(self._words(), FRAME_S)
+            self.connection.send(self._make_report(), FRAME_S)
             self._said_s, self._waits = now_s, True
         if select.select([self.connection.connection], [], [], self.every_s / 2)[0]:
             orders = self.connection.hear(FRAME_S)
@@ -353,21 +355,22 @@ class Follower:
                 if "end" in order:
                     return Hang(**order["end"])
             return None
-        return self._silence()
+        return self._check_silence()
 
     def close(self) -> None:
         """Report that the ranks have ended."""
         try:
             if self._waits:
                 self.connection.hear(1.0)
-            self.connection.ask(self._words(), 1.0)
+            self.connection.ask(self._make_report(), 1.0)
         except OSError:  # node 0 has ended before
             pass
         self.connection.connection.close()
 
-    def _words(self) -> dict[str, Any]:
+    def _make_report(self) -> dict[str, Any]:
         pages = [
-            (local, at, base64.b64encode(raw).decode()) for local, at, raw in self.pages.changed()
+            (local, at, base64.b64encode(raw).decode())
+            for local, at, raw in self.pages.list_changes()
         ]
         ended = [local for local, rank in enumerate(self.ranks) if rank.code is not None]
         words = {"node": self.number, "now_s": time.monotonic(), "pages": pages, "ended": ended}
@@ -376,7 +379,7 @@ class Follower:
             words["states"] = [kernel_state(rank.pid) for rank in self.ranks]
         return words
 
-    def _silence(self) -> Hang | None:
+    def _check_silence(self) -> Hang | None:
         """Handle a silence of node 0: report it as away if this node's ranks stand still too."""
         now_s = time.monotonic()
         told = [page.read() for page in self.pages.pages]

@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection
 
-from shoal.launch.watch.page_reader import Told
+from shoal.launch.watch.page_reader import PageSnapshot
 from shoal.wire.phases import HOOKS, NOWHERE
 
 STEPS, MEDIANS, MARGIN_S = 5, 10.0, 5.0
@@ -53,7 +53,7 @@ _BY_PHASE = {
 }
 
 
-def kind_of(told: Told) -> str:
+def classify_phase(told: PageSnapshot) -> str:
     """Return the kind of a rank's phase: an outermost phase, or a step. Each has its own deadline.
 
     >>> from dataclasses import replace
@@ -70,7 +70,7 @@ def kind_of(told: Told) -> str:
     return {NOWHERE: START, HOOKS: HOOK}.get(told.part, STEP)
 
 
-class Learnt:
+class SilenceDeadlines:
     """Learnt deadlines of one run, by kind; they outlive a restart.
 
     `heard` learns; `deadline_s` and `patience_s` return what was learnt.
@@ -88,20 +88,20 @@ class Learnt:
         self._under_way_s: dict[str, float] = {}
 
     @property
-    def usual_s(self) -> float | None:
+    def step_deadline_s(self) -> float | None:
         """Return 10 × the median step + 5 s; None before five steps."""
         if len(self.steps_s) < STEPS:
             return None
         return MEDIANS * statistics.median(self.steps_s) + MARGIN_S
 
-    def knows(self, kind: str) -> bool:
+    def is_learnt(self, kind: str) -> bool:
         """Return whether a phase of `kind` ended, and steps were measured."""
-        return self.usual_s is not None and (kind == STEP or kind in self.longest_s)
+        return self.step_deadline_s is not None and (kind == STEP or kind in self.longest_s)
 
     def deadline_s(self, kind: str) -> float:
         """Return how long all ranks may be silent while one that is not waiting is in `kind`."""
-        usual_s = self.usual_s
-        if usual_s is None or not self.knows(kind):
+        usual_s = self.step_deadline_s
+        if usual_s is None or not self.is_learnt(kind):
             return FIRST_S.get(kind, self.first_s)
         longest_s = 0.0 if kind == STEP else TIMES * self.longest_s[kind]
         return max(usual_s, longest_s, self.came_back_s.get(kind, 0.0))
@@ -113,9 +113,9 @@ class Learnt:
         """
         if kind == STEP:
             return max(least_s, TIMES * self.data_s)
-        return max(least_s, MORE_S.get(kind, 0.0 if self.knows(kind) else NEW_S))
+        return max(least_s, MORE_S.get(kind, 0.0 if self.is_learnt(kind) else NEW_S))
 
-    def heard(
+    def learn_silence(
         self, kinds: Collection[str], silence_s: float, *, in_data: bool = False, told: bool = False
     ) -> None:
         """Learn from a silence of ranks in `kinds` that ended.

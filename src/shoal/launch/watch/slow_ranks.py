@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from shoal.base.runlog.events import Emit
-from shoal.launch.watch.page_reader import PageRead
+from shoal.launch.watch.page_reader import PageReader
 from shoal.wire.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE
 from shoal.wire.watch_page import PARTS, WAIT
 
@@ -54,7 +54,7 @@ Usual = Sequence[Row]
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowPart:
     """A slow rank and its slow part: by seconds per step, and as a share of its step."""
 
     rank: int
@@ -63,7 +63,9 @@ class Slow:
     share: float
 
 
-def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> list[Slow]:
+def detect_slow_ranks(
+    window: Sequence[Sequence[Row]], usual: Usual | None = None
+) -> list[SlowPart]:
     """Return ranks that the others wait for, by `window[step][rank]`; the slowest first.
 
     Args:
@@ -74,7 +76,7 @@ def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> l
     >>> one.rank, PARTS[one.part], round(one.extra_s, 3)
     (1, 'data', 0.05)
     """
-    now = usual_of(window)
+    now = compute_medians(window)
     waits_s = [row[WAIT] for row in now]
     differ = {part for step in window for row in step for part in range(WAIT) if row[part] < 0}
     found = []
@@ -82,7 +84,7 @@ def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> l
         others = [other for other in range(len(now)) if other != rank]
         waited_s = median(waits_s[other] for other in others) - waits_s[rank]
         least = waits_s[rank] <= min(waits_s)
-        load, rose_s = _since(usual, now, others) if usual else (1.0, 0.0)
+        load, rose_s = _compare_with_usual(usual, now, others) if usual else (1.0, 0.0)
         whole_s = median(math.fsum(abs(one) for one in step[rank] if one == one) for step in window)
         for part in (DATA, PASSES, BACKWARD, UPDATE, HOOKS):
             if any(row[part] != row[part] for row in now):
@@ -101,11 +103,11 @@ def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> l
             else:
                 continue
             if waited and extra_s > max(LEAST_S, SHARE * whole_s):
-                found.append(Slow(rank, part, extra_s, extra_s / whole_s))
+                found.append(SlowPart(rank, part, extra_s, extra_s / whole_s))
     return sorted(found, key=lambda one: -one.extra_s)
 
 
-def usual_of(
+def compute_medians(
     window: Sequence[Sequence[Row]], middle: Callable[[list[float]], float] = median
 ) -> Usual:
     """Return the median of each rank's steps, part by part; NaN if more than half of them are NaN.
@@ -121,12 +123,12 @@ def usual_of(
     return [[of([step[rank][part] for step in window]) for part in parts] for rank in ranks]
 
 
-def _met(row: Row) -> Row:
+def _count_sum_as_wait(row: Row) -> Row:
     """Return a row in which the time between passes and update counts as waiting."""
     return [*row[:SUM], 0.0, *row[SUM + 1 : WAIT], row[WAIT] + row[SUM]]
 
 
-def _since(usual: Usual, now: Usual, others: Sequence[int]) -> tuple[float, float]:
+def _compare_with_usual(usual: Usual, now: Usual, others: Sequence[int]) -> tuple[float, float]:
     """Return (factor of the others' work, seconds by which they wait longer) since `usual`."""
 
     def work_s(row: Row) -> float:
@@ -137,7 +139,7 @@ def _since(usual: Usual, now: Usual, others: Sequence[int]) -> tuple[float, floa
     return load, median(now[one][WAIT] - load * usual[one][WAIT] for one in others)
 
 
-class SlowRanks:
+class SlowRankDetector:
     """Comparison of the ranks' pages: call `begin` at each start of them, and `look` often.
 
     Attributes:
@@ -156,7 +158,7 @@ class SlowRanks:
         self._next = 0
         self._hosts: list[str] = []
 
-    def look(self, pages: Sequence[PageRead], steps: Sequence[int]) -> None:
+    def look(self, pages: Sequence[PageReader], steps: Sequence[int]) -> None:
         """Compare if all ranks have done a further window of steps; `steps` done by each."""
         done = min(steps)
         if len(pages) < 2 or not done:
@@ -174,12 +176,12 @@ class SlowRanks:
         if not all(number in rows for rows in kept for number in numbers):
             return
         separate = any(rows[last][BACKWARD] for rows in kept)
-        window = [[_met(rows[number]) for rows in kept] for number in numbers]
+        window = [[_count_sum_as_wait(rows[number]) for rows in kept] for number in numbers]
         # The lower of two: one may hold the first slow steps.
-        usual = usual_of(self._calm, median_low) if self._calm else None
-        found = {(one.rank, one.part): one for one in stands_out(window, usual)}
+        usual = compute_medians(self._calm, median_low) if self._calm else None
+        found = {(one.rank, one.part): one for one in detect_slow_ranks(window, usual)}
         if not found:
-            self._calm.append(usual_of(window))
+            self._calm.append(compute_medians(window))
         for key in {*found, *self._in_a_row, *self.told}:
             before = self._in_a_row.get(key, 0)
             now = (max(0, before) + 1) if key in found else (min(0, before) - 1)

@@ -15,13 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.base.runlog.folder_owner import FolderOwner
-from shoal.base.runlog.rank_records import FOLDER, RankStep, decode, header, rolled_up
-from shoal.launch.watch.page_reader import PageRead
+from shoal.base.runlog.rank_records import (
+    FOLDER,
+    RankStep,
+    average_steps,
+    decode_rank_steps,
+    encode_header,
+)
+from shoal.launch.watch.page_reader import PageReader
 
 KEPT, GROUP = 10_000, 100
 
 
-class RankRecords:
+class StepRecordFile:
     """File of the step records of one node's ranks.
 
     Attributes:
@@ -39,7 +45,7 @@ class RankRecords:
         self._last: dict[int, RankStep] = {}
         self._rows = -1  # in the file; −1: not read yet
 
-    def look(self, pages: Mapping[int, PageRead]) -> None:
+    def look(self, pages: Mapping[int, PageReader]) -> None:
         """Append the steps that ranks have done since the last call.
 
         Args:
@@ -63,27 +69,27 @@ class RankRecords:
                 self._write(rows, again)
 
     def _write(self, rows: list[RankStep], again: Mapping[int, int]) -> None:
-        place = self._owner.place() / FOLDER
+        place = self._owner.current_path() / FOLDER
         path = place / f"node-{self.node}.bin"
         if self._rows < 0 or not path.exists():
             place.mkdir(exist_ok=True)
-            kept = list(decode(path.read_bytes())) if path.exists() else []
+            kept = list(decode_rank_steps(path.read_bytes())) if path.exists() else []
             self._replace(path, [one for one in kept if one.step < rows[0].step])
         elif again:
-            kept = list(decode(path.read_bytes()))
+            kept = list(decode_rank_steps(path.read_bytes()))
             self._replace(path, [o for o in kept if o.step < again.get(o.rank, o.step + 1)])
         with path.open("ab") as file:
             file.write(b"".join(one.encode() for one in rows))
         self._rows += len(rows)
         if self._rows > 2 * KEPT * len(self._last):
-            kept = list(decode(path.read_bytes()))
+            kept = list(decode_rank_steps(path.read_bytes()))
             newest = max(one.step for one in kept)
             old = [one for one in kept if one.step <= newest - KEPT]
             recent = [one for one in kept if one.step > newest - KEPT]
-            self._replace(path, rolled_up(old, GROUP) + recent)
+            self._replace(path, average_steps(old, GROUP) + recent)
 
     def _replace(self, path: Path, rows: list[RankStep]) -> None:
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fresh.write_bytes(header(self.node) + b"".join(one.encode() for one in rows))
+        fresh.write_bytes(encode_header(self.node) + b"".join(one.encode() for one in rows))
         os.replace(fresh, path)
         self._rows = len(rows)

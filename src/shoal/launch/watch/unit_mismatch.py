@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.base.text.rank_differences import blocks_line
-from shoal.launch.watch.page_reader import PageRead, Told, UnitCall
+from shoal.launch.watch.page_reader import PageReader, PageSnapshot, UnitCall
 
 NONE_MORE = "no further block"
 
 
 @dataclass(frozen=True)
-class UnlikeUnits:
+class UnitMismatch:
     """Ranks that gather different units.
 
     Attributes:
@@ -45,9 +45,9 @@ class UnlikeUnits:
         return blocks_line(self.calls, when)
 
 
-def find_unlike_units(
-    pages: Mapping[int, PageRead], told: Mapping[int, Told], kinds: Mapping[int, str]
-) -> UnlikeUnits | None:
+def compare_units(
+    pages: Mapping[int, PageReader], told: Mapping[int, PageSnapshot], kinds: Mapping[int, str]
+) -> UnitMismatch | None:
     """Return the first difference between ranks of a group; None without one.
 
     Args:
@@ -61,14 +61,14 @@ def find_unlike_units(
     for groups in by_group.values():
         if len(groups) < 2:
             continue
-        if unlike := _other_units(groups) or _other_order(groups, told, kinds):
+        if unlike := _compare_unit_numbers(groups) or _compare_unit_order(groups, told, kinds):
             often = Counter(unlike.values())
             rank = min(unlike, key=lambda rank: (often[unlike[rank]], -rank))
-            return UnlikeUnits(rank, unlike)
+            return UnitMismatch(rank, unlike)
     return None
 
 
-def _other_units(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[int, str]:
+def _compare_unit_numbers(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[int, str]:
     """Return by rank the units of the first collective that is not of one unit; {} without one."""
     for number in sorted({number for calls in groups.values() for number in calls}):
         found = {rank: calls[number].text for rank, calls in groups.items() if number in calls}
@@ -77,8 +77,10 @@ def _other_units(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[int, str]
     return {}
 
 
-def _other_order(
-    groups: Mapping[int, Mapping[int, UnitCall]], told: Mapping[int, Told], kinds: Mapping[int, str]
+def _compare_unit_order(
+    groups: Mapping[int, Mapping[int, UnitCall]],
+    told: Mapping[int, PageSnapshot],
+    kinds: Mapping[int, str],
 ) -> dict[int, str]:
     """Return by rank its next unit, or NONE_MORE if it continued without; {} if in order."""
     last = {rank: max(calls) for rank, calls in groups.items()}

@@ -14,8 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, one_of, short
-from shoal.neighbours.configs.written_config import Verdict, Written, read_table, told_lines
+from shoal.base.errors import ConfigError, format_choice_error, shorten
+from shoal.neighbours.configs.written_config import (
+    KeyVerdict,
+    WrittenConfig,
+    format_ignored_keys,
+    read_table,
+)
 
 PREFIXED = ("fsdp", "fp8", "dynamo")
 """Blocks whose keys may omit the block's name as a prefix."""
@@ -41,7 +46,7 @@ CONTEXTS = {"allgather": "gather", "alltoall": "ring"}
 
 
 @dataclass(frozen=True)
-class Imported:
+class AccelerateSettings:
     """Accelerate's configuration in the keys of a run.toml.
 
     Attributes:
@@ -55,12 +60,12 @@ class Imported:
     values: dict[str, Any]
     ranks: int
     differs: list[str]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[KeyVerdict, ...]
     told: tuple[str, ...]
     ds_file: str = ""
 
 
-def is_accelerates(file: str) -> bool:
+def is_accelerate_file(file: str) -> bool:
     """Return whether a file is Accelerate's: by its suffix, or by a key that only it has."""
     path = Path(file)
     if path.suffix in (".yaml", ".yml"):
@@ -74,7 +79,7 @@ def is_accelerates(file: str) -> bool:
     return isinstance(found, dict) and "distributed_type" in found
 
 
-def read(file: str | Path, *, processes: int = 0) -> Imported:
+def read(file: str | Path, *, processes: int = 0) -> AccelerateSettings:
     """Read a file of YAML or JSON.
 
     Args:
@@ -84,10 +89,10 @@ def read(file: str | Path, *, processes: int = 0) -> Imported:
         ConfigError: one line: not readable, an unknown key, a key for a feature that Shoal lacks, a
             value that Accelerate refuses, degrees whose product is not the number of processes.
     """
-    where = short(str(file))
-    config = _normal(_load(Path(file), where))
-    found = _Reader(config, where, "Accelerate", (), read_table("accelerate_keys"))
-    return found.imported(processes)
+    where = shorten(str(file))
+    config = _normalize_keys(_load(Path(file), where))
+    found = _AccelerateReader(config, where, "Accelerate", (), read_table("accelerate_keys"))
+    return found.read_settings(processes)
 
 
 def _load(path: Path, where: str) -> dict[str, Any]:
@@ -113,16 +118,16 @@ def _load(path: Path, where: str) -> dict[str, Any]:
             ) from None
     else:
         try:
-            found = yaml.load(text, Loader=_once(yaml))
+            found = yaml.load(text, Loader=_unique_key_loader(yaml))
         except yaml.YAMLError as failure:
             said = " ".join(str(failure).split())
             raise ConfigError(f"{where}: {said}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{where}: a table of keys is wanted, got {short(str(found))}")
+        raise ConfigError(f"{where}: a table of keys is wanted, got {shorten(str(found))}")
     return found
 
 
-def _once(yaml: Any) -> Any:
+def _unique_key_loader(yaml: Any) -> Any:
     """Return PyYAML's safe loader, extended to refuse a key that appears twice."""
 
     class Loader(yaml.SafeLoader):
@@ -137,7 +142,7 @@ def _once(yaml: Any) -> Any:
     return Loader
 
 
-def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert older forms of keys to today's, as Accelerate itself does."""
     found = {str(name): value for name, value in config.items()}
     if "fp16" in found:
@@ -156,25 +161,27 @@ def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Reader(Written):
+class _AccelerateReader(WrittenConfig):
     """Reader of the file, part by part, into the keys of a run.toml."""
 
     values: dict[str, Any] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
 
-    def imported(self, processes: int) -> Imported:
+    def read_settings(self, processes: int) -> AccelerateSettings:
         """Read all parts."""
         kind = str(self.value("distributed_type")).upper()
         kind = "NO" if kind == "FALSE" else kind  # YAML's own reading of NO
         known = (*PLAIN, *dict.fromkeys(BLOCK_OF.values()))
         if kind not in known:
-            raise ConfigError(f"{self.where}: {one_of('distributed_type', kind, known)}")
+            raise ConfigError(
+                f"{self.where}: {format_choice_error('distributed_type', kind, known)}"
+            )
         verdicts = self._verdicts(kind)
         ranks = processes or (1 if kind == "NO" else int(self.value("num_processes")))
         nodes = int(self.value("num_machines"))
         if ranks % nodes:
             why = f"{ranks} processes in all are not as many on each; try: a divisor of it"
-            raise self.wrong("num_machines", nodes, why)
+            raise self.make_error("num_machines", nodes, why)
         self.values["launch.processes"] = ranks // nodes
         if nodes > 1:
             self.values["launch.nodes"] = nodes
@@ -189,31 +196,38 @@ class _Reader(Written):
             self._megatron(ranks)
         else:
             self.values["layout.strategy"] = "ddp" if ranks > 1 else "single"
-        return Imported(
-            self.values, ranks, self.differs, tuple(verdicts), tuple(told_lines(verdicts)), file
+        return AccelerateSettings(
+            self.values,
+            ranks,
+            self.differs,
+            tuple(verdicts),
+            tuple(format_ignored_keys(verdicts)),
+            file,
         )
 
-    def _verdicts(self, kind: str) -> list[Verdict]:
+    def _verdicts(self, kind: str) -> list[KeyVerdict]:
         """Judge every key; a block of another `distributed_type` is unread, as in Accelerate."""
         unread = []
         for block, owner in BLOCK_OF.items():
             if kind != owner and self.config.get(block):
                 why = f"nothing, as in Accelerate: distributed_type is {kind}, not {owner}"
-                unread.append(Verdict(block, str(self.config.pop(block)), "told", why))
+                unread.append(KeyVerdict(block, str(self.config.pop(block)), "told", why))
         return [*self.judge(), *unread]
 
     def _precision(self) -> None:
         said = str(self.value("mixed_precision")).lower()
         if said not in PRECISIONS:
             known = ("no", "bf16", "fp16")
-            raise ConfigError(f"{self.where}: {one_of('mixed_precision', said, known)}")
+            raise ConfigError(
+                f"{self.where}: {format_choice_error('mixed_precision', said, known)}"
+            )
         self.values["precision.compute"] = PRECISIONS[said]
 
     def _compiled(self) -> None:
         said = str(self.value("dynamo_config.dynamo_backend")).upper()
         if said not in ("NO", "FALSE", "INDUCTOR"):
             why = "only torch.compile's own compiler is here; try: INDUCTOR"
-            raise self.wrong("dynamo_config.dynamo_backend", said, why)
+            raise self.make_error("dynamo_config.dynamo_backend", said, why)
         if said == "INDUCTOR":
             self.values["train.compile"] = "blocks"
 
@@ -226,10 +240,10 @@ class _Reader(Written):
         said = [*SHARDING][int(said) - 1] if said in ("1", "2", "3", "4", "5") else said
         if said not in SHARDING:
             path = f"{block}.fsdp_sharding_strategy"
-            raise ConfigError(f"{self.where}: {one_of(path, said, SHARDING)}")
+            raise ConfigError(f"{self.where}: {format_choice_error(path, said, SHARDING)}")
         if after not in ("TRUE", "FALSE"):
             path = f"{block}.fsdp_reshard_after_forward"
-            raise self.wrong(path, after.lower(), "true or false is wanted; try: true")
+            raise self.make_error(path, after.lower(), "true or false is wanted; try: true")
         strategy, reshard = SHARDING[said]
         reshard = "no" if after == "FALSE" else reshard
         values["layout.strategy"] = strategy if ranks > 1 else "single"
@@ -244,7 +258,7 @@ class _Reader(Written):
         if self.value(f"{block}.fsdp_offload_params"):
             if "memory.offload" in values:
                 path = f"{block}.fsdp_activation_checkpointing_offload"
-                raise self.wrong(path, True, "a run offloads one thing; try: false")
+                raise self.make_error(path, True, "a run offloads one thing; try: false")
             values["memory.offload"] = "parameters"
         if self.block("parallelism_config"):
             self._degrees(ranks)
@@ -265,7 +279,7 @@ class _Reader(Written):
             path = f"{block}.{block}_cp_comm_strategy"
             said = str(self.value(path))
             if said not in CONTEXTS:
-                raise ConfigError(f"{self.where}: {one_of(path, said, CONTEXTS)}")
+                raise ConfigError(f"{self.where}: {format_choice_error(path, said, CONTEXTS)}")
             self.values["layout.context"] = CONTEXTS[said]
 
     def _check_product(self, block: str, sizes: Mapping[str, int], ranks: int) -> None:
@@ -294,14 +308,14 @@ class _Reader(Written):
             values.pop("precision.compute")
             return file
         if (stage := self.value(f"{block}.zero_stage")) > 3:
-            raise self.wrong(f"{block}.zero_stage", stage, "0, 1, 2 or 3 is wanted; try: 3")
+            raise self.make_error(f"{block}.zero_stage", stage, "0, 1, 2 or 3 is wanted; try: 3")
         values["layout.strategy"] = STAGES[stage] if ranks > 1 else "single"
         devices = []
         for name, least in (("optimizer", 1), ("param", 3)):
             path = f"{block}.offload_{name}_device"
             device = str(self.value(path)).lower()
             if device not in (known := ("none", "cpu", "nvme")):
-                raise ConfigError(f"{self.where}: {one_of(path, device, known)}")
+                raise ConfigError(f"{self.where}: {format_choice_error(path, device, known)}")
             if device != "none" and stage < least:
                 self.differs.append(f"{path}: nothing below stage {least}, as in DeepSpeed")
                 device = "none"
@@ -345,7 +359,9 @@ class _Reader(Written):
         grain = self.value(f"{block}.megatron_lm_recompute_granularity")
         if grain not in (None, "full", "selective"):
             path = f"{block}.megatron_lm_recompute_granularity"
-            raise ConfigError(f"{self.where}: {one_of(path, str(grain), ['selective', 'full'])}")
+            raise ConfigError(
+                f"{self.where}: {format_choice_error(path, str(grain), ['selective', 'full'])}"
+            )
         if grain or self.value(f"{block}.megatron_lm_recompute_activations"):
             values["memory.recompute"] = grain or "selective"
         if self.value(f"{block}.megatron_lm_optimizer_cpu_offload"):

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration into `Settings` with Shoal's meaning of each key.
+"""Read a DeepSpeed configuration into `DeepSpeedSettings` with Shoal's meaning of each key.
 
 It may be a dict, a file of HJSON, or url-safe base64. Numbers are DeepSpeed's own: the batch
 equation with its floor divisions (`train_batch_size` = micro-batch × accumulation × data-parallel
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest, one_of, short
+from shoal.base.errors import ConfigError, format_choice_error, nearest_word, shorten
 from shoal.neighbours.configs.deepspeed_rates import SCHEDULES
 from shoal.neighbours.configs.written_config import (
-    Verdict,
-    Written,
+    KeyVerdict,
+    WrittenConfig,
+    format_ignored_keys,
     load_written,
+    parse_version,
     read_table,
-    told_lines,
-    version,
 )
 
 CLIPS_SINCE = "0.19.3"
@@ -58,7 +58,7 @@ FILLED_IN = ("lr", "warmup_num_steps", "total_num_steps", "type")
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScaleSettings:
     """Settings of fp16's dynamic loss scale, with the rules of DeepSpeed's scalers.
 
     Attributes:
@@ -90,7 +90,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DeepSpeedSettings:
     """Settings of a DeepSpeed configuration, with every "auto" and default resolved.
 
     batch = micro_batch × accumulate × data-parallel size · stage  of ZeRO, 0 to 3
@@ -117,7 +117,7 @@ class Settings:
     offload_parameters: bool = False
     offload_to: str = "host"
     compute: str = "fp32"
-    loss_scale: LossScale = LossScale()
+    loss_scale: LossScaleSettings = LossScaleSettings()
     clip: float = 1.0
     optimizer: str = ""
     optimizer_args: dict[str, Any] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Settings:
     drop_last: bool = False
     steps_per_print: int = 0
     wall_clock_breakdown: bool = False
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[KeyVerdict, ...] = ()
     told: tuple[str, ...] = ()
 
 
@@ -139,7 +139,7 @@ def read(
     era: str = "",
     unsaid_clip: float | None = None,
     brought: Collection[str] = (),
-) -> Settings:
+) -> DeepSpeedSettings:
     """Read a configuration for a number of data-parallel ranks.
 
     Args:
@@ -154,9 +154,9 @@ def read(
         ConfigError: one line: not readable, an unknown key, a key for a feature that Shoal lacks, a
             value that DeepSpeed refuses, or batches that do not multiply.
     """
-    where = "ds_config" if isinstance(config, Mapping) else short(str(config))
+    where = "ds_config" if isinstance(config, Mapping) else shorten(str(config))
     found, table = load_written(config, where), read_table("deepspeed_keys")
-    reader = _Reader(found, where, "DeepSpeed", version(era), table)
+    reader = _DeepSpeedReader(found, where, "DeepSpeed", parse_version(era), table)
     reader.resolve_auto()
     verdicts = [*reader.judge()]
     parts = {
@@ -181,13 +181,13 @@ def read(
         elif reader.block(block):
             parts[block], parts[f"{block}_args"], more = made()
             verdicts += more
-    told = (*reader.told, *told_lines(verdicts))
-    return Settings(**parts, verdicts=tuple(verdicts), told=told)
+    told = (*reader.told, *format_ignored_keys(verdicts))
+    return DeepSpeedSettings(**parts, verdicts=tuple(verdicts), told=told)
 
 
 @dataclass
-class _Reader(Written):
-    """Reader of the parts of `Settings`; collects lines for the user."""
+class _DeepSpeedReader(WrittenConfig):
+    """Reader of the parts of `DeepSpeedSettings`; collects lines for the user."""
 
     told: list[str] = field(default_factory=list)
 
@@ -216,7 +216,7 @@ class _Reader(Written):
                 kept[name] = value
             elif at.startswith(("optimizer.", "scheduler.")) and name in FILLED_IN:
                 why = "only the trainer that fills it in knows it; try: the value itself"
-                raise self.wrong(f"{at}{name}", value, why)
+                raise self.make_error(f"{at}{name}", value, why)
             else:
                 auto.append(f"{at}{name}")
         return kept
@@ -250,15 +250,17 @@ class _Reader(Written):
         """Read ZeRO's stage, and the offloaded states with their targets."""
         zero, devices = "zero_optimization", []
         if (stage := self.value(f"{zero}.stage")) > 3:
-            raise self.wrong(f"{zero}.stage", stage, "0, 1, 2 or 3 is wanted; try: 3")
+            raise self.make_error(f"{zero}.stage", stage, "0, 1, 2 or 3 is wanted; try: 3")
         for new, old, least in (("offload_optimizer", "cpu_offload", 1),
                                 ("offload_param", "cpu_offload_param", 3)):  # fmt: skip
             device = str(self.value(f"{zero}.{new}.device"))
             if device not in (known := ("none", "cpu", "nvme")):
-                raise ConfigError(f"{self.where}: {one_of(f'{zero}.{new}.device', device, known)}")
+                raise ConfigError(
+                    f"{self.where}: {format_choice_error(f'{zero}.{new}.device', device, known)}"
+                )
             if self.value(f"{zero}.{old}"):
                 if self.block(f"{zero}.{new}"):
-                    raise self.wrong(f"{zero}.{old}", True, f"is {new}'s old name; try: {new}")
+                    raise self.make_error(f"{zero}.{old}", True, f"is {new}'s old name; try: {new}")
                 device = "cpu"
             if device != "none" and stage < least:
                 self.told.append(f"{zero}.{new}: nothing below stage {least}, as in DeepSpeed")
@@ -275,15 +277,17 @@ class _Reader(Written):
         """Read the dtype of matrix products, and fp16's loss scale."""
         half, brain = self.value("fp16.enabled"), self.value("bf16.enabled")
         if half and brain:
-            raise self.wrong("fp16.enabled", True, "bf16 is enabled too; try: bf16 alone")
+            raise self.make_error("fp16.enabled", True, "bf16 is enabled too; try: bf16 alone")
         fixed, power, window, hysteresis, least, consecutive = (
             self.value(f"fp16.{name}")
             for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
                          "min_loss_scale", "consecutive_hysteresis")
         )  # fmt: skip
         if half and not fixed and not (window and least):
-            raise self.wrong("fp16.loss_scale_window, min_loss_scale", [window, least], "above 0")
-        scale = LossScale(fixed, 2.0**power, window, hysteresis, consecutive, float(least))
+            raise self.make_error(
+                "fp16.loss_scale_window, min_loss_scale", [window, least], "above 0"
+            )
+        scale = LossScaleSettings(fixed, 2.0**power, window, hysteresis, consecutive, float(least))
         if half and not stage:
             if self.block("fp16").get("hysteresis", 1) != 1:
                 self.told.append("fp16.hysteresis: at stage 0 DeepSpeed halves at every overflow")
@@ -294,10 +298,10 @@ class _Reader(Written):
         """Read the largest gradient norm, or its default in that version."""
         if (said := self.value("gradient_clipping")) is not None:
             return float(said)
-        changed = version(CLIPS_SINCE)
+        changed = parse_version(CLIPS_SINCE)
         if era and (not self.era or self.era == changed[: len(self.era)] != changed):
             raise ConfigError(
-                f"era {short(era)}: a whole version is wanted, since gradient_clipping's default "
+                f"era {shorten(era)}: a whole version is wanted, since gradient_clipping's default "
                 f"changed in {CLIPS_SINCE}; try: {CLIPS_SINCE}"
             )
         both = f"DeepSpeed takes 0.0 (none) before {CLIPS_SINCE}, and 1.0 from it on"
@@ -315,15 +319,15 @@ class _Reader(Written):
         """Read the dtype in which gradients are reduced."""
         found = str(self.value("communication_data_type") or "").lower()
         if found not in ("", "fp32", "bf16"):
-            raise self.wrong("communication_data_type", found, "fp32 or bf16; try: fp32")
+            raise self.make_error("communication_data_type", found, "fp32 or bf16; try: fp32")
         return found
 
-    def optimizer(self) -> tuple[str, dict[str, Any], list[Verdict]]:
+    def optimizer(self) -> tuple[str, dict[str, Any], list[KeyVerdict]]:
         """Read the optimizer's class and arguments, as DeepSpeed would make it."""
         name, params = self.block("optimizer").get("type"), self.block("optimizer.params")
         kind = str(name).lower()
         if norm := params.get("max_grad_norm"):
-            raise self.wrong("optimizer.params.max_grad_norm", norm, "try: gradient_clipping")
+            raise self.make_error("optimizer.params.max_grad_norm", norm, "try: gradient_clipping")
         if kind in ("adam", "adamw") and params.get("torch_adam"):
             decays = kind == "adamw" or params.get("adam_w_mode", True)
             gone = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
@@ -338,21 +342,23 @@ class _Reader(Written):
                 self.told.append('optimizer.type = "Adam": AdamW, unless adam_w_mode = false')
             return "Lion" if kind == "lion" else "AdamW" if decays else "Adam", args, verdicts
         if kind in ELSEWHERE:
-            raise self.wrong("optimizer.type", name, f"is not here; try: {ELSEWHERE[kind]}")
+            raise self.make_error("optimizer.type", name, f"is not here; try: {ELSEWHERE[kind]}")
         name = "Adagrad" if kind == "adagrad" else name
         if name not in TORCH:
             lower = {one.lower(): one for one in (*TORCH, "Adam", "AdamW", "Lion")}
-            close = lower[nearest(kind, lower) or "adamw"]
-            raise self.wrong("optimizer.type", name, f"no such optimizer; try: {close}")
+            close = lower[nearest_word(kind, lower) or "adamw"]
+            raise self.make_error("optimizer.type", name, f"no such optimizer; try: {close}")
         return name, {key: tuple(v) if isinstance(v, list) else v for key, v in params.items()}, []
 
-    def scheduler(self) -> tuple[str, dict[str, Any], list[Verdict]]:
+    def scheduler(self) -> tuple[str, dict[str, Any], list[KeyVerdict]]:
         """Read the scheduler's class and arguments."""
         name = str(self.block("scheduler").get("type"))
         if name in TORCH_RATES:
             return name, self.block("scheduler.params"), []
         if name not in SCHEDULES:
-            raise ConfigError(f"{self.where}: {one_of('scheduler.type', name, SCHEDULES)}")
+            raise ConfigError(
+                f"{self.where}: {format_choice_error('scheduler.type', name, SCHEDULES)}"
+            )
         args, verdicts = self.arguments("scheduler", name)
         first = {key: v[0] if isinstance(v, list) and v else v for key, v in args.items()}
         SCHEDULES[name](0.0, 0, first)  # refuses what it cannot take

@@ -37,14 +37,14 @@ def warmup_lr(own: Any, k: int, args: Arguments) -> Any:
     [0.0, 0.0, 0.5, 0.7925, 1.0, 1.0]
     """
     high, low = args["warmup_max_lr"], args["warmup_min_lr"]
-    done = _rise(k, args)
+    done = _warmup_share(k, args)
     span = (own if high is None else high) - low
     return low if k < 0 else low + span * (1.0 if done is None else done)
 
 
 def warmup_decay_lr(own: Any, k: int, args: Arguments) -> Any:
     """Return the learning rate at k under WarmupDecayLR."""
-    done, steps = _rise(k, args), args["total_num_steps"]
+    done, steps = _warmup_share(k, args), args["total_num_steps"]
     if done is None:
         falling = float(max(1.0, steps - max(2, args["warmup_num_steps"])))
         done = max(0.0, float(steps - k) / falling)
@@ -54,7 +54,7 @@ def warmup_decay_lr(own: Any, k: int, args: Arguments) -> Any:
 
 def warmup_cosine_lr(own: Any, k: int, args: Arguments) -> Any:
     """Return the learning rate at k under WarmupCosineLR."""
-    done, rise = _rise(k, args), max(2, args["warmup_num_steps"])
+    done, rise = _warmup_share(k, args), max(2, args["warmup_num_steps"])
     if k < 0:
         return 0.0
     if done is not None:
@@ -88,7 +88,7 @@ def one_cycle(own: Any, k: int, args: Arguments, what: str = "lr") -> Any:
     if k < 0:
         return low
     if k < whole:
-        height = (high - low) * _cycle(k + 1, first, second, args)
+        height = (high - low) * _cycle_share(k + 1, first, second, args)
         return high - height if momentum else low + height
     if math.isclose(size, 0) or math.isclose(rate, 0):
         return high if momentum else low
@@ -96,7 +96,7 @@ def one_cycle(own: Any, k: int, args: Arguments, what: str = "lr") -> Any:
     return high * factor if momentum else low / factor
 
 
-def _rise(k: int, args: Arguments) -> float | None:
+def _warmup_share(k: int, args: Arguments) -> float | None:
     """Return the completed share of a warm-up at k; None after it."""
     steps, kind = max(2, args["warmup_num_steps"]), args["warmup_type"]
     if kind not in ("log", "linear"):
@@ -106,7 +106,7 @@ def _rise(k: int, args: Arguments) -> float | None:
     return 1.0 / math.log(steps) * math.log(k + 1) if kind == "log" else k / steps
 
 
-def _cycle(now: int, first: float, second: float, args: Arguments) -> float:
+def _cycle_share(now: int, first: float, second: float, args: Arguments) -> float:
     """Return the share of the way up at one batch of a cycle, in stairs if configured."""
     whole, bend = first + second, first / (first + second)
     x = 1.0 + now / whole - math.floor(1 + now / whole)
@@ -129,7 +129,7 @@ SCHEDULES: Mapping[str, Callable[[Any, int, Arguments], Any]] = {
 }
 
 
-class Schedule:
+class DeepSpeedSchedule:
     """A schedule of DeepSpeed's on an optimizer: `step`, `get_last_lr`, `state_dict`, as torch's.
 
     The constructor sets the groups' rates (and betas, under OneCycle) for update 1.

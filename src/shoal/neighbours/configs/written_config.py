@@ -26,11 +26,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, nearest, short
+from shoal.base.errors import ConfigError, nearest_word, shorten
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyRow:
     """Row of a key: fate, words, kind of its values, and as JSON the default, harmless ones."""
 
     fate: str
@@ -40,7 +40,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeyVerdict:
     """Verdict on one key of a user's file: its path, its value, its row's fate and words."""
 
     path: str
@@ -50,14 +50,14 @@ class Verdict:
 
 
 @cache
-def read_table(name: str) -> dict[str, Key]:
+def read_table(name: str) -> dict[str, KeyRow]:
     """Read a table by its name; return a key's whole path, as `fp16.enabled`, → its row.
 
     >>> read_table("deepspeed_keys")["zero_optimization.stage"].words
     'layout.zero, layout.strategy'
     """
     text = Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")
-    found: dict[str, Key] = {}
+    found: dict[str, KeyRow] = {}
     for row in text.replace("\n  ", " ").splitlines():
         if not row.strip() or row.startswith("#"):
             continue
@@ -73,7 +73,7 @@ def read_table(name: str) -> dict[str, Key]:
                 name, _, kind = name.partition(":")
                 path = f"{inside[-1]}{name}"
                 listed = values[:1] != "["
-                found[path] = Key(
+                found[path] = KeyRow(
                     fate, words, kind, tuple(values.split(",") if listed else [values])
                 )
     return found
@@ -106,18 +106,18 @@ def load_written(config: Mapping[str, Any] | str | Path, where: str) -> dict[str
             raise ConfigError(f"{where}: {', '.join(twice)}: stands twice; try: leave one out")
         return dict(pairs)
 
-    loads, said = _parser()
+    loads, said = _find_parser()
     try:
         found = loads(text, object_pairs_hook=once)
     except ValueError as failure:
         why = f"{failure}{said}" if there else "no such file, nor base64 of a configuration"
         raise ConfigError(f"{where}: {why}") from None
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{where}: a table of keys is wanted, got {short(str(found))}")
+        raise ConfigError(f"{where}: a table of keys is wanted, got {shorten(str(found))}")
     return dict(found)
 
 
-def _parser() -> tuple[Callable[..., Any], str]:
+def _find_parser() -> tuple[Callable[..., Any], str]:
     """Return hjson's parser if installed, else JSON's, and the advice if that one fails."""
     try:
         import hjson
@@ -127,7 +127,7 @@ def _parser() -> tuple[Callable[..., Any], str]:
     return hjson.loads, ""
 
 
-def version(text: str) -> tuple[int, ...]:
+def parse_version(text: str) -> tuple[int, ...]:
     """Return the numbers of a version.
 
     >>> version("0.19.8+cu130"), version("")
@@ -137,7 +137,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 @dataclass
-class Written:
+class WrittenConfig:
     """A user's configuration, with the table's verdict on each of its keys.
 
     Attributes:
@@ -150,11 +150,13 @@ class Written:
     where: str
     library: str
     era: tuple[int, ...]
-    table: Mapping[str, Key]
+    table: Mapping[str, KeyRow]
 
-    def wrong(self, path: str, value: Any, why: str) -> ConfigError:
+    def make_error(self, path: str, value: Any, why: str) -> ConfigError:
         """Return the ConfigError of one line on a value."""
-        return ConfigError(f"{self.where}: {path} = {short(json.dumps(value, default=str))}: {why}")
+        return ConfigError(
+            f"{self.where}: {path} = {shorten(json.dumps(value, default=str))}: {why}"
+        )
 
     def block(self, path: str) -> dict[str, Any]:
         """Return a block by its path; {} if it is missing."""
@@ -162,7 +164,7 @@ class Written:
         for name in path.split(".") if path else ():
             found = found.get(name) or {}
             if not isinstance(found, Mapping):
-                raise self.wrong(path, found, "a table of keys is wanted")
+                raise self.make_error(path, found, "a table of keys is wanted")
         return dict(found)
 
     def value(self, path: str, row: str = "") -> Any:
@@ -183,12 +185,12 @@ class Written:
             return json.loads(key.values[0] or "null")
         if not key.kind:
             return value
-        found, wanted = _typed(value, key.kind)
+        found, wanted = _convert_value(value, key.kind)
         if found is None:
-            raise self.wrong(path, value, f"{wanted} is wanted")
+            raise self.make_error(path, value, f"{wanted} is wanted")
         return found
 
-    def judge(self, path: str = "", row: str = "", *, off: bool = False) -> Iterator[Verdict]:
+    def judge(self, path: str = "", row: str = "", *, off: bool = False) -> Iterator[KeyVerdict]:
         """Yield a verdict on every key of a block, and of those inside it.
 
         Args:
@@ -203,24 +205,26 @@ class Written:
             here, there = f"{path}{dot}{name}", f"{row or path}{dot}{name}"
             key = self.table.get(there)
             if key is None:
-                raise ConfigError(f"{self.where}: {short(here)}: no such key{self._hint(there)}")
-            gone = version(key.fate)
+                raise ConfigError(
+                    f"{self.where}: {shorten(here)}: no such key{self._suggest_key(there)}"
+                )
+            gone = parse_version(key.fate)
             if gone and self.era >= gone:
                 why = f"{self.library} {key.fate} took it away; try: leave it out, or {key.words}"
-                raise self.wrong(here, value, why)
+                raise self.make_error(here, value, why)
             inner = isinstance(value, Mapping) and any(
                 x.startswith(f"{there}.") for x in self.table
             )
             if key.fate in ("honoured", "told"):
-                yield Verdict(here, value, key.fate, key.words)
+                yield KeyVerdict(here, value, key.fate, key.words)
             elif off or _harmless(value, key, inner=inner):
-                yield Verdict(here, value, "told", "is as without it")
+                yield KeyVerdict(here, value, "told", "is as without it")
             else:
-                raise self.wrong(here, value, f"is not here; try: {key.words}")
+                raise self.make_error(here, value, f"is not here; try: {key.words}")
             if inner:
                 yield from self.judge(here, there, off=off or "off" in key.values)
 
-    def arguments(self, block: str, kind: str) -> tuple[dict[str, Any], list[Verdict]]:
+    def arguments(self, block: str, kind: str) -> tuple[dict[str, Any], list[KeyVerdict]]:
         """Return all arguments of a class whose rows are under `args`, and their verdicts."""
         verdicts = [*self.judge(f"{block}.params", f"args.{kind}")]
         rows = [one for one in self.table if one.startswith(f"args.{kind}.")]
@@ -228,18 +232,18 @@ class Written:
         row = f"args.{kind}"
         return {x: self.value(f"{block}.params.{x}", f"{row}.{x}") for x in names}, verdicts
 
-    def _hint(self, path: str) -> str:
+    def _suggest_key(self, path: str) -> str:
         """Return the nearest spelling in the same block, else the block that has such a key."""
         inside, dot, name = path.rpartition(".")
         here = [one[len(inside + dot) :] for one in self.table if one.startswith(inside + dot)]
-        if close := nearest(name, [one for one in here if "." not in one]):
+        if close := nearest_word(name, [one for one in here if "." not in one]):
             return f"; try: {close}"
         known = (one for one in self.table if not one.startswith("args."))
         elsewhere = [one for one in known if one.rpartition(".")[2] == name]
         return f"; try: {elsewhere[0]}" if elsewhere else f", here or in {self.library}"
 
 
-def told_lines(verdicts: Iterable[Verdict]) -> list[str]:
+def format_ignored_keys(verdicts: Iterable[KeyVerdict]) -> list[str]:
     """Return a line for each reason why keys are ignored."""
     lines: dict[str, list[str]] = {}
     for one in verdicts:
@@ -248,7 +252,7 @@ def told_lines(verdicts: Iterable[Verdict]) -> list[str]:
     return [f"{', '.join(paths)}: {words}" for words, paths in lines.items()]
 
 
-def _typed(value: Any, kind: str) -> tuple[Any, str]:
+def _convert_value(value: Any, kind: str) -> tuple[Any, str]:
     """Return (a value of a kind, or None; the kind in words)."""
     if kind == "b":
         flags = {"true": True, "1": True, "false": False, "0": False}
@@ -263,7 +267,7 @@ def _typed(value: Any, kind: str) -> tuple[Any, str]:
     return (None if not fits else number if kind == "n" else int(number)), wanted
 
 
-def _harmless(value: Any, key: Key, *, inner: bool) -> bool:
+def _harmless(value: Any, key: KeyRow, *, inner: bool) -> bool:
     if "off" in key.values:
         if not isinstance(value, Mapping):
             return not value or value == "auto"

@@ -26,7 +26,7 @@ SMAPS = Path("/proc/self/smaps")
 
 
 @contextmanager
-def opened_unread() -> Iterator[None]:
+def open_without_readahead() -> Iterator[None]:
     """Open safetensors files, inside the context, without reading more than the accessed pages.
 
     Opening a file reads its header and each tensor's first page, through the mapping. The system
@@ -37,7 +37,7 @@ def opened_unread() -> Iterator[None]:
 
     def opened(path: Any, *given: Any, **named: Any) -> Any:
         with suppress(OSError, TypeError, ValueError):  # safe_open raises the better error
-            _read_starts(path)
+            _read_first_pages(path)
         return own(path, *given, **named)
 
     def give(given: Any, taken: Any) -> None:
@@ -56,7 +56,7 @@ OPENERS = ("safetensors", "safetensors.torch", "transformers.modeling_utils")
 """Modules that have `safe_open` as an attribute."""
 
 
-def _read_starts(path: Any) -> None:
+def _read_first_pages(path: Any) -> None:
     """Read only a safetensors file's header and its tensors' first pages into the page cache."""
     file = os.open(path, os.O_RDONLY)
     try:
@@ -71,7 +71,7 @@ def _read_starts(path: Any) -> None:
 
 
 @dataclass(frozen=True)
-class AsRead:
+class UnmodifiedMapping:
     """A file that is mapped privately and was never written into.
 
     Attributes:
@@ -86,7 +86,7 @@ class AsRead:
     node: int
     path: str
 
-    def place(self, address: int) -> int:
+    def file_offset(self, address: int) -> int:
         """Return the offset in the file of an address."""
         return self.offset + address - self.start
 
@@ -95,13 +95,15 @@ MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (r..p) ([0-9a-f]+) \S+ (\d+) +(/.
 """First line of a private mapping of a file in smaps."""
 
 
-def files_as_read() -> list[AsRead]:
+def unmodified_mappings() -> list[UnmodifiedMapping]:
     """Return every file that this process maps privately and has not written into."""
     found, last = [], None
     for line in SMAPS.read_text(encoding="utf-8").splitlines():
         if told := MAPPING.fullmatch(line):
             start, stop, _, offset, node, path = told.groups()
-            last = AsRead(int(start, 16), int(stop, 16), int(offset, 16), int(node), path)
+            last = UnmodifiedMapping(
+                int(start, 16), int(stop, 16), int(offset, 16), int(node), path
+            )
             last = None if path.endswith(" (deleted)") else last
         elif line[0] in "0123456789abcdef":
             last = None

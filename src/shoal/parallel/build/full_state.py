@@ -1,6 +1,6 @@
 """This rank's parts of a program's state, and whole tensors gathered from all ranks.
 
-Other packages never see distributed tensors: checkpoints are written from `held`, proofs and
+Other packages never see distributed tensors: checkpoints are written from `local_state`, proofs and
 exports read `gather_weights` and `gather_gradients`.
 """
 
@@ -18,7 +18,7 @@ from shoal.fabric import World
 from shoal.parallel.program import Part, Program, dtype_of
 
 
-def held(program: Program) -> dict[str, Part]:
+def local_state(program: Program) -> dict[str, Part]:
     """Return this rank's parts of all parameters and persistent buffers, by first name.
 
     Tensors of other pipeline stages are left out.
@@ -40,7 +40,7 @@ def held(program: Program) -> dict[str, Part]:
         if name in program.parts:
             found[name] = program.parts[name]
         elif name in program.cuts:
-            found[name] = (value.detach(), program.place(name))
+            found[name] = (value.detach(), program.shard_of(name))
         else:
             found[name] = (value.detach(), Shard.whole(name, tuple(value.shape), dtype_of(value)))
     return found
@@ -52,20 +52,22 @@ def gather_weights(program: Program, *, only_first: bool = False) -> dict[str, t
     Args:
         only_first: gather on rank 0 only; the others get {} and spend no memory or time on it.
     """
-    return assembled(held(program), program.world, only_first=only_first)
+    return assemble_tensors(local_state(program), program.world, only_first=only_first)
 
 
-def each_weight(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_weights(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `gather_weights` on rank 0, one tensor at a time; all ranks iterate together."""
-    parts = held(program)
-    return _each(_spreads(parts, program.world), parts, program.world, only_first=True)
+    parts = local_state(program)
+    return _iterate_tensors(
+        _gather_spreads(parts, program.world), parts, program.world, only_first=True
+    )
 
 
-def each_gradient(program: Program) -> tuple[Iterator[tuple[str, torch.Tensor]], set[str]]:
+def iterate_gradients(program: Program) -> tuple[Iterator[tuple[str, torch.Tensor]], set[str]]:
     """Return `gather_gradients` on rank 0, one at a time: (iterator, names with a gradient)."""
-    parts, used = _gradients(program)
-    known = _spreads(parts, program.world)
-    return _each(known, parts, program.world, only_first=True), used
+    parts, used = _local_gradients(program)
+    known = _gather_spreads(parts, program.world)
+    return _iterate_tensors(known, parts, program.world, only_first=True), used
 
 
 def gather_gradients(
@@ -78,11 +80,11 @@ def gather_gradients(
     and all names have one. After `update` they are the clipped mean, and names that no rank used
     have none. A missing gradient is returned as zeros.
     """
-    parts, used = _gradients(program)
-    return assembled(parts, program.world, only_first=only_first), used
+    parts, used = _local_gradients(program)
+    return assemble_tensors(parts, program.world, only_first=only_first), used
 
 
-def _gradients(program: Program) -> tuple[dict[str, Part], set[str]]:
+def _local_gradients(program: Program) -> tuple[dict[str, Part], set[str]]:
     """Return this rank's gradient parts, and the names that any rank used."""
     parts: dict[str, Part] = {}
     used: list[str] = []
@@ -95,7 +97,7 @@ def _gradients(program: Program) -> tuple[dict[str, Part], set[str]]:
     return parts, {name for told in program.world.gather_json(used) for name in told}
 
 
-def assembled(
+def assemble_tensors(
     parts: Mapping[str, Part], world: World, *, only_first: bool = False
 ) -> dict[str, torch.Tensor]:
     """Assemble whole tensors from the ranks' parts, on the CPU of every rank; all ranks call it.
@@ -108,15 +110,15 @@ def assembled(
         Copies by name, in the order of the lowest rank that has a name. Overlapping parts are
         assumed to be equal.
     """
-    known = _spreads(parts, world)
+    known = _gather_spreads(parts, world)
     found = {
-        name: tensor.to("cpu", copy=known[name].everywhere)
-        for name, tensor in _each(known, parts, world, only_first)
+        name: tensor.to("cpu", copy=known[name].is_replicated)
+        for name, tensor in _iterate_tensors(known, parts, world, only_first)
     }
     return {name: found[name] for name in known if name in found}
 
 
-def _spreads(parts: Mapping[str, Part], world: World) -> dict[str, _Spread]:
+def _gather_spreads(parts: Mapping[str, Part], world: World) -> dict[str, _TensorSpread]:
     """Gather which boxes of each tensor every rank holds; all ranks call it."""
     mine = {
         name: [
@@ -126,18 +128,18 @@ def _spreads(parts: Mapping[str, Part], world: World) -> dict[str, _Spread]:
         ]
         for name, (_, shard) in parts.items()
     }
-    known: dict[str, _Spread] = {}
+    known: dict[str, _TensorSpread] = {}
     for rank, told in enumerate(world.gather_json(mine)):
         for name, (shape, dtype, boxes) in told.items():
-            spread = known.setdefault(name, _Spread(tuple(shape), dtype, [()] * world.size))
+            spread = known.setdefault(name, _TensorSpread(tuple(shape), dtype, [()] * world.size))
             spread.boxes[rank] = tuple(tuple((first, end) for first, end in box) for box in boxes)
     return known
 
 
-def _each(
-    known: Mapping[str, _Spread], parts: Mapping[str, Part], world: World, only_first: bool
+def _iterate_tensors(
+    known: Mapping[str, _TensorSpread], parts: Mapping[str, Part], world: World, only_first: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of `assembled` one by one, with one message of them in memory.
+    """Yield the tensors of `assemble_tensors` one by one, with one message of them in memory.
 
     Every rank must iterate to the end. A tensor that every rank holds whole is yielded as it is, on
     its device, without a copy.
@@ -145,17 +147,17 @@ def _each(
     for_me = world.is_first or not only_first
     travelling: list[str] = []
     for name, spread in known.items():
-        if not spread.everywhere:
+        if not spread.is_replicated:
             travelling.append(name)
         elif for_me:
             yield name, parts[name][0].detach().reshape(spread.shape)
-    for together in _in_messages(travelling, known):
+    for together in _group_messages(travelling, known):
         spreads = {name: known[name] for name in together}
-        message = _message(spreads, parts, world)
+        message = _pack_message(spreads, parts, world)
         rows = world.gather(message) if only_first else world.all_gather(message)
         if rows is not None:
             found = {name: torch.zeros(s.shape, dtype=s.kind) for name, s in spreads.items()}
-            _spread_out(spreads, rows.cpu(), found)
+            _unpack_messages(spreads, rows.cpu(), found)
             del rows
             yield from found.items()
 
@@ -165,7 +167,7 @@ MESSAGE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class _Spread:
+class _TensorSpread:
     """Boxes of one tensor that each rank holds."""
 
     shape: tuple[int, ...]
@@ -178,7 +180,7 @@ class _Spread:
         return found
 
     @property
-    def everywhere(self) -> bool:
+    def is_replicated(self) -> bool:
         whole = (tuple((0, length) for length in self.shape),)
         return all(boxes == whole for boxes in self.boxes)
 
@@ -190,7 +192,9 @@ class _Spread:
         return sum(math.prod(end - first for first, end in box) for box in self.sent(rank))
 
 
-def _in_messages(names: Iterable[str], known: Mapping[str, _Spread]) -> Iterator[list[str]]:
+def _group_messages(
+    names: Iterable[str], known: Mapping[str, _TensorSpread]
+) -> Iterator[list[str]]:
     """Yield runs of names of one dtype, of `MESSAGE_BYTES` unless one tensor is larger."""
     by_kind: dict[str, list[str]] = {}
     for name in names:
@@ -208,8 +212,8 @@ def _in_messages(names: Iterable[str], known: Mapping[str, _Spread]) -> Iterator
         yield message
 
 
-def _message(
-    spreads: Mapping[str, _Spread], parts: Mapping[str, Part], world: World
+def _pack_message(
+    spreads: Mapping[str, _TensorSpread], parts: Mapping[str, Part], world: World
 ) -> torch.Tensor:
     """Return this rank's message of some tensors of one dtype: [elements], equal on all ranks."""
     kind = next(iter(spreads.values())).kind
@@ -223,18 +227,18 @@ def _message(
     return message
 
 
-def _spread_out(
-    spreads: Mapping[str, _Spread], rows: torch.Tensor, found: Mapping[str, torch.Tensor]
+def _unpack_messages(
+    spreads: Mapping[str, _TensorSpread], rows: torch.Tensor, found: Mapping[str, torch.Tensor]
 ) -> None:
     """Write the ranks' messages, [ranks, elements], into the whole tensors."""
     for rank, row in enumerate(rows):
         place = 0
         for name, spread in spreads.items():
             for box in spread.sent(rank):
-                place = _fill(found[name], box, row, place)
+                place = _fill_box(found[name], box, row, place)
 
 
-def _fill(out: torch.Tensor, box: Box, row: torch.Tensor, place: int) -> int:
+def _fill_box(out: torch.Tensor, box: Box, row: torch.Tensor, place: int) -> int:
     target = out[tuple(slice(start, stop) for start, stop in box)]
     target.copy_(row[place : place + target.numel()].view(target.shape))
     return place + target.numel()

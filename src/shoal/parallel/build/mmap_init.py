@@ -12,7 +12,7 @@ Protocol  a dispatch mode sees every operation. One that makes a large new CPU t
           of any other is moved there. Draws are the same calls of the same generator in the same
           order, on the same shapes: the bits are a plain build's
 Then      ranks copy the shards they keep (`shard.clone()`, outside) and free the rest;
-          `settle` copies the tensors that stay whole, so that none trains in a file
+          `copy_to_memory` copies the tensors that stay whole, so that none trains in a file
 Limits    modes belong to a thread: tensors that a library loads in threads of its own stay private.
           An operation that is neither a factory nor a copy needs its result in private memory for a
           moment. A mapped tensor cannot grow (`resize_`). On a tmpfs the pages are memory after
@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.base.plans.placement import Cut
+from shoal.base.plans.placement import DimCut
 from shoal.machine.process_memory import read_ahead
 from shoal.parallel._torch import UncompiledMode, pytree
-from shoal.parallel.program import take
+from shoal.parallel.program import copy_part
 
 PREFIX = "shoal-weights-"
 
@@ -50,7 +50,7 @@ LEAST_BYTES = 2**20
 """Smaller tensors are not mapped: a file and a mapping each would cost more than they save."""
 
 
-class Opened(dict[str, int]):
+class OpenFiles(dict[str, int]):
     """Descriptors of files by their (former) names, and the bytes of the files on no disk."""
 
     in_memory_bytes = 0
@@ -62,7 +62,7 @@ class Opened(dict[str, int]):
 
 
 @contextmanager
-def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:
+def mmap_init(least_bytes: int = LEAST_BYTES, opened: OpenFiles | None = None) -> Iterator[None]:
     """Allocate new CPU tensors of at least `least_bytes` in mapped files, with the same values.
 
     Args:
@@ -79,11 +79,11 @@ def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> I
     >>> float(weight.sum()), is_mapped(weight)
     (1024.0, True)
     """
-    with _LightBuild(least_bytes, opened):
+    with _MappedAllocationMode(least_bytes, opened):
         yield
 
 
-def settle(tensors: Iterable[Tensor]) -> None:
+def copy_to_memory(tensors: Iterable[Tensor]) -> None:
     """Copy the mapped tensors of a module into the process's own memory, in place.
 
     Parameters stay the same objects, and tensors that shared memory share it again.
@@ -93,18 +93,18 @@ def settle(tensors: Iterable[Tensor]) -> None:
         if not is_mapped(tensor):
             continue
         if tensor.__dict__.pop(IS_PART, None) == tensor.data_ptr():
-            tensor.data = own_rows(tensor.detach(), slice(None))
+            tensor.data = copy_rows(tensor.detach(), slice(None))
         else:
             storage = tensor.untyped_storage()
             place = storage.data_ptr()
             if place not in copies:
                 read_ahead(tensor)
                 copies[place] = storage.clone()
-            tensor.data = over(copies[place], tensor, tensor.storage_offset())
+            tensor.data = view_storage(copies[place], tensor, tensor.storage_offset())
         tensor.__dict__.pop(IN_FILE, None)
 
 
-def own_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) -> Tensor:
+def copy_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) -> Tensor:
     """Copy some rows of a tensor into a new tensor of its shape, in row order.
 
     The other rows are allocated unread. On a CPU they take no memory until they are written.
@@ -120,7 +120,7 @@ def own_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) ->
     return copy.copy_(tensor)
 
 
-def keep_part(tensor: Tensor, cut: Cut, rank: int) -> None:
+def cut_to_part(tensor: Tensor, cut: DimCut, rank: int) -> None:
     """Cut a tensor in place to the part that rank `rank` of the cut's axis holds.
 
     A mapped tensor stays in its file, unread: other techniques may cut the part further. A part in
@@ -131,11 +131,11 @@ def keep_part(tensor: Tensor, cut: Cut, rank: int) -> None:
         ((start, stop),) = spans
         tensor.data = tensor.detach().narrow(cut.dim, start, stop - start)
         setattr(tensor, IS_PART, tensor.data_ptr())
-        belongs_to_file(tensor)
+        mark_as_mapped(tensor)
         return
     for start, stop in spans:
         read_ahead(tensor.detach().narrow(cut.dim, start, stop - start))
-    tensor.data = take(tensor.detach(), cut, rank)
+    tensor.data = copy_part(tensor.detach(), cut, rank)
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -153,7 +153,7 @@ def is_mapped(tensor: Tensor) -> bool:
     return path is not None and (path.startswith(OPEN) or os.path.basename(path).startswith(PREFIX))
 
 
-def belongs_to_file(tensor: Tensor) -> None:
+def mark_as_mapped(tensor: Tensor) -> None:
     """Mark a tensor as privately mapped from a file, since torch does not report its name."""
     setattr(tensor, IN_FILE, tensor.data_ptr())
 
@@ -163,12 +163,12 @@ def is_shared(tensor: Tensor) -> bool:
     return _is_plain(tensor) and tensor.__dict__.get(IN_FILE) == tensor.data_ptr()
 
 
-def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
+def view_storage(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
     """Return a tensor of `like`'s shape, strides and dtype over a storage."""
     return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
 
 
-def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
+def make_mapped(like: Tensor, opened: OpenFiles | None = None) -> Tensor:
     """Return a zero tensor with `like`'s shape, strides and dtype, in an unlinked file of its own.
 
     Args:
@@ -177,21 +177,23 @@ def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
     Raises:
         ConfigError: the folder of temporary files is full.
     """
-    from shoal.machine.free_memory import file_in_memory, reserve  # only large models need it
+    from shoal.machine.free_memory import create_memory_file, reserve  # only large models need it
 
     size_bytes = _span_bytes(like)
     if opened is not None:
-        descriptor = file_in_memory(PREFIX, size_bytes, opened.in_memory_bytes)
+        descriptor = create_memory_file(PREFIX, size_bytes, opened.in_memory_bytes)
         if descriptor is not None:
             opened.in_memory_bytes += size_bytes
             opened[name := f"{OPEN}{descriptor}"] = descriptor
-            return over(torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes), like)
+            return view_storage(
+                torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes), like
+            )
     with tempfile.NamedTemporaryFile(prefix=PREFIX) as file:
         reserve(file.fileno(), size_bytes)
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size_bytes)
         if opened is not None:
             opened[file.name] = os.dup(file.fileno())
-    return over(storage, like)
+    return view_storage(storage, like)
 
 
 def _span_bytes(like: Tensor) -> int:
@@ -202,10 +204,10 @@ def _span_bytes(like: Tensor) -> int:
     return (last + 1) * like.element_size()
 
 
-class _LightBuild(UncompiledMode):
+class _MappedAllocationMode(UncompiledMode):
     """Dispatch mode that allocates the results of large operations in mapped files."""
 
-    def __init__(self, least_bytes: int, opened: Opened | None) -> None:
+    def __init__(self, least_bytes: int, opened: OpenFiles | None) -> None:
         super().__init__()
         self.least_bytes = max(1, least_bytes)  # an empty tensor needs no file
         self.opened = opened
@@ -216,22 +218,26 @@ class _LightBuild(UncompiledMode):
         given: dict[str, Any] = kwargs or {}
         fill = FILLS.get(func.overloadpacket)
         if fill is None or "out" in given or not _on_cpu(args, given):
-            return self._moved(func(*args, **given), (args, given))
+            return self._move_results(func(*args, **given), (args, given))
         template = _template(func, args, given)
         if _span_bytes(template) < self.least_bytes or template.layout != torch.strided:
             return func(*args, **given)
-        target = mapped(template, self.opened)
+        target = make_mapped(template, self.opened)
         fill(target, args, given)
         return target
 
-    def _moved(self, results: Any, inputs: Any) -> Any:
+    def _move_results(self, results: Any, inputs: Any) -> Any:
         """Copy the new and large results of an operation to mapped files."""
-        known = {_place(t) for t in pytree.tree_leaves(inputs) if _is_plain(t)}
+        known = {_storage_address(t) for t in pytree.tree_leaves(inputs) if _is_plain(t)}
 
         def move(leaf: Any) -> Any:
             if not _is_plain(leaf) or _span_bytes(leaf) < self.least_bytes:
                 return leaf
-            return leaf if _place(leaf) in known else mapped(leaf, self.opened).copy_(leaf)
+            return (
+                leaf
+                if _storage_address(leaf) in known
+                else make_mapped(leaf, self.opened).copy_(leaf)
+            )
 
         return pytree.tree_map(move, results)
 
@@ -242,7 +248,7 @@ def _is_plain(value: Any) -> bool:
     return plain and value.device.type == "cpu" and value.layout == torch.strided
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -267,7 +273,7 @@ def _template(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Ten
     return made
 
 
-def _leave(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+def _keep_zeros(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
     """Leave the target as it is, for empty and zeros: a new file reads as zeros."""
 
 
@@ -291,11 +297,11 @@ def _copy(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> No
     target.copy_(args[0])
 
 
-def _table() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], None]]:
+def _fill_functions() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], None]]:
     """Return operation → function that fills the result."""
     aten = torch.ops.aten
     kinds = {
-        _leave: (
+        _keep_zeros: (
             *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
             *("zeros", "zeros_like", "new_zeros"),
         ),
@@ -308,4 +314,4 @@ def _table() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]],
     return {getattr(aten, name): fill for fill, names in kinds.items() for name in names}
 
 
-FILLS = _table()
+FILLS = _fill_functions()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.parallel.build.checkpoint_files import SMAPS, files_as_read
+from shoal.parallel.build.checkpoint_files import SMAPS, unmodified_mappings
 
 
 def pretrained_class() -> type[Any] | None:
@@ -26,7 +26,7 @@ def pretrained_class() -> type[Any] | None:
     return getattr(models, "PreTrainedModel", None)
 
 
-def checkpoint_of(module: nn.Module) -> Path | None:
+def checkpoint_folder(module: nn.Module) -> Path | None:
     """Return the folder of the safetensors that a model, or a part of one, was loaded from."""
     kind = pretrained_class()
     if kind is None:
@@ -39,13 +39,13 @@ def checkpoint_of(module: nn.Module) -> Path | None:
     return None
 
 
-def without_cache(module: nn.Module) -> Callable[[], None]:
+def disable_kv_cache(module: nn.Module) -> Callable[[], None]:
     """Turn off the key-value cache that transformers models keep for generation; return the undo.
 
     It is on by default, in training too: a layer then writes into an object that it is passed, and
     its result depends on the number of calls.
     """
-    found = {id(config): config for part in module.modules() for config in _configs(part)}
+    found = {id(config): config for part in module.modules() for config in _cache_configs(part)}
     for config in found.values():
         config.use_cache = False
 
@@ -56,7 +56,7 @@ def without_cache(module: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _configs(part: nn.Module) -> Iterator[Any]:
+def _cache_configs(part: nn.Module) -> Iterator[Any]:
     config = getattr(part, "config", None)
     for one in (
         config,
@@ -97,13 +97,13 @@ def pretrained_shapes() -> Iterator[None]:
         setattr(PreTrainedModel, "from_pretrained", own)  # noqa: B010
 
 
-def made_beside(module: nn.Module, folder: Path) -> list[str]:
+def converted_parameters(module: nn.Module, folder: Path) -> list[str]:
     """Return the names of parameters that are not in a folder's files as they are saved there.
 
     They were converted when they were read, or merged, or are no part of the checkpoint.
     """
     paths = {str(path.resolve()) for path in folder.glob("*.safetensors")}
-    read = [one for one in files_as_read() if one.path in paths]
+    read = [one for one in unmodified_mappings() if one.path in paths]
 
     def lies_there(tensor: Tensor) -> bool:
         at = tensor.untyped_storage().data_ptr()
@@ -112,11 +112,11 @@ def made_beside(module: nn.Module, folder: Path) -> list[str]:
     return [name for name, p in module.named_parameters() if p.numel() and not lies_there(p)]
 
 
-def said_of_files(module: nn.Module, folder: Path | None) -> list[str]:
+def checkpoint_files_notice(module: nn.Module, folder: Path | None) -> list[str]:
     """Return a notice on a checkpoint of which not every process can read just its own part."""
     if folder is None or not SMAPS.exists():
         return []
-    names = made_beside(module, folder)
+    names = converted_parameters(module, folder)
     if not names:
         return []
     from shoal.base.text.units import bytes_text

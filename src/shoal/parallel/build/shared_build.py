@@ -39,8 +39,8 @@ from torch import nn
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
 from shoal.machine.process_memory import trim_heap
-from shoal.parallel.build.mmap_init import Opened, mmap_init
-from shoal.trace.isolation.collective_ban import alone
+from shoal.parallel.build.mmap_init import OpenFiles, mmap_init
+from shoal.trace.isolation.collective_ban import forbid_collectives
 
 LEAST_BYTES = 64 * 2**20
 """Smaller models are built by every rank: that takes less time than sending tensor positions."""
@@ -74,52 +74,52 @@ def build_once(
         with mmap_init():
             return build(), []
     made: list[nn.Module] = []
-    with _many_files() as files:
+    with _raise_file_limit() as files:
 
         def first() -> Table | None:
             least = LEAST_BYTES if least_bytes is None else least_bytes
             try:
-                with mmap_init(opened=files), _unread(), alone():
+                with mmap_init(opened=files), _open_without_readahead(), forbid_collectives():
                     made.append(build())
                 if _weights_bytes(made[0]) < least:
                     return None
-                from shoal.parallel.build.weight_tables import table_of
+                from shoal.parallel.build.weight_tables import make_weight_table
 
-                return table_of(made[0], files)
+                return make_weight_table(made[0], files)
             except Exception as failure:  # every rank then runs the builder, and raises its errors
                 made.clear()
                 files.close()
-                return {"why": _line(failure)}
+                return {"why": _error_line(failure)}
 
         try:
-            table = world.told_on_machine(first)
-            module, why = _made_of(table, made, build)
+            table = world.run_once_per_machine(first)
+            module, why = _module_from_table(table, made, build)
         except Exception:  # so that no rank waits for hours for the one whose builder failed
             world.machine_barrier()
             raise
         world.machine_barrier()
     trim_heap()  # small tensors are in a file now
-    return module, _said(module, world.gather_json(why), world)
+    return module, _own_build_notice(module, world.gather_json(why), world)
 
 
-def _unread() -> AbstractContextManager[None]:
-    """Return `opened_unread` if safetensors is imported, else a null context."""
+def _open_without_readahead() -> AbstractContextManager[None]:
+    """Return `open_without_readahead` if safetensors is imported, else a null context."""
     if "safetensors" not in sys.modules:
         return nullcontext()
-    from shoal.parallel.build.checkpoint_files import opened_unread
+    from shoal.parallel.build.checkpoint_files import open_without_readahead
 
-    return opened_unread()
+    return open_without_readahead()
 
 
 @contextmanager
-def _many_files() -> Iterator[Opened]:
+def _raise_file_limit() -> Iterator[OpenFiles]:
     """Raise this process's limit of open files to the hard limit: one file per tensor.
 
     The files are closed before the old limit holds again. With them open under the old limit one
     descriptor was left for all threads. The rendezvous, which asks its store four times a second,
     and the building rank took it from each other, and the other ranks waited in a collective.
     """
-    files, before = Opened(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, before = OpenFiles(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:
         yield files
@@ -128,25 +128,27 @@ def _many_files() -> Iterator[Opened]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def _made_of(table: Table | None, made: list[nn.Module], build: Build) -> tuple[nn.Module, str]:
+def _module_from_table(
+    table: Table | None, made: list[nn.Module], build: Build
+) -> tuple[nn.Module, str]:
     """Return (the module of a table, or one built here; the reason if it was built here)."""
     why = "" if table is None else table.get("why", "")
     if table is not None and not why:
-        from shoal.parallel.build.weight_tables import put_in, without_data
+        from shoal.parallel.build.weight_tables import build_from_table, map_table
 
         try:
             if not made:
-                return without_data(build, table), ""
-            put_in(made[0], table)
+                return build_from_table(build, table), ""
+            map_table(made[0], table)
         except Exception as failure:
-            why = _line(failure)
+            why = _error_line(failure)
     if made:
         return made[0], why
     with mmap_init():
         return build(), why
 
 
-def _said(module: nn.Module, whys: list[str], world: World) -> list[str]:
+def _own_build_notice(module: nn.Module, whys: list[str], world: World) -> list[str]:
     """Return a notice on a large model that ranks have built for themselves."""
     why = next((why for why in whys if why), "")
     if not why:
@@ -161,7 +163,7 @@ def _said(module: nn.Module, whys: list[str], world: World) -> list[str]:
     ]
 
 
-def _line(failure: Exception) -> str:
+def _error_line(failure: Exception) -> str:
     text = (str(failure).splitlines() or [""])[0]
     return text if isinstance(failure, ShoalError) else f"{type(failure).__name__}: {text}"
 

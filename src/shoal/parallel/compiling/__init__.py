@@ -30,13 +30,13 @@ from shoal.base.layouts.schedule_names import SPLIT_BACKWARD
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import replace_compiler_caches
 from shoal.fabric.device import is_accelerator
-from shoal.parallel._torch import code_cache, function_modes, keep_saved_tensors, pytree
-from shoal.parallel.compiling.compile_cache import remove_half_written
+from shoal.parallel._torch import function_modes, get_compile_cache, keep_saved_tensors, pytree
+from shoal.parallel.compiling.compile_cache import remove_truncated_libraries
 from shoal.parallel.compiling.compiled_parity import refuse_wrong_code
 from shoal.parallel.program import Program, own_blocks
 from shoal.trace.find.blocks import is_single_layer
-from shoal.trace.isolation.equal_layers import hooked_inside
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.equal_layers import list_inner_hooks
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 def check(plan: Plan, device: torch.device) -> None:
@@ -66,8 +66,8 @@ def apply(program: Program) -> Program:
         )
         return program
     program.notices.extend(replace_compiler_caches())
-    folder = code_cache()
-    if removed := remove_half_written(folder):
+    folder = get_compile_cache()
+    if removed := remove_truncated_libraries(folder):
         program.notices.append(
             f"train.compile = blocks: removed what a killed compiler left "
             f"half written in {folder}: {len(removed)} of its libraries"
@@ -77,7 +77,7 @@ def apply(program: Program) -> Program:
     undo_saved = keep_saved_tensors() if halves else lambda: None
     checked: set[Hashable] = set()
     compiled = [
-        _Compiled(name, block, checked)
+        _CompiledForward(name, block, checked)
         for name, block in found.values()
         if not _compiles_inside(name, block, program.notices)
         and not _is_hooked(name, block, program.notices)
@@ -86,14 +86,14 @@ def apply(program: Program) -> Program:
     def undo() -> None:
         undo_saved()
         for block in compiled:
-            block.take_away()
+            block.restore()
 
     return replace(program, on_close=(*program.on_close, undo))
 
 
 def _is_hooked(name: str, block: nn.Module, notices: list[str]) -> bool:
     """Return whether a block stays uncompiled because compiled code would skip its inner hooks."""
-    hooks = hooked_inside(block)
+    hooks = list_inner_hooks(block)
     if hooks:
         notices.append(f"train.compile = blocks: {name} has a hook inside ({hooks[0]}): as it is")
     return bool(hooks)
@@ -140,13 +140,13 @@ def _compiles_inside(name: str, block: nn.Module, notices: list[str]) -> bool:
                 if plain not in notices:
                     notices.append(plain)
                 return function(*args)
-            with _in_one_line(name):
+            with _shorten_compiler_errors(name):
                 return fast(*args)
 
         return run
 
     inside = [part.__dict__.get("forward") for part in block.modules()]
-    return any([one.compile_inside(compiler) for one in inside if isinstance(one, StandIn)])
+    return any([one.compile_inside(compiler) for one in inside if isinstance(one, ReplacedForward)])
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _in_one_line(name: str) -> Iterator[None]:
+def _shorten_compiler_errors(name: str) -> Iterator[None]:
     """Turn a compiler failure into one line.
 
     Raises:
@@ -170,7 +170,7 @@ def _in_one_line(name: str) -> Iterator[None]:
         ) from failure
 
 
-class _Compiled(StandIn):
+class _CompiledForward(ReplacedForward):
     """A block's `forward` as compiled code; a copy compiles again, fast thanks to the cache.
 
     Args:
@@ -189,7 +189,7 @@ class _Compiled(StandIn):
             return self.forward(*args, **kwargs)
         if self.fast is None:
             self.fast = _compile(self.forward)
-        with _in_one_line(self.name):
+        with _shorten_compiler_errors(self.name):
             # Emulated fp16 rounds around torch functions, and compiled code has other functions.
             if torch.is_grad_enabled() and not function_modes():
                 self._check(args, kwargs)

@@ -18,14 +18,14 @@ HEADER_BYTES = 64
 ELF64 = b"\x7fELF\x02"
 
 
-def remove_half_written(folder: Path) -> list[Path]:
+def remove_truncated_libraries(folder: Path) -> list[Path]:
     """Delete incomplete libraries below a cache folder of Inductor, and return their paths.
 
     Libraries that a living process is writing, under its lock, are left alone.
     """
     removed = []
     for path in folder.glob("*/*.so"):
-        if not _is_whole(path) and _unlink(
+        if not _is_complete(path) and _unlink(
             path, folder / "locks" / f"{path.name.split('.')[0]}.lock"
         ):
             removed.append(path)
@@ -37,7 +37,7 @@ def _unlink(path: Path, lock: Path) -> bool:
 
     try:
         with FileLock(lock, timeout=0):
-            if _is_whole(path):
+            if _is_complete(path):
                 return False
             path.unlink(missing_ok=True)
             return True
@@ -45,7 +45,7 @@ def _unlink(path: Path, lock: Path) -> bool:
         return False
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Return whether a file is as long as its ELF-64 header says; True for other formats."""
     try:
         with path.open("rb") as file:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import UncompiledMode, pytree
-from shoal.trace.isolation.preserve_state import without_trace
+from shoal.trace.isolation.preserve_state import preserve_state
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference, relative to a tensor's norm, that rounding and another order of sums explain,
@@ -68,12 +68,12 @@ def refuse_wrong_code(
     if not wanted:
         return
     runs = []
-    formats = _Formats()
+    formats = _DtypeRecorder()
     # Saved-tensor hooks of others (recompute, offload) are switched off.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         for forward, watching in ((plain, formats), (fast, nullcontext())):
-            with without_trace(block), watching:  # both draw the same random numbers
-                runs.append(_results(forward, args, kwargs, wanted))
+            with preserve_state(block), watching:  # both draw the same random numbers
+                runs.append(_run_block(forward, args, kwargs, wanted))
     (outputs, gradients), (fast_outputs, fast_gradients) = runs
     bound = max(BOUNDS.get(one, NARROW_BOUND) for one in formats.seen)
     whole = torch.stack([g.double().norm().cpu() for g in gradients]).norm()
@@ -81,7 +81,7 @@ def refuse_wrong_code(
         ("outputs", zip(outputs, fast_outputs, strict=True), 0.0),
         ("gradients", zip(gradients, fast_gradients, strict=True), SMALL * float(whole)),
     ):
-        apart = max((_apart(a, b, least) for a, b in pairs), default=0.0)
+        apart = max((_relative_difference(a, b, least) for a, b in pairs), default=0.0)
         if not apart <= bound:
             raise PlanError(
                 f"train.compile = blocks: {name}: the {what} of its compiled code differ by "
@@ -90,7 +90,7 @@ def refuse_wrong_code(
             )
 
 
-def _results(
+def _run_block(
     forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return (outputs, gradients of `wanted`), with zeros for missing gradients."""
@@ -106,7 +106,7 @@ def _results(
     return [t.detach() for t in outputs], [g.detach() for g in zeros]
 
 
-class _Formats(UncompiledMode):
+class _DtypeRecorder(UncompiledMode):
     """Dispatch mode that records the floating dtypes of all results."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _Formats(UncompiledMode):
         return results
 
 
-def _apart(one: Tensor, other: Tensor, least: float) -> float:
+def _relative_difference(one: Tensor, other: Tensor, least: float) -> float:
     norm = max(float(one.double().norm()), least)
     apart = float((one.double() - other.double()).norm())
     return apart / norm if norm else apart

@@ -26,23 +26,23 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.fabric.exchanges.ring_exchange import Ring
 from shoal.parallel.context_parallel.sharded_forward import (
+    ContextEmbedding,
     ContextForward,
     ContextHead,
-    ContextLookup,
     ContextPrograms,
 )
-from shoal.parallel.context_parallel.split_units import Units, find_units
+from shoal.parallel.context_parallel.split_units import SequenceUnits, plan_sequence_units
 from shoal.parallel.context_parallel.token_shard import ContextShard
 from shoal.parallel.program import Program
 from shoal.parallel.spmd.block_check import check_class
 from shoal.parallel.spmd.rewrite import Shared
 from shoal.parallel.spmd.split_block import BlockClass, ModelSplit
-from shoal.parallel.spmd.stage_crossing import Kind
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.parallel.spmd.stage_crossing import ShardKind
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
-def attention_of(context: str) -> Shared | None:
+def select_attention(context: str) -> Shared | None:
     """Return the function with which ranks compute attention; None: they gather keys and values.
 
     Args:
@@ -59,7 +59,9 @@ def attention_of(context: str) -> Shared | None:
     return ring_attention
 
 
-def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> Units | None:
+def plan(
+    program: Program, record: ForwardRecord, tensor: ModelSplit | None = None
+) -> SequenceUnits | None:
     """Plan and check which layers work on a part of the sequence, at every start (decision 12).
 
     Args:
@@ -75,11 +77,11 @@ def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> 
     if world.size == 1:
         return None
     ring = Ring(world)
-    units = find_units(record, world.size, attention_of(policy.context), tensor)
-    classes, failed = _checked(program, units, ring)
+    units = plan_sequence_units(record, world.size, select_attention(policy.context), tensor)
+    classes, failed = _check_classes(program, units, ring)
     whole = {**units.whole, **failed}
     if not classes:
-        raise PlanError(_nothing(program, units, whole))
+        raise PlanError(_format_no_layer_error(program, units, whole))
     if whole and policy.strict:
         name, why = next(iter(whole.items()))
         raise PlanError(
@@ -89,15 +91,15 @@ def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> 
     return replace(units, classes=tuple(classes), whole=whole, ring=ring)
 
 
-def apply(program: Program, units: Units | None) -> Program:
+def apply(program: Program, units: SequenceUnits | None) -> Program:
     """Let the module's layers work on this rank's tokens; parameters stay whole."""
     if units is None or units.ring is None:
         return program
     ring = units.ring
-    stand_ins: list[StandIn] = []
+    stand_ins: list[ReplacedForward] = []
     for one in units.classes:
         programs = ContextPrograms(one.split, one.bare, program.notices)
-        programs.note(one.call.args, one.call.kwargs)
+        programs.register_sample(one.call.args, one.call.kwargs)
         for name in one.names:
             part = program.module.get_submodule(name)
             inside = program.tensor if one.split.inner is not None else None
@@ -107,18 +109,20 @@ def apply(program: Program, units: Units | None) -> Program:
     for name in units.lookups:
         embedding = program.module.get_submodule(name)
         if isinstance(embedding, nn.Embedding):
-            stand_ins.append(ContextLookup(name, embedding, ring))
-    program.notices.extend(_told(ring.world.size, units.classes, units.whole))
-    undo = [one.take_away for one in reversed(stand_ins)]
+            stand_ins.append(ContextEmbedding(name, embedding, ring))
+    program.notices.extend(_format_notices(ring.world.size, units.classes, units.whole))
+    undo = [one.restore for one in reversed(stand_ins)]
     return replace(program, on_close=(*program.on_close, *undo))
 
 
-def kinds(units: Units | None) -> list[Kind]:
+def kinds(units: SequenceUnits | None) -> list[ShardKind]:
     """Return the kinds of shards on the ranks of cp that may cross between stages."""
     return [] if units is None or units.ring is None else [(units.ring, ContextShard)]
 
 
-def _checked(program: Program, units: Units, ring: Ring) -> tuple[list[BlockClass], dict[str, str]]:
+def _check_classes(
+    program: Program, units: SequenceUnits, ring: Ring
+) -> tuple[list[BlockClass], dict[str, str]]:
     """Return the classes that pass the check, and per failed class the reason."""
     kept, failed = [], {}
     for one in units.classes:
@@ -131,7 +135,7 @@ def _checked(program: Program, units: Units, ring: Ring) -> tuple[list[BlockClas
     return kept, failed
 
 
-def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
+def _format_no_layer_error(program: Program, units: SequenceUnits, whole: dict[str, str]) -> str:
     """Return the error text for a model without a layer that works on a sequence part."""
     degree, length = program.context.size, units.length
     kind = type(program.module).__name__
@@ -147,7 +151,7 @@ def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
     return f"layout.cp = {degree}: no layer of {kind} can share a sequence: {why}; try: layout.cp=1"
 
 
-def _told(degree: int, classes: Sequence[BlockClass], whole: dict[str, str]) -> list[str]:
+def _format_notices(degree: int, classes: Sequence[BlockClass], whole: dict[str, str]) -> list[str]:
     """Return notices: how attention is computed, what is gathered, and what runs whole."""
     lines = []
     for one in classes:

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.parallel.spmd.autograd_collectives import Axis
 
 
-class Turn(Protocol):
+class RingTransfer(Protocol):
     """Handle of a pending transfer around the ring."""
 
     def result(self) -> list[Tensor]:
@@ -20,8 +20,8 @@ class Turn(Protocol):
 class ContextAxis(Axis, Protocol):
     """Ranks that share a sequence: a `fabric.ring.Ring`, or a stand-in for it."""
 
-    def pass_on(self, tensors: Sequence[Tensor]) -> Turn:
+    def pass_on(self, tensors: Sequence[Tensor]) -> RingTransfer:
         """Start to send tensors to the next rank and to receive those of the rank before."""
 
-    def to_each(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send `sent[r]` rows to each rank r; return the received rows, by rank."""

@@ -1,14 +1,14 @@
 """Ring attention: queries stay on their rank, keys and values travel once around the ranks.
 
 Every rank holds 1/n of the tokens. In n turns it receives the keys and values of every rank, adds
-the attention of its queries to them (online softmax, `merge`) and sends them on while it computes.
-In the backward pass keys and values travel again, with their gradients, one turn longer: back to
-their rank. Nothing is approximated. At most two ranks' keys and values are in transit through a
-rank; with a mask they travel in groups, so that the rank's own are among the two.
+the attention of its queries to them (online softmax, `merge_attention`) and sends them on while it
+computes. In the backward pass keys and values travel again, with their gradients, one turn longer:
+back to their rank. Nothing is approximated. At most two ranks' keys and values are in transit
+through a rank; with a mask they travel in groups, so that the rank's own are among the two.
 
 Causal    neighbouring tokens would give the last rank n times the work of the first. If each rank
-          has an even number of tokens, they are redistributed (`zigzag`), an early and a late
-          half each. Then a turn is half the work, on every rank:
+          has an even number of tokens, they are redistributed (`zigzag_chunks`), an early and a
+          late half each. Then a turn is half the work, on every rank:
               own keys       causal, early and late half in one
               of a rank before    all queries, its early keys
               of a rank after     late queries, all its keys
@@ -29,18 +29,18 @@ import torch
 from torch import Tensor
 
 from shoal.parallel.context_parallel.attention_kernels import (
-    Attended,
+    AttentionResult,
     attend,
     attend_backward,
-    merge,
+    merge_attention,
 )
 from shoal.parallel.context_parallel.visible_keys import (
-    Masked,
-    Unmasked,
-    Visible,
-    in_small_groups,
+    MaskedKeys,
+    UnmaskedKeys,
+    VisibleKeys,
+    split_in_groups,
 )
-from shoal.parallel.context_parallel.zigzag import moved, neighbours, zigzag
+from shoal.parallel.context_parallel.zigzag import contiguous_chunks, redistribute, zigzag_chunks
 
 if TYPE_CHECKING:  # only types
     from shoal.parallel.context_parallel.attention_axis import ContextAxis
@@ -66,21 +66,21 @@ def ring_attention(
             gradient and excludes `causal`.
         scale: factor of the scores; default 1 / √head_dim.
     """
-    q, k, v = as_products(q, k, v)
+    q, k, v = cast_to_autocast(q, k, v)
     headless = q.dim() == 3
     if headless:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if mask is None:
-        out: Tensor = _Ring.apply(q, k, v, None, axis, causal, scale)
+        out: Tensor = _RingAttention.apply(q, k, v, None, axis, causal, scale)
     else:
         mask = mask.unsqueeze(1) if headless and mask.dim() == 3 else mask
-        dim, groups = in_small_groups(q, k, v, mask[(None,) * (4 - mask.dim())])
-        out = torch.cat([_Ring.apply(*group, axis, False, scale) for group in groups], dim)
+        dim, groups = split_in_groups(q, k, v, mask[(None,) * (4 - mask.dim())])
+        out = torch.cat([_RingAttention.apply(*group, axis, False, scale) for group in groups], dim)
     return out.squeeze(1) if headless else out
 
 
-def as_products(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast to autocast's dtype if it is on, as torch's own attention does."""
     kind = tensors[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
@@ -90,7 +90,7 @@ def as_products(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(one.to(torch.get_autocast_dtype(kind)) for one in tensors)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -105,17 +105,17 @@ class _Ring(torch.autograd.Function):
         ctx.axis, ctx.scale = axis, scale
         ctx.dealt = causal and q.shape[-2] % 2 == 0
         if ctx.dealt:
-            q, k, v = moved((q, k, v), axis, neighbours, zigzag)
+            q, k, v = redistribute((q, k, v), axis, contiguous_chunks, zigzag_chunks)
         if mask is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             tokens = q.shape[-2]
-            ctx.visible = Unmasked(axis.rank, axis.size, tokens, causal, ctx.dealt)
+            ctx.visible = UnmaskedKeys(axis.rank, axis.size, tokens, causal, ctx.dealt)
         else:
-            ctx.visible = Masked.by(mask, axis)
-        total = _around(q, k, v, axis, ctx.visible, scale)
+            ctx.visible = MaskedKeys.by(mask, axis)
+        total = _forward_ring(q, k, v, axis, ctx.visible, scale)
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, total.lse)
-        return moved((out,), axis, zigzag, neighbours)[0] if ctx.dealt else out
+        return redistribute((out,), axis, zigzag_chunks, contiguous_chunks)[0] if ctx.dealt else out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,25 +123,25 @@ class _Ring(torch.autograd.Function):
         axis, dealt = ctx.axis, ctx.dealt
         gradient = gradient.to(q.dtype).contiguous()
         if dealt:
-            (gradient,) = moved((gradient,), axis, neighbours, zigzag)
-        total = Attended(out, lse)
-        grads = _around_again(gradient, q, k, v, total, axis, ctx.visible, ctx.scale)
-        back = moved(grads, axis, zigzag, neighbours) if dealt else grads
+            (gradient,) = redistribute((gradient,), axis, contiguous_chunks, zigzag_chunks)
+        total = AttentionResult(out, lse)
+        grads = _backward_ring(gradient, q, k, v, total, axis, ctx.visible, ctx.scale)
+        back = redistribute(grads, axis, zigzag_chunks, contiguous_chunks) if dealt else grads
         return (*back, None, None, None, None)
 
 
-def _around(
-    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, visible: Visible, scale: float
-) -> Attended:
+def _forward_ring(
+    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, visible: VisibleKeys, scale: float
+) -> AttentionResult:
     """Attend from the rank's queries to all keys; `out` has the dtype of `lse`."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    total = Attended(
+    total = AttentionResult(
         q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide),
         q.new_full(q.shape[:-1], -torch.inf, dtype=wide),
     )
     held = [k, v]
     for turn in range(visible.turns):
-        coming = axis.pass_on(_rows(held)) if turn < visible.turns - 1 else None
+        coming = axis.pass_on(_make_contiguous(held)) if turn < visible.turns - 1 else None
         for rows, keys, diagonal, mask in visible.of((axis.rank - turn) % axis.size):
             seen = attend(
                 q[:, :, rows],
@@ -151,19 +151,19 @@ def _around(
                 scale=scale,
                 mask=mask,
             )
-            merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), seen)
+            merge_attention(AttentionResult(total.out[:, :, rows], total.lse[:, :, rows]), seen)
         held = held if coming is None else coming.result()
     return total
 
 
-def _around_again(
+def _backward_ring(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    total: Attended,
+    total: AttentionResult,
     axis: ContextAxis,
-    visible: Visible,
+    visible: VisibleKeys,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, in a second journey around the ring."""
@@ -171,7 +171,7 @@ def _around_again(
     dq = torch.zeros_like(q, dtype=wide)
     held, sums = [k, v], None
     for turn in range(visible.turns):
-        coming = axis.pass_on(_rows(held)) if turn < visible.turns - 1 else None
+        coming = axis.pass_on(_make_contiguous(held)) if turn < visible.turns - 1 else None
         own = [torch.zeros(one.shape, dtype=wide, device=one.device) for one in held]
         for rows, keys, diagonal, mask in visible.of((axis.rank - turn) % axis.size):
             for_q, for_k, for_v = attend_backward(
@@ -179,7 +179,7 @@ def _around_again(
                 q[:, :, rows],
                 held[0][:, :, keys],
                 held[1][:, :, keys],
-                Attended(total.out[:, :, rows], total.lse[:, :, rows]),
+                AttentionResult(total.out[:, :, rows], total.lse[:, :, rows]),
                 causal=diagonal,
                 scale=scale,
                 mask=mask,
@@ -192,23 +192,23 @@ def _around_again(
                 mine += theirs
         sums = axis.pass_on(own) if turn < visible.turns - 1 else None
         held = held if coming is None else coming.result()
-    dk, dv = _home(own, axis, visible.turns)
+    dk, dv = _return_gradients(own, axis, visible.turns)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _rows(tensors: list[Tensor]) -> list[Tensor]:
+def _make_contiguous(tensors: list[Tensor]) -> list[Tensor]:
     """Make tensors contiguous, so that they can be sent."""
     return [one.contiguous() for one in tensors]
 
 
-def _home(sums: list[Tensor], axis: ContextAxis, turns: int) -> list[Tensor]:
+def _return_gradients(sums: list[Tensor], axis: ContextAxis, turns: int) -> list[Tensor]:
     """Send the gradients of keys, now `turns` − 1 ranks ahead, to the rank that holds the keys."""
     if turns == axis.size:
         return axis.pass_on(sums).result()
     if turns == 1:
         return sums
     home, guest = (axis.rank - turns + 1) % axis.size, (axis.rank + turns - 1) % axis.size
-    came = axis.to_each(
+    came = axis.all_to_all_rows(
         torch.cat([one.reshape(1, -1) for one in sums], 1),
         [int(rank == home) for rank in range(axis.size)],
         [int(rank == guest) for rank in range(axis.size)],

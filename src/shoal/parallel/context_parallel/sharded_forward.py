@@ -11,7 +11,7 @@ both.
 
 A value that a graph takes or returns whole has a whole gradient inside
 (`spmd/autograd_collectives.py`) and summands of one outside (`token_shard.py`). So inputs go
-through `counted_once`, and outputs through `enter`.
+through `count_gradient_once`, and outputs through `enter`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree
-from shoal.parallel.context_parallel.token_shard import shown
+from shoal.parallel.context_parallel.token_shard import wrap_tokens
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
+from shoal.parallel.spmd.autograd_collectives import Axis, count_gradient_once
 from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split
-from shoal.parallel.spmd.sequence_shards import Deal, handed_on, is_shard, local_of, whole_of
+from shoal.parallel.spmd.sequence_shards import (
+    ShardSpec,
+    gather_if_shard,
+    is_shard,
+    local_part_of,
+    wrap_output,
+)
 from shoal.parallel.spmd.split_block import BlockSplit
-from shoal.parallel.spmd.split_forward import Programs, SplitForward, summand
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.parallel.spmd.split_forward import ProgramCache, SplitForward, count_partial_once
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
-class ContextPrograms(Programs):
+class ContextPrograms(ProgramCache):
     """Graphs of a class of equal layers; no graph for inputs whose tokens do not divide.
 
     Args:
@@ -54,7 +60,7 @@ class ContextPrograms(Programs):
             return None
         if kind not in self.known:
             try:
-                self.known[kind] = self.make(name, block, leaves, structure)
+                self.known[kind] = self.make_program(name, block, leaves, structure)
             except PlanError:
                 self.whole.add(kind)
                 shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -92,52 +98,58 @@ class ContextForward(SplitForward):
         kind = self.insides.kind(leaves, structure)
         split = self.programs.find(kind, self.name, self.block, leaves, structure)
         if split is None:
-            args, kwargs = pytree.tree_unflatten([whole_of(leaf) for leaf in leaves], structure)
+            args, kwargs = pytree.tree_unflatten(
+                [gather_if_shard(leaf) for leaf in leaves], structure
+            )
             return self.forward(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inside = split.inner.inputs if split.inner is not None else (WHOLE,) * len(tensors)
         flat = [
-            self._enters_tensor(self._enters(value, label), its)
+            self._convert_tensor_input(self._convert_input(value, label), its)
             for value, label, its in zip(tensors, split.inputs, inside, strict=True)
         ]
-        held = [self._held(name, split) for name in split.shapes]
+        held = [self._read_parameter(name, split) for name in split.shapes]
         held += [self.insides.tensor(name) for name in split.buffers]
-        outputs = self._run(split, [*held, *flat])
+        outputs = self._run_program(split, [*held, *flat])
         labelled = zip(outputs, split.outputs, strict=True)
-        return split.rebuild([self._leaves(value, label) for value, label in labelled])
+        return split.rebuild([self._convert_output(value, label) for value, label in labelled])
 
-    def _run(self, split: BlockSplit, given: list[Tensor]) -> Sequence[Tensor]:
+    def _run_program(self, split: BlockSplit, given: list[Tensor]) -> Sequence[Tensor]:
         """Return the graph's results, as a rank of `axis` has them."""
-        code = self.programs.code(split)
+        code = self.programs.compiled_program(split)
         if split.inner is None or self.tensor is None:
             parts: Sequence[Tensor] = code(self.axis, *given)
             return parts
         both = code(self.axis, self.tensor, *given)
         labelled = zip(both, split.inner.outputs, strict=True)
-        return [handed_on(value, label, self.tensor) for value, label in labelled]
+        return [wrap_output(value, label, self.tensor) for value, label in labelled]
 
-    def _held(self, name: str, split: BlockSplit) -> Tensor:
+    def _read_parameter(self, name: str, split: BlockSplit) -> Tensor:
         """Return a parameter whose gradient on this rank is a summand over the ranks."""
         value = self.insides.tensor(name)
         if split.inner is not None and self.tensor is not None:
-            value = summand(name, value, split.inner, self.tensor)
-        return summand(name, value, split, self.axis)
+            value = count_partial_once(name, value, split.inner, self.tensor)
+        return count_partial_once(name, value, split, self.axis)
 
-    def _enters_tensor(self, value: Tensor, label: Label) -> Tensor:
+    def _convert_tensor_input(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split) and self.tensor is not None:
-            return local_of(value, Deal.even(self.tensor, label.dim, value.shape[label.dim]))
-        whole: Tensor = whole_of(value)
+            return local_part_of(
+                value, ShardSpec.split_evenly(self.tensor, label.dim, value.shape[label.dim])
+            )
+        whole: Tensor = gather_if_shard(value)
         return whole
 
-    def _enters(self, value: Tensor, label: Label) -> Tensor:
+    def _convert_input(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):
             length = value.shape[label.dim]
-            return local_of(value, Deal.even(self.axis, label.dim, length, summands=True))
-        return counted_once(whole_of(value), self.axis)
+            return local_part_of(
+                value, ShardSpec.split_evenly(self.axis, label.dim, length, summands=True)
+            )
+        return count_gradient_once(gather_if_shard(value), self.axis)
 
-    def _leaves(self, value: Tensor, label: Label) -> Tensor:
+    def _convert_output(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):
-            return shown(value, self.axis, label.dim, value.shape[label.dim] * self.axis.size)
+            return wrap_tokens(value, self.axis, label.dim, value.shape[label.dim] * self.axis.size)
         return autograd_collectives.enter(value, self.axis) if value.is_floating_point() else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -146,7 +158,7 @@ class ContextForward(SplitForward):
         return super().__deepcopy__(memo)
 
 
-class _OnOwnTokens(StandIn):
+class _TokenForward(ReplacedForward):
     """Replaced forward that calls the forward before it with this rank's tokens."""
 
     def __init__(self, name: str, block: nn.Module, axis: Axis) -> None:
@@ -162,20 +174,22 @@ class _OnOwnTokens(StandIn):
         return twin
 
 
-class ContextHead(_OnOwnTokens):
+class ContextHead(_TokenForward):
     """Output head on this rank's tokens: [batch, tokens, dim] to [batch, tokens, classes]."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Map this rank's hidden states as nn.Linear does."""
         dim = hidden.dim() - 2
         if dim < 1 or hidden.shape[dim] % self.axis.size:
-            whole: Tensor = self.forward(whole_of(hidden))
+            whole: Tensor = self.forward(gather_if_shard(hidden))
             return whole
-        deal = Deal.even(self.axis, dim, hidden.shape[dim], summands=True)
-        return shown(self.forward(local_of(hidden, deal)), self.axis, dim, hidden.shape[dim])
+        deal = ShardSpec.split_evenly(self.axis, dim, hidden.shape[dim], summands=True)
+        return wrap_tokens(
+            self.forward(local_part_of(hidden, deal)), self.axis, dim, hidden.shape[dim]
+        )
 
 
-class ContextLookup(_OnOwnTokens):
+class ContextEmbedding(_TokenForward):
     """Embedding lookup of this rank's part of the ids, cut along their last dim."""
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -184,6 +198,6 @@ class ContextLookup(_OnOwnTokens):
         if length < self.axis.size:
             whole: Tensor = self.forward(ids)
             return whole
-        deal = Deal.even(self.axis, ids.dim() - 1, length, summands=True)
-        rows = self.forward(local_of(ids, deal))  # the whole table, or tp's split lookup
-        return shown(rows, self.axis, deal.dim, length)
+        deal = ShardSpec.split_evenly(self.axis, ids.dim() - 1, length, summands=True)
+        rows = self.forward(local_part_of(ids, deal))  # the whole table, or tp's split lookup
+        return wrap_tokens(rows, self.axis, deal.dim, length)

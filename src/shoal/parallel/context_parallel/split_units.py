@@ -19,17 +19,17 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.rewrite import Shared
 from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit, split_block
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.graph.layer_groups import Likeness
-from shoal.trace.isolation.layer_calls import Call, bare
-from shoal.trace.isolation.random_draws import keyed_inside
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.graph.layer_groups import LayerGrouping
+from shoal.trace.isolation.layer_calls import LayerCall, copy_without_numbers
+from shoal.trace.isolation.random_draws import explain_keyed_blocks
 
 SEQUENCE_DIM = 1
 """Token dim of hidden states [batch, tokens, dim]."""
 
 
 @dataclass(frozen=True)
-class Units:
+class SequenceUnits:
     """Layers that work on parts of the sequence.
 
     Attributes:
@@ -49,23 +49,27 @@ class Units:
     ring: Ring | None = None
 
 
-def find_units(
-    record: Record, degree: int, attention: Shared | None, tensor: ModelSplit | None = None
-) -> Units:
+def plan_sequence_units(
+    record: ForwardRecord, degree: int, attention: Shared | None, tensor: ModelSplit | None = None
+) -> SequenceUnits:
     """Find the layers of a model that can work on parts of the sequence, over `degree` ranks.
 
     Args:
         attention: how ranks compute attention together; None: they gather keys and values.
         tensor: how tp divides the layers: each of its layers is one here, or works on all tokens.
     """
-    return _Finder(record, degree, attention, tensor).find()
+    return _UnitPlanner(record, degree, attention, tensor).find()
 
 
-class _Finder:
+class _UnitPlanner:
     """Search for the layers of one model, with its results so far."""
 
     def __init__(
-        self, record: Record, degree: int, attention: Shared | None, tensor: ModelSplit | None
+        self,
+        record: ForwardRecord,
+        degree: int,
+        attention: Shared | None,
+        tensor: ModelSplit | None,
     ) -> None:
         self.module, self.record = record.module, record
         self.degree, self.attention = degree, attention
@@ -73,38 +77,41 @@ class _Finder:
             name: one.split for one in (tensor.classes if tensor else ()) for name in one.names
         }
         self.tables = () if tensor is None else (*tensor.tables.embeddings, *tensor.tables.heads)
-        self.likeness = Likeness(self.module)
-        self.calls: dict[str, Call] = {}
+        self.likeness = LayerGrouping(self.module)
+        self.calls: dict[str, LayerCall] = {}
         self.classes: list[BlockClass] = []
         self.whole: dict[str, str] = {}
 
-    def find(self) -> Units:
+    def find(self) -> SequenceUnits:
         blocks = self.blocks()
         lookups = tuple(
             name
             for name, part in self.module.named_modules()
-            if _is_plain_embedding(part) and not _within(name, blocks)
+            if _is_plain_embedding(part) and not _is_within(name, blocks)
         )
-        beside = [name for name in self.record.beside() if name not in lookups]
+        beside = [name for name in self.record.layers_beside_blocks() if name not in lookups]
         heads = tuple(name for name in beside if name in self.tables)
         beside = [name for name in beside if name not in heads]
         self.calls = self.record.calls([*blocks, *beside])
-        for names in self.groups(list(blocks)):
+        for names in self.group_layers(list(blocks)):
             before = len(self.classes)
-            why = self.solve(names)
+            why = self.split_group(names)
             if why:
                 partly = len(self.classes) > before
                 how = "shares tokens in its parts only" if partly else "runs whole on every rank"
                 self.whole[names[0]] = f"{how}: {why}"
-        for names in self.groups(beside):
-            self.solve(names)
+        for names in self.group_layers(beside):
+            self.split_group(names)
         taken = {name for one in self.classes for name in one.names}
-        return Units(
+        return SequenceUnits(
             tuple(self.classes),
-            tuple(name for name in lookups if not _within(name, taken)),
+            tuple(name for name in lookups if not _is_within(name, taken)),
             heads,
             self.whole,
-            max((_length(self.calls[n]) for n in blocks or beside if n in self.calls), default=0),
+            max(
+                (_count_tokens(self.calls[n]) for n in blocks or beside if n in self.calls),
+                default=0,
+            ),
         )
 
     def blocks(self) -> tuple[str, ...]:
@@ -112,9 +119,9 @@ class _Finder:
         trunk = self.record.trunk
         return () if trunk.leaf else trunk.blocks
 
-    def groups(self, names: list[str]) -> list[list[str]]:
+    def group_layers(self, names: list[str]) -> list[list[str]]:
         """Group equal layers that were called and that tp divides in the same way."""
-        alike = self.likeness.groups([n for n in names if n in self.calls], self.calls)
+        alike = self.likeness.group_layers([n for n in names if n in self.calls], self.calls)
         found = []
         for group in alike:
             by_split: dict[int, list[str]] = {}
@@ -123,7 +130,7 @@ class _Finder:
             found += list(by_split.values())
         return found
 
-    def solve(self, names: list[str]) -> str:
+    def split_group(self, names: list[str]) -> str:
         """Split equal layers, as a unit or by children; return why not as a unit, or ""."""
         why = self.try_to_split(names)
         if not why:
@@ -137,27 +144,27 @@ class _Finder:
         for alike in below:
             if alike[0] in self.calls:  # the layers around them are equal and so are their calls
                 self.calls |= dict.fromkeys(alike, self.calls[alike[0]])
-            for group in self.groups(alike):
-                self.solve(group)
+            for group in self.group_layers(alike):
+                self.split_group(group)
         return why
 
     def try_to_split(self, names: list[str]) -> str:
         """Split equal layers as a unit; return the reason if that fails, else ""."""
         call = self.calls[names[0]]
-        if not _length(call):
+        if not _count_tokens(call):
             return "it takes no hidden states [batch, tokens, dim]"
-        if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
+        if why := explain_keyed_blocks(names[0], self.record.blocks, self.record.draws):
             return why
         if call.unseen:
             return call.unseen
         if names[0] not in self.inner:
-            if any(_within(part, {names[0]}) for part in (*self.inner, *self.tables)):
+            if any(_is_within(part, {names[0]}) for part in (*self.inner, *self.tables)):
                 return "tp divides its parts, each by itself"
-            if _within(names[0], set(self.inner)):
+            if _is_within(names[0], set(self.inner)):
                 return "tp divides what it is a part of"
-        twin = bare(self.module.get_submodule(names[0]))
+        twin = copy_without_numbers(self.module.get_submodule(names[0]))
         try:
-            split = self.split(twin, call, self.inner.get(names[0]))
+            split = self.split_layer(twin, call, self.inner.get(names[0]))
         except Exception as failure:  # on any failure a layer can run whole; a notice names it
             return (str(failure).splitlines() or [type(failure).__name__])[0]
         if not any(isinstance(label, Split) for label in split.outputs):
@@ -165,7 +172,7 @@ class _Finder:
         self.classes.append(BlockClass(tuple(names), split, twin, call))
         return ""
 
-    def split(self, twin: nn.Module, call: Call, inner: BlockSplit | None) -> BlockSplit:
+    def split_layer(self, twin: nn.Module, call: LayerCall, inner: BlockSplit | None) -> BlockSplit:
         return split_block(
             twin,
             call.args,
@@ -178,7 +185,7 @@ class _Finder:
         )
 
 
-def _within(name: str, parts: tuple[str, ...] | set[str]) -> bool:
+def _is_within(name: str, parts: tuple[str, ...] | set[str]) -> bool:
     """Return whether a module is one of `parts` or lies in one."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
@@ -190,7 +197,7 @@ def _is_plain_embedding(part: nn.Module) -> bool:
     return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
 
 
-def _length(call: Call) -> int:
+def _count_tokens(call: LayerCall) -> int:
     """Return the tokens of the first floating input if it is [batch, tokens, dim]; else 0."""
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     hidden = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)

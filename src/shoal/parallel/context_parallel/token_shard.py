@@ -30,7 +30,14 @@ from shoal.parallel._torch import in_backward, pytree
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labelling.labels import Split
-from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, cut, is_shard, rebuild, show
+from shoal.parallel.spmd.sequence_shards import (
+    SequenceShard,
+    ShardSpec,
+    cut_whole,
+    is_shard,
+    rewrap_shard,
+    wrap_shard,
+)
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "neg", "square", "sqrt")
 ARITHMETIC = ("add", "sub", "mul", "div", "true_divide", "rsub")
@@ -38,14 +45,14 @@ OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv",
 FORMATS = ("to", "float", "double", "half", "bfloat16", "contiguous", "clone")
 
 
-def _named(names: tuple[str, ...], *homes: Any) -> set[Callable[..., Any]]:
+def _collect_functions(names: tuple[str, ...], *homes: Any) -> set[Callable[..., Any]]:
     return {getattr(home, name) for name in names for home in homes if hasattr(home, name)}
 
 
 POINTWISE = (
-    _named((*ACTIVATIONS, *ARITHMETIC), torch, Tensor, F)
-    | _named(tuple(f"__{name}__" for name in OPERATORS), Tensor)
-    | _named(FORMATS, Tensor)
+    _collect_functions((*ACTIVATIONS, *ARITHMETIC), torch, Tensor, F)
+    | _collect_functions(tuple(f"__{name}__" for name in OPERATORS), Tensor)
+    | _collect_functions(FORMATS, Tensor)
 )
 """Element-wise functions, with broadcasting."""
 
@@ -54,7 +61,7 @@ POINTWISE = (
 class Sharing:
     """Interface of a shard for the default loss, see `models.loss.Sharing`."""
 
-    deal: Deal
+    deal: ShardSpec
 
     def own(self, targets: Tensor) -> Tensor:
         """Return this rank's part of a tensor whose tokens are distributed in the same way."""
@@ -86,25 +93,25 @@ class ContextShard(SequenceShard):
         if in_backward() and not torch.is_grad_enabled():
             pass  # a user's own backward: its gradients are summands that differ on each rank
         elif func in POINTWISE:
-            done = _pointwise(func, args, kwargs)
+            done = _run_pointwise(func, args, kwargs)
         elif func is Tensor.__getitem__:
-            done = _indexed(*args)
+            done = _run_indexing(*args)
         elif func is F.dropout:
-            done = _dropped(*args, **kwargs)
+            done = _run_dropout(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs) if done is None else done
 
 
 pytree.register_pytree_node(
-    ContextShard, lambda shard: ([shard.local], (shard.deal, type(shard))), rebuild
+    ContextShard, lambda shard: ([shard.local], (shard.deal, type(shard))), rewrap_shard
 )
 
 
-def shown(local: Tensor, axis: Axis, dim: int, length: int) -> SequenceShard:
+def wrap_tokens(local: Tensor, axis: Axis, dim: int, length: int) -> SequenceShard:
     """Wrap this rank's tokens as the whole tensor, of which dim `dim` has `length`."""
-    return show(local, Deal.even(axis, dim, length, summands=True), ContextShard)
+    return wrap_shard(local, ShardSpec.split_evenly(axis, dim, length, summands=True), ContextShard)
 
 
-def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("out") is not None:
         return None
     leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=is_shard)
@@ -124,15 +131,17 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         elif leaf.dim() < after or leaf.shape[-after] == 1:
             parts.append(leaf)
         elif leaf.shape[-after] == deal.cuts[-1]:
-            parts.append(cut(leaf, Deal(deal.axis, leaf.dim() - after, deal.cuts, True)))
+            parts.append(cut_whole(leaf, ShardSpec(deal.axis, leaf.dim() - after, deal.cuts, True)))
         else:
             return None
     args, kwargs = pytree.tree_unflatten(parts, structure)
     result = func(*args, **kwargs)
-    return show(result, Deal(deal.axis, result.dim() - after, deal.cuts, True), ContextShard)
+    return wrap_shard(
+        result, ShardSpec(deal.axis, result.dim() - after, deal.cuts, True), ContextShard
+    )
 
 
-def _indexed(value: Any, index: Any) -> Any:
+def _run_indexing(value: Any, index: Any) -> Any:
     """Index as in `h[:, :, 4:]`, with all tokens and some of the rest; None for anything else."""
     places = index if isinstance(index, tuple) else (index,)
     if not isinstance(value, ContextShard) or not all(isinstance(one, slice) for one in places):
@@ -144,10 +153,10 @@ def _indexed(value: Any, index: Any) -> Any:
             return None
         every = slice(None)
         places = (*places[: deal.dim], every, *places[deal.dim + 1 :])
-    return show(value.local[places], deal, ContextShard)
+    return wrap_shard(value.local[places], deal, ContextShard)
 
 
-def _dropped(value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _run_dropout(value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Apply dropout with this rank's part of the mask that one process draws."""
     if not isinstance(value, ContextShard) or inplace or not training or not p:
         return None
@@ -158,21 +167,21 @@ def _dropped(value: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     dropped = autograd_collectives.dropout(
         value.local, deal.axis, labels=(Split(deal.dim),), probability=p, order=order
     )
-    return show(dropped, deal, ContextShard)
+    return wrap_shard(dropped, deal, ContextShard)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return _summed(value, axis)
+        return _all_reduced_copy(value, axis)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return _summed(upstream, ctx.axis), None
+        return _all_reduced_copy(upstream, ctx.axis), None
 
 
-def _summed(value: Tensor, axis: Axis) -> Tensor:
+def _all_reduced_copy(value: Tensor, axis: Axis) -> Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(total)
     return total

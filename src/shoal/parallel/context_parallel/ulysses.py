@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.parallel.context_parallel.ring import as_products, ring_attention
+from shoal.parallel.context_parallel.ring import cast_to_autocast, ring_attention
 
 if TYPE_CHECKING:  # only types
     from shoal.parallel.context_parallel.attention_axis import ContextAxis
@@ -36,9 +36,9 @@ def ulysses_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Attend by heads; with a mask or heads that do not divide, run `ring_attention`."""
-    if mask is not None or q.dim() != 4 or not deals_heads(q.shape[1], axis.size):
+    if mask is not None or q.dim() != 4 or not heads_divide(q.shape[1], axis.size):
         return ring_attention(q, axis, k, v, mask, causal=causal, scale=scale)
-    q, k, v = as_products(q, k, v)
+    q, k, v = cast_to_autocast(q, k, v)
     kv_heads = k.shape[1]
     repeats = math.lcm(kv_heads, axis.size) // kv_heads
     if repeats > 1:
@@ -52,7 +52,7 @@ def ulysses_attention(
     return back
 
 
-def deals_heads(heads: int, degree: int) -> bool:
+def heads_divide(heads: int, degree: int) -> bool:
     """Return whether the query heads divide evenly over the ranks.
 
     >>> deals_heads(6, 4)
@@ -64,14 +64,14 @@ def deals_heads(heads: int, degree: int) -> bool:
 def _to_heads(tokens: Tensor, axis: ContextAxis) -> Tensor:
     """All-to-all from [batch, heads, own tokens, dim] to [batch, own heads, tokens, dim]."""
     rows = torch.stack(tokens.chunk(axis.size, 1))
-    came = axis.to_each(rows, [1] * axis.size, [1] * axis.size)
+    came = axis.all_to_all_rows(rows, [1] * axis.size, [1] * axis.size)
     return torch.cat(came.unbind(0), 2)
 
 
 def _to_tokens(heads: Tensor, axis: ContextAxis) -> Tensor:
     """All-to-all from [batch, own heads, tokens, dim] to [batch, heads, own tokens, dim]."""
     rows = torch.stack(heads.chunk(axis.size, 2))
-    came = axis.to_each(rows, [1] * axis.size, [1] * axis.size)
+    came = axis.all_to_all_rows(rows, [1] * axis.size, [1] * axis.size)
     return torch.cat(came.unbind(0), 1)
 
 

@@ -1,7 +1,7 @@
 """Visible keys: the part of every rank's keys that a rank's queries attend to.
 
     causal            own keys up to a query's own; all keys of ranks before
-    causal, zigzag    see `zigzag.py`: half the work of a turn on every rank
+    causal, zigzag    see `zigzag_chunks.py`: half the work of a turn on every rank
     a mask            a sliding window, padding, both, a bias on the scores: of the own rows, the
                       columns of a rank's keys. If they hide everything, that rank is skipped,
                       and the ring ends with the last turn in which any rank sees a key
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # only types
 NOTHING, SOME, EVERYTHING = range(3)
 
 
-class Seen(NamedTuple):
+class VisibleBlock(NamedTuple):
     """Block of visible scores: queries, keys, whether it is causal, and its mask.
 
     Attributes:
@@ -39,19 +39,19 @@ class Seen(NamedTuple):
     mask: Tensor | None = None
 
 
-class Visible(Protocol):
+class VisibleKeys(Protocol):
     """Keys that one rank sees; after `turns` turns of the ring no rank sees any more."""
 
     @property
     def turns(self) -> int:
         """Return the number of turns, at least 1: for the rank's own keys."""
 
-    def of(self, source: int) -> Iterator[Seen]:
+    def of(self, source: int) -> Iterator[VisibleBlock]:
         """Yield the visible blocks of the keys of rank `source`."""
 
 
 @dataclass(frozen=True)
-class Unmasked:
+class UnmaskedKeys:
     """Visible keys without a mask, with `tokens` per rank; `dealt`: in a zigzag."""
 
     rank: int
@@ -60,20 +60,24 @@ class Unmasked:
     causal: bool
     dealt: bool
 
-    def of(self, source: int) -> Iterator[Seen]:
+    def of(self, source: int) -> Iterator[VisibleBlock]:
         """Yield the block of all keys, of the diagonal and before it, or a half."""
         every, half = slice(None), self.tokens // 2
         if not self.causal or source == self.rank:
-            yield Seen(every, every, self.causal)
+            yield VisibleBlock(every, every, self.causal)
         elif self.dealt:
             before = source < self.rank
-            yield Seen(every, slice(half)) if before else Seen(slice(half, None), every)
+            yield (
+                VisibleBlock(every, slice(half))
+                if before
+                else VisibleBlock(slice(half, None), every)
+            )
         elif source < self.rank:
-            yield Seen(every, every)
+            yield VisibleBlock(every, every)
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedKeys:
     """Visible keys with a mask: the rank's rows of it, and the kind of each rank's columns."""
 
     mask: Tensor
@@ -81,7 +85,7 @@ class Masked:
     turns: int
 
     @staticmethod
-    def by(mask: Tensor, axis: ContextAxis) -> Masked:
+    def by(mask: Tensor, axis: ContextAxis) -> MaskedKeys:
         """Classify the rank's mask rows by the source rank of the keys; every rank must call.
 
         Args:
@@ -100,19 +104,19 @@ class Masked:
         by_turn = [kinds[(axis.rank - turn) % axis.size] != NOTHING for turn in range(axis.size)]
         needed = torch.tensor(by_turn, dtype=torch.int64, device=mask.device)
         axis.all_reduce(needed)
-        return Masked(mask, kinds, max([0, *needed.nonzero().flatten().tolist()]) + 1)
+        return MaskedKeys(mask, kinds, max([0, *needed.nonzero().flatten().tolist()]) + 1)
 
-    def of(self, source: int) -> Iterator[Seen]:
+    def of(self, source: int) -> Iterator[VisibleBlock]:
         """Yield nothing, everything, or the block under the mask columns of `source`'s keys."""
         every, kind = slice(None), self.kinds[source]
         if kind == EVERYTHING:
-            yield Seen(every, every)
+            yield VisibleBlock(every, every)
         elif kind == SOME:
             width = self.mask.shape[-1] // len(self.kinds)
-            yield Seen(every, every, mask=self.mask.narrow(-1, source * width, width))
+            yield VisibleBlock(every, every, mask=self.mask.narrow(-1, source * width, width))
 
 
-def in_small_groups(
+def split_in_groups(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> tuple[int, list[tuple[Tensor, ...]]]:
     """Split attention in independent parts: (dim of samples or heads, its parts).

@@ -25,10 +25,10 @@ from torch import Tensor
 if TYPE_CHECKING:  # only types
     from shoal.parallel.context_parallel.attention_axis import ContextAxis
 
-Deal = Callable[[int, int], tuple[int, int]]
+ChunkAssignment = Callable[[int, int], tuple[int, int]]
 
 
-def neighbours(rank: int, size: int) -> tuple[int, int]:
+def contiguous_chunks(rank: int, size: int) -> tuple[int, int]:
     """Return the chunks of a rank that holds neighbouring tokens.
 
     >>> neighbours(1, 4)
@@ -37,7 +37,7 @@ def neighbours(rank: int, size: int) -> tuple[int, int]:
     return 2 * rank, 2 * rank + 1
 
 
-def zigzag(rank: int, size: int) -> tuple[int, int]:
+def zigzag_chunks(rank: int, size: int) -> tuple[int, int]:
     """Return the chunks of a rank with equal work.
 
     >>> zigzag(1, 4)
@@ -46,7 +46,9 @@ def zigzag(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def moved(tensors: Sequence[Tensor], axis: ContextAxis, start: Deal, goal: Deal) -> list[Tensor]:
+def redistribute(
+    tensors: Sequence[Tensor], axis: ContextAxis, start: ChunkAssignment, goal: ChunkAssignment
+) -> list[Tensor]:
     """Move tensors from the distribution `start` to the distribution `goal`.
 
     Args:
@@ -61,7 +63,7 @@ def moved(tensors: Sequence[Tensor], axis: ContextAxis, start: Deal, goal: Deal)
     rows = torch.stack([torch.cat([half[k].reshape(-1) for half in halves]) for k in going])
     sent = [sum(to[chunk] == one for chunk in have) for one in range(size)]
     received = [sum(at[chunk] == one for chunk in want) for one in range(size)]
-    came = axis.to_each(rows, sent, received)
+    came = axis.all_to_all_rows(rows, sent, received)
     order = sorted(want, key=lambda chunk: (at[chunk], chunk))
     first, second = (came[order.index(chunk)] for chunk in want)
     lengths = [half[0].numel() for half in halves]

@@ -29,18 +29,20 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plans.plan import Bucket, Plan
 from shoal.fabric import World
-from shoal.parallel.program import Local, Program, laid_out_like
+from shoal.parallel.program import LocalParameter, Program, view_like
 
 if TYPE_CHECKING:
-    from shoal.fabric.collectives.uneven_collectives import PendingSum
+    from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
 
-    Pending = dist.Work | PendingSum | None
+    Pending = dist.Work | PendingFlatReduceScatter | None
 
 REDUCE = {"fp32": "float32", "bf16": "bfloat16"}
 """`precision.reduce` → torch dtype in which gradients may be sent."""
 
 
-def places(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+def bucket_offsets(
+    bucket: Bucket, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, tuple[int, int]]:
     """Return the start and end of each of a bucket's parameters in its buffer."""
     found, place = {}, 0
     for name in bucket.names:
@@ -49,12 +51,12 @@ def places(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> dict[str, 
     return found
 
 
-def summed_over(program: Program) -> list[World]:
+def bucket_worlds(program: Program) -> list[World]:
     """Return for every bucket the data-parallel ranks over which it is summed."""
     return [program.sums[bucket.names[0]][0] for bucket in program.plan.buckets]
 
 
-def dealt_out(program: Program) -> frozenset[str]:
+def expert_parameters(program: Program) -> frozenset[str]:
     """Return the names of expert parameters, whose gradients come from other ranks' tokens.
 
     They count also in a pass that only joins the collectives of other ranks: they may get a
@@ -63,7 +65,7 @@ def dealt_out(program: Program) -> frozenset[str]:
     return frozenset(name for name in program.parameters if program.is_expert(name))
 
 
-def reduced_format(plan: Plan) -> torch.dtype | None:
+def reduce_dtype(plan: Plan) -> torch.dtype | None:
     """Return the dtype in which gradients are sent; None: the dtype of the buffer."""
     return getattr(torch, REDUCE[plan.sums]) if plan.sums else None
 
@@ -71,13 +73,13 @@ def reduced_format(plan: Plan) -> torch.dtype | None:
 class BucketReducer:
     """The reducer of `ddp` and, if buckets have cuts, of `zero1`; see `program.Reducer`."""
 
-    def __init__(self, program: Program, local: Mapping[str, Local]) -> None:
+    def __init__(self, program: Program, local: Mapping[str, LocalParameter]) -> None:
         parameters, buckets, device = program.parameters, program.plan.buckets, program.world.device
-        self.parameters, self.dealt = parameters, dealt_out(program)
-        self.reduce = reduced_format(program.plan)
+        self.parameters, self.dealt = parameters, expert_parameters(program)
+        self.reduce = reduce_dtype(program.plan)
         self.plan = buckets
         self.traffic = program.world.traffic
-        self.worlds = summed_over(program)
+        self.worlds = bucket_worlds(program)
         self.ranks = [world.rank for world in self.worlds]
         self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
@@ -88,10 +90,10 @@ class BucketReducer:
         for number, bucket in enumerate(buckets):
             flat = torch.zeros(bucket.elements, dtype=getattr(torch, bucket.dtype), device=device)
             self.flats.append(flat)
-            for name, (start, stop) in places(bucket, parameters).items():
+            for name, (start, stop) in bucket_offsets(bucket, parameters).items():
                 part, parameter = flat[start:stop], parameters[name]
                 # Slices are counted in row order, so sharded buckets are in row order.
-                own = part.view_as(parameter) if bucket.cuts else laid_out_like(parameter, part)
+                own = part.view_as(parameter) if bucket.cuts else view_like(parameter, part)
                 self.views[name] = own
                 self.bucket_of[name] = number
                 if bucket.cuts:
@@ -118,7 +120,7 @@ class BucketReducer:
         self.seen, self.fresh = set(), set()
         self.pending, self.norms = [], []
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Before the last pass: start to count ready gradients and send full buckets."""
         if last:
             self.armed = True
@@ -137,7 +139,7 @@ class BucketReducer:
         with self.traffic.waiting(len(self.pending)):
             for number, (work, sent) in enumerate(self.pending):
                 if self.plan[number].cuts:
-                    cast("PendingSum", work).result(out=self._own(number))
+                    cast("PendingFlatReduceScatter", work).result(out=self._own_part(number))
                 elif work is not None:
                     cast(dist.Work, work).wait()
                     if sent is not self.flats[number]:
@@ -174,7 +176,7 @@ class BucketReducer:
         for local in self.local.values():
             local.parameter.grad = None
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return per parameter whether it got a gradient on this rank."""
         return [name in self.seen for name in self.parameters]
 
@@ -184,13 +186,13 @@ class BucketReducer:
 
     def sums(self) -> list[torch.Tensor]:
         """Return the flat buffers, or this rank's parts of them."""
-        return [self._own(number) for number in range(len(self.flats))]
+        return [self._own_part(number) for number in range(len(self.flats))]
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return the first parameter of every buffer."""
         return [bucket.names[0] for bucket in self.plan]
 
-    def _own(self, number: int) -> torch.Tensor:
+    def _own_part(self, number: int) -> torch.Tensor:
         flat, cuts = self.flats[number], self.plan[number].cuts
         if not cuts:
             return flat
@@ -208,7 +210,7 @@ class BucketReducer:
                 return
             bucket = self.bucket_of[name]
             if bucket < len(self.pending) or self.missing[bucket] == 0:
-                raise second_gradient(name)
+                raise second_gradient_error(name)
             self.missing[bucket] -= 1
             while len(self.pending) < len(self.flats) and self.missing[len(self.pending)] == 0:
                 self._send()
@@ -228,7 +230,7 @@ class BucketReducer:
             self.pending.append((world.all_reduce(sent, wait=False), sent))
 
 
-def second_gradient(name: str) -> PlanError:
+def second_gradient_error(name: str) -> PlanError:
     """Return the error for a gradient that changes after its bucket was sent."""
     return PlanError(
         f"{name}: a second gradient arrived after its bucket was sent; the model runs "

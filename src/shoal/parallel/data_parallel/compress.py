@@ -45,21 +45,21 @@ from shoal.base.errors import BugError
 from shoal.base.layouts.compression import Compression
 from shoal.base.plans.plan import Bucket
 from shoal.base.plans.tensor_shards import Shard
-from shoal.fabric import Traffic, World
+from shoal.fabric import TrafficCounter, World
 from shoal.fabric.compressed.compressed_sums import (
     BIT_BLOCK,
     CODES,
-    CodedScatter,
-    CodedSum,
-    Flight,
-    LargestSum,
-    ScatteredSum,
-    Sender,
+    CompressedAllReduce,
+    CompressedReduceScatter,
+    CompressedSum,
+    FsdpCompressedReduceScatter,
+    PendingSum,
+    TopKAllReduce,
     block_starts,
 )
-from shoal.fabric.compressed.powersgd import LowRankSum, Matrix
+from shoal.fabric.compressed.powersgd import Matrix, PowerSgdAllReduce
 from shoal.parallel.data_parallel._torch import scattered_sizes
-from shoal.parallel.data_parallel.buckets import places
+from shoal.parallel.data_parallel.buckets import bucket_offsets
 from shoal.parallel.program import Part, Program, dtype_of
 
 FEEDBACK = "feedback"
@@ -77,16 +77,16 @@ def apply(program: Program) -> Program:
             f"compressed"
         )
         return program
-    if isinstance(program.reducer, Scatters):
-        senders: list[Any] = program.reducer.scatter_by(
-            lambda plain, unit: CodedScatter(
+    if isinstance(program.reducer, ScatteringReducer):
+        senders: list[Any] = program.reducer.replace_scatters(
+            lambda plain, unit: FsdpCompressedReduceScatter(
                 plain, policy.method, program.data, scattered_sizes(unit)
             )
         )
         sums = CompressedSums(program.data, senders, policy)
-    elif isinstance(program.reducer, Sends):
+    elif isinstance(program.reducer, BucketedReducer):
         buckets = program.plan.buckets
-        senders = [_sender(policy, one, program.parameters, program.data) for one in buckets]
+        senders = [_make_sender(policy, one, program.parameters, program.data) for one in buckets]
         sums = CompressedSums(program.data, senders, policy)
         program.reducer.worlds = [sums] * len(senders)
     else:
@@ -98,7 +98,7 @@ def apply(program: Program) -> Program:
     )
     return replace(
         program,
-        owed=Owed(sums, program),
+        owed=ErrorFeedbackState(sums, program),
         on_begin=(*program.on_begin, sums.begin),
         on_update=(*program.on_update, sums.commit),
     )
@@ -120,7 +120,7 @@ class CompressedSums:
         self.senders = senders
         self.policy, self.step = policy, 0
         self.sent = 0
-        self.flying: list[Flight] = []
+        self.flying: list[PendingSum] = []
 
     @property
     def rank(self) -> int:
@@ -128,25 +128,25 @@ class CompressedSums:
         return self.world.rank
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficCounter:
         """Return the traffic counters of the world."""
         return self.world.traffic
 
-    def all_reduce(self, tensor: torch.Tensor, *, wait: Literal[False]) -> Arriving:
+    def all_reduce(self, tensor: torch.Tensor, *, wait: Literal[False]) -> PendingCompressedSum:
         """Begin to sum the next bucket over all ranks, in place."""
-        return Arriving(self._send(tensor), tensor, self._turn)
+        return PendingCompressedSum(self._send(tensor), tensor, self._send_second_halves)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingCompressedSum:
         """Sum the next bucket; this rank gets elements cuts[rank] to cuts[rank + 1]."""
         own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
-        return Arriving(self._send(tensor), own, self._turn)
+        return PendingCompressedSum(self._send(tensor), own, self._send_second_halves)
 
     def begin(self) -> None:
         """Start a step, with the first bucket."""
         self.sent, self.flying = 0, []
         self.step += 1
         total = self.length.total_steps if self.length else 0
-        early = self.policy.early and self.policy.early_of(total)
+        early = self.policy.early and self.policy.warmup_steps(total)
         for sender in self.senders:
             sender.begin()
             if self.policy.early:
@@ -157,13 +157,13 @@ class CompressedSums:
         for sender in self.senders:
             sender.commit()
 
-    def _send(self, flat: torch.Tensor) -> Flight:
+    def _send(self, flat: torch.Tensor) -> PendingSum:
         flight = self.senders[self.sent % len(self.senders)].send(flat)
         self.sent += 1
         self.flying.append(flight)
         return flight
 
-    def _turn(self) -> None:
+    def _send_second_halves(self) -> None:
         # If there is a second half, no rank waits before all buckets were sent. So every rank
         # begins the second halves in the same order.
         flying, self.flying = self.flying, []
@@ -171,7 +171,7 @@ class CompressedSums:
             flight.turn()
 
 
-class Owed:
+class ErrorFeedbackState:
     """Error feedback of gradient compression, for checkpoints.
 
     Attributes:
@@ -201,7 +201,7 @@ class Owed:
         """Return the layout and code that the error feedback belongs to, the same on every rank."""
         return {FEEDBACK: self.whose}
 
-    def wanted(self, manifest: Any) -> list[Shard]:
+    def list_wanted_shards(self, manifest: Any) -> list[Shard]:
         """Return the shards of a checkpoint that hold this rank's error feedback, if they fit."""
         if manifest.record.get(FEEDBACK) != self.whose:
             return []
@@ -238,22 +238,22 @@ class Owed:
 
 
 @runtime_checkable
-class Sends(Protocol):
+class BucketedReducer(Protocol):
     """Protocol of a reducer that passes whole buckets to their worlds, in the plan's order."""
 
     worlds: Sequence[World | CompressedSums]
 
 
 @runtime_checkable
-class Scatters(Protocol):
+class ScatteringReducer(Protocol):
     """Protocol of a reducer whose units reduce-scatter by themselves, each by its own callable."""
 
-    def scatter_by(self, make: Callable[[Any, nn.Module], Any]) -> list[Any]:
+    def replace_scatters(self, make: Callable[[Any, nn.Module], Any]) -> list[Any]:
         """Replace each unit's reduce-scatter by `make(plain, unit)`; return all in order."""
 
 
 @dataclass
-class Arriving:
+class PendingCompressedSum:
     """A pending compressed sum, with the interface that reducers wait on.
 
     Attributes:
@@ -261,7 +261,7 @@ class Arriving:
         turn: sends the second half of every bucket.
     """
 
-    flight: Flight
+    flight: PendingSum
     target: torch.Tensor
     turn: Callable[[], None]
 
@@ -276,25 +276,27 @@ class Arriving:
         return out
 
 
-def _sender(
+def _make_sender(
     policy: Compression, bucket: Bucket, parameters: Mapping[str, nn.Parameter], world: World
-) -> Sender:
+) -> CompressedSum:
     wide = torch.float64 if bucket.dtype == "float64" else torch.float32
     if policy.method == "topk":
-        return LargestSum(bucket.elements, wide, world, policy.share)
+        return TopKAllReduce(bucket.elements, wide, world, policy.share)
     if policy.method == "powersgd":
         matrices = _matrices(bucket, parameters)
-        return LowRankSum(bucket.elements, wide, world, matrices, policy.rank)
+        return PowerSgdAllReduce(bucket.elements, wide, world, matrices, policy.rank)
     codec = CODES[policy.method](wide)
     if bucket.cuts:
-        starts = _starts(bucket, bucket.cuts, parameters)
-        return ScatteredSum(bucket.cuts, codec, world, starts)
+        starts = _code_block_starts(bucket, bucket.cuts, parameters)
+        return CompressedReduceScatter(bucket.cuts, codec, world, starts)
     part = -(-bucket.elements // world.size)
     cuts = [part * rank for rank in range(world.size + 1)]
-    return CodedSum(bucket.elements, codec, world, _starts(bucket, cuts, parameters))
+    return CompressedAllReduce(
+        bucket.elements, codec, world, _code_block_starts(bucket, cuts, parameters)
+    )
 
 
-def _starts(
+def _code_block_starts(
     bucket: Bucket, cuts: Sequence[int], parameters: Mapping[str, nn.Parameter]
 ) -> list[list[int]]:
     """Return the positions in every part of a bucket where code blocks begin, so none spans rows.
@@ -304,7 +306,7 @@ def _starts(
     found = []
     for begin, end in pairwise(cuts):
         sizes = []
-        for first, last in places(bucket, parameters).values():
+        for first, last in bucket_offsets(bucket, parameters).values():
             if first < begin < last:
                 head = min((first - begin) % BIT_BLOCK, last - begin)
                 sizes += [head, min(last, end) - begin - head]
@@ -317,7 +319,7 @@ def _starts(
 def _matrices(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[Matrix]:
     """Return every parameter of two dims or more as a matrix: its first dim by all others."""
     found = []
-    for name, (start, stop) in places(bucket, parameters).items():
+    for name, (start, stop) in bucket_offsets(bucket, parameters).items():
         parameter = parameters[name]
         if parameter.ndim < 2 or not parameter.numel():
             continue

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.parallel.data_parallel.buckets import BucketReducer
-from shoal.parallel.program import Local, Program, whole_locals
+from shoal.parallel.program import LocalParameter, Program, whole_local_parameters
 
 
 def apply(program: Program, make: Callable[..., SumReducer] | None = None) -> Program:
@@ -22,8 +22,8 @@ def apply(program: Program, make: Callable[..., SumReducer] | None = None) -> Pr
     Args:
         make: factory of the reducer; None: `SumReducer`.
     """
-    masters = _masters(program)
-    local = {**whole_locals(program), **masters}
+    masters = _make_masters(program)
+    local = {**whole_local_parameters(program), **masters}
     reducer = (make or SumReducer)(program, local, masters)
     return replace(
         program,
@@ -34,14 +34,14 @@ def apply(program: Program, make: Callable[..., SumReducer] | None = None) -> Pr
     )
 
 
-def _masters(program: Program) -> dict[str, Local]:
+def _make_masters(program: Program) -> dict[str, LocalParameter]:
     """Make fp32 masters of parameters that forward passes read narrow; cast these in place."""
     found = {}
     for bucket in program.plan.buckets:
         for name in bucket.names if bucket.compute else ():
             parameter = program.parameters[name]
             master = nn.Parameter(parameter.detach().clone())
-            found[name] = Local(master, program.place(name))
+            found[name] = LocalParameter(master, program.shard_of(name))
             parameter.data = parameter.data.to(getattr(torch, bucket.compute))
     return found
 
@@ -50,7 +50,10 @@ class SumReducer(BucketReducer):
     """Reducer that sums in buckets, and copies masters to the module after the optimizer's step."""
 
     def __init__(
-        self, program: Program, local: Mapping[str, Local], masters: Mapping[str, Local]
+        self,
+        program: Program,
+        local: Mapping[str, LocalParameter],
+        masters: Mapping[str, LocalParameter],
     ) -> None:
         super().__init__(program, local)
         self.masters = masters

@@ -35,10 +35,16 @@ from shoal.base.errors import PlanError
 from shoal.base.plans.plan import Plan
 from shoal.fabric.collectives.traffic_counts import BROADCAST, SEND
 from shoal.fabric.device import is_accelerator
-from shoal.parallel._torch import BatchNorm, pytree, writes
-from shoal.parallel.data_parallel.thread_replicas import LATE, AddedGradients, drawn
-from shoal.parallel.program import Pass, Program, Reducer, trainable, whole_locals
-from shoal.trace.isolation.module_copies import copied_module
+from shoal.parallel._torch import BatchNorm, pytree, version_counter
+from shoal.parallel.data_parallel.thread_replicas import LATE, AddedGradients, has_drawn
+from shoal.parallel.program import (
+    Pass,
+    Program,
+    Reducer,
+    trainable_parameters,
+    whole_local_parameters,
+)
+from shoal.trace.isolation.module_copies import copy_module
 
 Home = tuple[nn.Module, str]
 """Location of a buffer: a module, and the buffer's name in it."""
@@ -47,7 +53,7 @@ PLAIN = (bool, int, float, str)
 """Types of module attributes that replicas copy from the first replica."""
 
 
-class Keys(Protocol):
+class ReplicaSeeding(Protocol):
     """Protocol of the generator seeding of a replica, as `dropout_rng` makes it."""
 
     def __call__(self, step: int, index: int) -> AbstractContextManager[None]:
@@ -56,10 +62,10 @@ class Keys(Protocol):
     def begin(self) -> None:
         """Start a step."""
 
-    def on(self, device: torch.device) -> Keys:
+    def on(self, device: torch.device) -> ReplicaSeeding:
         """Return the seeding for a replica on another device."""
 
-    def beside(self, others: bool) -> None:
+    def set_concurrent(self, others: bool) -> None:
         """Note whether passes of other devices run at the same time."""
 
 
@@ -84,7 +90,7 @@ def apply(program: Program) -> Program:
     """Run a step's passes on a replica per device, and the optimizer on the first device."""
     count, micro_batches = program.plan.layout.threads, program.plan.accumulate
     devices = replica_devices(program.world.device, count)
-    replicas = Replicas(program, devices)
+    replicas = DeviceReplicas(program, devices)
     program.notices.append(
         f"dp: {count} replicas in one process, on {', '.join(map(str, devices))}, for comparison; "
         f"ddp's processes do not share one interpreter, sum gradients during backward, and send "
@@ -97,10 +103,10 @@ def apply(program: Program) -> Program:
         )
     return replace(
         program,
-        local=whole_locals(program),
+        local=whole_local_parameters(program),
         reducer=GatheredGradients(program, replicas),
         run=replicas.run,
-        around=(*program.around, replicas.watch),
+        around=(*program.around, replicas.detect_draws),
         on_close=(*program.on_close, replicas.close),
     )
 
@@ -111,17 +117,17 @@ def replica_devices(first: torch.device, count: int) -> list[torch.device]:
     return [torch.device(first.type, ((first.index or 0) + k) % there) for k in range(count)]
 
 
-class Replicas:
+class DeviceReplicas:
     """The program, its replicas on the other devices, and the threads that run them."""
 
     def __init__(self, program: Program, devices: Sequence[torch.device]) -> None:
         self.devices, self.blocks = devices, program.blocks
         self.rules = len(program.around)
-        self.twins = [_Twin(program, device) for device in devices[1:]]
+        self.twins = [_DeviceReplica(program, device) for device in devices[1:]]
         self.modules = [program.module, *(twin.program.module for twin in self.twins)]
         keyed = [program.keyed, *(twin.program.keyed for twin in self.twins)]
-        self.keys = [cast("Keys", keys) for keys in keyed]
-        self.buffers = [_loose(module) for module in self.modules]
+        self.keys = [cast("ReplicaSeeding", keys) for keys in keyed]
+        self.buffers = [_unmanaged_buffers(module) for module in self.modules]
         self.pool = ThreadPoolExecutor(len(devices))
         self.in_turn = self.looked = False
         self.moving: set[int] = set()
@@ -142,70 +148,70 @@ class Replicas:
         ]
         for first in range(0, len(ready), count):
             group = ready[first : first + count]
-            reducer.arm(first + len(group) == len(ready))
+            reducer.prepare_backward(first + len(group) == len(ready))
             if self.in_turn or not self.looked:
                 for number, one in enumerate(group):
-                    self._alone(number, one)
+                    self._run_alone(number, one)
             else:
-                self._together(group)
+                self._run_concurrently(group)
             reducer.passed(counted=True)
-        self._hand_on(0)
+        self._copy_buffers_to(0)
         self.looked = True
         for one in passes[:1]:
             for own in sums:
                 one.sums.add_(own.to(one.sums.device))
 
-    def follow(self) -> int:
+    def copy_changes(self) -> int:
         """Copy changed tensors of the first device to all others; return the bytes sent."""
-        return sum(twin.follow() for twin in self.twins)
+        return sum(twin.copy_changes() for twin in self.twins)
 
     def close(self) -> None:
         """Stop the threads."""
         self.pool.shutdown()
 
     @contextmanager
-    def watch(self, step: int, index: int) -> Iterator[None]:
+    def detect_draws(self, step: int, index: int) -> Iterator[None]:
         """Check around a pass of the first step whether it drew from the host's generators."""
         before = None if self.looked else _host_state()
         yield
         if before is not None:
-            self._note()
+            self._note_draws()
             self.in_turn = self.in_turn or before != _host_state()
 
-    def _note(self, *_: object) -> None:
-        self.in_turn = self.in_turn or drawn(torch.default_generator)
+    def _note_draws(self, *_: object) -> None:
+        self.in_turn = self.in_turn or has_drawn(torch.default_generator)
 
-    def _alone(self, number: int, one: Pass) -> None:
+    def _run_alone(self, number: int, one: Pass) -> None:
         """Run a pass while no other runs; in the first step check whether that is required."""
-        self._hand_on(number)
-        module, before, hooks = self.modules[number], self._look(number), []
+        self._copy_buffers_to(number)
+        module, before, hooks = self.modules[number], self._buffer_versions(number), []
         for name in () if self.looked else self.blocks:
             block = module.get_submodule(name)
             # Before the hooks that reseed the generators, which would hide a draw.
-            hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
-            hooks.append(block.register_forward_hook(self._note, prepend=True))
-        self._on_device(number, one)
+            hooks.append(block.register_forward_pre_hook(self._note_draws, prepend=True))
+            hooks.append(block.register_forward_hook(self._note_draws, prepend=True))
+        self._run_on_device(number, one)
         for hook in hooks:
             hook.remove()
         self.moving.update(self._changed(number, before))
         self.in_turn = self.in_turn or bool(self.moving)
 
-    def _together(self, group: Sequence[Pass]) -> None:
+    def _run_concurrently(self, group: Sequence[Pass]) -> None:
         """Run a pass on each replica at the same time.
 
         Raises:
             PlanError: a pass drew from a host generator or changed a buffer for the first time.
         """
-        before = [self._look(number) for number in range(len(group))]
+        before = [self._buffer_versions(number) for number in range(len(group))]
         state = torch.default_generator.get_state()
         for keys in self.keys:
-            keys.beside(True)
+            keys.set_concurrent(True)
         try:
-            works = [self.pool.submit(self._on_device, *one) for one in enumerate(group)]
+            works = [self.pool.submit(self._run_on_device, *one) for one in enumerate(group)]
             wait(works)  # before an error is raised, so that no thread runs on behind it
         finally:
             for keys in self.keys:
-                keys.beside(False)
+                keys.set_concurrent(False)
         for work in works:
             work.result()
         if not torch.equal(state, torch.default_generator.get_state()):
@@ -218,7 +224,7 @@ class Replicas:
                     f"try: layout.strategy=ddp"
                 )
 
-    def _on_device(self, number: int, one: Pass) -> None:
+    def _run_on_device(self, number: int, one: Pass) -> None:
         # So that a tensor made on "cuda" without an index is made on the replica's device.
         device = self.devices[number]
         with torch.accelerator.device_index(device.index):
@@ -234,32 +240,32 @@ class Replicas:
                     f"layout.strategy=ddp"
                 ) from failure
 
-    def _look(self, number: int) -> list[tuple[Any, int]]:
+    def _buffer_versions(self, number: int) -> list[tuple[Any, int]]:
         """Return a replica's buffers except BatchNorm's: tensors and version counters."""
-        return [_seen(home) for home in self.buffers[number]]
+        return [_read_buffer(home) for home in self.buffers[number]]
 
     def _changed(self, number: int, before: list[tuple[Any, int]]) -> list[int]:
-        now = self._look(number)
+        now = self._buffer_versions(number)
         return [
             place
             for place, (was, then) in enumerate(before)
             if now[place][0] is not was or now[place][1] != then
         ]
 
-    def _hand_on(self, number: int) -> None:
+    def _copy_buffers_to(self, number: int) -> None:
         """Copy the buffers that passes change from the last replica that ran to the next."""
         for place in self.moving if number != self.latest else ():
             ends = self.buffers[self.latest][place], self.buffers[number][place]
-            _give(*ends, self.devices[number])
+            _copy_buffer(*ends, self.devices[number])
         self.latest = number
 
 
-class _Twin:
+class _DeviceReplica:
     """A replica of the program on another device, and the tensors it copies from the first."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         own, self.device = program.world.device, device
-        keys = cast("Keys", program.keyed).on(device)
+        keys = cast("ReplicaSeeding", program.keyed).on(device)
         # deepcopy memo for the module, the contexts around a micro-batch, the batch preparation.
         known: dict[int, Any] = {id(program.notices): program.notices}
         known |= {id(program.keyed): keys, id(own): device}
@@ -269,17 +275,17 @@ class _Twin:
                 twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             known[id(tensor)] = twin
         try:
-            module = copied_module(program.module, known)
+            module = copy_module(program.module, known)
         except Exception as failure:
             raise PlanError(
                 f"layout.strategy = dp: the model cannot be copied to another device: {failure}; "
                 f"try: layout.strategy=ddp"
             ) from failure
-        _bring_attributes(module, own, device)
+        _move_attributes(module, own, device)
         self.program = replace(
             program,
             module=module,
-            parameters=trainable(module),
+            parameters=trainable_parameters(module),
             keyed=keys,
             around=copy.deepcopy(program.around, known),
             prepare=copy.deepcopy(program.prepare, known),
@@ -288,32 +294,32 @@ class _Twin:
         there = dict(module.named_parameters())
         self.weights = [(one, there[name]) for name, one in program.parameters.items()]
         self.frozen = [(one, there[name]) for name, one in program.frozen.items()]
-        self.written = [writes(one) for one, _ in self.frozen]
+        self.written = [version_counter(one) for one, _ in self.frozen]
         self.homes = [
             ((ours, name), (theirs, name)) for ours, theirs in self.parts for name in ours._buffers
         ]
-        self.known = [_seen(ours) for ours, _ in self.homes]
+        self.known = [_read_buffer(ours) for ours, _ in self.homes]
 
     @torch.no_grad()
-    def follow(self) -> int:
+    def copy_changes(self) -> int:
         """Copy the weights, and the other tensors that changed; return the bytes received."""
         for ours, theirs in self.parts:
-            _take_over(vars(ours), vars(theirs))
+            _copy_attributes(vars(ours), vars(theirs))
         came: list[torch.Tensor] = []
         for one, twin in self.weights:
             twin.requires_grad_(one.requires_grad)
             twin.copy_(one, non_blocking=True)
             came.append(one)
         for place, (one, twin) in enumerate(self.frozen):
-            if self.written[place] != writes(one):
-                self.written[place] = writes(one)
+            if self.written[place] != version_counter(one):
+                self.written[place] = version_counter(one)
                 twin.copy_(one, non_blocking=True)
                 came.append(one)
         for place, (home, twin_home) in enumerate(self.homes):
-            value, times = _seen(home)
+            value, times = _read_buffer(home)
             if value is not self.known[place][0] or times != self.known[place][1]:
                 self.known[place] = value, times
-                _give(home, twin_home, self.device)
+                _copy_buffer(home, twin_home, self.device)
                 came += [value] if value is not None else []
         return sum(one.numel() * one.element_size() for one in came)
 
@@ -321,9 +327,9 @@ class _Twin:
 class GatheredGradients(AddedGradients):
     """Reducer that adds the gradients of all replicas on the first device, in order."""
 
-    def __init__(self, program: Program, replicas: Replicas) -> None:
+    def __init__(self, program: Program, replicas: DeviceReplicas) -> None:
         super().__init__(program.parameters, replicas.modules[1:])
-        self.follow: Callable[[], int] = replicas.follow
+        self.follow: Callable[[], int] = replicas.copy_changes
         self.traffic = program.world.traffic
 
     def begin(self, rounds: int) -> None:
@@ -340,20 +346,20 @@ class GatheredGradients(AddedGradients):
         super().finish()
 
 
-def _loose(module: nn.Module) -> list[Home]:
+def _unmanaged_buffers(module: nn.Module) -> list[Home]:
     """Return the locations of a module's buffers, except those of BatchNorm layers."""
     parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
     return [(part, name) for part in parts for name in part._buffers]
 
 
-def _seen(home: Home) -> tuple[torch.Tensor | None, int]:
+def _read_buffer(home: Home) -> tuple[torch.Tensor | None, int]:
     """Return (the buffer at a location, its version counter)."""
     value = home[0]._buffers[home[1]]
-    return value, -1 if value is None else writes(value)
+    return value, -1 if value is None else version_counter(value)
 
 
 @torch.no_grad()
-def _give(source: Home, target: Home, device: torch.device) -> None:
+def _copy_buffer(source: Home, target: Home, device: torch.device) -> None:
     """Copy a buffer to another device, in place if the target has the same shape."""
     value, there = source[0]._buffers[source[1]], target[0]._buffers[target[1]]
     if value is not None and there is not None and value.shape == there.shape:
@@ -362,14 +368,14 @@ def _give(source: Home, target: Home, device: torch.device) -> None:
     target[0]._buffers[target[1]] = None if value is None else value.to(device)
 
 
-def _take_over(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _copy_attributes(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Copy plain attributes of a module, such as `training`, from the first replica."""
     for name, value in ours.items():
         if isinstance(value, PLAIN) and theirs.get(name) is not value:
             theirs[name] = value
 
 
-def _bring_attributes(module: nn.Module, first: torch.device, device: torch.device) -> None:
+def _move_attributes(module: nn.Module, first: torch.device, device: torch.device) -> None:
     """Move the unregistered tensors of a module's copy to its device."""
 
     def moved(leaf: Any) -> Any:

@@ -34,13 +34,18 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.layouts.layout import Layout
-from shoal.base.layouts.parameter_servers import SERVES, brings_own, workers_of
-from shoal.base.plans.placement import Cut, Placement
+from shoal.base.layouts.parameter_servers import SERVES, count_workers, own_batches_error
+from shoal.base.plans.placement import DimCut, Placement
 from shoal.fabric.exchanges.point_to_point import PointToPoint
 from shoal.parallel.data_parallel import ddp
-from shoal.parallel.data_parallel.buckets import reduced_format
-from shoal.parallel.data_parallel.fetched_rows import Answers, Lookups, OnServers, by_host
-from shoal.parallel.program import Pass, Program, frozen, take, trainable
+from shoal.parallel.data_parallel.buckets import reduce_dtype
+from shoal.parallel.data_parallel.fetched_rows import (
+    RemoteTable,
+    RowFetcher,
+    RowServer,
+    host_message_world,
+)
+from shoal.parallel.program import Pass, Program, copy_part, frozen_parameters, trainable_parameters
 from shoal.wire import phases
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -53,18 +58,18 @@ def place(rows: Mapping[str, Placement], module: nn.Module, layout: Layout) -> d
         PlanError: the model has no table, a name is no table's, or a table has max_norm.
     """
     found = dict(rows)
-    for number, name in enumerate(_chosen(module, layout)):
+    for number, name in enumerate(_select_tables(module, layout)):
         width, count = rows[name].shape[1], layout.servers
         ends = [0]
         for server in range(count):  # the remainder goes to another server for each table
             more = (server - number) % count < width % count
             ends.append(ends[-1] + width // count + more)
-        cut = Cut("servers", 1, (tuple(ends),), tuple(range(count)))
+        cut = DimCut("servers", 1, (tuple(ends),), tuple(range(count)))
         found[name] = replace(rows[name], cut=cut, stages=(1,))
     return found
 
 
-def _chosen(module: nn.Module, layout: Layout) -> list[str]:
+def _select_tables(module: nn.Module, layout: Layout) -> list[str]:
     """Return the names of the weights that `layout.serves` selects."""
     first = {id(p): name for name, p in module.named_parameters()}
     holders = Counter(
@@ -91,10 +96,12 @@ def _chosen(module: nn.Module, layout: Layout) -> list[str]:
         for word in layout.serves.split(","):
             told = [n for n, where in able.items() if _matches(word.strip(), n, where)]
             if not told:
-                raise _no_table(f"{word.strip()} is no table that servers can hold", layout, able)
+                raise _no_table_error(
+                    f"{word.strip()} is no table that servers can hold", layout, able
+                )
             chosen += [name for name in told if name not in chosen]
     if not chosen:
-        raise _no_table("the model has no table for the servers", layout, able)
+        raise _no_table_error("the model has no table for the servers", layout, able)
     return chosen
 
 
@@ -111,7 +118,7 @@ def _check_max_norm(path: str, part: nn.Module, layout: Layout) -> None:
         )
 
 
-def _no_table(what: str, layout: Layout, able: Mapping[str, Any]) -> PlanError:
+def _no_table_error(what: str, layout: Layout, able: Mapping[str, Any]) -> PlanError:
     has = ", ".join(name.removesuffix(".weight") for name in able)
     near = f"layout.serves={has.replace(', ', ',')}" if has else "layout.serves=weights"
     return PlanError(
@@ -120,7 +127,7 @@ def _no_table(what: str, layout: Layout, able: Mapping[str, Any]) -> PlanError:
     )
 
 
-def cut(program: Program) -> Program:
+def cut_tables(program: Program) -> Program:
     """Keep this rank's tensors: the tables' columns on a server, all but tables on a worker."""
     module, rows = program.module, program.rows
     serves, number = bool(program.at["pp"]), program.at["servers"]
@@ -135,17 +142,21 @@ def cut(program: Program) -> Program:
                 row = rows[names[id(tensor)]]
                 if row.is_table or serves:
                     if id(tensor) not in instead:
-                        instead[id(tensor)] = _instead(tensor, row, serves, number)
+                        instead[id(tensor)] = _replacement_of(tensor, row, serves, number)
                     home[key] = instead[id(tensor)]
-    return replace(program, parameters=trainable(module), frozen=frozen(module))
+    return replace(
+        program, parameters=trainable_parameters(module), frozen=frozen_parameters(module)
+    )
 
 
-def _instead(tensor: torch.Tensor, row: Placement, serves: bool, number: int) -> torch.Tensor:
+def _replacement_of(
+    tensor: torch.Tensor, row: Placement, serves: bool, number: int
+) -> torch.Tensor:
     """Return the replacement of a tensor: a server's columns, a placeholder, or a meta tensor."""
     if row.is_table and not serves:
-        return OnServers.of(cast(nn.Parameter, tensor), row)
+        return RemoteTable.of(cast(nn.Parameter, tensor), row)
     if row.is_table and row.cut is not None:
-        return nn.Parameter(take(tensor.detach(), row.cut, number))
+        return nn.Parameter(copy_part(tensor.detach(), row.cut, number))
     hollow = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(hollow, requires_grad=tensor.requires_grad)
@@ -155,30 +166,30 @@ def _instead(tensor: torch.Tensor, row: Placement, serves: bool, number: int) ->
 def apply(program: Program) -> Program:
     """Connect workers and servers, and give each the reducer of its tensors."""
     layout = program.plan.layout
-    pairs = PointToPoint(by_host(program.world))
+    pairs = PointToPoint(host_message_world(program.world))
     tables = [row for row in program.rows.values() if row.is_table]
     workers, servers = (part(range(layout.processes), layout) for part in (_workers, _servers))
-    sent = reduced_format(program.plan)
-    phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
-    program.notices.extend(_lines(tables, workers, servers))
+    sent = reduce_dtype(program.plan)
+    phases.mark_unequal_parts(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
+    program.notices.extend(_start_notices(tables, workers, servers))
     if program.world.rank in servers:
         read: Mapping[str, torch.Tensor] = program.parameters
-        answers = Answers(pairs, workers, tables, read, sent)
-        program = ddp.apply(program, partial(_Serving, answers=answers, layout=layout))
-        ends: list[Any] = [answers.collected]
+        answers = RowServer(pairs, workers, tables, read, sent)
+        program = ddp.apply(program, partial(_TableServerReducer, answers=answers, layout=layout))
+        ends: list[Any] = [answers.collect_gradients]
         return replace(
             program,
-            forward=_no_pass,
+            forward=_refuse_evaluation,
             on_evaluate=(*program.on_evaluate, answers.open),
             on_evaluated=(*program.on_evaluated, *ends),
             on_close=(*program.on_close, answers.close),
         )
-    lookups = Lookups(pairs, servers, tables, program.world.device, sent)
+    lookups = RowFetcher(pairs, servers, tables, program.world.device, sent)
     for part in program.module.modules():
         for weight in part._parameters.values():
-            if isinstance(weight, OnServers):
+            if isinstance(weight, RemoteTable):
                 weight.lookups = lookups
-    program = ddp.apply(program, partial(_Working, lookups=lookups))
+    program = ddp.apply(program, partial(_WorkerReducer, lookups=lookups))
     return replace(
         program,
         on_evaluate=(*program.on_evaluate, lookups.begin),
@@ -187,14 +198,14 @@ def apply(program: Program) -> Program:
 
 
 def _workers(ranks: range, layout: Layout) -> range:
-    return ranks[: workers_of(layout)]
+    return ranks[: count_workers(layout)]
 
 
 def _servers(ranks: range, layout: Layout) -> range:
-    return ranks[workers_of(layout) :]
+    return ranks[count_workers(layout) :]
 
 
-def _lines(tables: list[Placement], workers: range, servers: range) -> list[str]:
+def _start_notices(tables: list[Placement], workers: range, servers: range) -> list[str]:
     """Return the notices at the start of a run."""
     names = ", ".join(row.name.removesuffix(".weight") for row in tables[:3])
     more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
@@ -206,20 +217,20 @@ def _lines(tables: list[Placement], workers: range, servers: range) -> list[str]
     ]
 
 
-def _no_pass(program: Program, one: Pass) -> None:
+def _refuse_evaluation(program: Program, one: Pass) -> None:
     """Return no outputs, since a server computes none.
 
     Raises:
         ConfigError: this server's rank brought samples to evaluate.
     """
     if getattr(one, "parts", (None, None))[1] is not None:
-        raise brings_own(program.plan.layout)
+        raise own_batches_error(program.plan.layout)
 
 
-class _Working(ddp.SumReducer):
+class _WorkerReducer(ddp.SumReducer):
     """Reducer of a worker: ddp for its own parameters, and row gradients to the servers."""
 
-    def __init__(self, *given: Any, lookups: Lookups) -> None:
+    def __init__(self, *given: Any, lookups: RowFetcher) -> None:
         super().__init__(*given)
         self.lookups = lookups
 
@@ -238,10 +249,10 @@ class _Working(ddp.SumReducer):
         return [*super().local_norms(), *self.lookups.norms()]
 
 
-class _Serving(ddp.SumReducer):
+class _TableServerReducer(ddp.SumReducer):
     """Reducer of a server: the sums of its columns of the tables."""
 
-    def __init__(self, *given: Any, answers: Answers, layout: Layout) -> None:
+    def __init__(self, *given: Any, answers: RowServer, layout: Layout) -> None:
         super().__init__(*given)
         self.answers, self.layout = answers, layout
 
@@ -250,17 +261,17 @@ class _Serving(ddp.SumReducer):
         super().begin(rounds)
         self.answers.open()
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Refuse a pass on a server, whose rank has no samples.
 
         Raises:
             ConfigError: always.
         """
-        raise brings_own(self.layout)
+        raise own_batches_error(self.layout)
 
     def finish(self) -> None:
         """Add the workers' gradients in rank order, for the same bits in every run."""
-        for told in self.answers.collected():
+        for told in self.answers.collect_gradients():
             for name, brought in told.items():
                 sums = self.views[name]
                 sums.index_add_(0, brought.rows, brought.gradients.to(sums.dtype))

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from shoal.base.errors import BugError, ConfigError
 from shoal.base.plans.placement import Placement
 from shoal.fabric import World
-from shoal.fabric.collectives.traffic_counts import SEND, Traffic
+from shoal.fabric.collectives.traffic_counts import SEND, TrafficCounter
 from shoal.fabric.exchanges.point_to_point import PointToPoint
 
 ASK, END = 1, 2
@@ -46,14 +46,14 @@ FORM = frozenset({
 """Names of tensor functions that read shape and dtype but no values."""
 
 
-class Brought:
+class RowGradients:
     """Row gradients of one table that a worker sends: [rows] numbers, [rows, width] sums."""
 
     def __init__(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
         self.rows, self.gradients = rows, gradients
 
 
-class OnServers(nn.Parameter):
+class RemoteTable(nn.Parameter):
     """Placeholder of a table's weight on a worker: shape and dtype, no memory.
 
     Attributes:
@@ -62,13 +62,13 @@ class OnServers(nn.Parameter):
     """
 
     row: Placement
-    lookups: Lookups | None
+    lookups: RowFetcher | None
 
     @staticmethod
-    def of(weight: nn.Parameter, row: Placement) -> OnServers:
+    def of(weight: nn.Parameter, row: Placement) -> RemoteTable:
         """Make a placeholder of a weight."""
         hollow = torch.empty_like(weight, device="meta")
-        made: OnServers = torch.Tensor._make_subclass(OnServers, hollow, weight.requires_grad)
+        made: RemoteTable = torch.Tensor._make_subclass(RemoteTable, hollow, weight.requires_grad)
         made.row, made.lookups = row, None
         return made
 
@@ -78,10 +78,10 @@ class OnServers(nn.Parameter):
     ) -> Any:
         """Run lookups on fetched rows; allow shape queries; refuse the rest."""
         if func is F.embedding or func is F.embedding_bag:
-            return _looked_up(func, *args, **(kwargs or {}))
+            return _embed_fetched_rows(func, *args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         if name not in FORM:
-            weight = next(one for one in _leaves((args, kwargs)) if isinstance(one, OnServers))
+            weight = next(one for one in _leaves((args, kwargs)) if isinstance(one, RemoteTable))
             raise ConfigError(
                 f"model: {weight.row.name} is used in {name}(…), and its rows are on the parameter "
                 f"servers, which answer lookups alone (nn.Embedding, nn.EmbeddingBag, F.embedding, "
@@ -100,11 +100,11 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def _looked_up(
+def _embed_fetched_rows(
     func: Callable[..., torch.Tensor], ids: torch.Tensor, weight: Any, *given: Any, **options: Any
 ) -> torch.Tensor:
     """Call `F.embedding` or `F.embedding_bag` on the fetched rows, with renumbered indices."""
-    if not isinstance(weight, OnServers) or given:
+    if not isinstance(weight, RemoteTable) or given:
         raise BugError(f"{func.__name__} was handed over in another form than torch's own")
     name, length = weight.row.name, weight.row.shape[0]
     if weight.lookups is None or not weight.lookups.is_open:
@@ -124,7 +124,7 @@ def _looked_up(
     return func(local.to(ids.dtype), rows, **options)
 
 
-class _Held:
+class _FetchedTable:
     """Rows of one table that a worker fetched in a session, and the sums of their gradients.
 
     ids, rows    in the order in which they came · sorted, order  for finding them
@@ -146,23 +146,23 @@ class _Held:
         self.sums = self.rows
         self.used = False
 
-    def missing(self, wanted: torch.Tensor) -> torch.Tensor:
+    def missing_ids(self, wanted: torch.Tensor) -> torch.Tensor:
         """Return those of some sorted row numbers that are not fetched yet."""
         if not self.ids.numel():
             return wanted
         near = torch.searchsorted(self.sorted, wanted).clamp_(max=self.sorted.numel() - 1)
         return wanted[self.sorted[near] != wanted]
 
-    def take(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Add fetched rows."""
         self.ids, self.rows = torch.cat((self.ids, ids)), torch.cat((self.rows, rows))
         self.sorted, self.order = torch.sort(self.ids)
 
-    def places(self, wanted: torch.Tensor) -> torch.Tensor:
+    def local_indices(self, wanted: torch.Tensor) -> torch.Tensor:
         """Return the local indices of fetched rows."""
         return self.order[torch.searchsorted(self.sorted, wanted)]
 
-    def add(self, places: torch.Tensor, gradients: torch.Tensor) -> None:
+    def add_gradients(self, places: torch.Tensor, gradients: torch.Tensor) -> None:
         """Add the gradients of one lookup, in which every local index occurs once."""
         short = self.rows.shape[0] - self.sums.shape[0]
         if short:
@@ -172,7 +172,7 @@ class _Held:
         self.used = True
 
 
-class Lookups:
+class RowFetcher:
     """Worker side: fetches rows by number, and sends their gradients at the end of a session.
 
     Attributes:
@@ -189,7 +189,7 @@ class Lookups:
         sent: torch.dtype | None,
     ) -> None:
         self.pairs, self.servers, self.sent = pairs, servers, sent
-        self.held = {row.name: _Held(n, row, device) for n, row in enumerate(tables)}
+        self.held = {row.name: _FetchedTable(n, row, device) for n, row in enumerate(tables)}
         self.is_open = False
 
     def begin(self) -> None:
@@ -210,10 +210,10 @@ class Lookups:
             wanted: row numbers, sorted, without duplicates.
         """
         held = self.held[name]
-        missing = held.missing(wanted)
+        missing = held.missing_ids(wanted)
         if missing.numel():
-            held.take(missing, self._asked(held, missing))
-        places = held.places(wanted)
+            held.add_rows(missing, self._fetch_rows(held, missing))
+        places = held.local_indices(wanted)
         rows = held.rows[places]
         if not wanted.numel():  # torch refuses lookups in a table without rows
             rows = held.rows.new_zeros((1, held.rows.shape[1]))
@@ -222,17 +222,17 @@ class Lookups:
 
             def ready(leaf: torch.Tensor) -> None:
                 if leaf.grad is not None:
-                    held.add(places, leaf.grad[: places.numel()])
+                    held.add_gradients(places, leaf.grad[: places.numel()])
                     leaf.grad = None
 
             rows.register_post_accumulate_grad_hook(ready)
         return rows
 
-    def _asked(self, held: _Held, ids: torch.Tensor) -> torch.Tensor:
+    def _fetch_rows(self, held: _FetchedTable, ids: torch.Tensor) -> torch.Tensor:
         """Fetch rows from the servers, each of which sends its columns."""
         here = self.pairs.world.device
-        numbers = ids.to(device=here, dtype=_numbers(held.row))
-        head = _head(len(self.held), ASK, [held.number, ids.numel()]).to(here)
+        numbers = ids.to(device=here, dtype=_row_number_dtype(held.row))
+        head = _encode_header(len(self.held), ASK, [held.number, ids.numel()]).to(here)
         sent = [self.pairs.send(one, server) for server in self.servers for one in (head, numbers)]
         coming = [
             self.pairs.receive((ids.numel(), stop - start), held.dtype, server)
@@ -253,7 +253,7 @@ class Lookups:
         every = list(self.held.values())
         here = self.pairs.world.device
         told = [held.rows.shape[0] if held.used else UNUSED for held in every]
-        head = _head(len(every), END, told).to(here)
+        head = _encode_header(len(every), END, told).to(here)
         under_way = [self.pairs.send(head, server) for server in self.servers]
         for held in every:
             sums = held.sums.to(device=here, dtype=self.sent or held.dtype) if held.used else None
@@ -264,7 +264,7 @@ class Lookups:
             one.wait()
 
 
-class Answers:
+class RowServer:
     """Server side: a thread per worker that sends rows, and receives gradients at the end.
 
     Args:
@@ -281,20 +281,20 @@ class Answers:
     ) -> None:
         self.world = pairs.world
         self._done: queue.Queue[tuple[int, Any]] = queue.Queue()
-        self._lines = [_Line(pairs, one, rows, tables, sent, self._done) for one in workers]
+        self._lines = [_WorkerThread(pairs, one, rows, tables, sent, self._done) for one in workers]
 
     def open(self) -> None:
         """Start a session: workers may read rows."""
         for line in self._lines:
             line.tokens.put(True)
 
-    def collected(self) -> list[dict[str, Brought]]:
+    def collect_gradients(self) -> list[dict[str, RowGradients]]:
         """Wait for the end of the session; return each worker's gradients, in rank order.
 
         Raises:
             RuntimeError: of the backend if a worker is gone.
         """
-        found: dict[int, dict[str, Brought]] = {}
+        found: dict[int, dict[str, RowGradients]] = {}
         with self.world.traffic.waiting():
             while len(found) < len(self._lines):
                 worker, brought = self._done.get()
@@ -302,7 +302,7 @@ class Answers:
                     raise brought
                 found[worker] = brought
         for line in self._lines:
-            self.world.traffic.sent_bytes[SEND] += line.traffic.take()[0].get(SEND, 0)
+            self.world.traffic.sent_bytes[SEND] += line.traffic.pop_counts()[0].get(SEND, 0)
         return [found[worker] for worker in sorted(found)]
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class Answers:
             line.join()
 
 
-class _Line(threading.Thread):
+class _WorkerThread(threading.Thread):
     """Thread of a server that answers one worker."""
 
     def __init__(
@@ -326,7 +326,9 @@ class _Line(threading.Thread):
         done: queue.Queue[tuple[int, Any]],
     ) -> None:
         super().__init__(name=f"worker {worker}", daemon=True)
-        self.traffic = Traffic(watched=False)  # a waiting thread does not mean a hanging rank
+        self.traffic = TrafficCounter(
+            watched=False
+        )  # a waiting thread does not mean a hanging rank
         self.pairs = copy.copy(pairs)
         self.pairs.world = copy.copy(pairs.world)
         self.pairs.world.traffic = self.traffic
@@ -339,57 +341,57 @@ class _Line(threading.Thread):
         """Answer requests, session by session."""
         while self.tokens.get():
             try:
-                self.done.put((self.worker, self._session()))
+                self.done.put((self.worker, self._answer_session()))
             except Exception as failure:
                 self.done.put((self.worker, failure))
                 return
 
-    def _session(self) -> dict[str, Brought]:
+    def _answer_session(self) -> dict[str, RowGradients]:
         asked: list[list[torch.Tensor]] = [[] for _ in self.rows]
-        length = len(_head(len(self.rows), END, []))
+        length = len(_encode_header(len(self.rows), END, []))
         while True:
-            what, *told = self._next((length,), torch.int64).tolist()
+            what, *told = self._receive((length,), torch.int64).tolist()
             if what == END:
-                return self._brought(told, asked)
+                return self._receive_gradients(told, asked)
             number, count = told[:2]
             row = self.rows[number]
-            ids = self._next((count,), _numbers(row)).long()
+            ids = self._receive((count,), _row_number_dtype(row)).long()
             asked[number].append(ids)
             table = self.tables[row.name].detach()
             rows = table.index_select(0, ids.to(table.device)).to(self.pairs.world.device)
             self.pairs.send(rows, self.worker).wait()
 
-    def _brought(
+    def _receive_gradients(
         self, told: Sequence[int], asked: Sequence[Sequence[torch.Tensor]]
-    ) -> dict[str, Brought]:
+    ) -> dict[str, RowGradients]:
         found = {}
         for row, count, ids in zip(self.rows, told, asked, strict=False):
             if count == UNUSED:
                 continue
             table = self.tables[row.name]
             kept = self.sent or getattr(torch, row.dtype)
-            sums = self._next((count, table.shape[1]), kept)
+            sums = self._receive((count, table.shape[1]), kept)
             numbers = torch.cat([sums.new_zeros(0, dtype=torch.int64), *ids])
-            found[row.name] = Brought(numbers.to(table.device), sums.to(table.device))
+            found[row.name] = RowGradients(numbers.to(table.device), sums.to(table.device))
         return found
 
-    def _next(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.pairs.receive(shape, dtype, self.worker).wait()
 
 
-def by_host(world: World) -> World:
+def host_message_world(world: World) -> World:
     """Copy a world with the same processes and counters, for messages through host memory."""
     same = copy.copy(world)
     same.device = world.messages
     return same
 
 
-def _numbers(row: Placement) -> torch.dtype:
+def _row_number_dtype(row: Placement) -> torch.dtype:
     """Return the dtype in which row numbers are sent."""
     return torch.int32 if row.shape[0] < 2**31 else torch.int64
 
 
-def _head(tables: int, what: int, told: Sequence[int]) -> torch.Tensor:
+def _encode_header(tables: int, what: int, told: Sequence[int]) -> torch.Tensor:
     """Return a message's header, of the same length for all messages."""
     words = [what, *told]
     return torch.tensor(words + [0] * (1 + max(2, tables) - len(words)))

@@ -42,34 +42,44 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError, PlanError
-from shoal.base.layouts.resharding import MANY_BLOCKS, gathered_together, kept_over
+from shoal.base.layouts.resharding import MANY_BLOCKS, gathers_all_blocks, ranks_after_reshard
 from shoal.base.text.units import bytes_text
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import mesh
+from shoal.fabric.axis_worlds import build_device_mesh
 from shoal.fabric.collectives.sharded_collectives import GatherParameters, ScatterGradients
-from shoal.fabric.world import holds_groups
+from shoal.fabric.world import register_group_owner
 from shoal.machine.process_memory import read_ahead, trim_heap
-from shoal.parallel._torch import forget_forwards, forget_groups, keep_among, pytree, send_unused
-from shoal.parallel.build.mmap_init import is_mapped, mmap_init, own_rows, settle
-from shoal.parallel.data_parallel.buckets import dealt_out, reduced_format
-from shoal.parallel.mutated_weights import watch_units
-from shoal.parallel.program import Local, Program, frozen, trainable
+from shoal.parallel._torch import (
+    clear_forward_order,
+    drop_process_groups,
+    pytree,
+    reduce_unused_gradients,
+    set_post_forward_mesh,
+)
+from shoal.parallel.build.mmap_init import copy_rows, copy_to_memory, is_mapped, mmap_init
+from shoal.parallel.data_parallel.buckets import expert_parameters, reduce_dtype
+from shoal.parallel.mutated_weights import watch_unit_weights
+from shoal.parallel.program import LocalParameter, Program, frozen_parameters, trainable_parameters
 from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
-from shoal.trace.find.blocks import gathered_blocks
-from shoal.trace.isolation.module_copies import meta_twin
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.find.blocks import fsdp_blocks
+from shoal.trace.isolation.module_copies import copy_to_meta
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 def apply(program: Program) -> Program:
     """Shard the module in place into DTensors; the optimizer steps the local rows."""
     module, world, plan = program.module, program.world, program.plan
     layout = plan.layout
-    _check(program)
+    _check_dtypes(program)
     axes = ["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else ["dp_shard"]
-    twin = program.twin or meta_twin(module)  # a sharded module cannot be copied
-    _lay_out(program)
-    units = [module.get_submodule(name) for name in _units(program)]
-    program.notices.extend(_at_once(program, units) + _scalars(program) + _small(program, units))
+    twin = program.twin or copy_to_meta(module)  # a sharded module cannot be copied
+    _prepare_parameters(program)
+    units = [module.get_submodule(name) for name in _unit_names(program)]
+    program.notices.extend(
+        _no_blocks_notice(program, units)
+        + _scalars_notice(program)
+        + _small_blocks_notice(program, units)
+    )
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
     detours = []
     log = UnitLog(world)
@@ -82,29 +92,31 @@ def apply(program: Program) -> Program:
         own = [name for name in program.parameters if program.is_expert(name)]
         of_experts = _UnitComms(program, layout.expert_degrees, over, scatters[1], log)
         gathers.append(of_experts.gather)
-        for part in _experts(program, own):
-            detours += _wrap(program, [part], of_experts)
-    detours += _wrap(program, [*units, module], comms)
+        for part in _expert_layers(program, own):
+            detours += _shard_units(program, [part], of_experts)
+    detours += _shard_units(program, [*units, module], comms)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    detours += watch_units(shards, program)
-    parameters = trainable(module)
-    undealt = _undealt(program)
+    detours += watch_unit_weights(shards, program)
+    parameters = trainable_parameters(module)
+    undealt = _unsharded_buckets(program)
     reducer = ShardedGradients(module, parameters, gathers, scatters, log, plan.defer_sync, undealt)
     paths = {id(part): path for path, part in module.named_modules()}
-    detours += [hook for shard in shards for hook in reducer.watch(shard, paths[id(shard)])]
-    detours.append(module.register_forward_hook(reducer.drop_gathered))
-    still = frozen(module)
+    detours += [
+        hook for shard in shards for hook in reducer.watch_gradients(shard, paths[id(shard)])
+    ]
+    detours.append(module.register_forward_hook(reducer.free_gather_buffers))
+    still = frozen_parameters(module)
     parts = {
-        name: (_local(p).detach(), program.rows[name].kept(program.at, layout))
+        name: (_to_local(p).detach(), program.rows[name].kept(program.at, layout))
         for name, p in {**parameters, **still}.items()
     }
-    local = _stepped(parameters, parts)
-    reducer.local, reducer.dealt = local, dealt_out(program)
+    local = _local_parameters(parameters, parts)
+    reducer.local, reducer.dealt = local, expert_parameters(program)
 
     def reshard() -> None:
         for shard in shards:
             shard.reshard()
-            forget_forwards(shard)
+            clear_forward_order(shard)
 
     return replace(
         program,
@@ -121,45 +133,45 @@ def apply(program: Program) -> Program:
     )
 
 
-def _stepped(
+def _local_parameters(
     parameters: dict[str, nn.Parameter], parts: dict[str, tuple[torch.Tensor, Any]]
-) -> dict[str, Local]:
+) -> dict[str, LocalParameter]:
     """Return the parts that the optimizer steps on this rank: those that have elements."""
     return {
-        name: Local(nn.Parameter(parts[name][0]), parts[name][1])
+        name: LocalParameter(nn.Parameter(parts[name][0]), parts[name][1])
         for name, parameter in parameters.items()
         if parts[name][0].numel() or not parameter.numel()
     }
 
 
-def _lay_out(program: Program) -> None:
+def _prepare_parameters(program: Program) -> None:
     """Prepare parameters for sharding: row order; unsharded ones move to the device."""
     for parameter in program.module.parameters():
         # torch refuses channels_last, and sharding is by rows anyway. Mapped ones: unit by unit.
         if not parameter.is_contiguous() and not is_mapped(parameter):
             parameter.data = parameter.data.contiguous()
-    settle(_whole(program))
-    for parameter in _whole(program):
+    copy_to_memory(_unsharded_parameters(program))
+    for parameter in _unsharded_parameters(program):
         parameter.data = parameter.data.to(program.world.device)
 
 
-def _undealt(program: Program) -> list[tuple[tuple[str, ...], World]]:
+def _unsharded_buckets(program: Program) -> list[tuple[tuple[str, ...], World]]:
     """Return the buckets of unsharded parameters, and the ranks over which each is summed."""
     firsts = [(bucket.names, bucket.names[0]) for bucket in program.plan.buckets]
     return [(n, program.sums[one][0]) for n, one in firsts if program.rows[one].data == "whole"]
 
 
-def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
+def _no_blocks_notice(program: Program, units: list[nn.Module]) -> list[str]:
     """Return a notice if the model has no blocks, so that fsdp gathers all of it at once.
 
     There is none for blocks that are gathered together because they are small
-    (`gathered_together`): that costs nothing.
+    (`gathers_all_blocks`): that costs nothing.
     """
     if units:
         return []
-    blocks = gathered_blocks(program.module, program.plan).values()
+    blocks = fsdp_blocks(program.module, program.plan).values()
     elements = sum(p.numel() for block in blocks for p in block.parameters())
-    if gathered_together(len(blocks), elements, program.plan.names_blocks):
+    if gathers_all_blocks(len(blocks), elements, program.plan.names_blocks):
         return []
     name = program.plan.layout.strategy
     size_bytes = sum(
@@ -172,7 +184,7 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
     ]
 
 
-def _small(program: Program, units: list[nn.Module]) -> list[str]:
+def _small_blocks_notice(program: Program, units: list[nn.Module]) -> list[str]:
     """Return the notice of `small_units` if many blocks are too small."""
     if len(units) < MANY_BLOCKS:
         return []
@@ -182,20 +194,20 @@ def _small(program: Program, units: list[nn.Module]) -> list[str]:
     return [line] if line else []
 
 
-def _units(program: Program) -> list[str]:
+def _unit_names(program: Program) -> list[str]:
     """Return the names of the blocks that this rank holds fully, and gathers one at a time."""
     rows = [row for row in program.rows.values() if row.unit and not row.is_expert]
     elsewhere = {row.unit for row in rows if program.pipe.rank not in row.stages}
     return [unit for unit in dict.fromkeys(row.unit for row in rows) if unit not in elsewhere]
 
 
-def _whole(program: Program) -> list[nn.Parameter]:
+def _unsharded_parameters(program: Program) -> list[nn.Parameter]:
     """Return the parameters that every rank keeps whole: scalars, empty ones, unshared experts."""
     every = {**program.parameters, **program.frozen}
     return [p for name, p in every.items() if program.rows[name].data == "whole"]
 
 
-def _scalars(program: Program) -> list[str]:
+def _scalars_notice(program: Program) -> list[str]:
     """Return a notice on scalar parameters, which cannot be sharded."""
     names = [n for n, row in program.rows.items() if row.trains and not row.shape]
     if not names:
@@ -207,13 +219,13 @@ def _scalars(program: Program) -> list[str]:
     ]
 
 
-def _experts(program: Program, names: list[str]) -> list[nn.Module]:
+def _expert_layers(program: Program, names: list[str]) -> list[nn.Module]:
     """Return the expert layers that ep distributes; a replaced forward calls their experts."""
     own = {id(program.parameters[name]) for name in names}
     return [
         part
         for part in program.module.modules()
-        if isinstance(part.__dict__.get("forward"), StandIn)
+        if isinstance(part.__dict__.get("forward"), ReplacedForward)
         and {id(p) for p in part.parameters() if p.requires_grad} & own
     ]
 
@@ -223,7 +235,8 @@ class _UnitComms:
 
     Attributes:
         mesh: mesh of `axes`: the last one shards parameters, a first one replicates the parts.
-        kept: state of a unit between its passes: sharded as usual, whole, or over a mesh (`_kept`).
+        kept: state of a unit between its passes: sharded as usual, whole, or over a mesh
+        (`_post_forward_state`).
     """
 
     def __init__(
@@ -234,13 +247,13 @@ class _UnitComms:
         scatter: ScatterGradients,
         log: UnitLog,
     ) -> None:
-        self.mesh = mesh(program.world, degrees, axes)
-        self.kept, split = _kept(program, degrees, axes[-1])
+        self.mesh = build_device_mesh(program.world, degrees, axes)
+        self.kept, split = _post_forward_state(program, degrees, axes[-1])
         self.scatter, self.log = scatter, log
         self.gather = GatherParameters(program.world.traffic)
-        shard = log.along(degrees, axes[-1])
-        self.gathers = [shard, *([log.along(split, "node")] if split else [])]
-        self.scatters = [shard, *(log.along(degrees, axis) for axis in axes[:-1])]
+        shard = log.add_axis(degrees, axes[-1])
+        self.gathers = [shard, *([log.add_axis(split, "node")] if split else [])]
+        self.scatters = [shard, *(log.add_axis(degrees, axis) for axis in axes[:-1])]
 
     def attach(self, shard: FSDPModule, unit: nn.Module, path: str) -> None:
         """Set these collectives as the custom collectives of an FSDP unit."""
@@ -252,19 +265,21 @@ class _UnitComms:
         shard.set_custom_reduce_scatter(summed)
 
 
-def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list[RemovableHandle]:
+def _shard_units(
+    program: Program, wrapped: list[nn.Module], comms: _UnitComms
+) -> list[RemovableHandle]:
     """Shard some units, the root last; return the hooks that this needs."""
     module, plan, over, kept = program.module, program.plan, comms.mesh, comms.kept
-    parked = plan.parks_parameters and program.world.device.type != "cpu"
+    parked = plan.offloads_parameters and program.world.device.type != "cpu"
     host = CPUOffloadPolicy() if parked else OffloadPolicy()
     detours = []
     # Parameters of other stages, without rows, or of an axis of one rank.
-    ignored = {p for p in module.parameters() if p.is_meta} | set(_whole(program))
+    ignored = {p for p in module.parameters() if p.is_meta} | set(_unsharded_parameters(program))
     for unit in wrapped:
         before = [(p, p.data, is_mapped(p)) for p in unit.parameters() if p not in ignored]
-        _bring_rows([p for p, *_ in before], over, program.world.device)
+        _load_own_rows([p for p, *_ in before], over, program.world.device)
         # Before torch's own hook, which attaches the gather for backward to the outputs found here.
-        detours.append(unit.register_forward_hook(_outputs_of_their_own))
+        detours.append(unit.register_forward_hook(_copy_view_outputs))
         # Not around the gathers: they resize tensors, and a mapped tensor cannot be resized.
         with mmap_init() if plan.builds_in_files else nullcontext():
             fully_shard(
@@ -272,11 +287,11 @@ def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list
                 mesh=over,
                 ignored_params=ignored,
                 reshard_after_forward=unit is not module and kept is not False,
-                mp_policy=_formats(unit, program, root=unit is module),
+                mp_policy=_mixed_precision_policy(unit, program, root=unit is module),
                 offload_policy=host,
             )
         if unit is not module and isinstance(kept, DeviceMesh):
-            keep_among(unit, kept)
+            set_post_forward_mesh(unit, kept)
         for parameter, data, in_file in before:
             # The optimizer refers to `parameter` until it gets the rows. Without this the whole
             # model would stay on the device, or its file in the host's page cache.
@@ -297,12 +312,12 @@ def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list
         if shard is module and plan.layout.pp > 1:
             # A stage alternates forward and backward passes: the root unit stays gathered for them.
             shard.set_reshard_after_backward(False, recurse=False)
-        send_unused(shard)
-        holds_groups(shard, forget_groups)
+        reduce_unused_gradients(shard)
+        register_group_owner(shard, drop_process_groups)
     return detours
 
 
-def _kept(
+def _post_forward_state(
     program: Program, degrees: Mapping[str, int], axis: str
 ) -> tuple[bool | DeviceMesh, Mapping[str, int]]:
     """Return a unit's state between its passes: sharded, whole (False), or over a part of `axis`.
@@ -314,16 +329,16 @@ def _kept(
     """
     layout, shards = program.plan.layout, degrees[axis]
     apart = layout.cp * layout.tp * (layout.ep if axis == "expert_shard" else 1)
-    kept = kept_over(program.plan.reshard, shards, program.world.local_size, apart)
+    kept = ranks_after_reshard(program.plan.reshard, shards, program.world.local_size, apart)
     if kept in (1, shards):
         return kept == shards, {}
     split: dict[str, int] = {}
     for name, degree in degrees.items():
         split |= {"nodes": shards // kept, "node": kept} if name == axis else {name: degree}
-    return mesh(program.world, split, ["nodes", "node"]), split
+    return build_device_mesh(program.world, split, ["nodes", "node"]), split
 
 
-def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.device) -> None:
+def _load_own_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.device) -> None:
     """Copy this rank's rows of a unit to the device; the other rows stay uninitialised there.
 
     torch moves whole units and shards them on the device. With a checkpoint in mapped files every
@@ -340,12 +355,14 @@ def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.
         if parameter.device == device and parameter.is_contiguous():
             read_ahead(parameter.detach()[own])
         else:
-            parameter.data = own_rows(parameter.detach(), own, device)
+            parameter.data = copy_rows(parameter.detach(), own, device)
 
 
-def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
+def _mixed_precision_policy(
+    unit: nn.Module, program: Program, *, root: bool
+) -> MixedPrecisionPolicy:
     """Gather a unit in the narrow dtype if all of its matrices are read in it anyway."""
-    plan, reduce = program.plan, reduced_format(program.plan)
+    plan, reduce = program.plan, reduce_dtype(program.plan)
     copied = {name: bucket.compute for bucket in plan.buckets for name in bucket.names}
     names = {id(p): name for name, p in program.parameters.items()}
     here = [(p, copied.get(names.get(id(p), ""), "")) for p in unit.parameters()]
@@ -381,13 +398,15 @@ class ShardedGradients:
         self.gathers, self.scatters = gathers, scatters
         self.log, self.defer_sync = log, defer_sync
         self.norms: list[torch.Tensor] = []
-        self.local: dict[str, Local] = {}
+        self.local: dict[str, LocalParameter] = {}
         self.dealt: frozenset[str] = frozenset()
         self.seen: set[str] = set()
         self.fresh: set[str] = set()
         self.hooks: dict[str, Any] = {}
 
-    def watch(self, unit: nn.Module, path: str) -> tuple[RemovableHandle, RemovableHandle]:
+    def watch_gradients(
+        self, unit: nn.Module, path: str
+    ) -> tuple[RemovableHandle, RemovableHandle]:
         """Record which parameters of a unit get gradients, from its first forward pass on.
 
         If the unit were gathered for that at the start, it would be in memory twice: flat, and as
@@ -411,20 +430,20 @@ class ShardedGradients:
             for own, parameter in unit.named_parameters(path, remove_duplicate=False):
                 gathered = not isinstance(parameter, DTensor)
                 if gathered and own in self.parameters and own not in self.hooks:
-                    hook = parameter.register_post_accumulate_grad_hook(self._seen(own))
+                    hook = parameter.register_post_accumulate_grad_hook(self._mark_used(own))
                     self.hooks[own] = hook
 
         early = unit.register_forward_pre_hook(before, prepend=True)
         once = unit.register_forward_pre_hook(first)
         return early, once
 
-    def scatter_by(self, make: Callable[[ScatterGradients, nn.Module], Any]) -> list[Any]:
+    def replace_scatters(self, make: Callable[[ScatterGradients, nn.Module], Any]) -> list[Any]:
         """Replace each unit's reduce-scatter by `make(plain, unit)`; return all in order."""
         made = []
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 made.append(make(self.scatters[0], part))
-                self.log.scatter_of[id(part)].send_by(made[-1])
+                self.log.scatter_of[id(part)].set_inner(made[-1])
         return made
 
     def begin(self, rounds: int) -> None:
@@ -438,19 +457,19 @@ class ShardedGradients:
         for scatter in self.scatters:
             scatter.norms = []
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Turn gradient sync on for every pass, or with `defer_sync` for the last known one."""
         if self.defer_sync and isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last or not once)
 
-    def drop_gathered(self, *_: object) -> None:
+    def free_gather_buffers(self, *_: object) -> None:
         """Free the memory of gathers: at the loss most activations are in memory."""
         for gather in self.gathers:
             gather.drop()
 
     def passed(self, counted: bool) -> None:
         """End a backward pass, which has sent all gradients by itself."""
-        self.drop_gathered()
+        self.free_gather_buffers()
         for scatter in self.scatters:
             scatter.drop()
         self.seen |= self.fresh if counted else self.fresh & self.dealt
@@ -465,10 +484,10 @@ class ShardedGradients:
             if gradient is None:
                 local.parameter.grad = torch.zeros_like(local.parameter)
             else:
-                local.parameter.grad = _local(gradient)
-        self._sum_undealt()
+                local.parameter.grad = _to_local(gradient)
+        self._all_reduce_unsharded()
 
-    def _sum_undealt(self) -> None:
+    def _all_reduce_unsharded(self) -> None:
         """All-reduce the gradients of unsharded parameters, bucket by bucket."""
         for names, world in self.undealt:
             gradients = [grad for n in names if (grad := self.local[n].parameter.grad) is not None]
@@ -492,7 +511,7 @@ class ShardedGradients:
         for local in self.local.values():
             local.parameter.grad = None
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return per parameter whether it got a gradient on this rank."""
         return [name in self.seen for name in self.parameters]
 
@@ -504,11 +523,11 @@ class ShardedGradients:
         """Return the gradients of this rank's rows."""
         return [p.parameter.grad for p in self.local.values() if p.parameter.grad is not None]
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return the names of the parameters whose rows have a gradient."""
         return [name for name, p in self.local.items() if p.parameter.grad is not None]
 
-    def _seen(self, name: str) -> Callable[[torch.Tensor], None]:
+    def _mark_used(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
             self.fresh.add(name)
 
@@ -516,11 +535,11 @@ class ShardedGradients:
 
 
 @torch.no_grad()  # a view with autograd history costs a seventh of a step of small blocks
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _to_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _outputs_of_their_own(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+def _copy_view_outputs(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     """Return outputs that are safe for in-place operations and that die with the pass.
 
     An in-place operation on a view would drop torch's hook that gathers for the backward pass, and
@@ -537,7 +556,7 @@ def _outputs_of_their_own(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     return pytree.tree_map(own, outputs)
 
 
-def _check(program: Program) -> None:
+def _check_dtypes(program: Program) -> None:
     dtypes = {p.dtype for p in [*program.parameters.values(), *program.frozen.values()]}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))

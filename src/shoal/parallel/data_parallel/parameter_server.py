@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.base.layouts.parameter_servers import brings_own
+from shoal.base.layouts.parameter_servers import own_batches_error
 from shoal.fabric.exchanges.point_to_point import PointToPoint, Transfer
 from shoal.parallel.data_parallel.buckets import BucketReducer
-from shoal.parallel.data_parallel.zero import FlatWeights, stepped_by_parts
-from shoal.parallel.program import Local, Program
+from shoal.parallel.data_parallel.zero import FlatWeights, add_sharded_reducer
+from shoal.parallel.program import LocalParameter, Program
 from shoal.wire import phases
 
 
@@ -33,18 +33,18 @@ def apply(program: Program) -> Program:
     """Give the program a reducer that sends gradients and weights between workers and servers."""
     weights = FlatWeights(program)
     servers = program.plan.layout.servers
-    links = Links(PointToPoint(program.world), servers)
+    links = ServerLinks(PointToPoint(program.world), servers)
     weights.worlds = [links for _ in weights.worlds]  # type: ignore[misc]  # as a World does
     local = weights.local()
-    reducer = _Served(program, weights, local, links)
-    phases.unlike(phases.UPDATE, always=True)  # only servers update
+    reducer = _ParameterServerReducer(program, weights, local, links)
+    phases.mark_unequal_parts(phases.UPDATE, always=True)  # only servers update
     who = f"rank {', '.join(map(str, links.servers))}"
     program.notices.append(f"parameter-server: {who} holds the optimizer's state and no samples")
-    return stepped_by_parts(program, reducer, weights, local)
+    return add_sharded_reducer(program, reducer, weights, local)
 
 
 @dataclass
-class Pushed:
+class PendingPush:
     """A pending push; `result(out)` waits, and returns a server's part of the sum.
 
     Attributes:
@@ -71,7 +71,7 @@ class Pushed:
 
 
 @dataclass
-class Pulled:
+class PendingPull:
     """Pending transfers of new weights, in both directions."""
 
     transfers: Sequence[Transfer]
@@ -85,7 +85,7 @@ class Pulled:
                 place.copy_(arrived)
 
 
-class Links:
+class ServerLinks:
     """Messages between workers and servers, with the collective methods of a world."""
 
     def __init__(self, pairs: PointToPoint, servers: int) -> None:
@@ -93,17 +93,17 @@ class Links:
         ranks = range(pairs.world.size)
         self.workers, self.servers = ranks[:-servers], ranks[-servers:]
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Pushed:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingPush:
         """Push a bucket: server r gets the workers' sum of cuts[r] to cuts[r + 1]."""
         if self.rank in self.workers:
             parts = [(server, tensor[slice(*cuts[server : server + 2])]) for server in self.servers]
             sent = [self.pairs.send(part, server) for server, part in parts]
-            return Pushed(sent, [], tensor[:0])
+            return PendingPush(sent, [], tensor[:0])
         shape = (cuts[self.rank + 1] - cuts[self.rank],)
         coming = [self.pairs.receive(shape, tensor.dtype, worker) for worker in self.workers]
-        return Pushed([], coming, tensor[:0])
+        return PendingPush([], coming, tensor[:0])
 
-    def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Pulled:
+    def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingPull:
         """Begin to complete a bucket of weights on every rank, in place, by the servers' parts."""
         parts = {server: tensor[slice(*cuts[server : server + 2])] for server in self.servers}
         transfers, into = [], []
@@ -116,29 +116,33 @@ class Links:
             if server != self.rank:
                 transfers.append(self.pairs.receive(tuple(part.shape), part.dtype, server))
                 into.append(part)
-        return Pulled(transfers, into)
+        return PendingPull(transfers, into)
 
 
-class _Served(BucketReducer):
+class _ParameterServerReducer(BucketReducer):
     """Reducer of whole gradients on workers, and of the sums of their parts on servers."""
 
     def __init__(
-        self, program: Program, weights: FlatWeights, local: dict[str, Local], links: Links
+        self,
+        program: Program,
+        weights: FlatWeights,
+        local: dict[str, LocalParameter],
+        links: ServerLinks,
     ) -> None:
         super().__init__(program, local)
         self.weights, self.links, self.layout = weights, links, program.plan.layout
         self.rank = program.world.rank
         self.worlds = [links for _ in self.worlds]  # type: ignore[misc]  # as a World does
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Refuse a pass on a server, whose rank has no samples.
 
         Raises:
             ConfigError: this rank is a server and brought a batch.
         """
         if self.rank in self.links.servers:
-            raise brings_own(self.layout)
-        super().arm(last, once)
+            raise own_batches_error(self.layout)
+        super().prepare_backward(last, once)
 
     def publish(self) -> None:
         """Send the servers' parts of the new weights to all ranks."""

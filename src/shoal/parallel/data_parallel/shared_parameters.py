@@ -28,7 +28,7 @@ from shoal.parallel.program import Program, Reducer
 from shoal.planning.gradient_buckets import BUCKET_BYTES
 
 
-def sum_shared(program: Program, reducer: Reducer) -> None:
+def all_reduce_shared_gradients(program: Program, reducer: Reducer) -> None:
     """All-reduce the reducer's gradients in place over tp, cp and pp ranks that share parameters.
 
     Every rank calls it once a step, after `reducer.finish()` has summed over data ranks. Read
@@ -40,7 +40,7 @@ def sum_shared(program: Program, reducer: Reducer) -> None:
         if parameter.grad is None:  # this rank computed none; another holder may have
             parameter.grad = torch.zeros_like(parameter)
     wanted: dict[tuple[int, tuple[int, ...], str], tuple[World, list[torch.Tensor]]] = {}
-    for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
+    for name, tensor in zip(reducer.summed_names(), reducer.sums(), strict=True):
         worlds = program.sums[name][1:]
         # Counted from the last world, so that tensors with one world join those with two.
         for turn, world in enumerate(worlds, -len(worlds)):
@@ -49,11 +49,11 @@ def sum_shared(program: Program, reducer: Reducer) -> None:
     # In the same order on every rank, so that no two ranks deadlock.
     for key in sorted(wanted):
         world, tensors = wanted[key]
-        for message in _messages(tensors):
-            _sum(world, message)
+        for message in _pack_messages(tensors):
+            _all_reduce_message(world, message)
 
 
-def _messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _pack_messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield tensors that share a message, in order: at most a bucket's bytes, or one tensor."""
     message: list[torch.Tensor] = []
     held_bytes = 0
@@ -68,7 +68,7 @@ def _messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield message
 
 
-def _sum(world: World, tensors: list[torch.Tensor]) -> None:
+def _all_reduce_message(world: World, tensors: list[torch.Tensor]) -> None:
     """Sum tensors over a world, in place, as one message."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         world.all_reduce(tensors[0])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shoal.parallel.program import Program, whole_locals
+from shoal.parallel.program import Program, whole_local_parameters
 
 
 def apply(program: Program) -> Program:
@@ -15,7 +15,7 @@ def apply(program: Program) -> Program:
     return replace(
         program,
         reducer=LocalGradients(program.parameters),
-        local=whole_locals(program),
+        local=whole_local_parameters(program),
     )
 
 
@@ -30,7 +30,7 @@ class LocalGradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Do nothing: one process sends no gradients."""
 
     def passed(self, counted: bool) -> None:
@@ -39,7 +39,7 @@ class LocalGradients:
     def finish(self) -> None:
         """Do nothing: one process sends no gradients."""
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return per parameter whether it got a gradient."""
         return [p.grad is not None for p in self.parameters.values()]
 
@@ -54,6 +54,6 @@ class LocalGradients:
         """Return the gradients themselves."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return the names of the parameters that have a gradient."""
         return [name for name, p in self.parameters.items() if p.grad is not None]

@@ -13,14 +13,14 @@ from collections.abc import Iterable
 import torch
 
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.facts import this_machine
+from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import cache_folder
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator
-from shoal.forecast.machines.measured_machine import read_measured, this_cluster
+from shoal.forecast.machines.measured_machine import estimate_this_machine, read_measured
 
 WAITS_TO_SENDS = 2.0
 """Blocks count as too small if a collective's latency is this many times its transfer time."""
@@ -30,7 +30,7 @@ def cluster_of(world: World) -> Cluster:
     """Return the measured cluster of this machine and rank count, or its kind's usual values."""
     kind = "gpu" if is_accelerator(world.device) else "cpu"
     measured = read_measured(cache_folder(), world.size, kind, torch.get_num_threads())
-    return measured or this_cluster(this_machine(), world.size)
+    return measured or estimate_this_machine(read_machine_facts(), world.size)
 
 
 def small_units_line(plan: Plan, rows: Iterable[Placement], cluster: Cluster) -> str:

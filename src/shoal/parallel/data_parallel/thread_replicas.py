@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel._torch import BatchNorm, generators
-from shoal.parallel.program import Pass, Program, Reducer, aliases, whole_locals
-from shoal.trace.isolation.module_copies import copied_module
+from shoal.parallel._torch import BatchNorm, get_generators
+from shoal.parallel.program import Pass, Program, Reducer, tied_aliases, whole_local_parameters
+from shoal.trace.isolation.module_copies import copy_module
 
 LATE = (
     "layout.strategy = dp: the model drew random numbers for the first time after its first step; "
@@ -35,27 +35,27 @@ LATE = (
 
 def apply(program: Program) -> Program:
     """Run the passes of a step on replicas, in threads if that is safe."""
-    replicas = Replicas(program)
+    replicas = ThreadReplicas(program)
     program.notices.append(
         f"dp: {program.plan.layout.threads} replicas in one process, for comparison; ddp's "
         f"processes do not share one interpreter, and sum gradients during backward"
     )
     return replace(
         program,
-        local=whole_locals(program),
+        local=whole_local_parameters(program),
         reducer=AddedGradients(program.parameters, replicas.others),
         run=replicas.run,
-        around=(*program.around, replicas.watch),
+        around=(*program.around, replicas.detect_draws),
         on_close=(*program.on_close, replicas.close),
     )
 
 
-class Replicas:
+class ThreadReplicas:
     """The module and its copies, which share its weights' memory but not its gradients."""
 
     def __init__(self, program: Program) -> None:
         self.module, self.blocks = program.module, program.blocks
-        self.others = [_replica(program) for _ in range(program.plan.layout.threads - 1)]
+        self.others = [_make_replica(program) for _ in range(program.plan.layout.threads - 1)]
         # Otherwise each thread would start as many workers as there are cores.
         share = max(1, torch.get_num_threads() // (len(self.others) + 1))
         self.pool = ThreadPoolExecutor(
@@ -64,21 +64,21 @@ class Replicas:
         # A context around micro-batches, except seeding, means buffers that threads would share.
         self.in_turn = bool(program.around) or any(True for _ in program.module.buffers())
         self.looked = False
-        self.generators = generators(program.world.device)
+        self.generators = get_generators(program.world.device)
 
     def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
         """Run all passes; micro-batch k goes to replica k modulo the number of replicas."""
         modules = [self.module, *self.others]
         for first in range(0, len(passes), len(modules)):
             group = passes[first : first + len(modules)]
-            reducer.arm(first + len(group) == len(passes))
+            reducer.prepare_backward(first + len(group) == len(passes))
             if self.in_turn or not self.looked:
                 for module, one in zip(modules, group, strict=False):
-                    self._look(module, one)
+                    self._run_alone(module, one)
             else:
                 before = [one.get_state() for one in self.generators]
                 works = [
-                    self.pool.submit(_in_thread, one, module)
+                    self.pool.submit(_run_in_thread, one, module)
                     for module, one in zip(modules, group, strict=False)
                 ]
                 for work in works:
@@ -94,39 +94,39 @@ class Replicas:
         self.pool.shutdown()
 
     @contextmanager
-    def watch(self, step: int, index: int) -> Iterator[None]:
+    def detect_draws(self, step: int, index: int) -> Iterator[None]:
         """Check at the end of a pass, loss included, whether it drew random numbers."""
         yield
-        self._note()
+        self._note_draws()
 
-    def _look(self, module: nn.Module, one: Pass) -> None:
+    def _run_alone(self, module: nn.Module, one: Pass) -> None:
         """Run one pass alone; in the first step also check whether its blocks draw."""
         hooks = []
         for name in () if self.looked else self.blocks:
             block = module.get_submodule(name)
             # Before the hooks that reseed the generators, which would hide a draw.
-            hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
-            hooks.append(block.register_forward_hook(self._note, prepend=True))
+            hooks.append(block.register_forward_pre_hook(self._note_draws, prepend=True))
+            hooks.append(block.register_forward_hook(self._note_draws, prepend=True))
         one(module)
         for hook in hooks:
             hook.remove()
 
-    def _note(self, *_: object) -> None:
+    def _note_draws(self, *_: object) -> None:
         if not self.looked:
-            self.in_turn = self.in_turn or any(map(drawn, self.generators))
+            self.in_turn = self.in_turn or any(map(has_drawn, self.generators))
 
 
-def drawn(now: torch.Generator) -> bool:
+def has_drawn(now: torch.Generator) -> bool:
     """Return whether a generator has left the state that its seed set."""
     seeded = torch.Generator(now.device).manual_seed(now.initial_seed())
     return not torch.equal(now.get_state(), seeded.get_state())
 
 
-def _in_thread(one: Pass, module: nn.Module) -> None:
+def _run_in_thread(one: Pass, module: nn.Module) -> None:
     one(module, alone=False)
 
 
-def _replica(program: Program) -> nn.Module:
+def _make_replica(program: Program) -> nn.Module:
     """Copy the module over the same weights and buffers, with parameters of its own."""
     shared: dict[int, object] = {id(buffer): buffer for buffer in program.module.buffers()}
     # batch_norm.py keeps these layers' statistics, and it knows only the module's own layers.
@@ -134,7 +134,7 @@ def _replica(program: Program) -> nn.Module:
     for parameter in program.module.parameters():
         own = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         shared[id(parameter)] = own
-    return copied_module(program.module, shared)
+    return copy_module(program.module, shared)
 
 
 class AddedGradients:
@@ -142,7 +142,7 @@ class AddedGradients:
 
     def __init__(self, parameters: dict[str, nn.Parameter], replicas: list[nn.Module]) -> None:
         self.parameters = parameters
-        second = aliases(replicas[0]) if replicas else {}
+        second = tied_aliases(replicas[0]) if replicas else {}
         self.replicas = [
             {
                 name: parameter
@@ -158,7 +158,7 @@ class AddedGradients:
             for parameter in parameters.values():
                 parameter.grad = None
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Do nothing: replicas share the process."""
 
     def passed(self, counted: bool) -> None:
@@ -175,7 +175,7 @@ class AddedGradients:
                 own.grad = came if own.grad is None else own.grad.add_(came)
                 parameter.grad = None
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return per parameter whether it got a gradient."""
         return [p.grad is not None for p in self.parameters.values()]
 
@@ -187,7 +187,7 @@ class AddedGradients:
         """Return the gradients themselves."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return the names of the parameters that have a gradient."""
         return [name for name, p in self.parameters.items() if p.grad is not None]
 

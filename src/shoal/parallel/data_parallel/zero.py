@@ -23,16 +23,16 @@ from torch import nn
 from shoal.base.errors import BugError
 from shoal.base.plans.plan import Bucket
 from shoal.base.plans.tensor_shards import Shard
-from shoal.fabric.collectives.uneven_collectives import PendingSum
+from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
 from shoal.parallel.data_parallel.buckets import (
     BucketReducer,
-    dealt_out,
-    places,
-    reduced_format,
-    second_gradient,
-    summed_over,
+    bucket_offsets,
+    bucket_worlds,
+    expert_parameters,
+    reduce_dtype,
+    second_gradient_error,
 )
-from shoal.parallel.program import Local, Part, Program
+from shoal.parallel.program import LocalParameter, Part, Program
 
 IN_FLIGHT = 1
 """Buckets in flight under zero2 while the next is filled; more would hold more gradients.
@@ -47,15 +47,15 @@ def apply(program: Program) -> Program:
     weights = FlatWeights(program)
     local = weights.local()
     once = program.plan.layout.zero == 1 or program.plan.defer_sync
-    reducer = (_ZeroOne if once else ScatterReducer)(program, weights, local)
-    return stepped_by_parts(program, reducer, weights, local)
+    reducer = (_ZeroOneReducer if once else ScatterReducer)(program, weights, local)
+    return add_sharded_reducer(program, reducer, weights, local)
 
 
-def stepped_by_parts(
+def add_sharded_reducer(
     program: Program,
     reducer: BucketReducer | ScatterReducer,
     weights: FlatWeights,
-    local: dict[str, Local],
+    local: dict[str, LocalParameter],
 ) -> Program:
     """Give the program a reducer, and the parts of flat weights that this rank steps."""
     return replace(
@@ -63,7 +63,7 @@ def stepped_by_parts(
         reducer=reducer,
         local=local,
         parts=weights.parts(local),
-        on_close=(*program.on_close, reducer.close, weights.widen),
+        on_close=(*program.on_close, reducer.close, weights.restore_masters),
     )
 
 
@@ -79,8 +79,8 @@ class FlatWeights:
     def __init__(self, program: Program) -> None:
         parameters, buckets = program.parameters, program.plan.buckets
         self.parameters, self.buckets = parameters, buckets
-        self.traffic, self.place = program.world.traffic, program.place
-        self.worlds = summed_over(program)
+        self.traffic, self.place = program.world.traffic, program.shard_of
+        self.worlds = bucket_worlds(program)
         self.flats: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
         self.spans: list[tuple[int, int]] = []
@@ -90,7 +90,7 @@ class FlatWeights:
             wide = torch.zeros(
                 bucket.elements, dtype=getattr(torch, bucket.dtype), device=world.device
             )
-            at = places(bucket, parameters)
+            at = bucket_offsets(bucket, parameters)
             for name, (start, stop) in at.items():
                 wide[start:stop].view(parameters[name].shape).copy_(parameters[name].detach())
             low, high = bucket.cuts[world.rank : world.rank + 2]
@@ -101,12 +101,12 @@ class FlatWeights:
             self.flats.append(flat)
             self.masters.append(wide[low:high].clone() if bucket.compute else flat[low:high])
 
-    def local(self) -> dict[str, Local]:
+    def local(self) -> dict[str, LocalParameter]:
         """Return the flat part of every parameter that this rank steps; absent if it has none."""
-        found: dict[str, Local] = {}
+        found: dict[str, LocalParameter] = {}
         for bucket, master, span in zip(self.buckets, self.masters, self.spans, strict=True):
             low, high = span
-            for name, (start, stop) in places(bucket, self.parameters).items():
+            for name, (start, stop) in bucket_offsets(bucket, self.parameters).items():
                 first, last = max(start, low), min(stop, high)
                 if first >= last:
                     continue
@@ -117,11 +117,11 @@ class FlatWeights:
                 here = self.place(name)
                 slices = here.part(first - start, last - start)
                 shard = Shard(name, here.global_shape, bucket.dtype, slices)
-                found[name] = Local(part, shard)
+                found[name] = LocalParameter(part, shard)
         # The module's own order, so that sums over parameters have the same bits in every layout.
         return {name: found[name] for name in self.parameters if name in found}
 
-    def parts(self, local: dict[str, Local]) -> dict[str, Part]:
+    def parts(self, local: dict[str, LocalParameter]) -> dict[str, Part]:
         """Return this rank's part, maybe empty, of each parameter with sharded masters."""
         found: dict[str, Part] = {}
         for bucket, master in zip(self.buckets, self.masters, strict=True):
@@ -132,9 +132,9 @@ class FlatWeights:
                     found[name] = (local[name].parameter.detach(), local[name].shard)
         return found
 
-    def widen(self) -> None:
+    def restore_masters(self) -> None:
         """Replace narrow copies in the module by whole masters; all ranks call it."""
-        for number, (flat, master, bucket) in enumerate(self._each()):
+        for number, (flat, master, bucket) in enumerate(self._each_bucket()):
             if not bucket.compute:
                 continue
             low, high = self.spans[number]
@@ -143,14 +143,14 @@ class FlatWeights:
             work = self.worlds[number].all_gather_parts(wide, bucket.cuts)
             if work is not None:
                 work.wait()
-            for name, (start, stop) in places(bucket, self.parameters).items():
+            for name, (start, stop) in bucket_offsets(bucket, self.parameters).items():
                 parameter = self.parameters[name]
                 parameter.data = wide[start:stop].view(parameter.shape)
 
     def publish(self) -> None:
         """All-gather the updated parts, so that every rank has all weights."""
         works = []
-        for number, (flat, master, bucket) in enumerate(self._each()):
+        for number, (flat, master, bucket) in enumerate(self._each_bucket()):
             if bucket.compute:
                 low, high = self.spans[number]
                 flat[low:high].copy_(master)
@@ -160,15 +160,17 @@ class FlatWeights:
                 if work is not None:
                     work.wait()
 
-    def _each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Bucket]]:
+    def _each_bucket(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Bucket]]:
         """Return per bucket (flat weights, this rank's masters, bucket)."""
         return zip(self.flats, self.masters, self.buckets, strict=True)
 
 
-class _ZeroOne(BucketReducer):
+class _ZeroOneReducer(BucketReducer):
     """Reducer of whole gradients, of which this rank sums only its own part."""
 
-    def __init__(self, program: Program, weights: FlatWeights, local: dict[str, Local]) -> None:
+    def __init__(
+        self, program: Program, weights: FlatWeights, local: dict[str, LocalParameter]
+    ) -> None:
         super().__init__(program, local)
         self.weights = weights
 
@@ -180,13 +182,15 @@ class _ZeroOne(BucketReducer):
 class ScatterReducer:
     """Reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
 
-    def __init__(self, program: Program, weights: FlatWeights, local: dict[str, Local]) -> None:
+    def __init__(
+        self, program: Program, weights: FlatWeights, local: dict[str, LocalParameter]
+    ) -> None:
         parameters, buckets = program.parameters, program.plan.buckets
         self.weights, self.local = weights, local
-        self.reduce = reduced_format(program.plan)
-        self.parameters, self.plan, self.dealt = parameters, buckets, dealt_out(program)
+        self.reduce = reduce_dtype(program.plan)
+        self.parameters, self.plan, self.dealt = parameters, buckets, expert_parameters(program)
         self.traffic, self.worlds = weights.traffic, weights.worlds
-        self.places = [places(bucket, parameters) for bucket in buckets]
+        self.places = [bucket_offsets(bucket, parameters) for bucket in buckets]
         self.bucket_of = {name: n for n, bucket in enumerate(buckets) for name in bucket.names}
         self.parts = [torch.zeros_like(master) for master in weights.masters]
         self.active = False
@@ -196,7 +200,7 @@ class ScatterReducer:
         self.fresh: set[str] = set()
         self.filled: set[str] = set()
         self.staged: dict[int, torch.Tensor] = {}
-        self.pending: list[tuple[int, PendingSum]] = []
+        self.pending: list[tuple[int, PendingFlatReduceScatter]] = []
         self.norms: list[torch.Tensor] = []
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -212,7 +216,7 @@ class ScatterReducer:
         self.seen, self.fresh = set(), set()
         self.norms, self.pending = [], []
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Start a pass, which sends all buckets in the plan's order (several: at their end)."""
         self.next, self.once = 0, once
         self.filled, self.staged = set(), {}
@@ -228,7 +232,7 @@ class ScatterReducer:
     def finish(self) -> None:
         """Join rounds for which this rank has no micro-batch, then wait for all sums."""
         while self.round < self.rounds:
-            self.arm(last=True)
+            self.prepare_backward(last=True)
             self.passed(counted=False)
         while self.pending:
             self._receive()
@@ -251,7 +255,7 @@ class ScatterReducer:
         for local in self.local.values():
             local.parameter.grad = None
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return per parameter whether it got a gradient on this rank."""
         return [name in self.seen for name in self.parameters]
 
@@ -263,7 +267,7 @@ class ScatterReducer:
         """Return this rank's parts of the sum, one tensor per bucket."""
         return self.parts
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return the first parameter of every bucket."""
         return [bucket.names[0] for bucket in self.plan]
 
@@ -275,27 +279,27 @@ class ScatterReducer:
             if not self.active:
                 return
             if number < self.next or (self.once and name in self.filled):
-                raise second_gradient(name)
+                raise second_gradient_error(name)
             gradient = parameter.grad
             if gradient is None:
                 return
             self.fresh.add(name)
             self.filled.add(name)
-            staged = self._staging(number)[start:stop].view(parameter.shape)
+            staged = self._staging_buffer(number)[start:stop].view(parameter.shape)
             if self.once:
                 staged.copy_(gradient)
             else:
                 staged.add_(gradient)
             parameter.grad = None
-            while self.once and self.next < len(self.plan) and self._full(self.next):
+            while self.once and self.next < len(self.plan) and self._is_full(self.next):
                 self._send()
 
         return ready
 
-    def _full(self, number: int) -> bool:
+    def _is_full(self, number: int) -> bool:
         return self.filled.issuperset(self.plan[number].names)
 
-    def _staging(self, number: int) -> torch.Tensor:
+    def _staging_buffer(self, number: int) -> torch.Tensor:
         if number not in self.staged:
             like = self.parts[number]
             self.staged[number] = like.new_zeros(self.plan[number].elements)
@@ -304,7 +308,7 @@ class ScatterReducer:
     def _send(self) -> None:
         number = self.next
         self.next += 1
-        flat = self._staging(number)
+        flat = self._staging_buffer(number)
         del self.staged[number]
         while len(self.pending) >= IN_FLIGHT:  # before the send, which needs up to three copies
             self._receive()

@@ -25,23 +25,23 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.layouts.layout import Layout
-from shoal.base.plans.placement import Cut, Placement, even_cut
-from shoal.fabric.axis_worlds import along
-from shoal.parallel.build.mmap_init import keep_part
-from shoal.parallel.expert_parallel.expert_check import NotExperts, check_rows, checked
+from shoal.base.plans.placement import DimCut, Placement, make_even_cut
+from shoal.fabric.axis_worlds import axis_world
+from shoal.parallel.build.mmap_init import cut_to_part
+from shoal.parallel.expert_parallel.expert_check import NotExpertsError, check_layer, check_rows
 from shoal.parallel.expert_parallel.expert_layer import RoutedForward
 from shoal.parallel.expert_parallel.expert_lists import ListedForward
-from shoal.parallel.expert_parallel.expert_load import Loads
+from shoal.parallel.expert_parallel.expert_load import ExpertLoads
 from shoal.parallel.program import Program
 from shoal.trace.find.listed_experts import ListedExperts
 from shoal.trace.find.stacked_experts import ExpertLayer
-from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.forward_record import ForwardRecord
 
 Experts = ExpertLayer | ListedExperts
 """Layer whose experts are a stack, or a list."""
 
 
-def plan(program: Program, record: Record) -> list[Experts]:
+def plan(program: Program, record: ForwardRecord) -> list[Experts]:
     """Find and check the model's expert layers; none without `ep`.
 
     Raises:
@@ -50,12 +50,12 @@ def plan(program: Program, record: Record) -> list[Experts]:
     layout = program.plan.layout
     if layout.ep == 1:
         return []
-    return dealt(record, layout)
+    return plan_layers(record, layout)
 
 
-def dealt(record: Record, layout: Layout) -> list[Experts]:
+def plan_layers(record: ForwardRecord, layout: Layout) -> list[Experts]:
     """Find and check the expert layers that `layout` divides; see `plan`."""
-    layers, lists = record.experts(), record.listed_experts()
+    layers, lists = record.stacked_experts(), record.listed_experts()
     if not layers and not lists:
         raise PlanError(
             f"layout.ep = {layout.ep}: the model has no part whose parameters are all stacked by "
@@ -67,7 +67,7 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
     done: list[Experts] = []
     kinds: set[Any] = set()
     for one in lists:
-        _check_number(one, layout)
+        _check_divisibility(one, layout)
         if layout.zero == 3 and layout.expert_shard > 1:
             raise PlanError(
                 f"layout.ep = {layout.ep}: {one.name} holds its experts in a list, whose entries "
@@ -83,7 +83,7 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
         if one.kind not in kinds:
             try:
                 check_rows(one)
-            except NotExperts as why:
+            except NotExpertsError as why:
                 raise PlanError(
                     f"layout.ep = {layout.ep}: {one.names[0]} is called like an expert, but {why}; "
                     f"try: layout.ep=1"
@@ -91,11 +91,11 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
             kinds.add(one.kind)
         done.append(one)
     for layer in layers:
-        _check_number(layer, layout)
+        _check_divisibility(layer, layout)
         if layer.kind not in found:
             try:
-                found[layer.kind] = checked(layer, layout.ep)
-            except NotExperts as why:
+                found[layer.kind] = check_layer(layer, layout.ep)
+            except NotExpertsError as why:
                 raise PlanError(
                     f"layout.ep = {layout.ep}: {layer.name} is called like experts, but {why}; "
                     f"try: layout.ep=1"
@@ -104,11 +104,11 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
     return done
 
 
-def _check_number(layer: Experts, layout: Layout) -> None:
+def _check_divisibility(layer: Experts, layout: Layout) -> None:
     if layer.experts % layout.ep == 0:
         return
     even = (n for n in range(1, layer.experts + 1) if layer.experts % n == 0)
-    fitting = filter(layout.lends, even)
+    fitting = filter(layout.can_share_experts, even)
     nearest = min(fitting, key=lambda n: (abs(n - layout.ep), n))
     raise PlanError(
         f"layout.ep = {layout.ep}: {layer.name} has {layer.experts} experts, which cannot be dealt "
@@ -126,7 +126,7 @@ def place(
     """
     found, names = dict(rows), {id(p): name for name, p in module.named_parameters()}
     for layer in layers:
-        for parameter, cut in _cuts(layer, layout.ep):
+        for parameter, cut in _enumerate_cuts(layer, layout.ep):
             row = found[names[id(parameter)]]
             if row.cut is not None and row.cut.axis != "ep":
                 raise PlanError(
@@ -138,17 +138,17 @@ def place(
     return found
 
 
-def _cuts(layer: Experts, degree: int) -> Iterator[tuple[nn.Parameter, Cut]]:
+def _enumerate_cuts(layer: Experts, degree: int) -> Iterator[tuple[nn.Parameter, DimCut]]:
     """Yield each parameter of a layer's experts with its cut: some rows, all, or none per rank."""
     if isinstance(layer, ExpertLayer):
         for parameter in layer.part.parameters():
-            yield parameter, even_cut("ep", 0, parameter.shape[0], degree)
+            yield parameter, make_even_cut("ep", 0, parameter.shape[0], degree)
         return
     for place, entry in enumerate(layer.entries):
         owner = place * degree // layer.experts
         for parameter in entry.parameters():
             ends = tuple(parameter.shape[0] * (rank > owner) for rank in range(degree + 1))
-            yield parameter, Cut("ep", 0, (ends,), tuple(range(degree)))
+            yield parameter, DimCut("ep", 0, (ends,), tuple(range(degree)))
 
 
 def apply(program: Program, layers: Sequence[Experts]) -> Program:
@@ -156,24 +156,24 @@ def apply(program: Program, layers: Sequence[Experts]) -> Program:
     if not layers:
         return program
     degrees = program.plan.layout.expert_degrees
-    axis = along(program.world, degrees, ["ep"])
-    own = [one for one in layers if not any(p.is_meta for p, _ in _cuts(one, axis.size))]
+    axis = axis_world(program.world, degrees, ["ep"])
+    own = [one for one in layers if not any(p.is_meta for p, _ in _enumerate_cuts(one, axis.size))]
     done: set[str] = set()
     names = {id(p): name for name, p in program.module.named_parameters()}
-    loads = Loads({layer.name: layer.experts for layer in own}, program.data, program.notices)
+    loads = ExpertLoads({layer.name: layer.experts for layer in own}, program.data, program.notices)
     undo = []
     for layer in own:
-        for parameter, _ in _cuts(layer, axis.size):
+        for parameter, _ in _enumerate_cuts(layer, axis.size):
             name = names[id(parameter)]
             if name not in done:  # else tied to another layer's
-                keep_part(parameter, program.cuts[name], axis.rank)
+                cut_to_part(parameter, program.cuts[name], axis.rank)
                 done.add(name)
         stand_in = (
             RoutedForward(layer, axis, loads)
             if isinstance(layer, ExpertLayer)
             else ListedForward(layer, axis, loads)
         )
-        undo.append(stand_in.take_away)
+        undo.append(stand_in.restore)
     program.notices.append(
         f"layout.ep = {axis.size}: {len(own)} layers of {own[0].experts} experts, "
         f"{own[0].experts // axis.size} on each rank"

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from shoal.parallel._torch import generators
-from shoal.parallel.expert_parallel.expert_layer import telling
+from shoal.parallel._torch import get_generators
+from shoal.parallel.expert_parallel.expert_layer import override_expert_count
 from shoal.trace.find.listed_experts import ListedExperts
 from shoal.trace.find.stacked_experts import ExpertLayer
-from shoal.trace.isolation.module_copies import copied_module
+from shoal.trace.isolation.module_copies import copy_module
 
 TOKENS = 24
 """Number of tokens sent through the layer; few, as it runs with all its experts in float64."""
@@ -38,24 +38,24 @@ DIGITS = {torch.float64: 1e-9, torch.float32: 1e-4}
 COARSE = 0.03
 
 
-class NotExperts(Exception):
+class NotExpertsError(Exception):
     """Raised if a layer is no sum over its experts; the text is a one-line reason."""
 
 
-def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
+def check_layer(layer: ExpertLayer, degree: int) -> ExpertLayer:
     """Check a layer; return it with the attributes to set when it holds 1/degree of its experts.
 
     Raises:
-        NotExperts: the layer is no sum over its experts.
+        NotExpertsError: the layer is no sum over its experts.
     """
     try:
-        return _checked_in(torch.float64, layer, degree)
+        return _check_in_dtype(torch.float64, layer, degree)
     except RuntimeError:  # e.g. grouped matrix products exist for narrower dtypes only
         own = next(p.dtype for p in layer.part.parameters())
         try:
-            return _checked_in(own, layer, degree)
+            return _check_in_dtype(own, layer, degree)
         except RuntimeError as failure:
-            raise NotExperts(
+            raise NotExpertsError(
                 f"it fails on other tokens: {str(failure).partition(chr(10))[0]}"
             ) from failure
 
@@ -64,36 +64,36 @@ def check_rows(layer: ListedExperts) -> None:
     """Check that an expert of a list treats every row alike, by running one expert.
 
     Raises:
-        NotExperts: the expert mixes rows or draws random numbers.
+        NotExpertsError: the expert mixes rows or draws random numbers.
     """
-    twin = copied_module(layer.entries[0]).to(torch.float64).train()
-    draws = _draws(layer.experts)
+    twin = copy_module(layer.entries[0]).to(torch.float64).train()
+    draws = _seeded_generator(layer.experts)
     rows = torch.randn(TOKENS, layer.sample.shape[1], generator=draws, dtype=torch.float64)
     rows = rows.to(layer.sample.device)
     with torch.random.fork_rng():
-        before = _drawn(rows.device)
-        whole = _of_rows(twin, [rows])
-        if not torch.equal(before, _drawn(rows.device)):
-            raise NotExperts(
+        before = _random_state(rows.device)
+        whole = _run_rows(twin, [rows])
+        if not torch.equal(before, _random_state(rows.device)):
+            raise NotExpertsError(
                 "it draws random numbers (dropout), which would depend on where its rows are"
             )
-        parts = _of_rows(twin, list(rows.split([1, TOKENS // 2, TOKENS - 1 - TOKENS // 2])))
-    worst = max(_apart(a, b) for a, b in zip(whole, parts, strict=True))
+        parts = _run_rows(twin, list(rows.split([1, TOKENS // 2, TOKENS - 1 - TOKENS // 2])))
+    worst = max(_relative_difference(a, b) for a, b in zip(whole, parts, strict=True))
     if worst > DIGITS[torch.float64]:
-        raise NotExperts(
+        raise NotExpertsError(
             f"its rows see each other: apart they are off by {worst:.0e} of themselves"
         )
 
 
-def _of_rows(expert: nn.Module, groups: list[Tensor]) -> list[Tensor]:
+def _run_rows(expert: nn.Module, groups: list[Tensor]) -> list[Tensor]:
     """Return the results for groups of rows, then gradients of rows and parameters."""
     leaves = [rows.clone().requires_grad_() for rows in groups]
     results = [expert(rows) for rows in leaves]
     if not all(isinstance(one, Tensor) and one.dim() == 2 for one in results):
-        raise NotExperts("it does not give one row for every row")
+        raise NotExpertsError("it does not give one row for every row")
     result = torch.cat(results)
     if len(result) != TOKENS:
-        raise NotExperts("it does not give one row for every row")
+        raise NotExpertsError("it does not give one row for every row")
     inputs = [*leaves, *(p for p in expert.parameters() if p.requires_grad)]
     gradients = torch.autograd.grad(
         result, inputs, result.detach().flip(0), allow_unused=True, materialize_grads=True
@@ -102,36 +102,36 @@ def _of_rows(expert: nn.Module, groups: list[Tensor]) -> list[Tensor]:
     return [result.detach(), torch.cat(gradients[:count]), *gradients[count:]]
 
 
-def _checked_in(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLayer:
-    twin = copied_module(layer.part).to(dtype).train()
-    values = _values(layer, dtype)
+def _check_in_dtype(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLayer:
+    twin = copy_module(layer.part).to(dtype).train()
+    values = _make_values(layer, dtype)
     upstream = values[0].flip(0)
     with torch.random.fork_rng():
-        before = _drawn(values[0].device)
-        whole = _outcome(layer, twin, values, upstream)
-        if not torch.equal(before, _drawn(values[0].device)):
-            raise NotExperts(
+        before = _random_state(values[0].device)
+        whole = _run_whole(layer, twin, values, upstream)
+        if not torch.equal(before, _random_state(values[0].device)):
+            raise NotExpertsError(
                 "it draws random numbers (dropout), which would depend on where its tokens are"
             )
     failed = "the outputs are not the weighted sum over its experts"
-    for counts in _attributes(layer):
+    for counts in _enumerate_count_attributes(layer):
         told = replace(layer, counts=counts)
         try:
-            parts = _of_parts(told, twin, values, upstream, degree)
+            parts = _run_parts(told, twin, values, upstream, degree)
         except (RuntimeError, IndexError, ValueError) as failure:
             failed = str(failure).partition("\n")[0]
             continue
-        worst = max(_apart(a, b) for a, b in zip(whole, parts, strict=True))
+        worst = max(_relative_difference(a, b) for a, b in zip(whole, parts, strict=True))
         if worst <= DIGITS.get(dtype, COARSE):
             return told
         failed = f"with its experts apart it is off by {worst:.0e} of itself"
-    raise NotExperts(failed)
+    raise NotExpertsError(failed)
 
 
-def _values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _make_values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Make (tokens, chosen, weights) like the sample's, but more, and one expert idle."""
     tokens, chosen, _ = layer.sample
-    draws = _draws(layer.experts)
+    draws = _seeded_generator(layer.experts)
     made = torch.randn(TOKENS, tokens.shape[1], generator=draws, dtype=torch.float64)
     busy = max(layer.experts - 1, chosen.shape[1])
     order = torch.rand(TOKENS, busy, generator=draws).argsort(1)[:, : chosen.shape[1]]
@@ -141,16 +141,16 @@ def _values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     return made.to(device, dtype), picked, (odds + 0.1).to(device, dtype)
 
 
-def _drawn(device: torch.device) -> Tensor:
+def _random_state(device: torch.device) -> Tensor:
     """Return the random state that draws on this device change."""
-    return generators(device)[-1].get_state()
+    return get_generators(device)[-1].get_state()
 
 
-def _draws(seed: int) -> torch.Generator:
+def _seeded_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _attributes(layer: ExpertLayer) -> Iterator[tuple[str, ...]]:
+def _enumerate_count_attributes(layer: ExpertLayer) -> Iterator[tuple[str, ...]]:
     """Yield sets of attributes that may hold the number of experts: none, one, all."""
     named = [
         name
@@ -163,7 +163,7 @@ def _attributes(layer: ExpertLayer) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(named, count)
 
 
-def _outcome(
+def _run_whole(
     layer: ExpertLayer, twin: nn.Module, values: tuple[Tensor, ...], upstream: Tensor
 ) -> list[Tensor]:
     """Return outputs, then gradients of tokens, weights and all parameters."""
@@ -171,14 +171,14 @@ def _outcome(
     inputs = [tokens.requires_grad_(), weights.requires_grad_(), *twin.parameters()]
     output = layer.call(twin, tokens, chosen, weights)
     if not isinstance(output, Tensor) or output.shape != tokens.shape:
-        raise NotExperts("it does not give one row for every token")
+        raise NotExpertsError("it does not give one row for every token")
     gradients = torch.autograd.grad(
         output, inputs, upstream.to(output), allow_unused=True, materialize_grads=True
     )
     return [output.detach(), *gradients]
 
 
-def _of_parts(
+def _run_parts(
     layer: ExpertLayer,
     twin: nn.Module,
     values: tuple[Tensor, ...],
@@ -201,8 +201,8 @@ def _of_parts(
         whose = chosen[here[:, 0], here[:, 1]].sub(rank * held).unsqueeze(1)
         ones = rows.new_ones(len(rows), 1)
 
-        with telling(twin, layer.counts, held):
-            results = layer.call(partial(_with, twin, own), rows, whose, ones)
+        with override_expert_count(twin, layer.counts, held):
+            results = layer.call(partial(_call_with_parameters, twin, own), rows, whose, ones)
         scaled = results * weights[here[:, 0], here[:, 1]].unsqueeze(1)
         output = output.index_add(0, here[:, 0], scaled)
     gradients = torch.autograd.grad(
@@ -211,11 +211,13 @@ def _of_parts(
     return [output.detach(), *gradients]
 
 
-def _with(twin: nn.Module, own: dict[str, Tensor], *args: Tensor, **named: Tensor) -> Tensor:
+def _call_with_parameters(
+    twin: nn.Module, own: dict[str, Tensor], *args: Tensor, **named: Tensor
+) -> Tensor:
     result: Tensor = functional_call(twin, own, args, named)
     return result
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> float:
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
     size = float(ours.norm())
     return float((ours - theirs).norm()) / (size or 1.0)

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fabric import World
-from shoal.parallel.expert_parallel.expert_load import Loads
-from shoal.parallel.expert_parallel.token_routing import combine, dispatch, find_route
+from shoal.parallel.expert_parallel.expert_load import ExpertLoads
+from shoal.parallel.expert_parallel.token_routing import combine, dispatch, plan_route
 from shoal.trace.find.stacked_experts import ExpertLayer
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
-class RoutedForward(StandIn):
+class RoutedForward(ReplacedForward):
     """Replacement of a layer's forward that uses the experts of several ranks."""
 
-    def __init__(self, layer: ExpertLayer, axis: World, loads: Loads) -> None:
+    def __init__(self, layer: ExpertLayer, axis: World, loads: ExpertLoads) -> None:
         self.layer, self.axis, self.loads = layer, axis, loads
         super().__init__(layer.name, layer.part)
 
@@ -35,8 +35,8 @@ class RoutedForward(StandIn):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the results of the layer's own forward, with all experts."""
         tokens, chosen, weights = self.layer.read(inputs, named)
-        route = find_route(chosen, self.layer.experts, self.axis)
-        self.loads.note(self.name, route.counts)
+        route = plan_route(chosen, self.layer.experts, self.axis)
+        self.loads.add_counts(self.name, route.counts)
         rows = dispatch(tokens, route, chosen.shape[1], self.axis)
         whose = route.whose.to(chosen.dtype)
         if len(rows):
@@ -49,13 +49,15 @@ class RoutedForward(StandIn):
     def _compute(self, rows: Tensor, whose: Tensor, dtype: torch.dtype) -> Tensor:
         """Run each row through its expert, unweighted, in the dtype that weighting gives."""
         ones = rows.new_ones(len(rows), 1, dtype=dtype)
-        with telling(self.block, self.layer.counts, self.layer.experts // self.axis.size):
+        with override_expert_count(
+            self.block, self.layer.counts, self.layer.experts // self.axis.size
+        ):
             results: Tensor = self.layer.call(self.forward, rows, whose.unsqueeze(1), ones)
         return results
 
 
 @contextmanager
-def telling(part: nn.Module, counts: tuple[str, ...], experts: int) -> Iterator[None]:
+def override_expert_count(part: nn.Module, counts: tuple[str, ...], experts: int) -> Iterator[None]:
     """Set the part's attributes to this number of experts while the context is open."""
     kept = {name: getattr(part, name) for name in counts}
     try:

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from shoal.base.errors import PlanError
 from shoal.fabric import World
-from shoal.fabric.exchanges.all_to_all import to_each
+from shoal.fabric.exchanges.all_to_all import all_to_all_rows
 from shoal.parallel._torch import pytree
-from shoal.parallel.expert_parallel.expert_load import Loads
+from shoal.parallel.expert_parallel.expert_load import ExpertLoads
 from shoal.trace.find.listed_experts import ListedExperts
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 NOT_CALLED = -1
 """Sent instead of a number of rows: the rank only joins the exchange."""
@@ -38,7 +38,7 @@ WEIGHTLESS = -2
 """WEIGHTLESS - n stands for n rows of a pass with weight 0."""
 
 
-def number_sent(rows: int, *, called: bool, weighs: bool) -> int:
+def encode_rows(rows: int, *, called: bool, weighs: bool) -> int:
     """Return the number that a rank sends to the others for its call of an expert.
 
     Args:
@@ -56,23 +56,23 @@ def number_sent(rows: int, *, called: bool, weighs: bool) -> int:
     return rows if weighs else WEIGHTLESS - rows
 
 
-def rows_of(number: int) -> int:
-    """Return the number of rows that follow a number of `number_sent`."""
+def decode_rows(number: int) -> int:
+    """Return the number of rows that follow a number of `encode_rows`."""
     return number if number >= 0 else max(WEIGHTLESS - number, 0)
 
 
-class ListedForward(StandIn):
+class ListedForward(ReplacedForward):
     """Replaced forward of a layer with listed experts: opens and closes a call's exchanges."""
 
-    def __init__(self, layer: ListedExperts, axis: World, loads: Loads) -> None:
+    def __init__(self, layer: ListedExperts, axis: World, loads: ExpertLoads) -> None:
         self.axis, self.loads = axis, loads
         self.each, self.width = layer.experts // axis.size, layer.sample.shape[1]
         super().__init__(layer.name, layer.part)
         self.entries = [
-            _Entry(name, entry, place, self)
+            _ListedExpert(name, entry, place, self)
             for place, (name, entry) in enumerate(zip(layer.names, layer.entries, strict=True))
         ]
-        self.now: _Exchanges | None = None
+        self.now: _CallExchanges | None = None
 
     # A graph break of a compiled block: the exchanged sizes depend on the data.
     @torch.compiler.disable
@@ -80,27 +80,27 @@ class ListedForward(StandIn):
         """Return the results of the layer's own forward, with all experts."""
         leaves = pytree.tree_leaves((inputs, named))
         like = next(t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
-        before, self.now = self.now, _Exchanges(self, like)
+        before, self.now = self.now, _CallExchanges(self, like)
         try:
             outputs = self.forward(*inputs, **named)
             last, counts = self.now.close()
         finally:
             self.now = before
-        self.loads.note(self.name, torch.tensor([*counts, 0], device=like.device))
+        self.loads.add_counts(self.name, torch.tensor([*counts, 0], device=like.device))
         flat, structure = pytree.tree_flatten(outputs)
         places = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad]
         if places and last.requires_grad:
-            flat[places[0]] = _Closed.apply(flat[places[0]], last)
+            flat[places[0]] = _ChainEnd.apply(flat[places[0]], last)
         return pytree.tree_unflatten(flat, structure)
 
-    def take_away(self) -> None:
+    def restore(self) -> None:
         """Restore the original forwards of the layer and its experts."""
         for entry in self.entries:
-            entry.take_away()
-        super().take_away()
+            entry.restore()
+        super().restore()
 
 
-class _Entry(StandIn):
+class _ListedExpert(ReplacedForward):
     """Expert of the list, on this rank or another."""
 
     def __init__(self, name: str, block: Any, place: int, home: ListedForward) -> None:
@@ -117,7 +117,7 @@ class _Entry(StandIn):
         return self.home.now.call(self.place, rows)
 
 
-class _Exchanges:
+class _CallExchanges:
     """Exchanges of one call of the layer.
 
     Args:
@@ -159,11 +159,11 @@ class _Exchanges:
     def _exchange(self, place: int, rows: Tensor, *, called: bool = True) -> Tensor:
         self.counts.append(len(rows))
         axis, owner = self.axis, place // self.home.each
-        number = number_sent(len(rows), called=called, weighs=not self.home.loads.joining)
+        number = encode_rows(len(rows), called=called, weighs=not self.home.loads.joining)
         told = axis.all_gather(torch.tensor([number], device=rows.device)).flatten().tolist()
         sent = [len(rows) * (rank == owner) for rank in range(axis.size)]
-        received = [rows_of(n) * (axis.rank == owner) for n in told]
-        came, self.chain = _Passed.apply(rows, self.chain, axis, sent, received)
+        received = [decode_rows(n) * (axis.rank == owner) for n in told]
+        came, self.chain = _RowExchange.apply(rows, self.chain, axis, sent, received)
         if axis.rank == owner and any(n != NOT_CALLED for n in told):
             # An expert called without rows has a zero gradient; only weightless calls: none.
             with torch.set_grad_enabled(torch.is_grad_enabled() and max(told) > NOT_CALLED):
@@ -173,11 +173,11 @@ class _Exchanges:
             with torch.no_grad():
                 results = alike(came[:0])
         home: Tensor
-        home, self.chain = _Passed.apply(results, self.chain, axis, received, sent)
+        home, self.chain = _RowExchange.apply(results, self.chain, axis, received, sent)
         return home
 
 
-class _Passed(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """Exchange of rows; backward: the reverse exchange, after those that follow in the chain."""
 
     @staticmethod
@@ -185,15 +185,15 @@ class _Passed(torch.autograd.Function):
         ctx: Any, rows: Tensor, chain: Tensor, axis: World, sent: list[int], received: list[int]
     ) -> tuple[Tensor, Tensor]:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return to_each(axis, rows, sent, received), chain.clone()
+        return all_to_all_rows(axis, rows, sent, received), chain.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, chain: Tensor) -> tuple[Tensor | None, ...]:
-        back = to_each(ctx.axis, gradient.contiguous(), ctx.received, ctx.sent)
+        back = all_to_all_rows(ctx.axis, gradient.contiguous(), ctx.received, ctx.sent)
         return back, chain, None, None, None
 
 
-class _Closed(torch.autograd.Function):
+class _ChainEnd(torch.autograd.Function):
     """Result of the layer, tied to the end of the chain."""
 
     @staticmethod

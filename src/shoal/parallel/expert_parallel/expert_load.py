@@ -19,7 +19,7 @@ EVERY = 100
 """Steps between two notices."""
 
 
-class Loads:
+class ExpertLoads:
     """Counts of the places of every expert since the last notice.
 
     Attributes:
@@ -48,7 +48,7 @@ class Loads:
         finally:
             self.counting, self.joining = before
 
-    def note(self, name: str, counts: Tensor) -> None:
+    def add_counts(self, name: str, counts: Tensor) -> None:
         """Add a layer's places: [experts + 1], the last entry of no expert."""
         if self.counting:
             self.counts[name] += counts
@@ -61,12 +61,12 @@ class Loads:
         told = torch.cat(list(self.counts.values()))
         self.data.all_reduce(told)
         rows = told.split([len(row) for row in self.counts.values()])
-        self.notices.append(balance_line(dict(zip(self.counts, rows, strict=True)), EVERY))
+        self.notices.append(format_balance(dict(zip(self.counts, rows, strict=True)), EVERY))
         for row in self.counts.values():
             row.zero_()
 
 
-def balance_line(counts: dict[str, Tensor], steps: int) -> str:
+def format_balance(counts: dict[str, Tensor], steps: int) -> str:
     """Format the notice on some steps: counts [experts + 1] by layer, the last of no expert.
 
     >>> balance_line({"a": torch.tensor([3, 1, 0]), "b": torch.tensor([4, 0, 4])}, 100)

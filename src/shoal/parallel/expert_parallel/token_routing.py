@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from shoal.fabric import World
-from shoal.fabric.exchanges.all_to_all import counts_for, to_each
+from shoal.fabric.exchanges.all_to_all import all_to_all_rows, exchange_counts
 
 
 @dataclass(frozen=True)
-class Route:
+class TokenRoute:
     """Route of one micro-batch's places (token, choice).
 
     Attributes:
@@ -42,16 +42,16 @@ class Route:
     whose: Tensor
 
 
-def find_route(chosen: Tensor, experts: int, axis: World) -> Route:
+def plan_route(chosen: Tensor, experts: int, axis: World) -> TokenRoute:
     """Plan where the places of `chosen` [tokens, top_k] go, and which rows arrive."""
     places = chosen.flatten().long()
     counts = torch.zeros(experts + 1, dtype=torch.long, device=places.device)
     counts = counts.scatter_add(0, places, torch.ones_like(places))
     going = counts[:experts].view(axis.size, experts // axis.size)
-    coming = counts_for(axis, going)
+    coming = exchange_counts(axis, going)
     sent, received = torch.stack([going.sum(1), coming.sum(1)]).tolist()  # waits for the device
     own = torch.arange(coming.shape[1], device=places.device).repeat(axis.size)
-    return Route(
+    return TokenRoute(
         counts=counts,
         order=places.argsort(stable=True)[: sum(sent)],
         sent=sent,
@@ -60,13 +60,13 @@ def find_route(chosen: Tensor, experts: int, axis: World) -> Route:
     )
 
 
-def dispatch(tokens: Tensor, route: Route, top_k: int, axis: World) -> Tensor:
+def dispatch(tokens: Tensor, route: TokenRoute, top_k: int, axis: World) -> Tensor:
     """Send rows to their experts; return the rows of this rank's experts: [sum of received, d]."""
     rows = tokens.index_select(0, route.order // top_k)
-    return exchange(rows, axis, route.sent, route.received)
+    return exchange_rows(rows, axis, route.sent, route.received)
 
 
-def combine(results: Tensor, weights: Tensor, route: Route, axis: World) -> Tensor:
+def combine(results: Tensor, weights: Tensor, route: TokenRoute, axis: World) -> Tensor:
     """Send results back to their tokens' ranks; weight and sum them there.
 
     Args:
@@ -76,13 +76,13 @@ def combine(results: Tensor, weights: Tensor, route: Route, axis: World) -> Tens
     Returns:
         [tokens, d'].
     """
-    home = exchange(results, axis, route.received, route.sent)
+    home = exchange_rows(results, axis, route.received, route.sent)
     placed = home.new_zeros(weights.numel(), home.shape[1]).index_copy(0, route.order, home)
     return (placed.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
-def exchange(rows: Tensor, axis: World, sent: list[int], received: list[int]) -> Tensor:
-    """Run `to_each` differentiably; gradients travel back the same way."""
+def exchange_rows(rows: Tensor, axis: World, sent: list[int], received: list[int]) -> Tensor:
+    """Run `all_to_all_rows` differentiably; gradients travel back the same way."""
     out: Tensor = _Exchange.apply(rows, axis, sent, received)
     return out
 
@@ -93,8 +93,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, axis: World, sent: list[int], received: list[int]
     ) -> Tensor:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return to_each(axis, rows, sent, received)
+        return all_to_all_rows(axis, rows, sent, received)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return to_each(ctx.axis, gradient, ctx.received, ctx.sent), None, None, None
+        return all_to_all_rows(ctx.axis, gradient, ctx.received, ctx.sent), None, None, None

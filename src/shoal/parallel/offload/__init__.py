@@ -28,8 +28,8 @@ from shoal.base.errors import PlanError
 from shoal.base.plans.plan import Plan
 from shoal.forecast.memory.offloaded_bytes import piece_bytes
 from shoal.machine.process_memory import trim_heap
-from shoal.parallel.build.mmap_init import LEAST_BYTES, is_mapped, mapped, mmap_init
-from shoal.parallel.offload.offloaded_activations import Activations
+from shoal.parallel.build.mmap_init import LEAST_BYTES, is_mapped, make_mapped, mmap_init
+from shoal.parallel.offload.offloaded_activations import ActivationOffload
 from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program
 
@@ -70,7 +70,7 @@ def check(plan: Plan, device: torch.device) -> None:
             "memory.offload = activations: waits on one device's streams, and layout.strategy = dp "
             "has several in one process; try: layout.strategy=ddp"
         )
-    on_device = plan.parks_parameters and device.type != "cpu"
+    on_device = plan.offloads_parameters and device.type != "cpu"
     if on_device and not streams_parameters(plan, device) and layout.zero < 3:
         raise PlanError(
             f"memory.offload = parameters: {layout.strategy} needs whole parameters on every "
@@ -100,7 +100,7 @@ def apply(program: Program) -> Program:
         return program
     if plan.offload != "activations":
         return program
-    park = Activations(program.module, program.blocks, device)
+    park = ActivationOffload(program.module, program.blocks, device)
     return replace(
         program,
         around=(*program.around, park.micro_batch),
@@ -111,7 +111,7 @@ def apply(program: Program) -> Program:
 def streams_parameters(plan: Plan, device: torch.device) -> bool:
     """Return whether one device trains a model that waits on the host."""
     alone = plan.layout.processes == plan.layout.threads == 1
-    return plan.parks_parameters and alone and device.type != "cpu"
+    return plan.offloads_parameters and alone and device.type != "cpu"
 
 
 def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
@@ -120,16 +120,16 @@ def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
     streamed = plan.offload == "optimizer" or streams_parameters(plan, device)
     if plan.states_in_files:
         undo = keep_in_files(optimizer)
-        if plan.parks_parameters:
+        if plan.offloads_parameters:
             hooks = [
                 local.parameter.register_post_accumulate_grad_hook(_keep_gradient_in_file())
                 for local in program.local.values()
             ]
-            undo = _all(undo, *(hook.remove for hook in hooks))
+            undo = _call_all(undo, *(hook.remove for hook in hooks))
     elif streamed and device.type != "cpu":
         module = torch.get_device_module(device)
         size_bytes = piece_bytes(module.get_device_properties(device).total_memory)
-        weights = getattr(program.reducer, "weights", None) if plan.parks_parameters else None
+        weights = getattr(program.reducer, "weights", None) if plan.offloads_parameters else None
         undo = stream_state(optimizer, device, weights, piece_bytes=size_bytes)
     else:
         return program
@@ -148,7 +148,7 @@ def allocating(program: Program) -> Iterator[None]:
         return
     for parameter in (*program.parameters.values(), *program.frozen.values()):
         if type(parameter.data) is torch.Tensor and not is_mapped(parameter):
-            parameter.data = mapped(parameter).copy_(parameter.detach())
+            parameter.data = make_mapped(parameter).copy_(parameter.detach())
     with mmap_init():
         yield
 
@@ -162,7 +162,7 @@ def _keep_gradient_in_file() -> Callable[[nn.Parameter], None]:
         if gradient is None or gradient.nbytes < LEAST_BYTES or is_mapped(gradient):
             return
         if not kept:
-            kept.append(mapped(gradient))
+            kept.append(make_mapped(gradient))
         parameter.grad = kept[0].copy_(gradient)
 
     return move
@@ -182,7 +182,7 @@ def _return_large_blocks() -> None:
     trim_heap()
 
 
-def _all(*calls: Callable[[], None]) -> Callable[[], None]:
+def _call_all(*calls: Callable[[], None]) -> Callable[[], None]:
     def every() -> None:
         for call in calls:
             call()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class Lane:
+class CopyStream:
     """Two streams, out and in, between a device and pinned host memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -22,16 +22,20 @@ class Lane:
         self.streams = torch.get_device_module(device)
         self.out, self.back = self.streams.Stream(), self.streams.Stream()
 
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def empty_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Allocate host memory for a tensor; pinned, since other copies block the host."""
         return torch.empty_like(tensor, device="cpu", pin_memory=self.device.type != "cpu")
 
-    def send(self, tensor: torch.Tensor, host: torch.Tensor | None = None) -> tuple[Any, Any]:
+    def copy_to_host(
+        self, tensor: torch.Tensor, host: torch.Tensor | None = None
+    ) -> tuple[Any, Any]:
         """Start a copy to the host, into `host` if given; return (host tensor, end event)."""
-        host = self.host_like(tensor) if host is None else host
+        host = self.empty_on_host(tensor) if host is None else host
         return host, self._copy(tensor, host, self.out)
 
-    def bring(self, host: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Any, Any]:
+    def copy_to_device(
+        self, host: torch.Tensor, into: torch.Tensor | None = None
+    ) -> tuple[Any, Any]:
         """Start a copy to the device, into `into` if given; return (device tensor, end event)."""
         tensor = torch.empty_like(host, device=self.device) if into is None else into
         return tensor, self._copy(host, tensor, self.back)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.parallel.offload.copy_stream import Lane
+from shoal.parallel.offload.copy_stream import CopyStream
 
 LEAST_BYTES = 2**20
 """Smaller tensors stay on the device: a copy each would cost more than their memory."""
@@ -24,7 +24,7 @@ AHEAD = 2
 """Most copies in flight while compute goes on, in either direction."""
 
 
-class Parked:
+class OffloadedTensor:
     """A saved tensor on the host; also on the device before it leaves and after it was prefetched.
 
     Attributes:
@@ -35,13 +35,15 @@ class Parked:
         event: end of its last copy.
     """
 
-    def __init__(self, key: tuple[Any, ...], place: int, tensor: torch.Tensor, lane: Lane) -> None:
+    def __init__(
+        self, key: tuple[Any, ...], place: int, tensor: torch.Tensor, lane: CopyStream
+    ) -> None:
         self.key, self.place = key, place
         self.tensor: torch.Tensor | None = tensor
-        self.there, self.event = lane.send(tensor)
+        self.there, self.event = lane.copy_to_host(tensor)
 
 
-class Activations:
+class ActivationOffload:
     """Saved-tensor hooks that move activations to the host in the forward pass.
 
     Not moved: weights, which stay on the device anyway, and tensors smaller than `least_bytes` or
@@ -55,12 +57,12 @@ class Activations:
         device: torch.device,
         least_bytes: int = LEAST_BYTES,
     ) -> None:
-        self.lane, self.least_bytes = Lane(device), least_bytes
+        self.lane, self.least_bytes = CopyStream(device), least_bytes
         self.active = False
         self.weights: set[int] = set()
-        self.leaving: deque[Parked] = deque()
-        self.returning: set[Parked] = set()
-        self.parked: list[weakref.ref[Parked]] = []
+        self.leaving: deque[OffloadedTensor] = deque()
+        self.returning: set[OffloadedTensor] = set()
+        self.parked: list[weakref.ref[OffloadedTensor]] = []
         # Also at blocks, since FSDP2 gathers a block's parameters again, and frees them soon after.
         self.hooks = [
             part.register_forward_pre_hook(self._note_weights)
@@ -72,7 +74,7 @@ class Activations:
         """Install the hooks around a forward and backward pass."""
         self.active = True
         try:
-            with saved_tensors_hooks(self.park, self.fetch):
+            with saved_tensors_hooks(self.offload, self.fetch):
                 yield
         finally:
             self.active = False
@@ -88,7 +90,7 @@ class Activations:
         for hook in self.hooks:
             hook.remove()
 
-    def park(self, tensor: torch.Tensor) -> torch.Tensor | Parked:
+    def offload(self, tensor: torch.Tensor) -> torch.Tensor | OffloadedTensor:
         """Start a tensor's copy to the host; compute waits for all but the last few copies."""
         if type(tensor) is not torch.Tensor or tensor.device != self.lane.device:
             return tensor
@@ -103,7 +105,7 @@ class Activations:
             # Three projections save one input. Its memory is not freed yet, so the key is unique.
             if parked.key == key:
                 return parked
-        parked = Parked(key, len(self.parked), tensor, self.lane)
+        parked = OffloadedTensor(key, len(self.parked), tensor, self.lane)
         self.parked.append(weakref.ref(parked))
         self.leaving.append(parked)
         if len(self.leaving) > AHEAD:
@@ -113,11 +115,11 @@ class Activations:
             gone.tensor = None
         return parked
 
-    def fetch(self, saved: torch.Tensor | Parked) -> torch.Tensor:
+    def fetch(self, saved: torch.Tensor | OffloadedTensor) -> torch.Tensor:
         """Return the tensor on the device; prefetch those that were parked before it."""
         if isinstance(saved, torch.Tensor):
             return saved
-        tensor = self._start_back(saved)
+        tensor = self._prefetch(saved)
         self.lane.wait(saved.event)
         self.returning.discard(saved)
         if saved in self.leaving:
@@ -125,12 +127,12 @@ class Activations:
         for reference in self.parked[max(0, saved.place - AHEAD) : saved.place]:
             parked = reference()
             if parked is not None:
-                self._start_back(parked)
+                self._prefetch(parked)
         return tensor
 
-    def _start_back(self, parked: Parked) -> torch.Tensor:
+    def _prefetch(self, parked: OffloadedTensor) -> torch.Tensor:
         if parked.tensor is None:
-            parked.tensor, parked.event = self.lane.bring(parked.there)
+            parked.tensor, parked.event = self.lane.copy_to_device(parked.there)
             self.returning.add(parked)
         return parked.tensor
 

@@ -27,22 +27,22 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.forecast.memory.offloaded_bytes import LEAST_BYTES, PIECE_BYTES, cut_pieces
 from shoal.parallel.build.mmap_init import LEAST_BYTES as LEAST_IN_FILES_BYTES
-from shoal.parallel.build.mmap_init import is_mapped, mapped, mmap_init
-from shoal.parallel.offload.copy_stream import Lane
+from shoal.parallel.build.mmap_init import is_mapped, make_mapped, mmap_init
+from shoal.parallel.offload.copy_stream import CopyStream
 
 Piece = list[tuple[int, nn.Parameter]]
 """(number of the parameter group, parameter) pairs."""
 
 
-class Travelling(Protocol):
+class HostParameters(Protocol):
     """Protocol of parameters that wait on the host between steps, as their state does."""
 
-    lane: Lane
+    lane: CopyStream
 
-    def bring(self, parameter: nn.Parameter) -> list[Any]:
+    def copy_to_device(self, parameter: nn.Parameter) -> list[Any]:
         """Start the copies of a parameter and its gradient to the device; return their events."""
 
-    def send(self, parameter: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
+    def copy_to_host(self, parameter: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
         """Start its copies home after the step: (tensor on the device, event of its end) pairs."""
 
 
@@ -52,7 +52,7 @@ class Stepper(Protocol):
     def step(self) -> None:
         """Step all parameters once."""
 
-    def take_back(self) -> None:
+    def restore_state(self) -> None:
         """Move the state back to the place where the optimizer itself would keep it."""
 
 
@@ -66,13 +66,13 @@ def keep_in_files(
 
     Arguments, limits and errors are those of `stream_state`.
     """
-    return _instead(optimizer, FileState(optimizer, piece_bytes, least_bytes))
+    return _replace_step(optimizer, FileStateStepper(optimizer, piece_bytes, least_bytes))
 
 
 def stream_state(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    weights: Travelling | None = None,
+    weights: HostParameters | None = None,
     *,
     piece_bytes: int = PIECE_BYTES,
     least_bytes: int = LEAST_BYTES,
@@ -91,12 +91,12 @@ def stream_state(
         PlanError: at the first step, for an optimizer that counts in its groups: with pieces it
             would count several times.
     """
-    lane = Lane(device) if weights is None else weights.lane  # the step waits for its copies
-    stepper = HostState(optimizer, lane, piece_bytes, least_bytes, weights)
-    return _instead(optimizer, stepper)
+    lane = CopyStream(device) if weights is None else weights.lane  # the step waits for its copies
+    stepper = HostStateStepper(optimizer, lane, piece_bytes, least_bytes, weights)
+    return _replace_step(optimizer, stepper)
 
 
-def _instead(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[], None]:
+def _replace_step(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[], None]:
     """Replace an optimizer's step by `stepper`; return the undo."""
     before = optimizer.__dict__.get("step")
 
@@ -107,7 +107,7 @@ def _instead(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[],
         del optimizer.__dict__["step"]
         if before is not None:
             optimizer.__dict__["step"] = before
-        stepper.take_back()
+        stepper.restore_state()
 
     # A bound method with the attributes of the former one: torch's schedulers check for both.
     update_wrapper(step, optimizer.step)
@@ -115,7 +115,7 @@ def _instead(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[],
     return undo
 
 
-class Pieces:
+class OptimizerPieces:
     """An optimizer whose parameters can be stepped a few at a time."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Pieces:
             for number, group in enumerate(every):
                 group["params"] = [parameter for n, parameter in piece if n == number]
             groups = [group for group in every if group["params"]]
-            counts = [_numbers(group) for group in groups]
+            counts = [_numeric_options(group) for group in groups]
             self.optimizer.param_groups = groups
             self.plain_step()
             for group, before in zip(groups, counts, strict=True):
@@ -153,7 +153,7 @@ class Pieces:
             for group, whole in zip(every, wholes, strict=True):
                 group["params"] = whole
 
-    def large(self, piece: Piece) -> list[tuple[nn.Parameter, str, torch.Tensor]]:
+    def offloaded_state(self, piece: Piece) -> list[tuple[nn.Parameter, str, torch.Tensor]]:
         """Return the state tensors of a piece that do not stay on the device."""
         return [
             (parameter, key, value)
@@ -163,7 +163,7 @@ class Pieces:
         ]
 
     def _refuse_counts(self, group: dict[str, Any], before: dict[str, Any]) -> None:
-        for key, value in _numbers(group).items():
+        for key, value in _numeric_options(group).items():
             if before.get(key) != value:
                 raise PlanError(
                     f"memory.offload = optimizer: {type(self.optimizer).__name__} counts {key} per "
@@ -172,13 +172,13 @@ class Pieces:
                 )
 
 
-class FileState:
+class FileStateStepper:
     """Stepper of an optimizer on the CPU, piece by piece, with its state in mapped files."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, piece_bytes: int, least_bytes: int
     ) -> None:
-        self.pieces = Pieces(optimizer, piece_bytes, least_bytes)
+        self.pieces = OptimizerPieces(optimizer, piece_bytes, least_bytes)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -191,27 +191,27 @@ class FileState:
                 with mmap_init(self.pieces.least_bytes):
                     self.pieces.step(piece)
             # Some optimizers replace their state in every step, and a checkpoint loads new tensors.
-            for parameter, key, value in self.pieces.large(piece):
+            for parameter, key, value in self.pieces.offloaded_state(piece):
                 if value.device.type == "cpu" and not is_mapped(value):
-                    state[parameter][key] = mapped(value).copy_(value)
+                    state[parameter][key] = make_mapped(value).copy_(value)
 
-    def take_back(self) -> None:
+    def restore_state(self) -> None:
         """Leave the state in its files, which are freed with their tensors."""
 
 
-class HostState:
+class HostStateStepper:
     """Stepper of an optimizer on the device, piece by piece, with its state on the host."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        lane: Lane,
+        lane: CopyStream,
         piece_bytes: int,
         least_bytes: int,
-        weights: Travelling | None = None,
+        weights: HostParameters | None = None,
     ) -> None:
         self.lane, self.weights = lane, weights
-        self.pieces = Pieces(optimizer, piece_bytes, least_bytes)
+        self.pieces = OptimizerPieces(optimizer, piece_bytes, least_bytes)
         self.state = optimizer.state
         self.hosts: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -219,7 +219,7 @@ class HostState:
     def step(self) -> None:
         """Step all parameters once; return when their state is on the host."""
         pieces = list(self.pieces)
-        coming = deque(self._bring(piece) for piece in pieces[:AHEAD])
+        coming = deque(self._load_piece(piece) for piece in pieces[:AHEAD])
         leaving: deque[list[tuple[torch.Tensor, Any]]] = deque()
         for place, piece in enumerate(pieces):
             for event in coming.popleft():
@@ -227,18 +227,18 @@ class HostState:
             self.pieces.step(piece)
             leaving.append(self._send(piece))
             if len(leaving) > 1:
-                self._let_go(leaving.popleft())
+                self._free_piece(leaving.popleft())
             if place + AHEAD < len(pieces):
                 # Only after the piece that left has freed its memory.
-                coming.append(self._bring(pieces[place + AHEAD]))
+                coming.append(self._load_piece(pieces[place + AHEAD]))
         while leaving:
-            self._let_go(leaving.popleft())
+            self._free_piece(leaving.popleft())
         # The CPU may read the state next, to save it.
         self.lane.finish()
 
-    def take_back(self) -> None:
+    def restore_state(self) -> None:
         """Move the state to the parameters' device; leave it on the host if it does not fit."""
-        large = [found for piece in self.pieces for found in self.pieces.large(piece)]
+        large = [found for piece in self.pieces for found in self.pieces.offloaded_state(piece)]
         try:
             here = [host.to(parameter.device) for parameter, _, host in large]
         except torch.OutOfMemoryError:  # it was offloaded because it does not fit
@@ -247,16 +247,16 @@ class HostState:
             self.state[parameter][key] = tensor
         self.hosts = {}
 
-    def _bring(self, piece: Piece) -> list[Any]:
+    def _load_piece(self, piece: Piece) -> list[Any]:
         events = []
         if self.weights is not None:
             for _, parameter in piece:
-                events += self.weights.bring(parameter)
+                events += self.weights.copy_to_device(parameter)
         self._move_loaded(piece)
-        for parameter, key, host in self.pieces.large(piece):
+        for parameter, key, host in self.pieces.offloaded_state(piece):
             if host.device == self.lane.device and self.hosts.get((id(parameter), key)) is not host:
                 continue  # a checkpoint loaded it on the device
-            self.state[parameter][key], event = self.lane.bring(host)
+            self.state[parameter][key], event = self.lane.copy_to_device(host)
             events.append(event)
         return events
 
@@ -273,17 +273,17 @@ class HostState:
 
     def _send(self, piece: Piece) -> list[tuple[torch.Tensor, Any]]:
         sent = []
-        for parameter, key, tensor in self.pieces.large(piece):
+        for parameter, key, tensor in self.pieces.offloaded_state(piece):
             place = (id(parameter), key)
-            self.hosts[place], event = self.lane.send(tensor, self.hosts.get(place))
+            self.hosts[place], event = self.lane.copy_to_host(tensor, self.hosts.get(place))
             self.state[parameter][key] = self.hosts[place]
             sent.append((tensor, event))
         if self.weights is not None:
             for _, parameter in piece:
-                sent += self.weights.send(parameter)
+                sent += self.weights.copy_to_host(parameter)
         return sent
 
-    def _let_go(self, sent: list[tuple[torch.Tensor, Any]]) -> None:
+    def _free_piece(self, sent: list[tuple[torch.Tensor, Any]]) -> None:
         for _, event in sent:
             self.lane.wait(event)
         sent.clear()
@@ -293,5 +293,5 @@ AHEAD = 2
 """Pieces on the device or on their way there while another one leaves."""
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+def _numeric_options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, int | float)}

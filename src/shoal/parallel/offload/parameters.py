@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.offload.copy_stream import Lane
-from shoal.parallel.program import Local, Program, laid_out_like
+from shoal.parallel.offload.copy_stream import CopyStream
+from shoal.parallel.program import LocalParameter, Program, view_like
 
 
 def apply(program: Program) -> Program:
@@ -35,21 +35,23 @@ def apply(program: Program) -> Program:
 
     Frozen parameters and buffers go to the device and stay there.
     """
-    lane = Lane(program.world.device)
+    lane = CopyStream(program.world.device)
     weights = HostWeights(program, lane)
     reducer = StreamedGradients(program, weights, lane)
     masters = {name: one.master for name, one in weights.by_name.items()}
     return replace(
         program,
         reducer=reducer,
-        local={name: Local(master, program.place(name)) for name, master in masters.items()},
-        parts={name: (m.detach(), program.place(name)) for name, m in masters.items()},
+        local={
+            name: LocalParameter(master, program.shard_of(name)) for name, master in masters.items()
+        },
+        parts={name: (m.detach(), program.shard_of(name)) for name, m in masters.items()},
         on_close=(*program.on_close, reducer.close, weights.close),
     )
 
 
 @dataclass(eq=False)
-class Weight:
+class HostWeight:
     """A parameter with its device memory, its master and its copy on the host.
 
     Attributes:
@@ -67,10 +69,10 @@ class Weight:
 
 
 @dataclass(eq=False)
-class Unit:
+class BlockWeights:
     """Weights of a block: whether their memory is on the device, and the copies that fill it."""
 
-    weights: list[Weight]
+    weights: list[HostWeight]
     present: bool = False
     arriving: list[Any] = field(default_factory=list)
 
@@ -78,7 +80,7 @@ class Unit:
 class HostWeights:
     """Weights on the host that are brought to the device unit by unit, in block order."""
 
-    def __init__(self, program: Program, lane: Lane) -> None:
+    def __init__(self, program: Program, lane: CopyStream) -> None:
         self.lane, self.module = lane, program.module
         formats = {n: b.compute for b in program.plan.buckets if b.compute for n in b.names}
         blocks = [program.module.get_submodule(name) for name in program.blocks]
@@ -90,30 +92,34 @@ class HostWeights:
             tensor.data = tensor.data.to(lane.device)
         self.by_name = {
             # A parameter that several blocks share belongs to none of them.
-            name: self._moved(parameter, formats.get(name, ""), holders.get(id(parameter)) != 1)
+            name: self._move_to_host(
+                parameter, formats.get(name, ""), holders.get(id(parameter)) != 1
+            )
             for name, parameter in program.parameters.items()
         }
         of = {id(one.parameter): one for one in self.by_name.values() if not one.resident}
-        self.units = [Unit([of[id(p)] for p in b.parameters() if id(p) in of]) for b in blocks]
+        self.units = [
+            BlockWeights([of[id(p)] for p in b.parameters() if id(p) in of]) for b in blocks
+        ]
         self.by_master = {id(one.master): one for one in self.by_name.values()}
         self.homes: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.stepped = False
         self.hooks: list[Any] = []
         for place, block in enumerate(blocks):
             self.hooks += [
-                block.register_forward_pre_hook(self._before(place)),
-                block.register_forward_hook(self._after(place)),
+                block.register_forward_pre_hook(self._make_pre_hook(place)),
+                block.register_forward_hook(self._make_forward_hook(place)),
             ]
 
-    def need(self, place: int, then: int) -> None:
+    def wait_for_unit(self, place: int, then: int) -> None:
         """Wait for a unit that compute needs now; prefetch the one `then` places on."""
-        self._start(place)
+        self._prefetch_unit(place)
         unit = self.units[place]
         for event in unit.arriving:
             self.lane.wait(event)
         unit.arriving = []
         if 0 <= place + then < len(self.units):
-            self._start(place + then)
+            self._prefetch_unit(place + then)
 
     def release(self, place: int) -> None:
         """Free a unit's device memory; kernels launched before may still read it."""
@@ -125,7 +131,7 @@ class HostWeights:
             one.here.untyped_storage().resize_(0)
         unit.present = False
 
-    def release_all(self) -> None:
+    def release_all_units(self) -> None:
         """Free the device memory of all units."""
         for place in range(len(self.units)):
             self.release(place)
@@ -133,33 +139,33 @@ class HostWeights:
     def first(self) -> None:
         """Prefetch the first unit before a forward pass."""
         if self.units:
-            self._start(0)
+            self._prefetch_unit(0)
 
     # ---- masters during the optimizer's step (`optimizer_state.Travelling`)
 
-    def bring(self, master: nn.Parameter) -> list[Any]:
+    def copy_to_device(self, master: nn.Parameter) -> list[Any]:
         """Start the copies of a master and its gradient to the device; return their events."""
         home, gradient = master.data, master.grad
         self.homes[id(master)] = (home, gradient)
         master.grad = None
-        master.data, arrived = self.lane.bring(home)
+        master.data, arrived = self.lane.copy_to_device(home)
         events = [arrived]
         if gradient is not None:
-            master.grad, arrived = self.lane.bring(gradient)
+            master.grad, arrived = self.lane.copy_to_device(gradient)
             events.append(arrived)
         return events
 
-    def send(self, master: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
+    def copy_to_host(self, master: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
         """Send a stepped master home, and the copy of it that forward passes read."""
         one, stepped = self.by_master[id(master)], master.data
         self.stepped = True
         home, gradient = self.homes.pop(id(master))
         master.grad = None
         master.data, master.grad = home, gradient
-        sent = [(stepped, self.lane.send(stepped, home)[1])]
+        sent = [(stepped, self.lane.copy_to_host(stepped, home)[1])]
         if one.copy is not home:
             narrow = stepped.to(one.copy.dtype)
-            sent.append((narrow, self.lane.send(narrow, one.copy)[1]))
+            sent.append((narrow, self.lane.copy_to_host(narrow, one.copy)[1]))
         if one.resident:
             one.here.copy_(stepped)
         return sent
@@ -179,12 +185,12 @@ class HostWeights:
         for one in self.by_name.values():
             one.parameter.data = one.master.data
 
-    def _moved(self, parameter: nn.Parameter, compute: str, resident: bool) -> Weight:
-        home = self.lane.host_like(parameter.detach()).copy_(parameter.detach())
+    def _move_to_host(self, parameter: nn.Parameter, compute: str, resident: bool) -> HostWeight:
+        home = self.lane.empty_on_host(parameter.detach()).copy_(parameter.detach())
         copy = home
         if compute:
             narrow = home.to(getattr(torch, compute))
-            copy = self.lane.host_like(narrow).copy_(narrow)
+            copy = self.lane.empty_on_host(narrow).copy_(narrow)
         here = torch.empty_like(copy, device=self.lane.device)
         if resident:
             here.copy_(copy)
@@ -192,9 +198,9 @@ class HostWeights:
         here = here.detach()
         if not resident:
             here.untyped_storage().resize_(0)
-        return Weight(parameter, here, nn.Parameter(home), copy, resident)
+        return HostWeight(parameter, here, nn.Parameter(home), copy, resident)
 
-    def _start(self, place: int) -> None:
+    def _prefetch_unit(self, place: int) -> None:
         unit = self.units[place]
         if unit.present:
             return
@@ -202,20 +208,20 @@ class HostWeights:
         for one in unit.weights:
             span_bytes = one.copy.untyped_storage().nbytes()
             one.here.untyped_storage().resize_(span_bytes)
-            unit.arriving.append(self.lane.bring(one.copy, into=one.here)[1])
+            unit.arriving.append(self.lane.copy_to_device(one.copy, into=one.here)[1])
 
-    def _before(self, place: int) -> Callable[[nn.Module, Any], None]:
+    def _make_pre_hook(self, place: int) -> Callable[[nn.Module, Any], None]:
         def need(block: nn.Module, inputs: Any) -> None:
-            self.need(place, 1)
+            self.wait_for_unit(place, 1)
 
         return need
 
-    def _after(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _make_forward_hook(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
         def again(gradient: torch.Tensor) -> None:
             # All gradients that the next unit sends back have arrived: its backward pass is over.
             if place + 1 < len(self.units):
                 self.release(place + 1)
-            self.need(place, -1)
+            self.wait_for_unit(place, -1)
 
         def release(block: nn.Module, inputs: Any, outputs: Any) -> None:
             self.release(place)
@@ -234,7 +240,7 @@ class StreamedGradients:
         staged: the sums that are on the device now.
     """
 
-    def __init__(self, program: Program, weights: HostWeights, lane: Lane) -> None:
+    def __init__(self, program: Program, weights: HostWeights, lane: CopyStream) -> None:
         self.parameters, self.plan = program.parameters, program.plan.buckets
         self.weights, self.lane = weights, lane
         self.bucket_of = {name: n for n, bucket in enumerate(self.plan) for name in bucket.names}
@@ -242,11 +248,11 @@ class StreamedGradients:
         self.hosts: list[torch.Tensor] = []
         for bucket in self.plan:
             like = torch.empty(bucket.elements, dtype=getattr(torch, bucket.dtype), device="meta")
-            self.hosts.append(lane.host_like(like))
+            self.hosts.append(lane.empty_on_host(like))
         self.gradients = {
             name: view for number in range(len(self.plan)) for name, view in self._views(number)
         }
-        self.staged: dict[int, Sum] = {}
+        self.staged: dict[int, BucketSum] = {}
         self.leaving: deque[tuple[torch.Tensor, Any]] = deque()
         self.missing: dict[int, int] = {}
         self.norms: dict[str, torch.Tensor] = {}
@@ -266,7 +272,7 @@ class StreamedGradients:
         self.active = True
         self.seen, self.begun, self.measured, self.norms = set(), set(), set(), {}
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Start a pass; prefetch its first weights."""
         self.last = last
         self.missing = {number: len(bucket.names) for number, bucket in enumerate(self.plan)}
@@ -277,14 +283,14 @@ class StreamedGradients:
         for number, bucket in enumerate(self.plan):
             measured = not self.last or bucket.names[0] in self.measured
             if number in self.staged or not measured:
-                self._stage(number)  # unused gradients count as zero
-                self._leave(number, then=False)
-        self.weights.release_all()
+                self._wait_for_views(number)  # unused gradients count as zero
+                self._send_bucket(number, then=False)
+        self.weights.release_all_units()
 
     def finish(self) -> None:
         """Start all sums on their way to the host, which reads them after the step's one wait."""
         while self.leaving:
-            self._let_go()
+            self._wait_for_oldest()
         self.active = False
         for name, one in self.weights.by_name.items():
             one.master.grad = self.gradients[name]
@@ -302,20 +308,20 @@ class StreamedGradients:
         for one in self.weights.by_name.values():
             one.parameter.grad = one.master.grad = None
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return per parameter whether it got a gradient."""
         return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
         """Return norms of sums, taken on the device: of buckets, or uncast parameters."""
-        order = self.summed() if self.narrow else self.parameters
+        order = self.summed_names() if self.narrow else self.parameters
         return [self.norms[name] for name in order if name in self.norms]
 
     def sums(self) -> list[torch.Tensor]:
         """Return the sums, on the host."""
         return self.hosts
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return the first parameter of every bucket."""
         return [bucket.names[0] for bucket in self.plan]
 
@@ -327,25 +333,25 @@ class StreamedGradients:
         for name in self.plan[number].names:
             parameter = self.parameters[name]
             stop = start + parameter.numel()
-            yield name, laid_out_like(parameter, flat[start:stop])
+            yield name, view_like(parameter, flat[start:stop])
             start = stop
 
-    def _start(self, number: int) -> Sum:
+    def _start_bucket(self, number: int) -> BucketSum:
         """Start a bucket's sum on the device: zeros, or the sum of earlier micro-batches."""
         if number not in self.staged:
             if number in self.begun:
                 while self.leaving:  # its last copy out may still be under way
-                    self._let_go()
-                flat, arrived = self.lane.bring(self.hosts[number])
+                    self._wait_for_oldest()
+                flat, arrived = self.lane.copy_to_device(self.hosts[number])
             else:
                 flat, arrived = torch.zeros_like(self.hosts[number], device=self.lane.device), None
             self.begun.add(number)
-            self.staged[number] = Sum(flat, dict(self._views(number, flat)), arrived)
+            self.staged[number] = BucketSum(flat, dict(self._views(number, flat)), arrived)
         return self.staged[number]
 
-    def _stage(self, number: int) -> dict[str, torch.Tensor]:
+    def _wait_for_views(self, number: int) -> dict[str, torch.Tensor]:
         """Return the views of a bucket's sum, once it is on the device."""
-        found = self._start(number)
+        found = self._start_bucket(number)
         if found.arrived is not None:
             self.lane.wait(found.arrived)
             found.arrived = None
@@ -358,15 +364,15 @@ class StreamedGradients:
             if not self.active or parameter.grad is None:
                 return
             self.seen.add(name)
-            self._stage(number)[name].add_(parameter.grad)
+            self._wait_for_views(number)[name].add_(parameter.grad)
             parameter.grad = None
             self.missing[number] -= 1
             if not self.missing[number]:
-                self._leave(number, then=True)
+                self._send_bucket(number, then=True)
 
         return ready
 
-    def _leave(self, number: int, *, then: bool) -> None:
+    def _send_bucket(self, number: int, *, then: bool) -> None:
         """Send a bucket's sum to the host; then: prefetch the next bucket's sum meanwhile."""
         one = self.staged.pop(number)
         if self.last:
@@ -376,12 +382,12 @@ class StreamedGradients:
             self.norms.update(zip(parts, torch._foreach_norm(list(parts.values())), strict=True))
             self.measured.add(names[0])
         if then and number + 1 in self.begun and number + 1 not in self.staged:
-            self._start(number + 1)
-        self.leaving.append((one.flat, self.lane.send(one.flat, self.hosts[number])[1]))
+            self._start_bucket(number + 1)
+        self.leaving.append((one.flat, self.lane.copy_to_host(one.flat, self.hosts[number])[1]))
         while len(self.leaving) > AHEAD:
-            self._let_go()
+            self._wait_for_oldest()
 
-    def _let_go(self) -> None:
+    def _wait_for_oldest(self) -> None:
         _, gone = self.leaving.popleft()
         self.lane.wait(gone)
 
@@ -391,7 +397,7 @@ AHEAD = 1
 
 
 @dataclass(eq=False)
-class Sum:
+class BucketSum:
     """Gradients of a bucket on the device, flat and as views; event of their arrival or None."""
 
     flat: torch.Tensor

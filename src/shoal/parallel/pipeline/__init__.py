@@ -21,29 +21,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import BugError, nearest
+from shoal.base.errors import BugError, nearest_word
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.schedule_names import check_recompute as check_recompute
 from shoal.base.layouts.schedule_names import check_stages, stages_of
-from shoal.base.plans.pipeline_actions import Schedule
+from shoal.base.plans.pipeline_actions import PipelineSchedule
 from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import among, members
+from shoal.fabric.axis_worlds import list_axis_groups, partition_world
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.runtime import PipeRuntime
-from shoal.parallel.pipeline.stage import Stages
-from shoal.parallel.pipeline.stage_tensors import Crossing
-from shoal.parallel.program import Program, frozen, trainable
+from shoal.parallel.pipeline.stage import PipelineStages
+from shoal.parallel.pipeline.stage_tensors import ValuePacking
+from shoal.parallel.program import Program, frozen_parameters, trainable_parameters
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.isolation.collective_ban import CollectiveAlone, alone
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.isolation.collective_ban import ForbiddenCollective, forbid_collectives
 from shoal.wire.phases import phase
 
 
 @phase("cut stages")
-def plan(program: Program, record: Record) -> StageCut | None:
+def plan(program: Program, record: ForwardRecord) -> StageCut | None:
     """Return the cut of the model into stages; None without a pipeline.
 
     One rank of a machine traces the model and checks the cut, and sends it to the others. All ranks
@@ -60,21 +60,21 @@ def plan(program: Program, record: Record) -> StageCut | None:
 
     def first() -> Any:
         try:
-            with alone():
-                own.append(stages_of_model(record, layout))
-        except CollectiveAlone:
+            with forbid_collectives():
+                own.append(cut_into_stages(record, layout))
+        except ForbiddenCollective:
             return None
         return own[0].to_json()
 
-    told = world.told_on_machine(first)
+    told = world.run_once_per_machine(first)
     if own:
         return own[0]
     if told is None:  # or the first rank failed: the others then fail with the same error
-        return stages_of_model(record, layout)
+        return cut_into_stages(record, layout)
     return StageCut.from_json(told, record.module, world.device)
 
 
-def stages_of_model(record: Record, layout: Layout) -> StageCut:
+def cut_into_stages(record: ForwardRecord, layout: Layout) -> StageCut:
     """Return the cut of a traced model into the stages of a layout; see `plan`."""
     kind = type(record.module).__name__
     check_stages(layout.schedule, layout.pp, layout.chunks, len(record.trunk.calls), kind)
@@ -95,7 +95,7 @@ def place(rows: Mapping[str, Placement], cut: StageCut, layout: Layout) -> dict[
     return found
 
 
-def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program:
+def apply(program: Program, cut: StageCut | None, crossing: ValuePacking) -> Program:
     """Keep this rank's stages, and run steps by the plan's schedule.
 
     Args:
@@ -106,9 +106,11 @@ def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program
     module, rank = program.module, program.pipe.rank
     make = _schedules(program.plan)
     schedule = make(program.plan.accumulate)
-    own = {s: s % schedule.pieces for s, at in enumerate(schedule.stage_rank) if at == rank}
-    stages = Stages(module, cut, own.values(), program.world.device)
-    drop_foreign(module, {name for piece in own.values() for name in cut.keep[piece]})
+    own = {
+        s: s % schedule.stages_per_copy for s, at in enumerate(schedule.stage_rank) if at == rank
+    }
+    stages = PipelineStages(module, cut, own.values(), program.world.device)
+    free_other_stages(module, {name for piece in own.values() for name in cut.keep[piece]})
     runtime = PipeRuntime(
         {stage: stages.stages[piece] for stage, piece in own.items()},
         schedule.stage_rank,
@@ -119,46 +121,48 @@ def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program
     )
     return replace(
         program,
-        parameters=trainable(module),
-        frozen=frozen(module),
-        mirrored=_mirrored(program, schedule),
+        parameters=trainable_parameters(module),
+        frozen=frozen_parameters(module),
+        mirrored=_mirrored_world(program, schedule),
         run=runtime.run,
         forward=lambda program, one: runtime.forward_only(one),
-        on_evaluated=(*program.on_evaluated, runtime.settle),
-        on_close=(*program.on_close, stages.take_away),
+        on_evaluated=(*program.on_evaluated, runtime.wait_for_sends),
+        on_close=(*program.on_close, stages.restore_forwards),
     )
 
 
-def _mirrored(program: Program, schedule: Schedule) -> World | None:
+def _mirrored_world(program: Program, schedule: PipelineSchedule) -> World | None:
     """Return the data ranks of all stages that hold the same pieces of the model as this rank."""
     if schedule.copies == 1:
         return None
     held: dict[frozenset[int], list[int]] = {}
     for rank in range(program.pipe.size):
-        own = {s % schedule.pieces for s, at in enumerate(schedule.stage_rank) if at == rank}
+        own = {
+            s % schedule.stages_per_copy for s, at in enumerate(schedule.stage_rank) if at == rank
+        }
         held.setdefault(frozenset(own), []).append(rank)
     each = program.data.size
-    lines = members(program.plan.layout.degrees, ["pp", "dp_replicate", "dp_shard"])
+    lines = list_axis_groups(program.plan.layout.degrees, ["pp", "dp_replicate", "dp_shard"])
     parts = [
         tuple(place for rank in ranks for place in line[rank * each : (rank + 1) * each])
         for line in lines
         for ranks in held.values()
     ]
-    return among(program.world, parts)
+    return partition_world(program.world, parts)
 
 
-def _schedules(plan: Plan) -> Callable[[int], Schedule]:
+def _schedules(plan: Plan) -> Callable[[int], PipelineSchedule]:
     layout = plan.layout
     # zbv and dualpipe always hold two stages per rank.
     chunks = layout.chunks if layout.schedule == "interleaved" else 1
-    return partial(_schedule, layout.schedule, layout.pp, chunks)
+    return partial(_make_schedule, layout.schedule, layout.pp, chunks)
 
 
-def _schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> Schedule:
+def _make_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> PipelineSchedule:
     return make_schedule(name, ranks, micro_batches, chunks)
 
 
-def drop_foreign(module: nn.Module, keep: AbstractSet[str]) -> None:
+def free_other_stages(module: nn.Module, keep: AbstractSet[str]) -> None:
     """Free other stages' weights, in place: they keep name, shape and dtype on the meta device.
 
     The module keeps its tree and all names, so that checkpoints, rules by name and error lines mean
@@ -175,7 +179,7 @@ def drop_foreign(module: nn.Module, keep: AbstractSet[str]) -> None:
         id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     for unknown in sorted(keep - set(names.values())):
-        close = nearest(unknown, names.values())
+        close = nearest_word(unknown, names.values())
         raise BugError(f"{unknown} is kept, and no tensor of the module; try: {close}")
     hollow: dict[int, torch.Tensor] = {}
     for part in module.modules():
@@ -184,11 +188,11 @@ def drop_foreign(module: nn.Module, keep: AbstractSet[str]) -> None:
                 if tensor is None or names[id(tensor)] in keep:
                     continue
                 if id(tensor) not in hollow:
-                    hollow[id(tensor)] = _hollow(tensor)
+                    hollow[id(tensor)] = _to_meta(tensor)
                 held[name] = hollow[id(tensor)]  # type: ignore[assignment]
 
 
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

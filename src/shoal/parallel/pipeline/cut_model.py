@@ -2,7 +2,7 @@
 
     1. the trunk: the repeated blocks, in call order (`trace.record`)
     2. watch a forward pass, in training and in evaluation: dependencies of values (`liveness`)
-    3. assign the calls to stages by cost: crossing tensors, weights of each stage (`deal`)
+    3. assign the calls to stages by cost: crossing tensors, weights of each stage (`assign_stages`)
     4. verify: run the code between the blocks as every stage will, and compare
 
 Step 4: for every stage the user's forward runs once more with all units left out. Arriving values
@@ -26,19 +26,21 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel.pipeline.partition_model import StageCut, deal
-from shoal.parallel.pipeline.stage import Passage, Stages, Unit
-from shoal.trace.find.trunk import Run
-from shoal.trace.flow.forward_record import Record, in_training
-from shoal.trace.flow.liveness import Flow, alike, merged, watch
+from shoal.parallel.pipeline.partition_model import StageCut, assign_stages
+from shoal.parallel.pipeline.stage import PipelineStages, StagePass, UnitForward
+from shoal.trace.find.trunk import ForwardFunction
+from shoal.trace.flow.forward_record import ForwardRecord, in_training
+from shoal.trace.flow.liveness import Flow, have_same_calls, merge_flows, trace_flow
 from shoal.trace.isolation.meta_inputs import first_line, map_tensors, tensors_of
-from shoal.trace.isolation.preserve_state import attributes_kept, without_trace
+from shoal.trace.isolation.preserve_state import preserve_attributes, preserve_state
 
 FILLS = (math.nan, 0.7)
 """NaN spreads to every result, but torch.where can hide it; 0.7 equals no usual value by chance."""
 
 
-def cut_stages(record: Record, stages: int, costs: Mapping[str, float] | None = None) -> StageCut:
+def cut_stages(
+    record: ForwardRecord, stages: int, costs: Mapping[str, float] | None = None
+) -> StageCut:
     """Cut a model into `stages` between the blocks of its trunk, and check the cut.
 
     Args:
@@ -54,26 +56,28 @@ def cut_stages(record: Record, stages: int, costs: Mapping[str, float] | None = 
             through its return value, or values that leave torch between the blocks.
     """
     # The checks of a stage need the attributes that its blocks set in the sample.
-    with attributes_kept(record.module), in_training(record.module):
+    with preserve_attributes(record.module), in_training(record.module):
         return _cut(record, stages, costs)
 
 
-def _cut(record: Record, stages: int, costs: Mapping[str, float] | None) -> StageCut:
+def _cut(record: ForwardRecord, stages: int, costs: Mapping[str, float] | None) -> StageCut:
     module = record.module
-    flow = watch(record)
-    with _evaluating(module):
-        evaluated = watch(record)
-        both = alike(flow, evaluated)  # if not, an evaluation that calls other blocks raises
-    cut = deal(module, merged(flow, evaluated) if both else flow, stages, costs)
-    verify(record, cut, flow)
+    flow = trace_flow(record)
+    with _evaluation_mode(module):
+        evaluated = trace_flow(record)
+        both = have_same_calls(
+            flow, evaluated
+        )  # if not, an evaluation that calls other blocks raises
+    cut = assign_stages(module, merge_flows(flow, evaluated) if both else flow, stages, costs)
+    verify_cut(record, cut, flow)
     if both:
-        with _evaluating(module):
-            verify(record, cut, evaluated)
+        with _evaluation_mode(module):
+            verify_cut(record, cut, evaluated)
     return cut
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Put a module in evaluation mode; restore the mode of every part at the end."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -84,7 +88,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def verify(record: Record, cut: StageCut, flow: Flow) -> None:
+def verify_cut(record: ForwardRecord, cut: StageCut, flow: Flow) -> None:
     """Check that every stage gets its inputs; `flow` is of the module's present mode.
 
     A module on the meta device has no values to compare: such a cut is checked where it is run.
@@ -97,27 +101,27 @@ def verify(record: Record, cut: StageCut, flow: Flow) -> None:
         return
     run = partial(record.run, "check")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    held = Stages(module, cut, range(cut.stages), device)
+    held = PipelineStages(module, cut, range(cut.stages), device)
     try:
         for number in range(cut.stages):
             for fill in FILLS:
-                with torch.no_grad(), without_trace(module, attributes=False):
+                with torch.no_grad(), preserve_state(module, attributes=False):
                     _replay(held, number, flow, run, fill)
     finally:
-        held.take_away()
+        held.restore_forwards()
 
 
-class _Replay(Passage):
+class _ReplayPass(StagePass):
     """Pass of a stage whose units compare their inputs with the sample's and return its outputs."""
 
-    def __init__(self, held: Stages, number: int, flow: Flow, fill: float) -> None:
+    def __init__(self, held: PipelineStages, number: int, flow: Flow, fill: float) -> None:
         recorded = [tensors_of(call.outputs) for call in flow.calls]
         crossing = held.cut.crossings[number]
         arrivals = tuple(recorded[call][leaf].clone() for call, leaf in crossing)
         super().__init__(held.cut, number, arrivals, held.shapes)
         self.flow, self.fill = flow, fill
 
-    def call(self, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, unit: UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Replay the next call; after a block reseed the generator, as in training."""
         number = self.at
         try:
@@ -126,30 +130,36 @@ class _Replay(Passage):
             if number < len(self.cut.calls) and self.cut.calls[number].block:
                 torch.manual_seed(number)
 
-    def own(self, number: int, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_unit(
+        self, number: int, unit: UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
         """Return the recorded outputs of a call, if its inputs are the recorded ones."""
-        if not same((inputs, named), self.flow.calls[number].inputs):
-            raise _changed(self.cut, unit.name)
+        if not is_bit_equal((inputs, named), self.flow.calls[number].inputs):
+            raise _changed_inputs_error(self.cut, unit.name)
         return map_tensors(torch.clone, self.flow.calls[number].outputs)
 
 
-def _replay(held: Stages, number: int, flow: Flow, run: Run, fill: float) -> None:
-    cut, passage = held.cut, _Replay(held, number, flow, fill)
+def _replay(
+    held: PipelineStages, number: int, flow: Flow, run: ForwardFunction, fill: float
+) -> None:
+    cut, passage = held.cut, _ReplayPass(held, number, flow, fill)
     try:
-        outputs = held.stages[number].through(run, passage)
+        outputs = held.stages[number].run_pass(run, passage)
     except PlanError:
         raise
     except Exception as failure:  # code between the blocks that reads values
-        raise _changed(cut, f"code before {_next(cut, passage)}", first_line(failure)) from failure
-    if number == cut.stages - 1 and not same(outputs, flow.calls[-1].outputs):
-        raise _changed(cut, "the model's outputs")
+        raise _changed_inputs_error(
+            cut, f"code before {_next_call_name(cut, passage)}", first_line(failure)
+        ) from failure
+    if number == cut.stages - 1 and not is_bit_equal(outputs, flow.calls[-1].outputs):
+        raise _changed_inputs_error(cut, "the model's outputs")
 
 
-def _next(cut: StageCut, passage: Passage) -> str:
+def _next_call_name(cut: StageCut, passage: StagePass) -> str:
     return cut.calls[passage.at].name if passage.at < len(cut.calls) else "the model's outputs"
 
 
-def same(one: Any, two: Any) -> bool:
+def is_bit_equal(one: Any, two: Any) -> bool:
     """Return whether two structures hold the same bits; a NaN equals a NaN."""
     pairs = list(zip(tensors_of(one), tensors_of(two), strict=False))
     return len(tensors_of(one)) == len(tensors_of(two)) and all(
@@ -163,7 +173,7 @@ def same(one: Any, two: Any) -> bool:
     )
 
 
-def _changed(cut: StageCut, who: str, why: str = "") -> PlanError:
+def _changed_inputs_error(cut: StageCut, who: str, why: str = "") -> PlanError:
     return PlanError(
         f"layout.pp = {cut.stages}: {who} would get other values than in the whole model, since "
         f"code between the blocks depends on blocks of other stages in a way that cannot be "

@@ -27,7 +27,7 @@ from shoal.planning.chain_partition import partition
 from shoal.trace._torch import pytree
 from shoal.trace.flow.liveness import Flow, Leaf, UnitCall
 from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
-from shoal.trace.isolation.module_copies import meta_twin
+from shoal.trace.isolation.module_copies import copy_to_meta
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class StageCut:
             calls = [
                 [
                     *(call.name, call.stage, call.block),
-                    [_told(one) for one in shape_givers(call.inputs)],
-                    _told(call.outputs),
+                    [_encode_tree(one) for one in shape_givers(call.inputs)],
+                    _encode_tree(call.outputs),
                     [device.type for device in call.devices],
                     sorted(call.written),
                 ]
@@ -113,8 +113,8 @@ class StageCut:
             tuple(
                 CallPlan(
                     *(name, stage, block),
-                    [_understood(one) for one in inputs],
-                    _understood(outputs),
+                    [_decode_tree(one) for one in inputs],
+                    _decode_tree(outputs),
                     tuple(device if kind == device.type else torch.device(kind) for kind in where),
                     frozenset(written),
                 )
@@ -125,7 +125,7 @@ class StageCut:
             {name: tuple(where) for name, where in ties.items()},
             frozenset(between),
             tuple(costs),
-            meta_twin(module),
+            copy_to_meta(module),
         )
 
     def blocks(self, stage: int) -> list[str]:
@@ -148,11 +148,11 @@ def shape_givers(tree: Any) -> list[torch.Tensor | int]:
     return found
 
 
-def _told(tree: Any) -> Any:
+def _encode_tree(tree: Any) -> Any:
     """Encode a structure of tensors as JSON values.
 
     Raises:
-        TypeError: an object that `_understood` cannot make.
+        TypeError: an object that `_decode_tree` cannot make.
 
     >>> _told((1, {"a": [None, torch.empty(2, device="meta")]}))
     ['tuple', 1, ['dict', 'a', ['list', None, ['tensor', [2], 'float32']]]]
@@ -160,16 +160,16 @@ def _told(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return ["tensor", list(tree.shape), str(tree.dtype).removeprefix("torch.")]
     if type(tree) in (tuple, list):
-        return [type(tree).__name__, *map(_told, tree)]
+        return [type(tree).__name__, *map(_encode_tree, tree)]
     if type(tree) is dict and all(type(key) is str for key in tree):
-        return ["dict", *(part for key, one in tree.items() for part in (key, _told(one)))]
+        return ["dict", *(part for key, one in tree.items() for part in (key, _encode_tree(one)))]
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
     raise TypeError(type(tree).__name__)
 
 
-def _understood(told: Any) -> Any:
-    """Decode a structure that `_told` encoded, with its tensors on the meta device.
+def _decode_tree(told: Any) -> Any:
+    """Decode a structure that `_encode_tree` encoded, with its tensors on the meta device.
 
     >>> _understood(_told((1, {"a": [None, "b"]})))
     (1, {'a': [None, 'b']})
@@ -180,11 +180,11 @@ def _understood(told: Any) -> Any:
     if kind == "tensor":
         return torch.empty(parts[0], dtype=getattr(torch, parts[1]), device="meta")
     if kind == "dict":
-        return dict(zip(parts[::2], map(_understood, parts[1::2]), strict=True))
-    return (tuple if kind == "tuple" else list)(map(_understood, parts))
+        return dict(zip(parts[::2], map(_decode_tree, parts[1::2]), strict=True))
+    return (tuple if kind == "tuple" else list)(map(_decode_tree, parts))
 
 
-def deal(
+def assign_stages(
     module: nn.Module, flow: Flow, stages: int, costs: Mapping[str, float] | None = None
 ) -> StageCut:
     """Cut a module into stages, by the data flow of its forward pass.
@@ -204,8 +204,8 @@ def deal(
             f"layout.pp = {stages}: more stages than the {len(blocks)} blocks of "
             f"{type(module).__name__}; try: layout.pp={max(1, len(blocks))}"
         )
-    goes_with = _attached(flow, blocks)
-    each = _costs(module, flow, costs)
+    goes_with = _attach_to_blocks(flow, blocks)
+    each = _call_costs(module, flow, costs)
     chain = [0.0] * len(blocks)
     for number, place in enumerate(goes_with):
         chain[place] += each[number]
@@ -216,8 +216,8 @@ def deal(
         earlier = [stage_of[needed] for needed, _ in call.needs]
         stage_of.append(max([of_block[goes_with[number]], *earlier]))
     stage_of.append(stages - 1)  # the model's outputs
-    _check_asides(flow, stage_of, stages)
-    keep = _kept(module, flow, stage_of, stages)
+    _check_side_reads(flow, stage_of, stages)
+    keep = _tensors_of_stages(module, flow, stage_of, stages)
     ties = {}
     for name, _ in module.named_parameters():
         where = tuple(stage for stage in range(stages) if name in keep[stage])
@@ -227,17 +227,20 @@ def deal(
     for stage, cost in zip(stage_of, each, strict=True):
         summed[stage] += cost
     return StageCut(
-        tuple(_plan(call, stage) for call, stage in zip(flow.calls[:-1], stage_of, strict=False)),
+        tuple(
+            _make_call_plan(call, stage)
+            for call, stage in zip(flow.calls[:-1], stage_of, strict=False)
+        ),
         tuple(_crossing(flow, stage_of, stage) for stage in range(stages)),
         keep,
         ties,
         flow.between,
         tuple(summed),
-        meta_twin(module),
+        copy_to_meta(module),
     )
 
 
-def _attached(flow: Flow, blocks: list[int]) -> list[int]:
+def _attach_to_blocks(flow: Flow, blocks: list[int]) -> list[int]:
     """Return, for each call and the outputs, the index of the block call that it joins."""
     depends: list[bool] = []
     goes_with = []
@@ -250,14 +253,14 @@ def _attached(flow: Flow, blocks: list[int]) -> list[int]:
     return goes_with
 
 
-def _costs(module: nn.Module, flow: Flow, given: Mapping[str, float] | None) -> list[float]:
+def _call_costs(module: nn.Module, flow: Flow, given: Mapping[str, float] | None) -> list[float]:
     """Return the cost of each call, the outputs included."""
     if given is not None:
         return [given.get(call.name, 0.0) for call in flow.calls]
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     flops = max(1, sum(call.flops for call in flow.calls))
     elements = max(1, sum(sizes.values()))
-    owned = _owned(module, {call.name for call in flow.calls[:-1]})
+    owned = _tensors_of_units(module, {call.name for call in flow.calls[:-1]})
     costs = []
     for call in flow.calls:
         names = owned.get(call.name, set()) | (call.reads & flow.between)
@@ -265,7 +268,7 @@ def _costs(module: nn.Module, flow: Flow, given: Mapping[str, float] | None) -> 
     return costs
 
 
-def _owned(module: nn.Module, units: set[str]) -> dict[str, set[str]]:
+def _tensors_of_units(module: nn.Module, units: set[str]) -> dict[str, set[str]]:
     """Return parameters and buffers of each unit, by their names in the whole module."""
     names = {id(tensor): name for name, tensor in _state(module)}
     return {
@@ -279,10 +282,10 @@ def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _kept(
+def _tensors_of_stages(
     module: nn.Module, flow: Flow, stage_of: list[int], stages: int
 ) -> tuple[frozenset[str], ...]:
-    owned = _owned(module, {call.name for call in flow.calls[:-1]})
+    owned = _tensors_of_units(module, {call.name for call in flow.calls[:-1]})
     in_units = set().union(*owned.values())
     keep: list[set[str]] = [set() for _ in range(stages)]
     for call, stage in zip(flow.calls, stage_of, strict=True):
@@ -304,7 +307,7 @@ def _crossing(flow: Flow, stage_of: list[int], stage: int) -> tuple[Leaf, ...]:
     return tuple(sorted(needed))
 
 
-def _check_asides(flow: Flow, stage_of: list[int], stages: int) -> None:
+def _check_side_reads(flow: Flow, stage_of: list[int], stages: int) -> None:
     for call, stage in zip(flow.calls, stage_of, strict=True):
         for maker in sorted(call.aside):
             if stage_of[maker] != stage:
@@ -317,11 +320,11 @@ def _check_asides(flow: Flow, stage_of: list[int], stages: int) -> None:
                 )
 
 
-def _plan(call: UnitCall, stage: int) -> CallPlan:
+def _make_call_plan(call: UnitCall, stage: int) -> CallPlan:
     devices = tuple(tensor.device for tensor in tensors_of(call.outputs))
-    inputs, outputs = map_tensors(_shape, call.inputs), map_tensors(_shape, call.outputs)
+    inputs, outputs = map_tensors(_to_meta, call.inputs), map_tensors(_to_meta, call.outputs)
     return CallPlan(call.name, stage, call.block, inputs, outputs, devices, call.written)
 
 
-def _shape(tensor: torch.Tensor) -> torch.Tensor:
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")

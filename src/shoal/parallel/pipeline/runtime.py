@@ -10,8 +10,8 @@ arrivals, so as much is alive as the schedule counts. Gradients are sums over mi
 order of the list.
 
 A short step has fewer micro-batches than the schedule can be made for (a multiple of the ranks for
-`interleaved`): the list of the next larger step is run, without the missing micro-batches. No
-action waits for those, and no rank keeps more than in a full step. If the schedule holds
+`interleaved`): the list of the next larger step is run, without the missing micro-batches.
+No action waits for those, and no rank keeps more than in a full step. If the schedule holds
 two copies of the model (dualpipe), each runs its part of a step's micro-batches; an evaluation goes
 through the first.
 Source: Narayanan et al. 2021; Qi et al. 2023; the lists are the planner's
@@ -29,21 +29,34 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.base.errors import BugError, PlanError
-from shoal.base.plans.pipeline_actions import Action, Schedule
+from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
 from shoal.fabric import World
-from shoal.fabric.device import is_accelerator, times_asked
-from shoal.parallel.pipeline.stage_messages import Message, Messages, Route, given, needed, route
-from shoal.parallel.pipeline.stage_tensors import Crossing, Form, PlainTensors, Value, arrive
+from shoal.fabric.device import allocation_count, is_accelerator
+from shoal.parallel.pipeline.stage_messages import (
+    MessageRoute,
+    StageMessage,
+    StageMessenger,
+    derive_route,
+    needed_message,
+    produced_message,
+)
+from shoal.parallel.pipeline.stage_tensors import (
+    Form,
+    PlainTensorPacking,
+    TensorForm,
+    ValuePacking,
+    to_non_leaf,
+)
 from shoal.parallel.program import Pass, Program, Reducer
-from shoal.planning.pipeline_schedules import shortened
-from shoal.planning.schedule_checks import CLOSES, check
+from shoal.planning.pipeline_schedules import shorten_schedule
+from shoal.planning.schedule_checks import CLOSES, check_schedule
 from shoal.wire import phases
 
 if TYPE_CHECKING:  # imported late: most schedules never split a backward pass
-    from shoal.parallel.pipeline.split_backward import Weights
+    from shoal.parallel.pipeline.split_backward import WeightGradients
 
 
-class Stage(Protocol):
+class RunnableStage(Protocol):
     """Protocol of a piece of the model; see `stage.Stage`."""
 
     def run(self, call: Callable[[Any], Any], arrivals: tuple[Any, ...]) -> Any:
@@ -64,29 +77,29 @@ class PipeRuntime:
         make: returns the action lists for a number of micro-batches, the same on every rank;
             PlanError if the schedule cannot have that number.
         crossing: packs the values that pass between stages.
-        copies: of the model, as in `Schedule`.
+        copies: of the model, as in `PipelineSchedule`.
         kept: micro-batches whose graph is alive now, as (stage, micro-batch).
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, RunnableStage],
         stage_rank: Sequence[int],
         pipe: World,
-        make: Callable[[int], Schedule],
-        crossing: Crossing | None = None,
+        make: Callable[[int], PipelineSchedule],
+        crossing: ValuePacking | None = None,
         copies: int = 1,
     ) -> None:
         self.stages, self.stage_rank, self.pipe = dict(stages), tuple(stage_rank), pipe
         self.make = make
-        self.crossing = crossing or PlainTensors()
+        self.crossing = crossing or PlainTensorPacking()
         self.pieces = len(self.stage_rank) // copies
-        self.messages = Messages(pipe)
-        self.asked = times_asked(pipe.device)
+        self.messages = StageMessenger(pipe)
+        self.asked = allocation_count(pipe.device)
         self.messages.early = not is_accelerator(pipe.device)
-        self.schedules: dict[int, Schedule] = {}
-        self.routes: dict[int, Route] = {}
-        self.kept: dict[tuple[int, int], _Open] = {}
+        self.schedules: dict[int, PipelineSchedule] = {}
+        self.routes: dict[int, MessageRoute] = {}
+        self.kept: dict[tuple[int, int], _OpenMicroBatch] = {}
 
     def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
         """Run one step's passes, forward and backward; to be a program's `run`.
@@ -103,20 +116,20 @@ class PipeRuntime:
         schedule = self.schedule(len(passes))
         acts = schedule.ranks[self.pipe.rank]
         last = max((n for n, act in enumerate(acts) if act.kind in CLOSES), default=-1)
-        step = self._begin(len(passes), passes)
+        step = self._start_step(len(passes), passes)
         for position, act in enumerate(acts):
             closes = act.kind in CLOSES
             if closes:
-                reducer.arm(position == last)
-            step.do(position)
+                reducer.prepare_backward(position == last)
+            step.run_action(position)
             if closes:
                 reducer.passed(passes[act.micro_batch].index >= 0)
-        self.messages.settle()
-        self.messages.early = self._asked_for_nothing()
+        self.messages.wait_for_sends()
+        self.messages.early = self._allocator_was_idle()
 
-    def _asked_for_nothing(self) -> bool:
+    def _allocator_was_idle(self) -> bool:
         """Return whether the allocator took no device memory since the last call."""
-        before, self.asked = self.asked, times_asked(self.pipe.device)
+        before, self.asked = self.asked, allocation_count(self.pipe.device)
         return self.asked == before
 
     @torch.no_grad()
@@ -132,32 +145,32 @@ class PipeRuntime:
                 tuple(Action("F", s, 0) for s, at in enumerate(first_copy) if at == rank)
                 for rank in range(self.pipe.size)
             ]
-            found = Schedule("forward only", tuple(lists), first_copy, 1)
+            found = PipelineSchedule("forward only", tuple(lists), first_copy, 1)
             self.schedules[FORWARD_ONLY] = found
-        step = self._begin(FORWARD_ONLY, [one])
+        step = self._start_step(FORWARD_ONLY, [one])
         for position in range(len(step.acts)):
-            step.do(position)
+            step.run_action(position)
         return step.outputs
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until the other ranks have received all messages of this one."""
-        self.messages.settle()
+        self.messages.wait_for_sends()
 
-    def schedule(self, micro_batches: int) -> Schedule:
+    def schedule(self, micro_batches: int) -> PipelineSchedule:
         """Return the checked lists for a number of micro-batches, also of short steps."""
         if micro_batches not in self.schedules:
-            full = self._full(micro_batches)
+            full = self._smallest_schedule(micro_batches)
             if full.stage_rank != self.stage_rank:
                 raise BugError(
                     f"pipeline: schedule {full.name} holds its stages on ranks {full.stage_rank}, "
                     f"they lie on {self.stage_rank}"
                 )
-            short = shortened(full, micro_batches)
-            check(short)
+            short = shorten_schedule(full, micro_batches)
+            check_schedule(short)
             self.schedules[micro_batches] = short
         return self.schedules[micro_batches]
 
-    def _full(self, micro_batches: int) -> Schedule:
+    def _smallest_schedule(self, micro_batches: int) -> PipelineSchedule:
         """Return the schedule of the fewest micro-batches, at least this many, that is possible."""
         why: PlanError | None = None
         for more in range(2 * self.pipe.size):
@@ -167,18 +180,18 @@ class PipeRuntime:
                 why = why or cannot
         raise why or BugError("pipeline: no rank")
 
-    def _begin(self, number: int, passes: Sequence[Pass]) -> _Step:
+    def _start_step(self, number: int, passes: Sequence[Pass]) -> _PipelineStep:
         schedule = self.schedules[number]
         if number not in self.routes:
-            self.routes[number] = route(schedule, self.pipe.rank)
+            self.routes[number] = derive_route(schedule, self.pipe.rank)
         signature = functools.cache(lambda place: passes[place].signature)
         self.messages.begin(self.routes[number], self.stage_rank, signature)
         self.kept.clear()
-        return _Step(self, schedule, passes)
+        return _PipelineStep(self, schedule, passes)
 
 
 @dataclass
-class _Open:
+class _OpenMicroBatch:
     """State of one micro-batch on one stage until its backward pass.
 
     Attributes:
@@ -191,47 +204,49 @@ class _Open:
     roots: list[GradientEdge]
     seed: torch.Tensor | None
     leaves: list[torch.Tensor]
-    weights: Weights | None = None
+    weights: WeightGradients | None = None
 
 
-class _Step:
+class _PipelineStep:
     """One step of one rank: its list, and the tensors passed between its own stages."""
 
-    def __init__(self, runtime: PipeRuntime, schedule: Schedule, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self, runtime: PipeRuntime, schedule: PipelineSchedule, passes: Sequence[Pass]
+    ) -> None:
         self.runtime, self.schedule, self.passes = runtime, schedule, passes
         self.messages = runtime.messages
         self.acts = schedule.ranks[runtime.pipe.rank]
-        self.here: dict[Message, tuple[list[torch.Tensor], Form]] = {}
+        self.here: dict[StageMessage, tuple[list[torch.Tensor], Form]] = {}
         self.outputs: Any = None
 
-    def do(self, position: int) -> None:
+    def run_action(self, position: int) -> None:
         """Run one action: wait, post, compute, send; see the module."""
         act = self.acts[position]
-        tensors, form = self._take(needed(self.schedule, act))
+        tensors, form = self._receive(needed_message(self.schedule, act))
         if position + 1 < len(self.acts):
-            coming = needed(self.schedule, self.acts[position + 1])
-            if coming is not None and not self.messages.is_here(coming):
-                self.messages.post(coming)
-        with self.passes[act.micro_batch].entered():
+            coming = needed_message(self.schedule, self.acts[position + 1])
+            if coming is not None and not self.messages.is_local(coming):
+                self.messages.post_receive(coming)
+        with self.passes[act.micro_batch].keyed_context():
             if act.kind == "F":
                 made, form = self._forward(act, tensors, form)
             else:
-                phases.part(phases.BACKWARD)
+                phases.record_step_part(phases.BACKWARD)
                 made, form = self._backward(act, tensors), ()
-                phases.part(phases.PASSES)
-        self._give(given(self.schedule, act), made, form)
+                phases.record_step_part(phases.PASSES)
+        self._send(produced_message(self.schedule, act), made, form)
 
-    def _take(self, message: Message | None) -> tuple[list[torch.Tensor], Form]:
+    def _receive(self, message: StageMessage | None) -> tuple[list[torch.Tensor], Form]:
         if message is None:
             return [], ()
-        if self.messages.is_here(message):
+        if self.messages.is_local(message):
             return self.here.pop(message)
-        return self.messages.take(message)
+        return self.messages.receive(message)
 
-    def _give(self, message: Message | None, tensors: list[torch.Tensor], form: Form) -> None:
+    def _send(self, message: StageMessage | None, tensors: list[torch.Tensor], form: Form) -> None:
         if message is None:
             return
-        if self.messages.is_here(message):
+        if self.messages.is_local(message):
             self.here[message] = tensors, form
         else:
             self.messages.send(message, tensors, form)
@@ -245,32 +260,32 @@ class _Step:
         for tensor, value in zip(tensors, form, strict=True):
             if value.requires_grad and torch.is_grad_enabled():
                 leaves.append(tensor.requires_grad_())
-                tensor = arrive(tensor)
+                tensor = to_non_leaf(tensor)
             arrivals.append(runtime.crossing.unpack(tensor, value.tag))
         outputs = runtime.stages[act.stage].run(one.outputs, tuple(arrivals))
-        if act.stage % self.schedule.pieces == self.schedule.pieces - 1:
+        if act.stage % self.schedule.stages_per_copy == self.schedule.stages_per_copy - 1:
             if torch.is_grad_enabled():
-                self._keep(act, [one.total(outputs)], leaves, is_loss=True)
+                self._keep_graph(act, [one.compute_loss(outputs)], leaves, is_loss=True)
             else:
                 self.outputs = outputs
             return [], ()
         packed = [runtime.crossing.pack(value) for value in outputs]
         values = [value for value, _ in packed]
         if torch.is_grad_enabled():
-            self._keep(act, values, leaves, is_loss=False)
+            self._keep_graph(act, values, leaves, is_loss=False)
         crossing = tuple(
-            Value(tuple(value.shape), value.dtype, value.requires_grad, tag)
+            TensorForm(tuple(value.shape), value.dtype, value.requires_grad, tag)
             for value, tag in packed
         )
         return [value.detach() for value in values], crossing
 
-    def _keep(
+    def _keep_graph(
         self, act: Action, values: list[torch.Tensor], leaves: list[torch.Tensor], *, is_loss: bool
     ) -> None:
         # Edges, not tensors: the memory of the outputs is free once they were sent.
         roots = [get_gradient_edge(value) for value in values if value.requires_grad]
         seed = torch.ones_like(values[0]) if is_loss else None
-        self.runtime.kept[act.stage, act.micro_batch] = _Open(roots, seed, leaves)
+        self.runtime.kept[act.stage, act.micro_batch] = _OpenMicroBatch(roots, seed, leaves)
 
     def _backward(self, act: Action, seeds: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run B, I or W; return the gradients of the arrivals, zeros for missing ones."""

@@ -38,7 +38,7 @@ def input_gradients(
     roots: Sequence[GradientEdge],
     seeds: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
-) -> tuple[Gradients, Weights]:
+) -> tuple[Gradients, WeightGradients]:
     """Run the first half: return the gradients of the inputs, and the work of the second half.
 
     Args:
@@ -50,28 +50,28 @@ def input_gradients(
         One gradient per input, None if it has none, and the second half; no `.grad` has changed.
     """
     if not inputs or not roots:
-        return tuple(None for _ in inputs), Weights(list(roots), list(seeds))
-    graph = _Graph(roots)
-    chain = graph.above([get_gradient_edge(leaf).node for leaf in inputs])
+        return tuple(None for _ in inputs), WeightGradients(list(roots), list(seeds))
+    graph = _AutogradGraph(roots)
+    chain = graph.ancestors_of([get_gradient_edge(leaf).node for leaf in inputs])
     early: list[torch.Tensor] = []
     late: dict[Node, list[torch.Tensor]] = {}
-    for holders, leaves in graph.beside(chain, {edge.node for edge in roots}):
+    for holders, leaves in graph.side_pieces(chain, {edge.node for edge in roots}):
         holder = holders[0] if len(holders) == 1 else None
         if holder is None or isinstance(holder, BackwardCFunction):
             early += leaves
         else:
             late.setdefault(holder, []).extend(leaves)
-    starts = [_Start(node, leaves) for node, leaves in late.items()]
+    starts = [_ChainNode(node, leaves) for node, leaves in late.items()]
     found = torch.autograd.grad(
         roots, [*inputs, *early], seeds, retain_graph=bool(starts), allow_unused=True
     )
     own, others = found[: len(inputs)], found[len(inputs) :]
     ready = [(leaf, g) for leaf, g in zip(early, others, strict=True) if g is not None]
-    return own, Weights([], [], starts, ready)
+    return own, WeightGradients([], [], starts, ready)
 
 
 @dataclass
-class Weights:
+class WeightGradients:
     """The second half of a backward pass, to be run once.
 
     Attributes:
@@ -82,7 +82,7 @@ class Weights:
 
     roots: list[GradientEdge]
     seeds: list[torch.Tensor]
-    starts: list[_Start] = field(default_factory=list)
+    starts: list[_ChainNode] = field(default_factory=list)
     ready: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def accumulate(self) -> None:
@@ -92,13 +92,13 @@ class Weights:
         for start in self.starts:
             start.run()
         for leaf, gradient in self.ready:
-            with _Arriving(get_gradient_edge(leaf).node) as arriving:
+            with _GradientRecord(get_gradient_edge(leaf).node) as arriving:
                 arriving.gradients = (gradient,)
                 torch.autograd.backward([leaf], [gradient])
         self.roots, self.seeds, self.starts, self.ready = [], [], [], []
 
 
-class _Arriving:
+class _GradientRecord:
     """Record of the gradients that arrive at a node; if the node runs again, it gets the same ones.
 
     Hooks on a tensor change its gradient before the node sees it. They run at the second start too,
@@ -107,9 +107,9 @@ class _Arriving:
 
     def __init__(self, node: Node) -> None:
         self.gradients: Gradients | None = None
-        self.handle = node.register_prehook(self._arrive)
+        self.handle = node.register_prehook(self._record)
 
-    def _arrive(self, now: Gradients) -> Gradients | None:
+    def _record(self, now: Gradients) -> Gradients | None:
         if self.gradients is None:
             self.gradients = now
             return None
@@ -117,19 +117,19 @@ class _Arriving:
             new if kept is None else kept for kept, new in zip(self.gradients, now, strict=True)
         )
 
-    def __enter__(self) -> _Arriving:
+    def __enter__(self) -> _GradientRecord:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.handle.remove()
 
 
-class _Start:
+class _ChainNode:
     """A node of the chain, from which the weights beside it get their gradients."""
 
     def __init__(self, node: Node, leaves: list[torch.Tensor]) -> None:
         self.node, self.leaves = node, leaves
-        self.arriving = _Arriving(node)
+        self.arriving = _GradientRecord(node)
 
     def run(self) -> None:
         """Run this node once more, towards its own weights only."""
@@ -140,7 +140,7 @@ class _Start:
                 torch.autograd.backward(edges, [g for _, g in came], inputs=self.leaves)
 
 
-class _Graph:
+class _AutogradGraph:
     """The nodes that can be reached from the roots, with their links both ways."""
 
     def __init__(self, roots: Iterable[GradientEdge]) -> None:
@@ -156,7 +156,7 @@ class _Graph:
                 self.holders.setdefault(child, []).append(node)
             to_visit += self.below[node]
 
-    def above(self, leaves: Iterable[Node]) -> set[Node]:
+    def ancestors_of(self, leaves: Iterable[Node]) -> set[Node]:
         """Return the given nodes and all nodes from which one of them can be reached."""
         found: set[Node] = set()
         to_visit = [leaf for leaf in leaves if leaf in self.below]
@@ -167,7 +167,7 @@ class _Graph:
                 to_visit += self.holders.get(node, [])
         return found
 
-    def beside(
+    def side_pieces(
         self, chain: set[Node], roots: set[Node]
     ) -> list[tuple[list[Node], list[torch.Tensor]]]:
         """Return connected pieces outside of the chain: (chain nodes that hold it, its leaves).

@@ -16,8 +16,9 @@ the model (which gather and free parameters) all run. The model's outputs are th
 A model's own reentrant checkpoint runs a block without a graph, so no departure would have one:
 while a stage runs, such a checkpoint is torch's other kind (`use_reentrant=False`).
 
-Several stages of one module may be on one rank (interleaved, zbv, dualpipe): `Stages.passage` is
-the pass of the one that runs. Parameters of other stages hold no data (`drop_foreign`).
+Several stages of one module may be on one rank (interleaved, zbv, dualpipe):
+`PipelineStages.passage` is the pass of the one that runs. Parameters of other stages hold no data
+(`free_other_stages`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from shoal.parallel.pipeline.partition_model import CallPlan, StageCut, shape_gi
 from shoal.trace._torch import pytree
 from shoal.trace.flow.liveness import Leaf
 from shoal.trace.isolation.meta_inputs import first_line, map_tensors, tensors_of
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Stages:
+class PipelineStages:
     """All stages of one module that are on this rank.
 
     Attributes:
@@ -61,25 +62,25 @@ class Stages:
             device: on which they run.
         """
         self.module, self.cut, self.device = module, cut, device
-        self.shapes = Shapes(cut)
-        self.passage: Passage | None = None
-        self.between = _between(module, cut)
-        self.replaced: list[StandIn] = []
-        self.stages = {number: Stage(self, number) for number in sorted(numbers)}
+        self.shapes = OutputShapes(cut)
+        self.passage: StagePass | None = None
+        self.between = _parameters_between_units(module, cut)
+        self.replaced: list[ReplacedForward] = []
+        self.stages = {number: PipelineStage(self, number) for number in sorted(numbers)}
 
-    def take_away(self) -> None:
+    def restore_forwards(self) -> None:
         """Restore the module's forwards; parameters without data stay so."""
         for one in self.replaced:
-            one.take_away()
+            one.restore()
         self.replaced.clear()
 
     def _install(self) -> None:
         for name in dict.fromkeys(plan.name for plan in self.cut.calls):
-            self.replaced.append(Unit(name, self.module.get_submodule(name), self))
-        self.replaced.append(Root("", self.module, self))
+            self.replaced.append(UnitForward(name, self.module.get_submodule(name), self))
+        self.replaced.append(RootForward("", self.module, self))
 
     @contextmanager
-    def running(self, passage: Passage) -> Iterator[None]:
+    def running_stage(self, passage: StagePass) -> Iterator[None]:
         """Mark the one stage whose forward pass runs, and install the replaced forwards."""
         if self.passage is not None:
             raise BugError("a stage ran inside of another one's forward pass")
@@ -87,13 +88,13 @@ class Stages:
             self._install()
         self.passage = passage
         try:
-            with _shaped(self.between, self.device), _no_reentrant_checkpoints():
+            with _fill_missing_parameters(self.between, self.device), _no_reentrant_checkpoints():
                 yield
         finally:
             self.passage = None
 
 
-class Stage:
+class PipelineStage:
     """One piece of the model.
 
     Attributes:
@@ -101,7 +102,7 @@ class Stage:
         first, last: whether it is at an end.
     """
 
-    def __init__(self, held: Stages, number: int) -> None:
+    def __init__(self, held: PipelineStages, number: int) -> None:
         self.held, self.number = held, number
         self.first, self.last = number == 0, number == held.cut.stages - 1
 
@@ -111,23 +112,23 @@ class Stage:
         Raises:
             PlanError: the pass calls other blocks, or in another order, than the sample's.
         """
-        passage = Passage(self.held.cut, self.number, arrivals, self.held.shapes)
-        outputs = self.through(call, passage)
+        passage = StagePass(self.held.cut, self.number, arrivals, self.held.shapes)
+        outputs = self.run_pass(call, passage)
         return outputs if self.last else passage.departures()
 
-    def through(self, call: Callable[[nn.Module], Any], passage: Passage) -> Any:
+    def run_pass(self, call: Callable[[nn.Module], Any], passage: StagePass) -> Any:
         """Run the forward pass with `passage`; return the model's outputs on the last stage."""
         outputs = None
-        with self.held.running(passage), suppress(_Over):
+        with self.held.running_stage(passage), suppress(_StageFinished):
             outputs = call(self.held.module)
         passage.finish()
         return outputs
 
 
-class Unit(StandIn):
+class UnitForward(ReplacedForward):
     """Replacement of a unit's forward."""
 
-    def __init__(self, name: str, block: nn.Module, held: Stages) -> None:
+    def __init__(self, name: str, block: nn.Module, held: PipelineStages) -> None:
         self.held = held
         super().__init__(name, block)
 
@@ -149,10 +150,10 @@ class Unit(StandIn):
         return passage.call(self, inputs, named)
 
 
-class Root(StandIn):
+class RootForward(ReplacedForward):
     """Replacement of the model's own forward; returns the departures if a stage ends early."""
 
-    def __init__(self, name: str, block: nn.Module, held: Stages) -> None:
+    def __init__(self, name: str, block: nn.Module, held: PipelineStages) -> None:
         self.held = held
         super().__init__(name, block)
 
@@ -160,18 +161,18 @@ class Root(StandIn):
         """Return the model's outputs, or the departures."""
         try:
             return self.forward(*inputs, **named)
-        except _Over:
+        except _StageFinished:
             passage = self.held.passage
             if passage is None:
                 raise
             return passage.departures()
 
 
-class _Over(BaseException):
+class _StageFinished(BaseException):
     """Exception that ends a stage's forward pass; no user's `except Exception` stops it."""
 
 
-class Passage:
+class StagePass:
     """One forward pass of one stage.
 
     fill   the value of irrelevant elements
@@ -179,7 +180,7 @@ class Passage:
 
     fill = 0.0
 
-    def __init__(self, cut: StageCut, number: int, arrivals: Tensors, shapes: Shapes) -> None:
+    def __init__(self, cut: StageCut, number: int, arrivals: Tensors, shapes: OutputShapes) -> None:
         expected = cut.crossings[number]
         if len(arrivals) != len(expected):
             raise BugError(f"stage {number} gets {len(arrivals)} tensors, not {len(expected)}")
@@ -193,15 +194,15 @@ class Passage:
         mine = [place for place, plan in enumerate(cut.calls) if plan.stage == number]
         self.stop = len(cut.calls) if last else max(mine)
 
-    def call(self, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, unit: UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Handle the next call of a unit."""
         number = self.at
         if number > self.stop:
-            raise _Over
+            raise _StageFinished
         if number == len(self.cut.calls) or self.cut.calls[number].name != unit.name:
-            raise self._other(unit.name)
+            raise self._order_error(unit.name)
         self.at += 1
-        if self.trains and not torch.is_grad_enabled() and _in_a_function():
+        if self.trains and not torch.is_grad_enabled() and _in_autograd_function():
             raise PlanError(
                 f"layout.pp = {self.cut.stages}: {unit.name} runs without a graph in the forward "
                 f"pass of an autograd.Function (a checkpoint of the model's own), so the stages "
@@ -209,16 +210,18 @@ class Passage:
                 f"torch.utils.checkpoint.checkpoint"
             )
         if self.cut.calls[number].stage != self.number:
-            return self._left_out(number, inputs, named)
+            return self._substitute_outputs(number, inputs, named)
         self.inside = True
         try:
-            outputs = self.own(number, unit, inputs, named)
+            outputs = self.run_unit(number, unit, inputs, named)
         finally:
             self.inside = False
-        self._keep(number, outputs)
+        self._keep_outputs(number, outputs)
         return outputs
 
-    def own(self, number: int, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_unit(
+        self, number: int, unit: UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
         """Run call `number`, of a unit of this stage."""
         return unit.forward(*inputs, **named)
 
@@ -236,27 +239,29 @@ class Passage:
             PlanError: it made fewer calls than the sample's.
         """
         if self.at < min(self.stop + 1, len(self.cut.calls)):
-            raise self._other("no other block")
+            raise self._order_error("no other block")
 
-    def _keep(self, number: int, outputs: Any) -> None:
+    def _keep_outputs(self, number: int, outputs: Any) -> None:
         """Keep the departures of a call now, since code between the units may write into them."""
         plan = self.cut.calls[number]
         leaves = tensors_of(outputs)
         if len(leaves) != len(plan.devices):
-            raise self._counted(plan, len(leaves))
+            raise self._count_error(plan, len(leaves))
         for place, tensor in enumerate(leaves):
             if (number, place) in self.wanted:
                 kept = tensor.clone() if place in plan.written else tensor
                 self.made[number, place] = kept
 
-    def _left_out(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _substitute_outputs(
+        self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
         """Return the outputs of a unit of another stage: arrived tensors, or fill values."""
         plan = self.cut.calls[number]
         count = len(plan.devices)
         known = all((number, place) in self.arrived for place in range(count))
         given = plan.outputs if known else self.shapes.of(number, inputs, named)
         if len(tensors_of(given)) != count:
-            raise self._counted(plan, len(tensors_of(given)))
+            raise self._count_error(plan, len(tensors_of(given)))
         places = iter(range(count))
 
         def value(shape: torch.Tensor) -> torch.Tensor:
@@ -272,7 +277,7 @@ class Passage:
 
         return map_tensors(value, given)
 
-    def _other(self, name: str) -> PlanError:
+    def _order_error(self, name: str) -> PlanError:
         calls = self.cut.calls
         expected = calls[self.at].name if self.at < len(calls) else "no other block"
         return PlanError(
@@ -281,7 +286,7 @@ class Passage:
             f"a forward pass that calls its blocks in one order for all inputs, or layout.pp=1"
         )
 
-    def _counted(self, plan: CallPlan, count: int) -> PlanError:
+    def _count_error(self, plan: CallPlan, count: int) -> PlanError:
         return PlanError(
             f"layout.pp = {self.cut.stages}: {plan.name} returns {count} tensors where it returned "
             f"{len(plan.devices)} for the sample; try: outputs of one form for all "
@@ -289,7 +294,7 @@ class Passage:
         )
 
 
-def _between(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
+def _parameters_between_units(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
     """Return the locations of parameters that code between units reads, tied names included.
 
     These include the first parameter of each container of units: code there reads "the device of
@@ -308,7 +313,7 @@ def _between(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
     ]
 
 
-class _OtherCheckpoint:
+class _NonReentrantCheckpoint:
     """Replacement of the function behind `checkpoint(…, use_reentrant=True)`."""
 
     @staticmethod
@@ -322,14 +327,14 @@ class _OtherCheckpoint:
 @contextmanager
 def _no_reentrant_checkpoints() -> Iterator[None]:
     reentrant = checkpointing.CheckpointFunction
-    vars(checkpointing)["CheckpointFunction"] = _OtherCheckpoint
+    vars(checkpointing)["CheckpointFunction"] = _NonReentrantCheckpoint
     try:
         yield
     finally:
         vars(checkpointing)["CheckpointFunction"] = reentrant
 
 
-def _in_a_function() -> bool:
+def _in_autograd_function() -> bool:
     """Return whether the forward pass of an autograd.Function runs on this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -340,7 +345,9 @@ def _in_a_function() -> bool:
 
 
 @contextmanager
-def _shaped(between: list[tuple[nn.Module, str]], device: torch.device) -> Iterator[None]:
+def _fill_missing_parameters(
+    between: list[tuple[nn.Module, str]], device: torch.device
+) -> Iterator[None]:
     """Put zeros without memory in place of other stages' parameters that code here reads."""
     replaced = [
         (part, name, parameter)
@@ -357,7 +364,7 @@ def _shaped(between: list[tuple[nn.Module, str]], device: torch.device) -> Itera
             part._parameters[name] = parameter
 
 
-class Shapes:
+class OutputShapes:
     """Outputs of every call of a unit, as tensors on the meta device.
 
     An irrelevant output of a block on another stage must at least have the right shape: a mask may
@@ -380,23 +387,23 @@ class Shapes:
         """
         key = (number, _signature((inputs, named)))
         if key not in self.known:
-            self.known[key] = self._derived(self.cut.calls[number], inputs, named)
+            self.known[key] = self._derive_shapes(self.cut.calls[number], inputs, named)
         return self.known[key]
 
-    def _derived(self, plan: CallPlan, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _derive_shapes(self, plan: CallPlan, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         twin = self.cut.twin.get_submodule(plan.name)
         args, kwargs = pytree.tree_map_only(
-            torch.device, lambda _: torch.device("meta"), map_tensors(_meta, (inputs, named))
+            torch.device, lambda _: torch.device("meta"), map_tensors(_to_meta, (inputs, named))
         )
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 outputs = twin(*args, **kwargs)
         except Exception as failure:  # the user's block needs real values
-            return _like_inputs(plan, (inputs, named), failure)
-        return map_tensors(_meta, outputs)
+            return _shapes_from_inputs(plan, (inputs, named), failure)
+        return map_tensors(_to_meta, outputs)
 
 
-def _like_inputs(plan: CallPlan, inputs: Any, failure: Exception) -> Any:
+def _shapes_from_inputs(plan: CallPlan, inputs: Any, failure: Exception) -> Any:
     now = tensors_of(inputs)
     then = tensors_of(plan.inputs)
 
@@ -422,5 +429,5 @@ def _signature(inputs: Any) -> Hashable:
     )
 
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -26,15 +26,21 @@ from typing import NamedTuple
 import torch
 
 from shoal.base.errors import BugError, ClusterError, PlanError
-from shoal.base.plans.pipeline_actions import Action, Schedule
+from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
 from shoal.fabric import World
 from shoal.fabric.exchanges.point_to_point import PointToPoint, Transfer
-from shoal.parallel.pipeline.stage_tensors import Form, decode, encode, gradients_of, shown
+from shoal.parallel.pipeline.stage_tensors import (
+    Form,
+    decode_form,
+    describe_form,
+    encode_form,
+    form_of_gradients,
+)
 
 OUTPUTS, GRADIENTS = "F", "B"
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """Outputs ("F") from the stage before, or gradients ("B") from the one after."""
 
     kind: str
@@ -57,38 +63,38 @@ class Message(NamedTuple):
         return f"{what} of stage {self.source} for stage {self.stage}, micro-batch"
 
 
-def needed(schedule: Schedule, act: Action) -> Message | None:
+def needed_message(schedule: PipelineSchedule, act: Action) -> StageMessage | None:
     """Return the message that the action waits for; None at the ends of the chain and for W.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> needed(make_schedule("gpipe", 2, 1), Action("B", 0, 0))
     Message(kind='B', stage=0, micro_batch=0)
     """
-    place = act.stage % schedule.pieces
+    place = act.stage % schedule.stages_per_copy
     if act.kind == "F" and place > 0:
-        return Message(OUTPUTS, act.stage, act.micro_batch)
-    if act.kind in "BI" and place < schedule.pieces - 1:
-        return Message(GRADIENTS, act.stage, act.micro_batch)
+        return StageMessage(OUTPUTS, act.stage, act.micro_batch)
+    if act.kind in "BI" and place < schedule.stages_per_copy - 1:
+        return StageMessage(GRADIENTS, act.stage, act.micro_batch)
     return None
 
 
-def given(schedule: Schedule, act: Action) -> Message | None:
+def produced_message(schedule: PipelineSchedule, act: Action) -> StageMessage | None:
     """Return the message that the action makes; None at the ends of the chain and for W.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> given(make_schedule("gpipe", 2, 1), Action("F", 0, 0))
     Message(kind='F', stage=1, micro_batch=0)
     """
-    place = act.stage % schedule.pieces
-    if act.kind == "F" and place < schedule.pieces - 1:
-        return Message(OUTPUTS, act.stage + 1, act.micro_batch)
+    place = act.stage % schedule.stages_per_copy
+    if act.kind == "F" and place < schedule.stages_per_copy - 1:
+        return StageMessage(OUTPUTS, act.stage + 1, act.micro_batch)
     if act.kind in "BI" and place > 0:
-        return Message(GRADIENTS, act.stage - 1, act.micro_batch)
+        return StageMessage(GRADIENTS, act.stage - 1, act.micro_batch)
     return None
 
 
 @dataclass(frozen=True)
-class Route:
+class MessageRoute:
     """Messages that one rank receives and sends in a schedule.
 
     Attributes:
@@ -97,41 +103,41 @@ class Route:
         taken_at: position in the peer's list of the action that takes an outgoing message.
     """
 
-    incoming: dict[int, tuple[Message, ...]]
-    made_at: dict[Message, int]
-    taken_at: dict[Message, int]
+    incoming: dict[int, tuple[StageMessage, ...]]
+    made_at: dict[StageMessage, int]
+    taken_at: dict[StageMessage, int]
 
 
-def route(schedule: Schedule, rank: int) -> Route:
+def derive_route(schedule: PipelineSchedule, rank: int) -> MessageRoute:
     """Return the messages between `rank` and its peers.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> [m.micro_batch for m in route(make_schedule("1f1b", 2, 3), 1).incoming[0]]
     [0, 1, 2]
     """
-    incoming: dict[int, list[Message]] = {}
+    incoming: dict[int, list[StageMessage]] = {}
     made_at, taken_at = {}, {}
     for peer, acts in enumerate(schedule.ranks):
         for position, act in enumerate(acts if peer != rank else ()):
-            made, taken = given(schedule, act), needed(schedule, act)
+            made, taken = produced_message(schedule, act), needed_message(schedule, act)
             if made and schedule.stage_rank[made.stage] == rank:
                 incoming.setdefault(peer, []).append(made)
                 made_at[made] = position
             if taken and schedule.stage_rank[taken.source] == rank:
                 taken_at[taken] = position
-    return Route({peer: tuple(told) for peer, told in incoming.items()}, made_at, taken_at)
+    return MessageRoute({peer: tuple(told) for peer, told in incoming.items()}, made_at, taken_at)
 
 
 @dataclass
-class _Peer:
+class _PeerQueue:
     """Messages still to come from one rank, and those sent to it that may still be in flight."""
 
-    to_post: deque[Message]
+    to_post: deque[StageMessage]
     header: Transfer | None = None
     sent: list[tuple[int, list[Transfer]]] = field(default_factory=list)
 
 
-class Messages:
+class StageMessenger:
     """Messages of one rank in the present step, and the forms known from earlier steps.
 
     Attributes:
@@ -143,30 +149,30 @@ class Messages:
         self.wire = PointToPoint(pipe)
         self.forms: dict[Hashable, Form] = {}
         self.signature: Callable[[int], Hashable] = lambda micro_batch: None
-        self.route = Route({}, {}, {})
-        self.peers: dict[int, _Peer] = {}
-        self.posted: dict[Message, list[Transfer]] = {}
+        self.route = MessageRoute({}, {}, {})
+        self.peers: dict[int, _PeerQueue] = {}
+        self.posted: dict[StageMessage, list[Transfer]] = {}
         self.rank_of: tuple[int, ...] = ()
 
     def begin(
-        self, route: Route, stage_rank: tuple[int, ...], signature: Callable[[int], Hashable]
+        self, route: MessageRoute, stage_rank: tuple[int, ...], signature: Callable[[int], Hashable]
     ) -> None:
         """Start a step; signature: of a micro-batch's inputs, the same on every rank."""
-        self.settle()
+        self.wait_for_sends()
         self.route, self.rank_of, self.signature = route, stage_rank, signature
         self.posted = {}
-        self.peers = {peer: _Peer(deque(told)) for peer, told in route.incoming.items()}
+        self.peers = {peer: _PeerQueue(deque(told)) for peer, told in route.incoming.items()}
 
-    def is_here(self, message: Message) -> bool:
+    def is_local(self, message: StageMessage) -> bool:
         """Return whether the message stays on this rank, which then passes it on itself."""
         return self.rank_of[message.stage] == self.rank_of[message.source]
 
-    def post(self, message: Message) -> None:
+    def post_receive(self, message: StageMessage) -> None:
         """Post the receives of a message and of those before it, if their forms are known."""
         if self.early:
-            self._advance(message, wait=False)
+            self._post_until(message, wait=False)
 
-    def take(self, message: Message) -> tuple[list[torch.Tensor], Form]:
+    def receive(self, message: StageMessage) -> tuple[list[torch.Tensor], Form]:
         """Wait for a message; return its tensors and their form.
 
         Raises:
@@ -174,17 +180,17 @@ class Messages:
         """
         source = self.rank_of[message.source]
         try:
-            self._advance(message, wait=True)
+            self._post_until(message, wait=True)
             tensors = [transfer.wait() for transfer in self.posted.pop(message)]
-            self._received(source, self.route.made_at[message])
+            self._release_received(source, self.route.made_at[message])
         except RuntimeError as failure:
-            raise self._lost(message, "did not come from", source, failure) from failure
+            raise self._lost_error(message, "did not come from", source, failure) from failure
         form = self._form(message)
         if form is None:
             raise BugError(f"{self._name(message)}: arrived, but in which form is not known")
         return tensors, form
 
-    def send(self, message: Message, tensors: Sequence[torch.Tensor], form: Form) -> None:
+    def send(self, message: StageMessage, tensors: Sequence[torch.Tensor], form: Form) -> None:
         """Begin to send; the form of outputs must be the known one for the same signature.
 
         Raises:
@@ -196,29 +202,29 @@ class Messages:
         if message.kind == OUTPUTS:
             known = self.forms.setdefault(self._key(message), form)
             if known is form:
-                told = torch.tensor(encode(form), dtype=torch.int64, device=self.pipe.device)
+                told = torch.tensor(encode_form(form), dtype=torch.int64, device=self.pipe.device)
                 sent = [told.new_tensor([told.numel()]), told, *sent]
             elif known != form:
-                raise self._moved(message, known, form)
+                raise self._form_changed_error(message, known, form)
         try:
             transfers = [self.wire.send(tensor, target) for tensor in sent]
         except RuntimeError as failure:
-            raise self._lost(message, "cannot be sent to", target, failure) from failure
-        peer = self.peers.setdefault(target, _Peer(deque()))
+            raise self._lost_error(message, "cannot be sent to", target, failure) from failure
+        peer = self.peers.setdefault(target, _PeerQueue(deque()))
         peer.sent.append((self.route.taken_at[message], transfers))
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all sent messages have been received."""
         for target in self.peers:
             try:
-                self._received(target, None)
+                self._release_received(target, None)
             except RuntimeError as failure:
                 raise ClusterError(
                     f"stages on rank {self.pipe.rank} of the pipeline: rank {target} does not "
                     f"receive what was sent to it: {_first_line(failure)}"
                 ) from failure
 
-    def _received(self, target: int, position: int | None) -> None:
+    def _release_received(self, target: int, position: int | None) -> None:
         """Free messages that `target` took up to this position of its list; None: all."""
         peer = self.peers[target]
         kept = []
@@ -230,7 +236,7 @@ class Messages:
                 kept.append((taken_at, transfers))
         peer.sent = kept
 
-    def _advance(self, message: Message, *, wait: bool) -> None:
+    def _post_until(self, message: StageMessage, *, wait: bool) -> None:
         """Post receives in the sender's order up to this one; at an unknown form stop or wait."""
         source = self.rank_of[message.source]
         peer = self.peers[source]
@@ -243,34 +249,37 @@ class Messages:
                 if wait:
                     length, peer.header = int(peer.header.wait().item()), None
                     told = self.wire.receive((length,), torch.int64, source).wait()
-                    form = self.forms[self._key(coming)] = decode(told.tolist())
+                    form = self.forms[self._key(coming)] = decode_form(told.tolist())
             if form is None:
                 if wait:
                     raise BugError(f"{self._name(coming)}: comes before its outputs were sent")
                 return
             peer.to_post.popleft()
-            values = form if coming.kind == OUTPUTS else gradients_of(form)
+            values = form if coming.kind == OUTPUTS else form_of_gradients(form)
             self.posted[coming] = [self.wire.receive(v.shape, v.dtype, source) for v in values]
 
-    def _key(self, message: Message) -> Hashable:
+    def _key(self, message: StageMessage) -> Hashable:
         signature = self.signature(message.micro_batch)
         return message.boundary, signature, torch.is_grad_enabled()
 
-    def _form(self, message: Message) -> Form | None:
+    def _form(self, message: StageMessage) -> Form | None:
         """Return the form of the values at the message's boundary, if known."""
         return self.forms.get(self._key(message))
 
-    def _name(self, message: Message) -> str:
+    def _name(self, message: StageMessage) -> str:
         return f"pipeline: {message.text()} {message.micro_batch}"
 
-    def _lost(self, message: Message, how: str, peer: int, failure: RuntimeError) -> ClusterError:
+    def _lost_error(
+        self, message: StageMessage, how: str, peer: int, failure: RuntimeError
+    ) -> ClusterError:
         return ClusterError(
             f"{self._name(message)}: {how} rank {peer} of the pipeline: {_first_line(failure)}"
         )
 
-    def _moved(self, message: Message, known: Form, form: Form) -> PlanError:
+    def _form_changed_error(self, message: StageMessage, known: Form, form: Form) -> PlanError:
         return PlanError(
-            f"{self._name(message)}: are {shown(form)}, and were {shown(known)} for inputs of the "
+            f"{self._name(message)}: are {describe_form(form)}, and were {describe_form(known)} "
+            "for inputs of the "
             f"same shapes: shapes that depend on data cannot cross between stages; try: "
             f"another layout.pp, or layout.pp=1"
         )

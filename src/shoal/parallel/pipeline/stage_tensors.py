@@ -16,7 +16,7 @@ import torch
 from shoal.base.errors import BugError
 
 
-class Value(NamedTuple):
+class TensorForm(NamedTuple):
     """Form of one crossing tensor; tag: the integers that `pack` returned for it."""
 
     shape: tuple[int, ...]
@@ -25,14 +25,14 @@ class Value(NamedTuple):
     tag: tuple[int, ...] = ()
 
 
-Form = tuple[Value, ...]
+Form = tuple[TensorForm, ...]
 DTYPES = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 )  # the same on every rank: all run the same torch version
 
 
-def encode(form: Form) -> list[int]:
-    """Encode a form as integers; `decode` reads them.
+def encode_form(form: Form) -> list[int]:
+    """Encode a form as integers; `decode_form` reads them.
 
     >>> encode((Value((2, 3), torch.bool, False, (7,)),))[1:]
     [0, 1, 7, 2, 2, 3]
@@ -44,8 +44,8 @@ def encode(form: Form) -> list[int]:
     return told
 
 
-def decode(told: Sequence[int]) -> Form:
-    """Decode a form that `encode` encoded.
+def decode_form(told: Sequence[int]) -> Form:
+    """Decode a form that `encode_form` encoded.
 
     >>> form = (Value((), torch.float64, True), Value((0, 4), torch.int32, False, (1, 2)))
     >>> decode(encode(form)) == form
@@ -56,16 +56,16 @@ def decode(told: Sequence[int]) -> Form:
         dtype, requires_grad = DTYPES[rest.popleft()], bool(rest.popleft())
         tag = tuple(rest.popleft() for _ in range(rest.popleft()))
         shape = tuple(rest.popleft() for _ in range(rest.popleft()))
-        form.append(Value(shape, dtype, requires_grad, tag))
+        form.append(TensorForm(shape, dtype, requires_grad, tag))
     return tuple(form)
 
 
-def gradients_of(form: Form) -> Form:
+def form_of_gradients(form: Form) -> Form:
     """Return the form of the gradients that come back for values of a form."""
-    return tuple(Value(v.shape, v.dtype, False) for v in form if v.requires_grad)
+    return tuple(TensorForm(v.shape, v.dtype, False) for v in form if v.requires_grad)
 
 
-def shown(form: Form) -> str:
+def describe_form(form: Form) -> str:
     """Return a form as text for error lines.
 
     >>> shown((Value((2, 3), torch.float32, True), Value((), torch.int64, False)))
@@ -78,7 +78,7 @@ def shown(form: Form) -> str:
     )
 
 
-class Crossing(Protocol):
+class ValuePacking(Protocol):
     """Protocol that packs values that are no plain tensors into one tensor each."""
 
     def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -88,7 +88,7 @@ class Crossing(Protocol):
         """Return the value again, on the rank that received the tensor."""
 
 
-class PlainTensors:
+class PlainTensorPacking:
     """Crossing of plain tensors, which are sent unchanged."""
 
     def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -114,7 +114,7 @@ class _Arrival(torch.autograd.Function):
         return gradient
 
 
-def arrive(leaf: torch.Tensor) -> torch.Tensor:
+def to_non_leaf(leaf: torch.Tensor) -> torch.Tensor:
     """Return a leaf's values as a non-leaf, so that a stage may modify them in place."""
     value: torch.Tensor = _Arrival.apply(leaf)
     return value

@@ -27,10 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, Tiled, cut, grid_place, join
+from shoal.parallel.spmd.labelling.labels import (
+    WHOLE,
+    Label,
+    Split,
+    Tiled,
+    cut_tensor,
+    grid_coordinates,
+    join_parts,
+)
 
 
-class Sum(Protocol):
+class PendingReduceScatter(Protocol):
     """Handle of a pending reduce-scatter."""
 
     def result(self) -> Tensor:
@@ -54,7 +62,7 @@ class Axis(Protocol):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All-gather a tensor [...] of every rank into [size, ...]."""
 
-    def reduce_scatter(self, tensor: Tensor, cuts: Sequence[int]) -> Sum:
+    def reduce_scatter(self, tensor: Tensor, cuts: Sequence[int]) -> PendingReduceScatter:
         """Start to sum a flat tensor; rank r receives elements cuts[r] to cuts[r + 1]."""
 
 
@@ -88,7 +96,7 @@ def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool
     return gathered
 
 
-def part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) -> Tensor:
+def slice_own_part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) -> Tensor:
     """Return this rank's part of a whole value.
 
     Args:
@@ -96,19 +104,19 @@ def part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) 
             part; it is summed over the ranks later.
     """
     if not value.requires_grad:
-        own_part = cut(value, label, axis.rank, axis.size)
+        own_part = cut_tensor(value, label, axis.rank, axis.size)
         # A view that autograd saves for the backward pass would keep the whole table in memory.
         is_view = own_part.untyped_storage().nbytes() > own_part.nbytes
         return own_part.clone() if is_view else own_part
     if part_gradients:
-        return cut(value, label, axis.rank, axis.size)
+        return cut_tensor(value, label, axis.rank, axis.size)
     if isinstance(label, Tiled):  # several ranks hold the same part: their gradients are summed
-        return cut(enter(value, axis), label, axis.rank, axis.size)
-    own: Tensor = _Part.apply(value, axis, label)
+        return cut_tensor(enter(value, axis), label, axis.rank, axis.size)
+    own: Tensor = _SlicePart.apply(value, axis, label)
     return own
 
 
-def once(value: Tensor, axis: Axis) -> Tensor:
+def keep_on_first_rank(value: Tensor, axis: Axis) -> Tensor:
     """Return the value on rank 0 and zeros elsewhere, so that a sum over ranks counts it once."""
     if axis.rank == 0:
         return value
@@ -116,11 +124,11 @@ def once(value: Tensor, axis: Axis) -> Tensor:
     return zeros
 
 
-def counted_once(value: Tensor, axis: Axis) -> Tensor:
+def count_gradient_once(value: Tensor, axis: Axis) -> Tensor:
     """Keep the gradient of a value on rank 0 only, so that a sum over ranks counts it once."""
     if not value.requires_grad:
         return value
-    counted: Tensor = _CountedOnce.apply(value, axis)
+    counted: Tensor = _CountGradientOnce.apply(value, axis)
     return counted
 
 
@@ -140,22 +148,22 @@ def dropout(
     """
     shape = list(value.shape)
     for axis, label in zip(axes, labels, strict=True):
-        shape = whole_shape(shape, label, axis.size)
+        shape = compute_whole_shape(shape, label, axis.size)
     with torch.no_grad():
         ones = value.new_ones([shape[d] for d in order]).permute(_inverse(order))
         mask = F.dropout(ones, probability, True)
         for axis, label in zip(axes, labels, strict=True):
-            mask = cut(mask, label, axis.rank, axis.size)
+            mask = cut_tensor(mask, label, axis.rank, axis.size)
     return value * mask
 
 
-def complete(own: Tensor, axis: Axis, buffer: Tensor, split: Split) -> None:
+def gather_buffer(own: Tensor, axis: Axis, buffer: Tensor, split: Split) -> None:
     """All-gather a buffer of which every rank wrote its own part."""
     # past the count of writes, as F.batch_norm itself does: its backward pass reads no statistics
-    buffer.data.copy_(_gathered(own, axis, split))
+    buffer.data.copy_(_all_gather(own, axis, split))
 
 
-def whole_shape(part: Sequence[int], label: Label, degree: int) -> list[int]:
+def compute_whole_shape(part: Sequence[int], label: Label, degree: int) -> list[int]:
     """Return the shape of the whole tensor, from the shape of a rank's part."""
     shape = list(part)
     axes = label.axes if isinstance(label, Tiled) else ((degree, label),)
@@ -172,23 +180,23 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return places
 
 
-def _summed(value: Tensor, axis: Axis) -> Tensor:
+def _all_reduced_copy(value: Tensor, axis: Axis) -> Tensor:
     out = value.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(out)
     return out
 
 
-def _is_copy(label: Tiled, rank: int) -> bool:
-    places = zip(grid_place(label, rank), label.axes, strict=True)
+def _is_replica(label: Tiled, rank: int) -> bool:
+    places = zip(grid_coordinates(label, rank), label.axes, strict=True)
     return any(place and one == WHOLE for place, (_, one) in places)
 
 
-def _gathered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
-    return join(axis.all_gather(value.contiguous()).unbind(0), split)
+def _all_gather(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
+    return join_parts(axis.all_gather(value.contiguous()).unbind(0), split)
 
 
-def _scattered(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
-    parts = [cut(value, split, rank, axis.size) for rank in range(axis.size)]
+def _reduce_scatter(value: Tensor, axis: Axis, split: Split | Tiled) -> Tensor:
+    parts = [cut_tensor(value, split, rank, axis.size) for rank in range(axis.size)]
     flat = torch.cat([one.reshape(-1) for one in parts])
     count = parts[0].numel()
     pending = axis.reduce_scatter(flat, [count * rank for rank in range(axis.size + 1)])
@@ -203,13 +211,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return _summed(upstream, ctx.axis), None
+        return _all_reduced_copy(upstream, ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        return _summed(value, axis)
+        return _all_reduced_copy(value, axis)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -220,11 +228,11 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, split: Split) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return _scattered(value, axis, split)
+        return _reduce_scatter(value, axis, split)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(upstream, ctx.axis, ctx.split), None, None
+        return _all_gather(upstream, ctx.axis, ctx.split), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -233,31 +241,31 @@ class _Gather(torch.autograd.Function):
         ctx: Any, value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool
     ) -> Tensor:
         ctx.axis, ctx.split, ctx.part_gradients = axis, split, part_gradients
-        return _gathered(value, axis, split)
+        return _all_gather(value, axis, split)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.part_gradients:
-            own = _scattered(upstream, ctx.axis, ctx.split)
+            own = _reduce_scatter(upstream, ctx.axis, ctx.split)
         else:
-            own = cut(upstream, ctx.split, ctx.axis.rank, ctx.axis.size)
-        if isinstance(ctx.split, Tiled) and _is_copy(ctx.split, ctx.axis.rank):
+            own = cut_tensor(upstream, ctx.split, ctx.axis.rank, ctx.axis.size)
+        if isinstance(ctx.split, Tiled) and _is_replica(ctx.split, ctx.axis.rank):
             own = torch.zeros_like(own)  # the gather used the first of equal parts only
         return own, None, None, None
 
 
-class _Part(torch.autograd.Function):
+class _SlicePart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, split: Split) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return cut(value, split, axis.rank, axis.size)
+        return cut_tensor(value, split, axis.rank, axis.size)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(upstream, ctx.axis, ctx.split), None, None
+        return _all_gather(upstream, ctx.axis, ctx.split), None, None
 
 
-class _CountedOnce(torch.autograd.Function):
+class _CountGradientOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis

@@ -21,16 +21,16 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd.autograd_collectives import Axis
-from shoal.parallel.spmd.block_trial import Trial, distance_of
+from shoal.parallel.spmd.block_trial import BlockTrial, measure_relative_distance
 from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit
 from shoal.parallel.spmd.verified_blocks import PASSED
 from shoal.trace.graph.layer_graph import is_function
-from shoal.trace.isolation.lifted_casts import NARROW, CastsLifted
-from shoal.trace.isolation.preserve_state import without_trace
-from shoal.wire.phases import counting
+from shoal.trace.isolation.lifted_casts import NARROW, LiftedCasts
+from shoal.trace.isolation.preserve_state import preserve_state
+from shoal.wire.phases import iter_with_progress
 
 if TYPE_CHECKING:
-    from shoal.parallel.spmd.check_causes import Finding
+    from shoal.parallel.spmd.check_causes import CheckFinding
 
 EXACT, CAST = 1e-10, 1e-4
 """Largest difference that counts as rounding, relative to the norm of the whole tensor: in float64,
@@ -38,7 +38,7 @@ and where the block computes in float32.
 """
 
 
-def checked(
+def check_blocks(
     module: nn.Module, split: ModelSplit, axis: Axis, *, strict: bool = False
 ) -> ModelSplit:
     """Return `split` without the blocks that fail the check; a failed block stays whole.
@@ -52,7 +52,7 @@ def checked(
         PlanError: a block fails under `strict`, or no split parameter is left.
     """
     failed: dict[str, str] = {}
-    for group in counting("check layers", len(split.classes), split.classes):
+    for group in iter_with_progress("check layers", len(split.classes), split.classes):
         finding = check_class(module, group, axis)
         if finding is None:
             continue
@@ -63,12 +63,12 @@ def checked(
             )
     if not failed:
         return split
-    from shoal.parallel.spmd.model_split import without  # only tp needs it; cp checks too
+    from shoal.parallel.spmd.model_split import keep_blocks_whole  # only tp needs it; cp checks too
 
-    return without(module, split, failed)
+    return keep_blocks_whole(module, split, failed)
 
 
-def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | None:
+def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> CheckFinding | None:
     """Check the first block of a class; return the finding, or None if all results are equal.
 
     A block that casts to float32 internally is checked without its casts: casts can amplify the
@@ -77,22 +77,22 @@ def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | 
     Args:
         axes: the axis of the group's split, then that of the split inside of it.
     """
-    passed, known = PASSED.get(), known_by(group, axes)
+    passed, known = PASSED.get(), build_check_key(group, axes)
     if passed is None or known is None:
-        return _checked(module, group, axes)
+        return _check_with_fallbacks(module, group, axes)
     device = next(module.parameters()).device
     here = torch.tensor([int(known in passed)], device="cpu" if device.type == "meta" else device)
     for axis in axes:  # a check is a collective: either all ranks skip it, or none does
         here = axis.all_gather(here).min().reshape(1)
     if bool(here):
         return None
-    finding = _checked(module, group, axes)
+    finding = _check_with_fallbacks(module, group, axes)
     if finding is None:
         passed.add(known)
     return finding
 
 
-def known_by(group: BlockClass, axes: tuple[Axis, ...]) -> object:
+def build_check_key(group: BlockClass, axes: tuple[Axis, ...]) -> object:
     """Return a key for all that a check depends on: program, shapes and split; None: no such key.
 
     The program is written in float64. The model's own autograd functions are compared by identity,
@@ -113,11 +113,11 @@ def known_by(group: BlockClass, axes: tuple[Axis, ...]) -> object:
         code,
         tuple(n.target for n in nodes if is_function(n.target)),
         tuple((tuple(t.shape), t.requires_grad) for t in inputs),
-        *(_division(one) for one in (split, split.inner) if one is not None),
+        *(_build_division_key(one) for one in (split, split.inner) if one is not None),
     )
 
 
-def _division(split: BlockSplit) -> object:
+def _build_division_key(split: BlockSplit) -> object:
     """Return a key for how one axis divides a block's tensors and where its ranks communicate."""
     return (
         tuple(split.shapes.items()),
@@ -128,47 +128,54 @@ def _division(split: BlockSplit) -> object:
     )
 
 
-def _checked(module: nn.Module, group: BlockClass, axes: Sequence[Axis]) -> Finding | None:
+def _check_with_fallbacks(
+    module: nn.Module, group: BlockClass, axes: Sequence[Axis]
+) -> CheckFinding | None:
     try:
-        with CastsLifted():
-            return _check(module, group, axes, torch.float64)
+        with LiftedCasts():
+            return _check_in_dtype(module, group, axes, torch.float64)
     except Exception:  # a block that insists on its own casts
         try:
-            return _check(module, group, axes, torch.float64)
+            return _check_in_dtype(module, group, axes, torch.float64)
         except Exception:  # operations or constants that float64 does not have
             try:
-                return _check(module, group, axes, torch.float32)
+                return _check_in_dtype(module, group, axes, torch.float32)
             except torch.OutOfMemoryError:  # nothing is wrong with the split
                 raise
             except Exception as error:  # alike on every rank: their parts have one size
-                from shoal.parallel.spmd.check_causes import Finding
+                from shoal.parallel.spmd.check_causes import CheckFinding
 
                 line = (str(error).splitlines() or [""])[0]
-                return Finding(group.names[0], 0.0, (), "", f"{type(error).__name__}: {line}")
+                return CheckFinding(group.names[0], 0.0, (), "", f"{type(error).__name__}: {line}")
 
 
-def _check(
+def _check_in_dtype(
     module: nn.Module, group: BlockClass, axes: Sequence[Axis], dtype: torch.dtype
-) -> Finding | None:
+) -> CheckFinding | None:
     name = group.names[0]
-    with without_trace(module):
-        trial = Trial(module.get_submodule(name), group, axes, dtype)
+    with preserve_state(module):
+        trial = BlockTrial(module.get_submodule(name), group, axes, dtype)
         expected = trial.alone()
         got = trial.together()
-        tolerance = CAST if trial.casts else EXACT
-        outputs = trial.everywhere(distance_of(got.outputs, expected.outputs))
+        tolerance = CAST if trial.uses_float32 else EXACT
+        outputs = trial.max_over_ranks(measure_relative_distance(got.outputs, expected.outputs))
         wrong = [
             n
             for n, wanted in expected.gradients.items()
-            if trial.everywhere(expected.off(wanted - got.gradients[n])) > tolerance
+            if trial.max_over_ranks(expected.relative_difference(wanted - got.gradients[n]))
+            > tolerance
         ]
         wrong.reverse()
         wrong.sort(key=lambda n: n.startswith("input "))  # the last parameter first, inputs last
         if not (wrong or outputs > tolerance):
             return None
-        from shoal.parallel.spmd.check_causes import Finding, in_gradients, in_outputs
+        from shoal.parallel.spmd.check_causes import (
+            CheckFinding,
+            diagnose_gradients,
+            diagnose_outputs,
+        )
 
         if outputs > tolerance:
-            return Finding(name, outputs, tuple(wrong), in_outputs(trial, tolerance))
-        cause = in_gradients(trial, tolerance, wrong, got, expected)
-        return Finding(name, 0.0, tuple(wrong), cause)
+            return CheckFinding(name, outputs, tuple(wrong), diagnose_outputs(trial, tolerance))
+        cause = diagnose_gradients(trial, tolerance, wrong, got, expected)
+        return CheckFinding(name, 0.0, tuple(wrong), cause)

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.parallel.spmd.block_trial import Results, Trial, distance_of
-from shoal.parallel.spmd.labelling.labels import Label, Split, divides, in_segments
+from shoal.parallel.spmd.block_trial import BlockTrial, TrialResults, measure_relative_distance
+from shoal.parallel.spmd.labelling.labels import Label, Split, divides, format_segments
 
 SEGMENTS = (1, 2, 3, 4)
 """Numbers of segments that the diagnosis tries."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """Mistake of a split block, and its likely cause.
 
     Attributes:
@@ -49,12 +49,12 @@ class Finding:
         return f"split, it computes something else: {what}; likely cause: {self.cause}"
 
 
-def in_outputs(trial: Trial, tolerance: float) -> str:
+def diagnose_outputs(trial: BlockTrial, tolerance: float) -> str:
     """Name the likely cause of wrong outputs; the split inside, if any, is right by itself."""
     expected = trial.alone().outputs
 
-    def mended(got: Results, wanted: list[Tensor]) -> bool:
-        return trial.everywhere(distance_of(got.outputs, wanted)) <= tolerance
+    def mended(got: TrialResults, wanted: list[Tensor]) -> bool:
+        return trial.max_over_ranks(measure_relative_distance(got.outputs, wanted)) <= tolerance
 
     degree = trial.axis.size
     biases = _row_biases(trial)
@@ -64,7 +64,7 @@ def in_outputs(trial: Trial, tolerance: float) -> str:
 
     if biases and mended(trial.together(divided), expected):
         return f"every rank adds {' and '.join(biases)}, which so counts {degree} times"
-    for size, names in _fused(trial).items():
+    for size, names in _group_by_cut_size(trial).items():
         for segments in SEGMENTS:
             cuts: dict[str, Label] = {}
             for n in names:
@@ -74,9 +74,9 @@ def in_outputs(trial: Trial, tolerance: float) -> str:
             if not cuts or cuts == {n: trial.split.parameters[n] for n in names}:
                 continue
             if mended(trial.together(labels=cuts), expected):
+                now = format_segments(trial.split.parameters[names[0]]).removeprefix(" in ")
                 return (
-                    f"{' and '.join(names)} hold {segments} segments and were cut as "
-                    f"{in_segments(trial.split.parameters[names[0]]).removeprefix(' in ') or 'one'}"
+                    f"{' and '.join(names)} hold {segments} segments and were cut as {now or 'one'}"
                 )
     shared = _shared_matrices(trial)
 
@@ -88,8 +88,12 @@ def in_outputs(trial: Trial, tolerance: float) -> str:
     return "an exchange in the forward pass is missing, or stands at the wrong place"
 
 
-def in_gradients(
-    trial: Trial, tolerance: float, wrong: Sequence[str], got: Results, expected: Results
+def diagnose_gradients(
+    trial: BlockTrial,
+    tolerance: float,
+    wrong: Sequence[str],
+    got: TrialResults,
+    expected: TrialResults,
 ) -> str:
     """Name the likely cause of wrong gradients if the outputs are right."""
     degree = trial.axis.size
@@ -97,10 +101,13 @@ def in_gradients(
     for n in wrong:
         if n not in got.own:  # it is cut
             continue
-        wanted, summed = expected.gradients[n], trial.summed(got.own[n])
-        if trial.everywhere(expected.off(summed - wanted)) <= tolerance:
+        wanted, summed = expected.gradients[n], trial.sum_over_ranks(got.own[n])
+        if trial.max_over_ranks(expected.relative_difference(summed - wanted)) <= tolerance:
             parts.append(n)
-        elif trial.everywhere(expected.off(summed - wanted * degree)) <= tolerance:
+        elif (
+            trial.max_over_ranks(expected.relative_difference(summed - wanted * degree))
+            <= tolerance
+        ):
             repeated.append(n)
     if repeated and len(repeated) == len(wrong):
         return f"the gradient of {repeated[0]} is whole on every rank and is summed all the same"
@@ -113,7 +120,7 @@ def in_gradients(
     return f"a sum over ranks is missing, or done twice, in the backward pass before {wrong[0]}"
 
 
-def _row_biases(trial: Trial) -> list[str]:
+def _row_biases(trial: BlockTrial) -> list[str]:
     """Return names of whole vectors in a layer that has a split weight."""
     layers = {n.rpartition(".")[0] for n in trial.split.parameters}
     return [
@@ -123,7 +130,7 @@ def _row_biases(trial: Trial) -> list[str]:
     ]
 
 
-def _fused(trial: Trial) -> dict[int, list[str]]:
+def _group_by_cut_size(trial: BlockTrial) -> dict[int, list[str]]:
     """Group cut parameters by the size of the dim that is cut, so that a weight meets its bias."""
     sizes: dict[int, list[str]] = {}
     for n, label in trial.split.parameters.items():
@@ -132,7 +139,7 @@ def _fused(trial: Trial) -> dict[int, list[str]]:
     return sizes
 
 
-def _shared_matrices(trial: Trial) -> list[str]:
+def _shared_matrices(trial: BlockTrial) -> list[str]:
     """Return names of matrices of which several ranks hold the same part."""
     return [
         n

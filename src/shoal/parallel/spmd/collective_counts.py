@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labelling.labels import Split
-from shoal.parallel.spmd.split_block import BlockSplit, Exchange
-from shoal.trace.find.vocabulary_use import Tables
-from shoal.trace.isolation.layer_calls import Call
+from shoal.parallel.spmd.split_block import BlockCollective, BlockSplit
+from shoal.trace.find.vocabulary_use import VocabularyTables
+from shoal.trace.isolation.layer_calls import LayerCall
 
 NUMBERS_PER_TOKEN = 3
 """Numbers per token that ranks exchange in the loss: largest logit, sum, the target's logit."""
 
 
-class Class(Protocol):
+class LayerClass(Protocol):
     """Group of equal layers that are split in the same way."""
 
     @property
@@ -36,51 +36,59 @@ class Class(Protocol):
         """Split of each layer."""
 
 
-def exchanges_of(
+def list_collectives(
     module: nn.Module,
-    classes: Sequence[Class],
-    tables: Tables,
-    calls: Mapping[str, Call],
+    classes: Sequence[LayerClass],
+    tables: VocabularyTables,
+    calls: Mapping[str, LayerCall],
     degree: int,
-) -> dict[str, tuple[Exchange, ...]]:
+) -> dict[str, tuple[BlockCollective, ...]]:
     """Return the collectives of one forward and backward pass, by module, in call order.
 
     The loss is assumed to be the default loss, which reads the logits of this rank's classes only.
     """
     splits = {name: one.split for one in classes for name in one.names}
-    scattered = scattered_lookups(classes, tables, calls)
-    gives_parts = {name for name, split in splits.items() if _parts(split.outputs)} | scattered
-    found: dict[str, tuple[Exchange, ...]] = {}
+    scattered = list_scattered_embeddings(classes, tables, calls)
+    gives_parts = {name for name, split in splits.items() if _has_parts(split.outputs)} | scattered
+    found: dict[str, tuple[BlockCollective, ...]] = {}
     for name in tables.embeddings:
         if name in tables.outputs:
-            once = _lookup(name, tables.outputs[name], name in scattered)
+            once = _list_lookup_collectives(name, tables.outputs[name], name in scattered)
             found[name] = once * len(calls[name].follows)
     handed_on = Counter(before for n in calls if n in splits for before in calls[n].follows)
     for name in (n for n in calls if n in splits):
         own = list(splits[name].exchanges) * len(calls[name].follows)
         hidden = _first_floating(calls[name])
-        if _parts(splits[name].inputs):
+        if _has_parts(splits[name].inputs):
             cut = sum(before not in gives_parts for before in calls[name].follows)
-            own += [Exchange("all_gather", "backward", _bytes(hidden), f"{name}: its input")] * cut
+            own += [
+                BlockCollective("all_gather", "backward", _bytes(hidden), f"{name}: its input")
+            ] * cut
         if name in gives_parts:
             seen = len(calls[name].follows) - handed_on[name]
-            own += [Exchange("all_gather", "forward", _bytes(hidden), f"{name}: its output")] * seen
+            own += [
+                BlockCollective("all_gather", "forward", _bytes(hidden), f"{name}: its output")
+            ] * seen
         found[name] = tuple(own)
     for name in tables.heads:
         if name in tables.outputs and name != tables.to_loss:
-            found[name] = _head(module.get_submodule(name), tables.outputs[name], degree)
+            found[name] = _list_head_collectives(
+                module.get_submodule(name), tables.outputs[name], degree
+            )
     if tables.to_loss and tables.hidden is not None:
         hidden = tables.hidden
         tokens = hidden.numel() // hidden.shape[-1]
         found["loss"] = (
-            _told(tokens, hidden, degree),
-            Exchange("all_reduce", "forward", _bytes(hidden), "loss: gradient of hidden states"),
+            _loss_all_gather(tokens, hidden, degree),
+            BlockCollective(
+                "all_reduce", "forward", _bytes(hidden), "loss: gradient of hidden states"
+            ),
         )
     return found
 
 
-def scattered_lookups(
-    classes: Sequence[Class], tables: Tables, calls: Mapping[str, Call]
+def list_scattered_embeddings(
+    classes: Sequence[LayerClass], tables: VocabularyTables, calls: Mapping[str, LayerCall]
 ) -> frozenset[str]:
     """Return split embeddings whose output goes straight into a block that takes sequence parts.
 
@@ -89,7 +97,7 @@ def scattered_lookups(
     return frozenset(
         before
         for one in classes
-        if _parts(one.split.inputs)
+        if _has_parts(one.split.inputs)
         for name in one.names
         if name in calls
         for before in calls[name].follows
@@ -97,36 +105,42 @@ def scattered_lookups(
     )
 
 
-def _lookup(name: str, output: Tensor, scattered: bool) -> tuple[Exchange, ...]:
+def _list_lookup_collectives(
+    name: str, output: Tensor, scattered: bool
+) -> tuple[BlockCollective, ...]:
     """Return the collectives of a split embedding."""
     if not scattered:
-        return (Exchange("all_reduce", "forward", _bytes(output), f"{name}: lookup"),)
+        return (BlockCollective("all_reduce", "forward", _bytes(output), f"{name}: lookup"),)
     return (
-        Exchange("reduce_scatter", "forward", _bytes(output), f"{name}: lookup"),
-        Exchange("all_gather", "backward", _bytes(output), f"{name}: gradient"),
+        BlockCollective("reduce_scatter", "forward", _bytes(output), f"{name}: lookup"),
+        BlockCollective("all_gather", "backward", _bytes(output), f"{name}: gradient"),
     )
 
 
-def _head(head: nn.Module, logits: Tensor, degree: int) -> tuple[Exchange, ...]:
+def _list_head_collectives(
+    head: nn.Module, logits: Tensor, degree: int
+) -> tuple[BlockCollective, ...]:
     tokens = logits.numel() // logits.shape[-1]
     dim = head.get_parameter("weight").shape[1]
     return (
-        _told(tokens, logits, degree),
-        Exchange("all_reduce", "backward", tokens * dim * logits.element_size(), "head: its input"),
+        _loss_all_gather(tokens, logits, degree),
+        BlockCollective(
+            "all_reduce", "backward", tokens * dim * logits.element_size(), "head: its input"
+        ),
     )
 
 
-def _told(tokens: int, like: Tensor, degree: int) -> Exchange:
+def _loss_all_gather(tokens: int, like: Tensor, degree: int) -> BlockCollective:
     wide_bytes = max(4, like.element_size())
     size_bytes = degree * NUMBERS_PER_TOKEN * tokens * wide_bytes
-    return Exchange("all_gather", "forward", size_bytes, "loss: three numbers per token")
+    return BlockCollective("all_gather", "forward", size_bytes, "loss: three numbers per token")
 
 
-def _parts(labels: Sequence[object]) -> bool:
+def _has_parts(labels: Sequence[object]) -> bool:
     return any(isinstance(label, Split) for label in labels)
 
 
-def _first_floating(call: Call) -> Tensor:
+def _first_floating(call: LayerCall) -> Tensor:
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     return next(t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.base.errors import ConfigError, PlanError, nearest, one_of
+from shoal.base.errors import ConfigError, PlanError, format_choice_error, nearest_word
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.collective_counts import exchanges_of, scattered_lookups
+from shoal.parallel.spmd.collective_counts import list_collectives, list_scattered_embeddings
 from shoal.parallel.spmd.labelling.labels import WHOLE, Split, Whole
-from shoal.parallel.spmd.labelling.operation_terms import NotSplit
+from shoal.parallel.spmd.labelling.operation_terms import IndivisibleSequence
 from shoal.parallel.spmd.split_block import (
     BlockClass,
     BlockSplit,
@@ -32,11 +32,11 @@ from shoal.parallel.spmd.split_block import (
     split_block,
 )
 from shoal.trace.find.trunk import Trunk
-from shoal.trace.find.vocabulary_use import Tables
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.graph.layer_groups import Likeness
-from shoal.trace.isolation.layer_calls import Call, bare
-from shoal.trace.isolation.random_draws import keyed_inside
+from shoal.trace.find.vocabulary_use import VocabularyTables
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.graph.layer_groups import LayerGrouping
+from shoal.trace.isolation.layer_calls import LayerCall, copy_without_numbers
+from shoal.trace.isolation.random_draws import explain_keyed_blocks
 from shoal.wire.phases import phase
 
 WISHES = ("whole", "column", "row")
@@ -44,7 +44,7 @@ WISHES = ("whole", "column", "row")
 
 @phase("split layers")
 def plan_split(
-    record: Record,
+    record: ForwardRecord,
     degree: int,
     *,
     staged: bool = False,
@@ -68,20 +68,22 @@ def plan_split(
             numbers; or a pattern matches no parameter.
         ConfigError: an override is neither whole, column nor row.
     """
-    planner = _Planner(record, degree, _wishes(record.module, overrides), sequence, opaque)
+    planner = _SplitPlanner(
+        record, degree, _match_overrides(record.module, overrides), sequence, opaque
+    )
     return planner.plan(staged, strict)
 
 
-def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
+def _match_overrides(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
     """Return the user's override of each parameter; later patterns win."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     wishes: dict[str, str] = {}
     for pattern, wish in overrides.items():
         if wish not in WISHES:
-            raise ConfigError(one_of(f'layout.split."{pattern}"', wish, WISHES))
+            raise ConfigError(format_choice_error(f'layout.split."{pattern}"', wish, WISHES))
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            close = nearest(pattern, names) or names[0]
+            close = nearest_word(pattern, names) or names[0]
             raise PlanError(
                 f'layout.split."{pattern}": matches no parameter of {type(module).__name__}; '
                 f"try: {close}"
@@ -90,11 +92,16 @@ def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
     return wishes
 
 
-class _Planner:
+class _SplitPlanner:
     """Planner of one model's split, with the results so far."""
 
     def __init__(
-        self, record: Record, degree: int, wishes: dict[str, str], sequence: bool, opaque: bool
+        self,
+        record: ForwardRecord,
+        degree: int,
+        wishes: dict[str, str],
+        sequence: bool,
+        opaque: bool,
     ) -> None:
         self.module, self.record, self.degree = record.module, record, degree
         self.wishes, self.sequence, self.opaque = wishes, sequence, opaque
@@ -103,27 +110,27 @@ class _Planner:
         for name, p in self.module.named_parameters(remove_duplicate=False):
             self.homes.setdefault(id(p), []).append(name)
         self.classes: list[BlockClass] = []
-        self.likeness = Likeness(self.module, opaque=opaque)
+        self.likeness = LayerGrouping(self.module, opaque=opaque)
         self.refused: list[str] = []  # one line each: what stays whole, and why
         self.graphs: set[str] = set()  # layers that could be traced, whether split or not
         self.untraced: dict[str, str] = {}  # layers that could not, and why
 
     def plan(self, staged: bool, strict: bool) -> ModelSplit:
         trunk = self.record.trunk
-        blocks = self.holder(trunk) if trunk.leaf and not staged else trunk.blocks
+        blocks = self.enclosing_layer(trunk) if trunk.leaf and not staged else trunk.blocks
         lookups = [n for n, p in self.module.named_modules() if isinstance(p, nn.Embedding)]
         calls = self.record.calls([*blocks, *lookups])
         tables = self.record.tables(blocks, self.degree, self.wishes.get)
-        reached = self.record.reached(blocks)
+        reached = self.record.externally_called_blocks(blocks)
         for name, part in reached.items():
             # Another layer computes with parameters that a split one would hold in parts.
             why = f"{part} is called from outside of it"
             self.refused.append(f"{name} stays whole: {why}")
             self.untraced[name] = why
         apart = [name for name in blocks if name in calls and name not in reached]
-        for names in self.groups(apart, calls):
-            self.solve(names, calls, whole_if_not=True)
-        parameters = self.parameters(tables)
+        for names in self.group_layers(apart, calls):
+            self.split_group(names, calls, whole_if_not=True)
+        parameters = self.parameter_splits(tables)
         if not any(not isinstance(one.label, Whole) for one in parameters.values()):
             why = self.refused[0] if self.refused else "it has no layer that repeats"
             raise PlanError(
@@ -131,7 +138,7 @@ class _Planner:
                 f"{self.degree}: {why}; try: layout.tp=1"
             )
         if self.untraced:
-            self.refuse_draws()
+            self.refuse_random_draws()
         if strict and self.refused:
             raise PlanError(
                 f"layout.tp = {self.degree} with layout.strict: {self.refused[0]}; try: "
@@ -143,13 +150,13 @@ class _Planner:
             tuple(self.classes),
             tables,
             parameters,
-            exchanges_of(self.module, self.classes, tables, calls, self.degree),
+            list_collectives(self.module, self.classes, tables, calls, self.degree),
             tuple(f"layout.tp = {self.degree}: {line}" for line in self.refused),
-            scattered_lookups(self.classes, tables, calls),
-            {name: call.without_numbers() for name, call in calls.items()},
+            list_scattered_embeddings(self.classes, tables, calls),
+            {name: call.to_meta() for name, call in calls.items()},
         )
 
-    def holder(self, trunk: Trunk) -> tuple[str, ...]:
+    def enclosing_layer(self, trunk: Trunk) -> tuple[str, ...]:
         """Return the layer that holds all leaves of a trunk, which is split as a unit."""
         parents = [name.split(".")[:-1] for name in trunk.blocks]
         shared = []
@@ -163,17 +170,17 @@ class _Planner:
             shared.pop()  # has no forward of its own
         return (".".join(shared),) if trunk.blocks else ()
 
-    def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
+    def group_layers(self, names: list[str], calls: dict[str, LayerCall]) -> list[list[str]]:
         """Group equal layers for which the user wants the same split."""
         found = []
-        for alike in self.likeness.groups(names, calls):
+        for alike in self.likeness.group_layers(names, calls):
             by_wish: dict[Any, list[str]] = {}
             for name in alike:
-                by_wish.setdefault(self.relative(name), []).append(name)
+                by_wish.setdefault(self.relative_overrides(name), []).append(name)
             found += list(by_wish.values())
         return found
 
-    def relative(self, name: str) -> tuple[tuple[str, str], ...]:
+    def relative_overrides(self, name: str) -> tuple[tuple[str, str], ...]:
         """Return the user's overrides for a layer's parameters, by their names in the layer."""
         start = f"{name}." if name else ""
         wishes = {
@@ -182,17 +189,19 @@ class _Planner:
             if full.startswith(start)
         }
         for own, p in self.module.get_submodule(name).named_parameters():
-            if self.shared_with(name, p):
+            if self.tied_parameter_name(name, p):
                 wishes[own] = "whole"
         return tuple(sorted(wishes.items()))
 
-    def shared_with(self, name: str, parameter: nn.Parameter) -> str:
+    def tied_parameter_name(self, name: str, parameter: nn.Parameter) -> str:
         """Return another name of a tied parameter outside of layer `name`, or ""."""
         start = f"{name}." if name else ""
         others = [home for home in self.homes[id(parameter)] if not home.startswith(start)]
         return others[0] if others else ""
 
-    def solve(self, names: list[str], calls: dict[str, Call], whole_if_not: bool) -> bool:
+    def split_group(
+        self, names: list[str], calls: dict[str, LayerCall], whole_if_not: bool
+    ) -> bool:
         """Split a group of equal layers, as a unit or by their children; return the success."""
         name = names[0]
         like = f" (and {len(names) - 1} like it)" if len(names) > 1 else ""
@@ -205,9 +214,9 @@ class _Planner:
         ]
         calls |= self.record.calls(n for alike in below for n in alike)
         worked = [
-            self.solve(group, calls, False)
+            self.split_group(group, calls, False)
             for alike in below
-            for group in self.groups([n for n in alike if n in calls], calls)
+            for group in self.group_layers([n for n in alike if n in calls], calls)
         ]
         if whole_if_not:
             if any(worked):
@@ -216,33 +225,33 @@ class _Planner:
                 self.refused.append(f"{name}{like} stays whole: {why}")
         return any(worked)
 
-    def try_to_split(self, names: list[str], calls: dict[str, Call]) -> str:
+    def try_to_split(self, names: list[str], calls: dict[str, LayerCall]) -> str:
         """Split equal layers as a unit; return the reason if that fails, else ""."""
-        if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
+        if why := explain_keyed_blocks(names[0], self.record.blocks, self.record.draws):
             return why
         part, call = self.module.get_submodule(names[0]), calls[names[0]]
         if why := next((calls[n].unseen for n in names if n in calls and calls[n].unseen), ""):
             self.untraced |= dict.fromkeys(names, why)
             return why
-        twin = bare(part)
-        wishes = dict(self.relative(names[0]))
+        twin = copy_without_numbers(part)
+        wishes = dict(self.relative_overrides(names[0]))
         along = self.sequence_dim(names, calls)
         try:
             try:
-                split = self.split(twin, call, along, wishes)
-            except NotSplit as refusal:
+                split = self.split_layer(twin, call, along, wishes)
+            except IndivisibleSequence as refusal:
                 self.refused.append(f"{names[0]} takes whole sequences: {refusal}")
-                split = self.split(twin, call, None, wishes)
+                split = self.split_layer(twin, call, None, wishes)
         except Exception as failure:  # on any failure a layer can stay whole; a notice names it
             why = (str(failure).splitlines() or [type(failure).__name__])[0]
             self.untraced |= dict.fromkeys(names, why)
             return why
         self.graphs.update(names)
-        self.check_wishes(names[0], split, wishes)
+        self.check_overrides(names[0], split, wishes)
         if not split.parameters:
             return next(iter(split.reasons.values()), "no parameter of it can be cut")
         for own, p in part.named_parameters():
-            other = self.shared_with(names[0], p)
+            other = self.tied_parameter_name(names[0], p)
             if other and own in split.partial:
                 return f"{own} is also {other}"
         left = [n for n, p in part.named_parameters() if n not in split.parameters and p.dim() > 1]
@@ -250,14 +259,14 @@ class _Planner:
             full = f"{names[0]}.{own}" if names[0] else own
             if self.wishes.get(full) != "whole":
                 more = f" (and in {len(names) - 1} like it)" if len(names) > 1 else ""
-                other = self.shared_with(names[0], part.get_parameter(own))
+                other = self.tied_parameter_name(names[0], part.get_parameter(own))
                 why = f"it is also {other}" if other else split.reasons[own]
                 why = why.removeprefix("whole: ")
                 self.refused.append(f"{full}{more} stays whole: {why}")
         self.classes.append(BlockClass(tuple(names), split, twin, call))
         return ""
 
-    def refuse_draws(self) -> None:
+    def refuse_random_draws(self) -> None:
         """Raise PlanError if an untraceable layer draws random numbers outside of all traced parts.
 
         Raises:
@@ -274,7 +283,7 @@ class _Planner:
                     f"they may depend on the layout; try: no dropout there, or layout.tp=1"
                 )
 
-    def check_wishes(self, name: str, split: BlockSplit, wishes: Mapping[str, str]) -> None:
+    def check_overrides(self, name: str, split: BlockSplit, wishes: Mapping[str, str]) -> None:
         """Raise PlanError if a parameter could not be cut as the user wants.
 
         Raises:
@@ -288,8 +297,8 @@ class _Planner:
                     f"{self.degree}: {split.reasons[own].removeprefix('whole: ')}; try: whole"
                 )
 
-    def split(
-        self, twin: nn.Module, call: Call, along: int | None, wishes: dict[str, str]
+    def split_layer(
+        self, twin: nn.Module, call: LayerCall, along: int | None, wishes: dict[str, str]
     ) -> BlockSplit:
         return split_block(
             twin,
@@ -301,7 +310,7 @@ class _Planner:
             opaque=self.opaque,
         )
 
-    def sequence_dim(self, names: list[str], calls: dict[str, Call]) -> int | None:
+    def sequence_dim(self, names: list[str], calls: dict[str, LayerCall]) -> int | None:
         """Return dim 1 of [batch, seq, dim], or None for other inputs, which have no sequence.
 
         The sequence is split only for layers one of which passes its output straight to another.
@@ -317,7 +326,7 @@ class _Planner:
         hidden = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
         return 1 if hidden is not None and hidden.dim() == 3 else None
 
-    def parameters(self, tables: Tables) -> dict[str, ParameterSplit]:
+    def parameter_splits(self, tables: VocabularyTables) -> dict[str, ParameterSplit]:
         """Return the part of every parameter that a rank holds."""
         held = dict.fromkeys(self.first.values(), ParameterSplit(WHOLE, False, "outside of blocks"))
         for name, why in tables.whole.items():
@@ -345,7 +354,9 @@ def _children(part: nn.Module) -> list[str]:
     return found
 
 
-def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> ModelSplit:
+def keep_blocks_whole(
+    module: nn.Module, split: ModelSplit, failed: Mapping[str, str]
+) -> ModelSplit:
     """Return the split with some classes of layers left whole.
 
     Args:
@@ -369,15 +380,15 @@ def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> 
                 held[first[id(p)]] = ParameterSplit(WHOLE, False, why)
     if all(isinstance(one.label, Whole) for one in held.values()):
         raise PlanError(f"{notices[-1]}; nothing else can be split; try: layout.tp=1")
-    told = exchanges_of(module, kept, split.tables, split.calls, split.degree)
+    told = list_collectives(module, kept, split.tables, split.calls, split.degree)
     return replace(
         split,
         classes=kept,
         parameters=held,
         exchanges=told,
         notices=tuple(notices),
-        scattered=scattered_lookups(kept, split.tables, split.calls),
+        scattered=list_scattered_embeddings(kept, split.tables, split.calls),
     )
 
 
-__all__ = ["BlockClass", "ModelSplit", "ParameterSplit", "plan_split", "without"]
+__all__ = ["BlockClass", "ModelSplit", "ParameterSplit", "keep_blocks_whole", "plan_split"]

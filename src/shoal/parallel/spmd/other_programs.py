@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel._torch import pytree, unwatched
-from shoal.parallel.spmd.labelling.operation_terms import NotSplit
+from shoal.parallel._torch import disable_modes_and_hooks, pytree
+from shoal.parallel.spmd.labelling.operation_terms import IndivisibleSequence
 from shoal.parallel.spmd.sequence_shards import is_shard
-from shoal.parallel.spmd.split_block import BlockSplit, again
-from shoal.trace.graph.layer_graph import Untraceable
+from shoal.parallel.spmd.split_block import BlockSplit, split_for_inputs
+from shoal.trace.graph.layer_graph import UntraceableLayer
 from shoal.trace.isolation.equal_layers import OF_TORCH, PLAIN
 
 
-def made_for(
+def make_split_for_inputs(
     first: BlockSplit, bare: nn.Module, name: str, block: nn.Module, leaves: list[Any], tree: Any
 ) -> BlockSplit:
     """Make the split graph for the flat arguments of a call, whose structure is `tree`.
@@ -38,29 +38,29 @@ def made_for(
             them.
     """
     if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
-        from shoal.trace.isolation.argument_keys import handed  # few models pass objects
+        from shoal.trace.isolation.argument_keys import describe_holder  # few models pass objects
 
-        if why := max(map(handed, leaves)):
+        if why := max(map(describe_holder, leaves)):
             raise PlanError(f"{name}: unlike in the sample, {why}; try: the tensors themselves")
-    wholes = [_as_whole(leaf) if is_shard(leaf) else leaf for leaf in leaves]
+    wholes = [_make_whole_like(leaf) if is_shard(leaf) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(wholes, tree)
     try:
         # This may run inside a forward pass under another dispatch mode.
-        with unwatched(), _like(bare, block):
+        with disable_modes_and_hooks(), _match_modes(bare, block):
             try:
-                return again(first, bare, args, kwargs)
-            except NotSplit:  # a sequence that does not divide: whole inputs and outputs
+                return split_for_inputs(first, bare, args, kwargs)
+            except IndivisibleSequence:  # a sequence that does not divide: whole inputs and outputs
                 if not first.parameters:
                     raise  # nothing else was split
-                return again(replace(first, sequence_dim=None), bare, args, kwargs)
-    except (Untraceable, NotSplit) as failure:
+                return split_for_inputs(replace(first, sequence_dim=None), bare, args, kwargs)
+    except (UntraceableLayer, IndivisibleSequence) as failure:
         raise PlanError(
             f"{name}: cannot be split over layout.tp = {first.degree} for this input, "
             f"unlike the first one: {failure}; try: layout.tp=1"
         ) from failure
 
 
-def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
+def prepare_for_compiler(run: fx.GraphModule) -> fx.GraphModule:
     """Return the same program for a compiler, which compiles the code between collectives.
 
     Collectives, shared attention and a user's autograd functions are Python; the compiler skips
@@ -70,11 +70,11 @@ def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(run.graph, {}))
     for node in graph.nodes:
         if isinstance(node.target, FunctionType):
-            node.target = _uncompiled(node.target)
+            node.target = _disable_compile(node.target)
     return fx.GraphModule(run, graph)
 
 
-def _uncompiled(function: FunctionType) -> Callable[..., Any]:
+def _disable_compile(function: FunctionType) -> Callable[..., Any]:
     """Return a function that the compiler skips, with a name that generated code can use."""
     left: Any = torch.compiler.disable(function)
     left.__name__ = left.__qualname__ = function.__name__
@@ -83,14 +83,14 @@ def _uncompiled(function: FunctionType) -> Callable[..., Any]:
     return named
 
 
-def _as_whole(shard: Tensor) -> Tensor:
+def _make_whole_like(shard: Tensor) -> Tensor:
     """Return a tensor with the whole's shape; its numbers do not matter."""
     shape, dtype, device = shard.shape, shard.dtype, shard.device
     return torch.zeros(shape, dtype=dtype, device=device, requires_grad=shard.requires_grad)
 
 
 @contextmanager
-def _like(bare: nn.Module, block: nn.Module) -> Iterator[None]:
+def _match_modes(bare: nn.Module, block: nn.Module) -> Iterator[None]:
     """Give the copy the block's modes, dtypes and plain attributes while the context is open."""
     for copied, own in zip(bare.modules(), block.modules(), strict=True):
         copied.training = own.training

@@ -9,7 +9,7 @@ Protocol  shape, dtype, device …: the whole tensor's, at once   `.local`: this
           any torch function on it: all-gather, kept with the shard, then the function on the whole
           Every rank computes alike on a gathered whole, so each has the complete gradient of the
           whole, and a rank takes its part of it: gather forward, slice backward. With
-          `Deal.summands`, only the sum of the ranks' gradients is complete.
+          `ShardSpec.summands`, only the sum of the ranks' gradients is complete.
           A library that walks structures (recompute, FSDP's hooks) sees `.local`, an ordinary
           tensor: the class is registered with torch's pytree.
 Source    Korthikanti et al. 2022 (2205.05198) for the parts; the wrapper is our own
@@ -32,7 +32,7 @@ from shoal.parallel.spmd.labelling.labels import Label, Split
 
 
 @dataclass(frozen=True)
-class Deal:
+class ShardSpec:
     """Distribution of one dim of a tensor over the ranks of an axis.
 
     Attributes:
@@ -48,16 +48,16 @@ class Deal:
     summands: bool = False
 
     @staticmethod
-    def even(axis: Axis, dim: int, length: int, *, summands: bool = False) -> Deal:
+    def split_evenly(axis: Axis, dim: int, length: int, *, summands: bool = False) -> ShardSpec:
         """Distribute a dim evenly: the first `length % size` ranks have one index more."""
-        return Deal(axis, dim, even_cuts(length, axis.size), summands)
+        return ShardSpec(axis, dim, compute_even_cuts(length, axis.size), summands)
 
     def part(self, whole: Tensor) -> Tensor:
         """Copy this rank's part of a whole tensor."""
         start, stop = self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
         return whole.narrow(self.dim, start, stop - start).contiguous()
 
-    def part_of_gradient(self, whole: Tensor) -> Tensor:
+    def reduce_gradient(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the gradient of a gathered whole."""
         if not self.summands:
             return self.part(whole)
@@ -71,7 +71,7 @@ class Deal:
     def whole_gradient(self, local: Tensor) -> Tensor:
         """Return the gradient of a whole that was cut, or this rank's summand of it."""
         if not self.summands:
-            return self.join(local)
+            return self.gather_whole(local)
         before, length = self.cuts[self.axis.rank], self.cuts[-1]
         shape = list(local.shape)
         shape[self.dim] = length
@@ -79,7 +79,7 @@ class Deal:
         whole.narrow(self.dim, before, local.shape[self.dim]).copy_(local)
         return whole
 
-    def join(self, local: Tensor) -> Tensor:
+    def gather_whole(self, local: Tensor) -> Tensor:
         """All-gather the whole from every rank's part; short parts are padded for the transfer."""
         lengths = [b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         mine, most = lengths[self.axis.rank], max(lengths)
@@ -94,7 +94,7 @@ class Deal:
         )
 
 
-def even_cuts(length: int, degree: int) -> tuple[int, ...]:
+def compute_even_cuts(length: int, degree: int) -> tuple[int, ...]:
     """Return the indices at which `length` elements are cut for `degree` ranks.
 
     >>> even_cuts(10, 4)
@@ -107,17 +107,17 @@ def even_cuts(length: int, degree: int) -> tuple[int, ...]:
 class SequenceShard(Tensor):
     """Tensor with the whole's shape that holds this rank's part of one dim in `.local`.
 
-    `show` makes it. It raises no errors of its own. Every rank must apply the same operations to
-    it, as always under tensor parallelism.
+    `wrap_shard` makes it. It raises no errors of its own. Every rank must apply the same operations
+    to it, as always under tensor parallelism.
     """
 
-    deal: Deal
+    deal: ShardSpec
     _local: Tensor
     _whole: Tensor | None
     _seen: int
 
     @staticmethod
-    def __new__(cls, local: Tensor, deal: Deal) -> SequenceShard:
+    def __new__(cls, local: Tensor, deal: ShardSpec) -> SequenceShard:
         """Make the bare wrapper, outside of autograd."""
         shape = list(local.shape)
         shape[deal.dim] = deal.cuts[-1]
@@ -127,20 +127,20 @@ class SequenceShard(Tensor):
         wrapper.deal, wrapper._local, wrapper._whole, wrapper._seen = deal, local, None, 0
         return wrapper
 
-    def __init__(self, local: Tensor, deal: Deal) -> None:
+    def __init__(self, local: Tensor, deal: ShardSpec) -> None:
         """Accept the arguments of `__new__`, which does all the work."""
 
     @property
     def local(self) -> Tensor:
         """Return this rank's part, with its own autograd history."""
-        self._follow()
+        self._sync_in_place_changes()
         return self._local
 
     def whole(self) -> Tensor:
         """Return the whole tensor, gathered at the first call and cached with the shard."""
         if self._whole is None:
             with torch.enable_grad():
-                self._whole = gather(self._local, self.deal)
+                self._whole = gather_whole(self._local, self.deal)
             self._seen = self._whole._version
         return self._whole if torch.is_grad_enabled() else self._whole.detach()
 
@@ -167,11 +167,11 @@ class SequenceShard(Tensor):
             return args[0]
         shards = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, SequenceShard)]
         for shard in shards:
-            shard._follow()
+            shard._sync_in_place_changes()
         args, kwargs = _with_wholes((args, kwargs))
         result = func(*args, **kwargs)
         for shard in shards:
-            shard._follow()
+            shard._sync_in_place_changes()
         return result
 
     @classmethod
@@ -183,7 +183,7 @@ class SequenceShard(Tensor):
             args, kwargs = _with_wholes((args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _follow(self) -> None:
+    def _sync_in_place_changes(self) -> None:
         """Update autograd's view of the wrapper if the whole was changed in place."""
         whole = self._whole
         if whole is None or whole._version == self._seen:
@@ -194,59 +194,63 @@ class SequenceShard(Tensor):
                 f"sequence, was changed through a view (x = h[:, 0]; x.zero_()) between two "
                 f"blocks; write h = h.clone() before it, or set layout.tp=1"
             )
-        self._local, self._seen = cut(whole, self.deal), whole._version
+        self._local, self._seen = cut_whole(whole, self.deal), whole._version
         if torch.is_grad_enabled():
             with torch._C.DisableTorchFunctionSubclass():
                 _Replace.apply(self, whole)
 
 
-def show(local: Tensor, deal: Deal, kind: type[SequenceShard] = SequenceShard) -> SequenceShard:
+def wrap_shard(
+    local: Tensor, deal: ShardSpec, kind: type[SequenceShard] = SequenceShard
+) -> SequenceShard:
     """Wrap this rank's part so that it looks like the whole tensor.
 
     Args:
         local: [..., own part of dim, ...], part of autograd's graph or not.
     """
-    shard: SequenceShard = _Show.apply(local, deal, kind)
+    shard: SequenceShard = _WrapShard.apply(local, deal, kind)
     shard._local = local  # with its autograd history: the next block uses it without the wrapper
     return shard
 
 
-def handed_on(value: Tensor, label: Label, axis: Axis) -> Tensor:
+def wrap_output(value: Tensor, label: Label, axis: Axis) -> Tensor:
     """Return a block's result for its reader: whole, or this rank's part in a shard."""
     if not isinstance(label, Split):
         return value
-    return show(value, Deal.even(axis, label.dim, value.shape[label.dim] * axis.size))
+    return wrap_shard(
+        value, ShardSpec.split_evenly(axis, label.dim, value.shape[label.dim] * axis.size)
+    )
 
 
-def gather(local: Tensor, deal: Deal) -> Tensor:
+def gather_whole(local: Tensor, deal: ShardSpec) -> Tensor:
     """Gather the whole on every rank; backward: take the own part of the whole gradient."""
     whole: Tensor = _Gather.apply(local, deal)
     return whole
 
 
-def cut(whole: Tensor, deal: Deal) -> Tensor:
+def cut_whole(whole: Tensor, deal: ShardSpec) -> Tensor:
     """Take this rank's part; backward: gather the parts' gradients to the whole on every rank."""
     local: Tensor = _Cut.apply(whole, deal)
     return local
 
 
-def local_of(value: Tensor, deal: Deal) -> Tensor:
+def local_part_of(value: Tensor, deal: ShardSpec) -> Tensor:
     """Return this rank's part of a whole tensor, or of a shard with the same distribution."""
     if isinstance(value, SequenceShard):
         same = value.deal.dim == deal.dim and value.deal.cuts == deal.cuts
         if same and value.deal.axis is deal.axis:
             return value.local
         value = value.whole()
-    return cut(value, deal)
+    return cut_whole(value, deal)
 
 
-def whole_of(value: Any) -> Any:
+def gather_if_shard(value: Any) -> Any:
     """Gather a shard; return any other value unchanged."""
     return value.whole() if isinstance(value, SequenceShard) else value
 
 
 def _with_wholes(tree: Any) -> Any:
-    return pytree.tree_map(whole_of, tree, is_leaf=is_shard)
+    return pytree.tree_map(gather_if_shard, tree, is_leaf=is_shard)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -260,18 +264,18 @@ def is_shard(value: Any) -> bool:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, deal: Deal) -> Tensor:
+    def forward(ctx: Any, local: Tensor, deal: ShardSpec) -> Tensor:
         ctx.deal = deal
-        return deal.join(local)
+        return deal.gather_whole(local)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.deal.part_of_gradient(upstream), None
+        return ctx.deal.reduce_gradient(upstream), None
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, deal: Deal) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, deal: ShardSpec) -> Tensor:
         ctx.deal = deal
         return deal.part(whole)
 
@@ -280,17 +284,17 @@ class _Cut(torch.autograd.Function):
         return ctx.deal.whole_gradient(upstream), None
 
 
-class _Show(torch.autograd.Function):
+class _WrapShard(torch.autograd.Function):
     """Node of a wrapper in autograd's graph, for users' own autograd functions on it."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, deal: Deal, kind: type[SequenceShard]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, deal: ShardSpec, kind: type[SequenceShard]) -> Tensor:
         ctx.deal = deal
-        return kind(local, deal)  # `show` then sets the part with its autograd history
+        return kind(local, deal)  # `wrap_shard` then sets the part with its autograd history
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.deal.part_of_gradient(whole_of(upstream)), None, None
+        return ctx.deal.reduce_gradient(gather_if_shard(upstream)), None, None
 
 
 class _Replace(torch.autograd.Function):
@@ -303,7 +307,7 @@ class _Replace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
-        return None, whole_of(upstream)
+        return None, gather_if_shard(upstream)
 
 
 _METADATA = (
@@ -330,12 +334,12 @@ _FREE = frozenset(getattr(Tensor, name).__get__ for name in _METADATA) | {
 """Functions that the wrapper answers without a gather."""
 
 
-def rebuild(children: Any, context: Any) -> Any:
+def rewrap_shard(children: Any, context: Any) -> Any:
     """Wrap a pytree child again, the inverse of the shard's flatten function."""
     (child,), (deal, kind) = children, context
-    return show(child, deal, kind) if isinstance(child, Tensor) else child
+    return wrap_shard(child, deal, kind) if isinstance(child, Tensor) else child
 
 
 pytree.register_pytree_node(
-    SequenceShard, lambda shard: ([shard.local], (shard.deal, type(shard))), rebuild
+    SequenceShard, lambda shard: ([shard.local], (shard.deal, type(shard))), rewrap_shard
 )

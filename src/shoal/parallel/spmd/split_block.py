@@ -3,7 +3,8 @@
     trace the layer as on one device → label every value → place sums → rewrite for one rank
 
 The layer itself is never changed. `split_block` chooses how its parameters are cut;
-`again` makes the program for inputs of other shapes, with the parameters cut in the same way.
+`split_for_inputs` makes the program for inputs of other shapes, with the parameters cut in the same
+way.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import torch
 from torch import nn
 
 from shoal.parallel.spmd.labelling.label_graph import Labelling
-from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, in_segments
-from shoal.parallel.spmd.labelling.problem import Problem, shapes_of
-from shoal.parallel.spmd.labelling.rules import Rules
-from shoal.parallel.spmd.labelling.summed_gradients import Sums, place_sums
-from shoal.parallel.spmd.rewrite import Division, Exchange, Shared, rewrite
-from shoal.trace.find.vocabulary_use import Tables
-from shoal.trace.graph.layer_graph import Traced, Untraceable, shared_attention, trace
-from shoal.trace.isolation.layer_calls import Call
+from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, format_segments
+from shoal.parallel.spmd.labelling.problem import LabellingProblem, parameter_shapes
+from shoal.parallel.spmd.labelling.rules import RuleCache
+from shoal.parallel.spmd.labelling.summed_gradients import GradientSums, choose_gradient_sums
+from shoal.parallel.spmd.rewrite import AxisDivision, BlockCollective, Shared, write_program
+from shoal.trace.find.vocabulary_use import VocabularyTables
+from shoal.trace.graph.layer_graph import (
+    LayerGraph,
+    UntraceableLayer,
+    shared_attention,
+    trace_layer,
+)
+from shoal.trace.isolation.layer_calls import LayerCall
 
 SUMMED = "; its gradient is summed over the ranks once a step"
 
-RULES = Rules()
+RULES = RuleCache()
 """Rules found in this process: equal layers need the same rules."""
 
 
@@ -65,7 +71,7 @@ class BlockSplit:
     inputs: tuple[Label, ...]
     outputs: tuple[Label, ...]
     run: torch.fx.GraphModule
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[BlockCollective, ...]
     reasons: dict[str, str]
     gathered: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
@@ -111,7 +117,7 @@ def split_block(
 
     Raises:
         Untraceable: the layer cannot be split; the text is the reason.
-        NotSplit: the sequence does not divide: use plain tensor parallelism then.
+        IndivisibleSequence: the sequence does not divide: use plain tensor parallelism then.
     """
     if split_parameters and opaque:
         from shoal.trace.graph.opaque_parts import trace_with_opaque  # tp alone
@@ -119,10 +125,10 @@ def split_block(
         traced = trace_with_opaque(block, args, kwargs)
     else:
         masks = not split_parameters
-        traced = trace(block, args, kwargs, masks=masks, shared=attention is not None)
-    problem = Problem(traced, RULES, degree, sequence_dim)
+        traced = trace_layer(block, args, kwargs, masks=masks, shared=attention is not None)
+    problem = LabellingProblem(traced, RULES, degree, sequence_dim)
     fixed = None if split_parameters else dict.fromkeys(traced.parameters, WHOLE)
-    labelling, whole = _solved(problem, overrides=overrides, fixed=fixed)
+    labelling, whole = _solve_problem(problem, overrides=overrides, fixed=fixed)
     if traced.opaque:
         from shoal.parallel.spmd.labelling.opaque_weights import check_split
 
@@ -138,13 +144,13 @@ def split_block(
             split_parameters=split_parameters,
             inner=inner,
         )
-    outer = Division(labelling, place_sums(labelling))
+    outer = AxisDivision(labelling, choose_gradient_sums(labelling))
     of_sequence = sequence_dim is not None and not split_parameters
-    made = _made(traced, outer, whole, attention, inner, keeps=of_sequence)
+    made = _make_split(traced, outer, whole, attention, inner, keeps=of_sequence)
     return replace(made, summed=made.partial if split_parameters else frozenset(made.shapes))
 
 
-def again(
+def split_for_inputs(
     split: BlockSplit, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> BlockSplit:
     """Make the program for another kind of input, with the parameters cut as in `split`.
@@ -153,7 +159,7 @@ def again(
 
     Raises:
         Untraceable: the layer cannot be traced, or does not work on parts of these inputs.
-        NotSplit: the sequence does not divide.
+        IndivisibleSequence: the sequence does not divide.
     """
     masks = split.sequence_dim is not None and not split.parameters
     shared = split.attention is not None
@@ -162,59 +168,59 @@ def again(
 
         traced = trace_with_opaque(block, args, kwargs, split.shapes, split.opaque)
     else:
-        traced = trace(block, args, kwargs, split.shapes, masks=masks, shared=shared)
-    labelling = _labelled_again(split, traced, split.sequence_dim)
+        traced = trace_layer(block, args, kwargs, split.shapes, masks=masks, shared=shared)
+    labelling = _relabel(split, traced, split.sequence_dim)
     if shared and not _all_shared(labelling):
-        return again(replace(split, attention=None), block, args, kwargs)
-    outer = Division(labelling, place_sums(labelling, split.summed))
-    made = _made(traced, outer, {}, split.attention, split.inner)
+        return split_for_inputs(replace(split, attention=None), block, args, kwargs)
+    outer = AxisDivision(labelling, choose_gradient_sums(labelling, split.summed))
+    made = _make_split(traced, outer, {}, split.attention, split.inner)
     return replace(made, summed=split.summed)
 
 
-def _labelled_again(
-    split: BlockSplit, traced: Traced, sequence_dim: int | None, *, shares: bool = True
+def _relabel(
+    split: BlockSplit, traced: LayerGraph, sequence_dim: int | None, *, shares: bool = True
 ) -> Labelling:
     """Label another graph of the layer, with its parameters cut as in `split`.
 
     Args:
-        shares: see `Problem`.
+        shares: see `LabellingProblem`.
 
     Raises:
-        Untraceable, NotSplit: as `again`.
+        Untraceable, IndivisibleSequence: as `split_for_inputs`.
     """
-    problem = Problem(traced, RULES, split.degree, sequence_dim, shares=shares)
+    problem = LabellingProblem(traced, RULES, split.degree, sequence_dim, shares=shares)
     if split.labelling is not None:
         from shoal.parallel.spmd.labelling.analogy import (
-            carried_over,  # only needed for split sequences
+            transfer_labels,  # only needed for split sequences
         )
 
-        if alike := carried_over(split.labelling, problem):
+        if alike := transfer_labels(split.labelling, problem):
             return alike
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
-    labelling, _ = _solved(problem, fixed=fixed, lazy=lazy)
+    labelling, _ = _solve_problem(problem, fixed=fixed, lazy=lazy)
     # A sum that is costly for few tokens is still correct.
     if sum(not one.dear for one in labelling.conflicts) > len(split.gathered):
         shapes = ", ".join(str(list(t.shape)) for t in traced.inputs)
-        raise Untraceable(
+        raise UntraceableLayer(
             f"inputs {shapes} do not work with the parameters cut as they are: "
-            f"{_gathered(labelling)[0]}"
+            f"{_describe_gathers(labelling)[0]}"
         )
     return labelling
 
 
-def _inside(traced: Traced, outer: Labelling, inner: BlockSplit) -> Division:
+def _divide_inside(traced: LayerGraph, outer: Labelling, inner: BlockSplit) -> AxisDivision:
     """Divide the outer axis's sequence parts of a layer over the inner axis."""
     along, parts = inner.sequence_dim, outer.problem.degree * inner.degree
     hidden = next((t for t in traced.inputs if t.is_floating_point()), None)
     if along is not None and (hidden is None or hidden.shape[along] % parts):
         along = None  # whole sequences, of the outer axis's parts
-    labelling = _labelled_again(inner, traced, along, shares=False)
-    return Division(labelling, place_sums(labelling, inner.summed))
+    labelling = _relabel(inner, traced, along, shares=False)
+    return AxisDivision(labelling, choose_gradient_sums(labelling, inner.summed))
 
 
-def _solved(
-    problem: Problem,
+def _solve_problem(
+    problem: LabellingProblem,
     *,
     overrides: Mapping[str, str] | None = None,
     fixed: Mapping[str, Label] | None = None,
@@ -229,16 +235,18 @@ def _solved(
         try:
             if fixed is not None:
                 return Labelling(problem, {}, fixed, lazy), {}
-            from shoal.parallel.spmd.labelling.solve import solve  # cp has nothing to choose
+            from shoal.parallel.spmd.labelling.solve import (
+                solve_labelling,  # cp has nothing to choose
+            )
 
-            return solve(problem, overrides)
+            return solve_labelling(problem, overrides)
         finally:
-            RULES.forget_tensors()
+            RULES.free_tensors()
 
 
-def _made(
-    traced: Traced,
-    outer: Division,
+def _make_split(
+    traced: LayerGraph,
+    outer: AxisDivision,
     whole: Mapping[str, str],
     attention: Shared | None,
     inner: BlockSplit | None,
@@ -248,10 +256,10 @@ def _made(
     """Make one rank's program; `keeps`: keep the labels for other lengths of the sequence."""
     divisions = [outer]
     if inner is not None:
-        divisions.append(_inside(traced, outer.labelling, inner))
-    run, exchanges = rewrite(divisions, attention)
+        divisions.append(_divide_inside(traced, outer.labelling, inner))
+    run, exchanges = write_program(divisions, attention)
     made = [
-        _described(traced, one, run, told, whole)
+        _describe_split(traced, one, run, told, whole)
         for one, told in zip(divisions, exchanges, strict=True)
     ]
     if inner is not None:
@@ -265,11 +273,11 @@ def _made(
     )
 
 
-def _described(
-    traced: Traced,
-    division: Division,
+def _describe_split(
+    traced: LayerGraph,
+    division: AxisDivision,
     run: torch.fx.GraphModule,
-    exchanges: tuple[Exchange, ...],
+    exchanges: tuple[BlockCollective, ...],
     whole: Mapping[str, str],
 ) -> BlockSplit:
     """Describe a program over one of its axes as a `BlockSplit`."""
@@ -280,7 +288,7 @@ def _described(
         for name in traced.parameters
         if isinstance(label := labelling.parameters.get(name, WHOLE), Split)
     }
-    partial = _partial(problem, sums, cuts)
+    partial = _list_partial(problem, sums, cuts)
     return BlockSplit(
         degree=problem.degree,
         parameters=cuts,
@@ -290,11 +298,11 @@ def _described(
         run=run,
         exchanges=exchanges,
         reasons={
-            name: reason_of(labelling, name, whole) + (SUMMED if name in partial else "")
+            name: describe_parameter(labelling, name, whole) + (SUMMED if name in partial else "")
             for name in traced.parameters
         },
-        gathered=_gathered(labelling),
-        shapes=dict(shapes_of(problem)),
+        gathered=_describe_gathers(labelling),
+        shapes=dict(parameter_shapes(problem)),
         buffers=tuple(traced.buffers),
         mutated=traced.mutated,
         sequence_dim=problem.sequence_dim,
@@ -304,11 +312,11 @@ def _described(
     )
 
 
-def reason_of(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> str:
+def describe_parameter(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> str:
     """Return one line on how a parameter is distributed over the ranks, and why."""
     label = labelling.parameters.get(name, WHOLE)
     if isinstance(label, Split):
-        return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{in_segments(label)}"
+        return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{format_segments(label)}"
     if labelling.roles.get(name) == "once":
         return "whole: rank 0 adds it"
     return reasons.get(name, "whole: it meets no value that is split along it")
@@ -321,7 +329,7 @@ def _all_shared(labelling: Labelling) -> bool:
     )
 
 
-def _gathered(labelling: Labelling) -> tuple[str, ...]:
+def _describe_gathers(labelling: Labelling) -> tuple[str, ...]:
     found = []
     for one in labelling.conflicts:
         shape = "×".join(str(n) for n in one.value.meta["val"].shape)
@@ -329,7 +337,9 @@ def _gathered(labelling: Labelling) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _partial(problem: Problem, sums: Sums, cuts: Mapping[str, Split]) -> frozenset[str]:
+def _list_partial(
+    problem: LabellingProblem, sums: GradientSums, cuts: Mapping[str, Split]
+) -> frozenset[str]:
     return frozenset(
         name
         for node, name in problem.parameters.items()
@@ -366,7 +376,7 @@ class BlockClass:
     names: tuple[str, ...]
     split: BlockSplit
     bare: nn.Module
-    call: Call
+    call: LayerCall
 
 
 @dataclass(frozen=True)
@@ -387,9 +397,9 @@ class ModelSplit:
     degree: int
     sequence: bool
     classes: tuple[BlockClass, ...]
-    tables: Tables
+    tables: VocabularyTables
     parameters: dict[str, ParameterSplit]
-    exchanges: dict[str, tuple[Exchange, ...]]
+    exchanges: dict[str, tuple[BlockCollective, ...]]
     notices: tuple[str, ...]
     scattered: frozenset[str] = frozenset()
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, LayerCall] = field(default_factory=dict)

@@ -17,15 +17,21 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from shoal.parallel._torch import function_modes, pytree
-from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
+from shoal.parallel.spmd.autograd_collectives import Axis, count_gradient_once
 from shoal.parallel.spmd.labelling.labels import Label, Split
-from shoal.parallel.spmd.sequence_shards import Deal, handed_on, is_shard, local_of, whole_of
+from shoal.parallel.spmd.sequence_shards import (
+    ShardSpec,
+    gather_if_shard,
+    is_shard,
+    local_part_of,
+    wrap_output,
+)
 from shoal.parallel.spmd.split_block import BlockSplit
 from shoal.trace.isolation.equal_layers import OF_TORCH, PLAIN
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
-class Insides:
+class BlockInternals:
     """Tensors and modes of a block, looked up at each use because a layout may swap them."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -56,20 +62,22 @@ class Insides:
     def kind(self, leaves: list[Any], structure: Any) -> Hashable:
         """Return a key for all that a graph depends on, except numbers."""
         told = tuple(
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _plain(leaf)
+            (leaf.shape, leaf.dtype, leaf.device)
+            if isinstance(leaf, Tensor)
+            else _argument_key(leaf)
             for leaf in leaves
         )
         modes = tuple(part.training for part in self.parts)
         formats = tuple(getattr(part, key).dtype for part, key in self.parameters)
         changed = tuple(  # a graph has them as constants
-            (place, _plain(now))
+            (place, _argument_key(now))
             for place, (part, key, was, version) in enumerate(self.attributes)
             if (now := vars(part).get(key)) is not was or getattr(now, "_version", 0) != version
         )
         return structure, told, modes, formats, changed, tuple(map(type, function_modes()))
 
 
-class Programs:
+class ProgramCache:
     """Graphs of a class of equal blocks, one for each kind of input."""
 
     def __init__(self, split: BlockSplit, bare: nn.Module) -> None:
@@ -78,38 +86,42 @@ class Programs:
         self.compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         self.compiled: dict[int, Callable[..., Any]] = {}
 
-    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def register_sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Register the first graph for the sample's kind of input."""
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_shard)
-        self.known[Insides(self.bare).kind(leaves, structure)] = self.first
+        self.known[BlockInternals(self.bare).kind(leaves, structure)] = self.first
 
-    def code(self, split: BlockSplit) -> Callable[..., Any]:
+    def compiled_program(self, split: BlockSplit) -> Callable[..., Any]:
         """Return the callable of a graph: the graph, or code compiled between collectives."""
         if self.compiler is None:
             return split.run
         if id(split) not in self.compiled:
-            from shoal.parallel.spmd.other_programs import between_exchanges
+            from shoal.parallel.spmd.other_programs import prepare_for_compiler
 
-            self.compiled[id(split)] = self.compiler(between_exchanges(split.run).forward)
+            self.compiled[id(split)] = self.compiler(prepare_for_compiler(split.run).forward)
         return self.compiled[id(split)]
 
-    def make(self, name: str, block: nn.Module, leaves: list[Any], structure: Any) -> BlockSplit:
+    def make_program(
+        self, name: str, block: nn.Module, leaves: list[Any], structure: Any
+    ) -> BlockSplit:
         """Make the graph for another kind of input.
 
         Raises:
             PlanError: the cut parameters cannot serve these inputs.
         """
-        from shoal.parallel.spmd.other_programs import made_for  # the sample's kind needs none
+        from shoal.parallel.spmd.other_programs import (
+            make_split_for_inputs,  # the sample's kind needs none
+        )
 
-        return made_for(self.first, self.bare, name, block, leaves, structure)
+        return make_split_for_inputs(self.first, self.bare, name, block, leaves, structure)
 
 
-class SplitForward(StandIn):
+class SplitForward(ReplacedForward):
     """Replacement of a block's forward that runs its split graph."""
 
-    def __init__(self, name: str, block: nn.Module, programs: Programs, axis: Axis) -> None:
+    def __init__(self, name: str, block: nn.Module, programs: ProgramCache, axis: Axis) -> None:
         self.programs, self.axis = programs, axis
-        self.insides = Insides(block)
+        self.insides = BlockInternals(block)
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -117,18 +129,22 @@ class SplitForward(StandIn):
         leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
         kind, known = self.insides.kind(leaves, structure), self.programs.known
         if kind not in known:
-            known[kind] = self.programs.make(self.name, self.block, leaves, structure)
+            known[kind] = self.programs.make_program(self.name, self.block, leaves, structure)
         split = known[kind]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         flat = [
-            self._enters(value, label) for value, label in zip(tensors, split.inputs, strict=True)
+            self._convert_input(value, label)
+            for value, label in zip(tensors, split.inputs, strict=True)
         ]
-        held = [summand(name, self.insides.tensor(name), split, self.axis) for name in split.shapes]
+        held = [
+            count_partial_once(name, self.insides.tensor(name), split, self.axis)
+            for name in split.shapes
+        ]
         held += [self.insides.tensor(name) for name in split.buffers]
-        outputs = self.programs.code(split)(self.axis, *held, *flat)
+        outputs = self.programs.compiled_program(split)(self.axis, *held, *flat)
         return split.rebuild(
             [
-                handed_on(value, label, self.axis)
+                wrap_output(value, label, self.axis)
                 for value, label in zip(outputs, split.outputs, strict=True)
             ]
         )
@@ -138,15 +154,17 @@ class SplitForward(StandIn):
         self.programs.compiler = compiler
         return True
 
-    def take_away(self) -> None:
+    def restore(self) -> None:
         """Restore the layer's own forward and drop the compiled graphs."""
         self.programs.compiler = None
-        super().take_away()
+        super().restore()
 
-    def _enters(self, value: Tensor, label: Label) -> Tensor:
+    def _convert_input(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):
-            return local_of(value, Deal.even(self.axis, label.dim, value.shape[label.dim]))
-        whole: Tensor = whole_of(value)
+            return local_part_of(
+                value, ShardSpec.split_evenly(self.axis, label.dim, value.shape[label.dim])
+            )
+        whole: Tensor = gather_if_shard(value)
         return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -158,18 +176,18 @@ class SplitForward(StandIn):
         return twin
 
 
-def summand(name: str, value: Tensor, split: BlockSplit, axis: Axis) -> Tensor:
+def count_partial_once(name: str, value: Tensor, split: BlockSplit, axis: Axis) -> Tensor:
     """Return a parameter as a graph reads it, with its gradient counted once in the ranks' sum."""
     if name not in split.summed or name in split.partial:
         return value
-    return counted_once(value, axis)
+    return count_gradient_once(value, axis)
 
 
-def _plain(value: Any) -> Hashable:
+def _argument_key(value: Any) -> Hashable:
     if isinstance(value, PLAIN):
         return type(value), value
     from shoal.trace.isolation.argument_keys import (
-        contents,  # few layers receive other arguments, or keep tensors
+        object_key,  # few layers receive other arguments, or keep tensors
     )
 
-    return contents(value)
+    return object_key(value)

@@ -16,16 +16,16 @@ import torch
 
 from shoal.base.errors import BugError
 from shoal.parallel.spmd.autograd_collectives import Axis
-from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, show
+from shoal.parallel.spmd.sequence_shards import SequenceShard, ShardSpec, wrap_shard
 
-Kind = tuple[Axis, type[SequenceShard]]
+ShardKind = tuple[Axis, type[SequenceShard]]
 """(axis, class of the shards whose parts lie on the ranks of that axis)."""
 
 
-class Crossing:
+class StageCodec:
     """Encoder of values between stages; all ranks have the same kinds, in one order."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[ShardKind]) -> None:
         self.kinds = tuple(kinds)
 
     def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -47,7 +47,7 @@ class Crossing:
             place, dim, summands = (rest.popleft() for _ in range(3))
             cuts = tuple(rest.popleft() for _ in range(rest.popleft()))
             axis, kind = self.kinds[place]
-            around.append((Deal(axis, dim, cuts, bool(summands)), kind))
+            around.append((ShardSpec(axis, dim, cuts, bool(summands)), kind))
         for deal, kind in reversed(around):
-            tensor = show(tensor, deal, kind)
+            tensor = wrap_shard(tensor, deal, kind)
         return tensor

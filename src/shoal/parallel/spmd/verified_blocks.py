@@ -2,8 +2,8 @@
 
 A start that proves its layout builds the model twice: once in float64, as the proof trains it, and
 once as the run uses it. Both builds are traced and labelled anew. A split whose program equals one
-that passed, except for the dtype, is not checked again. Outside of `checked_once`, in a user's own
-loop, nothing is recorded.
+that passed, except for the dtype, is not checked again. Outside of `skip_verified_blocks`, in a
+user's own loop, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PASSED: ContextVar[set[object] | None] = ContextVar("passed", default=None)
 
 
 @contextmanager
-def checked_once() -> Iterator[None]:
+def skip_verified_blocks() -> Iterator[None]:
     """Open a start, in which a block that passed is not checked a second time."""
     before = PASSED.set(set())
     try:

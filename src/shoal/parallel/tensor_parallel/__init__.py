@@ -20,13 +20,13 @@ from shoal.base.layouts.policies import TensorPolicy
 from shoal.base.plans.placement import Placement
 from shoal.parallel.build.mmap_init import mmap_init
 from shoal.parallel.program import Program
-from shoal.parallel.spmd.block_check import checked
+from shoal.parallel.spmd.block_check import check_blocks
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.sequence_shards import SequenceShard
 from shoal.parallel.spmd.split_block import ModelSplit
-from shoal.parallel.spmd.stage_crossing import Kind
-from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
-from shoal.trace.flow.forward_record import Record
+from shoal.parallel.spmd.stage_crossing import ShardKind
+from shoal.parallel.tensor_parallel.cut_weights import apply_split, parameter_cut
+from shoal.trace.flow.forward_record import ForwardRecord
 
 
 def apply(program: Program, split: ModelSplit | None) -> Program:
@@ -45,11 +45,11 @@ def place(rows: Mapping[str, Placement], split: ModelSplit) -> dict[str, Placeme
     for name, one in split.parameters.items():
         row = found[name]
         over = (*row.sum_over, "tp") if one.partial and row.trains else row.sum_over
-        found[name] = replace(row, cut=cut_of(name, row.shape, split), sum_over=over)
+        found[name] = replace(row, cut=parameter_cut(name, row.shape, split), sum_over=over)
     return found
 
 
-def plan(program: Program, record: Record) -> ModelSplit | None:
+def plan(program: Program, record: ForwardRecord) -> ModelSplit | None:
     """Plan and check how the module is split, at every start (decision 12).
 
     Returns:
@@ -62,17 +62,19 @@ def plan(program: Program, record: Record) -> ModelSplit | None:
     if degree == 1:
         return None
     layout = policy.layout
-    split = split_by(policy, record, degree, staged=program.pipe.size > 1, opaque=alone(layout))
-    return checked(program.module, split, program.tensor, strict=policy.strict)
+    split = plan_by_policy(
+        policy, record, degree, staged=program.pipe.size > 1, opaque=may_split_experts(layout)
+    )
+    return check_blocks(program.module, split, program.tensor, strict=policy.strict)
 
 
-def alone(layout: Layout) -> bool:
+def may_split_experts(layout: Layout) -> bool:
     """Return whether tp may split expert layers inside blocks: neither cp nor ep divides them."""
     return layout.ep == 1 and layout.cp == 1
 
 
-def split_by(
-    policy: TensorPolicy, record: Record, degree: int, *, staged: bool, opaque: bool
+def plan_by_policy(
+    policy: TensorPolicy, record: ForwardRecord, degree: int, *, staged: bool, opaque: bool
 ) -> ModelSplit:
     """Plan how a model is split over `degree` ranks under a policy.
 
@@ -94,6 +96,6 @@ def split_by(
     )
 
 
-def kinds(program: Program) -> list[Kind]:
+def kinds(program: Program) -> list[ShardKind]:
     """Return the kinds of shards on the ranks of tp that may cross between stages."""
     return [(program.tensor, SequenceShard)]

@@ -12,14 +12,14 @@ from dataclasses import replace
 from torch import nn
 
 from shoal.base.errors import BugError
-from shoal.base.plans.placement import Cut, even_cut
-from shoal.parallel.build.mmap_init import keep_part
+from shoal.base.plans.placement import DimCut, make_even_cut
+from shoal.parallel.build.mmap_init import cut_to_part
 from shoal.parallel.spmd.autograd_collectives import Axis
-from shoal.parallel.spmd.labelling.labels import Split, Tiled, grid_place
-from shoal.parallel.spmd.sequence_shards import even_cuts
+from shoal.parallel.spmd.labelling.labels import Split, Tiled, grid_coordinates
+from shoal.parallel.spmd.sequence_shards import compute_even_cuts
 from shoal.parallel.spmd.split_block import ModelSplit
-from shoal.parallel.spmd.split_forward import Programs, SplitForward
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.parallel.spmd.split_forward import ProgramCache, SplitForward
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callable[[], None]]:
@@ -33,36 +33,36 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callab
     """
     if axis.size != split.degree:
         raise BugError(f"a split for {split.degree} ranks was applied to {axis.size}")
-    stand_ins: list[StandIn] = []
+    stand_ins: list[ReplacedForward] = []
     for group in split.classes:
-        programs = Programs(group.split, group.bare)
-        programs.note(group.call.args, group.call.kwargs)
+        programs = ProgramCache(group.split, group.bare)
+        programs.register_sample(group.call.args, group.call.kwargs)
         for name in group.names:
             stand_ins.append(SplitForward(name, module.get_submodule(name), programs, axis))
     if split.tables.split:
-        from shoal.parallel.tensor_parallel.vocabulary_parallel import install
+        from shoal.parallel.tensor_parallel.vocabulary_parallel import replace_table_forwards
 
-        stand_ins += install(module, split.tables, axis, split.scattered)
+        stand_ins += replace_table_forwards(module, split.tables, axis, split.scattered)
     for name, p in module.named_parameters():
-        cut = cut_of(name, tuple(p.shape), split)
+        cut = parameter_cut(name, tuple(p.shape), split)
         if cut is not None:
-            keep_part(p, cut, axis.rank)
+            cut_to_part(p, cut, axis.rank)
             p.grad = None
-    return [one.take_away for one in reversed(stand_ins)]
+    return [one.restore for one in reversed(stand_ins)]
 
 
-def cut_of(name: str, shape: tuple[int, ...], split: ModelSplit) -> Cut | None:
+def parameter_cut(name: str, shape: tuple[int, ...], split: ModelSplit) -> DimCut | None:
     """Return how a split cuts a parameter; None if every rank has the whole parameter."""
     label, degree = split.parameters[name].label, split.degree
     if name in split.tables.split:  # the rows of a vocabulary need not divide evenly
-        return Cut("tp", 0, (even_cuts(shape[0], degree),), tuple(range(degree)))
+        return DimCut("tp", 0, (compute_even_cuts(shape[0], degree),), tuple(range(degree)))
     if isinstance(label, Split):
-        return even_cut("tp", label.dim, shape[label.dim], degree, groups=label.groups)
+        return make_even_cut("tp", label.dim, shape[label.dim], degree, groups=label.groups)
     if not isinstance(label, Tiled):
         return None
     cuts = [(k, parts, one) for k, (parts, one) in enumerate(label.axes) if isinstance(one, Split)]
     if len(cuts) != 1:
         raise BugError(f"a parameter is cut along {len(cuts)} axes: {label}")
     ((k, parts, one),) = cuts
-    cut = even_cut("tp", one.dim, shape[one.dim], parts, groups=one.groups)
-    return replace(cut, part=tuple(grid_place(label, rank)[k] for rank in range(degree)))
+    cut = make_even_cut("tp", one.dim, shape[one.dim], parts, groups=one.groups)
+    return replace(cut, part=tuple(grid_coordinates(label, rank)[k] for rank in range(degree)))

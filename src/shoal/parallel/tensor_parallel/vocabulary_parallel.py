@@ -24,9 +24,15 @@ from torch.overrides import TorchFunctionMode
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.autograd_collectives import Axis, enter, reduce, scatter
 from shoal.parallel.spmd.labelling.labels import Split
-from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, even_cuts, show, whole_of
-from shoal.trace.find.vocabulary_use import Tables, for_loss, has_own_forward
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.parallel.spmd.sequence_shards import (
+    SequenceShard,
+    ShardSpec,
+    compute_even_cuts,
+    gather_if_shard,
+    wrap_shard,
+)
+from shoal.trace.find.vocabulary_use import VocabularyTables, has_own_forward, is_unprojected
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ class SplitVocabulary:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return [..., size] from hidden [..., dim] and own rows, gathered when it is read."""
-        local = F.linear(enter(whole_of(hidden), self.axis), weight, bias)
-        return show(local, Deal(self.axis, local.dim() - 1, self.cuts), LogitsShard)
+        local = F.linear(enter(gather_if_shard(hidden), self.axis), weight, bias)
+        return wrap_shard(local, ShardSpec(self.axis, local.dim() - 1, self.cuts), LogitsShard)
 
 
 class LogitsShard(SequenceShard):
@@ -80,7 +86,7 @@ class LogitsShard(SequenceShard):
         return SplitVocabulary(self.deal.axis, self.deal.cuts)
 
 
-class SplitEmbedding(StandIn):
+class SplitEmbedding(ReplacedForward):
     """Embedding that looks up this rank's rows and sums them over the ranks.
 
     An embedding whose class has a forward of its own (a scale, an offset) runs that forward; only
@@ -103,7 +109,7 @@ class SplitEmbedding(StandIn):
         """
         if not self.own_forward:
             return self.look_up(*inputs, **named, padding=self.table.padding_idx)
-        with _Lookups(self):
+        with _SplitLookupMode(self):
             return self.forward(*inputs, **named)
 
     def look_up(self, input: Tensor, *, padding: int | None) -> Tensor:
@@ -121,10 +127,10 @@ class SplitEmbedding(StandIn):
         if along is None or not 0 <= along < ids.dim() or ids.shape[along] % axis.size:
             return reduce(found, axis)
         own = scatter(found, axis, Split(along))
-        return show(own, Deal.even(axis, along, ids.shape[along]))
+        return wrap_shard(own, ShardSpec.split_evenly(axis, along, ids.shape[along]))
 
 
-class _Lookups(TorchFunctionMode):
+class _SplitLookupMode(TorchFunctionMode):
     """Torch function mode in which lookups in a split table return rows of all ranks."""
 
     def __init__(self, embedding: SplitEmbedding) -> None:
@@ -148,7 +154,7 @@ class _Lookups(TorchFunctionMode):
         return self.embedding.look_up(ids, padding=padding)
 
 
-class SplitHead(StandIn):
+class SplitHead(ReplacedForward):
     """Output head that returns this rank's columns of the logits."""
 
     def __init__(self, name: str, head: nn.Linear, rows: SplitVocabulary) -> None:
@@ -160,7 +166,7 @@ class SplitHead(StandIn):
         return self.rows.logits(hidden, self.head.weight, self.head.bias)
 
 
-class TellsVocabulary(StandIn):
+class VocabularyOutputs(ReplacedForward):
     """Replacement of the model's forward that adds a split head's rows to outputs for the loss."""
 
     def __init__(self, name: str, model: nn.Module, head: nn.Module, rows: SplitVocabulary) -> None:
@@ -170,19 +176,19 @@ class TellsVocabulary(StandIn):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's outputs, with the split vocabulary of the head."""
         outputs = self.forward(*inputs, **named)
-        if not any(map(for_loss, pytree.tree_leaves(outputs, is_leaf=for_loss))):
+        if not any(map(is_unprojected, pytree.tree_leaves(outputs, is_leaf=is_unprojected))):
             return outputs
-        return pytree.tree_map(self._tell, outputs, is_leaf=for_loss)
+        return pytree.tree_map(self._add_vocabulary, outputs, is_leaf=is_unprojected)
 
-    def _tell(self, output: Any) -> Any:
-        if for_loss(output) and output.weight is self.head.weight:
+    def _add_vocabulary(self, output: Any) -> Any:
+        if is_unprojected(output) and output.weight is self.head.weight:
             return dataclasses.replace(output, vocabulary=self.rows)
         return output
 
 
-def install(
-    module: nn.Module, tables: Tables, axis: Axis, scattered: Collection[str]
-) -> list[StandIn]:
+def replace_table_forwards(
+    module: nn.Module, tables: VocabularyTables, axis: Axis, scattered: Collection[str]
+) -> list[ReplacedForward]:
     """Replace the forwards of tables, heads and the model; `apply_split` cuts the weights later.
 
     Every weight must still be whole: its number of rows decides where it is cut.
@@ -193,9 +199,9 @@ def install(
 
     def rows(table: nn.Module) -> SplitVocabulary:
         weight = table.get_parameter("weight")
-        return SplitVocabulary(axis, even_cuts(weight.shape[0], axis.size))
+        return SplitVocabulary(axis, compute_even_cuts(weight.shape[0], axis.size))
 
-    made: list[StandIn] = []
+    made: list[ReplacedForward] = []
     for name in (*tables.embeddings, *tables.heads):
         table = module.get_submodule(name)
         if isinstance(table, nn.Embedding):
@@ -204,7 +210,7 @@ def install(
             made.append(SplitHead(name, table, rows(table)))
     if tables.to_loss:
         head = module.get_submodule(tables.to_loss)
-        made.append(TellsVocabulary("", module, head, rows(head)))
+        made.append(VocabularyOutputs("", module, head, rows(head)))
     return made
 
 

@@ -14,16 +14,21 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.proof.diagnosis.clue import OURS, REPORT, Clue, ranks_text
-from shoal.proof.diagnosis.evidence import Evidence, Look
-from shoal.proof.diagnosis.gradient_clue import AXES, degree_of, nearest, wrong_gradient
-from shoal.proof.diagnosis.norm_mismatch import norms_differ
+from shoal.proof.diagnosis.clue import OURS, REPORT, Clue, format_ranks
+from shoal.proof.diagnosis.evidence import CauseTest, Evidence
+from shoal.proof.diagnosis.gradient_clue import (
+    AXES,
+    axis_degree,
+    diagnose_gradient,
+    suggest_settings,
+)
+from shoal.proof.diagnosis.norm_mismatch import diagnose_rank_norms
 
 UNMOVED_SHARE = 0.02
 """Share of unchanged elements from which a slice counts as stale."""
 
 
-def explain(evidence: Evidence, inside: Sequence[Look] = ()) -> Clue:
+def explain_difference(evidence: Evidence, inside: Sequence[CauseTest] = ()) -> Clue:
     """Name the likely cause of the first difference.
 
     Args:
@@ -33,7 +38,7 @@ def explain(evidence: Evidence, inside: Sequence[Look] = ()) -> Clue:
         clue = look(evidence)
         if clue is not None:
             return clue
-    return _as_seen(evidence)
+    return _describe_observed(evidence)
 
 
 def _frozen_moved(evidence: Evidence) -> Clue | None:
@@ -58,7 +63,7 @@ def _decisions_differ(evidence: Evidence) -> Clue | None:
             return Clue(
                 "decision on one rank",
                 rows[0].label,
-                f"step {rows[0].step} was skipped by {ranks_text(skipped)} of {len(rows)} only",
+                f"step {rows[0].step} was skipped by {format_ranks(skipped)} of {len(rows)} only",
                 "each rank decides by its own numbers whether to step (overflow, loss scale, a "
                 "non-finite gradient); all ranks must decide together",
                 "look for a skip, a return or a loss scaler of your own that one rank's batch can "
@@ -92,7 +97,7 @@ def _nothing_moves(evidence: Evidence) -> Clue | None:
     )
 
 
-def _stale(evidence: Evidence) -> Clue | None:
+def _weights_stale(evidence: Evidence) -> Clue | None:
     got = evidence.got
     for name in got.trainable:
         start, ended = got.start[name], got.weights[name]
@@ -101,7 +106,7 @@ def _stale(evidence: Evidence) -> Clue | None:
         count, all_ = int(stays.sum()), int(should.sum())
         apart = got.drift.get(name)  # a whole parameter that changes on other ranks only
         if all_ and count / all_ >= UNMOVED_SHARE and (count < all_ or apart):
-            where = f"on rank 0; {_camps(apart)}" if apart else "on all ranks"
+            where = f"on rank 0; {_format_groups(apart)}" if apart else "on all ranks"
             return Clue(
                 "stale shard",
                 name,
@@ -109,7 +114,7 @@ def _stale(evidence: Evidence) -> Clue | None:
                 f"{where}",
                 "a rank does not see what another one stepped: it goes on with old weights",
                 "look for code of your own that keeps or copies weights from before a step; "
-                f"{nearest(got.layout, ('dp',))}without any, {OURS}",
+                f"{suggest_settings(got.layout, ('dp',))}without any, {OURS}",
             )
     return None
 
@@ -123,7 +128,7 @@ def _buffers_differ(evidence: Evidence) -> Clue | None:
         return None
     running = "running_" in buffers[0]
     how = "differently on each rank" if drift else "other than in one process"
-    camps = f" ({_camps(got.drift[buffers[0]])})" if drift else ""
+    camps = f" ({_format_groups(got.drift[buffers[0]])})" if drift else ""
     return Clue(
         "BatchNorm drift" if running else "buffer drift",
         buffers[0],
@@ -140,7 +145,7 @@ def _buffers_differ(evidence: Evidence) -> Clue | None:
     )
 
 
-def _targets(evidence: Evidence) -> Clue | None:
+def _targets_differ(evidence: Evidence) -> Clue | None:
     layout = evidence.got.layout
     found = next((d for d in evidence.comparison.differences if d.what == "targets"), None)
     if found is None:
@@ -148,14 +153,14 @@ def _targets(evidence: Evidence) -> Clue | None:
     ours, theirs = evidence.expected.rows[found.row], evidence.got.rows[found.row]
     seen = f"step {ours.step} counted {theirs.targets:g} targets, "
     for axis in ("tp", "pp", "cp"):
-        degree, (ranks, _) = degree_of(layout, axis), AXES[axis]
+        degree, (ranks, _) = axis_degree(layout, axis), AXES[axis]
         if degree > 1 and math.isclose(theirs.targets, ours.targets * degree):
             return Clue(
                 "count of targets",
                 found.name,
                 f"{seen}{degree} × the {ours.targets:g} of one process; there are {degree} {ranks}",
                 f"each of the {ranks} tells the loss and the count of them all",
-                f"{nearest(layout, (axis,))}{OURS}",
+                f"{suggest_settings(layout, (axis,))}{OURS}",
             )
     return Clue(
         "count of targets",
@@ -164,7 +169,8 @@ def _targets(evidence: Evidence) -> Clue | None:
         "ranks do not see the samples of one process, or the loss counts by something that differs "
         "between ranks",
         "see that the dataset gives the same sample for the same index in every process, and that "
-        f"the loss counts targets only; {nearest(layout, ('tp', 'pp', 'cp'))}where both are so, "
+        f"the loss counts targets only; {suggest_settings(layout, ('tp', 'pp', 'cp'))}where "
+        "both are so, "
         f"{REPORT}",
     )
 
@@ -177,7 +183,8 @@ def _ranks_drift(evidence: Evidence) -> Clue | None:
     return Clue(
         "ranks drift apart",
         name,
-        f"{len(drift)} parameters ended differently on different ranks ({_camps(drift[name])})",
+        f"{len(drift)} parameters ended differently on different ranks "
+        f"({_format_groups(drift[name])})",
         "ranks applied different updates: a gradient that was not summed, or random numbers in "
         "the optimizer",
         f"look for random numbers in the optimizer, and for code of your own that changes weights "
@@ -185,7 +192,7 @@ def _ranks_drift(evidence: Evidence) -> Clue | None:
     )
 
 
-def _update(evidence: Evidence) -> Clue | None:
+def _update_differs(evidence: Evidence) -> Clue | None:
     """Return a clue if all gradients are equal and weights are not."""
     kinds = {d.what for d in evidence.comparison.differences}
     if "weights" not in kinds or evidence.number is not None:
@@ -199,11 +206,11 @@ def _update(evidence: Evidence) -> Clue | None:
         "hyper-parameters (groups, weight decay) differ",
         "look for what the optimizer computes from a whole tensor (norms, means, factors), and for "
         f"groups that it finds by name or shape; "
-        f"{nearest(evidence.got.layout, ('dp',))}without any, {REPORT}",
+        f"{suggest_settings(evidence.got.layout, ('dp',))}without any, {REPORT}",
     )
 
 
-def _as_seen(evidence: Evidence) -> Clue:
+def _describe_observed(evidence: Evidence) -> Clue:
     first = evidence.comparison.first
     if first is None:
         return Clue("none", "", "nothing differs", "", "")
@@ -217,7 +224,7 @@ def _as_seen(evidence: Evidence) -> Clue:
     )
 
 
-def _camps(groups: list[list[int]]) -> str:
+def _format_groups(groups: list[list[int]]) -> str:
     """Return in words which ranks agree with each other.
 
     >>> _camps([[0, 1], [2]]), _camps([[0], [1], [2]])
@@ -225,18 +232,18 @@ def _camps(groups: list[list[int]]) -> str:
     """
     if len(groups) > 2 and all(len(group) == 1 for group in groups):
         return f"each of {len(groups)} ranks has its own"
-    return " against ".join(ranks_text(group) for group in groups)
+    return " against ".join(format_ranks(group) for group in groups)
 
 
-LOOKS: tuple[Look, ...] = (
+LOOKS: tuple[CauseTest, ...] = (
     _frozen_moved,
     _decisions_differ,
-    _targets,
-    norms_differ,
-    _stale,
+    _targets_differ,
+    diagnose_rank_norms,
+    _weights_stale,
     _nothing_moves,
     _buffers_differ,
-    wrong_gradient,
+    diagnose_gradient,
     _ranks_drift,
-    _update,
+    _update_differs,
 )

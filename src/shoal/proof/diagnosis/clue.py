@@ -35,7 +35,7 @@ class Clue:
         return f"{where}{self.seen}. Likely cause: {self.cause}. Next: {self.advice}"
 
 
-def listed(numbers: list[int] | tuple[int, ...]) -> str:
+def join_numbers(numbers: list[int] | tuple[int, ...]) -> str:
     """Join numbers for a person.
 
     >>> listed([0, 1, 3]), listed([2])
@@ -45,10 +45,10 @@ def listed(numbers: list[int] | tuple[int, ...]) -> str:
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
-def ranks_text(numbers: list[int] | tuple[int, ...]) -> str:
+def format_ranks(numbers: list[int] | tuple[int, ...]) -> str:
     """Return the names of ranks for a person.
 
     >>> ranks_text([3]), ranks_text((0, 2))
     ('rank 3', 'ranks 0 and 2')
     """
-    return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {join_numbers(numbers)}"

@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from shoal.proof.diagnosis.clue import Clue
-from shoal.proof.diagnosis.gradient_sums import Sums, fits, solve, sums_of
-from shoal.proof.diagnosis.micro_batch_gradients import Atoms, Shares, watch_micro_batches
-from shoal.proof.tensor_spill import Shelf
-from shoal.proof.trajectory_record import Record
-from shoal.proof.verdict import GRADIENTS, Comparison
+from shoal.proof.diagnosis.gradient_sums import (
+    GradientSums,
+    accept_shares,
+    solve_sums,
+    undo_clipping,
+)
+from shoal.proof.diagnosis.micro_batch_gradients import (
+    GradientShares,
+    MicroBatchGradients,
+    watch_micro_batches,
+)
+from shoal.proof.tensor_spill import TensorSpill
+from shoal.proof.trajectory_record import TrajectoryRecord
+from shoal.proof.verdict import GRADIENTS, RecordComparison
 from shoal.trainer.run import Run
 
 OnRun = Callable[[str, Run], None]
@@ -32,9 +41,9 @@ class Evidence:
             a function.
     """
 
-    expected: Record
-    got: Record
-    comparison: Comparison
+    expected: TrajectoryRecord
+    got: TrajectoryRecord
+    comparison: RecordComparison
     again: Callable[[tuple[str, int], OnRun], None]
 
     @cached_property
@@ -44,16 +53,18 @@ class Evidence:
         return min(rows, default=None)
 
     @cached_property
-    def sums(self) -> Sums | None:
+    def sums(self) -> GradientSums | None:
         """Both sides' gradients in that row, with clipping undone."""
-        return None if self.number is None else sums_of(self.expected, self.got, self.number)
+        return None if self.number is None else undo_clipping(self.expected, self.got, self.number)
 
     @cached_property
-    def atoms(self) -> Atoms | None:
+    def micro_batch_gradients(self) -> MicroBatchGradients | None:
         """Gradients of every micro-batch of that step; None if it cannot be run again."""
         if self.number is None:
             return None
-        found = Atoms(self.got.layout.data_degree, shelf=Shelf(self.expected.shelf.folder))
+        found = MicroBatchGradients(
+            self.got.layout.data_degree, shelf=TensorSpill(self.expected.shelf.folder)
+        )
         row = self.expected.rows[self.number]
         try:
             self.run_again(partial(watch_micro_batches, found, row.label, row.step))
@@ -62,14 +73,14 @@ class Evidence:
         return found
 
     @cached_property
-    def shares(self) -> Shares | None:
+    def shares(self) -> GradientShares | None:
         """Shares of the micro-batches' gradients in the wrong gradients, if solvable."""
-        return None if self.sums is None else solve(self.sums, self.atoms)
+        return None if self.sums is None else solve_sums(self.sums, self.micro_batch_gradients)
 
     @cached_property
     def weights(self) -> tuple[float, ...] | None:
         """Weight of each micro-batch in the wrong gradients, if those explain them."""
-        return fits(self.shares)
+        return accept_shares(self.shares)
 
     def run_again(self, watch: OnRun) -> None:
         """Train the one process once more up to the end of the first wrong step.
@@ -84,5 +95,5 @@ class Evidence:
             self.again((row.label, row.step), watch)
 
 
-Look = Callable[[Evidence], Clue | None]
+CauseTest = Callable[[Evidence], Clue | None]
 """A function that tests for one cause: it returns a clue, or None if the cause is another."""

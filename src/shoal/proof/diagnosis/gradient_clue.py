@@ -17,20 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.base.layouts.layout import Layout
-from shoal.proof.diagnosis.clue import OURS, REPORT, Clue, ranks_text
+from shoal.proof.diagnosis.clue import OURS, REPORT, Clue, format_ranks
 from shoal.proof.diagnosis.evidence import Evidence
 from shoal.proof.diagnosis.gradient_sums import (
     TOLERANCE,
-    Sums,
-    factor_of,
-    groups,
-    near,
+    GradientSums,
+    common_value,
+    find_factor,
+    group_values,
+    is_near,
     norm_of,
-    same,
 )
-from shoal.proof.diagnosis.norm_mismatch import wrong_norm
+from shoal.proof.diagnosis.norm_mismatch import diagnose_norm
 from shoal.proof.distances import norm_over
-from shoal.proof.trajectory_record import Record, Row
+from shoal.proof.trajectory_record import StepRow, TrajectoryRecord
 
 AXES = {
     "tp": ("tensor-parallel ranks", "the split of layers over tensor-parallel ranks"),
@@ -46,7 +46,7 @@ FEW = 12
 
 
 @dataclass(frozen=True)
-class _Amount:
+class _ErrorSize:
     """Size of the error of gradients, as the end of a sentence.
 
     Attributes:
@@ -59,41 +59,44 @@ class _Amount:
     cause: str = ""
 
 
-def degree_of(layout: Layout, axis: str) -> int:
+def axis_degree(layout: Layout, axis: str) -> int:
     """Return the degree of one of `AXES`."""
     return layout.data_degree if axis == "dp" else int(getattr(layout, axis))
 
 
-def wrong_gradient(evidence: Evidence) -> Clue | None:
+def diagnose_gradient(evidence: Evidence) -> Clue | None:
     """Return a clue on the place and size of the first wrong gradient, or gradient norm."""
     sums, number = evidence.sums, evidence.number
     if sums is None or number is None:
         return None
     if not sums.names:
-        return wrong_norm(evidence, number)
-    where = _where(sums, evidence.got)
-    known = _mean_of_means(evidence, sums, where) or _rounded(evidence, sums, where)
+        return diagnose_norm(evidence, number)
+    where = _describe_others(sums, evidence.got)
+    known = _diagnose_mean_of_means(evidence, sums, where) or _diagnose_rounding(
+        evidence, sums, where
+    )
     if known is not None:
         return known
     rows = evidence.expected.rows[number], evidence.got.rows[number]
-    amount = _amount(evidence, sums, rows)
-    axes = _suspects(evidence, sums, amount)
+    amount = _measure_error(evidence, sums, rows)
+    axes = _find_suspect_axes(evidence, sums, amount)
     is_forward = not (sums.loss_right or amount.cause)
     behind = "sum over ranks" if axes == ("dp",) else "backward pass"
-    right = f"{_loss(sums, rows)}{_short(sums)}{_behind(sums, evidence.got)}"
+    right = _describe_loss(sums, rows) + _describe_short_step(sums)
+    right += _describe_right_rest(sums, evidence.got)
     return Clue(
         "forward pass" if is_forward else behind,
         sums.names[0],
-        f"{where} {amount.text}{_holders(sums)}{right}",
-        amount.cause or _cause(axes, is_forward),
-        _advice(evidence.got.layout, axes, is_forward),
+        f"{where} {amount.text}{_describe_holders(sums)}{right}",
+        amount.cause or _format_cause(axes, is_forward),
+        _format_advice(evidence.got.layout, axes, is_forward),
     )
 
 
 # ---- where
 
 
-def common(names: Sequence[str], got: Record) -> str:
+def describe_common(names: Sequence[str], got: TrajectoryRecord) -> str:
     """Return in words what the wrong parameters have in common in the layout, if anything."""
     words = []
     if got.layout.ep > 1 and set(names) <= set(got.experts):
@@ -103,20 +106,20 @@ def common(names: Sequence[str], got: Record) -> str:
         if got.layout.pp > 1 and len(stages) == 1:
             numbers = sorted(*stages)
             on = f"stage{'s' * (len(numbers) > 1)} {' and '.join(map(str, numbers))}"
-            words.append(f"{'all' if _are_all(names, got) else 'only'} of {on}")
+            words.append(f"{'all' if _is_whole_stage(names, got) else 'only'} of {on}")
         if got.layout.tp > 1 and len({got.held[n].tp_cut is None for n in names}) == 1:
             how = "whole" if got.held[names[0]].tp_cut is None else "in parts"
             words.append(f"only what tensor-parallel ranks hold {how}")
     return f" ({', '.join(words)})" if words else ""
 
 
-def _are_all(names: Sequence[str], got: Record) -> bool:
+def _is_whole_stage(names: Sequence[str], got: TrajectoryRecord) -> bool:
     """Return whether these are all parameters of their stage."""
     stages = got.held[names[0]].stages
     return set(names) == {n for n, one in got.held.items() if one.stages == stages}
 
 
-def _where(sums: Sums, got: Record) -> str:
+def _describe_others(sums: GradientSums, got: TrajectoryRecord) -> str:
     """Return the sentence's part on the other wrong gradients, after the first one's name."""
     others = len(sums.names) - 1
     tied = [second for second, first in got.tied.items() if first == sums.names[0]]
@@ -124,11 +127,12 @@ def _where(sums: Sums, got: Record) -> str:
     more = "those" if others > 1 else "that"
     like = f", like {more} of {others} other parameter{'s' * (others > 1)}" if others else ""
     return (
-        f"at step {sums.step} its gradient{also}{like}{common(sums.names, got)}{',' * bool(like)}"
+        f"at step {sums.step} its "
+        f"gradient{also}{like}{describe_common(sums.names, got)}{',' * bool(like)}"
     )
 
 
-def _holders(sums: Sums) -> str:
+def _describe_holders(sums: GradientSums) -> str:
     """Return in words which ranks disagree about the gradient of a part that each of them holds."""
     name = next((n for n in sums.names if n in sums.apart), None)
     if name is None:
@@ -137,19 +141,20 @@ def _holders(sums: Sums) -> str:
     added = norm_of(one.total - right) <= TOLERANCE * norm_of(right)
     of = "of it" if name == sums.names[0] else f"of {name}"
     return (
-        f"; {ranks_text(one.ranks)}, which differ along layout.{one.along} only and hold the same "
+        f"; {format_ranks(one.ranks)}, which differ along layout.{one.along} only and hold the "
+        "same "
         f"part {of}, have different gradients{', whose sum is the right one' * added}"
     )
 
 
-def _loss(sums: Sums, rows: tuple[Row, Row]) -> str:
+def _describe_loss(sums: GradientSums, rows: tuple[StepRow, StepRow]) -> str:
     if sums.loss_right:
         return "; the loss is right"
     ours, theirs = ("not finite" if row.loss is None else f"{row.loss:.8g}" for row in rows)
     return f"; the loss is {theirs} instead of {ours}"
 
 
-def _short(sums: Sums) -> str:
+def _describe_short_step(sums: GradientSums) -> str:
     """Return a remark if only a short last step is wrong."""
     if sums.short is None:
         return ""
@@ -159,7 +164,7 @@ def _short(sums: Sums) -> str:
     )
 
 
-def _behind(sums: Sums, got: Record) -> str:
+def _describe_right_rest(sums: GradientSums, got: TrajectoryRecord) -> str:
     """Return the parameters whose gradients are right: backward goes from last to first."""
     order = [n for n in got.trainable if n in sums.right]
     last = order.index(sums.names[-1])
@@ -170,88 +175,107 @@ def _behind(sums: Sums, got: Record) -> str:
 # ---- how much
 
 
-def _amount(evidence: Evidence, sums: Sums, rows: tuple[Row, Row]) -> _Amount:
+def _measure_error(
+    evidence: Evidence, sums: GradientSums, rows: tuple[StepRow, StepRow]
+) -> _ErrorSize:
     """Return the size of the gradients' error, by the simplest description that fits."""
     if all(not norm_of(sums.wrong[n]) for n in sums.names):
         skipped = "; the step was skipped on all ranks" if rows[1].skipped else ""
-        return _Amount(f"is 0, in one process it is not{skipped}")
-    times = factor_of(sums, sums.names)
-    if times is not None and not near(times, 1.0):
-        return _factor(evidence, sums, times, rows)
+        return _ErrorSize(f"is 0, in one process it is not{skipped}")
+    times = find_factor(sums, sums.names)
+    if times is not None and not is_near(times, 1.0):
+        return _describe_factor(evidence, sums, times, rows)
     values = evidence.weights or ()
-    odd = [i for i, v in enumerate(values) if not math.isnan(v) and not near(v, 1.0)]
-    if odd and evidence.atoms is not None:
-        by_rank = groups(values, evidence.atoms.rank_of, evidence.atoms.ranks)
-        if by_rank is not None and same(by_rank) is None:
-            return _Amount(
+    odd = [i for i, v in enumerate(values) if not math.isnan(v) and not is_near(v, 1.0)]
+    if odd and evidence.micro_batch_gradients is not None:
+        by_rank = group_values(
+            values, evidence.micro_batch_gradients.rank_of, evidence.micro_batch_gradients.ranks
+        )
+        if by_rank is not None and common_value(by_rank) is None:
+            return _ErrorSize(
                 f"holds the micro-batches of the {len(by_rank)} data-parallel ranks with the "
-                f"weights {_weights(by_rank)} instead of 1 each",
+                f"weights {_format_weights(by_rank)} instead of 1 each",
                 ("dp",),
             )
         if len(odd) <= len(values) / 2:
-            shown = ", ".join(f"{i} with weight {_weights([values[i]])}" for i in odd[:FEW])
+            shown = ", ".join(f"{i} with weight {_format_weights([values[i]])}" for i in odd[:FEW])
             batches = f"micro-batch{'es' * (len(odd) > 1)}"
-            return _Amount(f"holds {batches} {shown} instead of 1 (of {len(values)} in the step)")
-        return _Amount(f"holds the step's micro-batches with the weights {_weights(values)}")
+            return _ErrorSize(
+                f"holds {batches} {shown} instead of 1 (of {len(values)} in the step)"
+            )
+        return _ErrorSize(
+            f"holds the step's micro-batches with the weights {_format_weights(values)}"
+        )
     size = norm_over(sums.wrong[n] - sums.right[n] for n in sums.names)
     whole = norm_over(sums.right.values())
     fits = ", which no weights of micro-batches explain" if evidence.shares is not None else ""
     together = ", together" if len(sums.names) > 1 else ""
     far = size / whole if whole else math.inf
-    return _Amount(f"is off{together} by {far:.1e} of the whole gradient's norm{fits}")
+    return _ErrorSize(f"is off{together} by {far:.1e} of the whole gradient's norm{fits}")
 
 
-def _factor(evidence: Evidence, sums: Sums, times: float, rows: tuple[Row, Row]) -> _Amount:
+def _describe_factor(
+    evidence: Evidence, sums: GradientSums, times: float, rows: tuple[StepRow, StepRow]
+) -> _ErrorSize:
     """Describe one factor in every element, and the axis whose degree it is."""
     layout = evidence.got.layout
-    degrees = {axis: degree_of(layout, axis) for axis in AXES}
-    axes = tuple(a for a, d in degrees.items() if d > 1 and (near(times, d) or near(times, 1 / d)))
+    degrees = {axis: axis_degree(layout, axis) for axis in AXES}
+    axes = tuple(
+        a for a, d in degrees.items() if d > 1 and (is_near(times, d) or is_near(times, 1 / d))
+    )
     whose = [AXES[axis][0] for axis in axes]
     text = f"is {times:.6g} × that of one process"
     if axes:
         ranks = " and ".join(f"{degrees[axis]} {AXES[axis][0]}" for axis in axes)
         text += f", {'1/' * (times < 1)}{degrees[axes[0]]} for {ranks}"
-    count = len(evidence.atoms.gradients) if evidence.atoms is not None else 0
-    if count > 1 and (near(times, count) or near(times, 1 / count)):
+    count = (
+        len(evidence.micro_batch_gradients.gradients)
+        if evidence.micro_batch_gradients is not None
+        else 0
+    )
+    if count > 1 and (is_near(times, count) or is_near(times, 1 / count)):
         text += f", {'1/' * (times < 1)}{count} for {count} micro-batches"
         whose.append("micro-batches")
     if sums.short is not None:
-        return _Amount(text, (), "a short step is divided by another count than its own")
+        return _ErrorSize(text, (), "a short step is divided by another count than its own")
     ours, theirs = (row.loss for row in rows)
-    is_scale = sums.loss_right or (theirs and ours and near(theirs / ours, times))
+    is_scale = sums.loss_right or (theirs and ours and is_near(theirs / ours, times))
     if not is_scale:  # the loss has not the same factor
-        return _Amount(text, axes)
+        return _ErrorSize(text, axes)
     how = "averaged where they should be summed" if times < 1 else "summed more than once"
     if whose:
-        return _Amount(text, axes, f"gradients are {how}, over {' or '.join(whose)}")
-    return _Amount(text, axes, "gradients are divided by another number than the count of targets")
+        return _ErrorSize(text, axes, f"gradients are {how}, over {' or '.join(whose)}")
+    return _ErrorSize(
+        text, axes, "gradients are divided by another number than the count of targets"
+    )
 
 
-def _weights(values: Sequence[float]) -> str:
+def _format_weights(values: Sequence[float]) -> str:
     # Solving leaves noise of either sign where a weight is 0, NaN where there was no gradient.
-    told = ("–" if math.isnan(v) else f"{0.0 if near(v, 0.0) else v:.4g}" for v in values[:FEW])
+    told = ("–" if math.isnan(v) else f"{0.0 if is_near(v, 0.0) else v:.4g}" for v in values[:FEW])
     shown = " : ".join(told)
     return shown + (" : …" if len(values) > FEW else "")
 
 
-def _mean_of_means(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
+def _diagnose_mean_of_means(evidence: Evidence, sums: GradientSums, where: str) -> Clue | None:
     """Return a clue if the numbers are those of a mean of means.
 
     A mean of n means weighs part i by N / (n · Nᵢ); the Nᵢ add up to N.
     """
-    values, atoms = evidence.weights, evidence.atoms
+    values, atoms = evidence.weights, evidence.micro_batch_gradients
     if values is None or atoms is None or atoms.ranks == 1:
         return None
     each = tuple(v for v in values if not math.isnan(v))
-    by_rank = groups(values, atoms.rank_of, atoms.ranks)
+    by_rank = group_values(values, atoms.rank_of, atoms.ranks)
     for kind, group in (("ranks", by_rank), ("micro-batches", each)):
-        if not group or same(group) is not None or not all(v > TOLERANCE for v in group):
+        if not group or common_value(group) is not None or not all(v > TOLERANCE for v in group):
             continue
-        if near(sum(1 / v for v in group) / len(group), 1.0):
+        if is_near(sum(1 / v for v in group) / len(group), 1.0):
             return Clue(
                 "mean of means",
                 sums.names[0],
-                f"{where} is off: the {kind} weigh {_weights(group)}, each with the inverse of its "
+                f"{where} is off: the {kind} weigh {_format_weights(group)}, each with the "
+                "inverse of its "
                 f"share of the targets",
                 f"the mean over {kind} of their own means: with unequal counts of targets that is "
                 f"not the mean over targets",
@@ -261,11 +285,11 @@ def _mean_of_means(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
     return None
 
 
-def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
+def _diagnose_rounding(evidence: Evidence, sums: GradientSums, where: str) -> Clue | None:
     """Return a clue if errors are small and random: numbers were stored with fewer digits."""
-    times = factor_of(sums, sums.names)
+    times = find_factor(sums, sums.names)
     told = [*(evidence.weights or ()), *(() if times is None else (times,))]
-    if not sums.loss_right or sums.apart or not all(math.isnan(v) or near(v, 1.0) for v in told):
+    if not sums.loss_right or sums.apart or not all(math.isnan(v) or is_near(v, 1.0) for v in told):
         return None
     pairs = ((sums.wrong[n] - sums.right[n], sums.right[n]) for n in sums.names)
     shares = [(norm_of(difference), norm_of(right)) for difference, right in pairs]
@@ -291,10 +315,12 @@ def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
 # ---- why, and what next
 
 
-def _suspects(evidence: Evidence, sums: Sums, amount: _Amount) -> tuple[str, ...]:
+def _find_suspect_axes(
+    evidence: Evidence, sums: GradientSums, amount: _ErrorSize
+) -> tuple[str, ...]:
     """Return the axes that may be at fault, those that only sum gradients last."""
     got, names = evidence.got, sums.names
-    there = tuple(axis for axis in AXES if degree_of(got.layout, axis) > 1)
+    there = tuple(axis for axis in AXES if axis_degree(got.layout, axis) > 1)
     apart = tuple(dict.fromkeys(sums.apart[n].along for n in names if n in sums.apart))
     if apart:
         return apart
@@ -309,7 +335,7 @@ def _suspects(evidence: Evidence, sums: Sums, amount: _Amount) -> tuple[str, ...
     return tuple(axis for axis in there if axis != "dp") or ("dp",)
 
 
-def _cause(axes: tuple[str, ...], is_forward: bool) -> str:
+def _format_cause(axes: tuple[str, ...], is_forward: bool) -> str:
     works = " or ".join(AXES[axis][1] for axis in axes)
     if axes != ("dp",):
         where = "in the forward pass" if is_forward else "in its backward pass"
@@ -322,8 +348,8 @@ def _cause(axes: tuple[str, ...], is_forward: bool) -> str:
     )
 
 
-def _advice(layout: Layout, axes: tuple[str, ...], is_forward: bool) -> str:
-    near_by = nearest(layout, axes)
+def _format_advice(layout: Layout, axes: tuple[str, ...], is_forward: bool) -> str:
+    near_by = suggest_settings(layout, axes)
     if axes != ("dp",):
         return f"{near_by}{'unless the model looks at its rank, ' * is_forward}{OURS}"
     own = (
@@ -334,7 +360,7 @@ def _advice(layout: Layout, axes: tuple[str, ...], is_forward: bool) -> str:
     return f"look for {own}; {near_by}without any, {REPORT}"
 
 
-def nearest(layout: Layout, axes: Sequence[str]) -> str:
+def suggest_settings(layout: Layout, axes: Sequence[str]) -> str:
     """Return settings that avoid some of `AXES`, as the beginning of an advice, or "".
 
     >>> nearest(Layout(tp=2, pp=2), ("tp", "pp"))
@@ -342,7 +368,9 @@ def nearest(layout: Layout, axes: Sequence[str]) -> str:
     >>> nearest(Layout(dp_shard=4), ("dp",)), nearest(Layout(dp_replicate=4), ("dp",))
     ('try: layout.dp_replicate=4 and layout.dp_shard=1; ', '')
     """
-    without = [f"layout.{axis}=1" for axis in axes if axis != "dp" and degree_of(layout, axis) > 1]
+    without = [
+        f"layout.{axis}=1" for axis in axes if axis != "dp" and axis_degree(layout, axis) > 1
+    ]
     if "dp" in axes and layout.dp_shard > 1:
         without.append(f"layout.dp_replicate={layout.data_degree} and layout.dp_shard=1")
     return f"try: {', or '.join(without)}; " if without else ""

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shoal.proof.diagnosis.micro_batch_gradients import Atoms, Shares, shares
+from shoal.proof.diagnosis.micro_batch_gradients import (
+    GradientShares,
+    MicroBatchGradients,
+    solve_shares,
+)
 from shoal.proof.distances import norm_over
 from shoal.proof.equality_bounds import SUM_EPSILON
-from shoal.proof.ownership_mismatch import Apart
-from shoal.proof.tensor_spill import Scaled, Tensors
-from shoal.proof.trajectory_record import Record
+from shoal.proof.ownership_mismatch import OwnershipMismatch
+from shoal.proof.tensor_spill import ScaledTensors, Tensors
+from shoal.proof.trajectory_record import TrajectoryRecord
 
 TOLERANCE = 1e-4
 """Shares nearer than this are equal: solving for them loses digits, mistakes are far larger."""
@@ -28,7 +32,7 @@ DIGITS = 1e-11
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradientSums:
     """One step's gradients of loss sums, with clipping undone.
 
     Attributes:
@@ -45,19 +49,19 @@ class Sums:
     step: int
     short: float | None
     loss_right: bool = True
-    apart: dict[str, Apart] = field(default_factory=dict)
+    apart: dict[str, OwnershipMismatch] = field(default_factory=dict)
 
 
-def coefficient(norm: float | None, clip: float) -> float:
+def clip_coefficient(norm: float | None, clip: float) -> float:
     """Return the factor by which clipping multiplied the mean gradient."""
     return min(1.0, clip / (norm + 1e-6)) if clip > 0 and norm is not None else 1.0
 
 
-def sums_of(expected: Record, got: Record, number: int) -> Sums:
+def undo_clipping(expected: TrajectoryRecord, got: TrajectoryRecord, number: int) -> GradientSums:
     """Return both sides' sums at row `number`; parameters unused on one side are zero there."""
     mine, given = expected.gradients[number], got.gradients[number]
-    right = Scaled(mine, _taken_off(expected, number), given)
-    wrong = Scaled(given, _taken_off(got, number), mine)
+    right = ScaledTensors(mine, _unclip_factor(expected, number), given)
+    wrong = ScaledTensors(given, _unclip_factor(got, number), mine)
     whole = norm_over(right.values())
     exact = all(g.dtype == torch.float64 for g in expected.gradients[number].values())
     noise = whole * (DIGITS if exact else SUM_EPSILON)
@@ -71,16 +75,16 @@ def sums_of(expected: Record, got: Record, number: int) -> Sums:
     losses = (row.loss or 0.0) * count, (theirs.loss or 0.0) * theirs.targets
     loss_right = abs(losses[0] - losses[1]) <= max(noise, abs(losses[0]) * noise / (whole or 1.0))
     apart = {
-        name: replace(one, total=one.total.double() * _taken_off(got, number))
+        name: replace(one, total=one.total.double() * _unclip_factor(got, number))
         for name, one in (got.apart[number] if got.apart else {}).items()
     }
-    return Sums(right, wrong, tuple(far), row.step, short, loss_right, apart)
+    return GradientSums(right, wrong, tuple(far), row.step, short, loss_right, apart)
 
 
-def _taken_off(side: Record, number: int) -> float:
+def _unclip_factor(side: TrajectoryRecord, number: int) -> float:
     """Return the factor from a clipped mean to a sum, by that side's own divisors."""
     row = side.rows[number]
-    return row.targets / coefficient(row.grad_norm, side.clip)
+    return row.targets / clip_coefficient(row.grad_norm, side.clip)
 
 
 def norm_of(tensor: torch.Tensor) -> float:
@@ -88,40 +92,40 @@ def norm_of(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-def solve(sums: Sums, atoms: Atoms | None) -> Shares | None:
+def solve_sums(sums: GradientSums, atoms: MicroBatchGradients | None) -> GradientShares | None:
     """Return shares of the wrong gradients by micro-batch, or by rank if those are too similar."""
     if atoms is None or not atoms.gradients:
         return None
-    solved = shares(sums.wrong, atoms, sums.names)
+    solved = solve_shares(sums.wrong, atoms, sums.names)
     if solved.values is None or solved.residual > TOLERANCE:
-        by_rank = shares(sums.wrong, atoms.by_rank(), sums.names)
+        by_rank = solve_shares(sums.wrong, atoms.by_rank(), sums.names)
         if by_rank.values is not None and by_rank.residual <= TOLERANCE:
             count = len(atoms.gradients)
-            return Shares(
+            return GradientShares(
                 tuple(by_rank.values[i % atoms.ranks] for i in range(count)), by_rank.residual
             )
     return solved
 
 
-def fits(solved: Shares | None) -> tuple[float, ...] | None:
+def accept_shares(solved: GradientShares | None) -> tuple[float, ...] | None:
     """Return the shares, if they explain the gradient."""
     if solved is None or solved.values is None or solved.residual > TOLERANCE:
         return None
     return solved.values
 
 
-def near(value: float, wanted: float) -> bool:
+def is_near(value: float, wanted: float) -> bool:
     """Return whether two values are equal within the precision of the solution for shares."""
     return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def same(values: Sequence[float]) -> float | None:
+def common_value(values: Sequence[float]) -> float | None:
     """Return the value that all share, NaN left out; None if there are several."""
     known = [v for v in values if not math.isnan(v)]
-    return known[0] if known and all(near(v, known[0]) for v in known) else None
+    return known[0] if known and all(is_near(v, known[0]) for v in known) else None
 
 
-def groups(
+def group_values(
     values: Sequence[float], of: Callable[[int], int], count: int
 ) -> tuple[float, ...] | None:
     """Return the value of each group of micro-batches if each group has one; else None."""
@@ -130,14 +134,14 @@ def groups(
         members = [v for i, v in enumerate(values) if of(i) == group and not math.isnan(v)]
         if not members:
             continue
-        value = same(members)
+        value = common_value(members)
         if value is None:
             return None
         found.append(value)
     return tuple(found)
 
 
-def factor_of(sums: Sums, names: Sequence[str]) -> float | None:
+def find_factor(sums: GradientSums, names: Sequence[str]) -> float | None:
     """Return f if wrong = f · right, else None."""
     dot = math.fsum(float((sums.wrong[n] * sums.right[n]).sum()) for n in names)
     square = math.fsum(norm_of(sums.right[n]) ** 2 for n in names)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shoal.proof.tensor_spill import Shelf, Tensors
+from shoal.proof.tensor_spill import Tensors, TensorSpill
 from shoal.trainer.run import Run
 
 SOLVABLE = 1e-12
@@ -25,7 +25,7 @@ SOLVABLE = 1e-12
 
 
 @dataclass
-class Atoms:
+class MicroBatchGradients:
     """Gradients of the loss sums of one step's micro-batches.
 
     Attributes:
@@ -36,19 +36,21 @@ class Atoms:
 
     ranks: int
     gradients: list[Tensors] = field(default_factory=list)
-    shelf: Shelf = field(default_factory=Shelf)
+    shelf: TensorSpill = field(default_factory=TensorSpill)
 
-    def summed(self, numbers: Sequence[int]) -> Tensors:
+    def sum_gradients(self, numbers: Sequence[int]) -> Tensors:
         """Return the sum over some micro-batches, without parameters that none of them used."""
         some = [self.gradients[number] for number in numbers]
         names = dict.fromkeys(name for one in some for name in one)
-        return self.shelf.keep((n, sum_of([one[n] for one in some if n in one])) for n in names)
+        return self.shelf.keep(
+            (n, sum_tensors([one[n] for one in some if n in one])) for n in names
+        )
 
-    def by_rank(self) -> Atoms:
+    def by_rank(self) -> MicroBatchGradients:
         """Return one atom per rank, for micro-batches that cannot be told apart."""
         count = len(self.gradients)
-        each = [self.summed(range(rank, count, self.ranks)) for rank in range(self.ranks)]
-        return Atoms(self.ranks, each, self.shelf)
+        each = [self.sum_gradients(range(rank, count, self.ranks)) for rank in range(self.ranks)]
+        return MicroBatchGradients(self.ranks, each, self.shelf)
 
     def rank_of(self, number: int) -> int:
         """Return the data rank that runs micro-batch `number`."""
@@ -56,7 +58,7 @@ class Atoms:
 
 
 @dataclass(frozen=True)
-class Shares:
+class GradientShares:
     """Share of each micro-batch's gradient in a gradient, and the unexplained residual.
 
     Attributes:
@@ -69,7 +71,9 @@ class Shares:
     residual: float
 
 
-def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) -> None:
+def watch_micro_batches(
+    atoms: MicroBatchGradients, label: str, step: int, of: str, run: Run
+) -> None:
     """Fill `atoms` while a run of one process takes a step.
 
     Args:
@@ -94,14 +98,14 @@ def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) 
                 continue
             total = parameter.grad.detach().cpu().double().clone()
             full = f"{label}/{name}" if label else name
-            mine.put(full, total - before[full] if full in before else total)
+            mine.add(full, total - before[full] if full in before else total)
             before[full] = total
         atoms.gradients.append(mine)
 
     run.program = replace(program, around=(*program.around, around))
 
 
-def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of some tensors, one at least."""
     first, *others = tensors
     for tensor in others:
@@ -109,7 +113,9 @@ def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first
 
 
-def shares(gradient: Tensors, atoms: Atoms, names: Sequence[str]) -> Shares:
+def solve_shares(
+    gradient: Tensors, atoms: MicroBatchGradients, names: Sequence[str]
+) -> GradientShares:
     """Solve `gradient` for shares of the micro-batches' gradients over the parameters `names`."""
     count = len(atoms.gradients)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -121,11 +127,11 @@ def shares(gradient: Tensors, atoms: Atoms, names: Sequence[str]) -> Shares:
     size = torch.diagonal(gram).sqrt()
     active = size > 0
     if not bool(active.any()):
-        return Shares(None, 1.0)
+        return GradientShares(None, 1.0)
     scaled = gram[active][:, active] / size[active].outer(size[active])
     eigenvalues = torch.linalg.eigvalsh(scaled)
     if float(eigenvalues[0]) < SOLVABLE * float(eigenvalues[-1]):
-        return Shares(None, 1.0)
+        return GradientShares(None, 1.0)
     values = torch.zeros(count, dtype=torch.float64)
     values[active] = torch.linalg.solve(scaled, right[active] / size[active]) / size[active]
     left = whole = 0.0
@@ -136,10 +142,10 @@ def shares(gradient: Tensors, atoms: Atoms, names: Sequence[str]) -> Shares:
         whole += float(wanted @ wanted)
     residual = (left / whole) ** 0.5 if whole else 0.0
     values[~active] = torch.nan
-    return Shares(tuple(values.tolist()), residual)
+    return GradientShares(tuple(values.tolist()), residual)
 
 
-def _rows(atoms: Atoms, name: str, like: torch.Tensor) -> torch.Tensor:
+def _rows(atoms: MicroBatchGradients, name: str, like: torch.Tensor) -> torch.Tensor:
     """Return the atoms of one parameter, one row per micro-batch: [micro-batches, elements]."""
     none = torch.zeros(like.numel(), dtype=torch.float64)
     return torch.stack([g[name].flatten() if name in g else none for g in atoms.gradients])

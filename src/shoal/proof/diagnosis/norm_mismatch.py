@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from shoal.proof.diagnosis.clue import OURS, Clue
 from shoal.proof.diagnosis.evidence import Evidence
-from shoal.proof.diagnosis.gradient_sums import near
-from shoal.proof.trajectory_record import Record, Row
-from shoal.proof.verdict import apart
+from shoal.proof.diagnosis.gradient_sums import is_near
+from shoal.proof.trajectory_record import StepRow, TrajectoryRecord
+from shoal.proof.verdict import rows_differ
 
 AXES = {
     "pp": "stages",
@@ -33,13 +33,13 @@ ADVICE = (
 )
 
 
-def norms_differ(evidence: Evidence) -> Clue | None:
+def diagnose_rank_norms(evidence: Evidence) -> Clue | None:
     """Return a clue on a step at which ranks compute different gradient norms."""
     got, expected_rows = evidence.got, evidence.expected.rows
     for number, rows in enumerate(zip(*got.rank_rows, strict=False)):
         norms = [row.grad_norm for row in rows]
         expected = expected_rows[number].grad_norm if number < len(expected_rows) else 0
-        if expected is None or None in norms or not _apart(rows):
+        if expected is None or None in norms or not _only_norms_differ(rows):
             continue
         squares = math.fsum((n or 0.0) ** 2 for n in norms)
         parts = math.isclose(squares, expected**2, rel_tol=1e-6)
@@ -49,7 +49,7 @@ def norms_differ(evidence: Evidence) -> Clue | None:
             LOCAL,
             rows[0].label,
             f"gradient norms at step {rows[0].step} are {told} by rank, {expected:.6g} in one "
-            f"process{sums}{_along(norms, got)}",
+            f"process{sums}{_describe_axes(norms, got)}",
             "every rank clips by the norm of what it holds itself; squares must be summed over "
             "all ranks first",
             ADVICE,
@@ -57,13 +57,13 @@ def norms_differ(evidence: Evidence) -> Clue | None:
     return None
 
 
-def wrong_norm(evidence: Evidence, number: int) -> Clue | None:
+def diagnose_norm(evidence: Evidence, number: int) -> Clue | None:
     """Return a clue on a norm that is wrong on all ranks in row `number`, over right gradients."""
     ours, theirs = evidence.expected.rows[number], evidence.got.rows[number]
     if ours.grad_norm is None or theirs.grad_norm is None:
         return None
     ratio = theirs.grad_norm / ours.grad_norm if ours.grad_norm else math.inf
-    if near(ratio, 1.0):
+    if is_near(ratio, 1.0):
         return None
     part = ratio < 1
     return Clue(
@@ -79,14 +79,14 @@ def wrong_norm(evidence: Evidence, number: int) -> Clue | None:
     )
 
 
-def _apart(rows: tuple[Row, ...]) -> bool:
+def _only_norms_differ(rows: tuple[StepRow, ...]) -> bool:
     """Return whether ranks agree on all but the gradient norm."""
-    return any(apart(row, rows[0], 1e-9) for row in rows) and all(
+    return any(rows_differ(row, rows[0], 1e-9) for row in rows) and all(
         (row.skipped, row.loss) == (rows[0].skipped, rows[0].loss) for row in rows
     )
 
 
-def _along(norms: Sequence[float | None], got: Record) -> str:
+def _describe_axes(norms: Sequence[float | None], got: TrajectoryRecord) -> str:
     """Return in words the axes along which ranks compute different norms."""
     degrees = got.layout.degrees
     if math.prod(degrees.values()) != len(norms):

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.base.errors import PlanError
-from shoal.forecast.time.collective_time import rounds
+from shoal.forecast.time.collective_time import broadcast_rounds
 
 
 def _check(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> None:
@@ -88,7 +88,7 @@ def tree_all_reduce_s(
     _check(ranks, message_bytes, alpha_s, beta_s_per_byte)
     if ranks == 1:
         return 0.0
-    return 2 * rounds(ranks) * alpha_s + 2 * message_bytes * beta_s_per_byte
+    return 2 * broadcast_rounds(ranks) * alpha_s + 2 * message_bytes * beta_s_per_byte
 
 
 def broadcast_s(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
@@ -116,7 +116,7 @@ def halving_doubling_s(
     _check(ranks, message_bytes, alpha_s, beta_s_per_byte)
     power = 1 << (ranks.bit_length() - 1)
     share = (power - 1) / power
-    seconds = 2 * rounds(power) * alpha_s + 2 * share * message_bytes * beta_s_per_byte
+    seconds = 2 * broadcast_rounds(power) * alpha_s + 2 * share * message_bytes * beta_s_per_byte
     if power != ranks:
         seconds += 2 * (alpha_s + message_bytes * beta_s_per_byte)
     return seconds

@@ -85,7 +85,7 @@ def utilisation(compute_s: float, waiting_s: float) -> float:
     return compute_s / (compute_s + waiting_s)
 
 
-def less_traffic(period: int, wire_bits: float, compared_bits: float) -> float:
+def traffic_reduction(period: int, wire_bits: float, compared_bits: float) -> float:
     """Return the factor by which traffic falls against an all-reduce in `compared_bits` each step.
 
     INTELLECT-1 100 · 32/8, Streaming 100 · 16/4, DiLoCo 500; SparseLoCo's codec alone 146.

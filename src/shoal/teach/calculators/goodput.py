@@ -50,7 +50,7 @@ def mtbf_s(devices: int, device_mtbf_s: float) -> float:
     return device_mtbf_s / devices
 
 
-def young_s(stall_s: float, mean_s: float) -> float:
+def young_interval_s(stall_s: float, mean_s: float) -> float:
     """Return the seconds of work between checkpoints by Young: √(2·C·M).
 
     A stall of 6 s with 7.9 hours between failures: every 9.7 minutes.
@@ -63,13 +63,13 @@ def young_s(stall_s: float, mean_s: float) -> float:
     return math.sqrt(2 * stall_s * mean_s)
 
 
-def daly_s(stall_s: float, mean_s: float) -> float:
+def daly_interval_s(stall_s: float, mean_s: float) -> float:
     """Return the seconds of work between checkpoints by Daly's higher order; M for C ≥ 2M.
 
     >>> [round(daly_s(c, 3.1 * 3600) / 60, 1) for c in (60, 5)]
     [18.6, 5.5]
     """
-    base = young_s(stall_s, mean_s)
+    base = young_interval_s(stall_s, mean_s)
     if stall_s >= 2 * mean_s:
         return mean_s
     ratio = stall_s / (2 * mean_s)
@@ -142,7 +142,10 @@ def best_interval_s(stall_s: float, restart_s: float, mean_s: float, write_s: fl
     (18.63, 18.63)
     """
     _check(stall_s=stall_s)
-    low, high = max(write_s, 1e-3 * stall_s, 1e-9), max(4 * young_s(stall_s, mean_s), 2 * write_s)
+    low, high = (
+        max(write_s, 1e-3 * stall_s, 1e-9),
+        max(4 * young_interval_s(stall_s, mean_s), 2 * write_s),
+    )
     low, high = math.log(low), math.log(max(high, 2 * mean_s))
     golden = (math.sqrt(5) - 1) / 2
 
@@ -158,7 +161,7 @@ def best_interval_s(stall_s: float, restart_s: float, mean_s: float, write_s: fl
     return max(math.exp((low + high) / 2), write_s)
 
 
-def wasted(
+def time_shares(
     interval_s: float, stall_s: float, restart_s: float, mean_s: float, write_s: float = 0.0
 ) -> dict[str, float]:
     """Return the shares of the time, with sum 1: work, stalls, restarts, repeated work.

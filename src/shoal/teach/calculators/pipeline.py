@@ -10,7 +10,7 @@ schedule. Sources: GPipe (Huang et al. 2019); Megatron (Narayanan et al. 2021), 
 from __future__ import annotations
 
 from shoal.base.errors import PlanError
-from shoal.base.layouts.schedule_names import canonical
+from shoal.base.layouts.schedule_names import canonical_schedule
 from shoal.planning.pipeline_bubble import bubble_s
 
 
@@ -55,7 +55,7 @@ def least_micro_batches(schedule: str, ranks: int) -> int:
     >>> [least_micro_batches(name, 4) for name in ("1f1b", "interleaved", "zero-bubble", "zbv")]
     [1, 4, 4, 8]
     """
-    known = canonical(schedule)
+    known = canonical_schedule(schedule)
     return {"interleaved": 1, "zero-bubble": 1, "zbv": 2, "dualpipe": 2}.get(known, 0) * ranks or 1
 
 
@@ -81,7 +81,7 @@ def micro_batches_for(
     """
     if not 0 < share < 1:
         raise PlanError(f"share = {share:g}: between 0 and 1, both out; try: share=0.05")
-    unit = ranks if canonical(schedule) == "interleaved" else 1
+    unit = ranks if canonical_schedule(schedule) == "interleaved" else 1
     least = least_micro_batches(schedule, ranks) // unit
 
     def enough(units: int) -> bool:

@@ -28,7 +28,7 @@ FOLK_SPEEDUPS = {
 """Widely copied speed-up table without model, machine or source, at FOLK_GPUS devices.
 
 No row follows from one serial share, and FSDP stands above DDP although it sends 1.5 times the
-bytes: `folk_serial_shares`. Measure your own with `shoal compare`.
+bytes: `copied_serial_shares`. Measure your own with `shoal compare`.
 """
 
 
@@ -75,7 +75,7 @@ def serial_share(speedup: float, devices: int) -> float:
     return (devices / speedup - 1) / (devices - 1)
 
 
-def folk_serial_shares() -> dict[str, tuple[float, ...]]:
+def copied_serial_shares() -> dict[str, tuple[float, ...]]:
     """Return the serial share that each figure of the widely copied speed-up table implies.
 
     >>> [f"{q:.1%}" for q in folk_serial_shares()["DDP"]]
@@ -87,7 +87,7 @@ def folk_serial_shares() -> dict[str, tuple[float, ...]]:
     }
 
 
-def folk_step_s(
+def common_step_s(
     single_s: float, devices: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
     """Return the seconds of a step in the common form: T₁/N + α + β·M, and T₁ on one device.
@@ -177,7 +177,7 @@ def speedup_table(
     rows = []
     for count in devices:
         one = (single_s, count, message_bytes, alpha_s, beta_s_per_byte)
-        folk_s, ring_s = folk_step_s(*one), ring_step_s(*one, overlap=overlap)
+        folk_s, ring_s = common_step_s(*one), ring_step_s(*one, overlap=overlap)
         sharded_s = ring_step_s(*one, volume=1.5, overlap=overlap)
         serial = serial_share(single_s / ring_s, count) if count > 1 else None
         row_s = {"folk_s": folk_s, "ring_s": ring_s, "sharded_s": sharded_s}

@@ -23,7 +23,7 @@ import random
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 
 DISTRIBUTIONS = ("normal", "lognormal", "exponential")
 """All with the same mean and standard deviation; their tails differ."""
@@ -49,7 +49,7 @@ class StepTimes:
             PlanError: mean ≤ 0, a spread outside 0 to 1, or an unknown distribution.
         """
         if self.distribution not in DISTRIBUTIONS:
-            raise PlanError(one_of("distribution", self.distribution, DISTRIBUTIONS))
+            raise PlanError(format_choice_error("distribution", self.distribution, DISTRIBUTIONS))
         if not self.mean_s > 0:
             raise PlanError(f"step_s = {self.mean_s:g}: must be more than 0; try: step_s=1")
         if not 0 <= self.spread <= 1:

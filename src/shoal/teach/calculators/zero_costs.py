@@ -43,7 +43,7 @@ def state_bytes(parameters: float, stage: int, devices: int) -> float:
 
 
 @dataclass(frozen=True)
-class FolkMemoryRow:
+class CopiedMemoryRow:
     """One model of the widely copied memory table: copied figures, and all states on N devices."""
 
     parameters: float
@@ -53,14 +53,14 @@ class FolkMemoryRow:
     zero3_gb: tuple[float, ...]
 
 
-def folk_memory_rows(devices: Sequence[int] = (8, 64)) -> tuple[FolkMemoryRow, ...]:
+def copied_memory_rows(devices: Sequence[int] = (8, 64)) -> tuple[CopiedMemoryRow, ...]:
     """Return the widely copied table beside all states, for each number of devices.
 
     >>> [(r.folk_gb[0], r.single_gb, r.zero2_gb, r.zero3_gb) for r in folk_memory_rows()][0]
     (28, 112.0, (26.25, 15.53125), (14.0, 1.75))
     """
     return tuple(
-        FolkMemoryRow(
+        CopiedMemoryRow(
             parameters,
             folk,
             state_bytes(parameters, 0, 1) / 1e9,

@@ -17,7 +17,7 @@ ASCII_SIGNS = "*o+x#%"
 
 
 @dataclass(frozen=True)
-class Axis:
+class PlotAxis:
     """Title of an axis with its unit; `log` for a logarithmic one; `low`, `high` if fixed.
 
     Attributes:
@@ -44,15 +44,15 @@ class Series:
 class Chart:
     """Axes, curves, and marks (x, label)."""
 
-    x: Axis
-    y: Axis
+    x: PlotAxis
+    y: PlotAxis
     series: tuple[Series, ...]
     marks: tuple[tuple[float, str], ...] = ()
     title: str = ""
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """Map from an axis's values to 0–1, with the values of its ticks."""
 
     low: float
@@ -60,7 +60,7 @@ class Scale:
     log: bool
     ticks: tuple[float, ...]
 
-    def shows(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Return whether the axis can show the value."""
         if not math.isfinite(value) or (self.log and value <= 0):
             return False
@@ -91,7 +91,7 @@ def tick_text(value: float) -> str:
     return f"{value:.3g}"
 
 
-def scale_of(axis: Axis, values: Iterable[float], most_ticks: int) -> Scale:
+def make_scale(axis: PlotAxis, values: Iterable[float], most_ticks: int) -> AxisScale:
     """Return the axis for values: a linear one ends on ticks unless its ends are fixed.
 
     >>> scale_of(Axis("t"), [0.0, 0.83], 5).ticks
@@ -119,10 +119,10 @@ def scale_of(axis: Axis, values: Iterable[float], most_ticks: int) -> Scale:
         high = math.ceil(high / step - 1e-9) * step
     first = math.ceil(low / step - 1e-9)
     count = math.floor(high / step + 1e-9) - first + 1
-    return Scale(low, high, False, tuple(round((first + i) * step, 12) for i in range(count)))
+    return AxisScale(low, high, False, tuple(round((first + i) * step, 12) for i in range(count)))
 
 
-def _log_scale(axis: Axis, low: float, high: float, most_ticks: int) -> Scale:
+def _log_scale(axis: PlotAxis, low: float, high: float, most_ticks: int) -> AxisScale:
     """Return a logarithmic axis with the given ends and at most `most_ticks` ticks."""
     if high <= low:
         high = low * 10
@@ -137,20 +137,20 @@ def _log_scale(axis: Axis, low: float, high: float, most_ticks: int) -> Scale:
         if len(ticks) <= most_ticks + 1:
             break
     thin = -(-len(ticks) // (most_ticks + 1)) or 1
-    return Scale(low, high, True, tuple(float(f"{t:.12g}") for t in ticks[::thin]))
+    return AxisScale(low, high, True, tuple(float(f"{t:.12g}") for t in ticks[::thin]))
 
 
-def scales(chart: Chart, x_ticks: int, y_ticks: int) -> tuple[Scale, Scale]:
+def make_scales(chart: Chart, x_ticks: int, y_ticks: int) -> tuple[AxisScale, AxisScale]:
     """Return both axes of a chart."""
     points = [point for series in chart.series for point in series.points]
     marked = [place for place, _ in chart.marks]
-    x = scale_of(chart.x, [p[0] for p in points] + marked, x_ticks)
-    return x, scale_of(chart.y, [p[1] for p in points if math.isfinite(p[1])], y_ticks)
+    x = make_scale(chart.x, [p[0] for p in points] + marked, x_ticks)
+    return x, make_scale(chart.y, [p[1] for p in points if math.isfinite(p[1])], y_ticks)
 
 
-def inside_points(series: Series, x: Scale, y: Scale) -> list[tuple[float, float]]:
+def visible_points(series: Series, x: AxisScale, y: AxisScale) -> list[tuple[float, float]]:
     """Return the positions (0–1, 0–1) of the points that the axes can show."""
-    return [(x.at(px), y.at(py)) for px, py in series.points if x.shows(px) and y.shows(py)]
+    return [(x.at(px), y.at(py)) for px, py in series.points if x.contains(px) and y.contains(py)]
 
 
 def plot_lines(
@@ -170,17 +170,17 @@ def plot_lines(
        0         2        4
       x
     """
-    x, y = scales(chart, max(2, width // 12), max(2, height // 3))
+    x, y = make_scales(chart, max(2, width // 12), max(2, height // 3))
     signs = ASCII_SIGNS if ascii_only else SIGNS
     labels = _row_labels(y, height)
     margin = max((len(text) for text in labels.values()), default=1) + 1
     columns = width - margin - 2
     grid = [[" "] * columns for _ in range(height)]
     for place, _ in chart.marks:
-        if x.shows(place):
-            _mark(grid, round(x.at(place) * (columns - 1)), ":" if ascii_only else "┊")
+        if x.contains(place):
+            _put_sign(grid, round(x.at(place) * (columns - 1)), ":" if ascii_only else "┊")
     for series, sign in reversed(list(zip(chart.series, signs * 9, strict=False))):
-        _curve(grid, series, sign, x, y)
+        _draw_curve(grid, series, sign, x, y)
     wall, tick = ("|", "+") if ascii_only else ("│", "┤")
     lines = [chart.title] if chart.title else []
     lines.append(chart.y.title)
@@ -189,31 +189,33 @@ def plot_lines(
         lines.append(
             f"{label:>{margin - 1}} {tick if label else wall}{''.join(grid[row])}".rstrip()
         )
-    lines += _bottom(chart, x, margin, columns, ascii_only)
+    lines += _x_axis_lines(chart, x, margin, columns, ascii_only)
     if len(chart.series) > 1:
         named = [f"{sign} {s.label}" for s, sign in zip(chart.series, signs * 9, strict=False)]
-        lines += _wrapped_words(named, width - margin, " " * margin)
+        lines += _wrap_words(named, width - margin, " " * margin)
     return [line[:width] for line in lines]
 
 
-def _row_labels(y: Scale, height: int) -> dict[int, str]:
+def _row_labels(y: AxisScale, height: int) -> dict[int, str]:
     """Return row → text of its tick; rows count from the top."""
     return {height - 1 - round(y.at(t) * (height - 1)): tick_text(t) for t in y.ticks}
 
 
-def _mark(grid: list[list[str]], column: int, sign: str) -> None:
+def _put_sign(grid: list[list[str]], column: int, sign: str) -> None:
     for row in grid:
         row[column] = sign
 
 
-def _curve(grid: list[list[str]], series: Series, sign: str, x: Scale, y: Scale) -> None:
+def _draw_curve(
+    grid: list[list[str]], series: Series, sign: str, x: AxisScale, y: AxisScale
+) -> None:
     """Draw one character per column along straight lines between points; fill steep parts."""
     height, columns = len(grid), len(grid[0])
 
     def cell(place: tuple[float, float]) -> tuple[int, float]:
         return round(place[0] * (columns - 1)), (1 - place[1]) * (height - 1)
 
-    cells = [cell(place) for place in inside_points(series, x, y)]
+    cells = [cell(place) for place in visible_points(series, x, y)]
     for column, row in cells:
         grid[round(row)][column] = sign
     if series.dots:
@@ -225,7 +227,9 @@ def _curve(grid: list[list[str]], series: Series, sign: str, x: Scale, y: Scale)
             grid[round(r0 + (r1 - r0) * part)][round(c0 + (c1 - c0) * part)] = sign
 
 
-def _bottom(chart: Chart, x: Scale, margin: int, columns: int, ascii_only: bool) -> list[str]:
+def _x_axis_lines(
+    chart: Chart, x: AxisScale, margin: int, columns: int, ascii_only: bool
+) -> list[str]:
     """Return the x-axis: its line with ticks, their texts, the names of the marks, the title."""
     corner, flat, down = ("+", "-", "+") if ascii_only else ("└", "─", "┬")
     line = [flat] * columns
@@ -245,11 +249,11 @@ def _bottom(chart: Chart, x: Scale, margin: int, columns: int, ascii_only: bool)
     marked = [f"{tick_text(place)}: {text}" for place, text in chart.marks]
     if marked:
         sign = ":" if ascii_only else "┊"
-        lines += _wrapped_words([f"{sign} {text}" for text in marked], columns, pad)
+        lines += _wrap_words([f"{sign} {text}" for text in marked], columns, pad)
     return lines
 
 
-def _wrapped_words(words: list[str], width: int, pad: str) -> list[str]:
+def _wrap_words(words: list[str], width: int, pad: str) -> list[str]:
     """Pack texts side by side, three blanks apart, in as few lines as possible."""
     lines, line = [], ""
     for word in words:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from shoal.teach.drawings.plot import Chart, Series, inside_points, scales, tick_text
+from shoal.teach.drawings.plot import Chart, Series, make_scales, tick_text, visible_points
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa7700", "#aa3377", "#555555")
 """Paul Tol's bright palette, its yellow darkened for white paper."""
@@ -21,7 +21,7 @@ QUOTES = {'"': "&quot;"}
 
 def plot_svg(chart: Chart, width: int = 760, height: int = 440) -> str:
     """Return the chart as a self-contained SVG document; sizes in pixels."""
-    x, y = scales(chart, width // 90, height // 60)
+    x, y = make_scales(chart, width // 90, height // 60)
     left, right, top, bottom = 64, 16, 52, 74
     inner_w, inner_h = width - left - right, height - top - bottom
     head = " · ".join(text for text in (chart.title, chart.y.title) if text)
@@ -51,13 +51,13 @@ def plot_svg(chart: Chart, width: int = 760, height: int = 440) -> str:
         parts.append(_svg_text(at, top + inner_h + 18, tick_text(value), "middle"))
     parts.append(_svg_line(left, top + inner_h, left + inner_w, top + inner_h, "#333"))
     for place, text in chart.marks:
-        if not x.shows(place):
+        if not x.contains(place):
             continue
         at = px(x.at(place))
         parts.append(_svg_line(at, top, at, top + inner_h, "#999", dash="3 3"))
         parts.append(_svg_text(min(at + 4, left + inner_w - 6 * len(text)), top + 12, text))
     for number, series in sorted(enumerate(chart.series), key=lambda pair: pair[1].dots):
-        places = [(px(a), py(b)) for a, b in inside_points(series, x, y)]
+        places = [(px(a), py(b)) for a, b in visible_points(series, x, y)]
         parts.append(_svg_curve(series, places, number % len(COLOURS)))
     parts += _legend(chart.series, left, width - right, top + inner_h + 54)
     return "\n".join([*parts, "</svg>"]) + "\n"

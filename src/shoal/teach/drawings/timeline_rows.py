@@ -12,12 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.base.plans.timeline import Held, Span, Timeline
+from shoal.base.plans.timeline import MemorySample, Timeline, TimelineSpan
 from shoal.base.text.units import bytes_text
 
 
 @dataclass(frozen=True)
-class Kind:
+class SpanKind:
     """Name and appearance of one kind of span: one letter and a fill."""
 
     word: str
@@ -26,22 +26,22 @@ class Kind:
 
 
 KINDS = {
-    "forward": Kind("forward", "F", "#7cc4f0"),
-    "backward": Kind("backward", "B", "#f0b040"),
-    "input": Kind("input's gradient", "I", "#f08a6c"),
-    "weight": Kind("weights' gradients", "W", "#4cc3a0"),
-    "update": Kind("update", "U", "#d99ac0"),
-    "compute": Kind("compute", "C", "#7cc4f0"),
-    "all-reduce": Kind("all-reduce", "A", "#e8894a"),
-    "reduce-scatter": Kind("reduce-scatter", "R", "#e8894a"),
-    "all-gather": Kind("all-gather", "G", "#f2e35c"),
-    "broadcast": Kind("broadcast", "D", "#f2e35c"),
-    "send": Kind("send", "S", "#b9c0c9"),
-    "receive": Kind("receive", "V", "#dfe3e8"),
-    "wait": Kind("wait", "-", "#eceff3"),
-    "copy": Kind("copy", "Y", "#b9c0c9"),
-    "checkpoint": Kind("checkpoint", "K", "#8f9bd8"),
-    "failure": Kind("failure", "X", "#e0504f"),
+    "forward": SpanKind("forward", "F", "#7cc4f0"),
+    "backward": SpanKind("backward", "B", "#f0b040"),
+    "input": SpanKind("input's gradient", "I", "#f08a6c"),
+    "weight": SpanKind("weights' gradients", "W", "#4cc3a0"),
+    "update": SpanKind("update", "U", "#d99ac0"),
+    "compute": SpanKind("compute", "C", "#7cc4f0"),
+    "all-reduce": SpanKind("all-reduce", "A", "#e8894a"),
+    "reduce-scatter": SpanKind("reduce-scatter", "R", "#e8894a"),
+    "all-gather": SpanKind("all-gather", "G", "#f2e35c"),
+    "broadcast": SpanKind("broadcast", "D", "#f2e35c"),
+    "send": SpanKind("send", "S", "#b9c0c9"),
+    "receive": SpanKind("receive", "V", "#dfe3e8"),
+    "wait": SpanKind("wait", "-", "#eceff3"),
+    "copy": SpanKind("copy", "Y", "#b9c0c9"),
+    "checkpoint": SpanKind("checkpoint", "K", "#8f9bd8"),
+    "failure": SpanKind("failure", "X", "#e0504f"),
 }
 """By the kind of a span, in the order in which a legend names them."""
 
@@ -52,23 +52,23 @@ LANES = ("compute", "link")
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """One row of a drawing: the ranks it stands for, one lane of them, and its spans."""
 
     name: str
     ranks: tuple[int, ...]
     lane: str
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
 
 
-def kind_of(span: Span) -> Kind:
+def span_kind(span: TimelineSpan) -> SpanKind:
     """Return the appearance of a span; an unknown kind looks like compute and keeps its own name.
 
     >>> kind_of(Span(0, 0.0, 1.0, "forward")).letter, kind_of(Span(0, 0.0, 1.0, "nap")).word
     ('F', 'nap')
     """
     found = KINDS.get(span.kind)
-    return found or Kind(span.kind, span.kind[:1].upper() or "?", "#b9c0c9")
+    return found or SpanKind(span.kind, span.kind[:1].upper() or "?", "#b9c0c9")
 
 
 def rank_groups(timeline: Timeline) -> list[tuple[int, ...]]:
@@ -111,16 +111,16 @@ def group_name(ranks: Sequence[int]) -> str:
     return f"ranks {' '.join(shown if len(shown) < 5 else [*shown[:3], '…', shown[-1]])}"
 
 
-def drawn_spans(timeline: Timeline) -> list[Span]:
+def drawn_spans(timeline: Timeline) -> list[TimelineSpan]:
     """Return the spans that take time; messages that cost nothing are not drawn."""
     return [span for span in timeline.spans if span.end_s > span.start_s]
 
 
-def rows(timeline: Timeline) -> list[Row]:
+def make_rows(timeline: Timeline) -> list[TimelineRow]:
     """Return all rows, from rank 0 down; an unused lane has none."""
     drawn = drawn_spans(timeline)
     present = {span.lane for span in drawn}
-    by_place: dict[tuple[int, str], list[Span]] = {}
+    by_place: dict[tuple[int, str], list[TimelineSpan]] = {}
     for span in sorted(drawn, key=lambda span: span.start_s):
         by_place.setdefault((span.rank, span.lane), []).append(span)
     used = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
@@ -129,31 +129,31 @@ def rows(timeline: Timeline) -> list[Row]:
         for place, lane in enumerate(used):
             spans = tuple(by_place.get((ranks[0], lane), ()))
             name = group_name(ranks) if place == 0 else lane
-            result.append(Row(name, ranks, lane, spans))
+            result.append(TimelineRow(name, ranks, lane, spans))
     return result
 
 
-def legend(timelines: Sequence[Timeline]) -> list[Kind]:
+def legend_kinds(timelines: Sequence[Timeline]) -> list[SpanKind]:
     """Return the kinds that occur, in a fixed order; kinds outside the table come last."""
     present = {span.kind: span for timeline in timelines for span in drawn_spans(timeline)}
     known = [KINDS[kind] for kind in KINDS if kind in present]
-    return known + [kind_of(span) for kind, span in present.items() if kind not in KINDS]
+    return known + [span_kind(span) for kind, span in present.items() if kind not in KINDS]
 
 
-def held_by_rank(timeline: Timeline) -> dict[int, list[Held]]:
+def held_by_rank(timeline: Timeline) -> dict[int, list[MemorySample]]:
     """Return each rank's held memory over time; of several entries at one instant the last counts.
 
     >>> both = (Held(0, 1.0, 5.0), Held(0, 0.0, 3.0), Held(0, 1.0, 4.0))
     >>> [held.held_bytes for held in held_by_rank(Timeline("t", 1, (), both))[0]]
     [3.0, 4.0]
     """
-    found: dict[int, dict[float, Held]] = {rank: {} for rank in range(timeline.ranks)}
+    found: dict[int, dict[float, MemorySample]] = {rank: {} for rank in range(timeline.ranks)}
     for held in sorted(timeline.memory, key=lambda held: held.time_s):
         found[held.rank][held.time_s] = held
     return {rank: list(by_time.values()) for rank, by_time in found.items()}
 
 
-def peaks(timeline: Timeline) -> dict[int, float]:
+def peak_by_rank(timeline: Timeline) -> dict[int, float]:
     """Return the peak that each rank holds at once."""
     found = dict.fromkeys(range(timeline.ranks), 0.0)
     for held in timeline.memory:
@@ -172,7 +172,7 @@ def time_unit(end_s: float, unit: str) -> tuple[str, float]:
     return ("ms", 1e3) if end_s >= 1e-3 else (MICROSECONDS, 1e6)
 
 
-def ticks(end: float, most: int) -> list[float]:
+def make_ticks(end: float, most: int) -> list[float]:
     """Return round figures from 0 to `end`, at most `most` of them, 1, 2 or 5 · 10^k apart.
 
     >>> ticks(33.0, 8), ticks(0.9, 4)
@@ -197,7 +197,7 @@ def tick_text(value: float) -> str:
     return f"{value:g}"
 
 
-def micro_batch_and_stage(span: Span) -> tuple[str, int | None]:
+def micro_batch_and_stage(span: TimelineSpan) -> tuple[str, int | None]:
     """Return the micro-batch and stage in a pipeline action's label.
 
     A capital letter before the number repeats the kind and is dropped.
@@ -213,25 +213,25 @@ def micro_batch_and_stage(span: Span) -> tuple[str, int | None]:
     return found[1], int(found[2]) if found[2] else None
 
 
-def stages_of(row: Row) -> list[int]:
+def row_stages(row: TimelineRow) -> list[int]:
     """Return the model stages that a rank works on, in order; [] if its labels name none."""
     found = {micro_batch_and_stage(span)[1] for span in row.spans}
     return sorted(stage for stage in found if stage is not None)
 
 
-def piece_of(span: Span, stages: Sequence[int]) -> int:
+def stage_index(span: TimelineSpan, stages: Sequence[int]) -> int:
     """Return the index of a span's stage among the rank's own stages; 0 for the first."""
     stage = micro_batch_and_stage(span)[1]
     return stages.index(stage) if stage in stages else 0
 
 
-def fill_of(span: Span, stages: Sequence[int]) -> str:
+def box_colour(span: TimelineSpan, stages: Sequence[int]) -> str:
     """Return the colour of a box: paler for a rank's later model stages."""
-    paler = piece_of(span, stages) / max(1, len(stages) - 1) * PALEST
-    return mixed(kind_of(span).fill, paler)
+    paler = stage_index(span, stages) / max(1, len(stages) - 1) * PALEST
+    return mix_with_white(span_kind(span).fill, paler)
 
 
-def mixed(fill: str, paler: float) -> str:
+def mix_with_white(fill: str, paler: float) -> str:
     """Mix a colour with white.
 
     >>> mixed("#000080", 0.5)
@@ -241,12 +241,12 @@ def mixed(fill: str, paler: float) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * paler):02x}" for part in parts)
 
 
-def several_pieces(timelines: Sequence[Timeline]) -> bool:
+def has_several_stages(timelines: Sequence[Timeline]) -> bool:
     """Return whether any rank works on more than one model stage."""
-    return any(len(stages_of(row)) > 1 for timeline in timelines for row in rows(timeline))
+    return any(len(row_stages(row)) > 1 for timeline in timelines for row in make_rows(timeline))
 
 
-def later_pieces(timelines: Sequence[Timeline]) -> str:
+def later_stages_text(timelines: Sequence[Timeline]) -> str:
     """Return the legend's name of a rank's later stages.
 
     Later stages that see other micro-batches are a second copy of the model.
@@ -258,7 +258,7 @@ def later_pieces(timelines: Sequence[Timeline]) -> str:
     >>> later_pieces([Timeline("t", 1, (first, same))])
     "a rank's later piece of the model"
     """
-    for row in (row for timeline in timelines for row in rows(timeline)):
+    for row in (row for timeline in timelines for row in make_rows(timeline)):
         seen: dict[int, set[str]] = {}
         for span in row.spans:
             number, stage = micro_batch_and_stage(span)
@@ -270,7 +270,7 @@ def later_pieces(timelines: Sequence[Timeline]) -> str:
     return "a rank's later piece of the model"
 
 
-def held_text(timeline: Timeline, held: float) -> str:
+def amount_text(timeline: Timeline, held: float) -> str:
     """Format a held amount with its unit.
 
     >>> held_text(Timeline("t", 1, ()), 2**20), held_text(Timeline("t", 1, (), held_unit="x"), 5.5)
@@ -287,7 +287,7 @@ def held_text(timeline: Timeline, held: float) -> str:
     return f"{figure} {unit}"
 
 
-def label_of(span: Span, room: int, piece: int = 0, *, coloured: bool = False) -> str:
+def box_label(span: TimelineSpan, room: int, piece: int = 0, *, coloured: bool = False) -> str:
     """Return the text of a box with room for so many characters: at best letter and number.
 
     Args:
@@ -298,7 +298,7 @@ def label_of(span: Span, room: int, piece: int = 0, *, coloured: bool = False) -
     >>> label_of(box, 5), label_of(box, 2), label_of(box, 1), label_of(box, 3, piece=1)
     ('F12', 'F', 'F', 'f12')
     """
-    letter = kind_of(span).letter
+    letter = span_kind(span).letter
     letter = letter.lower() if piece else letter
     number = micro_batch_and_stage(span)[0]
     texts = [f"{letter}{number}", number if coloured and number else letter, letter]

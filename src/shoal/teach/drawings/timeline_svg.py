@@ -13,25 +13,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shoal.base.plans.timeline import Span, Timeline
+from shoal.base.plans.timeline import Timeline, TimelineSpan
 from shoal.teach.drawings.timeline_rows import (
-    Row,
+    TimelineRow,
+    amount_text,
+    box_colour,
     drawn_spans,
-    fill_of,
     group_name,
+    has_several_stages,
     held_by_rank,
-    held_text,
-    kind_of,
-    later_pieces,
-    legend,
+    later_stages_text,
+    legend_kinds,
+    make_rows,
+    make_ticks,
     micro_batch_and_stage,
-    peaks,
+    peak_by_rank,
     rank_groups,
-    rows,
-    several_pieces,
-    stages_of,
+    row_stages,
+    span_kind,
     tick_text,
-    ticks,
     time_unit,
 )
 from shoal.teach.drawings.timeline_text import facts_lines
@@ -75,7 +75,7 @@ def text_width(text: str, size: float) -> float:
     return len(text) * size * LETTER
 
 
-def picture(parts: Sequence[str], width: float, height: float, name: str) -> str:
+def svg_document(parts: Sequence[str], width: float, height: float, name: str) -> str:
     """Return a whole SVG file around drawn parts; `name` is the text for screen readers.
 
     >>> picture([], 10, 10, "a < b").startswith('<svg xmlns="http://www.w3.org/2000/svg" width="10')
@@ -89,7 +89,7 @@ def picture(parts: Sequence[str], width: float, height: float, name: str) -> str
     return "\n".join([head, f"<style>{STYLE}</style>", ground, *parts, "</svg>\n"])
 
 
-def words(
+def svg_text(
     x: float, y: float, text: str, size: float = TEXT, look: str = "ink", extra: str = ""
 ) -> str:
     """Return one line of text with its baseline at y."""
@@ -105,7 +105,7 @@ def timeline_svg(timelines: Sequence[Timeline]) -> str:
     width = _width(timelines)
     parts, y = timeline_parts(timelines, SIDE, width)
     title = "; ".join(timeline.title for timeline in timelines)
-    return picture(parts, width, y + SIDE - 6, title)
+    return svg_document(parts, width, y + SIDE - 6, title)
 
 
 def timeline_parts(
@@ -118,7 +118,7 @@ def timeline_parts(
     most = max((held.held_bytes for timeline in timelines for held in timeline.memory), default=0)
     parts: list[str] = []
     for timeline in timelines:
-        drawn, y = _one(timeline, y, left, per_s, end_s, width, most or 1.0)
+        drawn, y = _timeline(timeline, y, left, per_s, end_s, width, most or 1.0)
         parts += drawn
     drawn, y = _legend(timelines, y, width)
     return parts + drawn, y
@@ -126,14 +126,14 @@ def timeline_parts(
 
 def _margins(timelines: Sequence[Timeline]) -> tuple[float, float]:
     """Return (left, right) margins, for the names of rows and the figures beside the curves."""
-    names = [row.name for timeline in timelines for row in rows(timeline)]
+    names = [row.name for timeline in timelines for row in make_rows(timeline)]
     units = [time_unit(timeline.end_s, timeline.unit)[0] for timeline in timelines]
     heads = [text_width(f"time, {unit}", 12) for unit in units]
     left = max(0.0, *heads, *(text_width(name, TEXT) for name in names)) + SIDE + 12
     sizes = [
-        held_text(timeline, peak)
+        amount_text(timeline, peak)
         for timeline in timelines
-        for peak in set(peaks(timeline).values() if timeline.memory else ())
+        for peak in set(peak_by_rank(timeline).values() if timeline.memory else ())
     ]
     return left, SIDE + 8 + max((text_width(peak, TEXT) for peak in sizes), default=0)
 
@@ -149,7 +149,7 @@ def _width(timelines: Sequence[Timeline]) -> float:
     return float(min(max(NARROW, round(wanted)), WIDEST))
 
 
-def _one(
+def _timeline(
     timeline: Timeline,
     y: float,
     left: float,
@@ -159,9 +159,9 @@ def _one(
     most: float,
 ) -> tuple[list[str], float]:
     """Draw one timeline from y down; return its parts and the start of the next."""
-    parts = [words(SIDE, y + TITLE, timeline.title, TITLE, extra='font-weight="600"')]
+    parts = [svg_text(SIDE, y + TITLE, timeline.title, TITLE, extra='font-weight="600"')]
     y += TITLE + 16
-    shown = rows(timeline)
+    shown = make_rows(timeline)
     lanes_per_rank = max(1, len({row.lane for row in shown}))
     top = y
     body: list[str] = []
@@ -176,7 +176,7 @@ def _one(
     axis, y = _axis(timeline, top, y, left, per_s, end_s)
     parts += axis + body
     for line in facts_lines(timeline.facts, int((width - 2 * SIDE) / (TEXT * PROSE))):
-        parts.append(words(SIDE, y + TEXT, line, TEXT, "faint"))
+        parts.append(svg_text(SIDE, y + TEXT, line, TEXT, "faint"))
         y += TEXT + 6
     return parts, y + 16
 
@@ -187,42 +187,42 @@ def _axis(
     """Draw vertical lines at round times through everything, their figures and the unit below."""
     unit, times = time_unit(end_s, timeline.unit)
     parts = []
-    for value in ticks(end_s * times, 12):
+    for value in make_ticks(end_s * times, 12):
         x = left + value / times * per_s
         parts.append(
             f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4:.1f}" y2="{bottom:.1f}"/>'
         )
         parts.append(
-            words(x, bottom + TEXT + 2, tick_text(value), 12, "faint", 'text-anchor="middle"')
+            svg_text(x, bottom + TEXT + 2, tick_text(value), 12, "faint", 'text-anchor="middle"')
         )
-    parts.append(words(SIDE, bottom + TEXT + 2, f"time, {unit}", 12, "faint"))
+    parts.append(svg_text(SIDE, bottom + TEXT + 2, f"time, {unit}", 12, "faint"))
     return parts, bottom + TEXT + 14
 
 
 def _row(
-    row: Row, timeline: Timeline, y: float, left: float, per_s: float, end_s: float
+    row: TimelineRow, timeline: Timeline, y: float, left: float, per_s: float, end_s: float
 ) -> list[str]:
     parts = [
-        words(SIDE, y + ROW / 2 + TEXT * 0.36, row.name),
+        svg_text(SIDE, y + ROW / 2 + TEXT * 0.36, row.name),
         f'<rect class="lane" x="{left:.1f}" y="{y:.1f}" width="{end_s * per_s:.1f}" '
         f'height="{ROW}"/>',
     ]
-    stages, axis = stages_of(row), time_unit(end_s, timeline.unit)
+    stages, axis = row_stages(row), time_unit(end_s, timeline.unit)
     for span in row.spans:
-        parts += _box(span, row, axis, (left, y), per_s, fill_of(span, stages))
+        parts += _box(span, row, axis, (left, y), per_s, box_colour(span, stages))
     return parts
 
 
 def _box(
-    span: Span,
-    row: Row,
+    span: TimelineSpan,
+    row: TimelineRow,
     axis: tuple[str, float],
     corner: tuple[float, float],
     per_s: float,
     fill: str,
 ) -> list[str]:
     (left, y), (name, times) = corner, axis
-    kind = kind_of(span)
+    kind = span_kind(span)
     x, wide = left + span.start_s * per_s, (span.end_s - span.start_s) * per_s
     label, stage = micro_batch_and_stage(span)
     of_stage = "" if stage is None else f" of stage {stage}"
@@ -239,7 +239,7 @@ def _box(
     for size in (SMALL + 1, SMALL, SMALL - 1):
         if label and text_width(label, size) + 3 <= wide:
             middle = (x + wide / 2, y + ROW / 2 + size * 0.36)
-            parts.append(words(*middle, label, size, "inside", 'text-anchor="middle"'))
+            parts.append(svg_text(*middle, label, size, "inside", 'text-anchor="middle"'))
             break
     return parts
 
@@ -248,10 +248,10 @@ def _curves(
     timeline: Timeline, y: float, left: float, per_s: float, end_s: float, most: float
 ) -> tuple[list[str], float]:
     """Draw each rank's held memory over time, all on one scale, the peak beside its curve."""
-    groups, history, most_of = rank_groups(timeline), held_by_rank(timeline), peaks(timeline)
+    groups, history, most_of = rank_groups(timeline), held_by_rank(timeline), peak_by_rank(timeline)
     parts = [
-        words(left, y + TEXT - 2, "held by each rank", 12, "faint"),
-        words(left + end_s * per_s + 8, y + TEXT - 2, "at most", 12, "faint"),
+        svg_text(left, y + TEXT - 2, "held by each rank", 12, "faint"),
+        svg_text(left + end_s * per_s + 8, y + TEXT - 2, "at most", 12, "faint"),
     ]
     y += TEXT + 6
     high = CURVE if len(groups) <= MANY else ROW
@@ -266,13 +266,13 @@ def _curves(
             points.append(f"L{x:.1f},{level:.1f}")
         x = left + timeline.end_s * per_s
         points += [f"L{x:.1f},{level:.1f}", f"L{x:.1f},{base:.1f}Z"]
-        peak = held_text(timeline, most_of[ranks[0]])
+        peak = amount_text(timeline, most_of[ranks[0]])
         parts += [
             f'<path class="curve" d="{"".join(points)}"/>',
             f'<line class="grid" x1="{left:.1f}" x2="{left + end_s * per_s:.1f}" '
             f'y1="{base:.1f}" y2="{base:.1f}"/>',
-            words(SIDE, y + high / 2 + TEXT * 0.36, group_name(ranks)),
-            words(left + end_s * per_s + 8, y + high / 2 + TEXT * 0.36, peak),
+            svg_text(SIDE, y + high / 2 + TEXT * 0.36, group_name(ranks)),
+            svg_text(left + end_s * per_s + 8, y + high / 2 + TEXT * 0.36, peak),
         ]
         y = base + GAP + 2
     return parts, y
@@ -282,17 +282,17 @@ def _legend(timelines: Sequence[Timeline], y: float, width: float) -> tuple[list
     parts: list[str] = []
     x = float(SIDE)
     y += 4
-    for kind in legend(timelines):
+    for kind in legend_kinds(timelines):
         wide = 20 + text_width(kind.word, TEXT) + 14
         if x + wide > width - SIDE and x > SIDE:
             x, y = float(SIDE), y + 22
         parts.append(
             f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="14" height="14" fill="{kind.fill}"/>'
         )
-        parts.append(words(x + 20, y + 12, kind.word))
+        parts.append(svg_text(x + 20, y + 12, kind.word))
         x += wide
-    if several_pieces(timelines):
+    if has_several_stages(timelines):
         y += 22
-        says = f"paler boxes: {later_pieces(timelines)}"
-        parts.append(words(SIDE, y + 12, says, TEXT, "faint"))
+        says = f"paler boxes: {later_stages_text(timelines)}"
+        parts.append(svg_text(SIDE, y + 12, says, TEXT, "faint"))
     return parts, y + 20

@@ -16,27 +16,27 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from shoal.base.plans.timeline import Span, Timeline
+from shoal.base.plans.timeline import Timeline, TimelineSpan
 from shoal.base.text.terminal_encoding import READABLE
 from shoal.teach.drawings.timeline_rows import (
     CURVE_FILL,
     INK,
-    Row,
-    fill_of,
+    TimelineRow,
+    amount_text,
+    box_colour,
+    box_label,
     group_name,
-    held_text,
-    label_of,
-    later_pieces,
-    legend,
+    has_several_stages,
+    later_stages_text,
+    legend_kinds,
+    make_rows,
+    make_ticks,
     micro_batch_and_stage,
-    peaks,
-    piece_of,
+    peak_by_rank,
     rank_groups,
-    rows,
-    several_pieces,
-    stages_of,
+    row_stages,
+    stage_index,
     tick_text,
-    ticks,
     time_unit,
 )
 
@@ -69,18 +69,18 @@ def timeline_lines(
     Args:
         coloured: boxes have colours, so that their tails need no dashes.
     """
-    names = [row.name for timeline in timelines for row in rows(timeline)]
+    names = [row.name for timeline in timelines for row in make_rows(timeline)]
     margin = 12 if any(timeline.unit != "s" for timeline in timelines) else 10
     margin = max([margin, *(len(name) + 2 for name in names)])
     end_s = max((timeline.end_s for timeline in timelines), default=0.0)
-    per_s = scale(timelines, width - margin - 1)
+    per_s = columns_per_second(timelines, width - margin - 1)
     fine = per_s * _shortest_s(timelines) >= 1 - 1e-6
     most = max((held.held_bytes for timeline in timelines for held in timeline.memory), default=0)
     lines: list[Text] = []
     for timeline in timelines:
         lines.append(Text(timeline.title, style="bold"))
         lines.append(_axis(end_s, timeline.unit, per_s, margin, width))
-        shown = rows(timeline)
+        shown = make_rows(timeline)
         for row in shown[:MOST_ROWS]:
             lines.append(_row(row, timeline.end_s, per_s, margin, coloured, fine))
         if len(shown) > MOST_ROWS:
@@ -91,7 +91,7 @@ def timeline_lines(
     return [*lines, *_legend(timelines, width, coloured=coloured)]
 
 
-def scale(timelines: Sequence[Timeline], columns: int) -> float:
+def columns_per_second(timelines: Sequence[Timeline], columns: int) -> float:
     """Return columns per second: whole columns per shortest common duration if they fit.
 
     >>> scale([Timeline("t", 1, (Span(0, 0.0, 1.0, "forward"), Span(0, 1.0, 3.0, "backward")))], 9)
@@ -101,7 +101,7 @@ def scale(timelines: Sequence[Timeline], columns: int) -> float:
     end_s = max((span.end_s for span in spans), default=0.0)
     if end_s <= 0:
         return 1.0
-    piece_s = _common_piece(spans)
+    piece_s = _common_duration_s(spans)
     if piece_s and round(end_s / piece_s) <= columns:
         return min(columns // round(end_s / piece_s), WIDEST_BOX) / piece_s
     return columns / end_s
@@ -112,7 +112,7 @@ def _shortest_s(timelines: Sequence[Timeline]) -> float:
     return min((length_s for length_s in lengths if length_s > 0), default=0.0)
 
 
-def _common_piece(spans: Sequence[Span]) -> float:
+def _common_duration_s(spans: Sequence[TimelineSpan]) -> float:
     """Return the longest duration that divides every start and end; 0.0 if there is no good one."""
     shortest_s = min((s.end_s - s.start_s for s in spans if s.end_s > s.start_s), default=0.0)
     moments = {moment for span in spans for moment in (span.start_s, span.end_s)}
@@ -127,14 +127,16 @@ def _axis(end_s: float, unit: str, per_s: float, margin: int, width: int) -> Tex
     """Return an axis with figures over their columns, and the unit once, at the left."""
     name, times = time_unit(end_s, unit)
     text = f"time, {name}".ljust(margin)
-    for value in ticks(end_s * times, max(2, round(end_s * per_s / 9))):
+    for value in make_ticks(end_s * times, max(2, round(end_s * per_s / 9))):
         place = margin + round(value / times * per_s)
         if len(text) <= place and place + len(tick_text(value)) <= width:
             text = text.ljust(place) + tick_text(value)
     return Text(text, style="dim")
 
 
-def _row(row: Row, end_s: float, per_s: float, margin: int, coloured: bool, fine: bool) -> Text:
+def _row(
+    row: TimelineRow, end_s: float, per_s: float, margin: int, coloured: bool, fine: bool
+) -> Text:
     """Draw one row of boxes.
 
     Args:
@@ -142,29 +144,29 @@ def _row(row: Row, end_s: float, per_s: float, margin: int, coloured: bool, fine
     """
     line = Text(row.name.ljust(margin))
     columns = math.ceil(end_s * per_s - 1e-6)
-    owner: list[Span | None] = [None] * columns
+    owner: list[TimelineSpan | None] = [None] * columns
     for span in row.spans:
         first, last = _columns(span, per_s)
         for column in range(first, min(last, columns)):
             owner[column] = span
     edges = [0, *(c for c in range(1, columns) if owner[c] is not owner[c - 1]), columns]
-    stages = stages_of(row)
+    stages = row_stages(row)
     for first, last in pairwise(edges):
         does, room = owner[first] if first < columns else None, last - first
         if does is None:
             line.append(("." if not coloured else "·") * room, style="dim")
             continue
-        piece = piece_of(does, stages)
+        piece = stage_index(does, stages)
         wide = fine or room > len(micro_batch_and_stage(does)[0])
-        text = label_of(does, room if wide else 1, piece, coloured=coloured and wide)
+        text = box_label(does, room if wide else 1, piece, coloured=coloured and wide)
         tail = " " if coloured else ("-" if wide else text)
         line.append(
-            text.ljust(room, tail), style=f"{INK} on {fill_of(does, stages)}" if coloured else ""
+            text.ljust(room, tail), style=f"{INK} on {box_colour(does, stages)}" if coloured else ""
         )
     return line
 
 
-def _columns(span: Span, per_s: float) -> tuple[int, int]:
+def _columns(span: TimelineSpan, per_s: float) -> tuple[int, int]:
     """Return the first column and the end column of those whose middle the span covers."""
     return round(span.start_s * per_s + 1e-6), round(span.end_s * per_s + 1e-6)
 
@@ -173,7 +175,7 @@ def _peaks(timeline: Timeline, most: float, *, coloured: bool) -> list[Text]:
     """Return one bar per row of ranks: its peak, relative to the largest peak of any rank."""
     if not timeline.memory:
         return []
-    groups, most_of = rank_groups(timeline), peaks(timeline)
+    groups, most_of = rank_groups(timeline), peak_by_rank(timeline)
     margin = max(len(group_name(ranks)) for ranks in groups) + 2
     lines = [Text("most held at once", style="bold")]
     for ranks in groups[:MOST_ROWS]:
@@ -181,7 +183,7 @@ def _peaks(timeline: Timeline, most: float, *, coloured: bool) -> list[Text]:
         bar = ("█" if coloured else "#") * (round(BAR * peak / most) if most else 0)
         line = Text(group_name(ranks).ljust(margin))
         line.append(bar.ljust(BAR), style=CURVE_FILL if coloured else "")
-        lines.append(line.append(f"  {held_text(timeline, peak)}"))
+        lines.append(line.append(f"  {amount_text(timeline, peak)}"))
     return lines
 
 
@@ -191,10 +193,10 @@ def facts_lines(facts: dict[str, str], width: int) -> list[str]:
     >>> facts_lines({"makespan": "33 s", "bubble": "9 s"}, 100)
     ['makespan 33 s · bubble 9 s']
     """
-    return packed([f"{name} {figure}" for name, figure in facts.items()], " · ", width)
+    return pack_words([f"{name} {figure}" for name, figure in facts.items()], " · ", width)
 
 
-def packed(words: Sequence[str], between: str, width: int) -> list[str]:
+def pack_words(words: Sequence[str], between: str, width: int) -> list[str]:
     """Join words, as many on a line as fit.
 
     >>> packed(["0 → 1", "1 → 2", "2 → 0"], " · ", 14)
@@ -210,13 +212,13 @@ def packed(words: Sequence[str], between: str, width: int) -> list[str]:
 
 
 def _legend(timelines: Sequence[Timeline], width: int, *, coloured: bool) -> list[Text]:
-    small = f"{'paler' if coloured else 'small letters'}: {later_pieces(timelines)}"
-    more = [small] if several_pieces(timelines) else []
+    small = f"{'paler' if coloured else 'small letters'}: {later_stages_text(timelines)}"
+    more = [small] if has_several_stages(timelines) else []
     if not coloured:
-        words = [f"{kind.letter} {kind.word}" for kind in legend(timelines)]
-        return [Text(line) for line in packed([*words, ". idle", *more], "   ", width)]
+        words = [f"{kind.letter} {kind.word}" for kind in legend_kinds(timelines)]
+        return [Text(line) for line in pack_words([*words, ". idle", *more], "   ", width)]
     lines = [Text()]
-    for kind in legend(timelines):
+    for kind in legend_kinds(timelines):
         if len(lines[-1]) + len(kind.word) + 6 > width:
             lines.append(Text())
         lines[-1].append(f" {kind.letter} ", style=f"{INK} on {kind.fill}")

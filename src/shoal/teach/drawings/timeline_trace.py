@@ -18,8 +18,8 @@ from shoal.teach.drawings.timeline_rows import (
     LANES,
     drawn_spans,
     held_by_rank,
-    kind_of,
     micro_batch_and_stage,
+    span_kind,
 )
 
 MICROSECONDS = 1e6
@@ -30,10 +30,10 @@ Event = dict[str, Any]
 
 def trace_text(timelines: Sequence[Timeline]) -> str:
     """Return the trace file as text; several timelines stand one below the other."""
-    return json.dumps(trace(timelines), indent=1) + "\n"
+    return json.dumps(trace_object(timelines), indent=1) + "\n"
 
 
-def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def trace_object(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the trace as one object with `traceEvents`, times in µs.
 
     >>> from shoal.base.plans.timeline import Span
@@ -95,7 +95,7 @@ def _spans(timeline: Timeline, first: int) -> list[Event]:
             more |= {"stage": str(stage), "micro-batch": label}
         events.append(
             {
-                "name": f"{kind_of(span).letter}{label}",
+                "name": f"{span_kind(span).letter}{label}",
                 "cat": span.kind,
                 "ph": "X",
                 "pid": first + span.rank,

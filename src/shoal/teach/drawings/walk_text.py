@@ -14,22 +14,22 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from shoal.teach.drawings.timeline_text import WIDTH, facts_lines, packed, print_line
-from shoal.teach.walks.walk import LOOKS, Cell, Step, Walk
+from shoal.teach.drawings.timeline_text import WIDTH, facts_lines, pack_words, print_line
+from shoal.teach.walks.walk import LOOKS, StepThrough, TableCell, WalkStep
 
 MANY_ROWS = 8
 STYLES = {"own": "", "part": "yellow", "whole": "bold green", "none": "dim", "busy": "cyan"}
 MARKS = {"own": "{}", "part": "{}+", "whole": "[{}]", "none": ".", "busy": "{}~"}
 
 
-def print_walk(walk: Walk, stream: TextIO) -> None:
+def print_walk(walk: StepThrough, stream: TextIO) -> None:
     """Write the whole step-through, in colours only on a terminal."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for line in walk_lines(walk):
         print_line(console, line, stream)
 
 
-def walk_lines(walk: Walk, width: int = WIDTH) -> list[Text]:
+def walk_lines(walk: StepThrough, width: int = WIDTH) -> list[Text]:
     """Return the step-through as lines of at most `width` columns."""
     lines = [Text(walk.title, style="bold")]
     lines += [Text(line) for text in walk.story for line in textwrap.wrap(text, width)]
@@ -42,12 +42,12 @@ def walk_lines(walk: Walk, width: int = WIDTH) -> list[Text]:
     lines += [Text(key, style="dim"), Text("")]
     if walk.start:
         lines += [Text("start", style="bold"), *_table(walk, walk.start, width), Text("")]
-    for step in shown_steps(walk):
+    for step in select_steps(walk):
         if isinstance(step, int):
             lines += [Text(f"… {step} more rounds of the same kind", style="dim"), Text("")]
             continue
         lines.append(Text(step.title, style="bold"))
-        lines += [Text(line) for line in packed(step.happens, " · ", width)]
+        lines += [Text(line) for line in pack_words(step.happens, " · ", width)]
         lines += _table(walk, step.cells, width)
         lines += [Text(line, style="dim") for line in textwrap.wrap(step.note, width)]
         lines.append(Text(""))
@@ -56,14 +56,14 @@ def walk_lines(walk: Walk, width: int = WIDTH) -> list[Text]:
     return lines + [Text(line) for line in facts_lines(facts, width)]
 
 
-def shown_steps(walk: Walk) -> list[Step | int]:
+def select_steps(walk: StepThrough) -> list[WalkStep | int]:
     """Return the steps to show: of many equal rounds the first two and the last.
 
     A number stands for that many omitted rounds.
     """
     if len(walk.rows) <= MANY_ROWS:
         return list(walk.steps)
-    shown: list[Step | int] = []
+    shown: list[WalkStep | int] = []
     for _, phase in groupby(walk.steps, key=lambda step: step.title.rpartition(", ")[2]):
         alike = list(phase)
         if len(alike) <= 4:
@@ -73,7 +73,7 @@ def shown_steps(walk: Walk) -> list[Step | int]:
     return shown
 
 
-def _table(walk: Walk, cells: Sequence[Sequence[Cell]], width: int) -> list[Text]:
+def _table(walk: StepThrough, cells: Sequence[Sequence[TableCell]], width: int) -> list[Text]:
     margin = max(len(name) for name in walk.rows) + 2
     for gap, origins in ((2, True), (1, True), (1, False)):
         texts = [[_text(cell, origins) for cell in row] for row in cells]
@@ -95,7 +95,7 @@ def _table(walk: Walk, cells: Sequence[Sequence[Cell]], width: int) -> list[Text
     return lines
 
 
-def _text(cell: Cell, origins: bool) -> str:
+def _text(cell: TableCell, origins: bool) -> str:
     """Return the text of a cell.
 
     Args:

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.base.errors import PlanError, one_of
+from shoal.base.errors import PlanError, format_choice_error
 from shoal.base.plans.timeline import Timeline
 from shoal.teach.costs import PuzzleCosts
 from shoal.teach.engine import Costs, run_ops
 from shoal.teach.puzzles import ours as puzzles_ours
 from shoal.teach.puzzles import reference as puzzles_reference
-from shoal.teach.puzzles.model import Model, Program
-from shoal.teach.puzzles.puzzle_world import play
+from shoal.teach.puzzles.model import Program, PuzzleRank
+from shoal.teach.puzzles.puzzle_world import run_puzzle
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class Puzzle:
     program: Program
     better: Program
 
-    def play(self, program: Program, mailbox: str = "one") -> list[Model]:
+    def run_program(self, program: Program, mailbox: str = "one") -> list[PuzzleRank]:
         """Run a program under the rules.
 
         Raises:
             PlanError: the program breaks a rule.
         """
-        return play(program, self.ranks, self.layers, self.batches, mailbox)
+        return run_puzzle(program, self.ranks, self.layers, self.batches, mailbox)
 
-    def reference(self) -> list[Model]:
+    def reference(self) -> list[PuzzleRank]:
         """Run the author's program."""
-        return self.play(self.program)
+        return self.run_program(self.program)
 
-    def ours(self) -> list[Model]:
+    def run_ours(self) -> list[PuzzleRank]:
         """Run Shoal's program."""
-        return self.play(self.better)
+        return self.run_program(self.better)
 
 
 REFERENCE, OURS = puzzles_reference, puzzles_ours
@@ -78,7 +78,7 @@ PUZZLES = (
 )  # fmt: skip
 
 
-def puzzle_of(number: int) -> Puzzle:
+def get_puzzle(number: int) -> Puzzle:
     """Return the puzzle of a number.
 
     Raises:
@@ -95,8 +95,11 @@ def puzzle_of(number: int) -> Puzzle:
 PUZZLE_COSTS = PuzzleCosts()
 
 
-def timeline_of(
-    models: Sequence[Model], title: str = "", sample: str = "start", costs: Costs = PUZZLE_COSTS
+def puzzle_run_timeline(
+    models: Sequence[PuzzleRank],
+    title: str = "",
+    sample: str = "start",
+    costs: Costs = PUZZLE_COSTS,
 ) -> Timeline:
     """Return a played puzzle as a timeline, in steps, or in the unit of another cost table."""
     line = run_ops([model.ops for model in models], costs, title, "steps", sample)
@@ -106,13 +109,13 @@ def timeline_of(
     return line
 
 
-def score(models: Sequence[Model], sample: str = "start") -> tuple[float, float]:
+def score(models: Sequence[PuzzleRank], sample: str = "start") -> tuple[float, float]:
     """Return (time, memory) as the notebook counts them; sample "all" adds outputs to the memory.
 
     >>> score(PUZZLES[0].reference())
     (16.5, 2621440.0)
     """
-    return _score(timeline_of(models, sample=sample))
+    return _score(puzzle_run_timeline(models, sample=sample))
 
 
 def _score(line: Timeline) -> tuple[float, float]:
@@ -134,7 +137,7 @@ def puzzle_timeline(number: int, which: str = "ours", sample: str = "start") -> 
     '5.1 steps, memory 1,835,008'
     """
     if which not in ("reference", "ours"):
-        raise PlanError(one_of("puzzle's program", which, ("reference", "ours")))
-    puzzle = puzzle_of(number)
-    models = puzzle.reference() if which == "reference" else puzzle.ours()
-    return timeline_of(models, f"puzzle {number}, {puzzle.title}: {which}", sample)
+        raise PlanError(format_choice_error("puzzle's program", which, ("reference", "ours")))
+    puzzle = get_puzzle(number)
+    models = puzzle.reference() if which == "reference" else puzzle.run_ours()
+    return puzzle_run_timeline(models, f"puzzle {number}, {puzzle.title}: {which}", sample)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from shoal.base.plans.pipeline_actions import Action
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.teach.puzzles.model import Model
+from shoal.teach.puzzles.model import PuzzleRank
 
 
 @dataclass(frozen=True)
-class Replicas:
+class DataParallelProgram:
     """Data-parallel program of puzzles 0 to 4, with switches.
 
     Attributes:
@@ -34,7 +34,7 @@ class Replicas:
     early: bool = True
     keep: int = 0
 
-    async def __call__(self, m: Model) -> None:
+    async def __call__(self, m: PuzzleRank) -> None:
         """Run the program."""
         for layer in range(m.layers):
             m.load(layer, None, *((m.rank, m.ranks) if self.sharded else (0, 1)))
@@ -47,22 +47,22 @@ class Replicas:
         for layer in [] if self.soon else range(m.layers):
             await self._reduce_and_update(m, layer)
 
-    async def _forward(self, m: Model) -> None:
+    async def _forward(self, m: PuzzleRank) -> None:
         for layer in range(m.layers):
             await self._gather(m, layer)
-            m.forward(layer, layer, layer + 1, self._whole(layer))
+            m.forward(layer, layer, layer + 1, self._weight_key(layer))
             if self.sharded and layer < m.layers - self.keep:
-                m.free("weights", self._whole(layer))
+                m.free("weights", self._weight_key(layer))
         m.loss(m.layers, m.layers)
         if self.early:
             m.free("activations", m.layers)
 
-    async def _backward(self, m: Model, number: int) -> None:
+    async def _backward(self, m: PuzzleRank, number: int) -> None:
         last = number == len(self.parts) - 1
         for layer in reversed(range(m.layers)):
             await self._gather(m, layer)
             made = (layer, "more") if number else layer
-            m.backward(layer, layer, layer + 1, layer, made, self._whole(layer))
+            m.backward(layer, layer, layer + 1, layer, made, self._weight_key(layer))
             if number:
                 m.add(layer, made)
                 m.free("weight_grads", made)
@@ -71,20 +71,20 @@ class Replicas:
             if layer == 0 and self.early:
                 m.free("grads", 0)
             if self.sharded:
-                m.free("weights", self._whole(layer))
+                m.free("weights", self._weight_key(layer))
             if last and self.sharded == "all":
                 await m.reduce_scatter(layer)
             if last and self.soon:
                 await self._reduce_and_update(m, layer)
 
-    def _whole(self, layer: int) -> object:
+    def _weight_key(self, layer: int) -> object:
         return ("whole", layer) if self.sharded else layer
 
-    async def _gather(self, m: Model, layer: int) -> None:
-        if self.sharded and self._whole(layer) not in m.stores["weights"]:
-            await m.all_gather(layer, self._whole(layer))
+    async def _gather(self, m: PuzzleRank, layer: int) -> None:
+        if self.sharded and self._weight_key(layer) not in m.stores["weights"]:
+            await m.all_gather(layer, self._weight_key(layer))
 
-    async def _reduce_and_update(self, m: Model, layer: int) -> None:
+    async def _reduce_and_update(self, m: PuzzleRank, layer: int) -> None:
         if m.ranks > 1 and self.sharded != "all":
             await m.all_reduce(layer)
         m.update(layer, layer, layer)
@@ -93,7 +93,7 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Stages:
+class PipelineProgram:
     """Pipeline program of puzzles 5 and 6, with switches.
 
     Attributes:
@@ -110,14 +110,14 @@ class Stages:
     early: bool = True
     ahead: tuple[int, ...] = ()
 
-    async def __call__(self, m: Model) -> None:
+    async def __call__(self, m: PuzzleRank) -> None:
         """Run the program."""
         each = m.layers // m.ranks
         layers = range(m.rank * each, (m.rank + 1) * each)
         for layer in layers:
             m.load(layer)
         schedule = make_schedule("1f1b", m.ranks, len(self.parts))
-        for act in _run_ahead(schedule.ranks[m.rank], self.ahead[m.rank] if self.ahead else 0):
+        for act in _shift_forwards(schedule.ranks[m.rank], self.ahead[m.rank] if self.ahead else 0):
             if act.kind == "F":
                 await self._forward(m, layers, act.micro_batch)
             else:
@@ -131,7 +131,7 @@ class Stages:
             if self.early:
                 m.free("weight_grads", (layer, 0))
 
-    async def _forward(self, m: Model, layers: range, j: int) -> None:
+    async def _forward(self, m: PuzzleRank, layers: range, j: int) -> None:
         end = layers.stop
         if m.rank == 0:
             start = sum(self.parts[:j])
@@ -145,7 +145,7 @@ class Stages:
             if self.early:
                 m.free("activations", (end, j))
 
-    async def _backward(self, m: Model, layers: range, j: int) -> None:
+    async def _backward(self, m: PuzzleRank, layers: range, j: int) -> None:
         end = layers.stop
         if m.rank == m.ranks - 1:
             m.loss((end, j), (end, j))
@@ -166,7 +166,7 @@ class Stages:
             m.free("grads", (layers[0], j))
 
 
-def _run_ahead(acts: Sequence[Action], more: int) -> list[Action]:
+def _shift_forwards(acts: Sequence[Action], more: int) -> list[Action]:
     """Return the list with every forward `more` backwards earlier."""
     order = list(acts)
     for _ in range(more):
@@ -177,7 +177,7 @@ def _run_ahead(acts: Sequence[Action], more: int) -> list[Action]:
 
 
 @dataclass(frozen=True)
-class ShardedStages:
+class ShardedPipelineProgram:
     """Program of puzzle 7: pipelines side by side, weights sharded over all ranks.
 
     Attributes:
@@ -191,7 +191,7 @@ class ShardedStages:
     early: bool = True
     keep: int = 1
 
-    async def __call__(self, m: Model) -> None:
+    async def __call__(self, m: PuzzleRank) -> None:
         """Run the program."""
         place = m.rank % self.stages
         for layer in range(m.layers):
@@ -201,7 +201,7 @@ class ShardedStages:
         for layer in late:
             self._update(m, layer)
 
-    async def _forward(self, m: Model, place: int) -> None:
+    async def _forward(self, m: PuzzleRank, place: int) -> None:
         last = m.layers - 1
         for layer in range(m.layers):
             if layer == place and place:
@@ -222,7 +222,7 @@ class ShardedStages:
             if self.early:
                 m.free("activations", m.layers)
 
-    async def _backward(self, m: Model, place: int) -> list[int]:
+    async def _backward(self, m: PuzzleRank, place: int) -> list[int]:
         """Run the backward; return the layers that still need their update."""
         last = m.layers - 1
         late: list[int] = []
@@ -238,40 +238,40 @@ class ShardedStages:
                 m.backward(layer, layer, layer + 1, layer, layer, layer)
                 m.free("grads", layer + 1)
                 m.free("activations", layer)
-                self._let_go(m, layer, self.early)
+                self._free_weight(m, layer, self.early)
             else:
-                self._let_go(m, layer, self.early)
+                self._free_weight(m, layer, self.early)
                 while self.waits and late:
                     self._update(m, late.pop(0))
                 m.empty(layer, layer)
             await m.reduce_scatter(layer)
-            self._let_go(m, layer, True)
+            self._free_weight(m, layer, True)
             late.append(layer)
             if layer == place:
                 await self._hand_back(m, layer)
         return late
 
-    def _let_go(self, m: Model, layer: int, now: bool) -> None:
+    def _free_weight(self, m: PuzzleRank, layer: int, now: bool) -> None:
         """Free the gathered weight, if it is still there."""
         if now and layer in m.stores["weights"]:
             m.free("weights", layer)
 
-    async def _hand_back(self, m: Model, layer: int) -> None:
+    async def _hand_back(self, m: PuzzleRank, layer: int) -> None:
         if layer > 0:
             await m.send(m.rank - 1, "grads", layer)
         if self.early:
             m.free("grads", layer)
 
-    def _update(self, m: Model, layer: int) -> None:
+    def _update(self, m: PuzzleRank, layer: int) -> None:
         m.update(layer, layer, ("part", layer))
         m.free("weight_grads", layer)
 
 
-standard = Replicas(parts=(4,))
-accumulate = Replicas(parts=(1, 1, 1, 1))
-ddp = Replicas()
-weight_sharded = Replicas(sharded="weights")
-fsdp = Replicas(sharded="all", keep=1)
-pipeline = Stages(parts=(4,))
-one_f_one_b = Stages(parts=(1, 1, 1, 1), ahead=(0, 1, 2, 2))
-pipeline_fsdp = ShardedStages()
+standard = DataParallelProgram(parts=(4,))
+accumulate = DataParallelProgram(parts=(1, 1, 1, 1))
+ddp = DataParallelProgram()
+weight_sharded = DataParallelProgram(sharded="weights")
+fsdp = DataParallelProgram(sharded="all", keep=1)
+pipeline = PipelineProgram(parts=(4,))
+one_f_one_b = PipelineProgram(parts=(1, 1, 1, 1), ahead=(0, 1, 2, 2))
+pipeline_fsdp = ShardedPipelineProgram()

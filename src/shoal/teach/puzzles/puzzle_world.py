@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.base.errors import PlanError
-from shoal.teach.puzzles.model import Ask, Model, Program, Thing
+from shoal.teach.puzzles.model import Program, PuzzleRank, RankRequest, StoreEntry
 
 
-def play(
+def run_puzzle(
     program: Program, ranks: int, layers: int, batches: int, mailbox: str = "one"
-) -> list[Model]:
+) -> list[PuzzleRank]:
     """Run a program on all ranks, check the result, and return the ranks with their operations.
 
     Args:
@@ -28,8 +28,8 @@ def play(
     Raises:
         PlanError: a broken rule, a deadlock between ranks, or a wrong result.
     """
-    models = [Model(rank, ranks, layers, batches) for rank in range(ranks)]
-    world = _World(models, program, mailbox)
+    models = [PuzzleRank(rank, ranks, layers, batches) for rank in range(ranks)]
+    world = _RankScheduler(models, program, mailbox)
     try:
         world.run()
     finally:
@@ -39,22 +39,22 @@ def play(
     return models
 
 
-class _World:
+class _RankScheduler:
     """Scheduler of the ranks: each runs until it requests something that does not exist yet."""
 
-    def __init__(self, models: Sequence[Model], program: Program, mailbox: str):
+    def __init__(self, models: Sequence[PuzzleRank], program: Program, mailbox: str):
         self.ranks = len(models)
         self.coroutines = [program(model).__await__() for model in models]
-        self.asks: dict[int, Ask | None] = dict.fromkeys(range(self.ranks))
+        self.asks: dict[int, RankRequest | None] = dict.fromkeys(range(self.ranks))
         self.one = mailbox == "one"
-        self.mail: dict[tuple[int, int], list[tuple[int, Thing]]] = {}
+        self.mail: dict[tuple[int, int], list[tuple[int, StoreEntry]]] = {}
 
     def run(self) -> None:
         while self.asks:
             moved = False
             for rank in list(self.asks):
                 moved |= self.step(rank)
-            moved |= self.meet()
+            moved |= self.run_collective()
             if not moved:
                 says = "; ".join(
                     f"rank {ask.rank} waits in {ask.what}"
@@ -67,7 +67,7 @@ class _World:
     def step(self, rank: int) -> bool:
         """Resume one rank if its request can be answered; return whether it ran."""
         ask = self.asks[rank]
-        if ask is not None and not self.answered(ask):
+        if ask is not None and not self.answer_request(ask):
             return False
         try:
             self.asks[rank] = next(self.coroutines[rank])
@@ -75,14 +75,14 @@ class _World:
             del self.asks[rank]
         return True
 
-    def answered(self, ask: Ask) -> bool:
+    def answer_request(self, ask: RankRequest) -> bool:
         """Answer a request: post a message, or deliver one; `meet` answers collectives."""
         if ask.what == "send" and ask.thing is not None:
-            box = self.box(ask.rank, ask.peer)
+            box = self.mailbox(ask.rank, ask.peer)
             if not (self.one and box):
                 box.append((ask.rank, ask.thing))
                 ask.answer = ask.thing
-        elif ask.what == "receive" and (box := self.box(ask.peer, ask.rank)):
+        elif ask.what == "receive" and (box := self.mailbox(ask.peer, ask.rank)):
             sender, thing = box.pop(0)
             if sender != ask.peer:
                 raise PlanError(
@@ -92,10 +92,10 @@ class _World:
             ask.answer = thing
         return ask.answer is not None
 
-    def box(self, sender: int, taker: int) -> list[tuple[int, Thing]]:
+    def mailbox(self, sender: int, taker: int) -> list[tuple[int, StoreEntry]]:
         return self.mail.setdefault((0 if self.one else sender, taker), [])
 
-    def meet(self) -> bool:
+    def run_collective(self) -> bool:
         """Run the collective that all ranks request, if all request the same one."""
         asks = [ask for ask in self.asks.values() if ask is not None and ask.thing is not None]
         meeting = [ask for ask in asks if ask.what not in ("send", "receive") and not ask.answer]
@@ -116,7 +116,7 @@ class _World:
         return True
 
 
-def _check(models: Sequence[Model]) -> None:
+def _check(models: Sequence[PuzzleRank]) -> None:
     """Check that every layer's weight is whole, after one step."""
     for layer in range(models[0].layers):
         held = [

@@ -7,10 +7,10 @@ Source: the author's notebook, github.com/srush/LLM-Training-Puzzles (MIT), by S
 
 from __future__ import annotations
 
-from shoal.teach.puzzles.model import Model
+from shoal.teach.puzzles.model import PuzzleRank
 
 
-async def standard(m: Model) -> None:
+async def standard(m: PuzzleRank) -> None:
     """Solve puzzle 0: all batches at once on one rank."""
     for layer in range(m.layers):
         m.load(layer)
@@ -28,7 +28,7 @@ async def standard(m: Model) -> None:
         m.update(layer, layer, layer)
 
 
-async def accumulate(m: Model) -> None:
+async def accumulate(m: PuzzleRank) -> None:
     """Solve puzzle 1: one batch element after the other; gradients are summed."""
     for layer in range(m.layers):
         m.load(layer)
@@ -51,7 +51,7 @@ async def accumulate(m: Model) -> None:
         m.update(layer, layer, layer)
 
 
-async def ddp(m: Model) -> None:
+async def ddp(m: PuzzleRank) -> None:
     """Solve puzzle 2: the whole model and one batch element per rank; all-reduce at the end."""
     m.input([m.rank], 0)
     for layer in range(m.layers):
@@ -68,7 +68,7 @@ async def ddp(m: Model) -> None:
         m.update(layer, layer, layer)
 
 
-async def weight_sharded(m: Model) -> None:
+async def weight_sharded(m: PuzzleRank) -> None:
     """Solve puzzle 3: weights and states in shards, gathered per layer; all-reduce at the end."""
     m.input([m.rank], 0)
     for layer in range(m.layers):
@@ -89,7 +89,7 @@ async def weight_sharded(m: Model) -> None:
         m.update(layer, layer, layer)
 
 
-async def fsdp(m: Model) -> None:
+async def fsdp(m: PuzzleRank) -> None:
     """Solve puzzle 4: gradients in shards too, reduce-scattered layer by layer."""
     m.input([m.rank], 0)
     for layer in range(m.layers):
@@ -111,15 +111,15 @@ async def fsdp(m: Model) -> None:
         m.update(layer, layer, layer)
 
 
-def mine(m: Model) -> range:
+def own_layers(m: PuzzleRank) -> range:
     """Return the layers of this rank in a pipeline."""
     each = m.layers // m.ranks
     return range(m.rank * each, (m.rank + 1) * each)
 
 
-async def pipeline(m: Model) -> None:
+async def pipeline(m: PuzzleRank) -> None:
     """Solve puzzle 5: layers split over ranks, all batches travel together."""
-    layers = mine(m)
+    layers = own_layers(m)
     for layer in layers:
         m.load(layer)
     if m.rank == 0:
@@ -143,9 +143,9 @@ async def pipeline(m: Model) -> None:
         m.update(layer, layer, layer)
 
 
-async def gpipe(m: Model) -> None:
+async def gpipe(m: PuzzleRank) -> None:
     """Solve puzzle 6: batch elements travel one by one; all forwards, then all backwards."""
-    layers = mine(m)
+    layers = own_layers(m)
     for layer in layers:
         m.load(layer)
     for j in range(m.batches):
@@ -179,7 +179,7 @@ async def gpipe(m: Model) -> None:
 STAGES = 4
 
 
-async def pipeline_fsdp(m: Model) -> None:
+async def pipeline_fsdp(m: PuzzleRank) -> None:
     """Solve puzzle 7: four pipelines of four ranks, every weight in sixteen shards."""
     place = m.rank % STAGES
     for layer in range(m.layers):
@@ -192,7 +192,7 @@ async def pipeline_fsdp(m: Model) -> None:
         m.update(layer, layer, ("part", layer), layer)
 
 
-async def _forward(m: Model, layer: int, place: int) -> None:
+async def _forward(m: PuzzleRank, layer: int, place: int) -> None:
     """Run one layer on the ranks of its stage; the other ranks only contribute their shards."""
     if layer == place == 0:
         m.input([m.rank // STAGES], 0)
@@ -208,7 +208,7 @@ async def _forward(m: Model, layer: int, place: int) -> None:
         await m.send(m.rank + 1, "activations", layer + 1)
 
 
-async def _backward(m: Model, layer: int, place: int) -> None:
+async def _backward(m: PuzzleRank, layer: int, place: int) -> None:
     if layer == place < STAGES - 1:
         await m.receive(m.rank + 1, layer + 1)
     await m.all_gather(("part", layer), layer)

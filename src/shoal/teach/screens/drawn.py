@@ -13,9 +13,9 @@ from shoal.base.errors import PlanError
 from shoal.teach import failure_timeline as drawn
 from shoal.teach.calculators import stragglers as slow
 from shoal.teach.calculators.goodput import HOUR, best_interval_s
-from shoal.teach.drawings.plot import Axis, Chart, Series
+from shoal.teach.drawings.plot import Chart, PlotAxis, Series
 from shoal.teach.drawings.screen import Formula, Screen
-from shoal.teach.screens.words import doublings, lasting, number, percent
+from shoal.teach.screens.words import duration_text, number_text, percent_text, powers_of_two
 
 MOST_DRAWN = 300_000
 MOST_NODES = 10_000
@@ -45,7 +45,8 @@ def failures_screen(
         fewer = int(MOST_DRAWN * mean_s / whole_s)
         least_days = MOST_DRAWN * mean_s / runs / 86400
         raise PlanError(
-            f"runs = {runs}, days = {days:g}: more than {number(MOST_DRAWN)} failures to draw; "
+            f"runs = {runs}, days = {days:g}: more than {number_text(MOST_DRAWN)} failures to "
+            "draw; "
             f"try: " + (f"runs={fewer}" if fewer else f"days={least_days:.0f}")
         )
     _check_nodes(spares, node_share, repair_hours, mtbf_hours)
@@ -58,13 +59,14 @@ def failures_screen(
     shares = [one.goodput for one in outcomes]
     mean = sum(shares) / runs
     deviation = (sum((share - mean) ** 2 for share in shares) / max(1, runs - 1)) ** 0.5
-    stops, enough = sum(one.failures for one in outcomes) / runs, drawn.spares_for(case)
+    stops, enough = sum(one.failures for one in outcomes) / runs, drawn.least_spares(case)
     both = (mean, deviation, drawn.expected_goodput(case))
     burst = "" if shape == 1 else " The closed form is for shape = 1; bursts differ from it."
-    bars = _parts(outcomes)
+    bars = _mean_time_shares(outcomes)
     named = zip(("drawn", "deviation", "closed_form"), both, strict=True)
     return Screen(
-        title=f"{number(gpus)} GPUs for {number(days)} days, a failure every {lasting(mean_s)}, "
+        title=f"{number_text(gpus)} GPUs for {number_text(days)} days, a failure every "
+        f"{duration_text(mean_s)}, "
         f"{spares} spare nodes: {runs} drawn runs",
         formulas=_failure_formulas(case, whole_s, stops, both, runs),
         results={**dict(named), "failures": stops, "spares_for_1_percent": enough, "parts": bars}
@@ -100,30 +102,37 @@ def _failure_formulas(
     mean, deviation, expected = both
     waiting = drawn.waiting_share(case)
     load = case.node_share * case.repair_s / case.mean_s
-    away = f"{number(case.node_share)} · {lasting(case.repair_s)} / {lasting(case.mean_s)}"
+    away = (
+        f"{number_text(case.node_share)} · {duration_text(case.repair_s)} / "
+        f"{duration_text(case.mean_s)}"
+    )
     return (
         Formula(
             "failures",
-            f"t/M = {lasting(whole_s)} / {lasting(case.mean_s)}",
-            number(whole_s / case.mean_s),
+            f"t/M = {duration_text(whole_s)} / {duration_text(case.mean_s)}",
+            number_text(whole_s / case.mean_s),
         ),
-        Formula("failures, drawn", f"mean of {runs} runs; none while standing", number(stops)),
-        Formula("nodes in repair", f"share · T/M = {away}, if never short", number(load)),
+        Formula("failures, drawn", f"mean of {runs} runs; none while standing", number_text(stops)),
+        Formula("nodes in repair", f"share · T/M = {away}, if never short", number_text(load)),
         Formula(
             "short of nodes",
-            f"Erlang B: {case.spares + 1} away at once, {number(load)} on average",
-            percent(waiting),
+            f"Erlang B: {case.spares + 1} away at once, {number_text(load)} on average",
+            percent_text(waiting),
         ),
-        Formula("goodput, closed", f"exact goodput · (1 − {percent(waiting)})", percent(expected)),
+        Formula(
+            "goodput, closed",
+            f"exact goodput · (1 − {percent_text(waiting)})",
+            percent_text(expected),
+        ),
         Formula(
             "goodput, drawn",
             f"mean of {runs} runs ± deviation between them",
-            f"{percent(mean)} ± {percent(deviation)}",
+            f"{percent_text(mean)} ± {percent_text(deviation)}",
         ),
     )
 
 
-def _parts(outcomes: Sequence[drawn.FailureOutcome]) -> dict[str, float]:
+def _mean_time_shares(outcomes: Sequence[drawn.FailureOutcome]) -> dict[str, float]:
     """Return the time of all simulated runs by use, as shares."""
     total_s = sum(one.duration_s for one in outcomes)
     return {
@@ -145,8 +154,8 @@ def _spares_chart(case: drawn.FailureCase, enough: int, duration_s: float, seed:
         for k, one in cases.items()
     )
     return Chart(
-        Axis("spare nodes"),
-        Axis("goodput, %", low=0.0, high=100.0),
+        PlotAxis("spare nodes"),
+        PlotAxis("goodput, %", low=0.0, high=100.0),
         (Series("drawn", dots, dots=True), Series("closed form", line)),
         ((case.spares, "yours"),),
     )
@@ -168,27 +177,35 @@ def stragglers_screen(
     mean_s, _, late_s = slow.simulate_steps(one, gpus, steps, seed)
     chance, rare = slow.chance_of_slow(gpus, slow_share), slow.waiting_share(one, gpus, 100)
     meeting = "every step" if every == 1 else f"every {every} steps"
-    each = f"{lasting(step_s)} ± {percent(spread)}"
-    summed = "" if every == 1 else f": a normal of spread {percent(spread)}/√{every}"
+    each = f"{duration_text(step_s)} ± {percent_text(spread)}"
+    summed = "" if every == 1 else f": a normal of spread {percent_text(spread)}/√{every}"
     return Screen(
-        title=f"Stragglers: {number(gpus)} GPUs wait for the slowest at {meeting}",
+        title=f"Stragglers: {number_text(gpus)} GPUs wait for the slowest at {meeting}",
         formulas=(
-            Formula("mean step", f"∫ Q(u^(1/n)) du, {distribution}, {each}", lasting(largest_s)),
-            Formula("the same, drawn", f"{number(steps)} steps Q(U^(1/n))", lasting(mean_s)),
-            Formula("1 step of 100", "takes longer than", lasting(late_s)),
             Formula(
-                "lost to waiting", f"1 − own mean / mean, at {meeting}{summed}", percent(share)
+                "mean step", f"∫ Q(u^(1/n)) du, {distribution}, {each}", duration_text(largest_s)
+            ),
+            Formula(
+                "the same, drawn",
+                f"{number_text(steps)} steps Q(U^(1/n))",
+                duration_text(mean_s),
+            ),
+            Formula("1 step of 100", "takes longer than", duration_text(late_s)),
+            Formula(
+                "lost to waiting", f"1 − own mean / mean, at {meeting}{summed}", percent_text(share)
             ),
             Formula(
                 "one bad device",
-                f"1 − (1 − q)ⁿ = 1 − (1 − {number(slow_share)})^{gpus}",
-                percent(chance),
+                f"1 − (1 − q)ⁿ = 1 − (1 − {number_text(slow_share)})^{gpus}",
+                percent_text(chance),
             ),
         ),
         results={"mean_step_s": largest_s, "drawn_mean_s": mean_s, "drawn_p99_s": late_s}
         | {"waiting_share": share, "waiting_share_every_100": rare, "chance_of_slow": chance},
-        meaning=f"{percent(share)} of the time is waiting. Meeting every 100 steps would leave "
-        f"{percent(rare)}, if slowness is new in each step. A device that is always slow costs the "
+        meaning=f"{percent_text(share)} of the time is waiting. Meeting every 100 steps would "
+        "leave "
+        f"{percent_text(rare)}, if slowness is new in each step. A device that is always slow "
+        "costs the "
         "same however rarely one meets: find it and replace it.",
         source="Order statistics (David and Nagaraja 2003). Seen: 9 % at 64 000 GPUs (PRISM)",
         chart=_waiting_chart(one, gpus, every, steps, seed),
@@ -199,7 +216,7 @@ def stragglers_screen(
 
 def _waiting_chart(one: slow.StepTimes, gpus: int, every: int, steps: int, seed: int) -> Chart:
     """Plot waiting by number of devices, for three tails of equal spread, with simulated dots."""
-    counts = doublings(1, max(2, gpus * 8))
+    counts = powers_of_two(1, max(2, gpus * 8))
 
     def share(name: str, count: int) -> float:
         return 100 * slow.waiting_share(replace(one, distribution=name), count, every)
@@ -217,8 +234,8 @@ def _waiting_chart(one: slow.StepTimes, gpus: int, every: int, steps: int, seed:
         )
         lines.insert(0, Series(f"drawn, {one.distribution}", dots, dots=True))
     return Chart(
-        Axis("devices", log=True, base=2),
-        Axis("time lost to waiting, %", low=0.0),
+        PlotAxis("devices", log=True, base=2),
+        PlotAxis("time lost to waiting, %", low=0.0),
         tuple(lines),
         ((gpus, "yours"),),
     )

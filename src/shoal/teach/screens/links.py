@@ -11,9 +11,15 @@ from shoal.base.layouts.schedule_names import SCHEDULES
 from shoal.base.text.units import bytes_text
 from shoal.teach.calculators import collectives_costs as costs
 from shoal.teach.calculators.pipeline import bubble_of_step, least_micro_batches, micro_batches_for
-from shoal.teach.drawings.plot import Axis, Chart, Series
+from shoal.teach.drawings.plot import Chart, PlotAxis, Series
 from shoal.teach.drawings.screen import Formula, Screen
-from shoal.teach.screens.words import doublings, lasting, number, percent, steps_of
+from shoal.teach.screens.words import (
+    duration_text,
+    geometric_range,
+    number_text,
+    percent_text,
+    powers_of_two,
+)
 
 
 def collectives_screen(
@@ -42,7 +48,7 @@ def collectives_screen(
         return seconds
 
     seconds = all_s(message)
-    sizes = {size: all_s(size) for size in steps_of(2.0**10, 2.0**33, 47)}
+    sizes = {size: all_s(size) for size in geometric_range(2.0**10, 2.0**33, 47)}
     curves = tuple(
         Series(name, tuple((size / 2**20, one[name] * 1e3) for size, one in sizes.items()))
         for name in seconds
@@ -50,30 +56,35 @@ def collectives_screen(
     table = [("all-reduce", "time", "busbw, GB/s")]
     for name, one in seconds.items():
         busy = costs.bus_bytes_per_s(ranks, message, one) / 1e9 if one else 0.0
-        table.append((name, lasting(one), number(busy)))
+        table.append((name, duration_text(one), number_text(busy)))
     best = min(seconds, key=lambda key: seconds[key])
-    m, a, rounds = bytes_text(message), lasting(alpha_s), costs.rounds(ranks)
-    share, b = number(2 * (ranks - 1) / ranks), f"{m}/{number(gb_per_s)} GB/s"
+    m, a, rounds = bytes_text(message), duration_text(alpha_s), costs.broadcast_rounds(ranks)
+    share, b = number_text(2 * (ranks - 1) / ranks), f"{m}/{number_text(gb_per_s)} GB/s"
     gather_s = costs.ring_all_gather_s(per_node, message, *inside)
     fold = " (and 2(α + M·β) to fold)" if ranks & (ranks - 1) else ""
     texts = {
         "ring": f"2(n−1)·α + 2(n−1)/n·M·β = {2 * (ranks - 1)} · {a} + {share} · {b}",
         "tree": f"2·log2(n)·α + 2·M·β = {2 * rounds} · {a} + 2 · {b}",
         "halving-doubling": f"2·log2(n)·α + 2(n−1)/n·M·β{fold}",
-        "two levels": f"2·gather(g, M) + ring(G, M/g) = 2 · {lasting(gather_s)} + "
-        f"{lasting(seconds['two levels'] - 2 * gather_s)}",
+        "two levels": f"2·gather(g, M) + ring(G, M/g) = 2 · {duration_text(gather_s)} + "
+        f"{duration_text(seconds['two levels'] - 2 * gather_s)}",
     }
     return Screen(
-        title=f"An all-reduce of {m} on n = {number(ranks)} ranks: "
-        f"G = {number(nodes)} nodes of g = {per_node}",
-        formulas=tuple(Formula(name, texts[name], lasting(one)) for name, one in seconds.items()),
+        title=f"An all-reduce of {m} on n = {number_text(ranks)} ranks: "
+        f"G = {number_text(nodes)} nodes of g = {per_node}",
+        formulas=tuple(
+            Formula(name, texts[name], duration_text(one)) for name, one in seconds.items()
+        ),
         results={"seconds": seconds, "fastest": best},
         meaning=f"Fastest here: {best}. Small messages pay rounds (α), large ones bytes (β). A "
         f"ring has the fewest bytes and the most rounds; two levels send M/{per_node} over the "
         f"slow link. Measured α and β differ from printed ones by factors: measure.",
         source="Thakur et al. 2005; Patarasuk and Yuan 2009; α defaults: NCCL's tuning constants",
         chart=Chart(
-            Axis("message, MiB", log=True), Axis("time, ms", log=True), curves, ((mib, "yours"),)
+            PlotAxis("message, MiB", log=True),
+            PlotAxis("time, ms", log=True),
+            curves,
+            ((mib, "yours"),),
         ),
         table=tuple(table),
         letters="M bytes, n ranks, α s per message, β s per byte; G nodes of g ranks",
@@ -97,10 +108,10 @@ def bubble_screen(
         inner = chunks if name == "interleaved" else 1
         return bubble_of_step(name, ranks, count, forward_ms, backward_ms, inner)
 
-    table = [("schedule", "bubble", "of the step", f"micro-batches for {percent(share)}")]
+    table = [("schedule", "bubble", "of the step", f"micro-batches for {percent_text(share)}")]
     shares: dict[str, float | None] = {}
     curves = []
-    counts = doublings(1, max(2, micro_batches * 8))
+    counts = powers_of_two(1, max(2, micro_batches * 8))
     for name in names:
         inner, least = chunks if name == "interleaved" else 1, least_micro_batches(name, ranks)
         enough = micro_batches_for(name, ranks, share, forward_ms, backward_ms, inner)
@@ -109,8 +120,8 @@ def bubble_screen(
         shares[name] = None
         if micro_batches >= least:
             reached = shares[name] = part(name, micro_batches)
-            cells = (lasting(work_s * reached / (1 - reached)), percent(reached))
-        table.append((label, *cells, number(enough)))
+            cells = (duration_text(work_s * reached / (1 - reached)), percent_text(reached))
+        table.append((label, *cells, number_text(enough)))
         if name not in ("gpipe", "dualpipe"):
             points = tuple((c, 100 * part(name, c)) for c in counts if c >= least)
             curves.append(Series("gpipe, 1f1b" if name == "1f1b" else label, points))
@@ -123,8 +134,8 @@ def bubble_screen(
         "given half of it for the weights' gradients.",
         source="GPipe 2019, Megatron 2021, Zero Bubble 2023, ZB-V 2024, DeepSeek-V3 2024",
         chart=Chart(
-            Axis("micro-batches per step", log=True, base=2),
-            Axis("bubble, % of the step", low=0.0),
+            PlotAxis("micro-batches per step", log=True, base=2),
+            PlotAxis("bubble, % of the step", low=0.0),
             tuple(curves),
             ((micro_batches, "yours"),),
         ),
@@ -137,16 +148,16 @@ def bubble_screen(
 def _bubble_formulas(
     p: int, m: int, chunks: int, forward_ms: float, backward_ms: float
 ) -> tuple[Formula, ...]:
-    both = f"({number(forward_ms)} + {number(backward_ms)}) ms"
+    both = f"({number_text(forward_ms)} + {number_text(backward_ms)}) ms"
     each_s = (forward_ms + backward_ms) * 1e-3
     plain_s, of_step = (p - 1) * each_s, (p - 1) / (m + p - 1)
     return (
-        Formula("work per rank", f"m·(F + B) = {m} · {both}", lasting(m * each_s)),
-        Formula("gpipe, 1f1b", f"(p − 1)(F + B) = {p - 1} · {both}", lasting(plain_s)),
-        Formula("of the step", f"(p − 1)/(m + p − 1) = {p - 1}/{m + p - 1}", percent(of_step)),
+        Formula("work per rank", f"m·(F + B) = {m} · {both}", duration_text(m * each_s)),
+        Formula("gpipe, 1f1b", f"(p − 1)(F + B) = {p - 1} · {both}", duration_text(plain_s)),
+        Formula("of the step", f"(p − 1)/(m + p − 1) = {p - 1}/{m + p - 1}", percent_text(of_step)),
         Formula(
             f"{chunks} chunks",
             f"(p − 1)(F + B)/v = {p - 1} · {both}/{chunks}",
-            lasting(plain_s / chunks),
+            duration_text(plain_s / chunks),
         ),
     )

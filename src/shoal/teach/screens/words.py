@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def number(value: float) -> str:
+def number_text(value: float) -> str:
     """Format a plain number: three digits, thousands separated by a no-break space.
 
     >>> [number(v).replace("\\xa0", " ") for v in (16384, 0.0512, 3, 1.5e9, 123456.7)]
@@ -22,7 +22,7 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def percent(share: float) -> str:
+def percent_text(share: float) -> str:
     """Format a share of the whole.
 
     >>> percent(0.8534), percent(0.00042), percent(1.0)
@@ -34,7 +34,7 @@ def percent(share: float) -> str:
     return f"{shown:.1f} %" if abs(shown) >= 1 or shown == 0 else f"{shown:.2g} %"
 
 
-def times(factor: float) -> str:
+def factor_text(factor: float) -> str:
     """Format a speed-up.
 
     >>> times(1.8181), times(12.4)
@@ -43,7 +43,7 @@ def times(factor: float) -> str:
     return f"{factor:.3g}×"
 
 
-def lasting(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Format seconds in a readable unit, from microseconds to days.
 
     >>> [lasting(s) for s in (2e-6, 0.0042, 7.25, 95, 1140, 11160, 4665600)]
@@ -63,7 +63,7 @@ def lasting(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
-def rate(bytes_per_s: float) -> str:
+def link_rate_text(bytes_per_s: float) -> str:
     """Format a link's rate in bits per second, as links are sold.
 
     >>> rate(125e6), rate(25e9), rate(float("inf"))
@@ -81,7 +81,7 @@ def rate(bytes_per_s: float) -> str:
     return f"{bits:.0f} bit/s"
 
 
-def steps_of(low: float, high: float, count: int) -> list[float]:
+def geometric_range(low: float, high: float, count: int) -> list[float]:
     """Return `count` values from low to high with equal factors between them, ends included.
 
     >>> steps_of(1, 100, 3)
@@ -91,7 +91,7 @@ def steps_of(low: float, high: float, count: int) -> list[float]:
     return [round(low * factor**place, 12) for place in range(count - 1)] + [float(high)]
 
 
-def doublings(low: int, high: int) -> list[int]:
+def powers_of_two(low: int, high: int) -> list[int]:
     """Return the powers of two from low to high, and high itself.
 
     >>> doublings(1, 12)

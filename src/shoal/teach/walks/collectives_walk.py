@@ -20,18 +20,24 @@ from dataclasses import dataclass
 
 from shoal.base.errors import PlanError
 from shoal.base.text.units import bytes_text, seconds_text
-from shoal.teach.walks.walk import Walk, check_ranks, must_equal
-from shoal.teach.walks.walk_messages import ALPHA_S, BYTES_PER_S, Message, Ranks, first_number
+from shoal.teach.walks.walk import StepThrough, check_equal, check_ranks
+from shoal.teach.walks.walk_messages import (
+    ALPHA_S,
+    BYTES_PER_S,
+    ChunkMessage,
+    ChunkSimulation,
+    first_number,
+)
 
 MESSAGE_BYTES = 64 * 2**20
 """Default M: a bucket of gradients."""
 
-Round = tuple[str, str, list[Message]]
+Round = tuple[str, str, list[ChunkMessage]]
 """(title, kind of span, simultaneous messages)."""
 
 
 @dataclass(frozen=True)
-class _Claim:
+class _ExpectedCost:
     """Expected cost of a collective: formulas as text, and their values for this case.
 
     Attributes:
@@ -50,7 +56,7 @@ class _Claim:
     everywhere: bool = True
 
 
-def ring(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
+def ring(ranks: int, message_bytes: float = MESSAGE_BYTES) -> StepThrough:
     """Show a ring all-reduce: every rank ends with the sum over all ranks.
 
     >>> walk = ring(4)
@@ -59,8 +65,8 @@ def ring(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
     """
     check_ranks("a ring", ranks)
     share = 2 * (ranks - 1) / ranks * message_bytes
-    return _walk(
-        _full(ranks, ranks, message_bytes),
+    return _run_rounds(
+        _full_ranks(ranks, ranks, message_bytes),
         "Ring all-reduce",
         (
             "Each rank starts with its own numbers (gradients, say) and must end with everybody's "
@@ -70,34 +76,34 @@ def ring(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
             "finished sums travel around and replace.",
         ),
         [*_ring_reduce(ranks, 2 * (ranks - 1)), *_ring_gather(ranks, ranks - 1)],
-        _Claim("2(n−1)/n·M", share, "2(n−1)·α + 2(n−1)/n·M·β", 2 * (ranks - 1), share),
+        _ExpectedCost("2(n−1)/n·M", share, "2(n−1)·α + 2(n−1)/n·M·β", 2 * (ranks - 1), share),
     )
 
 
-def reduce_scatter(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
+def reduce_scatter(ranks: int, message_bytes: float = MESSAGE_BYTES) -> StepThrough:
     """Show a ring reduce-scatter: rank r ends with the sum of chunk r (ZeRO's gradients)."""
     check_ranks("a ring", ranks)
     share = (ranks - 1) / ranks * message_bytes
-    return _walk(
-        _full(ranks, ranks, message_bytes),
+    return _run_rounds(
+        _full_ranks(ranks, ranks, message_bytes),
         "Reduce-scatter in a ring",
         (
             "Each rank starts with its own numbers; rank r must end with everybody's sum of chunk "
             "r. ZeRO and FSDP do this to gradients: each rank updates only its own part.",
         ),
         list(_ring_reduce(ranks, ranks - 1)),
-        _one_way(ranks, share, "rank r ends with the sum over all ranks of chunk r", False),
+        _half_ring_cost(ranks, share, "rank r ends with the sum over all ranks of chunk r", False),
     )
 
 
-def all_gather(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
+def all_gather(ranks: int, message_bytes: float = MESSAGE_BYTES) -> StepThrough:
     """Show a ring all-gather: every rank ends with every rank's chunk (FSDP's weights)."""
     check_ranks("a ring", ranks)
     share = (ranks - 1) / ranks * message_bytes
-    world = Ranks(
+    world = ChunkSimulation(
         [{rank: first_number(rank, rank)} for rank in range(ranks)], ranks, message_bytes / ranks
     )
-    return _walk(
+    return _run_rounds(
         world,
         "All-gather in a ring",
         (
@@ -105,11 +111,11 @@ def all_gather(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
             "weights of a block just before it is computed.",
         ),
         list(_ring_gather(ranks, 0, of=ranks - 1)),
-        _one_way(ranks, share, "every rank ends with every rank's number", True),
+        _half_ring_cost(ranks, share, "every rank ends with every rank's number", True),
     )
 
 
-def halving(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
+def halving(ranks: int, message_bytes: float = MESSAGE_BYTES) -> StepThrough:
     """Show recursive halving, then doubling: an all-reduce in few rounds.
 
     Raises:
@@ -124,8 +130,8 @@ def halving(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
         )
     log = ranks.bit_length() - 1
     share = 2 * (ranks - 1) / ranks * message_bytes
-    return _walk(
-        _full(ranks, ranks, message_bytes),
+    return _run_rounds(
+        _full_ranks(ranks, ranks, message_bytes),
         "Recursive halving and doubling",
         (
             "An all-reduce with fewer rounds than a ring. Halving: two ranks split what they are "
@@ -134,24 +140,24 @@ def halving(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
             "The bytes are those of a ring, the rounds are log2: better where α counts.",
         ),
         [*_halving_rounds(ranks, log), *_doubling_rounds(ranks, log)],
-        _Claim("2(n−1)/n·M", share, "2·log2(n)·α + 2(n−1)/n·M·β", 2 * log, share),
+        _ExpectedCost("2(n−1)/n·M", share, "2·log2(n)·α + 2(n−1)/n·M·β", 2 * log, share),
     )
 
 
-def tree(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
+def tree(ranks: int, message_bytes: float = MESSAGE_BYTES) -> StepThrough:
     """Show a tree all-reduce: sums go up to rank 0 in pairs, the total comes down the same way."""
     check_ranks("a tree", ranks)
     log = (ranks - 1).bit_length()
     whole = log * message_bytes
     up = [
         (f"up {level + 1} of {log}", "send", [
-            Message(rank, rank - 2**level, (0,), adds=True)
+            ChunkMessage(rank, rank - 2**level, (0,), adds=True)
             for rank in range(2**level, ranks, 2 ** (level + 1))
         ])
         for level in range(log)
     ]  # fmt: skip
-    return _walk(
-        _full(ranks, 1, message_bytes),
+    return _run_rounds(
+        _full_ranks(ranks, 1, message_bytes),
         "Tree all-reduce",
         (
             "Sums go up to rank 0, halving the number of senders every round, and the total comes "
@@ -160,45 +166,45 @@ def tree(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
             "2·log2(n)·α + 2·M·β.",
         ),
         [*up, *_tree_down(ranks, log)],
-        _Claim("⌈log2 n⌉·M", whole, "2·⌈log2 n⌉·(α + M·β)", 2 * log, 2 * whole),
+        _ExpectedCost("⌈log2 n⌉·M", whole, "2·⌈log2 n⌉·(α + M·β)", 2 * log, 2 * whole),
     )
 
 
-def broadcast(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
+def broadcast(ranks: int, message_bytes: float = MESSAGE_BYTES) -> StepThrough:
     """Show a broadcast: rank 0's numbers reach all ranks, the senders doubling every round."""
     check_ranks("a broadcast", ranks)
     log = (ranks - 1).bit_length()
     whole = log * message_bytes
     ends = "every rank ends with rank 0's number"
     holding = [{0: first_number(0, 0)}, *({} for _ in range(ranks - 1))]
-    return _walk(
-        Ranks(holding, 1, message_bytes),
+    return _run_rounds(
+        ChunkSimulation(holding, 1, message_bytes),
         "Broadcast by doubling",
         (
             "Rank 0 has something (first weights, a decision) that all must have. Whoever has it "
             "passes it on, so the number of ranks that have it doubles every round.",
         ),
         _tree_down(ranks, log),
-        _Claim("⌈log2 n⌉·M", whole, "⌈log2 n⌉·(α + M·β)", log, whole, ends),
+        _ExpectedCost("⌈log2 n⌉·M", whole, "⌈log2 n⌉·(α + M·β)", log, whole, ends),
     )
 
 
-def _one_way(ranks: int, share: float, ends: str, everywhere: bool) -> _Claim:
+def _half_ring_cost(ranks: int, share: float, ends: str, everywhere: bool) -> _ExpectedCost:
     """Return the expected cost of half of a ring all-reduce."""
     takes = "(n−1)·α + (n−1)/n·M·β"
-    return _Claim("(n−1)/n·M", share, takes, ranks - 1, share, ends, everywhere)
+    return _ExpectedCost("(n−1)/n·M", share, takes, ranks - 1, share, ends, everywhere)
 
 
-def _full(ranks: int, chunks: int, message_bytes: float) -> Ranks:
+def _full_ranks(ranks: int, chunks: int, message_bytes: float) -> ChunkSimulation:
     """Return ranks that each begin with their own number in every chunk."""
     holding = [{c: first_number(rank, c) for c in range(chunks)} for rank in range(ranks)]
-    return Ranks(holding, chunks, message_bytes / chunks)
+    return ChunkSimulation(holding, chunks, message_bytes / chunks)
 
 
 def _ring_reduce(ranks: int, of: int) -> Iterator[Round]:
     for turn in range(ranks - 1):
         messages = [
-            Message(rank, (rank + 1) % ranks, ((rank - turn - 1) % ranks,), adds=True)
+            ChunkMessage(rank, (rank + 1) % ranks, ((rank - turn - 1) % ranks,), adds=True)
             for rank in range(ranks)
         ]
         yield f"{turn + 1} of {of}, reduce-scatter", "reduce-scatter", messages
@@ -207,7 +213,7 @@ def _ring_reduce(ranks: int, of: int) -> Iterator[Round]:
 def _ring_gather(ranks: int, before: int, of: int = 0) -> Iterator[Round]:
     for turn in range(ranks - 1):
         messages = [
-            Message(rank, (rank + 1) % ranks, ((rank - turn) % ranks,), adds=False)
+            ChunkMessage(rank, (rank + 1) % ranks, ((rank - turn) % ranks,), adds=False)
             for rank in range(ranks)
         ]
         yield f"{before + turn + 1} of {of or 2 * before}, all-gather", "all-gather", messages
@@ -218,7 +224,7 @@ def _halving_rounds(ranks: int, log: int) -> Iterator[Round]:
     for turn in range(log):
         far = ranks >> (turn + 1)
         messages = [
-            Message(
+            ChunkMessage(
                 rank,
                 rank ^ far,
                 tuple(c for c in range(ranks) if c // far == (rank ^ far) // far),
@@ -234,7 +240,7 @@ def _doubling_rounds(ranks: int, log: int) -> Iterator[Round]:
     for turn in range(log):
         far = 1 << turn
         messages = [
-            Message(
+            ChunkMessage(
                 rank,
                 rank ^ far,
                 tuple(c for c in range(ranks) if c // far == rank // far),
@@ -249,16 +255,20 @@ def _doubling_rounds(ranks: int, log: int) -> Iterator[Round]:
 def _tree_down(ranks: int, log: int) -> list[Round]:
     return [
         (f"down {turn + 1} of {log}", "broadcast", [
-            Message(rank, rank + far, (0,), adds=False)
+            ChunkMessage(rank, rank + far, (0,), adds=False)
             for rank in range(0, ranks, 2 * far) if rank + far < ranks
         ])
         for turn, far in enumerate(2**level for level in reversed(range(log)))
     ]  # fmt: skip
 
 
-def _walk(
-    world: Ranks, title: str, story: tuple[str, ...], rounds: list[Round], claim: _Claim
-) -> Walk:
+def _run_rounds(
+    world: ChunkSimulation,
+    title: str,
+    story: tuple[str, ...],
+    rounds: list[Round],
+    claim: _ExpectedCost,
+) -> StepThrough:
     """Run the rounds, then compare sums, bytes and time with the expected values."""
     ranks, start = len(world.held), world.cells()
     totals = {
@@ -266,13 +276,13 @@ def _walk(
         for chunk in range(world.chunks)
     }
     for name, kind, messages in rounds:
-        world.round(name, kind, messages, bytes_text(claim.sends_bytes))
+        world.run_round(name, kind, messages, bytes_text(claim.sends_bytes))
     for rank in range(ranks):
         for chunk in totals if claim.everywhere else [rank]:
-            must_equal(f"rank {rank}'s chunk {chunk}", world.held[rank].get(chunk), totals[chunk])
-    must_equal("bytes sent", round(world.busiest_bytes), round(claim.sends_bytes))
+            check_equal(f"rank {rank}'s chunk {chunk}", world.held[rank].get(chunk), totals[chunk])
+    check_equal("bytes sent", round(world.busiest_bytes), round(claim.sends_bytes))
     takes_s = claim.messages * ALPHA_S + claim.bytes_in_a_row / BYTES_PER_S
-    must_equal("time, microseconds", round(world.now_s * 1e6, 3), round(takes_s * 1e6, 3))
+    check_equal("time, microseconds", round(world.now_s * 1e6, 3), round(takes_s * 1e6, 3))
     whose = "the root" if world.chunks == 1 else "each rank"
     facts = {
         f"{whose} sends": f"{bytes_text(world.busiest_bytes)} = {claim.sends}",
@@ -283,7 +293,7 @@ def _walk(
     }
     sums = ", ".join(str(total) for total in totals.values())
     whole = f"{title}, {ranks} ranks"
-    return Walk(
+    return StepThrough(
         title=whole,
         story=story,
         rows=tuple(f"rank {rank}" for rank in range(ranks)),

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.base.plans.timeline import Held, Span, Timeline
+from shoal.base.plans.timeline import MemorySample, Timeline, TimelineSpan
 from shoal.base.text.units import bytes_text, seconds_text
-from shoal.teach.walks.shards_walk import first_weights, gradient, samples, summed_gradient
-from shoal.teach.walks.walk import Cell, Step, Walk, check_ranks, must_equal
+from shoal.teach.walks.shards_walk import first_weights, gradient, make_samples, summed_gradient
+from shoal.teach.walks.walk import StepThrough, TableCell, WalkStep, check_equal, check_ranks
 from shoal.teach.walks.walk_messages import ALPHA_S, BYTES_PER_S
 
 UNITS = 4
@@ -37,7 +37,7 @@ FORWARD_S, BACKWARD_S, UPDATE_S = 3e-3, 6e-3, 1e-3
 
 
 @dataclass
-class _Rank:
+class _RankState:
     """Tensors and sent bytes of one rank; all ranks do the same at the same time.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Rank:
     upstream: int = 1
 
 
-class _World:
+class _FsdpSimulation:
     """Simulation of n synchronous ranks: a compute lane, a link lane, and a clock for each.
 
     Attributes:
@@ -64,19 +64,19 @@ class _World:
 
     def __init__(self, ranks: int, forward_s: float, backward_s: float) -> None:
         self.weights = first_weights(UNITS, ranks)
-        self.ranks = [_Rank(r, [unit[r] for unit in self.weights]) for r in range(ranks)]
+        self.ranks = [_RankState(r, [unit[r] for unit in self.weights]) for r in range(ranks)]
         self.forward_s, self.backward_s = forward_s, backward_s
         self.compute_s = self.link_s = 0.0
         self.ready_s: dict[int, float] = {}
         self.sent_bytes = 0.0
         self.kept: set[int] = set()
-        self.spans: list[Span] = []
+        self.spans: list[TimelineSpan] = []
         self.changes: list[tuple[float, str, float]] = []
-        self.steps: list[Step] = []
+        self.steps: list[WalkStep] = []
         shard_bytes = UNITS * UNIT_PARAMETERS * SHARD_BYTES / ranks
-        self.change(0.0, "shards", shard_bytes)
+        self.record_memory(0.0, "shards", shard_bytes)
 
-    def change(self, time_s: float, what: str, n_bytes: float) -> None:
+    def record_memory(self, time_s: float, what: str, n_bytes: float) -> None:
         """Record that from this moment a rank holds so many bytes more (or fewer)."""
         self.changes.append((time_s, what, n_bytes))
 
@@ -93,7 +93,7 @@ class _World:
     def _span(self, kind: str, unit: int, start_s: float, end_s: float, lane: str) -> None:
         name = f"u{unit}" if unit >= 0 else ""
         for rank in range(len(self.ranks)):
-            self.spans.append(Span(rank, start_s, end_s, kind, name, lane))
+            self.spans.append(TimelineSpan(rank, start_s, end_s, kind, name, lane))
 
     def gather(self, unit: int, from_s: float) -> None:
         """All-gather the unit's weights from the parts of all ranks."""
@@ -102,13 +102,13 @@ class _World:
         whole_bytes = UNIT_PARAMETERS * GATHERED_BYTES
         start_s = self._collective("all-gather", unit, from_s, whole_bytes)
         self.ready_s[unit] = self.link_s
-        self.change(start_s, "gathered", whole_bytes)
+        self.record_memory(start_s, "gathered", whole_bytes)
         for rank in self.ranks:
             rank.whole[unit] = [peer.own[unit] for peer in self.ranks]
 
     def free(self, unit: int) -> None:
         """Free the gathered weights: each rank keeps its own part."""
-        self.change(self.compute_s, "gathered", -UNIT_PARAMETERS * GATHERED_BYTES)
+        self.record_memory(self.compute_s, "gathered", -UNIT_PARAMETERS * GATHERED_BYTES)
         for rank in self.ranks:
             del rank.whole[unit]
 
@@ -119,11 +119,11 @@ class _World:
             self.gather(unit + 1, start_s)
         self.compute_s = start_s + self.forward_s
         self._span("forward", unit, start_s, self.compute_s, "compute")
-        self.change(start_s, "activations", ACTIVATION_BYTES)
+        self.record_memory(start_s, "activations", ACTIVATION_BYTES)
         self.kept.add(unit)
         for rank in self.ranks:
             rank.inputs[unit + 1] = rank.inputs[unit] * sum(rank.whole[unit])
-        self._write(f"forward of u{unit}", unit, unit + 1 if unit + 1 < UNITS else None)
+        self._record_step(f"forward of u{unit}", unit, unit + 1 if unit + 1 < UNITS else None)
         self.free(unit)
 
     def backward(self, unit: int) -> None:
@@ -133,13 +133,13 @@ class _World:
             self.gather(unit - 1, start_s)
         self.compute_s = start_s + self.backward_s
         self._span("backward", unit, start_s, self.compute_s, "compute")
-        self.change(start_s, "full gradients", UNIT_PARAMETERS * SENT_GRADIENT_BYTES)
+        self.record_memory(start_s, "full gradients", UNIT_PARAMETERS * SENT_GRADIENT_BYTES)
         n = len(self.ranks)
         for rank in self.ranks:
             rank.full[unit] = [rank.upstream * rank.inputs[unit]] * n
             rank.upstream *= sum(rank.whole[unit])
-        self._write(f"backward of u{unit}", unit, unit - 1 if unit else None)
-        self.change(self.compute_s, "activations", -ACTIVATION_BYTES)
+        self._record_step(f"backward of u{unit}", unit, unit - 1 if unit else None)
+        self.record_memory(self.compute_s, "activations", -ACTIVATION_BYTES)
         self.kept.remove(unit)
         self.free(unit)
         self._scatter(unit)
@@ -148,11 +148,11 @@ class _World:
         """Reduce-scatter a unit's gradient: every rank gets the sum of its own part."""
         whole_bytes = UNIT_PARAMETERS * SENT_GRADIENT_BYTES
         self._collective("reduce-scatter", unit, self.compute_s, whole_bytes)
-        self.change(self.link_s, "full gradients", -whole_bytes)
+        self.record_memory(self.link_s, "full gradients", -whole_bytes)
         first_time = unit not in self.ranks[0].shards
         if first_time:
             kept = UNIT_PARAMETERS * GRADIENT_SHARD_BYTES / len(self.ranks)
-            self.change(self.link_s, "gradient shards", kept)
+            self.record_memory(self.link_s, "gradient shards", kept)
         for rank in self.ranks:
             total = sum(peer.full[unit][rank.number] for peer in self.ranks)
             rank.shards[unit] = rank.shards.get(unit, 0) + total
@@ -164,9 +164,9 @@ class _World:
         start_s = max(self.compute_s, self.link_s)
         self.compute_s = start_s + UPDATE_S
         self._span("update", -1, start_s, self.compute_s, "compute")
-        self._write("update", None, None)
+        self._record_step("update", None, None)
 
-    def _write(self, title: str, busy: int | None, coming: int | None) -> None:
+    def _record_step(self, title: str, busy: int | None, coming: int | None) -> None:
         """Record the table of one rank: every rank's looks the same."""
         rank = self.ranks[0]
         happens = [f"compute with u{busy}, then free it" if busy is not None else "own parts only"]
@@ -176,20 +176,20 @@ class _World:
         for unit in range(UNITS):
             look = "whole" if unit in rank.whole else "own"
             text = "all" if look == "whole" else "1/n"
-            weights.append(Cell(text, "busy" if unit == coming else look))
+            weights.append(TableCell(text, "busy" if unit == coming else look))
             if unit in rank.full:
-                gradients.append(Cell("all", "whole"))
+                gradients.append(TableCell("all", "whole"))
             elif unit in rank.shards:
-                gradients.append(Cell("1/n", "own"))
+                gradients.append(TableCell("1/n", "own"))
             else:
-                gradients.append(Cell("", "none"))
-            kept.append(Cell("x", "own") if unit in self.kept else Cell("", "none"))
+                gradients.append(TableCell("", "none"))
+            kept.append(TableCell("x", "own") if unit in self.kept else TableCell("", "none"))
         when = seconds_text(self.compute_s)
         note = f"until {when} · sent so far {bytes_text(self.sent_bytes)}"
         cells = (tuple(weights), tuple(gradients), tuple(kept))
-        self.steps.append(Step(title, tuple(happens), cells, note))
+        self.steps.append(WalkStep(title, tuple(happens), cells, note))
 
-    def memory(self) -> tuple[Held, ...]:
+    def memory(self) -> tuple[MemorySample, ...]:
         """Return a rank's held memory after every change, by kind; the same on all ranks."""
         now: dict[str, float] = {}
         held: dict[float, dict[str, float]] = {}
@@ -197,7 +197,7 @@ class _World:
             now[what] = now.get(what, 0.0) + n_bytes
             held[time_s] = {name: size for name, size in now.items() if size > 0}
         return tuple(
-            Held(rank, time_s, sum(parts.values()), parts)
+            MemorySample(rank, time_s, sum(parts.values()), parts)
             for rank in range(len(self.ranks))
             for time_s, parts in held.items()
         )
@@ -208,7 +208,7 @@ def fsdp(
     micro_batches: int = 1,
     forward_s: float = FORWARD_S,
     backward_s: float = BACKWARD_S,
-) -> Walk:
+) -> StepThrough:
     """Show one optimizer step of four units on `ranks` ranks, micro-batch after micro-batch.
 
     Args:
@@ -222,7 +222,7 @@ def fsdp(
     ('(n−1)/n·(2W + G)', '2 units')
     """
     check_ranks("FSDP", ranks)
-    world, batch = _World(ranks, forward_s, backward_s), samples(ranks, micro_batches)
+    world, batch = _FsdpSimulation(ranks, forward_s, backward_s), make_samples(ranks, micro_batches)
     for turn in batch:
         for rank, sample in zip(world.ranks, turn, strict=True):
             rank.inputs, rank.upstream = {0: sample}, 1
@@ -233,21 +233,21 @@ def fsdp(
         for unit in reversed(range(UNITS)):
             world.backward(unit)
     world.update()
-    return _finished(world, batch)
+    return _check_and_finish(world, batch)
 
 
-def _finished(world: _World, batch: list[list[int]]) -> Walk:
+def _check_and_finish(world: _FsdpSimulation, batch: list[list[int]]) -> StepThrough:
     """Compare gradients, bytes and gathered units with the expected values."""
     ranks, turns = len(world.ranks), len(batch)
     right = summed_gradient(world.weights, batch)
     for rank in world.ranks:
-        must_equal(
+        check_equal(
             f"gradients of rank {rank.number}", [rank.shards[u] for u in range(UNITS)], right
         )
     W = UNITS * UNIT_PARAMETERS * GATHERED_BYTES
     G = UNITS * UNIT_PARAMETERS * SENT_GRADIENT_BYTES
     formula_bytes = turns * (ranks - 1) / ranks * (2 * W + G)
-    must_equal("bytes sent", round(world.sent_bytes), round(formula_bytes))
+    check_equal("bytes sent", round(world.sent_bytes), round(formula_bytes))
     memory = world.memory()
     most = max(held.parts.get("gathered", 0.0) for held in memory)
     peak = max(held.held_bytes for held in memory)
@@ -264,7 +264,7 @@ def _finished(world: _World, batch: list[list[int]]) -> Walk:
     title = f"FSDP, {ranks} ranks, {UNITS} units"
     title += f", {turns} micro-batches" if turns > 1 else ""
     one = gradient(world.weights, batch[0][0])
-    return Walk(
+    return StepThrough(
         title=title,
         story=(
             "Every rank trains on its own sample but keeps only 1/n of each unit (a block of "

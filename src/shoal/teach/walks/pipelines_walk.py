@@ -11,19 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shoal.base.errors import PlanError
-from shoal.base.layouts.schedule_names import canonical
+from shoal.base.layouts.schedule_names import canonical_schedule
 from shoal.base.plans.timeline import Timeline
 from shoal.base.text.units import seconds_text as usual_text
 from shoal.planning.pipeline_schedules import make_schedule
 from shoal.teach.costs import AnalyticalCosts
-from shoal.teach.schedules_simulate import bubble_of, simulate
+from shoal.teach.schedules_simulate import simulate_schedule, timeline_bubble
 
 LARGEST = 10_000
 """Most actions of one kind in a drawing."""
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineCase:
     """Parameters of a drawing: seconds that one rank spends per micro-batch over all its chunks.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pipeline:
     weight_s: float = 1.0
 
 
-def pipeline(name: str, asked: Pipeline) -> Timeline:
+def pipeline(name: str, asked: PipelineCase) -> Timeline:
     """Show one step of a schedule over time.
 
     Raises:
@@ -48,7 +48,7 @@ def pipeline(name: str, asked: Pipeline) -> Timeline:
     >>> line.facts["bubble"], line.peak_bytes(0), line.peak_bytes(3)
     ('9.0 s = 37.5% of it, formula (p−1)(F+B+W): 9.0 s', 4.0, 1.0)
     """
-    known = canonical(name)
+    known = canonical_schedule(name)
     chunks = asked.chunks if known == "interleaved" else 1
     if asked.ranks * asked.micro_batches * chunks > LARGEST:
         raise PlanError(
@@ -60,15 +60,18 @@ def pipeline(name: str, asked: Pipeline) -> Timeline:
             "--forward, --backward, --weight = 0: nothing takes any time; try: --forward 1"
         )
     schedule = make_schedule(known, asked.ranks, asked.micro_batches, chunks)
-    costs = AnalyticalCosts.of_stage(asked.forward_s, asked.input_s, asked.weight_s)
-    line = simulate(schedule, costs, activation_bytes=1.0)
-    title = f"{known}, {_many(asked.ranks, 'rank')}, {_many(asked.micro_batches, 'micro-batch')}"
+    costs = AnalyticalCosts.for_pipeline(asked.forward_s, asked.input_s, asked.weight_s)
+    line = simulate_schedule(schedule, costs, activation_bytes=1.0)
+    title = (
+        f"{known}, {_count_text(asked.ranks, 'rank')}, "
+        f"{_count_text(asked.micro_batches, 'micro-batch')}"
+    )
     title += f", {chunks} pieces of the model per rank" if chunks > 1 else ""
     facts = _facts(known, line, asked, chunks)
     return replace(line, title=title, facts=facts, held_unit="micro-batches")
 
 
-def _figure(count: float) -> str:
+def _figure_text(count: float) -> str:
     """Format a figure with at most two digits after the point and no trailing zeros.
 
     >>> _figure(4.0), _figure(2 / 3), _figure(1234567.0)
@@ -77,12 +80,12 @@ def _figure(count: float) -> str:
     return f"{count:.2f}".rstrip("0").rstrip(".")
 
 
-def _waiting(count: float) -> str:
-    shown = _figure(count)
+def _micro_batches_text(count: float) -> str:
+    shown = _figure_text(count)
     return f"{shown} micro-batch{'' if shown == '1' else 'es'}"
 
 
-def _many(count: int, what: str) -> str:
+def _count_text(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
@@ -95,7 +98,7 @@ def seconds_text(seconds: float) -> str:
     return usual_text(seconds) if seconds > 1e-9 else "0 s"
 
 
-def closed_formula(name: str, asked: Pipeline, chunks: int = 1) -> tuple[str, float] | None:
+def closed_formula(name: str, asked: PipelineCase, chunks: int = 1) -> tuple[str, float] | None:
     """Return the bubble's formula and its seconds, if the literature gives one for these numbers.
 
     Without one (unequal F, B, W in split schedules, few micro-batches) only counting gives the
@@ -120,8 +123,8 @@ def closed_formula(name: str, asked: Pipeline, chunks: int = 1) -> tuple[str, fl
     return None
 
 
-def _facts(name: str, line: Timeline, asked: Pipeline, chunks: int) -> dict[str, str]:
-    bubble = bubble_of(line)
+def _facts(name: str, line: Timeline, asked: PipelineCase, chunks: int) -> dict[str, str]:
+    bubble = timeline_bubble(line)
     closed = closed_formula(name, asked, chunks)
     says = f", formula {closed[0]}: {seconds_text(closed[1])}" if closed else ", counted"
     work = asked.micro_batches * (asked.forward_s + asked.input_s + asked.weight_s)
@@ -129,11 +132,11 @@ def _facts(name: str, line: Timeline, asked: Pipeline, chunks: int) -> dict[str,
         "work of a rank": seconds_text(work),
         "bubble": f"{seconds_text(bubble)} = {bubble / work:.1%} of it{says}",
         "step up to the optimizer's barrier": seconds_text(line.end_s),
-        "held at most": _waiting(max(held.held_bytes for held in line.memory)),
+        "held at most": _micro_batches_text(max(held.held_bytes for held in line.memory)),
     }
 
 
-def afab_beside_1f1b(asked: Pipeline) -> tuple[tuple[Timeline, Timeline], tuple[str, ...]]:
+def compare_afab_1f1b(asked: PipelineCase) -> tuple[tuple[Timeline, Timeline], tuple[str, ...]]:
     """Return both timelines, and sentences that compare them by their own figures.
 
     >>> lines = afab_beside_1f1b(Pipeline(ranks=4, micro_batches=8))[1]
@@ -141,10 +144,10 @@ def afab_beside_1f1b(asked: Pipeline) -> tuple[tuple[Timeline, Timeline], tuple[
     'Same bubble: afab 9.0 s, 1f1b 9.0 s.'
     """
     first, second = pipeline("gpipe", asked), pipeline("1f1b", asked)
-    bubbles = [bubble_of(line) for line in (first, second)]
+    bubbles = [timeline_bubble(line) for line in (first, second)]
     alike = "Same bubble" if abs(bubbles[0] - bubbles[1]) < 1e-9 else "Bubbles differ"
     held = [[line.peak_bytes(r) for r in range(line.ranks)] for line in (first, second)]
-    shown = [", ".join(_figure(count) for count in counts[:8]) for counts in held]
+    shown = [", ".join(_figure_text(count) for count in counts[:8]) for counts in held]
     more = " …" if asked.ranks > 8 else ""
     return (first, second), (
         f"{alike}: afab {seconds_text(bubbles[0])}, 1f1b {seconds_text(bubbles[1])}.",

@@ -20,7 +20,7 @@ def first_weights(units: int, ranks: int) -> list[list[int]]:
     return [[(rank - 2 * unit) % 3 + 1 for rank in range(ranks)] for unit in range(units)]
 
 
-def samples(ranks: int, micro_batches: int = 1) -> list[list[int]]:
+def make_samples(ranks: int, micro_batches: int = 1) -> list[list[int]]:
     """Return one sample per micro-batch and rank, [micro-batch][rank]."""
     return [[1 + rank + ranks * turn for rank in range(ranks)] for turn in range(micro_batches)]
 

@@ -25,7 +25,7 @@ MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One cell of the table: a text, one of LOOKS, and the rank from which it just arrived."""
 
     text: str
@@ -34,7 +34,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Step:
+class WalkStep:
     """One step: a description in words, and the table after it.
 
     Attributes:
@@ -44,12 +44,12 @@ class Step:
 
     title: str
     happens: tuple[str, ...]
-    cells: tuple[tuple[Cell, ...], ...]
+    cells: tuple[tuple[TableCell, ...], ...]
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Walk:
+class StepThrough:
     """A whole step-through.
 
     Attributes:
@@ -65,9 +65,9 @@ class Walk:
     story: tuple[str, ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[WalkStep, ...]
     checked: str
-    start: tuple[tuple[Cell, ...], ...] = ()
+    start: tuple[tuple[TableCell, ...], ...] = ()
     looks: dict[str, str] = field(default_factory=dict)
     timeline: Timeline | None = None
     facts: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def check_ranks(what: str, ranks: int, least: int = 2) -> None:
         )
 
 
-def must_equal(what: str, got: object, wanted: object) -> None:
+def check_equal(what: str, got: object, wanted: object) -> None:
     """Raise BugError if a computed result differs from the expected one.
 
     Raises:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.base.errors import BugError
-from shoal.base.plans.timeline import Span, Timeline
+from shoal.base.plans.timeline import Timeline, TimelineSpan
 from shoal.base.text.units import bytes_text
-from shoal.teach.walks.walk import Cell, Step
+from shoal.teach.walks.walk import TableCell, WalkStep
 
 ALPHA_S = 10e-6
 """Seconds to start a message, in these drawings: about those of a network card and its switch."""
@@ -23,7 +23,7 @@ BYTES_PER_S = 25e9
 
 
 @dataclass(frozen=True)
-class Message:
+class ChunkMessage:
     """Chunks sent from one rank to another; `adds`: the receiver sums them."""
 
     source: int
@@ -41,7 +41,7 @@ def first_number(rank: int, chunk: int) -> int:
     return (2 * rank + 5 * chunk + rank * chunk) % 9 + 1
 
 
-class Ranks:
+class ChunkSimulation:
     """Chunks of all ranks, sent bytes, and the steps so far.
 
     Args:
@@ -56,15 +56,17 @@ class Ranks:
         self.chunks, self.chunk_bytes = chunks, chunk_bytes
         self.sent_bytes = [0.0] * len(self.held)
         self.now_s = 0.0
-        self.spans: list[Span] = []
-        self.steps: list[Step] = []
+        self.spans: list[TimelineSpan] = []
+        self.steps: list[WalkStep] = []
 
     @property
     def busiest_bytes(self) -> float:
         """Return the most bytes that one rank has sent."""
         return max(self.sent_bytes)
 
-    def cells(self, came: dict[tuple[int, int], int] | None = None) -> tuple[tuple[Cell, ...], ...]:
+    def cells(
+        self, came: dict[tuple[int, int], int] | None = None
+    ) -> tuple[tuple[TableCell, ...], ...]:
         """Return the current table: one row per rank, one column per chunk."""
         arrived = came or {}
         return tuple(
@@ -73,16 +75,16 @@ class Ranks:
             for rank in range(len(self.held))
         )  # fmt: skip
 
-    def _cell(self, rank: int, chunk: int, came_from: int | None) -> Cell:
+    def _cell(self, rank: int, chunk: int, came_from: int | None) -> TableCell:
         if chunk not in self.held[rank]:
-            return Cell("", "none")
+            return TableCell("", "none")
         inside = self.members[rank][chunk]
         look = "part" if len(inside) > 1 else "own"
-        if self.complete(rank, chunk):
+        if self.is_complete(rank, chunk):
             look = "whole"
-        return Cell(str(self.held[rank][chunk]), look, came_from)
+        return TableCell(str(self.held[rank][chunk]), look, came_from)
 
-    def complete(self, rank: int, chunk: int) -> bool:
+    def is_complete(self, rank: int, chunk: int) -> bool:
         """Return whether a rank's chunk contains every rank that began with it."""
         return self.members[rank].get(chunk) == self.begun(chunk)
 
@@ -90,7 +92,7 @@ class Ranks:
         """Return the ranks that are in any copy of this chunk."""
         return frozenset(r for own in self.members for r in own.get(chunk, frozenset()))
 
-    def round(self, title: str, kind: str, messages: Sequence[Message], goal: str) -> None:
+    def run_round(self, title: str, kind: str, messages: Sequence[ChunkMessage], goal: str) -> None:
         """Send all messages at once and record the step.
 
         Args:
@@ -107,15 +109,17 @@ class Ranks:
         came: dict[tuple[int, int], int] = {}
         for message, parts in zip(messages, payload, strict=True):
             for chunk, number, inside in parts:
-                self._arrive(message, chunk, number, inside)
+                self._deliver(message, chunk, number, inside)
                 came[message.target, chunk] = message.source
             self.sent_bytes[message.source] += len(message.chunks) * self.chunk_bytes
-        self._time(kind, messages)
+        self._add_spans(kind, messages)
         sent = f"sent by one rank: {bytes_text(self.busiest_bytes)} of {goal}"
-        says = tuple(self._says(message) for message in messages)
-        self.steps.append(Step(title, says, self.cells(came), sent))
+        says = tuple(self._message_text(message) for message in messages)
+        self.steps.append(WalkStep(title, says, self.cells(came), sent))
 
-    def _arrive(self, message: Message, chunk: int, number: int, inside: frozenset[int]) -> None:
+    def _deliver(
+        self, message: ChunkMessage, chunk: int, number: int, inside: frozenset[int]
+    ) -> None:
         held, members = self.held[message.target], self.members[message.target]
         if message.adds:
             twice = inside & members.get(chunk, frozenset())
@@ -125,7 +129,7 @@ class Ranks:
             inside |= members.get(chunk, frozenset())
         held[chunk], members[chunk] = number, inside
 
-    def _says(self, message: Message) -> str:
+    def _message_text(self, message: ChunkMessage) -> str:
         return f"{message.source} → {message.target}: {self._chunks_text(message.chunks)}"
 
     def _chunks_text(self, chunks: Sequence[int]) -> str:
@@ -135,7 +139,7 @@ class Ranks:
             return f"c{chunks[0]}–{chunks[-1]}"
         return " ".join(f"c{chunk}" for chunk in chunks)
 
-    def _time(self, kind: str, messages: Sequence[Message]) -> None:
+    def _add_spans(self, kind: str, messages: Sequence[ChunkMessage]) -> None:
         largest_bytes = max(len(message.chunks) for message in messages) * self.chunk_bytes
         end_s = self.now_s + ALPHA_S + largest_bytes / BYTES_PER_S
         senders = {message.source for message in messages}
@@ -143,11 +147,15 @@ class Ranks:
             label = self._chunks_text(message.chunks) if self.chunks > 1 else ""
             to = f"{label}→{message.target}"
             note = f"to rank {message.target}"
-            self.spans.append(Span(message.source, self.now_s, end_s, kind, to, "link", note))
+            self.spans.append(
+                TimelineSpan(message.source, self.now_s, end_s, kind, to, "link", note)
+            )
             if message.target not in senders:
                 note = f"from rank {message.source}"
                 label = f"←{message.source}"
-                took = Span(message.target, self.now_s, end_s, "receive", label, "link", note)
+                took = TimelineSpan(
+                    message.target, self.now_s, end_s, "receive", label, "link", note
+                )
                 self.spans.append(took)
         self.now_s = end_s
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.base.text.units import bytes_text, count_text
-from shoal.teach.walks.shards_walk import first_weights, gradient, samples, summed_gradient
-from shoal.teach.walks.walk import Cell, Step, Walk, check_ranks, must_equal
+from shoal.teach.walks.shards_walk import first_weights, gradient, make_samples, summed_gradient
+from shoal.teach.walks.walk import StepThrough, TableCell, WalkStep, check_equal, check_ranks
 
 PARAMETERS = 7_000_000_000
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 2, 12
@@ -47,7 +47,7 @@ ABOUT = {
 
 
 @dataclass
-class _Rank:
+class _RankShards:
     """Shards of a rank between steps: [unit][part] → number, by kind."""
 
     weights: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Rank:
     optimizer: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
-class _Stage:
+class _StageTraining:
     """Training under one stage: momentum SGD, m ← m + g, w ← w + m, in whole numbers.
 
     Updates are added to the weights, so that they stay positive and grow: nothing converges here.
@@ -64,7 +64,7 @@ class _Stage:
     def __init__(self, stage: int, ranks: int) -> None:
         self.stage, self.n = stage, ranks
         self.sent_parts = 0.0
-        self.ranks = [_Rank() for _ in range(ranks)]
+        self.ranks = [_RankShards() for _ in range(ranks)]
         for unit, row in enumerate(first_weights(UNITS, ranks)):
             for part, number in enumerate(row):
                 for rank in range(ranks):
@@ -123,11 +123,11 @@ class _Stage:
         return "".join(f"{part:x}" if part in held else "·" for part in range(self.n))
 
 
-def _one_process(ranks: int) -> list[list[int]]:
+def _train_one_process(ranks: int) -> list[list[int]]:
     """Return the weights after all steps on one process that sees every sample."""
     weights = first_weights(UNITS, ranks)
     momentum = [0] * UNITS
-    for batch in samples(ranks, STEPS):
+    for batch in make_samples(ranks, STEPS):
         for unit, total in enumerate(summed_gradient(weights, [batch])):
             momentum[unit] += total
         weights = [[w + m for w in row] for row, m in zip(weights, momentum, strict=True)]
@@ -144,7 +144,7 @@ def formula_bytes(stage: int, ranks: int, parameters: float) -> float:
     return (16 - cut) * parameters + cut * parameters / ranks
 
 
-def zero(ranks: int) -> Walk:
+def zero(ranks: int) -> StepThrough:
     """Show all four stages, each as one step of the walk.
 
     Raises:
@@ -156,26 +156,26 @@ def zero(ranks: int) -> Walk:
     """
     check_ranks("ZeRO", ranks)
     steps = []
-    right = _one_process(ranks)
+    right = _train_one_process(ranks)
     for stage, (title, happens) in ABOUT.items():
-        world = _Stage(stage, ranks)
-        for batch in samples(ranks, STEPS):
+        world = _StageTraining(stage, ranks)
+        for batch in make_samples(ranks, STEPS):
             world.step(batch)
         sent = world.sent_parts / STEPS / (UNITS * ranks)
         for rank in range(ranks):
-            must_equal(f"stage {stage}: weights of rank {rank}", world.weights(rank), right)
+            check_equal(f"stage {stage}: weights of rank {rank}", world.weights(rank), right)
             held = sum(world.held_bytes(rank, kind) for kind in KINDS)
             wanted = formula_bytes(stage, ranks, PARAMETERS)
-            must_equal(f"stage {stage}: bytes", round(held), round(wanted))
+            check_equal(f"stage {stage}: bytes", round(held), round(wanted))
         times = 3 if stage == 3 else 2
-        must_equal("elements sent", round(sent, 9), round(times * (ranks - 1) / ranks, 9))
+        check_equal("elements sent", round(sent, 9), round(times * (ranks - 1) / ranks, 9))
         sent_bytes = sent * PARAMETERS * GRADIENT_BYTES
         note = (
             f"sent per rank and step: {times}(n−1)/n·P = {count_text(sent * PARAMETERS)} elements, "
             f"{bytes_text(sent_bytes)}; states per rank: {_formula(stage)}"
         )
-        steps.append(Step(title, happens, _cells(world), note))
-    return Walk(
+        steps.append(WalkStep(title, happens, _cells(world), note))
+    return StepThrough(
         title=f"ZeRO stages 0 to 3, {ranks} ranks, {count_text(PARAMETERS)} parameters",
         story=(
             "All ranks train the same model on different samples. Stage by stage, less is kept "
@@ -194,13 +194,13 @@ def _formula(stage: int) -> str:
     return {0: "16·P", 1: "4·P + 12·P/n", 2: "2·P + 14·P/n", 3: "16·P/n"}[stage]
 
 
-def _cells(world: _Stage) -> tuple[tuple[Cell, ...], ...]:
+def _cells(world: _StageTraining) -> tuple[tuple[TableCell, ...], ...]:
     table = []
     for rank in range(world.n):
         row = []
         for kind in KINDS:
             text = world.parts(rank, kind)
-            row.append(Cell(text, "own" if "·" in text else "whole"))
+            row.append(TableCell(text, "own" if "·" in text else "whole"))
         total = sum(world.held_bytes(rank, kind) for kind in KINDS)
-        table.append((*row, Cell(bytes_text(total), "own")))
+        table.append((*row, TableCell(bytes_text(total), "own")))
     return tuple(table)

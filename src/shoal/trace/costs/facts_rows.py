@@ -17,12 +17,12 @@ from torch import nn
 from shoal.base.estimates.estimate import ModelFacts, UnitFacts
 from shoal.base.layouts.policies import BlocksPolicy
 from shoal.trace.costs.operation_costs import Tally
-from shoal.trace.find.blocks import ROOT, Blocks
+from shoal.trace.find.blocks import ROOT, BlockIndex
 from shoal.trace.find.model_units import CONTAINERS
 
 
 @dataclass
-class Call:
+class UnitCost:
     """Costs of one call of a unit on the example batch."""
 
     flops: float
@@ -41,7 +41,7 @@ class Call:
     @classmethod
     def of(
         cls, tally: Tally, inputs: list[torch.Tensor], saved: list[bool], keeps: list[bool]
-    ) -> Call:
+    ) -> UnitCost:
         """Build from the counted costs; `saved`: which inputs, `keeps`: which outputs are kept."""
         given = sum(t.numel() * t.element_size() for t in inputs)
         products = tally.products[:-1] if _ends_in_weights(tally) else tally.products
@@ -67,7 +67,7 @@ class Call:
             width,
         )
 
-    def counted(self, inputs: list[torch.Tensor], kept: Any) -> tuple[float, float]:
+    def unique_saved_bytes(self, inputs: list[torch.Tensor], kept: Any) -> tuple[float, float]:
         """Return (split, plain) saved bytes of a call, without inputs that are counted already.
 
         Args:
@@ -92,7 +92,7 @@ class _Row:
     """Sums over the equal units of one row."""
 
     path: str
-    call: Call | None = None
+    call: UnitCost | None = None
     count: int = 0
     parameters: int = 0
     plain: int = 0
@@ -108,14 +108,14 @@ class _Row:
     rooted: int = 0
 
 
-class Rows:
+class UnitRows:
     """All rows of a model, in the order of the first call."""
 
     def __init__(
         self, twin: nn.Module, units: list[tuple[str, nn.Module]], policy: BlocksPolicy
     ) -> None:
         self.twin, self.units = twin, units
-        self.blocks = Blocks(twin, policy)
+        self.blocks = BlockIndex(twin, policy)
         self.batch, self.sequence, self.width = 1, 0, 0
         self.rows: dict[Any, _Row] = {}
         self.last: _Row | None = None
@@ -124,7 +124,7 @@ class Rows:
         self.often: set[str] = set()
 
     def add_call(
-        self, path: str, module: nn.Module, key: Any, call: Call, saved: tuple[float, float]
+        self, path: str, module: nn.Module, key: Any, call: UnitCost, saved: tuple[float, float]
     ) -> None:
         """Add a call of a unit, with its (split, plain) saved bytes."""
         trained, plain, frozen, tied_to = self._claim(path, module.parameters())
@@ -132,7 +132,7 @@ class Rows:
             self.often.add(path)
         self.called.add(path)
         lies = self.blocks.of(path, module)
-        alike = (self._place(path), key, trained, frozen, lies.block)
+        alike = (self._container_key(path), key, trained, frozen, lies.block)
         row = self.rows.setdefault(alike, _Row(path, block=lies.block))
         row.rooted = min(lies.rooted, trained + frozen)
         if row.call is None or call.working_bytes > row.call.working_bytes:
@@ -144,7 +144,7 @@ class Rows:
         row.plain_bytes += saved[1]
         self.last = row
 
-    def _place(self, path: str) -> str:
+    def _container_key(self, path: str) -> str:
         """Return the container that a unit is an entry of, else a key of its own."""
         parent = path.rpartition(".")[0]
         in_container = isinstance(self.twin.get_submodule(parent), CONTAINERS)
@@ -154,7 +154,7 @@ class Rows:
         """Add work outside of units to the unit before it."""
         if not tally.operations and not len(tally.saved):
             return
-        row = self.last or self._inputs()
+        row = self.last or self._inputs_row()
         row.glue.flops += tally.flops
         row.glue.attention_flops += tally.attention_flops
         row.glue.elementwise_bytes += tally.elementwise_bytes
@@ -178,7 +178,7 @@ class Rows:
         row.glue.operations = tally.operations
         self.last = row
 
-    def _inputs(self) -> _Row:
+    def _inputs_row(self) -> _Row:
         return self.rows.setdefault("inputs", _Row("inputs", count=1, block=ROOT))
 
     def _claim(self, path: str, parameters: Any) -> tuple[int, int, int, str]:
@@ -201,14 +201,14 @@ class Rows:
         inside = {id(p) for _, module in self.units for p in module.parameters()}
         loose = [p for p in self.twin.parameters() if id(p) not in inside]
         if loose:
-            row = self._front()
-            self._give(row, row.path + ".", loose)
+            row = self._first_row()
+            self._add_parameters(row, row.path + ".", loose)
         for path, module in self.units:
             if path not in self.called:
                 row = self.rows.get("loss") or self.rows.setdefault(path, _Row(path, count=1))
-                self._give(row, path, list(module.parameters()))
+                self._add_parameters(row, path, list(module.parameters()))
 
-    def _give(self, row: _Row, path: str, parameters: list[nn.Parameter]) -> None:
+    def _add_parameters(self, row: _Row, path: str, parameters: list[nn.Parameter]) -> None:
         trained, plain, frozen, tied_to = self._claim(path, parameters)
         row.parameters += trained
         row.plain += plain
@@ -216,9 +216,9 @@ class Rows:
         row.rooted += trained + frozen
         row.tied_to = row.tied_to or tied_to
 
-    def _front(self) -> _Row:
+    def _first_row(self) -> _Row:
         first = next(iter(self.rows.values()), None)
-        return first if first and first.count == 1 else self._inputs()
+        return first if first and first.count == 1 else self._inputs_row()
 
     def _blocks_by_calls(self) -> None:
         """Mark repeatedly called units as blocks, if the model has no other blocks."""
@@ -236,7 +236,7 @@ class Rows:
         rows = [self.rows[key] for key in keys]
         return ModelFacts(
             name=name,
-            units=tuple(self._unit(row, self._names(rows)) for row in rows),
+            units=tuple(self._make_unit(row, self._names(rows)) for row in rows),
             sequence=self.sequence,
             element_bytes=element_bytes,
             trainable=sum(p.numel() for p in self.twin.parameters() if p.requires_grad),
@@ -255,7 +255,7 @@ class Rows:
             and containers.count(parent) == 1
         }
 
-    def _unit(self, row: _Row, names: dict[str, str]) -> UnitFacts:
+    def _make_unit(self, row: _Row, names: dict[str, str]) -> UnitFacts:
         call, share = row.call, 1 / (row.count * self.batch)
         flops, attention, moved, operations = (0.0, 0.0, 0.0, 0)
         selective, given, working = (0.0, row.given_bytes), row.given_bytes, 0.0

@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.base.plans.parameter_splits import FlopsRow
 from shoal.trace._torch import pytree
-from shoal.trace.isolation.collective_ban import alone
-from shoal.trace.isolation.module_copies import meta_twin
+from shoal.trace.isolation.collective_ban import forbid_collectives
+from shoal.trace.isolation.module_copies import copy_to_meta
 
 
-def backward_flops(
+def count_training_flops(
     module: nn.Module, batch: Any, loss_sum: Callable[[nn.Module, Any], torch.Tensor]
 ) -> int | None:
     """Count the FLOP of a forward and backward pass, on a meta copy without data.
@@ -38,16 +38,16 @@ def backward_flops(
         MiB model).
     """
     try:
-        twin = meta_twin(module)
+        twin = copy_to_meta(module)
         shapes = pytree.tree_map(_to_meta, batch)
-        with alone(), FlopCounterMode(display=False) as counter:
+        with forbid_collectives(), FlopCounterMode(display=False) as counter:
             loss_sum(twin, shapes).backward()
         return counter.get_total_flops()
     except Exception:  # any failure of a user's module: training goes on without MFU
         return None
 
 
-def module_flops(
+def count_module_flops(
     module: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]
 ) -> tuple[FlopsRow, ...]:
     """Count the FLOP of a forward pass by the class of the module that does them, most first.
@@ -62,17 +62,17 @@ def module_flops(
         FLOP of the whole batch, each counted once: at the innermost module around it.
     """
     try:
-        counted = _counted(meta_twin(module), pytree.tree_map(_to_meta, batch), forward)
+        counted = _count_flops(copy_to_meta(module), pytree.tree_map(_to_meta, batch), forward)
     except Exception:  # any failure; it is raised again where the model has its data
         with torch.random.fork_rng(devices=[]):
-            counted = _counted(module, batch, forward)
+            counted = _count_flops(module, batch, forward)
     root = type(module).__name__
     kinds = {root: root, "Global": "loss"}
     kinds |= {f"{root}.{name}": type(one).__name__ for name, one in module.named_modules() if name}
     own = dict(counted)
     for name, flops in counted.items():
         if name != "Global":
-            own[_around(name, counted)] -= flops
+            own[_enclosing_path(name, counted)] -= flops
     rows: dict[str, list[int]] = {}
     for name, flops in own.items():
         if flops:
@@ -81,17 +81,17 @@ def module_flops(
     return tuple(sorted(found, key=lambda row: -row.flops))
 
 
-def _counted(
+def _count_flops(
     module: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]
 ) -> dict[str, int]:
     """Return FLOP by path, including those of submodules; "Global" is all of them."""
     # With gradients, losses over a vocabulary compute theirs in the forward pass.
-    with alone(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with forbid_collectives(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         forward(module, batch)
     return {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
 
 
-def _around(name: str, names: Mapping[str, int]) -> str:
+def _enclosing_path(name: str, names: Mapping[str, int]) -> str:
     """Return the nearest counted path around one without a count, e.g. of a container."""
     while "." in name:
         name = name.rpartition(".")[0]

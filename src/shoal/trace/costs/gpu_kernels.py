@@ -46,7 +46,7 @@ WIDENED = {
 """Functions that autocast computes in fp32: the most frequent ones."""
 
 
-class GpuKernels(TorchFunctionMode):
+class GpuKernelMode(TorchFunctionMode):
     """Torch function mode that replaces norms and attention as above; for tensors without data.
 
     Args:
@@ -67,23 +67,23 @@ class GpuKernels(TorchFunctionMode):
             wanted = self.narrow if func in NARROWED else torch.float32
             args, kwargs = pytree.tree_map(_caster(wanted), (args, kwargs))
         if func is F.scaled_dot_product_attention:
-            return attention(*args, **kwargs)
+            return emulate_attention(*args, **kwargs)
         if func in (F.rms_norm, torch.rms_norm):
-            return rms_norm(*args, **kwargs)
+            return emulate_rms_norm(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # it calls others while this mode is off
-            with self._inside_of_torch():
+            with self._patch_functional():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
-    def _inside_of_torch(self) -> Iterator[None]:
+    def _patch_functional(self) -> Iterator[None]:
         linear, fused = F.linear, F.scaled_dot_product_attention
         cast = _caster(self.narrow) if self.narrow else _same
 
         def narrow_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(cast(input), cast(weight), cast(bias))
 
-        F.linear, F.scaled_dot_product_attention = narrow_linear, attention
+        F.linear, F.scaled_dot_product_attention = narrow_linear, emulate_attention
         try:
             yield
         finally:
@@ -102,7 +102,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def attention(
+def emulate_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -132,7 +132,7 @@ def attention(
     return out.reshape(*lead, *out.shape[-3:])
 
 
-def rms_norm(
+def emulate_rms_norm(
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,

@@ -54,7 +54,7 @@ class Tally:
 
 
 @dataclass
-class _Known:
+class _StorageInfo:
     """Storage: its number, whether it is split, whether it was made of weights alone."""
 
     number: int
@@ -62,7 +62,7 @@ class _Known:
     weight: bool
 
 
-class Watch(TorchDispatchMode):
+class CostRecorder(TorchDispatchMode):
     """Dispatch mode that counts operations into `tally`, which changes while a unit runs."""
 
     def __init__(self, constants: list[torch.Tensor]) -> None:
@@ -85,13 +85,13 @@ class Watch(TorchDispatchMode):
         if (value := self.values.answer(func, args)) is not None:
             return value
         out = func(*args, **(kwargs or {}))
-        self.values.note(func, args, kwargs or {}, out)
+        self.values.compute_result(func, args, kwargs or {}, out)
         if func.namespace != "prim":
             self._count(func, args, kwargs or {}, out)
         return out
 
     @contextmanager
-    def into(self, tally: Tally) -> Iterator[Tally]:
+    def count_into(self, tally: Tally) -> Iterator[Tally]:
         """Count into `tally` while the context is open, including what autograd saves."""
         before, self.tally = self.tally, tally
         try:
@@ -100,7 +100,7 @@ class Watch(TorchDispatchMode):
         finally:
             self.tally = before
 
-    def expect(self, inputs: list[torch.Tensor]) -> None:
+    def mark_inputs(self, inputs: list[torch.Tensor]) -> None:
         """Mark a unit's inputs as whole tensors, whatever made them."""
         for tensor in inputs:
             self._register(tensor, False)
@@ -150,7 +150,7 @@ class Watch(TorchDispatchMode):
             return
         self._numbers += 1
         number, size = self._numbers, storage.nbytes()
-        self._known[storage] = _Known(number, split, weight)
+        self._known[storage] = _StorageInfo(number, split, weight)
         self.moves.append((number, size))
 
         def gone(_: Any) -> None:
@@ -177,7 +177,7 @@ class Watch(TorchDispatchMode):
         if not product:
             self.tally.elementwise_bytes += _moved_bytes(name, given, made)
             return
-        flops = _flops(func, name, args, kwargs, out)
+        flops = _count_flops(func, name, args, kwargs, out)
         self.tally.flops += flops
         weights = any(self._is_weight(t) for t in given)
         self.tally.attention_flops += 0.0 if weights and not attention else flops
@@ -216,7 +216,9 @@ def _formula(func: Any, name: str) -> Any:
     return flop_registry.get(func.overloadpacket) or flop_registry.get(plain)
 
 
-def _flops(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+def _count_flops(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> float:
     if name in RECURRENT:  # input and both weight matrices come first, backward too
         rows = args[0].shape[:-1].numel()
         return 2.0 * rows * (args[1].numel() + args[2].numel()) * (2 if "backward" in name else 1)

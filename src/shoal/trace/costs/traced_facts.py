@@ -25,24 +25,24 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shoal.base.errors import PlanError, ShoalError, one_of
+from shoal.base.errors import PlanError, ShoalError, format_choice_error
 from shoal.base.estimates.estimate import ModelFacts
 from shoal.base.layouts.policies import BlocksPolicy
 from shoal.trace._torch import FakeTensorMode, pytree
-from shoal.trace.costs.facts_rows import Call, Rows
-from shoal.trace.costs.gpu_kernels import GpuKernels
-from shoal.trace.costs.operation_costs import Tally, Watch
+from shoal.trace.costs.facts_rows import UnitCost, UnitRows
+from shoal.trace.costs.gpu_kernels import GpuKernelMode
+from shoal.trace.costs.operation_costs import CostRecorder, Tally
 from shoal.trace.find.blocks import FOUND
-from shoal.trace.find.model_units import find_units, kind_of
+from shoal.trace.find.model_units import detect_units, module_key
 from shoal.trace.isolation.meta_inputs import (
+    build_meta_model,
+    cast_product_weights,
     first_line,
     is_record,
     map_tensors,
-    narrow_products,
-    shapes_of,
     tensors_of,
 )
-from shoal.trace.isolation.module_copies import meta_twin
+from shoal.trace.isolation.module_copies import copy_to_meta
 
 FORMATS = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -80,25 +80,25 @@ def trace_facts(
         PlanError: the model cannot run on shapes alone; the text names the module.
     """
     if kernels not in ("cpu", "gpu"):
-        raise PlanError(one_of("kernels", kernels, ("cpu", "gpu")))
+        raise PlanError(format_choice_error("kernels", kernels, ("cpu", "gpu")))
     if autocast and element_bytes != 2:
         raise PlanError(f"element_bytes = {element_bytes}: autocast is narrow; try: 2")
     if element_bytes not in FORMATS:
         raise PlanError(f"element_bytes = {element_bytes}: not one of 2, 4, 8; try: 4")
     dtype = FORMATS[element_bytes]
     wide = torch.float32 if autocast else dtype
-    twin = shapes_of(build_or_module).to(wide)
+    twin = build_meta_model(build_or_module).to(wide)
     if autocast:
-        twin = narrow_products(twin, dtype)
+        twin = cast_product_weights(twin, dtype)
     with ExitStack() as modes:
         if kernels == "cpu":
             modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             modes.enter_context(torch.autocast("cpu", dtype, enabled=autocast))
-            twin = meta_twin(twin, "cpu")
+            twin = copy_to_meta(twin, "cpu")
         else:
-            modes.enter_context(GpuKernels(dtype if autocast else None))
+            modes.enter_context(GpuKernelMode(dtype if autocast else None))
         modes.enter_context(torch.enable_grad())
-        trace = _Trace(twin, "cpu" if kernels == "cpu" else "meta", wide, blocks)
+        trace = _FactsTrace(twin, "cpu" if kernels == "cpu" else "meta", wide, blocks)
         outputs = trace.forward(example_inputs)
     if loss is not None:
         trace.loss(loss, outputs, targets)
@@ -116,14 +116,14 @@ def _shape_key(tree: Any) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass
-class _Seen:
+class _UnitResult:
     """Costs and outputs of the first unit of a kind."""
 
-    call: Call
+    call: UnitCost
     outputs: Any
 
 
-class _Trace:
+class _FactsTrace:
     """Forward pass of the meta copy, unit by unit."""
 
     def __init__(
@@ -131,18 +131,18 @@ class _Trace:
     ) -> None:
         self.twin, self.device, self.dtype = twin, device, dtype
         self.batch = 1
-        units = find_units(twin)
-        self.watch = Watch([*twin.parameters(), *twin.buffers()])
-        self.rows = Rows(twin, units, policy)
+        units = detect_units(twin)
+        self.watch = CostRecorder([*twin.parameters(), *twin.buffers()])
+        self.rows = UnitRows(twin, units, policy)
         self.running: list[str] = []
         self.kept: Any = WeakIdKeyDictionary()  # storages that a unit already counted as saved
-        self.seen: dict[tuple[Any, ...], _Seen] = {}
+        self.seen: dict[tuple[Any, ...], _UnitResult] = {}
         self.glue = Tally()
         for path, module in units:
-            module.__dict__["forward"] = self._instead(path, module, module.forward)
+            module.__dict__["forward"] = self._replace_forward(path, module, module.forward)
         for path, module in twin.named_modules():
-            module.register_forward_pre_hook(self._enter(path or "the model", module))
-            module.register_forward_hook(self._leave)
+            module.register_forward_pre_hook(self._push_module(path or "the model", module))
+            module.register_forward_hook(self._pop_module)
 
     def forward(self, example: Any) -> Any:
         """Run the copy on shapes like the example's; return its outputs."""
@@ -152,7 +152,7 @@ class _Trace:
             raise PlanError("example_inputs: hold no tensor with a batch; give a tensor or a tuple")
         self.batch = self.rows.batch = tensors[0].shape[0]
         self.rows.sequence = _sequence(tensors[0])
-        with self._named(), self.watch, self._gluing():
+        with self._name_failures(), self.watch, self._count_glue():
             if isinstance(shapes, dict):
                 outputs = self.twin(**shapes)
             else:
@@ -168,24 +168,26 @@ class _Trace:
 
         def to_meta(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in owned:
-                return _Made.apply(anchor, tensor) if tensor.requires_grad else _on_meta(tensor)
+                return (
+                    _MetaOutput.apply(anchor, tensor) if tensor.requires_grad else _on_meta(tensor)
+                )
             constants.append(_on_meta(tensor).requires_grad_(tensor.requires_grad))
             return constants[-1]
 
         with torch.enable_grad():
             given = map_tensors(to_meta, outputs)
         wanted = map_tensors(_on_meta, targets)
-        self.watch = watch = Watch(constants)
+        self.watch = watch = CostRecorder(constants)
         arguments = [given] if targets is None else [given, wanted]
         given_bytes = sum(t.numel() * t.element_size() for t in tensors_of(given))
-        with self._named(), watch, watch.into(Tally()) as tally, torch.enable_grad():
+        with self._name_failures(), watch, watch.count_into(Tally()) as tally, torch.enable_grad():
             self.running.append("the loss")
-            watch.expect([t for t in tensors_of(arguments) if not watch.is_constant(t)])
+            watch.mark_inputs([t for t in tensors_of(arguments) if not watch.is_constant(t)])
             value = loss(*arguments)
             del given
             arguments.clear()  # a training step frees outputs that the loss does not keep
             backward = watch.tally = Tally()
-            with self._forgetting([c for c in constants if c.requires_grad], gradients):
+            with self._drop_gradients([c for c in constants if c.requires_grad], gradients):
                 _backward(value)
             self.running.pop()
         self.rows.add_loss(tally, backward.flops, watch.peak_bytes(0, gradients), given_bytes)
@@ -197,14 +199,14 @@ class _Trace:
         return torch.empty(leaf.shape, dtype=dtype, device=self.device)
 
     @contextmanager
-    def _gluing(self) -> Iterator[None]:
+    def _count_glue(self) -> Iterator[None]:
         """Count the operations between units; `_call` ends a stretch when a unit begins."""
-        with self.watch.into(self.glue):
+        with self.watch.count_into(self.glue):
             yield
         self.rows.add_glue(self.glue, self.kept)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _name_failures(self) -> Iterator[None]:
         """Convert a failure to a PlanError that names the running module."""
         try:
             yield
@@ -218,7 +220,7 @@ class _Trace:
                 f"shoal compare"
             ) from failure
 
-    def _enter(self, path: str, module: nn.Module) -> Callable[..., None]:
+    def _push_module(self, path: str, module: nn.Module) -> Callable[..., None]:
         told = f"{path} ({type(module).__name__})"
 
         def enter(*_: Any) -> None:
@@ -226,18 +228,18 @@ class _Trace:
 
         return enter
 
-    def _leave(self, *_: Any) -> None:
+    def _pop_module(self, *_: Any) -> None:
         self.running.pop()
 
-    def _instead(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
-        kind = kind_of(module)
+    def _replace_forward(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
+        kind = module_key(module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._call(path, module, kind, forward, args, kwargs)
+            return self._run_or_repeat(path, module, kind, forward, args, kwargs)
 
         return call
 
-    def _call(
+    def _run_or_repeat(
         self,
         path: str,
         module: nn.Module,
@@ -255,35 +257,39 @@ class _Trace:
         seen = self.seen.get(same)
         if seen is None or not _can_repeat(seen.outputs):
             seen = self.seen[same] = self._run(module, forward, args, kwargs)
-        outputs = map_tensors(_again, seen.outputs)
+        outputs = map_tensors(_empty_like, seen.outputs)
         call = seen.call
-        self.rows.add_call(path, module, key, call, call.counted(inputs, self.kept))
+        self.rows.add_call(path, module, key, call, call.unique_saved_bytes(inputs, self.kept))
         if call.keeps_outputs:
             for made, kept in zip(tensors_of(outputs), call.keeps_outputs, strict=True):
                 if kept:
                     self.kept[made.untyped_storage()] = True
         return outputs
 
-    def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Seen:
+    def _run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> _UnitResult:
         watch = self.watch
-        args, kwargs = map_tensors(_cut, (args, kwargs))
+        args, kwargs = map_tensors(_detach, (args, kwargs))
         inputs = tensors_of((args, kwargs))
-        watch.expect(inputs)
-        with watch.into(Tally()) as tally:
+        watch.mark_inputs(inputs)
+        with watch.count_into(Tally()) as tally:
             outputs = forward(*args, **kwargs)
         saved = [t.untyped_storage() in tally.saved for t in inputs]
         keeps = [t.untyped_storage() in tally.saved for t in tensors_of(outputs)]
-        call = Call.of(tally, inputs, saved, keeps)
-        shapes = map_tensors(_again, outputs)
+        call = UnitCost.of(tally, inputs, saved, keeps)
+        shapes = map_tensors(_empty_like, outputs)
         since, gradients = len(watch.moves), set[int]()
         trained = [p for p in module.parameters() if p.requires_grad]
-        with watch.into(Tally()), self._forgetting(trained, gradients):
+        with watch.count_into(Tally()), self._drop_gradients(trained, gradients):
             _backward(outputs)
         call.working_bytes = watch.peak_bytes(since, gradients)
-        return _Seen(call, shapes)
+        return _UnitResult(call, shapes)
 
     @contextmanager
-    def _forgetting(self, trained: Sequence[torch.Tensor], gradients: set[int]) -> Iterator[None]:
+    def _drop_gradients(
+        self, trained: Sequence[torch.Tensor], gradients: set[int]
+    ) -> Iterator[None]:
         """Drop each parameter's gradient once it is whole; record its storage as a state."""
 
         def forget(parameter: torch.Tensor) -> None:
@@ -301,7 +307,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-class _Made(torch.autograd.Function):
+class _MetaOutput(torch.autograd.Function):
     """Output of the model for the loss: no leaf, whose graph would keep its data alive."""
 
     @staticmethod
@@ -321,14 +327,14 @@ def _backward(outputs: Any) -> None:
         torch.autograd.backward(made, [torch.empty_like(t) for t in made])
 
 
-def _cut(tensor: torch.Tensor) -> torch.Tensor:
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a tensor with the same storage; parameters stay themselves."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _again(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
 
 

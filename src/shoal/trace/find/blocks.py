@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoal.base.errors import PlanError, nearest
+from shoal.base.errors import PlanError, nearest_word
 from shoal.base.layouts.policies import BlocksPolicy
 
 FOUND = BlocksPolicy()
@@ -35,7 +35,7 @@ POSITIVE = re.compile(r"\b(?!0\.0+\b)\d+\.\d+(?:e-?\d+)?\b|\b\d+e-?\d+\b")
 """Printed numbers that do not change a unit's costs: drop rates above 0, epsilons."""
 
 
-def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def iterate_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost blocks, with their names; of a list all entries, single layers too.
 
     >>> def layer(width): return nn.TransformerEncoderLayer(width, 2, 8)
@@ -50,18 +50,18 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
     ['block0', 'block1']
     """
     is_list = isinstance(module, LISTS)
-    unequal, alike = is_list and _equals(module) == 1, _attributes(module)
+    unequal, alike = is_list and _count_equal_entries(module) == 1, _attribute_blocks(module)
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        inside = _holds_equals(child) if unequal else isinstance(child, UNCALLED)
+        inside = _holds_equal_entries(child) if unequal else isinstance(child, UNCALLED)
         if (is_list and not inside) or name in alike:
             yield path, child
         else:
-            yield from blocks(child, path)
+            yield from iterate_blocks(child, path)
 
 
-def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
-    """Find the blocks of a module by name: those that the user names, else what repeats (`blocks`).
+def detect_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
+    """Find the blocks of a module: those that the user names, else the layers that repeat.
 
     Raises:
         PlanError: a pattern matches nothing, or a block lies inside of another.
@@ -72,7 +72,7 @@ def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
     """
     wished = policy.blocks
     if not wished:
-        return dict(blocks(module))
+        return dict(iterate_blocks(module))
     parts = {name: part for name, part in module.named_modules() if name}
     found: set[str] = set()
     for pattern in wished:
@@ -82,7 +82,9 @@ def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
             if _matches(name, pattern) or fnmatchcase(type(part).__name__, pattern)
         ]
         if not matching:
-            close = nearest(pattern, [*parts, *{type(part).__name__ for part in parts.values()}])
+            close = nearest_word(
+                pattern, [*parts, *{type(part).__name__ for part in parts.values()}]
+            )
             raise PlanError(
                 f"layout.blocks = {pattern}: matches no module of {type(module).__name__}, by name "
                 f"or class; try: {close or next(iter(parts), 'leave layout.blocks out')}"
@@ -110,7 +112,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def kind_of(module: nn.Module) -> tuple[object, ...]:
+def module_key(module: nn.Module) -> tuple[object, ...]:
     """Return a key that equal modules share.
 
     >>> kind_of(nn.Linear(2, 3)) == kind_of(nn.Linear(2, 3)) != kind_of(nn.Linear(3, 2))
@@ -123,19 +125,21 @@ def kind_of(module: nn.Module) -> tuple[object, ...]:
     return (type(module), module.training, POSITIVE.sub("#", repr(module)), tuple(tensors))
 
 
-def _equals(module: nn.Module) -> int:
+def _count_equal_entries(module: nn.Module) -> int:
     """Count the equal entries of a list, of those with layers inside; 1 if they are unequal."""
     entries = (part for part in module.children() if next(part.parameters(), None) is not None)
-    kinds = Counter(kind_of(part) for part in entries if not is_single_layer(part))
+    kinds = Counter(module_key(part) for part in entries if not is_single_layer(part))
     return max(kinds.values(), default=0)
 
 
-def _holds_equals(module: nn.Module) -> bool:
+def _holds_equal_entries(module: nn.Module) -> bool:
     """Return whether a module contains a list of equal entries with layers inside."""
-    return any(_equals(part) > 1 for part in module.modules() if isinstance(part, LISTS))
+    return any(
+        _count_equal_entries(part) > 1 for part in module.modules() if isinstance(part, LISTS)
+    )
 
 
-def _attributes(module: nn.Module) -> set[str]:
+def _attribute_blocks(module: nn.Module) -> set[str]:
     """Return the names of children that are blocks as attributes."""
     if isinstance(module, LISTS):
         return set()
@@ -152,7 +156,7 @@ def _attributes(module: nn.Module) -> set[str]:
         name
         for name, child in children
         if often[type(child)] > 1
-        and not any(not is_single_layer(part) for _, part in blocks(child))
+        and not any(not is_single_layer(part) for _, part in iterate_blocks(child))
     }
 
 
@@ -161,7 +165,7 @@ def is_single_layer(block: nn.Module) -> bool:
     return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
-def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
+def fsdp_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
     """Find the blocks that fsdp gathers one at a time: with layers inside, and no tied parameter.
 
     A parameter that lies in two places must be gathered for both, so such blocks do not count.
@@ -174,7 +178,7 @@ def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str
         for parameter in part.parameters(recurse=False):
             homes[id(parameter)] = homes.get(id(parameter), 0) + 1
     found = {}
-    for name, block in find_blocks(module, policy).items():
+    for name, block in detect_blocks(module, policy).items():
         here: dict[int, int] = {}
         for part in block.modules():
             for parameter in part.parameters(recurse=False):
@@ -186,7 +190,7 @@ def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class BlockPosition:
     """Position of one unit of a model relative to its blocks.
 
     Attributes:
@@ -199,26 +203,26 @@ class Wrapped:
     rooted: int
 
 
-class Blocks:
+class BlockIndex:
     """Blocks of a model's meta copy by name, to locate other modules in them."""
 
     def __init__(self, module: nn.Module, policy: BlocksPolicy = FOUND) -> None:
-        found = find_blocks(module, policy)
+        found = detect_blocks(module, policy)
         self.named = {n: part for n, part in found.items() if not is_single_layer(part)}
         self.names = {id(part): name for name, part in self.named.items()}
-        gathered = gathered_blocks(module, policy).values()
+        gathered = fsdp_blocks(module, policy).values()
         self.gathered = {id(p) for part in gathered for p in part.parameters()}
 
-    def of(self, path: str, unit: nn.Module) -> Wrapped:
+    def of(self, path: str, unit: nn.Module) -> BlockPosition:
         """Return the position of `unit`, whose name is `path`, relative to the blocks."""
         outside = sum(p.numel() for p in unit.parameters() if id(p) not in self.gathered)
         if id(unit) in self.names:
-            return Wrapped("", outside)
+            return BlockPosition("", outside)
         around = [name for name in self.named if path.startswith(f"{name}.")]
-        return Wrapped(around[0] if around else ROOT, outside)
+        return BlockPosition(around[0] if around else ROOT, outside)
 
 
-def stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_stacked_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield parts whose parameters share their first dim, one of them a stack of matrices."""
     for name, part in module.named_modules():
         own = list(part.parameters())

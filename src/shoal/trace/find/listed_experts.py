@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.trace.isolation.layer_calls import Call
+from shoal.trace.isolation.layer_calls import LayerCall
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class ListedExperts:
         return _kind(self.entries[0])
 
 
-def lists_of(module: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.ModuleList]]:
+def iterate_expert_lists(
+    module: nn.Module, blocks: Collection[str]
+) -> Iterator[tuple[str, nn.ModuleList]]:
     """Yield lists, with their names, of equal entries that are not blocks."""
     for name, part in module.named_modules():
         if not isinstance(part, nn.ModuleList) or len(part) < 2:
@@ -53,26 +55,26 @@ def lists_of(module: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, 
         kinds = {_kind(entry) for entry in part}
         plain = all(p.dim() for p in part.parameters())
         own = {f"{name}.{k}" if name else str(k) for k in range(len(part))}
-        is_block = any(_within(block, own) for block in blocks)
+        is_block = any(_is_within(block, own) for block in blocks)
         trained = next(part.parameters(), None) is not None
         if len(kinds) == 1 and plain and trained and not is_block:
             yield name, part
 
 
-def _within(name: str, parts: Collection[str]) -> bool:
+def _is_within(name: str, parts: Collection[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in parts)
 
 
-def find_lists(
-    module: nn.Module, blocks: Collection[str], calls: Mapping[str, Call]
+def detect_listed_experts(
+    module: nn.Module, blocks: Collection[str], calls: Mapping[str, LayerCall]
 ) -> list[ListedExperts]:
     """Find all lists of experts, in the order of the module.
 
     Args:
-        calls: first calls of the entries of `lists_of`.
+        calls: first calls of the entries of `iterate_expert_lists`.
     """
     found = []
-    for name, part in lists_of(module, blocks):
+    for name, part in iterate_expert_lists(module, blocks):
         names = tuple(f"{name}.{k}" if name else str(k) for k in range(len(part)))
         seen = [calls[one] for one in names if one in calls]
         rows = [call.args[0] for call in seen if len(call.args) == 1 and not call.kwargs]

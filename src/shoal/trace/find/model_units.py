@@ -12,12 +12,12 @@ from collections import Counter
 
 from torch import nn
 
-from shoal.trace.find.blocks import UNCALLED, kind_of
+from shoal.trace.find.blocks import UNCALLED, module_key
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
+def detect_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of the units, in the order in which the model lists them.
 
     >>> body = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -58,7 +58,7 @@ def _equal_siblings(module: nn.Module) -> set[int]:
     """Return the entries of a container that have an equal sibling in it, by id."""
     if not isinstance(module, CONTAINERS):
         return set()
-    kinds = {id(c): kind_of(c) for _, c in _children(module) if _has_parameters(c)}
+    kinds = {id(c): module_key(c) for _, c in _children(module) if _has_parameters(c)}
     often = Counter(kinds.values())
     return {child for child, kind in kinds.items() if often[kind] > 1}
 

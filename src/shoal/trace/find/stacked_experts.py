@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.trace.find.blocks import stacked
-from shoal.trace.isolation.layer_calls import Call
+from shoal.trace.find.blocks import iterate_stacked_modules
+from shoal.trace.isolation.layer_calls import LayerCall
 
 Key = int | str
 """Argument of a call, by position or by name."""
@@ -63,27 +63,27 @@ class ExpertLayer:
         return type(self.part), shapes, self.roles
 
 
-def find_layers(module: nn.Module, calls: Mapping[str, Call]) -> list[ExpertLayer]:
+def detect_stacked_experts(module: nn.Module, calls: Mapping[str, LayerCall]) -> list[ExpertLayer]:
     """Find all expert layers, outermost first, in the order of the module.
 
     Args:
-        calls: first calls of all parts that are `stacked`.
+        calls: first calls of all parts that are `iterate_stacked_modules`.
     """
     found: list[ExpertLayer] = []
-    for name, part in stacked(module):
+    for name, part in iterate_stacked_modules(module):
         inside = any(name.startswith(f"{outer.name}.") for outer in found)
         if name not in calls or inside:
             continue
         args, named = calls[name].args, calls[name].kwargs
         experts = len(next(part.parameters()))
-        roles = _roles(args, named, experts)
+        roles = _match_roles(args, named, experts)
         if roles is not None:
             layer = ExpertLayer(name, part, experts, roles)
             found.append(replace(layer, sample=tuple(t.detach() for t in layer.read(args, named))))
     return found
 
 
-def _roles(
+def _match_roles(
     args: tuple[Any, ...], named: Mapping[str, Any], experts: int
 ) -> tuple[Key, Key, Key] | None:
     """Return the arguments that are tokens, choices and weights; None if it is no expert call."""

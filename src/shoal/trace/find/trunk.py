@@ -31,7 +31,7 @@ STACK_SHARE = 0.8
 GROUP_SHARE = 0.1
 """Least share of the parameters of all blocks that a class of the trunk holds."""
 
-Run = Callable[[nn.Module], Any]
+ForwardFunction = Callable[[nn.Module], Any]
 """Function that does one forward pass of a module on a sample."""
 
 
@@ -52,7 +52,7 @@ class Trunk:
     leaf: bool = False
 
 
-def find_trunk(
+def detect_trunk(
     module: nn.Module,
     shapes: Mapping[str, Sequence[torch.Size]],
     order: Sequence[tuple[str, tuple[str, ...]]],
@@ -69,7 +69,7 @@ def find_trunk(
     Returns:
         blocks and calls; no blocks at all for a model that calls no layer with parameters.
     """
-    names, leaf = (list(wished), False) if wished else Walk(module, shapes).trunk()
+    names, leaf = (list(wished), False) if wished else TrunkSearch(module, shapes).search()
     chosen = set(names)
     calls = tuple(name for name, around in order if name in chosen and chosen.isdisjoint(around))
     return Trunk(tuple(dict.fromkeys(calls)), calls, frozenset(shapes), leaf)
@@ -79,21 +79,23 @@ def guess_blocks(module: nn.Module) -> list[str]:
     """Return the trunk's blocks if every module is called once; no pass is needed."""
     once = [torch.Size()]
     called = {n: once for n, part in module.named_modules() if not isinstance(part, UNCALLED)}
-    return Walk(module, called).trunk()[0]
+    return TrunkSearch(module, called).search()[0]
 
 
-class Walk:
+class TrunkSearch:
     """Walk from the root inwards, with the calls of one forward pass."""
 
     def __init__(self, module: nn.Module, heard: Mapping[str, Sequence[torch.Size]]) -> None:
         self.module, self.heard = module, heard
         self.names = {id(part): name for name, part in module.named_modules()}
         self.used = Counter(
-            kind_of(part) for name, part in module.named_modules() if name in heard and _held(part)
+            class_key(part)
+            for name, part in module.named_modules()
+            if name in heard and _has_parameters(part)
         )
         self.opened: set[Any] = set()
 
-    def trunk(self) -> tuple[list[str], bool]:
+    def search(self) -> tuple[list[str], bool]:
         """Return (names of the blocks, whether they are leaves)."""
         while True:
             blocks, leaves = self.frontier(self.module)
@@ -111,17 +113,17 @@ class Walk:
             part
             for parts in groups
             for part in parts
-            if _elements(parts) >= GROUP_SHARE * total and self.repeats(parts)
+            if _elements(parts) >= GROUP_SHARE * total and self.is_repeated(parts)
         ]
-        if _elements(chosen) and _elements(chosen) >= _elements(self.comparable(leaves)):
+        if _elements(chosen) and _elements(chosen) >= _elements(self.comparable_layers(leaves)):
             return [self.names[id(part)] for part in chosen], False
         return [self.names[id(part)] for part in self.all_leaves()], True
 
-    def repeats(self, parts: list[nn.Module]) -> bool:
+    def is_repeated(self, parts: list[nn.Module]) -> bool:
         """Return whether `parts` are called more than once, all together."""
         return len(parts) > 1 or len(self.heard[self.names[id(parts[0])]]) > 1
 
-    def comparable(self, leaves: list[nn.Module]) -> list[nn.Module]:
+    def comparable_layers(self, leaves: list[nn.Module]) -> list[nn.Module]:
         """Return layers beside the blocks without embeddings and head: large vocabularies."""
         place = {name: number for number, name in enumerate(self.heard)}
         called = [part for part in leaves if self.names[id(part)] in place]
@@ -141,7 +143,7 @@ class Walk:
         waiting = [top]
         while waiting:
             part = waiting.pop()
-            if id(part) in met or not _held(part):
+            if id(part) in met or not _has_parameters(part):
                 continue
             met.add(id(part))
             if part is not top and self.is_block(part):
@@ -155,11 +157,13 @@ class Walk:
     def is_block(self, part: nn.Module) -> bool:
         """Return whether a non-leaf module is used repeatedly."""
         calls = self.heard.get(self.names[id(part)], [])
-        if is_leaf(part) or not calls or kind_of(part) in self.opened:
+        if is_leaf(part) or not calls or class_key(part) in self.opened:
             return False
-        if isinstance(part, nn.Sequential) and not all(is_leaf(p) for p in part if _held(p)):
+        if isinstance(part, nn.Sequential) and not all(
+            is_leaf(p) for p in part if _has_parameters(p)
+        ):
             return False
-        return self.used[kind_of(part)] > 1 or len(calls) > 1
+        return self.used[class_key(part)] > 1 or len(calls) > 1
 
     def is_stack(self, part: nn.Module) -> bool:
         """Return whether `part` only runs blocks of one class one after another.
@@ -174,7 +178,7 @@ class Walk:
         return False
 
 
-def kind_of(part: nn.Module) -> Any:
+def class_key(part: nn.Module) -> Any:
     """Return a key that equal blocks share: their class; for a Sequential, its entries' classes."""
     if isinstance(part, nn.Sequential):
         return (type(part), *(type(entry) for entry in part))
@@ -184,17 +188,17 @@ def kind_of(part: nn.Module) -> Any:
 def _groups(parts: Iterable[nn.Module]) -> dict[Any, list[nn.Module]]:
     groups: dict[Any, list[nn.Module]] = {}
     for part in parts:
-        groups.setdefault(kind_of(part), []).append(part)
+        groups.setdefault(class_key(part), []).append(part)
     return groups
 
 
-def _held(part: nn.Module) -> bool:
+def _has_parameters(part: nn.Module) -> bool:
     return next(part.parameters(), None) is not None
 
 
 def is_leaf(part: nn.Module) -> bool:
     """Return whether a module has parameters, and no module inside of it has."""
-    return _held(part) and not any(_held(child) for child in part.children())
+    return _has_parameters(part) and not any(_has_parameters(child) for child in part.children())
 
 
 def _elements(parts: Iterable[nn.Module]) -> int:

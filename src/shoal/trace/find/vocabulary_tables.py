@@ -17,17 +17,23 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
-from shoal.trace.find.vocabulary_use import Table, Tables, TableUses, has_own_forward, is_table
+from shoal.trace.find.vocabulary_use import (
+    Table,
+    TableUses,
+    VocabularyTables,
+    has_own_forward,
+    is_table,
+)
 
 
-def find_tables(
+def select_tables(
     module: nn.Module,
     uses: TableUses,
     order: Sequence[str],
     blocks: Collection[str],
     degree: int,
     wish: Callable[[str], str | None],
-) -> Tables:
+) -> VocabularyTables:
     """Find the tables of `module` that `degree` ranks can split, from the uses in one forward pass.
 
     Args:
@@ -42,12 +48,12 @@ def find_tables(
         if is_table(part)
         and not any(name == block or name.startswith(f"{block}.") for block in blocks)
     }
-    seen = _Candidates(module, candidates, uses, order, blocks)
+    seen = _TableCandidates(module, candidates, uses, order, blocks)
     first = {id(p): name for name, p in module.named_parameters()}
     groups: dict[int, list[str]] = {}
     for name, part in candidates.items():
         groups.setdefault(id(part.weight), []).append(name)
-    found = Tables(outputs={n: out for n, out in uses.outputs.items() if n in candidates})
+    found = VocabularyTables(outputs={n: out for n, out in uses.outputs.items() if n in candidates})
     embeddings: list[str] = []
     heads: list[str] = []
     to_loss = ""
@@ -75,7 +81,7 @@ def find_tables(
     )
 
 
-class _Candidates:
+class _TableCandidates:
     """Layers that may be tables, and their uses in a forward pass.
 
     Attributes:

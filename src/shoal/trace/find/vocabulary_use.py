@@ -24,7 +24,7 @@ Table = nn.Embedding | nn.Linear
 
 
 @dataclass(frozen=True)
-class Tables:
+class VocabularyTables:
     """Embeddings and heads outside of blocks: which are split over the vocabulary, along dim 0.
 
     Attributes:
@@ -48,7 +48,7 @@ class Tables:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
-def for_loss(value: Any) -> bool:
+def is_unprojected(value: Any) -> bool:
     """Return whether an output leaves the projection to the loss (has hidden and weight)."""
     fields = all(hasattr(value, name) for name in ("hidden", "weight", "vocabulary"))
     return dataclasses.is_dataclass(value) and fields
@@ -87,7 +87,7 @@ class TableUses:
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Uses(TorchDispatchMode):
+class TableUseRecorder(TorchDispatchMode):
     """Dispatch mode that records operations on some layers' weights, except the layers' own.
 
     Args:
@@ -118,10 +118,10 @@ class Uses(TorchDispatchMode):
             if id(leaf) not in self.allowed:
                 self.used.setdefault(id(leaf), f"also read by {what} outside of its own layer")
             elif self.at in self.own_forwards:
-                return self._inside(self.at, id(leaf), what, func, args, kwargs)
+                return self._run_in_own_forward(self.at, id(leaf), what, func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
-    def _inside(
+    def _run_in_own_forward(
         self, name: str, weight: int, what: str, func: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run an operation on a table in its class's own forward: one lookup is understood."""
@@ -145,7 +145,7 @@ class Uses(TorchDispatchMode):
             self.allowed, self.at = outer
 
     @contextmanager
-    def untold(self) -> Iterator[None]:
+    def ignore_reads(self) -> Iterator[None]:
         """Ignore all reads while the context is open: they are not the model's."""
         outer = self.allowed, self.at
         self.allowed, self.at = self.watched, ""
@@ -154,7 +154,7 @@ class Uses(TorchDispatchMode):
         finally:
             self.allowed, self.at = outer
 
-    def gave(self, name: str, output: Any) -> None:
+    def record_output(self, name: str, output: Any) -> None:
         """Record the output of a layer."""
         if name in self.weights and name not in self.own_forwards:
             self.outputs[name] = torch.empty_like(output, device="meta")
@@ -162,8 +162,8 @@ class Uses(TorchDispatchMode):
     def of(self, outputs: Any) -> TableUses:
         """Return all uses of the pass that returned these outputs."""
         handed, hidden = set(), None
-        for leaf in pytree.tree_leaves(outputs, is_leaf=for_loss):
-            if for_loss(leaf):
+        for leaf in pytree.tree_leaves(outputs, is_leaf=is_unprojected):
+            if is_unprojected(leaf):
                 handed.add(id(leaf.weight))
                 hidden = torch.empty_like(leaf.hidden, device="meta")
             elif id(leaf) in self.watched:

@@ -26,23 +26,23 @@ from torch import Tensor, nn
 
 from shoal.base.layouts.policies import BlocksPolicy
 from shoal.trace._torch import pytree
-from shoal.trace.find.blocks import FOUND, UNCALLED, find_blocks, stacked
-from shoal.trace.find.trunk import Run, Trunk, find_trunk, guess_blocks
-from shoal.trace.find.vocabulary_use import Tables, TableUses, Uses, is_table
-from shoal.trace.isolation.equal_layers import PLAIN, versions_of
-from shoal.trace.isolation.layer_calls import Call
-from shoal.trace.isolation.memoized_forward import as_cheaply, echoing
+from shoal.trace.find.blocks import FOUND, UNCALLED, detect_blocks, iterate_stacked_modules
+from shoal.trace.find.trunk import ForwardFunction, Trunk, detect_trunk, guess_blocks
+from shoal.trace.find.vocabulary_use import TableUseRecorder, TableUses, VocabularyTables, is_table
+from shoal.trace.isolation.equal_layers import PLAIN, tensor_versions
+from shoal.trace.isolation.layer_calls import LayerCall
+from shoal.trace.isolation.memoized_forward import memoize_layers, run_memoized
 from shoal.trace.isolation.meta_inputs import tensors_of
-from shoal.trace.isolation.preserve_state import without_trace
-from shoal.trace.isolation.random_draws import Draw, Drawing
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.preserve_state import preserve_state
+from shoal.trace.isolation.random_draws import DrawRecorder, RandomDraw
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 if TYPE_CHECKING:
     from shoal.trace.find.listed_experts import ListedExperts
     from shoal.trace.find.stacked_experts import ExpertLayer
 
 
-class Record:
+class ForwardRecord:
     """Record of a model's behaviour on one sample; passes run when first needed, and are cached.
 
     Attributes:
@@ -54,13 +54,15 @@ class Record:
             values depend on which, for pp), check (replays of a model cut into stages).
     """
 
-    def __init__(self, module: nn.Module, run: Run, policy: BlocksPolicy = FOUND) -> None:
+    def __init__(
+        self, module: nn.Module, run: ForwardFunction, policy: BlocksPolicy = FOUND
+    ) -> None:
         self.module = module
-        self.blocks = tuple(find_blocks(module, policy))
+        self.blocks = tuple(detect_blocks(module, policy))
         self.wished = self.blocks if policy.names_blocks else ()
         self.passes: Counter[str] = Counter()
         self._run = run
-        self._further: dict[str, Call] = {}
+        self._further: dict[str, LayerCall] = {}
 
     def run(self, purpose: str, module: nn.Module) -> Any:
         """Run one forward pass on the sample, and count it."""
@@ -68,107 +70,115 @@ class Record:
         return self._run(module)
 
     @cached_property
-    def seen(self) -> Seen:
+    def first_pass(self) -> PassLog:
         """Return the calls, draws and table uses of the first pass."""
         parts = dict(self.module.named_modules())
         named = self.wished or guess_blocks(self.module)
-        names = [*named, *_beside(self.module, "", named), *(n for n, _ in stacked(self.module))]
+        names = [
+            *named,
+            *_iterate_beside(self.module, "", named),
+            *(n for n, _ in iterate_stacked_modules(self.module)),
+        ]
         names += [name for name, part in parts.items() if isinstance(part, nn.Embedding)]
-        return as_cheaply(lambda cheaply: self._look(names, cheaply))
+        return run_memoized(lambda cheaply: self._run_recorded_pass(names, cheaply))
 
     @cached_property
     def trunk(self) -> Trunk:
         """Return the blocks that tp and pp work on: the user's, or what repeats."""
-        return find_trunk(self.module, self.seen.shapes, self.seen.order, self.wished)
+        return detect_trunk(self.module, self.first_pass.shapes, self.first_pass.order, self.wished)
 
     @property
-    def draws(self) -> list[Draw]:
+    def draws(self) -> list[RandomDraw]:
         """Return the random draws of the pass, in order; of equal layers those of the first."""
-        return self.seen.draws
+        return self.first_pass.draws
 
     @property
-    def often(self) -> Counter[str]:
+    def call_counts(self) -> Counter[str]:
         """Return the number of calls of each module."""
-        return Counter(told.name for told in self.seen.log)
+        return Counter(told.name for told in self.first_pass.log)
 
-    def beside(self) -> list[str]:
+    def layers_beside_blocks(self) -> list[str]:
         """Return the outermost layers with parameters that hold no block and lie in none."""
-        return list(_beside(self.module, "", () if self.trunk.leaf else self.trunk.blocks))
+        return list(_iterate_beside(self.module, "", () if self.trunk.leaf else self.trunk.blocks))
 
-    def reached(self, blocks: Iterable[str]) -> dict[str, str]:
+    def externally_called_blocks(self, blocks: Iterable[str]) -> dict[str, str]:
         """Find blocks of which a part is called from outside of them: {block: the first such part}.
 
         A replaced forward or a gather of such a block would not run for that part.
         """
         wanted, found = set(blocks), dict[str, str]()
-        for told in self.seen.log:
+        for told in self.first_pass.log:
             above = told.name
             while above := above.rpartition(".")[0]:
                 if above in wanted and above not in told.around:
                     found.setdefault(above, told.name)
         return found
 
-    def experts(self) -> list[ExpertLayer]:
+    def stacked_experts(self) -> list[ExpertLayer]:
         """Return the layers of stacked experts."""
-        from shoal.trace.find.stacked_experts import find_layers  # only ep needs them
+        from shoal.trace.find.stacked_experts import detect_stacked_experts  # only ep needs them
 
-        return find_layers(self.module, self.calls(name for name, _ in stacked(self.module)))
+        return detect_stacked_experts(
+            self.module, self.calls(name for name, _ in iterate_stacked_modules(self.module))
+        )
 
     def listed_experts(self) -> list[ListedExperts]:
         """Return the lists of modules that are experts."""
-        from shoal.trace.find.listed_experts import find_lists, lists_of
+        from shoal.trace.find.listed_experts import detect_listed_experts, iterate_expert_lists
 
-        lists = lists_of(self.module, self.trunk.blocks)
+        lists = iterate_expert_lists(self.module, self.trunk.blocks)
         names = [f"{name}.{k}" for name, part in lists for k in range(len(part))]
-        return find_lists(self.module, self.trunk.blocks, self.calls(names))
+        return detect_listed_experts(self.module, self.trunk.blocks, self.calls(names))
 
     def tables(
         self, blocks: Collection[str], degree: int, wish: Callable[[str], str | None]
-    ) -> Tables:
-        """Return the embeddings and heads that `degree` ranks can split; see `find_tables`."""
-        from shoal.trace.find.vocabulary_tables import find_tables  # only tp needs them
+    ) -> VocabularyTables:
+        """Return the embeddings and heads that `degree` ranks can split; see `select_tables`."""
+        from shoal.trace.find.vocabulary_tables import select_tables  # only tp needs them
 
-        order = [name for name, _ in self.seen.order]
-        return find_tables(self.module, self.seen.uses, order, blocks, degree, wish)
+        order = [name for name, _ in self.first_pass.order]
+        return select_tables(self.module, self.first_pass.uses, order, blocks, degree, wish)
 
-    def calls(self, names: Iterable[str]) -> dict[str, Call]:
+    def calls(self, names: Iterable[str]) -> dict[str, LayerCall]:
         """Return the first call of each of some layers, in call order; without layers never called.
 
         Note:
             numbers in a call may be those of an equal layer's; shapes are its own.
         """
         wanted = set(names)
-        known = self.seen.calls | self._further
-        if missing := [name for name in wanted if name in self.seen.shapes and name not in known]:
-            more = as_cheaply(lambda cheaply: self._look(missing, cheaply))
+        known = self.first_pass.calls | self._further
+        if missing := [
+            name for name in wanted if name in self.first_pass.shapes and name not in known
+        ]:
+            more = run_memoized(lambda cheaply: self._run_recorded_pass(missing, cheaply))
             self._further |= more.calls
             known |= more.calls
-        return {name: known[name] for name in self.seen.begun if name in wanted and name in known}
+        return {
+            name: known[name] for name in self.first_pass.begun if name in wanted and name in known
+        }
 
-    def _look(self, copied: Iterable[str], cheaply: bool) -> Seen:
-        module, seen = self.module, Seen(frozenset(copied))
-        uses = Uses({n: part for n, part in module.named_modules() if is_table(part)})
-        listeners: list[_Listener] = []
+    def _run_recorded_pass(self, copied: Iterable[str], cheaply: bool) -> PassLog:
+        module, seen = self.module, PassLog(frozenset(copied))
+        uses = TableUseRecorder({n: part for n, part in module.named_modules() if is_table(part)})
+        listeners: list[_RecordingForward] = []
         nothing = torch.empty(0)
         drop = torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda kept: kept)
-        with in_training(module), echoing(module, seen) if cheaply else nullcontext():
+        with in_training(module), memoize_layers(module, seen) if cheaply else nullcontext():
             try:
                 for name, part in module.named_modules():
-                    listeners.append(_Listener(name, part, seen, uses))
-                drawing = Drawing(seen.draws, seen.around)
-                with torch.enable_grad(), drop, without_trace(module), uses, drawing:
+                    listeners.append(_RecordingForward(name, part, seen, uses))
+                drawing = DrawRecorder(seen.draws, seen.around)
+                with torch.enable_grad(), drop, preserve_state(module), uses, drawing:
                     seen.uses = uses.of(self.run("look", module))
             finally:
                 for listener in listeners:
-                    listener.take_away()
+                    listener.restore()
         if seen.handed_objects:
             from shoal.trace.isolation.argument_keys import (
-                without_holders,  # few models pass objects
+                drop_holders,  # few models pass objects
             )
 
-            seen.log = [
-                replace(one, call=one.call and without_holders(one.call)) for one in seen.log
-            ]
+            seen.log = [replace(one, call=one.call and drop_holders(one.call)) for one in seen.log]
         return seen
 
 
@@ -189,7 +199,7 @@ def in_training(module: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _CallEntry:
     """Finished call: its module, the modules around it, and its output's shape.
 
     Attributes:
@@ -201,11 +211,11 @@ class _Told:
     around: tuple[str, ...]
     shape: torch.Size
     follows: str
-    call: Call | None
+    call: LayerCall | None
 
 
 @dataclass
-class Seen:
+class PassLog:
     """Calls of one forward pass, in the order of their ends.
 
     Attributes:
@@ -217,11 +227,11 @@ class Seen:
     """
 
     copied: frozenset[str]
-    log: list[_Told] = field(default_factory=list)
+    log: list[_CallEntry] = field(default_factory=list)
     begun: dict[str, None] = field(default_factory=dict)
     around: list[str] = field(default_factory=list)
     last: tuple[Tensor | None, str] = (None, "")
-    draws: list[Draw] = field(default_factory=list)
+    draws: list[RandomDraw] = field(default_factory=list)
     uses: TableUses = field(default_factory=TableUses)
     handed_objects: bool = False
 
@@ -252,22 +262,22 @@ class Seen:
         return found
 
     @cached_property
-    def calls(self) -> dict[str, Call]:
+    def calls(self) -> dict[str, LayerCall]:
         """Return first calls of the modules in `copied`, with the layers that all calls follow."""
-        found: dict[str, Call] = {}
+        found: dict[str, LayerCall] = {}
         for told in self.log:
             if told.name in self.copied and (call := found.get(told.name, told.call)):
                 found[told.name] = replace(call, follows=(*call.follows, told.follows))
         return found
 
 
-class _Listener(StandIn):
+class _RecordingForward(ReplacedForward):
     """Replaced forward that records every call of a module."""
 
-    def __init__(self, name: str, block: nn.Module, seen: Seen, uses: Uses) -> None:
+    def __init__(self, name: str, block: nn.Module, seen: PassLog, uses: TableUseRecorder) -> None:
         self.seen, self.uses = seen, uses
         super().__init__(name, block)
-        self.loose = versions_of(block) if name in seen.copied else {}
+        self.loose = tensor_versions(block) if name in seen.copied else {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the module's own forward and record the call."""
@@ -278,13 +288,15 @@ class _Listener(StandIn):
             first = next((t for t in given if t.is_floating_point()), None)
             follows = seen.last[1] if first is not None and first is seen.last[0] else ""
             if name not in seen.begun:
-                with self.uses.untold():
-                    args, kwargs = pytree.tree_map_only(Tensor, _copied, (inputs, named))
+                with self.uses.ignore_reads():
+                    args, kwargs = pytree.tree_map_only(Tensor, _copy_tensor, (inputs, named))
                 leaves = pytree.tree_leaves((args, kwargs))
                 seen.handed_objects |= not all(isinstance(t, (Tensor, *PLAIN)) for t in leaves)
-                anew = [n for n, its in versions_of(self.block).items() if self.loose.get(n) != its]
+                anew = [
+                    n for n, its in tensor_versions(self.block).items() if self.loose.get(n) != its
+                ]
                 why = f"its {anew[0]} is set from outside in every pass" if anew else ""
-                call = Call(args, kwargs, (), why and f"{why}, which a graph does not follow")
+                call = LayerCall(args, kwargs, (), why and f"{why}, which a graph does not follow")
         seen.begun.setdefault(name)
         seen.around.append(name)
         try:
@@ -295,18 +307,18 @@ class _Listener(StandIn):
         found = tensors_of(outputs)
         if copied:
             seen.last = (found[0] if found else None, name)
-        self.uses.gave(name, outputs)
+        self.uses.record_output(name, outputs)
         shape = found[0].shape if found else torch.Size()
-        seen.log.append(_Told(name, tuple(seen.around), shape, follows, call))
+        seen.log.append(_CallEntry(name, tuple(seen.around), shape, follows, call))
         return outputs
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy_tensor(tensor: Tensor) -> Tensor:
     """Copy a tensor, because the layer may write into it."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _beside(module: nn.Module, prefix: str, blocks: Sequence[str]) -> Iterator[str]:
+def _iterate_beside(module: nn.Module, prefix: str, blocks: Sequence[str]) -> Iterator[str]:
     """Yield names of the outermost layers with parameters that hold no block and lie in none.
 
     A list or dict of layers is not called itself: its entries are used instead.
@@ -317,6 +329,6 @@ def _beside(module: nn.Module, prefix: str, blocks: Sequence[str]) -> Iterator[s
             continue
         holds = any(block.startswith(f"{name}.") for block in blocks)
         if holds or isinstance(part, UNCALLED):
-            yield from _beside(part, name, blocks)
+            yield from _iterate_beside(part, name, blocks)
         else:
             yield name

@@ -24,11 +24,11 @@ from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.trace.find.trunk import Trunk
-from shoal.trace.flow.forward_record import Record
-from shoal.trace.flow.tensor_origins import Mark, Marking
+from shoal.trace.flow.forward_record import ForwardRecord
+from shoal.trace.flow.tensor_origins import OriginTracker, TensorOrigin
 from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
-from shoal.trace.isolation.preserve_state import without_trace
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.preserve_state import preserve_state
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 class Snapshots:
@@ -91,7 +91,7 @@ class Flow:
     between: frozenset[str]
 
 
-def units(module: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
+def list_units(module: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
     """Return the trunk's blocks and the outermost other called modules with state, by name."""
     blocks = set(trunk.blocks)
     holders = {name[:end] for name in blocks for end in _dots(name)} | {""}
@@ -122,28 +122,28 @@ def _has_state(part: nn.Module) -> bool:
     return tracked or next(part.parameters(), None) is not None
 
 
-def watch(record: Record) -> Flow:
+def trace_flow(record: ForwardRecord) -> Flow:
     """Follow values through one forward pass, without gradients, in the module's current mode."""
     module, trunk = record.module, record.trunk
-    with torch.no_grad(), without_trace(module, attributes=False):
-        followed = _Followed(module, set(trunk.blocks))
-        found = units(module, trunk)
-        watched = [_Watched(name, part, followed) for name, part in found.items()]
-        root = _Root("", module, followed)
+    with torch.no_grad(), preserve_state(module, attributes=False):
+        followed = _FlowTrace(module, set(trunk.blocks))
+        found = list_units(module, trunk)
+        watched = [_UnitForward(name, part, followed) for name, part in found.items()]
+        root = _RootForward("", module, followed)
         try:
             with followed.marking:
                 outputs = record.run("flow", module)
         finally:
-            root.take_away()
+            root.restore()
             for one in watched:
-                one.take_away()
-    return followed.flow(outputs)
+                one.restore()
+    return followed.make_flow(outputs)
 
 
-class _Root(StandIn):
+class _RootForward(ReplacedForward):
     """Replaced forward of the model itself, which marks the model's inputs."""
 
-    def __init__(self, name: str, block: nn.Module, followed: _Followed) -> None:
+    def __init__(self, name: str, block: nn.Module, followed: _FlowTrace) -> None:
         self.followed = followed
         super().__init__(name, block)
 
@@ -151,14 +151,14 @@ class _Root(StandIn):
         """Mark the inputs and run the model's own forward."""
         marking = self.followed.marking
         for tensor in tensors_of((inputs, named)):
-            marking.mark(tensor, marking.of(tensor) | {Mark("input")})
+            marking.set_origins(tensor, marking.of(tensor) | {TensorOrigin("input")})
         return self.forward(*inputs, **named)
 
 
-class _Watched(StandIn):
+class _UnitForward(ReplacedForward):
     """Replaced forward of a unit, which numbers its call and marks its outputs."""
 
-    def __init__(self, name: str, block: nn.Module, followed: _Followed) -> None:
+    def __init__(self, name: str, block: nn.Module, followed: _FlowTrace) -> None:
         self.followed = followed
         super().__init__(name, block)
 
@@ -169,38 +169,38 @@ class _Watched(StandIn):
         return self.followed.call(self, inputs, named)
 
 
-class _Followed:
+class _FlowTrace:
     """Calls of one watched pass so far."""
 
     def __init__(self, module: nn.Module, blocks: set[str]) -> None:
         self.blocks = blocks
-        self.marking = Marking(module)
+        self.marking = OriginTracker(module)
         self.calls: list[UnitCall] = []
         self.returned: list[list[tuple[torch.Tensor, int]]] = []  # (tensor, version) of each call
         self.copied = Snapshots()
 
-    def copy(self, tree: Any) -> Any:
+    def copy_paused(self, tree: Any) -> Any:
         self.marking.paused = True
         try:
             return self.copied(tree)
         finally:
             self.marking.paused = False
 
-    def call(self, unit: _Watched, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        number, before = len(self.calls), self.copy((inputs, named))
+    def call(self, unit: _UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        number, before = len(self.calls), self.copy_paused((inputs, named))
         self.marking.begin(number, (inputs, named))
         outputs = self.marking.end(unit.forward(*inputs, **named))
-        self.calls.append(self.unit_call(unit.name, before, self.copy(outputs)))
+        self.calls.append(self.make_unit_call(unit.name, before, self.copy_paused(outputs)))
         self.marking.flops = 0
         leaves = tensors_of(outputs)
         for place, tensor in enumerate(leaves):
-            self.marking.mark(tensor, frozenset({Mark("output", number, place)}))
+            self.marking.set_origins(tensor, frozenset({TensorOrigin("output", number, place)}))
         self.returned.append([(tensor, tensor._version) for tensor in leaves])
         if unit.name in self.blocks:
             torch.manual_seed(number)  # as in training: what a block drew does not matter after it
         return outputs
 
-    def unit_call(self, name: str, inputs: Any, outputs: Any) -> UnitCall:
+    def make_unit_call(self, name: str, inputs: Any, outputs: Any) -> UnitCall:
         read = self.marking.read
         return UnitCall(
             name,
@@ -213,10 +213,10 @@ class _Followed:
             flops=self.marking.flops,
         )
 
-    def flow(self, outputs: Any) -> Flow:
+    def make_flow(self, outputs: Any) -> Flow:
         marking = self.marking
         marking.read = set(marking.of(outputs) | marking.on_host)
-        last = self.unit_call("", None, self.copied(outputs))
+        last = self.make_unit_call("", None, self.copied(outputs))
         calls = []
         for call, kept in zip(self.calls, self.returned, strict=True):
             written = (place for place, (t, version) in enumerate(kept) if t._version != version)
@@ -225,15 +225,15 @@ class _Followed:
         return Flow((*calls, last), frozenset(between))
 
 
-def alike(one: Flow, two: Flow) -> bool:
+def have_same_calls(one: Flow, two: Flow) -> bool:
     """Return whether two flows call the same units in order, with as many tensors returned."""
     counts = [[(c.name, len(tensors_of(c.outputs))) for c in f.calls[:-1]] for f in (one, two)]
     return counts[0] == counts[1]
 
 
-def merged(one: Flow, two: Flow) -> Flow:
-    """Merge two flows that are `alike`: needs of both; inputs, outputs, FLOP of the first."""
-    if not alike(one, two):
+def merge_flows(one: Flow, two: Flow) -> Flow:
+    """Merge two flows of the same calls: needs of both; inputs, outputs, FLOP of the first."""
+    if not have_same_calls(one, two):
         raise BugError("flows of different calls cannot be merged")
     calls = [
         replace(

@@ -20,11 +20,11 @@ from torch.utils.flop_counter import flop_registry
 
 from shoal.base.errors import PlanError
 from shoal.trace._torch import TorchDispatchMode, pytree
-from shoal.trace.isolation.collective_ban import called_from
+from shoal.trace.isolation.collective_ban import caller_location
 from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
 
 
-class Mark(NamedTuple):
+class TensorOrigin(NamedTuple):
     """Origin of a value.
 
     Attributes:
@@ -38,8 +38,8 @@ class Mark(NamedTuple):
     name: str = ""
 
 
-Marks = frozenset[Mark]
-NOTHING: Marks = frozenset()
+TensorOrigins = frozenset[TensorOrigin]
+NOTHING: TensorOrigins = frozenset()
 
 SHAPE_ONLY = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
@@ -48,7 +48,7 @@ SHAPE_ONLY = {
 """Operators whose result takes only shape and dtype from their tensor argument."""
 
 
-class Marking(TorchDispatchMode):
+class OriginTracker(TorchDispatchMode):
     """Dispatch mode that sees every operator and keeps the marks of every storage.
 
     A write into a parameter outside of calls is refused before it happens (PlanError): every stage
@@ -65,20 +65,20 @@ class Marking(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.marks: dict[StorageWeakRef, Marks] = {}
+        self.marks: dict[StorageWeakRef, TensorOrigins] = {}
         self.inside: int | None = None
         self.paused = False
-        self.read: set[Mark] = set()
+        self.read: set[TensorOrigin] = set()
         self.born: set[StorageWeakRef] = set()
-        self.on_host: Marks = NOTHING
+        self.on_host: TensorOrigins = NOTHING
         self.between: set[str] = set()
         self.flops = 0
         self.module = module
         self.weights = {_key(parameter): name for name, parameter in module.named_parameters()}
         for name, parameter in module.named_parameters():
-            self.mark(parameter, self.of(parameter) | {Mark("parameter", name=name)})
+            self.set_origins(parameter, self.of(parameter) | {TensorOrigin("parameter", name=name)})
         for name, buffer in module.named_buffers():
-            self.mark(buffer, self.of(buffer) | {Mark("buffer", name=name)})
+            self.set_origins(buffer, self.of(buffer) | {TensorOrigin("buffer", name=name)})
 
     def begin(self, call: int, inputs: Any) -> None:
         """Begin a unit's call, which counts as reading all of its inputs."""
@@ -108,14 +108,14 @@ class Marking(TorchDispatchMode):
         finally:
             self.paused = False
 
-    def of(self, tree: Any) -> Marks:
+    def of(self, tree: Any) -> TensorOrigins:
         """Return the marks of all tensors of a structure."""
         found = NOTHING
         for tensor in tensors_of(tree):
             found |= self.marks.get(_key(tensor), NOTHING)
         return found
 
-    def mark(self, tensor: torch.Tensor, marks: Marks) -> None:
+    def set_origins(self, tensor: torch.Tensor, marks: TensorOrigins) -> None:
         """Set the marks of a tensor's memory."""
         self.marks[_key(tensor)] = marks
 
@@ -124,9 +124,9 @@ class Marking(TorchDispatchMode):
     ) -> Any:
         """Run the operator and mark its results."""
         kwargs = kwargs or {}
-        into = {_key(tensor) for tensor in _written(func, args, kwargs)}
+        into = {_key(tensor) for tensor in _written_arguments(func, args, kwargs)}
         if self.inside is None and (changed := into & self.weights.keys()):
-            raise self._writes(sorted(self.weights[key] for key in changed)[0])
+            raise self._write_error(sorted(self.weights[key] for key in changed)[0])
         out = func(*args, **kwargs)
         if self.paused:
             return out
@@ -138,7 +138,7 @@ class Marking(TorchDispatchMode):
         if self.inside is not None:
             self.read |= sources
             constant = all(mark.kind == "buffer" for mark in sources)
-            result = NOTHING if constant else frozenset({Mark("aside", self.inside)})
+            result = NOTHING if constant else frozenset({TensorOrigin("aside", self.inside)})
         else:
             self.between |= {mark.name for mark in sources if mark.kind == "parameter"}
             result = sources
@@ -154,18 +154,20 @@ class Marking(TorchDispatchMode):
                 self.marks[key] |= result
         return out
 
-    def _writes(self, name: str) -> PlanError:
+    def _write_error(self, name: str) -> PlanError:
         kind = type(self.module).__name__
         mode = "training" if self.module.training else "evaluation"
         return PlanError(
             f"layout.pp: in {mode}, {kind}'s forward pass writes into a parameter outside of its "
-            f"blocks ({name}, at {called_from() or 'an unknown line'}), and other stages' "
+            f"blocks ({name}, at {caller_location() or 'an unknown line'}), and other stages' "
             f"parameters are not there to be written; try: layout.pp=1, or a forward pass "
             f"that leaves its parameters as they are"
         )
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     """Return the arguments that an operator writes into."""
     if not func._schema.is_mutable:
         return []

@@ -38,7 +38,9 @@ class KnownValues:
         known = self._values.get(args[0])
         return None if known is None else known.item()
 
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def compute_result(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         """Compute an operation's result if the values of all its inputs are known."""
         if not isinstance(out, torch.Tensor) or out.device.type != "meta":
             return
@@ -54,7 +56,7 @@ class KnownValues:
             if func._schema.is_mutable:
                 self._forget(out)
             return
-        here, named = pytree.tree_map(self._here, (args, kwargs))
+        here, named = pytree.tree_map(self._to_cpu, (args, kwargs))
         try:
             self._values[out] = func(*here, **named)
         except (RuntimeError, NotImplementedError):
@@ -67,7 +69,7 @@ class KnownValues:
         for tensor in stale:
             del self._values[tensor]
 
-    def _here(self, leaf: Any) -> Any:
+    def _to_cpu(self, leaf: Any) -> Any:
         """Return the same argument on the CPU."""
         if isinstance(leaf, torch.Tensor):
             return self._values[leaf]

@@ -30,8 +30,8 @@ from shoal.trace.graph._torch_graph import (
     make_fx,
     track_tensor_tree,
 )
-from shoal.trace.isolation.equal_layers import hooked_inside, loose_tensors
-from shoal.trace.isolation.preserve_state import attributes_kept
+from shoal.trace.isolation.equal_layers import list_inner_hooks, list_loose_tensors
+from shoal.trace.isolation.preserve_state import preserve_attributes
 
 aten = torch.ops.aten
 
@@ -39,12 +39,12 @@ FUNCTION = "autograd_function"
 """Module name that marks functions made from a custom autograd.Function."""
 
 
-class Untraceable(Exception):
+class UntraceableLayer(Exception):
     """Raised if a layer cannot become a graph; the text is the reason."""
 
 
 @dataclass(frozen=True)
-class Traced:
+class LayerGraph:
     """Layer as a graph.
 
     Attributes:
@@ -78,7 +78,7 @@ class Traced:
         return [n.target for n in self.graph.nodes if n.op == "call_function"]
 
 
-def trace(
+def trace_layer(
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -87,7 +87,7 @@ def trace(
     masks: bool = False,
     shared: bool = False,
     opaque: Any = None,
-) -> Traced:
+) -> LayerGraph:
     """Trace a layer's forward on a sample call; the layer and the generators stay unchanged.
 
     Args:
@@ -101,8 +101,8 @@ def trace(
         Untraceable: the layer cannot become a graph; the text is the reason.
     """
     parameters = dict(block.named_parameters())
-    if hooks := hooked_inside(block):
-        raise Untraceable(f"a hook inside ({hooks[0]}), which a graph would leave out")
+    if hooks := list_inner_hooks(block):
+        raise UntraceableLayer(f"a hook inside ({hooks[0]}), which a graph would leave out")
     buffers = dict(block.named_buffers())
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -121,28 +121,38 @@ def trace(
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     flat = [
-        _fake(fakes, p, (shapes or {}).get(name, p.shape)) for name, p in parameters.items()
-    ] + [_fake(fakes, t, t.shape) for t in (*buffers.values(), *inputs)]
+        _make_fake(fakes, p, (shapes or {}).get(name, p.shape)) for name, p in parameters.items()
+    ] + [_make_fake(fakes, t, t.shape) for t in (*buffers.values(), *inputs)]
     try:
         parts = opaque.installed(block, fakes) if opaque is not None else nullcontext()
-        attention = _whole_attention(masks)
-        with attributes_kept(block), torch.enable_grad(), _whole_functions(), attention, parts:
+        attention = _show_whole_attention(masks)
+        with (
+            preserve_attributes(block),
+            torch.enable_grad(),
+            _record_autograd_functions(),
+            attention,
+            parts,
+        ):
             module = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*flat)
-            left = [n for n, t in loose_tensors(block).items() if isinstance(t, FakeTensor)]
+            left = [n for n, t in list_loose_tensors(block).items() if isinstance(t, FakeTensor)]
     except Exception as error:
-        raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
+        raise UntraceableLayer(
+            f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        ) from error
     if left:
-        raise Untraceable(f"it leaves a tensor in its {left[0]}, which a graph does not follow")
-    _tidy(module, masks, shared)
+        raise UntraceableLayer(
+            f"it leaves a tensor in its {left[0]}, which a graph does not follow"
+        )
+    _normalize_graph(module, masks, shared)
     kinds = [isinstance(leaf, Tensor) for leaf in outs["leaves"]]
     still = [None if isinstance(leaf, Tensor) else leaf for leaf in outs["leaves"]]
-    return Traced(
+    return LayerGraph(
         module,
         tuple(parameters),
         buffers,
         inputs,
-        _trained(module.graph, flat),
-        _mutated(module.graph, len(parameters), list(buffers)),
+        _list_trained(module.graph, flat),
+        _list_mutated(module.graph, len(parameters), list(buffers)),
         _flatten,
         functools.partial(_rebuild, kinds=kinds, still=still, structure=outs["structure"]),
         opaque.names if opaque is not None else (),
@@ -160,23 +170,23 @@ def _rebuild(flat: Sequence[Tensor], kinds: list[bool], still: list[Any], struct
     return pytree.tree_unflatten(leaves, structure)
 
 
-def _fake(fakes: FakeTensorMode, like: Tensor, shape: Sequence[int]) -> Tensor:
+def _make_fake(fakes: FakeTensorMode, like: Tensor, shape: Sequence[int]) -> Tensor:
     with fakes:
         made = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     return made.requires_grad_(like.requires_grad)
 
 
-def _whole_attention(masks: bool) -> AbstractContextManager[None]:
+def _show_whole_attention(masks: bool) -> AbstractContextManager[None]:
     """Let Shoal's models show attention as one operation, if it gets masks."""
     if not masks:
         return nullcontext()
-    from shoal.base.opaque_ops import shown_whole
+    from shoal.base.opaque_ops import opaque_ops
 
-    return shown_whole()
+    return opaque_ops()
 
 
 @contextmanager
-def _whole_functions() -> Iterator[None]:
+def _record_autograd_functions() -> Iterator[None]:
     """Record a custom autograd.Function as one operation, so that its backward is kept."""
     function: Any = torch.autograd.Function
     kept = function.__dict__["apply"]
@@ -194,7 +204,7 @@ def _whole_functions() -> Iterator[None]:
             return get_proxy_slot(leaf, tracer).proxy if isinstance(leaf, Tensor) else leaf
 
         proxy = tracer.create_proxy(
-            "call_function", _function(cls), pytree.tree_map(proxy_of, args), {}
+            "call_function", _plain_function(cls), pytree.tree_map(proxy_of, args), {}
         )
         track_tensor_tree(out, proxy, constant=None, tracer=tracer)
         return out
@@ -207,7 +217,7 @@ def _whole_functions() -> Iterator[None]:
 
 
 @functools.cache
-def _function(cls: Any) -> Callable[..., Any]:
+def _plain_function(cls: Any) -> Callable[..., Any]:
     """Return a plain function for an autograd.Function, with a name that code can use."""
 
     def run(*args: Any) -> Any:
@@ -256,45 +266,52 @@ def shared_attention(
     )
 
 
-def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
+def _normalize_graph(module: fx.GraphModule, masks: bool, shared: bool) -> None:
     """Remove checks that cost time; rewrite attention into the form that its ranks need."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
             node.meta["val"] = getattr(module, str(node.target))
             if isinstance(node.meta["val"], FakeTensor):
-                raise Untraceable("it takes a weight's `.data`, of which a graph knows nothing")
+                raise UntraceableLayer(
+                    "it takes a weight's `.data`, of which a graph knows nothing"
+                )
             if node.meta["val"].requires_grad:
-                raise Untraceable("it computes with a parameter that is not its own")
+                raise UntraceableLayer("it computes with a parameter that is not its own")
         if node.target is aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
         elif node.target is aten.scaled_dot_product_attention.default:
             _write_attention(module.graph, node, masks, shared)
     if any(str(node.target).startswith("aten.linalg") for node in module.graph.nodes):
         from shoal.trace.graph.weight_norms import (
-            write_for_parts,  # few layers take norms of weights
+            rewrite_weight_norms,  # few layers take norms of weights
         )
 
-        write_for_parts(module.graph)
+        rewrite_weight_norms(module.graph)
     module.graph.lint()
     module.recompile()
 
 
 def _write_attention(graph: fx.Graph, node: fx.Node, masks: bool, shared: bool) -> None:
     """Write attention with dropout as products, and other attention with cuttable masks."""
-    from shoal.trace.graph.maskable_attention import drops_out, share, write_mask, write_out
+    from shoal.trace.graph.maskable_attention import (
+        decompose_attention,
+        has_dropout,
+        share_attention,
+        write_mask,
+    )
 
-    if drops_out(node):
-        write_out(graph, node)
-    elif masks and not (shared and share(graph, node, shared_attention)):
+    if has_dropout(node):
+        decompose_attention(graph, node)
+    elif masks and not (shared and share_attention(graph, node, shared_attention)):
         write_mask(graph, node)
 
 
-def _trained(graph: fx.Graph, flat: Sequence[Tensor]) -> frozenset[fx.Node]:
+def _list_trained(graph: fx.Graph, flat: Sequence[Tensor]) -> frozenset[fx.Node]:
     places = [n for n in graph.nodes if n.op == "placeholder"]
     return frozenset(n for n, value in zip(places, flat, strict=True) if value.requires_grad)
 
 
-def _mutated(graph: fx.Graph, skip: int, names: list[str]) -> frozenset[str]:
+def _list_mutated(graph: fx.Graph, skip: int, names: list[str]) -> frozenset[str]:
     places = [n for n in graph.nodes if n.op == "placeholder"][skip : skip + len(names)]
     named = dict(zip(places, names, strict=True))
     return frozenset(
@@ -308,7 +325,7 @@ def is_in_place(node: fx.Node) -> bool:
     return bool(schema and schema.is_mutable and node.args and isinstance(node.args[0], fx.Node))
 
 
-def may_be_replaced(graph: fx.Graph) -> set[fx.Node]:
+def list_replaceable_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Find in-place nodes that may return a new tensor: no node reads the old one later."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     by_storage: dict[int, list[fx.Node]] = {}

@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.trace._torch import pytree
-from shoal.trace.graph.layer_graph import Untraceable, trace
-from shoal.trace.isolation.equal_layers import attributes_of, shapes_of
-from shoal.trace.isolation.layer_calls import Call, bare
+from shoal.trace.graph.layer_graph import UntraceableLayer, trace_layer
+from shoal.trace.isolation.equal_layers import attribute_key, structure_key
+from shoal.trace.isolation.layer_calls import LayerCall, copy_without_numbers
 from shoal.trace.isolation.memoized_forward import PLAIN
 
 
-class Likeness:
+class LayerGrouping:
     """Grouping of a model's layers by equality, so that one can be solved for all.
 
     Equal: classes, shapes and attributes; or, where only attributes differ, their traced graphs.
@@ -31,7 +31,7 @@ class Likeness:
         self.module, self.opaque = module, opaque
         self.graphs: dict[Any, str] = {}
 
-    def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
+    def group_layers(self, names: list[str], calls: dict[str, LayerCall]) -> list[list[str]]:
         """Group the layers by equality, in the order of the names.
 
         Args:
@@ -40,20 +40,20 @@ class Likeness:
         exact: dict[Any, list[str]] = {}
         for name in names:
             part = self.module.get_submodule(name)
-            exact.setdefault((shapes_of(part), attributes_of(part)), []).append(name)
+            exact.setdefault((structure_key(part), attribute_key(part)), []).append(name)
         merged: dict[Any, list[list[str]]] = {}
         for (shape, _), group in exact.items():
             alike = merged.setdefault(shape, [])
             call = calls[group[0]]
             for other in alike:
-                if self._graph(other[0], call) == self._graph(group[0], call):
+                if self._graph_text(other[0], call) == self._graph_text(group[0], call):
                     other += group
                     break
             else:
                 alike.append(group)
         return [group for alike in merged.values() for group in alike]
 
-    def _graph(self, name: str, call: Call) -> str:
+    def _graph_text(self, name: str, call: LayerCall) -> str:
         """Return the text of a layer's graph with its constants, or why it has none."""
         key = (name, _kind(call))
         if key not in self.graphs:
@@ -64,21 +64,21 @@ class Likeness:
                         trace_with_opaque,  # only needed if layers differ
                     )
 
-                    traced = trace_with_opaque(bare(own), call.args, call.kwargs)
+                    traced = trace_with_opaque(copy_without_numbers(own), call.args, call.kwargs)
                 else:
-                    traced = trace(bare(own), call.args, call.kwargs)
-            except Untraceable as failure:
+                    traced = trace_layer(copy_without_numbers(own), call.args, call.kwargs)
+            except UntraceableLayer as failure:
                 self.graphs[key] = str(failure)
             else:
                 held = {k: v for k, v in vars(traced.module).items() if isinstance(v, Tensor)}
                 constants = {**held, **dict(traced.module.named_buffers())}
                 values = [f"{k} = {v.tolist()}" for k, v in sorted(constants.items())]
-                values += [f"{n}: {attributes_of(own.get_submodule(n))}" for n in traced.opaque]
+                values += [f"{n}: {attribute_key(own.get_submodule(n))}" for n in traced.opaque]
                 self.graphs[key] = "\n".join([str(traced.graph), *values])
         return self.graphs[key]
 
 
-def _kind(call: Call) -> Any:
+def _kind(call: LayerCall) -> Any:
     """Return a key for all that a graph depends on in a call: tensor metadata, other values."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     return structure, *(

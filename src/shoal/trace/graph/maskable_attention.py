@@ -25,14 +25,14 @@ from shoal.trace.graph._torch_graph import make_fx
 aten = torch.ops.aten
 
 
-def write_out(graph: fx.Graph, node: fx.Node) -> None:
+def decompose_attention(graph: fx.Graph, node: fx.Node) -> None:
     """Replace the attention operation by its matrix products."""
-    named = _named(node)
+    named = _named_arguments(node)
     inputs = [named["query"], named["key"], named["value"]]
     if named.get("attn_mask") is not None:
         inputs.append(named["attn_mask"])
     formula = functools.partial(
-        attention,
+        compute_attention,
         dropout=named["dropout_p"],
         causal=bool(named.get("is_causal")),
         scale=named.get("scale"),
@@ -54,12 +54,14 @@ def write_out(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def drops_out(node: fx.Node) -> bool:
+def has_dropout(node: fx.Node) -> bool:
     """Return whether this attention has dropout."""
-    return bool(_named(node).get("dropout_p"))
+    return bool(_named_arguments(node).get("dropout_p"))
 
 
-def share(graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor]) -> bool:
+def share_attention(
+    graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor]
+) -> bool:
     """Let the ranks compute this attention together, if they can share it; return whether they can.
 
     They can without dropout, and without a mask that needs a gradient (a learnt bias).
@@ -67,7 +69,7 @@ def share(graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor
     Args:
         shared_attention: the function that replaces the operation in the graph.
     """
-    named = _named(node)
+    named = _named_arguments(node)
     q, k, v = (named[name] for name in ("query", "key", "value"))
     shapes = [tuple(one.meta["val"].shape) for one in (q, k, v)]
     causal = bool(named.get("is_causal"))
@@ -91,7 +93,7 @@ def share(graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor
 
 def write_mask(graph: fx.Graph, node: fx.Node) -> None:
     """Replace `is_causal` by a mask."""
-    named = _named(node)
+    named = _named_arguments(node)
     if not named.get("is_causal"):
         return
     query, key = named["query"].meta["val"], named["key"].meta["val"]
@@ -112,7 +114,7 @@ def write_mask(graph: fx.Graph, node: fx.Node) -> None:
     node.args, node.kwargs = (), named
 
 
-def attention(
+def compute_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,7 +140,7 @@ def attention(
     return F.dropout(scores.softmax(-1), dropout) @ v
 
 
-def _named(node: fx.Node) -> dict[str, Any]:
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
     schema: Any = node.target._schema  # type: ignore[union-attr]
     names = [argument.name for argument in schema.arguments]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

@@ -31,9 +31,9 @@ from shoal.trace.graph._torch_graph import (
     track_tensor_tree,
     unset_fake_temporarily,
 )
-from shoal.trace.graph.layer_graph import FUNCTION, Traced, Untraceable, trace
-from shoal.trace.isolation.layer_calls import bare
-from shoal.trace.isolation.lifted_casts import CastsLifted
+from shoal.trace.graph.layer_graph import FUNCTION, LayerGraph, UntraceableLayer, trace_layer
+from shoal.trace.isolation.layer_calls import copy_without_numbers
+from shoal.trace.isolation.lifted_casts import LiftedCasts
 
 GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
 """Grouped matrix products of many experts: they lack float64, in which rules are found."""
@@ -51,8 +51,8 @@ def trace_with_opaque(
     kwargs: Mapping[str, Any],
     shapes: Mapping[str, Sequence[int]] | None = None,
     known: Collection[str] | None = None,
-) -> Traced:
-    """Trace a layer, with untraceable parts as one operation each; see `trace`.
+) -> LayerGraph:
+    """Trace a layer, with untraceable parts as one operation each; see `trace_layer`.
 
     Args:
         known: the parts, if they are known already.
@@ -61,21 +61,25 @@ def trace_with_opaque(
         Untraceable: opaque parts do not help; the text is the reason for the layer as it is.
     """
     if known is not None:
-        return trace(block, args, kwargs, shapes, opaque=Opaque(known) if known else None)
+        return trace_layer(
+            block, args, kwargs, shapes, opaque=OpaqueParts(known) if known else None
+        )
     try:
-        traced = trace(block, args, kwargs, shapes)
+        traced = trace_layer(block, args, kwargs, shapes)
         if not any(node.target in GROUPED for node in traced.graph.nodes):
             return traced
         refusal = ""
-    except Untraceable as failure:  # kept as text: its frames would keep the sample's pass alive
+    except (
+        UntraceableLayer
+    ) as failure:  # kept as text: its frames would keep the sample's pass alive
         traced, refusal = None, str(failure)
     kept: set[str] = set()
     refused: set[str] = set()
     for _ in range(len([*block.modules()])):
-        opaque = Opaque(kept)
+        opaque = OpaqueParts(kept)
         try:
-            found = trace(block, args, kwargs, shapes, opaque=opaque)
-        except Untraceable:
+            found = trace_layer(block, args, kwargs, shapes, opaque=opaque)
+        except UntraceableLayer:
             refused |= kept & set(opaque.under_way)
             culprits = opaque.under_way
         else:
@@ -88,7 +92,7 @@ def trace_with_opaque(
         inside = f"{able[-1]}."
         kept = {n for n in kept - refused if not n.startswith(inside)} | {able[-1]}
     if traced is None:
-        raise Untraceable(refusal)
+        raise UntraceableLayer(refusal)
     return traced
 
 
@@ -96,7 +100,7 @@ def _has_matrices(block: nn.Module, name: str) -> bool:
     return any(p.dim() > 1 for p in block.get_submodule(name).parameters())
 
 
-class Opaque:
+class OpaqueParts:
     """Parts of a layer that its graph shows as one operation each.
 
     Attributes:
@@ -121,8 +125,8 @@ class Opaque:
             own.append((part, part.__dict__.get("forward")))
             forward = part.forward
             if name in self.names:
-                forward = partial(_noted, part, _operation(part), fakes)
-            object.__setattr__(part, "forward", partial(self._followed, name, forward))
+                forward = partial(_record_operation, part, _make_operation(part), fakes)
+            object.__setattr__(part, "forward", partial(self._track_call, name, forward))
         try:
             yield
         finally:
@@ -132,7 +136,7 @@ class Opaque:
                 else:
                     object.__setattr__(part, "forward", forward)
 
-    def _followed(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _track_call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.under_way.append(name)
         mode: Any = get_proxy_mode()
         graph = mode.tracer.graph if mode is not None else None
@@ -146,13 +150,13 @@ class Opaque:
         return result
 
 
-def _operation(part: nn.Module) -> Callable[..., Any]:
+def _make_operation(part: nn.Module) -> Callable[..., Any]:
     """Return the part's forward as a plain function of its tensors, with a name that code can use.
 
     Its attribute `reference` computes the same in float64, at any sizes.
     """
     names = [n for n, _ in (*part.named_parameters(), *part.named_buffers())]
-    twin = bare(part)
+    twin = copy_without_numbers(part)
 
     def run(held: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return torch.func.functional_call(
@@ -175,7 +179,7 @@ class _Reference:
     stands_for_part = True
 
     def __init__(self, part: nn.Module, names: list[str], sizes: tuple[Any, ...] = ()) -> None:
-        self.part, self.names = bare(part), names
+        self.part, self.names = copy_without_numbers(part), names
         self.others: dict[tuple[Any, ...], _Reference] = {}
         for inner in self.part.modules():
             config = getattr(inner, "config", None)
@@ -187,7 +191,7 @@ class _Reference:
 
     def __call__(self, held: Sequence[Tensor], args: Sequence[Any], kwargs: Any) -> Any:
         named = dict(zip(self.names, held, strict=True))
-        with CastsLifted():
+        with LiftedCasts():
             return torch.func.functional_call(self.part, named, tuple(args), dict(kwargs))
 
     def at(self, sizes: Mapping[int, int]) -> _Reference:
@@ -198,7 +202,7 @@ class _Reference:
         return self.others[wanted]
 
 
-def _noted(
+def _record_operation(
     part: nn.Module,
     operation: Callable[..., Any],
     fakes: FakeTensorMode,
@@ -212,9 +216,9 @@ def _noted(
     if mode is None:
         return operation(*given)
     with disable_proxy_modes_tracing():
-        first, second = (_results(operation, given, random) for random in (False, True))
+        first, second = (_probe_results(operation, given, random) for random in (False, True))
         if first != second:
-            raise Untraceable(f"{type(part).__name__} gives shapes that hang on numbers")
+            raise UntraceableLayer(f"{type(part).__name__} gives shapes that hang on numbers")
         device = next(t for t in held if isinstance(t, Tensor)).device
         with fakes:
             leaves = [
@@ -234,7 +238,7 @@ def _noted(
     return out
 
 
-def _results(operation: Any, given: Any, random: bool) -> tuple[list[Any], Any]:
+def _probe_results(operation: Any, given: Any, random: bool) -> tuple[list[Any], Any]:
     """Return shapes and dtypes of a part's results, and their structure.
 
     The part runs on the host: parameters are zeros that take no memory, inputs zeros or random
@@ -261,18 +265,18 @@ def _results(operation: Any, given: Any, random: bool) -> tuple[list[Any], Any]:
         result = operation.reference(held, *inputs)  # a grouped product takes no such zeros
         name = operation.__name__
         if not torch.equal(drawn, torch.get_rng_state()):
-            raise Untraceable(f"{name} draws random numbers")
+            raise UntraceableLayer(f"{name} draws random numbers")
         if before != [t._version for t in (*held, *mine)]:
-            raise Untraceable(f"{name} changes what it is given")
+            raise UntraceableLayer(f"{name} changes what it is given")
     leaves, structure = pytree.tree_flatten(result)
     told = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in leaves]
     return told, structure
 
 
-def smaller(call: Any, degree: int) -> Any:
+def shrink_call(call: Any, degree: int) -> Any:
     """Return a call of a `reference` (rules.py) with smaller matrices; None if there are none."""
     count = len(pytree.tree_leaves(call.template[0][0]))
-    sizes = smaller_sizes([value.shape for value in call.values[:count]], degree)
+    sizes = shrink_sizes([value.shape for value in call.values[:count]], degree)
     known = [value for value in call.values if value.known is not None]
     if not sizes or any(n in sizes for value in known for n in value.shape):
         return None
@@ -283,7 +287,7 @@ def smaller(call: Any, degree: int) -> Any:
     return replace(call, target=call.target.at(sizes), values=values)
 
 
-def smaller_sizes(shapes: Sequence[Sequence[int]], degree: int) -> dict[int, int]:
+def shrink_sizes(shapes: Sequence[Sequence[int]], degree: int) -> dict[int, int]:
     """Return smaller sizes for a part's parameters, in the same proportions.
 
     >>> smaller_sizes([(8, 28672, 4096), (8, 4096, 14336)], 2)

@@ -21,12 +21,12 @@ NORMS = (aten.linalg_vector_norm.default, aten.linalg_norm.default)
 NARROW = (torch.float16, torch.bfloat16)
 
 
-def write_for_parts(graph: fx.Graph) -> None:
+def rewrite_weight_norms(graph: fx.Graph) -> None:
     """Rewrite such operations of a traced layer, in place."""
     for node in list(graph.nodes):
         if node.target is aten.linear.default and _is_unit(node.args[0]) and len(node.args) == 2:
             with graph.inserting_before(node):
-                _replace(graph, node, _made(graph, aten.t.default, (node.args[1],)))
+                _replace_node(graph, node, _add_node(graph, aten.t.default, (node.args[1],)))
         elif node.target in NORMS and _is_detached_root(node):
             _write_norm(graph, node)
 
@@ -54,21 +54,21 @@ def _write_norm(graph: fx.Graph, node: fx.Node) -> None:
     kind = value.meta["val"].dtype
     with graph.inserting_before(node):
         if kind in NARROW:  # as torch's norm computes inside
-            value = _made(graph, aten.to.dtype, (value, torch.float32))
-        squares = _made(graph, aten.square.default, (value,))
-        total = _made(graph, aten.sum.dim_IntList, (squares, dim, keeps))
-        root = _made(graph, aten.sqrt.default, (total,))
+            value = _add_node(graph, aten.to.dtype, (value, torch.float32))
+        squares = _add_node(graph, aten.square.default, (value,))
+        total = _add_node(graph, aten.sum.dim_IntList, (squares, dim, keeps))
+        root = _add_node(graph, aten.sqrt.default, (total,))
         if kind in NARROW:
-            root = _made(graph, aten.to.dtype, (root, kind))
-    _replace(graph, node, root)
+            root = _add_node(graph, aten.to.dtype, (root, kind))
+    _replace_node(graph, node, root)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
+def _replace_node(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
-def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def _add_node(graph: fx.Graph, target: Any, args: tuple[Any, ...]) -> fx.Node:
     """Add an operation to the graph, with its result's shape."""
     node = graph.call_function(target, args)
     known = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]

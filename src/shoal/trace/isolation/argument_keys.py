@@ -17,36 +17,36 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.trace._torch import pytree
 from shoal.trace.isolation.equal_layers import PLAIN
-from shoal.trace.isolation.layer_calls import Call
+from shoal.trace.isolation.layer_calls import LayerCall
 
 
-def handed(leaf: Any) -> str:
+def describe_holder(leaf: Any) -> str:
     """Return a message if an argument that is no tensor holds tensors; else ""."""
     if isinstance(leaf, Tensor) or next(_tensors_inside(leaf), None) is None:
         return ""
     return f"it is handed a {type(leaf).__name__}, and a graph does not follow the tensors in it"
 
 
-def without_holders(call: Call) -> Call:
+def drop_holders(call: LayerCall) -> LayerCall:
     """Drop a call's non-tensor arguments that hold tensors: they would keep their graphs."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
-    told = [handed(leaf) for leaf in leaves]
+    told = [describe_holder(leaf) for leaf in leaves]
     left = [None if why else leaf for leaf, why in zip(leaves, told, strict=True)]
     args, kwargs = pytree.tree_unflatten(left, structure)
-    return Call(args, kwargs, call.follows, call.unseen or max(told, default=""))
+    return LayerCall(args, kwargs, call.follows, call.unseen or max(told, default=""))
 
 
-def contents(value: Any, around: frozenset[int] = frozenset()) -> Hashable:
+def object_key(value: Any, around: frozenset[int] = frozenset()) -> Hashable:
     """Return a hashable key of an object: its numbers, however deep, or its identity."""
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, Tensor):
-        return _numbers(value)
-    inside = _inside(value)
+        return _tensor_key(value)
+    inside = _list_contents(value)
     if not inside or id(value) in around or isinstance(value, nn.Module):
-        return _Same(value)
+        return _IdentityKey(value)
     around |= {id(value)}
-    return type(value), tuple((name, contents(one, around)) for name, one in inside)
+    return type(value), tuple((name, object_key(one, around)) for name, one in inside)
 
 
 def _tensors_inside(value: Any) -> Iterator[Tensor]:
@@ -58,10 +58,10 @@ def _tensors_inside(value: Any) -> Iterator[Tensor]:
             yield one
         elif id(one) not in seen:
             seen.add(id(one))
-            waiting += (part for _, part in _inside(one))
+            waiting += (part for _, part in _list_contents(one))
 
 
-def _inside(one: Any) -> list[tuple[Hashable, Any]]:
+def _list_contents(one: Any) -> list[tuple[Hashable, Any]]:
     """Return the contents of an object: (key or name, value)."""
     if isinstance(one, (*PLAIN, bytes, type, FunctionType, MethodType, ModuleType)):
         return []
@@ -75,14 +75,14 @@ def _inside(one: Any) -> list[tuple[Hashable, Any]]:
     return [*held, *getattr(one, "__dict__", {}).items()]
 
 
-class _Same:
+class _IdentityKey:
     """Key of an object by identity, which keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _IdentityKey) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -91,7 +91,7 @@ class _Same:
 _known: Any = WeakIdKeyDictionary()
 
 
-def _numbers(tensor: Tensor) -> Hashable:
+def _tensor_key(tensor: Tensor) -> Hashable:
     """Return a tensor's shape, dtype and a hash of its numbers, read once per version."""
     version, told = _known.get(tensor, (None, None))
     if version != tensor._version:

@@ -2,9 +2,10 @@
 
 A model may communicate by itself: a contrastive loss that averages over all ranks, a SyncBatchNorm
 of its own. If only rank 0 runs such a model (one process as the reference of a proof, a count of
-operations), its first collective would wait until a deadline kills the run. Inside `alone` it
-raises instead, before anything is sent, with the name of the collective and of the line that called
-it. All collectives go through torch's dispatcher, whichever function called them.
+operations), its first collective would wait until a deadline kills the run. Inside
+`forbid_collectives` it raises instead, before anything is sent, with the name of the collective and
+of the line that called it. All collectives go through torch's dispatcher, whichever function called
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoal.trace._torch import TorchDispatchMode, without_new_groups
+from shoal.trace._torch import TorchDispatchMode, forbid_new_groups
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 """Namespaces of torch's collectives."""
@@ -28,8 +29,8 @@ TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).resolve().pare
 """Folders whose lines are not the user's: torch's and this package's."""
 
 
-class CollectiveAlone(RuntimeError):
-    """Raised instead of a collective inside of `alone`, which would wait for the others for ever.
+class ForbiddenCollective(RuntimeError):
+    """Error in the place of a collective inside of `forbid_collectives`, which would wait for ever.
 
     It is no ShoalError: the proof catches it and explains it.
 
@@ -44,13 +45,13 @@ class CollectiveAlone(RuntimeError):
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Raise CollectiveAlone for collectives and new groups of this thread while it is open."""
-    with without_new_groups(_refused), _Alone():
+def forbid_collectives() -> Iterator[None]:
+    """Raise ForbiddenCollective for collectives and new groups of this thread while it is open."""
+    with forbid_new_groups(_raise_forbidden), _CollectiveBan():
         yield
 
 
-class _Alone(TorchDispatchMode):
+class _CollectiveBan(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing compiles here, and torch's guard would import its compiler
@@ -59,15 +60,15 @@ class _Alone(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in NAMESPACES:
-            _refused(func.overloadpacket.__name__.strip("_"))
+            _raise_forbidden(func.overloadpacket.__name__.strip("_"))
         return func(*args, **(kwargs or {}))
 
 
-def _refused(name: str) -> None:
-    raise CollectiveAlone(name, called_from() or "an unknown line")
+def _raise_forbidden(name: str) -> None:
+    raise ForbiddenCollective(name, caller_location() or "an unknown line")
 
 
-def called_from(*but: str) -> str:
+def caller_location(*but: str) -> str:
     """Return file:line of the innermost caller that is neither torch's nor this package's.
 
     Args:

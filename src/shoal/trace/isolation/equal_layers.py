@@ -15,7 +15,7 @@ from torch import Tensor, nn
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-def shapes_of(part: nn.Module) -> Any:
+def structure_key(part: nn.Module) -> Any:
     """Return a hashable key of classes, and shapes and dtypes of all tensors in a layer."""
     told: list[Any] = []
     for name, inner in part.named_modules():
@@ -28,7 +28,7 @@ def shapes_of(part: nn.Module) -> Any:
     return tuple(told)
 
 
-def attributes_of(part: nn.Module) -> Any:
+def attribute_key(part: nn.Module) -> Any:
     """Return every other attribute in a layer, by value if plain, else by id; hooks too."""
     plain = (bool, int, float, str, type(None), tuple)
     values = [
@@ -37,10 +37,10 @@ def attributes_of(part: nn.Module) -> Any:
         for key, value in sorted(vars(inner).items())
         if key not in OF_TORCH or key == "training"
     ]
-    return (*values, *hooked_inside(part))
+    return (*values, *list_inner_hooks(part))
 
 
-def loose_tensors(part: nn.Module) -> dict[str, Tensor]:
+def list_loose_tensors(part: nn.Module) -> dict[str, Tensor]:
     """Find the tensors that are plain attributes in a layer: neither parameters nor buffers."""
     return {
         f"{path}.{key}" if path else key: value
@@ -50,16 +50,16 @@ def loose_tensors(part: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def versions_of(part: nn.Module) -> dict[str, tuple[int, int]]:
+def tensor_versions(part: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the id and version of each loose tensor in a layer."""
-    return {name: (id(t), t._version) for name, t in loose_tensors(part).items()}
+    return {name: (id(t), t._version) for name, t in list_loose_tensors(part).items()}
 
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
-def hooked_inside(part: nn.Module) -> list[str]:
+def list_inner_hooks(part: nn.Module) -> list[str]:
     """Name the hooks on modules inside of a layer, without torch's and Shoal's own.
 
     A graph or compiled code that is made once for equal layers has none of these hooks. Hooks on

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.trace._torch import pytree
-from shoal.trace.isolation.module_copies import copied_module
+from shoal.trace.isolation.module_copies import copy_module
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """First call of a layer in the sample: its arguments, and the layers that its calls follow.
 
     Attributes:
@@ -29,15 +29,15 @@ class Call:
     follows: tuple[str, ...]
     unseen: str = ""
 
-    def without_numbers(self) -> Call:
+    def to_meta(self) -> LayerCall:
         """Return the same call with tensors that have shapes only."""
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda t: t.to("meta"), (self.args, self.kwargs)
         )
-        return Call(args, kwargs, self.follows, self.unseen)
+        return LayerCall(args, kwargs, self.follows, self.unseen)
 
 
-def bare(block: nn.Module) -> nn.Module:
+def copy_without_numbers(block: nn.Module) -> nn.Module:
     """Copy a layer with parameters of the same shapes and dtypes that take no memory (zeros).
 
     Buffers stay. Hooks on the layer itself are left out: they run around whatever replaces its
@@ -47,7 +47,7 @@ def bare(block: nn.Module) -> nn.Module:
     for p in block.parameters():
         number = torch.zeros((), dtype=p.dtype, device=p.device)
         shown[id(p)] = nn.Parameter(number.expand(p.shape), requires_grad=p.requires_grad)
-    twin = copied_module(block, shown)
+    twin = copy_module(block, shown)
     for hooks in (twin._forward_pre_hooks, twin._forward_hooks, twin._backward_hooks):
         hooks.clear()
     return twin

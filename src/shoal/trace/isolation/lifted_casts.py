@@ -2,7 +2,7 @@
 
 Many models compute norms, rotary tables, softmax or routing in float32 whatever their inputs are.
 In a proof, which runs in float64, such a cast rounds to 24 bits on the way. Then two correct
-layouts agree to 1e-7 only, and the choices of a top-k may flip. Inside `CastsLifted` a float64
+layouts agree to 1e-7 only, and the choices of a top-k may flip. Inside `LiftedCasts` a float64
 tensor keeps its dtype; the lines whose casts were ignored are recorded.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shoal.trace.isolation.collective_ban import called_from
+from shoal.trace.isolation.collective_ban import caller_location
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 NAMED = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -32,7 +32,7 @@ SHOWN = 2
 """Number of lines that are named; a model may cast in dozens."""
 
 
-class CastsLifted(TorchFunctionMode):
+class LiftedCasts(TorchFunctionMode):
     """Torch function mode in which casts from float64 to a narrower floating dtype return float64.
 
     Attributes:
@@ -50,30 +50,34 @@ class CastsLifted(TorchFunctionMode):
         first = args[0] if args else given.get("input")
         if isinstance(first, Tensor) and first.dtype == torch.float64 and func not in BITS:
             if func in NAMED:
-                self.note()
+                self.record_line()
                 return first
-            wider = tuple(map(_wider, args)) if func is not Tensor.to else _to(args)
-            named = {key: _wider(value) for key, value in given.items()}
-            if _changed(wider, args) or _changed(named.values(), given.values()):
-                self.note()
+            wider = (
+                tuple(map(_widen_dtype, args))
+                if func is not Tensor.to
+                else _widen_to_arguments(args)
+            )
+            named = {key: _widen_dtype(value) for key, value in given.items()}
+            if _differs(wider, args) or _differs(named.values(), given.values()):
+                self.record_line()
                 args, given = wider, named
         try:
             return func(*args, **given)
         except RuntimeError:
             # If the model cast both operands to one dtype, one of them is float64 now.
-            mixed = [_double(value) for value in args]
-            if not _changed(mixed, args) or getattr(func, "__name__", "_").endswith("_"):
+            mixed = [_widen_tensor(value) for value in args]
+            if not _differs(mixed, args) or getattr(func, "__name__", "_").endswith("_"):
                 raise
             return func(*mixed, **given)
 
-    def note(self) -> None:
+    def record_line(self) -> None:
         """Record the line that casts, if it is the model's."""
-        line = called_from(*MACHINERY)
+        line = caller_location(*MACHINERY)
         if line:
             self.lifted.add(line)
 
 
-def casts_text(lines: Sequence[str]) -> str:
+def format_casts(lines: Sequence[str]) -> str:
     """Name the lifted casts in one phrase, the first two by line; "" if there was none.
 
     >>> casts_text(["norm.py:7", "norm.py:9", "rope.py:3"])
@@ -83,27 +87,31 @@ def casts_text(lines: Sequence[str]) -> str:
     return f"the model's own casts ({', '.join(lines[:SHOWN])}{more})" if lines else ""
 
 
-def _wider(value: Any) -> Any:
+def _widen_dtype(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
-def _to(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _widen_to_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Widen the arguments of `Tensor.to`, of which one may be a tensor that sets the dtype."""
     return tuple(
         value.double()
         if n and isinstance(value, Tensor) and value.dtype in NARROW
-        else _wider(value)
+        else _widen_dtype(value)
         for n, value in enumerate(args)
     )
 
 
-def _double(value: Any) -> Any:
+def _widen_tensor(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype in NARROW:
         return value.double()
     if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
-        return type(value)(_double(one) for one in value) if type(value) in (list, tuple) else value
+        return (
+            type(value)(_widen_tensor(one) for one in value)
+            if type(value) in (list, tuple)
+            else value
+        )
     return value
 
 
-def _changed(one: Any, other: Any) -> bool:
+def _differs(one: Any, other: Any) -> bool:
     return any(a is not b for a, b in zip(one, other, strict=True))

@@ -1,13 +1,13 @@
 """Speed up a forward pass where only shapes and structure matter: equal layers compute once.
 
-Inside of `echoing`, the first call of a layer computes. A later call of another, equal layer with
-inputs of the same kind returns copies of the first one's results. Listeners inside of the layer
-receive the same entries again, under the second layer's names.
+Inside of `memoize_layers`, the first call of a layer computes. A later call of another, equal layer
+with inputs of the same kind returns copies of the first one's results. Listeners inside of the
+layer receive the same entries again, under the second layer's names.
 
     always computes   a layer that changes its own attributes, receives an object that it might
                       write into (a cache), or returns one of the model's weights
     Limits            what equal layers change elsewhere (a list that they share) happens once. If
-                      code around them depends on that, the pass fails: `as_cheaply` then
+                      code around them depends on that, the pass fails: `run_memoized` then
                       runs it without copies
 """
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.trace._torch import pytree
-from shoal.trace.isolation.equal_layers import PLAIN, attributes_of, shapes_of
-from shoal.trace.isolation.replaced_forward import StandIn
+from shoal.trace.isolation.equal_layers import PLAIN, attribute_key, structure_key
+from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class NoLog:
         """Record nothing."""
 
 
-def as_cheaply(look: Callable[[bool], T]) -> T:
+def run_memoized(look: Callable[[bool], T]) -> T:
     """Return `look(True)`, which may reuse equal layers' results, or `look(False)` on failure."""
     try:
         return look(True)
@@ -59,7 +59,7 @@ def as_cheaply(look: Callable[[bool], T]) -> T:
 
 
 @contextmanager
-def echoing(module: nn.Module, log: Log) -> Iterator[None]:
+def memoize_layers(module: nn.Module, log: Log) -> Iterator[None]:
     """Let equal layers of `module` compute once for each kind of input while the context is open.
 
     Args:
@@ -74,26 +74,28 @@ def echoing(module: nn.Module, log: Log) -> Iterator[None]:
     }
     classes = Counter(type(part) for part in parts.values())
     forms = {
-        name: (shapes_of(part), attributes_of(part))
+        name: (structure_key(part), attribute_key(part))
         for name, part in parts.items()
         if classes[type(part)] > 1
     }
     counts = Counter(forms.values())
-    pool = _Pool(
+    pool = _CallCache(
         log,
         {id(part): name for name, part in module.named_modules()},
         frozenset(id(t) for t in (*module.parameters(), *module.buffers())),
     )
-    echoes = [_Echo(n, parts[n], form, pool) for n, form in forms.items() if counts[form] > 1]
+    echoes = [
+        _MemoizedForward(n, parts[n], form, pool) for n, form in forms.items() if counts[form] > 1
+    ]
     try:
         yield
     finally:
         for echo in echoes:
-            echo.take_away()
+            echo.restore()
 
 
 @dataclass(frozen=True)
-class _Computed:
+class _MemoizedCall:
     """Computed call: its layer, its outputs, and its entries of the log.
 
     Attributes:
@@ -108,14 +110,14 @@ class _Computed:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _InputReference:
     """Input, by its position among the flattened ones."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _TensorCopy:
     """Numbers of a tensor, and whether it requires a gradient."""
 
     tensor: Tensor
@@ -123,7 +125,7 @@ class _Copy:
 
 
 @dataclass
-class _Pool:
+class _CallCache:
     """Computed calls of one pass, by kind of layer and inputs.
 
     Attributes:
@@ -134,7 +136,7 @@ class _Pool:
     log: Log
     names: dict[int, str]
     weights: frozenset[int]
-    known: dict[Any, _Computed] = field(default_factory=dict)
+    known: dict[Any, _MemoizedCall] = field(default_factory=dict)
 
     def tell(self, source: nn.Module, own: nn.Module, said: slice) -> None:
         """Repeat the log entries of one layer for another one."""
@@ -143,10 +145,10 @@ class _Pool:
         self.log.again(said, names)
 
 
-class _Echo(StandIn):
+class _MemoizedForward(ReplacedForward):
     """Replaced forward of a layer that first looks for the results of equal layers."""
 
-    def __init__(self, name: str, block: nn.Module, form: Any, pool: _Pool) -> None:
+    def __init__(self, name: str, block: nn.Module, form: Any, pool: _CallCache) -> None:
         self.form, self.pool = form, pool
         super().__init__(name, block)
 
@@ -159,32 +161,34 @@ class _Echo(StandIn):
         known = self.pool.known.get(kind)
         if known is not None and known.part is not self.block:
             self.pool.tell(known.part, self.block, known.said)
-            given = [_given(leaf, leaves) for leaf in known.leaves]
+            given = [_restore_output(leaf, leaves) for leaf in known.leaves]
             return pytree.tree_unflatten(given, known.structure)
-        before, start = attributes_of(self.block), len(self.pool.log)
+        before, start = attribute_key(self.block), len(self.pool.log)
         outputs = self.forward(*inputs, **named)
         found, form = pytree.tree_flatten(outputs)
-        kept = tuple(self._kept(leaf, leaves) for leaf in found)
-        if None not in kept and attributes_of(self.block) == before:
+        kept = tuple(self._record_output(leaf, leaves) for leaf in found)
+        if None not in kept and attribute_key(self.block) == before:
             said = slice(start, len(self.pool.log))
-            self.pool.known[kind] = _Computed(self.block, kept, form, said)
+            self.pool.known[kind] = _MemoizedCall(self.block, kept, form, said)
         return outputs
 
-    def _kept(self, leaf: Any, inputs: list[Any]) -> _Copy | _Place | tuple[Any] | None:
+    def _record_output(
+        self, leaf: Any, inputs: list[Any]
+    ) -> _TensorCopy | _InputReference | tuple[Any] | None:
         """Return the record of an output; None if it must not be returned again."""
         if not isinstance(leaf, Tensor):
             return (leaf,) if isinstance(leaf, PLAIN) else None
         for place, one in enumerate(inputs):
             if one is leaf:
-                return _Place(place)
-        copied = _Copy(leaf.detach().clone(), leaf.requires_grad)
+                return _InputReference(place)
+        copied = _TensorCopy(leaf.detach().clone(), leaf.requires_grad)
         return None if id(leaf) in self.pool.weights else copied
 
 
-def _given(kept: _Copy | _Place | tuple[Any], inputs: list[Any]) -> Any:
-    if isinstance(kept, _Place):
+def _restore_output(kept: _TensorCopy | _InputReference | tuple[Any], inputs: list[Any]) -> Any:
+    if isinstance(kept, _InputReference):
         return inputs[kept.index]
-    if isinstance(kept, _Copy):
+    if isinstance(kept, _TensorCopy):
         # No leaf of the graph: code after the layer may write into it.
         return kept.tensor.detach().requires_grad_(kept.moves).clone()
     return kept[0]

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import PlanError, ShoalError
 from shoal.trace._torch import pytree
-from shoal.trace.isolation.module_copies import meta_twin
+from shoal.trace.isolation.module_copies import copy_to_meta
 
 PRODUCT_LAYERS = (
     nn.Linear,
@@ -28,18 +28,18 @@ SMALL_ELEMENTS = 65536
 """Largest tensor that is real for a constructor that reads values."""
 
 
-def shapes_of(build_or_module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def build_meta_model(build_or_module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return a meta copy; a constructor that needs values gets small tensors real."""
     if isinstance(build_or_module, nn.Module):
-        return meta_twin(build_or_module)
+        return copy_to_meta(build_or_module)
     try:
-        with torch.device("meta"), _Undrawn():
+        with torch.device("meta"), _SkipInitMode():
             built = build_or_module()
     except ShoalError:
         raise
     except Exception:  # a constructor that reads a value: the second way raises the real error
         try:
-            with _LargeOnMeta():
+            with _LargeOnMetaMode():
                 built = build_or_module()
         except Exception as failure:
             raise PlanError(
@@ -51,10 +51,10 @@ def shapes_of(build_or_module: nn.Module | Callable[[], nn.Module]) -> nn.Module
             f"model.build: gives {type(built).__name__}; a function that returns a torch.nn.Module "
             f"is needed"
         )
-    return meta_twin(built)
+    return copy_to_meta(built)
 
 
-def narrow_products(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_product_weights(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast weights of linear and convolution layers in place, as Shoal's bf16 reads them.
 
     Weights that other layers read too stay, such as an embedding table that the head shares.
@@ -70,7 +70,7 @@ def narrow_products(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-class _Undrawn(TorchFunctionMode):
+class _SkipInitMode(TorchFunctionMode):
     """Torch function mode that skips random initialization of weights without data."""
 
     def __torch_function__(
@@ -83,7 +83,7 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _LargeOnMeta(TorchFunctionMode):
+class _LargeOnMetaMode(TorchFunctionMode):
     """Torch function mode in which large new tensors have no data; small ones are real."""
 
     def __torch_function__(

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.base.errors import PlanError
 
 
-def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.Module:
+def copy_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.Module:
     """Copy a module deeply, with the values of tensors that it keeps from earlier passes.
 
     Args:
@@ -29,11 +29,11 @@ def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.
     >>> copied_module(layer).last.requires_grad
     False
     """
-    with _WithoutHistory():
+    with _DetachedCopyMode():
         return copy.deepcopy(module, known)
 
 
-def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
+def copy_to_meta(module: nn.Module, device: str = "meta") -> nn.Module:
     """Copy a module with tensors without data; forward hooks and replaced forwards are left out.
 
     Tensors that are plain attributes are copied so too, those inside of lists and dicts are not.
@@ -55,7 +55,7 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         twins[id(tensor)] = twin
-    copied = copied_module(module, twins)
+    copied = copy_module(module, twins)
     own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
     for one in (*copied.named_modules(), *copied.named_parameters(), *copied.named_buffers()):
         if id(one[1]) in own:
@@ -69,7 +69,7 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
     return copied
 
 
-class _WithoutHistory(TorchFunctionMode):
+class _DetachedCopyMode(TorchFunctionMode):
     """Torch function mode in which deep copies of non-leaf tensors copy values only."""
 
     def __torch_function__(

@@ -16,7 +16,7 @@ from shoal.fabric.device import device_generators
 
 
 @contextmanager
-def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
+def preserve_state(module: nn.Module, attributes: bool = True) -> Iterator[None]:
     """Restore buffers, attributes and generators of a module when the context closes.
 
     Inside, generators are seeded with 0, so that every rank draws the same numbers.
@@ -36,7 +36,7 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
     for one, _ in on_devices:
         one.manual_seed(0)
     try:
-        with attributes_kept(module) if attributes else nullcontext():
+        with preserve_attributes(module) if attributes else nullcontext():
             yield
     finally:
         random.setstate(python)
@@ -54,7 +54,7 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
+def preserve_attributes(module: nn.Module) -> Iterator[None]:
     """Restore plain attributes of all submodules when the context closes.
 
     New ones are removed; lists, dicts and sets are restored one level deep; callables stay.
@@ -62,14 +62,14 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
     parameters before they were cut. Hooks that a pass adds are removed too, or they would be added
     twice (transformers).
     """
-    before = _Attributes(module)
+    before = _AttributeSnapshot(module)
     try:
         yield
     finally:
         before.restore()
 
 
-class _Attributes:
+class _AttributeSnapshot:
     """Snapshot of plain attributes of all parts, one level into lists, dicts and sets."""
 
     not_plain = frozenset({*vars(nn.Module()), "forward"})

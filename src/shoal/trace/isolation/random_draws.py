@@ -21,7 +21,7 @@ from shoal.fabric.device import device_generators
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomDraw:
     """Call of a function that drew random numbers.
 
     Attributes:
@@ -42,7 +42,7 @@ class Draw:
         return self.function if inside == part else f"{self.function} in {inside}"
 
 
-def keyed_inside(layer: str, blocks: Iterable[str], draws: Sequence[Draw]) -> str:
+def explain_keyed_blocks(layer: str, blocks: Iterable[str], draws: Sequence[RandomDraw]) -> str:
     """Return why a layer cannot be one graph: it holds blocks with dropout keys; "" if it can.
 
     A graph of such a layer calls none of these blocks, so no key would be set at their entries, nor
@@ -63,7 +63,7 @@ def keyed_inside(layer: str, blocks: Iterable[str], draws: Sequence[Draw]) -> st
     return f"{draws[0].function} is keyed by blocks inside of it, like {inner[0]}"
 
 
-class Drawing(TorchFunctionMode):
+class DrawRecorder(TorchFunctionMode):
     """Torch function mode that compares torch's generators before and after every function.
 
     Args:
@@ -71,22 +71,22 @@ class Drawing(TorchFunctionMode):
         around: modules whose call is in progress.
     """
 
-    def __init__(self, draws: list[Draw], around: list[str]) -> None:
+    def __init__(self, draws: list[RandomDraw], around: list[str]) -> None:
         super().__init__()
         self.draws, self.around = draws, around
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        before = generators()
+        before = generator_states()
         outputs = func(*args, **(kwargs or {}))
-        if generators() != before:
+        if generator_states() != before:
             name = getattr(func, "__name__", str(func))
-            self.draws.append(Draw(name, tuple(self.around)))
+            self.draws.append(RandomDraw(name, tuple(self.around)))
         return outputs
 
 
-def generators() -> list[bytes]:
+def generator_states() -> list[bytes]:
     """Return the states of torch's generators, read without a traceable operation."""
     used = [torch.default_generator, *device_generators()]
     return [one.get_state().numpy().tobytes() for one in used]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-class StandIn:
+class ReplacedForward:
     """Callable that replaces a block's `forward` until it is removed.
 
     An object with the bound method inside, and no closure, so that a deep copy of the model
@@ -35,14 +35,14 @@ class StandIn:
         """
         return False
 
-    def take_away(self) -> None:
+    def restore(self) -> None:
         """Restore the block's forward, or that of replacements around this one, in any order."""
         outer = self.block.__dict__.get("forward")
         if outer is self:
             del self.block.__dict__["forward"]
             if self.replaced is not None:
                 self.block.__dict__["forward"] = self.replaced
-        while isinstance(outer, StandIn):
+        while isinstance(outer, ReplacedForward):
             if outer.replaced is self:
                 outer.replaced, outer.forward = self.replaced, self.forward
             outer = outer.replaced

@@ -1,9 +1,10 @@
 """Run a module on a device that cannot hold it: each operation copies the weights that it reads.
 
 Traces of a model before it is divided (`trace.flow`, and the checks of a split) run on the device
-that will train it, with its kernels; the weights stay on the host. Inside of `lent` an operation of
-torch that takes a parameter or buffer of the module receives a copy of it on the device, which is
-freed after its last use. The device holds what one operation reads, and what a pass keeps.
+that will train it, with its kernels; the weights stay on the host. Inside of `stream_weights` an
+operation of torch that takes a parameter or buffer of the module receives a copy of it on the
+device, which is freed after its last use. The device holds what one operation reads, and what a
+pass keeps.
 
     device of a tensor      a lent tensor reports the device; so do tensors made like it
     shape, dtype, views     are the host's own: nothing is copied for them
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.trace._torch import pytree
-from shoal.trace.isolation.equal_layers import shapes_of
+from shoal.trace.isolation.equal_layers import structure_key
 
 HANDLES = frozenset(
     {
@@ -43,7 +44,7 @@ PLACES = {"device", "is_cuda", "is_cpu"}
 
 
 @contextmanager
-def lent(
+def stream_weights(
     module: nn.Module, device: torch.device, before: Callable[[Tensor], None] | None = None
 ) -> Iterator[None]:
     """Run operations on a module's tensors on `device`, wherever the tensors are.
@@ -56,19 +57,19 @@ def lent(
     """
     held = [*module.parameters(), *module.buffers()]
     away = [t for t in held if t.device.type not in (device.type, "meta")]
-    told = before or _nobody
+    told = before or _ignore_tensor
     if away:
-        with _Lending(away, device, told):
+        with _WeightStreamMode(away, device, told):
             yield
     elif before:
-        with _Telling(told):
+        with _ReadReportMode(told):
             yield
     else:
         yield
 
 
 @contextmanager
-def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator[None]:
+def share_first_weights(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator[None]:
     """Let layers of a list that have equal shapes all compute with the first layer's weights.
 
     For traces of dependencies, which would otherwise read all weights of a checkpoint. Each layer's
@@ -85,7 +86,7 @@ def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator
             continue
         firsts: dict[object, nn.Module] = {}
         for layer in part:
-            first = firsts.setdefault(shapes_of(layer), layer)
+            first = firsts.setdefault(structure_key(layer), layer)
             given = dict(first.named_parameters(remove_duplicate=False))
             for name, other in layer.named_parameters(remove_duplicate=False):
                 one = given[name]
@@ -102,11 +103,11 @@ def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator
             tensor.data = data
 
 
-def _nobody(_: Tensor) -> None:
+def _ignore_tensor(_: Tensor) -> None:
     """Ignore a tensor that is about to be read."""
 
 
-class _Telling(TorchFunctionMode):
+class _ReadReportMode(TorchFunctionMode):
     """Torch function mode that reports tensors before a function reads them whole."""
 
     def __init__(self, before: Callable[[Tensor], None]) -> None:
@@ -125,7 +126,7 @@ class _Telling(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Lending(TorchFunctionMode):
+class _WeightStreamMode(TorchFunctionMode):
     """Torch function mode that passes device copies of lent tensors to every function."""
 
     def __init__(
@@ -144,18 +145,18 @@ class _Lending(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             what = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name == "__get__" and what in PLACES and self._is_lent(args[0]):
-                return self._place(what)
+            if name == "__get__" and what in PLACES and self._is_streamed(args[0]):
+                return self._device_property(what)
             return func(*args, **kwargs)
         if name in HANDLES or (name == "to" and self._to_host(args, kwargs)):
             return func(*args, **kwargs)
         copies: dict[int, tuple[Tensor, Tensor]] = {}
         if name == "__deepcopy__":  # what it knows already is no argument
-            first = args[0].to(self.device) if self._is_lent(args[0]) else args[0]
+            first = args[0].to(self.device) if self._is_streamed(args[0]) else args[0]
             return func(first, *args[1:], **kwargs)
 
         def copied(leaf: Any) -> Any:
-            if not self._is_lent(leaf):
+            if not self._is_streamed(leaf):
                 return leaf
             if id(leaf) not in copies:
                 self.before(leaf)
@@ -164,13 +165,13 @@ class _Lending(TorchFunctionMode):
 
         given, named = pytree.tree_map(copied, (args, kwargs))
         result = func(*given, **named)
-        if copies and args and id(args[0]) in copies and _writes(name):
+        if copies and args and id(args[0]) in copies and _is_write_method(name):
             host, copy = copies[id(args[0])]
             host.detach().copy_(copy.detach())
             return host if result is copy else result
         return result
 
-    def _is_lent(self, value: Any) -> bool:
+    def _is_streamed(self, value: Any) -> bool:
         """Return whether a value is a lent tensor, or a view of one."""
         if type(value) not in (Tensor, nn.Parameter) or value.device != self.host:
             return False
@@ -185,11 +186,11 @@ class _Lending(TorchFunctionMode):
         places = [torch.device(one) for one in asked if isinstance(one, str | torch.device)]
         return any(place.type == self.host.type for place in places)
 
-    def _place(self, what: str) -> Any:
+    def _device_property(self, what: str) -> Any:
         return self.device if what == "device" else what == f"is_{self.device.type}"
 
 
-def _writes(name: str) -> bool:
+def _is_write_method(name: str) -> bool:
     """Return whether a method of this name writes into the tensor that it is called on."""
     inside = name.endswith("_") and not name.endswith("__")
     return inside or name == "__setitem__" or name.startswith("__i")

@@ -1,7 +1,7 @@
 """Choose and record the micro-batch size at a run's first start, if the user leaves it open.
 
 Rank 0 inspects model and machine and broadcasts the choice. Under `shoal train` run.toml and
-plan.json record it, and later starts use it (`cli/start.py settle_portions`). A user's own loop
+plan.json record it, and later starts use it (`cli/start.py settle_run_batch`). A user's own loop
 gets here only if its first loader does not prove that a share fits (`share_fits.py`).
 """
 
@@ -12,28 +12,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ShoalError, short
-from shoal.base.estimates.estimate import Case
-from shoal.base.estimates.facts import this_machine
-from shoal.base.plans.batches import turn_of
+from shoal.base.errors import ShoalError, shorten
+from shoal.base.estimates.estimate import PlanningCase
+from shoal.base.estimates.facts import read_machine_facts
+from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import read_object
-from shoal.config.save import MICRO_BATCH, is_derived, keep_derived
+from shoal.config.save import MICRO_BATCH, is_derived, write_derived
 from shoal.config.sections import Config
 from shoal.fabric import World
-from shoal.forecast.machines.measured_machine import this_cluster
+from shoal.forecast.machines.measured_machine import estimate_this_machine
 from shoal.forecast.memory.model_states import WIDTHS
-from shoal.forecast.search.case_settings import beside
+from shoal.forecast.search.case_settings import case_settings
 from shoal.forecast.search.layout_search import fastest_micro_batch
 from shoal.parallel import precision as formats
 from shoal.planning.micro_batch_sizes import micro_batch_sizes, with_micro_batch
-from shoal.trainer.autotune.rank_layouts import FindFacts, measured_here
+from shoal.trainer.autotune.rank_layouts import ModelFactsGetter, read_measured_cluster
 from shoal.trainer.autotune.trial_passes import Trial
 from shoal.wire.phases import phase
 
 
-def is_left_open(folder: Path) -> bool:
+def is_micro_batch_open(folder: Path) -> bool:
     """Return whether Shoal is to choose a run's micro-batch, and no start has chosen it yet."""
     known = read_object(folder / "plan.json")
     return is_derived(folder / "run.toml", MICRO_BATCH) and not known.get("sized")
@@ -41,7 +41,7 @@ def is_left_open(folder: Path) -> bool:
 
 @phase("plan")
 def choose_micro_batch(
-    config: Config, plan: Plan, facts: FindFacts, world: World, folder: Path, trial: Trial
+    config: Config, plan: Plan, facts: ModelFactsGetter, world: World, folder: Path, trial: Trial
 ) -> tuple[Plan, str]:
     """Choose the samples of a forward pass, once per run; all ranks call it.
 
@@ -56,21 +56,21 @@ def choose_micro_batch(
     Returns:
         The plan with its micro-batch, and a line for the user, "" if the size is the default.
     """
-    if not is_left_open(folder):
+    if not is_micro_batch_open(folder):
         return plan, ""
 
     said = "train.batch={} train.micro_batch={}"
-    plan, line = choose_size(plan, facts, lambda: beside(config), world, said, trial)
-    if world.keeps:
-        keep_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
+    plan, line = choose_size(plan, facts, lambda: case_settings(config), world, said, trial)
+    if world.writes_files:
+        write_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
         known = read_object(folder / "plan.json") | {"sized": True}
-        write_whole(folder / "plan.json", plan.to_json(known))
+        write_atomically(folder / "plan.json", plan.to_json(known))
     return plan, line
 
 
 def choose_size(
     plan: Plan,
-    facts: FindFacts,
+    facts: ModelFactsGetter,
     further: Callable[[], Mapping[str, Any]],
     world: World,
     said: str,
@@ -81,39 +81,39 @@ def choose_size(
     Args:
         plan: with its layout.
         facts: returns the model's facts.
-        further: returns the settings of a `Case` beside plan and model.
+        further: returns the settings of a `PlanningCase` beside plan and model.
         world: all ranks.
         said: how the user writes a batch and a micro-batch, as a format string.
         trial: measures a model of which there are no facts.
     """
     size, line = plan.micro_batch, ""
     if world.is_first and plan.layout.threads == 1:
-        settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
-        measured = measured_here(world.size, world.device)
-        cluster = measured or this_cluster(this_machine(), world.size)
+        settled = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
+        measured = read_measured_cluster(world.size, world.device)
+        cluster = measured or estimate_this_machine(read_machine_facts(), world.size)
         try:
             known = facts(kernels=cluster.device.kind, element_bytes=WIDTHS[settled.compute])
-            case = Case(known, cluster, settled, **further())
+            case = PlanningCase(known, cluster, settled, **further())
             size = fastest_micro_batch(case, measured=measured is not None)
         except Exception as failure:  # a user's code ran: whatever it raises, training goes on
             tried, memory_bytes = trial(), cluster.device.memory_bytes
             sizes = micro_batch_sizes(plan.layout, plan.batch)
             size = tried.largest(sizes, memory_bytes) if tried else 0
             if not size:
-                sizes = micro_batch_sizes(plan.layout, plan.batch, turn_of(plan.batch))
+                sizes = micro_batch_sizes(plan.layout, plan.batch, default_turn(plan.batch))
                 size = next(iter(sizes), plan.micro_batch)
             if size < plan.micro_batch and not tried:
-                line = _uncounted(plan, size, failure, said)
+                line = _unknown_memory_line(plan, size, failure, said)
     size, line = world.broadcast_json([size, line])
     return with_micro_batch(plan, size), line
 
 
-def _uncounted(plan: Plan, size: int, failure: Exception, said: str) -> str:
+def _unknown_memory_line(plan: Plan, size: int, failure: Exception, said: str) -> str:
     """Return the line for a model whose memory cannot be estimated."""
     why = str(failure).partition("; ")[0].partition("\n")[0]
     why = why if isinstance(failure, ShoalError) else f"{type(failure).__name__}: {why}"
     return (
         f"micro-batch: {size} samples, an eighth of the batch, since what a pass needs is not "
-        f"known ({short(why)}); faster where it fits; try: "
+        f"known ({shorten(why)}); faster where it fits; try: "
         f"{said.format(plan.batch, plan.micro_batch)}"
     )

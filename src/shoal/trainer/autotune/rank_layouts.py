@@ -19,29 +19,29 @@ from torch import nn
 
 from shoal.base.errors import ShoalError
 from shoal.base.estimates.cluster import Cluster
-from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.estimates.facts import usable_cores
 from shoal.base.layouts.policies import POLICIES, BlocksPolicy, OptimizerPolicy
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import cache_folder
 from shoal.base.text.units import seconds_text
-from shoal.config.resolve import asked_layout
+from shoal.config.resolve import collect_layout_keys
 from shoal.config.sections import Config, LayoutSection
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator
 from shoal.forecast.machines.measured_machine import read_measured
 from shoal.forecast.memory.model_states import WIDTHS
-from shoal.forecast.search.case_settings import beside, state_bytes_of
-from shoal.forecast.search.layout_search import Candidate, fastest_micro_batch, search
-from shoal.forecast.search.search_space import section_of, space_of
+from shoal.forecast.search.case_settings import case_settings, optimizer_state_bytes
+from shoal.forecast.search.layout_search import LayoutCandidate, fastest_micro_batch, search_layouts
+from shoal.forecast.search.search_space import layout_section, search_space
 from shoal.parallel import precision as formats
-from shoal.planning.recorded_plan import kept_plan
+from shoal.planning.recorded_plan import read_recorded_plan
 from shoal.planning.settle import (
     Words,
-    goes_together,
-    is_open,
+    is_layout_open,
+    policies_compatible,
     settle_batch,
-    split_words,
+    split_policies,
 )
 from shoal.trace.costs.traced_facts import trace_facts
 from shoal.trainer.step.call_contract import Loss, split_batch
@@ -51,7 +51,7 @@ SHOWN = 3
 """Number of further layouts that the line names."""
 
 
-class FindFacts(Protocol):
+class ModelFactsGetter(Protocol):
     """Function that returns a model's facts for a kind of kernels and an element width."""
 
     def __call__(self, *, kernels: str, element_bytes: int) -> ModelFacts:
@@ -59,8 +59,13 @@ class FindFacts(Protocol):
 
 
 @phase("plan")
-def choose(
-    config: Config, facts: FindFacts, world: World, folder: Path, *, is_open_size: bool = False
+def choose_run_layout(
+    config: Config,
+    facts: ModelFactsGetter,
+    world: World,
+    folder: Path,
+    *,
+    is_open_size: bool = False,
 ) -> tuple[Plan, Words | None]:
     """Read the plan that the start left in a run's folder, and choose its layout if it is open.
 
@@ -76,21 +81,21 @@ def choose(
         it.
     """
     plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-    asked = asked_layout(config.layout)
+    asked = collect_layout_keys(config.layout)
     open_plan = replace(plan, why="")  # the guide writes a new reason, from the model itself
-    if not is_open(asked) or kept_plan(folder, world.size):
+    if not is_layout_open(asked) or read_recorded_plan(folder, world.size):
         return plan, None
     if world.size == 1:
         return open_plan, asked
     if is_open_size:  # it depends on the best layout
         plan = replace(plan, micro_batch=0)
-    compute = formats.resolve(plan.compute, world.device)
+    compute = formats.resolve_format(plan.compute, world.device)
     model = partial(facts, element_bytes=WIDTHS[compute])
-    found = best_plan(model, plan, config.layout, beside(config), world)
+    found = choose_best_plan(model, plan, config.layout, case_settings(config), world)
     return (found, None) if found else (open_plan, asked)
 
 
-def facts_by_sample(
+def trace_facts_from_sample(
     model: nn.Module | Callable[[], nn.Module],
     sample: Any,
     loss: Loss | None,
@@ -128,8 +133,8 @@ def facts_by_sample(
     )
 
 
-def handed(model: nn.Module | Callable[[], nn.Module]) -> str:
-    """Return where a given model is before the run: "builder", "host" or "device", as in a `Case`.
+def model_location(model: nn.Module | Callable[[], nn.Module]) -> str:
+    """Return where a model is before the run: "builder", "host" or "device".
 
     >>> handed(nn.Linear), handed(nn.Linear(1, 1)), handed(nn.Linear(1, 1, device="meta"))
     ('builder', 'host', 'builder')
@@ -143,7 +148,7 @@ def handed(model: nn.Module | Callable[[], nn.Module]) -> str:
 
 
 @phase("plan")
-def choose_for(
+def choose_loop_layout(
     module: nn.Module,
     sample: Any,
     loss: Loss,
@@ -160,13 +165,13 @@ def choose_for(
         loss: the run's loss.
         optimizer: the run's optimizer.
         plan: with its batch and its formats.
-        said: words that leave the layout open (`leaves_open`).
+        said: words that leave the layout open (`leaves_layout_open`).
         world: all ranks.
     """
-    plan, words = split_words(plan, said)
+    plan, words = split_policies(plan, said)
     given = sample() if callable(sample) else sample
     model = partial(
-        facts_by_sample,
+        trace_facts_from_sample,
         module,
         given,
         loss,
@@ -174,23 +179,29 @@ def choose_for(
         element_bytes=WIDTHS[plan.compute],
         blocks=plan,
     )
-    return best_plan(model, plan, section_of(words), own_settings(module, optimizer), world)
+    return choose_best_plan(
+        model, plan, layout_section(words), loop_case_settings(module, optimizer), world
+    )
 
 
-def own_settings(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return further settings of a `Case` for a user's own loop, as `case_settings.beside`."""
+def loop_case_settings(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return further settings of a `PlanningCase` for a user's own loop."""
     group = optimizer.param_groups[0]
     rule = OptimizerPolicy(name=type(optimizer).__name__, momentum=float(group.get("momentum", 0)))
-    return {"loss": "full", "optimizer_bytes": state_bytes_of(rule), "handed": handed(module)}
+    return {
+        "loss": "full",
+        "optimizer_bytes": optimizer_state_bytes(rule),
+        "handed": model_location(module),
+    }
 
 
-def measured_here(processes: int, device: torch.device) -> Cluster | None:
+def read_measured_cluster(processes: int, device: torch.device) -> Cluster | None:
     """Return this machine as measured on the ranks' kind of device; None if it never was."""
     kind = "gpu" if is_accelerator(device) else "cpu"
     return read_measured(cache_folder(), processes, kind, torch.get_num_threads())
 
 
-def best_plan(
+def choose_best_plan(
     model: Callable[..., ModelFacts],
     plan: Plan,
     section: LayoutSection,
@@ -200,18 +211,20 @@ def best_plan(
     """Return rank 0's best plan, on every rank; None if nothing can be ranked."""
 
     def rank() -> Plan | None:
-        cluster = measured_here(world.size, world.device)
+        cluster = read_measured_cluster(world.size, world.device)
         if cluster is None:
             return None
-        settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
+        settled = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
         given = frozenset(POLICIES)
-        space = space_of(section, cluster, micro_batch=plan.micro_batch, given=given, built=True)
+        space = search_space(
+            section, cluster, micro_batch=plan.micro_batch, given=given, built=True
+        )
         try:
-            case = Case(model(kernels=cluster.device.kind), cluster, settled, **further)
-            candidates = startable(search(case, space))
+            case = PlanningCase(model(kernels=cluster.device.kind), cluster, settled, **further)
+            candidates = filter_startable(search_layouts(case, space))
             if not candidates:
                 return None
-            best, why = candidates[0].case, _why(candidates, world.size)
+            best, why = candidates[0].case, _explain_choice(candidates, world.size)
             size = plan.micro_batch or fastest_micro_batch(best, measured=True)
             return settle_batch(replace(plan, layout=best.layout, micro_batch=size, why=why))
         except ShoalError:
@@ -222,12 +235,12 @@ def best_plan(
     return Plan.from_json(told) if told else None
 
 
-def startable(candidates: list[Candidate]) -> list[Candidate]:
+def filter_startable(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates that fit, and whose layout supports the other requested settings."""
-    return [c for c in candidates if c.fits and goes_together(c.case.plan)]
+    return [c for c in candidates if c.fits and policies_compatible(c.case.plan)]
 
 
-def _why(candidates: list[Candidate], processes: int) -> str:
+def _explain_choice(candidates: list[LayoutCandidate], processes: int) -> str:
     """Return the line for the user about the chosen layout."""
     best = candidates[0]
     names: set[str] = set()

@@ -16,12 +16,17 @@ from shoal.base.errors import ConfigError
 from shoal.base.layouts.layout import PIPELINES, STAGES
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.parallel.compose import Look
+from shoal.parallel.compose import SampleForward
 from shoal.parallel.program import Program, dtype_of
 from shoal.planning.settle import Words
 from shoal.trainer._torch import pytree
-from shoal.trainer.step.call_contract import batch_length, call_model, cut_batch, split_batch
-from shoal.trainer.step.micro_batch import prepared
+from shoal.trainer.step.call_contract import (
+    batch_length,
+    call_model,
+    split_batch,
+    split_into_micro_batches,
+)
+from shoal.trainer.step.micro_batch import prepare_batch
 
 LOOKED_AT = 3
 """Number of samples: few, for speed, and no power of two, unlike most degrees."""
@@ -30,7 +35,7 @@ SHORT = 256
 """Tokens of a sample in the forward pass, for models of token ids with longer sequences."""
 
 
-def divides(plan: Plan, said: Words | None) -> bool:
+def shards_model(plan: Plan, said: Words | None) -> bool:
     """Return whether ranks will hold only parts of the model, so that none must hold it all."""
     if said is None:
         return plan.layout.tp * plan.layout.pp * plan.layout.ep > 1 or plan.layout.zero == 3
@@ -42,7 +47,7 @@ def divides(plan: Plan, said: Words | None) -> bool:
     return cut or (words.get("dp_shard", 1) != 1 and words.get("zero") in (None, 3))
 
 
-def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
+def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward | None:
     """Return a forward pass on a few samples, for techniques that trace the model, or None.
 
     Args:
@@ -63,15 +68,17 @@ def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
             f"try: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
         )
     given = sample() if callable(sample) else sample
-    few = _of_first(next(cut_batch(given, min(LOOKED_AT, plan.micro_batch))), world)
+    few = _broadcast_batch(
+        next(split_into_micro_batches(given, min(LOOKED_AT, plan.micro_batch))), world
+    )
     if layout.cp > 1:  # one rank may lack memory for all tokens of a long sequence
-        few = _shortened(few, layout.cp)
+        few = _shorten_tokens(few, layout.cp)
 
-    return _Look(few, plan.call, batch_length(few))
+    return _SampleForward(few, plan.call, batch_length(few))
 
 
 @dataclass(frozen=True)
-class _Look:
+class _SampleForward:
     """Forward pass on a batch of `samples` samples."""
 
     batch: Any
@@ -81,13 +88,13 @@ class _Look:
     def __call__(self, program: Program, module: nn.Module) -> Any:
         """Return the module's outputs for the batch."""
         with program.autocast():
-            inputs = split_batch(prepared(program, self.batch))[0]
+            inputs = split_batch(prepare_batch(program, self.batch))[0]
             if all(p.is_meta for p in module.parameters()):  # only shapes are needed, not values
                 inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
             return call_model(module, inputs, self.call)
 
 
-def _shortened(batch: Any, cp: int) -> Any:
+def _shorten_tokens(batch: Any, cp: int) -> Any:
     """Return token ids [samples, tokens] cut to their first tokens; other batches unchanged."""
     leaves, form = pytree.tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -102,7 +109,7 @@ def _shortened(batch: Any, cp: int) -> Any:
     )
 
 
-def _of_first(batch: Any, world: World) -> Any:
+def _broadcast_batch(batch: Any, world: World) -> Any:
     """Broadcast rank 0's batch to every rank: what it shows of the model must hold on all ranks."""
     leaves, form = pytree.tree_flatten(batch)
     told = [(list(v.shape), dtype_of(v)) if isinstance(v, torch.Tensor) else None for v in leaves]

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shoal.base.estimates.facts import FREE, STATE_BYTES, this_machine
-from shoal.data.loading.dataset_kind import Collate, is_indexed, join
-from shoal.trainer.run_folder.resume_checks import read_apart
+from shoal.base.estimates.facts import FREE, STATE_BYTES, read_machine_facts
+from shoal.data.loading.dataset_kind import Collate, is_indexed, join_samples
+from shoal.trainer.run_folder.resume_checks import read_in_fork
 from shoal.trainer.step.call_contract import split_batch
-from shoal.trainer.step.saved_activations import kept_bytes
+from shoal.trainer.step.saved_activations import count_saved_bytes
 
 SAMPLES = (2, 4)
 """Samples of the two passes: their difference shows the bytes per sample."""
@@ -49,7 +49,7 @@ class PassBytes(NamedTuple):
 Trial = Callable[[], PassBytes | None]
 
 
-def trial_passes(
+def run_trial_passes(
     make: Callable[[], nn.Module], data: Any, collate: Collate | None, call: str
 ) -> PassBytes | None:
     """Run a model on its data's first samples, in a copy of this process.
@@ -74,18 +74,20 @@ def trial_passes(
         )
         kept = []
         for count in SAMPLES:
-            batch = join([samples[n % len(samples)] for n in range(count)], collate, "a trial")
-            kept.append(kept_bytes(module, split_batch(batch)[0], call))
+            batch = join_samples(
+                [samples[n % len(samples)] for n in range(count)], collate, "a trial"
+            )
+            kept.append(count_saved_bytes(module, split_batch(batch)[0], call))
         sample = max(kept[1] - kept[0], 0) // (SAMPLES[1] - SAMPLES[0])
         weights = sum(weight.numel() for weight in module.parameters())
         return [max(kept[0] - SAMPLES[0] * sample, 0), sample, weights]
 
-    found = read_apart(run, data, workers=1, at_most_s=AT_MOST_S)
+    found = read_in_fork(run, data, workers=1, at_most_s=AT_MOST_S)
     return PassBytes(*found) if found else None
 
 
 def _limit_memory() -> None:
     """Limit this process's memory, so that it fails before the system kills other processes."""
     with contextlib.suppress(ValueError, OSError):
-        most = int(FREE * this_machine().memory_bytes)
+        most = int(FREE * read_machine_facts().memory_bytes)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))

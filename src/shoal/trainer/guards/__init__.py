@@ -21,7 +21,7 @@ from shoal.trainer.guards.model_checks import ModelGuard
 from shoal.trainer.guards.optimizer_checks import OptimizerGuard
 from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
 from shoal.trainer.guards.untrained_weights import UntrainedWeightsGuard
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
@@ -50,7 +50,7 @@ class RunGuards(Guards):
         self,
         program: Program,
         optimizer: torch.optim.Optimizer,
-        recorder: Recorder,
+        recorder: MetricsRecorder,
         average: WeightAverage | None,
         given: Collection[str],
         unheld: tuple[Collection[str], Collection[str]],

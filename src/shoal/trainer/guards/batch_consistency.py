@@ -60,7 +60,7 @@ class BatchConsistencyGuard(Guard):
         if not compared and not (isinstance(batch, StepBatch) and batch.probe):
             return
         self.looks += 1
-        mine = self._told(batch)
+        mine = self._describe_batch(batch)
         if world.size == 1:
             if not loaded:
                 self._check_size(step, [mine])
@@ -70,18 +70,18 @@ class BatchConsistencyGuard(Guard):
         samples = {(one["place"], one["hash"]) for one in told}
         unlike = len(samples) > len({one["place"] for one in told})
         if mixed or unlike or any(one["probe"] != told[0]["probe"] for one in told):
-            from shoal.trainer.guards.reports.batch_report import refuse_unlike_data
+            from shoal.trainer.guards.reports.batch_report import refuse_different_data
 
-            refuse_unlike_data(step, told, self.program.plan.layout.text())
+            refuse_different_data(step, told, self.program.plan.layout.text())
         if loaded:
             return
         shares = list({one["place"]: one for one in told}.values())
-        self._check_other(step, shares)
+        self._check_distinct(step, shares)
         self._check_size(step, shares)
         if not self._short and (len(shares) == 1 or not self._alike):
             self.looks = LOOKS  # no doubt remains: stop comparing
 
-    def _told(self, batch: Any) -> dict[str, Any]:
+    def _describe_batch(self, batch: Any) -> dict[str, Any]:
         loaded = isinstance(batch, StepBatch)
         values = batch.values if isinstance(batch, StepBatch) else [batch]
         told: dict[str, Any] = {
@@ -94,14 +94,17 @@ class BatchConsistencyGuard(Guard):
             "loaders": [],
         }
         if not loaded and self.program.data.size > 1:
-            from shoal.trainer.guards.reports.own_loaders import information, whole_loaders
+            from shoal.trainer.guards.reports.own_loaders import (
+                count_information_bits,
+                list_unsharded_loaders,
+            )
 
-            told["bits"] = information(batch)
+            told["bits"] = count_information_bits(batch)
             if self.looks == 1:
-                told["loaders"] = whole_loaders(told["samples"])
+                told["loaders"] = list_unsharded_loaders(told["samples"])
         return told
 
-    def _check_other(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
+    def _check_distinct(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
         """Raise ConfigError if all ranks read the whole data, or the same samples."""
         if len(shares) == 1:
             return
@@ -110,19 +113,19 @@ class BatchConsistencyGuard(Guard):
         self._alike_bits += min(one["bits"] for one in shares)
         by_chance = not self._alike or self._alike_bits < CHANCE_BITS
         if shares[0]["loaders"] or not by_chance:
-            from shoal.trainer.guards.reports.batch_report import refuse_doubled
+            from shoal.trainer.guards.reports.batch_report import refuse_duplicate_samples
 
-            refuse_doubled(step, shares, by_chance=by_chance)
+            refuse_duplicate_samples(step, shares, by_chance=by_chance)
 
     def _check_size(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
         """Raise ConfigError if the ranks' samples do not add up to the batch that the user set."""
         brought = sum(one["samples"] for one in shares)
         if not self.batch or brought == self.batch:
             return
-        from shoal.trainer.guards.reports.batch_report import size_line
+        from shoal.trainer.guards.reports.batch_report import batch_size_line
 
         may_be = brought < self.batch and brought != self._short
-        line = size_line(step, self.batch, shares, may_be=may_be)
+        line = batch_size_line(step, self.batch, shares, may_be=may_be)
         if not may_be:
             raise ConfigError(line)
         if self.looks == 1:  # the last step of an epoch may be short

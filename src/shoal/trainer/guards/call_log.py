@@ -27,9 +27,9 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import nn
 
-from shoal.base.errors import ConfigError, short
+from shoal.base.errors import ConfigError, shorten
 from shoal.fabric import World
-from shoal.fabric.world import meeting_store
+from shoal.fabric.world import clone_default_store
 from shoal.parallel.program import Program
 from shoal.wire import phases
 
@@ -44,7 +44,7 @@ _made = itertools.count()
 _joined: Counter[str] = Counter()
 
 
-class Meeting:
+class CollectiveCallLog:
     """Log of one process's calls that all ranks must make.
 
     Attributes:
@@ -87,7 +87,7 @@ class Meeting:
                 page.returned()
 
     @contextmanager
-    def passes(self, *, alike: bool) -> Iterator[None]:
+    def record_passes(self, *, alike: bool) -> Iterator[None]:
         """Enter a step's passes in a user's own loop: calls inside begin at once.
 
         Args:
@@ -102,7 +102,7 @@ class Meeting:
             self.depth -= not alike
             self.in_passes = False
 
-    def each(self, name: str, items: Generator[Item, None, None]) -> Iterator[Item]:
+    def record_each(self, name: str, items: Generator[Item, None, None]) -> Iterator[Item]:
         """Yield the items of a generator; each `next` is a call that every rank must make."""
         with closing(items):
             while True:
@@ -122,9 +122,9 @@ class Meeting:
         if self._store is None:
             return
         with suppress(RuntimeError, dist.DistError):
-            self._await(f"{self.key}/{self.joined}/{self.turn}/{name}", add=1)
+            self._wait_for_key(f"{self.key}/{self.joined}/{self.turn}/{name}", add=1)
 
-    def _await(self, key: str, *, add: int) -> bool:
+    def _wait_for_key(self, key: str, *, add: int) -> bool:
         """Wait some seconds for all ranks to increment a key of the store; return if all did."""
         if self._store is None:
             return True
@@ -156,12 +156,12 @@ class Meeting:
         if self._failed is None:
             return
         (key, name, failure), page = self._failed, phases.page
-        why = f"{name} ({type(failure).__name__}: {short(str(failure))})"
+        why = f"{name} ({type(failure).__name__}: {shorten(str(failure))})"
         if page is not None:
             page.told = {"caught": why}
         with suppress(RuntimeError, dist.DistError):
-            times = WATCHED if page is not None and not page.is_left else 1
-            if not any(self._await(key, add=0) for _ in range(times)):
+            times = WATCHED if page is not None and not page.is_closed else 1
+            if not any(self._wait_for_key(key, add=0) for _ in range(times)):
                 raise ConfigError(
                     f"rank {self.rank} caught an error of {why} and goes on, and other ranks had "
                     f"none; try: let the error end the process, or catch it on every rank"
@@ -170,11 +170,11 @@ class Meeting:
         if page is not None:
             page.told = {}
 
-    def agreed(self, what: str) -> bool:
+    def is_equal_on_ranks(self, what: str) -> bool:
         """Return whether every rank passes the same text, within seconds; for rare questions."""
-        return self._await(f"{self.key}/{self.joined}/{what}", add=1)
+        return self._wait_for_key(f"{self.key}/{self.joined}/{what}", add=1)
 
-    def join(self) -> None:
+    def open_run(self) -> None:
         """Start the log of a new run: earlier calls have ended on all ranks."""
         self.runs += 1
         self.joined += 1
@@ -189,16 +189,16 @@ class Meeting:
             self._store = None
 
 
-_meetings: list[Meeting] = []
+_meetings: list[CollectiveCallLog] = []
 
 
-def meeting_of(world: World) -> Meeting:
+def get_call_log(world: World) -> CollectiveCallLog:
     """Return the call log of a group of processes; all runs over them share it."""
     for one in _meetings:
         if one.runs > 0 and one.group == id(world.group):
             return one
     alone = world.size == 1 or "SHOAL_RUN_FOLDER" in os.environ  # its ranks call alike
-    made = Meeting(world, None if alone else meeting_store())
+    made = CollectiveCallLog(world, None if alone else clone_default_store())
     _meetings[:] = [one for one in _meetings if one.runs > 0] + [made]
     return made
 
@@ -206,7 +206,7 @@ def meeting_of(world: World) -> Meeting:
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-def together(name: str) -> Callable[[Call], Call]:
+def collective_call(name: str) -> Callable[[Call], Call]:
     """Decorate a method of an object with a `meeting` as a call that every rank must make."""
 
     def mark(method: Call) -> Call:
@@ -220,7 +220,7 @@ def together(name: str) -> Callable[[Call], Call]:
     return mark
 
 
-def count_forwards(program: Program, meeting: Meeting) -> Program:
+def record_forward_calls(program: Program, meeting: CollectiveCallLog) -> Program:
     """Count the user's own forward passes of a model that needs all ranks."""
     layout, module = program.plan.layout, program.module
     if layout.zero < 3 and max(layout.tp, layout.cp, layout.pp, layout.ep) == 1:

@@ -1,9 +1,9 @@
 """Checksums of tensors: exact sums of their bytes as integers, in any order; one bit changes them.
 
-`fingerprint` is one number for some tensors, which ranks compare. `Checksums` computes one for each
-tensor in every step: eight bytes at a time, modulo 2**64. It keeps views of the tensors, so that a
-tensor costs a microsecond and the reading of its bytes. A bit that flips changes such a sum by a
-power of two.
+`fingerprint` is one number for some tensors, which ranks compare. `ChecksumReader` computes one for
+each tensor in every step: eight bytes at a time, modulo 2**64. It keeps views of the tensors, so
+that a tensor costs a microsecond and the reading of its bytes. A bit that flips changes such a sum
+by a power of two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.parallel._torch import writes
+from shoal.parallel._torch import version_counter
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element width in bytes."""
@@ -37,7 +37,7 @@ Key = tuple[str, str]
 """Kind of a tensor (weight, a key of the optimizer's state, average), and its parameter's name."""
 
 
-def here(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """Return the part of a tensor that is on this rank."""
     with torch.no_grad():  # else torch records autograd history, which is slower than most checks
         part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -54,7 +54,7 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
     total = 0
     sums: dict[torch.device, torch.Tensor] = {}
     for place, tensor in enumerate(tensors, start=1):
-        part = here(tensor).detach()
+        part = local_part(tensor).detach()
         if not part.untyped_storage().nbytes():
             continue  # offloaded between its passes: the host copy is another of these tensors
         flat = part.contiguous().reshape(-1)
@@ -75,7 +75,7 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
 
 
 @dataclass
-class Sums:
+class ChecksumValues:
     """Checksums of some tensors, those of a device not yet copied to the host.
 
     Attributes:
@@ -95,7 +95,7 @@ class Sums:
 
 
 @dataclass
-class Look:
+class ChecksumSnapshot:
     """Checksums of this rank's tensors after the update of `step`.
 
     Attributes:
@@ -110,20 +110,20 @@ class Look:
 
     step: int
     tensors: dict[Key, torch.Tensor]
-    sums: Sums
+    sums: ChecksumValues
     marks: list[tuple[int, Memory]]
     now: Any = None
     changed: Sequence[int] = ()
 
 
-class Checksums:
+class ChecksumReader:
     """Reader of checksums of many tensors; it caches views of memory that stays at its address."""
 
     def __init__(self) -> None:
         self._seen: set[Memory] = set()
         self._words: dict[Memory, tuple[Any, Any]] = {}
 
-    def sums(self, tensors: Sequence[torch.Tensor]) -> Sums:
+    def sums(self, tensors: Sequence[torch.Tensor]) -> ChecksumValues:
         """Return one checksum per tensor; 0 for a tensor whose memory is released for now."""
         host = np.zeros(len(tensors), np.int64)
         elsewhere: dict[torch.device, list[int]] = {}
@@ -135,15 +135,15 @@ class Checksums:
             memory = (tensor.data_ptr(), tensor.nbytes)
             if not (memory[0] and memory[1]):
                 continue
-            eights, rest = words.get(memory) or _words(tensor)
+            eights, rest = words.get(memory) or _byte_views(tensor)
             host[place] = add(eights)
             if rest is not None:
                 host[place : place + 1] += int.from_bytes(rest.tobytes(), "little")
         devices = {
-            device: (places, _on_device([tensors[place] for place in places]))
+            device: (places, _sum_on_device([tensors[place] for place in places]))
             for device, places in elsewhere.items()
         }
-        return Sums(host, devices)
+        return ChecksumValues(host, devices)
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the views of tensors that have the same address as last time, and no others.
@@ -152,18 +152,20 @@ class Checksums:
         state.
         """
         now = {(t.data_ptr(), t.nbytes): t for t in tensors if t.device.type == "cpu"}
-        stay = {m: self._words.get(m) or _words(now[m]) for m in now if all(m) and m in self._seen}
+        stay = {
+            m: self._words.get(m) or _byte_views(now[m]) for m in now if all(m) and m in self._seen
+        }
         self._seen, self._words = set(now), stay
 
 
-def _words(tensor: torch.Tensor) -> tuple[Any, Any]:
+def _byte_views(tensor: torch.Tensor) -> tuple[Any, Any]:
     """Return a tensor's bytes on the host: eight at a time, and the rest or None."""
-    raw = _flat(tensor).view(torch.uint8).numpy()
+    raw = _flatten_memory(tensor).view(torch.uint8).numpy()
     whole = len(raw) // 8 * 8
     return raw[:whole].view(np.int64), raw[whole:] if whole < len(raw) else None
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return all elements as they lie in memory; a copy if there are gaps between them."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
@@ -176,12 +178,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum_on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one sum per tensor of a device, on the device, of elements as integers."""
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for place, tensor in enumerate(tensors):
         if tensor.numel() and tensor.untyped_storage().nbytes():
-            bits = _flat(tensor)
+            bits = _flatten_memory(tensor)
             bits = bits.view(BITS.get(bits.element_size(), torch.uint8))
             torch.sum(bits, 0, dtype=torch.int64, out=sums[place])
     return sums
@@ -194,29 +196,29 @@ NO_GRADIENT = (0, 0)
 """Mark of a parameter without a gradient."""
 
 
-def marks_of(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
+def read_gradient_marks(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
     """Return the marks of some parameters; writes into a DTensor count there, not in its part."""
-    return {id(p): _mark(p.grad) for p in parameters}
+    return {id(p): _gradient_mark(p.grad) for p in parameters}
 
 
-def changed_since(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def list_changed_gradients(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return parameters with a mark whose gradient was replaced, written or removed since then."""
-    return [p for p in parameters if id(p) in marks and _mark(p.grad) != marks[id(p)]]
+    return [p for p in parameters if id(p) in marks and _gradient_mark(p.grad) != marks[id(p)]]
 
 
-def _mark(gradient: torch.Tensor | None) -> tuple[int, int]:
+def _gradient_mark(gradient: torch.Tensor | None) -> tuple[int, int]:
     if gradient is None:
         return NO_GRADIENT
     if not hasattr(gradient, "to_local"):
-        return id(gradient), writes(gradient)
-    return id(gradient), writes(gradient) + writes(here(gradient))
+        return id(gradient), version_counter(gradient)
+    return id(gradient), version_counter(gradient) + version_counter(local_part(gradient))
 
 
-def any_nonzero(parameters: Sequence[nn.Parameter]) -> bool:
+def has_nonzero_gradient(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether some gradient has a nonzero element; wait for its device."""
-    return any(p.grad is not None and bool((here(p.grad) != 0).any()) for p in parameters)
+    return any(p.grad is not None and bool((local_part(p.grad) != 0).any()) for p in parameters)
 
 
-def is_read(step: int) -> bool:
+def is_value_check_step(step: int) -> bool:
     """Return whether the check before this step reads values: in steps 1, 2, 4, 8 and so on."""
     return step > 0 and step & (step - 1) == 0

@@ -27,11 +27,11 @@ import torch
 
 from shoal.base.plans.placement import Placement
 from shoal.fabric.device import is_accelerator, synchronize
-from shoal.parallel._torch import writes
+from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
-from shoal.trainer.guards.checksums import WEIGHT, Checksums, Key, Look, here
-from shoal.trainer.metrics_recorder import Recorder
-from shoal.trainer.step.step_vector import Group, Invariant, InvariantCheck, StepNumbers
+from shoal.trainer.guards.checksums import WEIGHT, ChecksumReader, ChecksumSnapshot, Key, local_part
+from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.step.step_vector import Invariant, InvariantCheck, InvariantGroup, StepNumbers
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
@@ -59,39 +59,41 @@ class CorruptionCheck:
         program: Program,
         optimizer: torch.optim.Optimizer,
         average: WeightAverage | None,
-        recorder: Recorder,
+        recorder: MetricsRecorder,
     ) -> None:
         self.program, self.optimizer, self.average = program, optimizer, average
         self.recorder, self.mode = recorder, program.plan.drift
         self.on = self.mode != "off" and not program.plan.states_in_files  # a disk is not memory
         self.every, self.told = 1, False
-        self.taken: Look | None = None
+        self.taken: ChecksumSnapshot | None = None
         self._next, self._looks = 0, 0
-        self._bits = Checksums()
+        self._bits = ChecksumReader()
         self._costs_s, self._step_s = deque[float](maxlen=TIMES), math.inf
         self._before_s = self._spent_s = 0.0
-        self.kinds = sorted({self.held_over(*one) for one in self._rows()}) if self.on else []
+        self.kinds = (
+            sorted({self.replica_axes(*one) for one in self._placement_rows()}) if self.on else []
+        )
         self._kinds_of: tuple[list[Key], list[list[int]]] = ([], [[] for _ in self.kinds])
-        self.groups = [_groups(program, kind) for kind in self.kinds]
+        self.groups = [_lowest_replicas(program, kind) for kind in self.kinds]
         rank = program.world.rank
         members = ([r for r, first in enumerate(g) if first == g[rank]] for g in self.groups)
-        self._own_groups = [Group(ranks, rank) for ranks in members]
+        self._own_groups = [InvariantGroup(ranks, rank) for ranks in members]
         self._folds_now: list[int] = []
 
-    def take(self, step: int) -> None:
+    def record_checksums(self, step: int) -> None:
         """Compute checksums after the update of a step, or after a state was loaded."""
         self.taken = None
         if not self.on or step < self._next:
             return
         began_s = self._clock()
-        tensors = self._tensors()
+        tensors = self._collect_tensors()
         held = list(tensors.values())
         self._bits.keep(held)
-        marks = [(writes(one), (one.data_ptr(), one.nbytes)) for one in held]
-        self.taken = Look(step, tensors, self._bits.sums(held), marks)
+        marks = [(version_counter(one), (one.data_ptr(), one.nbytes)) for one in held]
+        self.taken = ChecksumSnapshot(step, tensors, self._bits.sums(held), marks)
         self._spent_s = self._clock() - began_s
 
-    def forget(self) -> None:
+    def discard_checksums(self) -> None:
         """Discard the checksums after an allowed write; the next update is followed by a check."""
         self.taken, self._next = None, 0
 
@@ -106,7 +108,7 @@ class CorruptionCheck:
             return [0.0, 0.0]
         began_s = self._clock()
         self._compare(self.taken)
-        self._folds_now = self._folds(self.taken, self.taken.sums.read())
+        self._folds_now = self._replica_hashes(self.taken, self.taken.sums.read())
         if self._looks < 2 or not is_accelerator(self.program.world.device):
             self._costs_s.append(self._spent_s + self._clock() - began_s)
         self._looks += 1
@@ -138,14 +140,14 @@ class CorruptionCheck:
         self.every = max(1, math.ceil(every / self.program.world.size))  # ranks check together
         self._next = look.step + self.every
         if changed:
-            from shoal.trainer.guards.reports.corruption_report import changed_at_rest
+            from shoal.trainer.guards.reports.corruption_report import raise_memory_corruption
 
-            changed_at_rest(self, look, alone=alone)
+            raise_memory_corruption(self, look, alone=alone)
         if not alone:
             self._compare_replicas(look, numbers.invariants)
             self.taken = None
 
-    def before_save(self, step: int) -> None:
+    def check_before_save(self, step: int) -> None:
         """Check all tensors before a checkpoint is written; every rank calls it.
 
         Raises:
@@ -153,19 +155,19 @@ class CorruptionCheck:
         """
         if not self.on:
             return
-        look = self.taken or self.look_now(step)
+        look = self.taken or self.compute_snapshot(step)
         if self.taken is not None:
             self._compare(look)
-        self._folds_now = self._folds(look, look.now)
+        self._folds_now = self._replica_hashes(look, look.now)
         own = [Invariant("changed", len(look.changed), None), *self.invariants()]
         found = InvariantCheck(own, [1.0], self.program.world.gather_json)  # 1.0: always compare
         if any(found.by_rank("changed")):
-            from shoal.trainer.guards.reports.corruption_report import changed_at_rest
+            from shoal.trainer.guards.reports.corruption_report import raise_memory_corruption
 
-            changed_at_rest(self, look)
+            raise_memory_corruption(self, look)
         self._compare_replicas(look, found)
 
-    def held_over(self, row: Placement, what: str) -> Axes:
+    def replica_axes(self, row: Placement, what: str) -> Axes:
         """Return the axes and stages over which ranks hold the same weight, or its state."""
         zero_parts = row.data == "states" and what != WEIGHT
         over = {"whole": row.data_axes, "rows": row.data_axes[:1], "states": row.data_axes}
@@ -174,36 +176,36 @@ class CorruptionCheck:
         stages = row.stages if "pp" in row.sum_over and not zero_parts else ()
         return axes, stages
 
-    def _rows(self) -> list[tuple[Placement, str]]:
+    def _placement_rows(self) -> list[tuple[Placement, str]]:
         rows = [row for row in self.program.plan.placements if not row.is_buffer]
         return [(row, what) for row in rows for what in (WEIGHT, "")]
 
-    def _tensors(self) -> dict[Key, torch.Tensor]:
+    def _collect_tensors(self) -> dict[Key, torch.Tensor]:
         program = self.program
         found: dict[Key, torch.Tensor] = {}
         if program.plan.layout.zero < 3:
             found = {(WEIGHT, name): p for name, p in program.parameters.items()}
-        found |= {(WEIGHT, name): here(p) for name, p in program.frozen.items()}
+        found |= {(WEIGHT, name): local_part(p) for name, p in program.frozen.items()}
         for name, one in program.local.items():
             stepped = one.parameter
             whole = found.get((WEIGHT, name))
             if whole is None:
                 found[WEIGHT, name] = stepped
-            elif not _inside(stepped, whole):
+            elif not _is_view_of(stepped, whole):
                 found["master", name] = stepped
             for key, value in self.optimizer.state.get(stepped, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[key, name] = here(value)
+                    found[key, name] = local_part(value)
         averages = self.average.tensors() if self.average else {}
         return found | {("average", name): one for name, one in averages.items()}
 
-    def look_now(self, step: int) -> Look:
+    def compute_snapshot(self, step: int) -> ChecksumSnapshot:
         """Return checksums of the present tensors, compared with none."""
-        tensors = self._tensors()
+        tensors = self._collect_tensors()
         sums = self._bits.sums(list(tensors.values()))
-        return Look(step, tensors, sums, [], sums.read())
+        return ChecksumSnapshot(step, tensors, sums, [], sums.read())
 
-    def _compare(self, look: Look) -> None:
+    def _compare(self, look: ChecksumSnapshot) -> None:
         """Compute checksums again, and note tensors that changed although nothing wrote them."""
         held = list(look.tensors.values())
         before = look.sums.read()
@@ -212,12 +214,12 @@ class CorruptionCheck:
             place
             for place in (look.now != before).nonzero()[0].tolist()
             if look.marks[place]
-            == (writes(held[place]), (held[place].data_ptr(), held[place].nbytes))
+            == (version_counter(held[place]), (held[place].data_ptr(), held[place].nbytes))
         ]
 
-    def _folds(self, look: Look, sums: Any) -> list[int]:
+    def _replica_hashes(self, look: ChecksumSnapshot, sums: Any) -> list[int]:
         """Return, for each kind of sharding, a 48-bit hash that must be equal within its group."""
-        places = self.places(look)
+        places = self.indices_by_kind(look)
         return [
             int.from_bytes(hashlib.blake2b(sums[one].tobytes(), digest_size=6).digest())
             if (one := places[number])
@@ -225,7 +227,7 @@ class CorruptionCheck:
             for number in range(len(self.kinds))
         ]
 
-    def places(self, look: Look) -> list[list[int]]:
+    def indices_by_kind(self, look: ChecksumSnapshot) -> list[list[int]]:
         """Return, for each kind of sharding, the indices of its tensors."""
         rows, numbers = self.program.rows, {kind: n for n, kind in enumerate(self.kinds)}
         found: list[list[int]] = [[] for _ in self.kinds]
@@ -233,15 +235,15 @@ class CorruptionCheck:
             return self._kinds_of[1]
         self._kinds_of = keys, found
         for place, (what, name) in enumerate(look.tensors):
-            found[numbers[self.held_over(rows[name], what)]].append(place)
+            found[numbers[self.replica_axes(rows[name], what)]].append(place)
         return found
 
-    def _compare_replicas(self, look: Look, found: InvariantCheck) -> None:
+    def _compare_replicas(self, look: ChecksumSnapshot, found: InvariantCheck) -> None:
         for number in range(len(self.kinds)):
             if found.differs(f"held alike {number}"):
-                from shoal.trainer.guards.reports.corruption_report import replicas_differ
+                from shoal.trainer.guards.reports.corruption_report import raise_replica_mismatch
 
-                replicas_differ(self, look, number)
+                raise_replica_mismatch(self, look, number)
 
     def _clock(self) -> float:
         """Return the present time in seconds; for ranks on the CPU, this thread's processor time.
@@ -254,12 +256,12 @@ class CorruptionCheck:
         return time.perf_counter() if waits else time.thread_time()
 
 
-def _inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
+def _is_view_of(part: torch.Tensor, whole: torch.Tensor) -> bool:
     begins = part.data_ptr() - whole.data_ptr()
     return begins >= 0 and begins + part.nbytes <= whole.nbytes
 
 
-def _groups(program: Program, kind: Axes) -> list[int]:
+def _lowest_replicas(program: Program, kind: Axes) -> list[int]:
     """Return, for every rank, the lowest rank that holds the same tensors."""
     axes, stages = kind
     layout = program.plan.layout

@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal.parallel._torch import writes
+from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
-from shoal.trainer._torch import step_hooks
+from shoal.trainer._torch import get_step_pre_hooks
 from shoal.trainer.guards.checksums import (
     Marks,
-    any_nonzero,
-    changed_since,
     fingerprint,
-    is_read,
-    marks_of,
+    has_nonzero_gradient,
+    is_value_check_step,
+    list_changed_gradients,
+    read_gradient_marks,
 )
 from shoal.trainer.guards.corruption import CorruptionCheck
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.guards.model_checks import layers_of, refuse_unlike
-from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
+from shoal.trainer.guards.model_checks import describe_layers, refuse_different_layers
+from shoal.trainer.step.step_vector import Invariant, InvariantGroup, StepNumbers
 
 if TYPE_CHECKING:  # steps that nobody writes out do without
-    from shoal.trainer.guards.gradient_halves import HalfGradients
+    from shoal.trainer.guards.gradient_halves import HalfStepGradients
 
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → ids of its layer and of itself; the latter is 0 where passes replace it."""
@@ -82,7 +82,7 @@ class ExternalWriteGuard(Guard):
         self.ours, self.watching = False, True
         self.weights_written = self._uncounted = False
         self._told, self._step = False, 0
-        self._halves: HalfGradients | None = None
+        self._halves: HalfStepGradients | None = None
         pieces = {id(one.parameter): one.parameter for one in program.local.values()}
         pieces.update({id(p): p for p in self._module_weights()})
         self.pieces: list[nn.Parameter] = list(pieces.values())
@@ -91,21 +91,21 @@ class ExternalWriteGuard(Guard):
         self._closely, self._under_way = True, False
         self._in_parts = program.plan.layout.zero > 0 or bool(program.cuts) or program.pipe.size > 1
         world, replicas = program.world, program.replicas
-        self._everyone = Group(range(world.size), world.rank)
+        self._everyone = InvariantGroup(range(world.size), world.rank)
         places = {number: rank for rank, number in enumerate(world.ranks)}
-        self._replicas = Group([places[number] for number in replicas.ranks], world.rank)
-        self._weights = self._of_weights()
-        self._gradients: Marks = marks_of(self.graded)
+        self._replicas = InvariantGroup([places[number] for number in replicas.ranks], world.rank)
+        self._weights = self._read_counters()
+        self._gradients: Marks = read_gradient_marks(self.graded)
         self._bits = fingerprint(self.pieces)
-        self._training = self._trains()
-        self._held = self._holders()
-        self._hook = optimizer.register_step_pre_hook(self._stepped)
+        self._training = self._count_trainable()
+        self._held = self._parameter_owners()
+        self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         _all.add(self)
 
     @property
-    def looked_at(self) -> list[nn.Parameter]:
+    def checked_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are checked in the current step."""
-        return self.graded if self._closely else _few(self.graded)
+        return self.graded if self._closely else _sample_tensors(self.graded)
 
     def before(self, step: int, batch: Any) -> None:
         """Check weights and gradients before a step.
@@ -119,29 +119,31 @@ class ExternalWriteGuard(Guard):
         if not self.watching:
             return
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
-        if not failed and any_nonzero(self._regraded()):
+        if not failed and has_nonzero_gradient(self._changed_gradients()):
             self._under_way = False
-            from shoal.trainer.guards.gradient_halves import changed_beside
+            from shoal.trainer.guards.gradient_halves import foreign_change_error
 
-            raise changed_beside()
-        if self._closely and (held := self._holders()) != self._held:
-            from shoal.trainer.guards.reports.writes_report import refuse_other_parts
+            raise foreign_change_error()
+        if self._closely and (held := self._parameter_owners()) != self._held:
+            from shoal.trainer.guards.reports.writes_report import refuse_changed_modules
 
-            refuse_other_parts(self._held, held)
-        if self._closely and (trains := self._trains()) != self._training:
+            refuse_changed_modules(self._held, held)
+        if self._closely and (trains := self._count_trainable()) != self._training:
             self._training = trains
             if self.program.plan.layout.zero == 3:  # else the step's all-reduce finds it
-                from shoal.trainer.guards.reports.writes_report import refuse_other_trained
+                from shoal.trainer.guards.reports.writes_report import refuse_changed_trainable
 
-                refuse_other_trained(step, trains, self._agreed)
-        now = self._of_weights()
+                refuse_changed_trainable(step, trains, self._agreed)
+        now = self._read_counters()
         self.weights_written = now != self._weights
         if self.weights_written:
-            from shoal.trainer.guards.reports.writes_report import refuse_other_memory
+            from shoal.trainer.guards.reports.writes_report import refuse_moved_weights
 
-            refuse_other_memory(self.program, self._weights, now)
+            refuse_moved_weights(self.program, self._weights, now)
         self._uncounted = False
-        if not self.weights_written and is_read(step):  # `.data` leaves no trace in the counters
+        if not self.weights_written and is_value_check_step(
+            step
+        ):  # `.data` leaves no trace in the counters
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
 
     def between(self, step: int) -> None:
@@ -150,21 +152,21 @@ class ExternalWriteGuard(Guard):
         Raises:
             ConfigError: all gradients were removed.
         """
-        regraded = self._regraded() if self.watching else []
+        regraded = self._changed_gradients() if self.watching else []
         changed = self._halves is not None and self._halves.close()
         if regraded:
-            from shoal.trainer.guards.gradient_halves import refuse_dropped
+            from shoal.trainer.guards.gradient_halves import refuse_dropped_gradients
 
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            refuse_dropped(held, self._gradients, self._step, "run.forward_backward")
-        if not self._told and (changed or any_nonzero(regraded)):
+            refuse_dropped_gradients(held, self._gradients, self._step, "run.forward_backward")
+        if not self._told and (changed or has_nonzero_gradient(regraded)):
             self._told = True
             from shoal.trainer.guards.gradient_halves import CHANGED
 
             self.notice(CHANGED)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def mark_own_step(self) -> Iterator[None]:
         """Mark the run's own step of the optimizer.
 
         Raises:
@@ -172,19 +174,19 @@ class ExternalWriteGuard(Guard):
         """
         self.ours = True
         try:
-            with self._hooks_watched():
+            with self._watch_hooks():
                 yield
         finally:
             self.ours = False
 
-    def _hooks_watched(self) -> AbstractContextManager[None]:
+    def _watch_hooks(self) -> AbstractContextManager[None]:
         program = self.program
-        if not self._in_parts or len(step_hooks(self.optimizer)) == 1:
+        if not self._in_parts or len(get_step_pre_hooks(self.optimizer)) == 1:
             return nullcontext()
         from shoal.trainer.guards.gradient_passes import HookGradients
 
         stepped = [one.parameter for one in program.local.values()]
-        return HookGradients(program, stepped, self._step).watching(self.optimizer)
+        return HookGradients(program, stepped, self._step).watch_hooks(self.optimizer)
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return the number of ranks with uncounted writes, and the corruption check's sums."""
@@ -201,14 +203,14 @@ class ExternalWriteGuard(Guard):
             Invariant("weights_written", written, everyone),
             Invariant("training_mode", program.module.training, everyone),
         ]
-        if program.plan.layout.zero < 3 and (self.weights_written or is_read(step)):
+        if program.plan.layout.zero < 3 and (self.weights_written or is_value_check_step(step)):
             held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
             read = fingerprint(held, whole=self.weights_written)
             found.append(Invariant("weights", int(read), replicas))
         if self._closely:
-            found.append(Invariant("trainable", self._trains(), replicas))
-        if is_read(step):
-            found.append(Invariant("layers", self._layers(), replicas))
+            found.append(Invariant("trainable", self._count_trainable(), replicas))
+        if is_value_check_step(step):
+            found.append(Invariant("layers", self._layers_checksum(), replicas))
         return [*found, *self.drift.invariants()]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
@@ -218,15 +220,15 @@ class ExternalWriteGuard(Guard):
             ConfigError: they do not; the same on all ranks.
         """
         for one in [each for each in _all if each is not self]:  # losses may run other runs' models
-            one._gradients = marks_of(one.looked_at)
+            one._gradients = read_gradient_marks(one.checked_parameters)
         if not self.watching:
             return
         # First the certain bit flips: they must not be reported as the user's mistake.
         self.drift.agree(numbers, alone=True)
         if numbers.sums("uncounted")[0] or numbers.invariants.differs(*COMPARED):
-            from shoal.trainer.guards.reports.writes_report import refuse_unlike_ranks
+            from shoal.trainer.guards.reports.writes_report import refuse_rank_differences
 
-            refuse_unlike_ranks(self, step, numbers.invariants, refuse_unlike)
+            refuse_rank_differences(self, step, numbers.invariants, refuse_different_layers)
         self.drift.agree(numbers)
 
     def after(self, following: int = 0) -> None:
@@ -237,26 +239,26 @@ class ExternalWriteGuard(Guard):
         """
         self._under_way = False
         if following:
-            self._closely = following <= CLOSELY or is_read(following)
-        self._weights = self._of_weights()
-        if is_read(following):
+            self._closely = following <= CLOSELY or is_value_check_step(following)
+        self._weights = self._read_counters()
+        if is_value_check_step(following):
             self._bits = fingerprint(self.pieces)
         if self._in_parts and self.watching:
-            from shoal.trainer.guards.gradient_halves import HalfGradients
+            from shoal.trainer.guards.gradient_halves import HalfStepGradients
 
-            self._halves = self._halves or HalfGradients(self.program)
+            self._halves = self._halves or HalfStepGradients(self.program)
             if following:
-                self._halves.rest()
+                self._halves.forbid_clipping()
             else:
                 self._halves.open(self._step)
         for one in list(_all):
-            one._gradients = marks_of(one.looked_at)
+            one._gradients = read_gradient_marks(one.checked_parameters)
 
     def updated(self, step: int, *, skipped: bool = False) -> None:
         """Record the state after the update of a step, or after its checkpoint was loaded."""
         self.after(step + 1)
         if self.watching:
-            self.drift.take(step)
+            self.drift.record_checksums(step)
 
     def close(self) -> None:
         """Remove the hooks from the optimizer and the gradients."""
@@ -265,10 +267,10 @@ class ExternalWriteGuard(Guard):
         if self._halves is not None:
             self._halves.leave()
 
-    def _layers(self) -> int:
-        return zlib.crc32("\n".join(layers_of(self.program.module)).encode())
+    def _layers_checksum(self) -> int:
+        return zlib.crc32("\n".join(describe_layers(self.program.module)).encode())
 
-    def _holders(self) -> Holders:
+    def _parameter_owners(self) -> Holders:
         """Return a parameter's name → ids of its layer, and of itself if no pass replaces it."""
         stays = self.program.plan.layout.zero < 3
         return {
@@ -278,27 +280,27 @@ class ExternalWriteGuard(Guard):
             if parameter is not None
         }
 
-    def _trains(self) -> int:
+    def _count_trainable(self) -> int:
         return sum(p.requires_grad for p in self.program.parameters.values())
 
     def _module_weights(self) -> list[nn.Parameter]:
         """Return the module's own weights, or none if torch makes them anew in every pass."""
         return [] if self.program.plan.layout.zero == 3 else list(self.program.parameters.values())
 
-    def _of_weights(self) -> Counters:
-        some = self.pieces if self._closely else _few(self.pieces)
-        return {id(p): (writes(p), p.data_ptr(), p.dtype) for p in some}
+    def _read_counters(self) -> Counters:
+        some = self.pieces if self._closely else _sample_tensors(self.pieces)
+        return {id(p): (version_counter(p), p.data_ptr(), p.dtype) for p in some}
 
-    def _regraded(self) -> list[nn.Parameter]:
-        return changed_since(self._gradients, self.graded)
+    def _changed_gradients(self) -> list[nn.Parameter]:
+        return list_changed_gradients(self._gradients, self.graded)
 
-    def _stepped(self, *_what: object) -> None:
+    def _refuse_foreign_step(self, *_what: object) -> None:
         if self.watching and not self.ours:
-            from shoal.trainer.guards.reports.writes_report import stepped_beside
+            from shoal.trainer.guards.reports.writes_report import foreign_step_error
 
-            raise stepped_beside()
+            raise foreign_step_error()
 
 
-def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
+def _sample_tensors(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
     """Return eight parameters, from the first to the last: most writes touch most weights."""
     return tensors[:: max(1, len(tensors) // CLOSELY)]

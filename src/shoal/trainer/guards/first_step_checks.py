@@ -30,13 +30,13 @@ from torch.overrides import TorchFunctionMode
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel.program import Program
-from shoal.trainer._torch import gradient_hooks, pytree
+from shoal.trainer._torch import count_gradient_hooks, pytree
 from shoal.trainer.step.call_contract import (
     IGNORED_TARGET,
     Loss,
     is_default,
-    named_parts,
     split_batch,
+    split_named_parts,
 )
 from shoal.trainer.step.optimizer_step import NO_GRADIENT
 
@@ -56,14 +56,14 @@ class FirstStepLoss:
     def __init__(self, loss: Loss, program: Program, batches: list[tuple[int, Any]]) -> None:
         self.loss, self.program, self.module = loss, program, program.module
         self.ranks = program.world.size
-        found = [pair for _, value in batches if (pair := _copied(value)) is not None]
+        found = [pair for _, value in batches if (pair := _match_copied_targets(value)) is not None]
         self.copied = bool(found)
         # One tensor as both is no label: speed measurements use it in the place of data.
         self.labels = any(one.data_ptr() != other.data_ptr() for one, other in found)
         self.compared = False
         self.asked: set[str] = set()
         self.dropped: set[str] = set()
-        self.once = once_only(program)
+        self.once = describe_single_backward(program)
         self.cut_off = self._tied = False
         self.micro_batches = program.data.size * len(batches)
         self.looked, self.together = False, 0
@@ -75,30 +75,30 @@ class FirstStepLoss:
             ConfigError: a mean is returned as a sum.
         """
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
-            from shoal.trainer.guards.reports.first_step_report import refuse_form
+            from shoal.trainer.guards.reports.first_step_report import refuse_targets
 
-            refuse_form(targets)
+            refuse_targets(targets)
         if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
-            from shoal.trainer.guards.reports.model_notices import dropped_losses
+            from shoal.trainer.guards.reports.model_notices import list_dropped_losses
 
-            self.dropped |= dropped_losses(outputs)
+            self.dropped |= list_dropped_losses(outputs)
         outputs = pytree.tree_map(
-            _without_hooks, watched(outputs, self.once) if self.once else outputs
+            _without_hooks, forbid_double_backward(outputs, self.once) if self.once else outputs
         )
         # A single rank cannot count twice, and may have other runs in threads.
-        ranks = _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext()
-        with ranks, _refuse_parts(self.program):
+        ranks = _record_rank_calls(self.asked) if self.ranks > 1 else nullcontext()
+        with ranks, _refuse_sharded_weights(self.program):
             result = self.loss(outputs, targets)
-        plain, _ = named_parts(result)
+        plain, _ = split_named_parts(result)
         if isinstance(plain, tuple) and len(plain) == 2:
             refuse_mean(*plain)
         else:
             _refuse_pairs(plain, outputs, targets)
-        self._look_at(plain)
+        self._check_connected(plain)
         if self.micro_batches > 1 and not self.looked:
-            self.looked, self.together = True, _compared(plain, outputs, targets)
+            self.looked, self.together = True, _count_compared_samples(plain, outputs, targets)
         if self.copied:
-            self._watch(outputs, targets)
+            self._watch_outputs(outputs, targets)
         return result
 
     def tell(self, notice: Callable[[str], None]) -> None:
@@ -112,30 +112,30 @@ class FirstStepLoss:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
         if self.dropped or self.asked or self.together or self.compared:
-            from shoal.trainer.guards.reports.first_step_report import tell
+            from shoal.trainer.guards.reports.first_step_report import print_findings
 
-            tell(self, notice)
+            print_findings(self, notice)
 
-    def _look_at(self, result: Any) -> None:
+    def _check_connected(self, result: Any) -> None:
         total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
         some = bool((count != 0).any()) if isinstance(count, torch.Tensor) else bool(count)
         if isinstance(total, torch.Tensor) and some:  # another check reports an invalid count
             self.cut_off = not total.requires_grad and not self._tied
             self._tied = self._tied or total.requires_grad
 
-    def _watch(self, outputs: Any, targets: Any) -> None:
+    def _watch_outputs(self, outputs: Any, targets: Any) -> None:
         if is_default(self.loss):
             self.compared = True
             return
-        labels = labels_of(targets)
+        labels = get_labels(targets)
         if labels is None:
             return
         for leaf in pytree.tree_leaves(outputs):
             per_place = isinstance(leaf, torch.Tensor) and leaf.ndim == labels.ndim + 1
             if per_place and leaf.requires_grad and leaf.shape[:-1] == labels.shape:
-                leaf.register_hook(self._seen(labels))
+                leaf.register_hook(self._last_position_hook(labels))
 
-    def _seen(self, targets: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def _last_position_hook(self, targets: torch.Tensor) -> Callable[[torch.Tensor], None]:
         last = targets[..., -1] != IGNORED_TARGET
 
         def look(gradient: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ RANKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "get_rank", "get_
 
 
 @contextmanager
-def _calls_of_ranks(asked: set[str]) -> Iterator[None]:
+def _record_rank_calls(asked: set[str]) -> Iterator[None]:
     """Collect which of `RANKS` are called inside, by their name in `torch.distributed`."""
     whole = {name: getattr(dist, name) for name in RANKS}
 
@@ -174,7 +174,7 @@ def _calls_of_ranks(asked: set[str]) -> Iterator[None]:
             setattr(dist, name, function)
 
 
-class _RefuseParts(TorchFunctionMode):
+class _ShardedWeightMode(TorchFunctionMode):
     """Mode that raises PlanError if user code computes with a weight that is sharded here."""
 
     def __init__(self, parts: Mapping[int, str], layout: str) -> None:
@@ -186,7 +186,7 @@ class _RefuseParts(TorchFunctionMode):
     ) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
             name = self.parts.get(id(leaf))
-            if name is not None and not _asked_by_us():
+            if name is not None and not _is_called_by_shoal():
                 raise PlanError(
                     f"loss: it computes with {name}, and under {self.layout} a rank holds parts "
                     f"of weights, so that a penalty on them would be another one; try: "
@@ -195,17 +195,17 @@ class _RefuseParts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_parts(program: Program) -> AbstractContextManager[Any]:
-    """Return `_RefuseParts` around a loss if weights are sharded, else a null context."""
+def _refuse_sharded_weights(program: Program) -> AbstractContextManager[Any]:
+    """Return `_ShardedWeightMode` around a loss if weights are sharded, else a null context."""
     parts = {
         id(p): name
         for name, p in program.module.named_parameters()
         if name in program.cuts or p.is_meta or hasattr(p, "device_mesh")
     }
-    return _RefuseParts(parts, program.plan.layout.text()) if parts else nullcontext()
+    return _ShardedWeightMode(parts, program.plan.layout.text()) if parts else nullcontext()
 
 
-def _asked_by_us() -> bool:
+def _is_called_by_shoal() -> bool:
     """Return whether Shoal's own loss called torch: it handles sharded weights."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -216,17 +216,17 @@ def _asked_by_us() -> bool:
     return False
 
 
-def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _match_copied_targets(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return (inputs, targets) if these are integers equal to the inputs where they count."""
     inputs, targets = split_batch(value)
-    labels = labels_of(targets)
+    labels = get_labels(targets)
     if labels is None:
         return None
     if isinstance(inputs, Mapping):
         given = [one for key, one in inputs.items() if inputs is not targets or key != LABELS]
     else:
         given = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
-    found = (one for one in given if isinstance(one, torch.Tensor) and _equal(one, labels))
+    found = (one for one in given if isinstance(one, torch.Tensor) and _are_copies(one, labels))
     return next(((one, labels) for one in found), None)
 
 
@@ -234,13 +234,13 @@ LABELS = "labels"
 """Key of the targets in Hugging Face's batches."""
 
 
-def labels_of(targets: Any) -> torch.Tensor | None:
+def get_labels(targets: Any) -> torch.Tensor | None:
     """Return targets that are token ids: a tensor, or the labels in a dict."""
     found = targets.get(LABELS) if isinstance(targets, Mapping) else targets
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _equal(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
+def _are_copies(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
     if any(one.is_floating_point() or one.ndim < 2 for one in (inputs, targets)):
         return False
     unlike = inputs.device != targets.device or inputs.dtype == torch.bool
@@ -258,7 +258,7 @@ MOST = 1 << 20
 """Largest number of output elements whose second derivative is taken."""
 
 
-def _compared(result: Any, outputs: Any, targets: Any) -> int:
+def _count_compared_samples(result: Any, outputs: Any, targets: Any) -> int:
     """Return how many samples a loss compares with each other; 0 if it sums them, or is unknown.
 
     A sum over samples has no second derivative by outputs of two of them.
@@ -270,7 +270,12 @@ def _compared(result: Any, outputs: Any, targets: Any) -> int:
         return 0
     for out in pytree.tree_leaves(outputs):
         wide = isinstance(out, torch.Tensor) and out.requires_grad and out.ndim > 1
-        if wide and out.shape[0] == rows[0] and out.numel() <= MOST and _couples(total.sum(), out):
+        if (
+            wide
+            and out.shape[0] == rows[0]
+            and out.numel() <= MOST
+            and _is_coupled(total.sum(), out)
+        ):
             return rows[0]
     return 0
 
@@ -280,11 +285,11 @@ def _without_hooks(leaf: Any) -> Any:
 
     Under fsdp hooks gather all weights and, at the end, reduce all gradients.
     """
-    hooked = isinstance(leaf, torch.Tensor) and leaf.requires_grad and gradient_hooks(leaf)
+    hooked = isinstance(leaf, torch.Tensor) and leaf.requires_grad and count_gradient_hooks(leaf)
     return leaf.view_as(leaf) if hooked else leaf
 
 
-def _couples(total: torch.Tensor, outputs: torch.Tensor) -> bool:
+def _is_coupled(total: torch.Tensor, outputs: torch.Tensor) -> bool:
     """Return whether the gradient of the first of several outputs depends on the others."""
     grad = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     try:
@@ -349,7 +354,7 @@ MEAN = 1
 """torch's number for reduction="mean"."""
 
 
-def evaluation_line(module: nn.Module) -> str:
+def evaluation_mode_notice(module: nn.Module) -> str:
     """Return the notice for a model that trains in evaluation mode; "" if no layer cares."""
     if module.training or not any(isinstance(part, DRAWS) for part in module.modules()):
         return ""
@@ -358,7 +363,7 @@ def evaluation_line(module: nn.Module) -> str:
     return EVALUATES
 
 
-def once_only(program: Program) -> str:
+def describe_single_backward(program: Program) -> str:
     """Return the part of a plan that can be differentiated only once; "" for none."""
     layout = program.plan.layout
     for axis in ("tp", "cp", "ep", "pp"):
@@ -366,10 +371,10 @@ def once_only(program: Program) -> str:
             return f"layout.{axis} = {getattr(layout, axis)}"
     if layout.zero == 3:
         return f"layout.strategy = {layout.strategy}"
-    return "train.compile = blocks" if program.plan.asks(CompilePolicy) else ""
+    return "train.compile = blocks" if program.plan.differs_from_default(CompilePolicy) else ""
 
 
-def watched(outputs: Any, what: str) -> Any:
+def forbid_double_backward(outputs: Any, what: str) -> Any:
     """Return aliases of outputs whose gradient must not be differentiated again.
 
     Args:
@@ -398,15 +403,15 @@ def watched(outputs: Any, what: str) -> Any:
 
 
 @contextmanager
-def watching(program: Program) -> Iterator[None]:
+def watch_double_backward(program: Program) -> Iterator[None]:
     """Watch the outputs of every forward pass of the program's module inside."""
-    what = once_only(program)
+    what = describe_single_backward(program)
     if not what:
         yield
         return
 
     def after(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
-        return watched(outputs, what) if torch.is_grad_enabled() else None
+        return forbid_double_backward(outputs, what) if torch.is_grad_enabled() else None
 
     handle = program.module.register_forward_hook(after)
     try:

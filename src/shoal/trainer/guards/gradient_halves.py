@@ -21,8 +21,14 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
-from shoal.trainer._torch import absent_gradient, ask_before_clipping
-from shoal.trainer.guards.checksums import NO_GRADIENT, Marks, any_nonzero, here, is_read
+from shoal.trainer._torch import intercept_gradient_clipping, make_gradient_placeholder
+from shoal.trainer.guards.checksums import (
+    NO_GRADIENT,
+    Marks,
+    has_nonzero_gradient,
+    is_value_check_step,
+    local_part,
+)
 
 CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
 CHANGED = (
@@ -31,7 +37,9 @@ CHANGED = (
 )
 
 
-def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str) -> None:
+def refuse_dropped_gradients(
+    stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str
+) -> None:
     """Raise ConfigError if user code removed all gradients of the update.
 
     Args:
@@ -44,12 +52,12 @@ def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, ca
         ConfigError: all gradients that were there are None or zero now.
     """
     held = [p for p in stepped if before.get(id(p), NO_GRADIENT) != NO_GRADIENT]
-    if not held or any_nonzero(stepped):
+    if not held or has_nonzero_gradient(stepped):
         return
-    raise dropped(step, call)
+    raise dropped_gradients_error(step, call)
 
 
-def dropped(step: int, call: str) -> ConfigError:
+def dropped_gradients_error(step: int, call: str) -> ConfigError:
     """Return the error for gradients that were all set to None or zero."""
     return ConfigError(
         f"step {step}: gradients were set to None or zero between {call} and run.update (by "
@@ -58,7 +66,7 @@ def dropped(step: int, call: str) -> ConfigError:
     )
 
 
-def changed_beside() -> ConfigError:
+def foreign_change_error() -> ConfigError:
     """Return the error for gradients that were changed after an update and before the next step."""
     return ConfigError(
         "gradients were changed beside the run (by loss.backward(), or by clipping after "
@@ -67,7 +75,7 @@ def changed_beside() -> ConfigError:
     )
 
 
-class HalfGradients:
+class HalfStepGradients:
     """Gradients between run.forward_backward and run.update, where ranks step parts of the sums.
 
     Under zero 1 and 2 parameters have no gradient there: a placeholder in `.grad` refuses writes.
@@ -90,7 +98,9 @@ class HalfGradients:
         self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
         self._is_part = bool(program.cuts) or program.pipe.size > 1
         if self.layout.zero in (1, 2):
-            self._stand_ins = {p: absent_gradient(p, self._written) for p in self.parameters}
+            self._stand_ins = {
+                p: make_gradient_placeholder(p, self._write_error) for p in self.parameters
+            }
         self._held: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._norms: list[torch.Tensor] = []
 
@@ -102,8 +112,8 @@ class HalfGradients:
                 parameter.grad = stand_in
         held = self.parameters if self.layout.zero else []
         self._held = [(p, p.grad) for p in held if p.grad is not None]
-        self._norms = [] if self._stand_ins or not is_read(step) else self._read()
-        watch(self)
+        self._norms = [] if self._stand_ins or not is_value_check_step(step) else self._row_norms()
+        watch_clipping(self)
 
     def close(self) -> bool:
         """Check the gradients before the second half; return whether they were changed in place.
@@ -113,27 +123,27 @@ class HalfGradients:
         """
         WATCHED.discard(self)
         norms, self._norms = self._norms, []
-        changed = bool(norms) and not all(map(torch.equal, norms, self._read()))
+        changed = bool(norms) and not all(map(torch.equal, norms, self._row_norms()))
         held, self._held = self._held, []
         gone = [p for p, _ in held if p.grad is None]
         others = [p for p, gradient in held if p.grad is not None and p.grad is not gradient]
         for parameter in self._stand_ins:
             parameter.grad = None
         if gone and len(gone) == len(held):
-            raise dropped(self.step, "run.forward_backward")
+            raise dropped_gradients_error(self.step, "run.forward_backward")
         if gone or others:
-            raise self._refusal("set to None" if gone else "replaced")
+            raise self._change_error("set to None" if gone else "replaced")
         return changed
 
-    def _read(self) -> list[torch.Tensor]:
+    def _row_norms(self) -> list[torch.Tensor]:
         """Return norms of the rows, without gradients that are gone."""
-        held = [here(p.grad) for p, _ in self._held if p.grad is not None]
+        held = [local_part(p.grad) for p, _ in self._held if p.grad is not None]
         return [norm.nan_to_num() for norm in torch._foreach_norm(held)] if held else []
 
-    def rest(self) -> None:
+    def forbid_clipping(self) -> None:
         """Refuse clipping after a step, until the next one: it would change nothing."""
         self._over = True
-        watch(self)
+        watch_clipping(self)
 
     def leave(self) -> None:
         """Stop protecting the gradients, since another step begins or the run is closed."""
@@ -142,9 +152,9 @@ class HalfGradients:
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
         """Raise ConfigError for torch's clipping if it would change nothing."""
         if self._over:
-            raise changed_beside()
+            raise foreign_change_error()
         if self._stand_ins:
-            raise self._refusal(f"given to {name}")
+            raise self._change_error(f"given to {name}")
         if self._is_part and "norm" in name:
             raise ConfigError(
                 f"step {self.step}: gradients were given to {name} between run.forward_backward "
@@ -152,12 +162,12 @@ class HalfGradients:
                 f"that its norm is another one than all gradients'; {CLIP}"
             )
 
-    def _written(self, operation: str) -> ConfigError:
+    def _write_error(self, operation: str) -> ConfigError:
         if operation == "zero_":
-            return dropped(self.step, "run.forward_backward")
-        return self._refusal("changed")
+            return dropped_gradients_error(self.step, "run.forward_backward")
+        return self._change_error("changed")
 
-    def _refusal(self, what: str) -> ConfigError:
+    def _change_error(self, what: str) -> ConfigError:
         return ConfigError(
             f"step {self.step}: gradients were {what} between run.forward_backward and run.update, "
             f"where under {self.layout.text()} the update steps other tensors, so it would change "
@@ -166,7 +176,7 @@ class HalfGradients:
         )
 
 
-class Watching(Protocol):
+class ClippingWatcher(Protocol):
     """Object that protects the gradients of some parameters from clipping."""
 
     names: set[int]
@@ -179,7 +189,7 @@ WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Objects whose `asked` is called."""
 
 
-def watch(one: Watching) -> None:
+def watch_clipping(one: ClippingWatcher) -> None:
     """Register an object whose `asked` runs before torch's clipping of its gradients."""
     _install()
     WATCHED.add(one)
@@ -187,10 +197,10 @@ def watch(one: Watching) -> None:
 
 @functools.cache
 def _install() -> None:
-    ask_before_clipping(WATCHED, _ask)
+    intercept_gradient_clipping(WATCHED, _notify_watchers)
 
 
-def _ask(name: str, parameters: Sequence[Any]) -> bool:
+def _notify_watchers(name: str, parameters: Sequence[Any]) -> bool:
     """Call `asked` of the owners of these parameters; return whether only the norm is wanted."""
     asked = [one for one in WATCHED if any(id(p) in one.names for p in parameters)]
     for one in asked if name else ():

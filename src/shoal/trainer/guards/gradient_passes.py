@@ -27,16 +27,22 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program, Reducer
-from shoal.trainer._torch import absent_gradient, step_hooks
+from shoal.trainer._torch import get_step_pre_hooks, make_gradient_placeholder
 from shoal.trainer.guards.checksums import (
     Marks,
-    any_nonzero,
-    changed_since,
-    here,
-    is_read,
-    marks_of,
+    has_nonzero_gradient,
+    is_value_check_step,
+    list_changed_gradients,
+    local_part,
+    read_gradient_marks,
 )
-from shoal.trainer.guards.gradient_halves import CLIP, WATCHED, dropped, refuse_dropped, watch
+from shoal.trainer.guards.gradient_halves import (
+    CLIP,
+    WATCHED,
+    dropped_gradients_error,
+    refuse_dropped_gradients,
+    watch_clipping,
+)
 
 REDUCTIONS = frozenset(
     {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}
@@ -63,16 +69,19 @@ class PassGradients:
         self.names = self.own | {id(p.parameter) for p in program.local.values()}
         self.alone = program.world.size == 1
         self.passes, self.means = 0, False
-        self._reads, self._norms = is_read(step), list[torch.Tensor]()
+        self._reads, self._norms = is_value_check_step(step), list[torch.Tensor]()
         self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        self._elsewhere = {p: absent_gradient(p, self._written) for p in _kept_elsewhere(program)}
-        self.note()
-        watch(self)
+        self._elsewhere = {
+            p: make_gradient_placeholder(p, self._write_error)
+            for p in _buffered_parameters(program)
+        }
+        self.record_marks()
+        watch_clipping(self)
 
-    def note(self) -> None:
+    def record_marks(self) -> None:
         """Record the marks and norms of the gradients that the run made."""
-        self._marks: Marks = marks_of(self.graded)
-        self._norms = self._read()
+        self._marks: Marks = read_gradient_marks(self.graded)
+        self._norms = self._gradient_norms()
 
     @contextmanager
     def backward(self, reducer: Reducer, rounds: int, *, counted: bool) -> Iterator[None]:
@@ -84,17 +93,17 @@ class PassGradients:
             counted: the loss came with a count; else it is a share of the step's mean.
         """
         self.check()
-        if not self.passes and any(p.grad is None for p in self._changed()):
+        if not self.passes and any(p.grad is None for p in self._changed_parameters()):
             reducer.begin(rounds)  # zero_grad at the top of a loop: nothing is lost
-        self.hide()
+        self.remove_placeholders()
         yield
         for parameter, gradient in self._elsewhere.items():
             parameter.grad = gradient
         self.passes += 1
         self.means = not counted and self.scale == 1.0
-        self.note()
+        self.record_marks()
 
-    def hide(self) -> None:
+    def remove_placeholders(self) -> None:
         """Remove the placeholders of gradients that the run stores in other buffers."""
         for parameter, gradient in self._elsewhere.items():
             if parameter.grad is gradient:
@@ -106,16 +115,16 @@ class PassGradients:
         Raises:
             ConfigError: gradients were removed or changed.
         """
-        changed = self._changed()
-        if not changed and self._norms and not self._means_already():
-            self._pairs.append((self._norms, self._read()))
+        changed = self._changed_parameters()
+        if not changed and self._norms and not self._is_mean():
+            self._pairs.append((self._norms, self._gradient_norms()))
         if not changed:
             return
         if self.passes:
             weights = [p for p in self.graded if id(p) in self.own]
-            refuse_dropped(weights, self._marks, self.step, "run.backward")
-        if any_nonzero(changed) and not self._means_already():
-            raise self._written()
+            refuse_dropped_gradients(weights, self._marks, self.step, "run.backward")
+        if has_nonzero_gradient(changed) and not self._is_mean():
+            raise self._write_error()
 
     def compare(self) -> None:
         """Compare norms from before and after user code, once the host has waited.
@@ -126,17 +135,17 @@ class PassGradients:
         pairs, self._pairs = self._pairs, []
         for before, after in pairs:
             if torch.stack(before).tolist() != torch.stack(after).tolist():
-                raise self._written()
+                raise self._write_error()
 
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
         """Raise ConfigError for torch's clipping of sums over this rank's own samples."""
-        if self.passes and not self._means_already():
+        if self.passes and not self._is_mean():
             raise self.refusal(f"{name} was called")
 
     def close(self) -> None:
         """Check the gradients a last time before the update, and stop watching."""
         self.check()
-        self.hide()
+        self.remove_placeholders()
         WATCHED.discard(self)
 
     def refusal(self, what: str) -> ConfigError:
@@ -147,29 +156,29 @@ class PassGradients:
             f"gradient; {CLIP}; a factor or a mask: weight.register_hook(…)"
         )
 
-    def _read(self) -> list[torch.Tensor]:
+    def _gradient_norms(self) -> list[torch.Tensor]:
         """Return norms of gradients in progress; none in most steps, and before the first pass."""
         if not (self._reads and self.passes):
             return []
-        held = [here(p.grad) for p in self.graded if id(p) in self.own and p.grad is not None]
+        held = [local_part(p.grad) for p in self.graded if id(p) in self.own and p.grad is not None]
         return [norm.nan_to_num().double() for norm in torch._foreach_norm(held)] if held else []
 
-    def _written(self, operation: str = "") -> ConfigError:
+    def _write_error(self, operation: str = "") -> ConfigError:
         if "zero_" in operation:
-            return dropped(self.step, "run.backward")
+            return dropped_gradients_error(self.step, "run.backward")
         return self.refusal("gradients were changed")
 
-    def _changed(self) -> list[nn.Parameter]:
+    def _changed_parameters(self) -> list[nn.Parameter]:
         """Return parameters with another gradient; stepped parts may be removed before the sum."""
-        changed = changed_since(self._marks, self.graded)
+        changed = list_changed_gradients(self._marks, self.graded)
         return [p for p in changed if id(p) in self.own or p.grad is not None]
 
-    def _means_already(self) -> bool:
+    def _is_mean(self) -> bool:
         """Return whether the gradients are the step's mean, as in plain PyTorch: in one process."""
         return self.alone and self.means
 
 
-def _kept_elsewhere(program: Program) -> list[nn.Parameter]:
+def _buffered_parameters(program: Program) -> list[nn.Parameter]:
     """Return parameters whose gradient the run stores in a buffer after each pass."""
     plan, parameters = program.plan, program.parameters
     if plan.layout.zero == 3:
@@ -193,22 +202,22 @@ class HookGradients:
         """Raise ConfigError for clipping by a norm, or of parameters without a gradient here."""
         ours = [p for p in parameters if id(p) in self.names]
         if ours and ("norm" in name or all(p.grad is None for p in ours)):
-            raise self._refusal(f"calls {name}")
+            raise self._hook_error(f"calls {name}")
 
     @contextmanager
-    def watching(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def watch_hooks(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Wrap a call of `optimizer.step`; only its hooks are watched."""
-        reads, marks = _Reductions(), dict[int, tuple[int, int]]()
+        reads, marks = _ReductionMode(), dict[int, tuple[int, int]]()
 
         def begin(*_what: Any) -> None:
-            marks.update(marks_of(self.stepped))
-            watch(self)
+            marks.update(read_gradient_marks(self.stepped))
+            watch_clipping(self)
             reads.__enter__()
 
         def end(*_what: Any) -> None:
             leave()
-            if reads.found and any_nonzero(changed_since(marks, self.stepped)):
-                raise self._refusal(f"reads {reads.found} and changes gradients")
+            if reads.found and has_nonzero_gradient(list_changed_gradients(marks, self.stepped)):
+                raise self._hook_error(f"reads {reads.found} and changes gradients")
 
         def leave() -> None:
             if self in WATCHED:
@@ -216,7 +225,7 @@ class HookGradients:
                 reads.__exit__(None, None, None)
 
         first = optimizer.register_step_pre_hook(begin)
-        step_hooks(optimizer).move_to_end(first.id, last=False)
+        get_step_pre_hooks(optimizer).move_to_end(first.id, last=False)
         last = optimizer.register_step_pre_hook(end)
         try:
             yield
@@ -225,7 +234,7 @@ class HookGradients:
             first.remove()
             last.remove()
 
-    def _refusal(self, what: str) -> ConfigError:
+    def _hook_error(self, what: str) -> ConfigError:
         return ConfigError(
             f"step {self.step}: a step hook of the optimizer (register_step_pre_hook) {what}, and "
             f"under {self.layout} a rank steps parts of the weights, so that its norm is another "
@@ -233,7 +242,7 @@ class HookGradients:
         )
 
 
-class _Reductions(TorchFunctionMode):
+class _ReductionMode(TorchFunctionMode):
     """Mode that notes the first reduction of torch that is called."""
 
     def __init__(self) -> None:

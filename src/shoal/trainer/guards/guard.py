@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from shoal.trainer.step.micro_batch import all_around
+from shoal.trainer.step.micro_batch import combine_contexts
 from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 
@@ -87,7 +87,9 @@ class Guards:
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
         """Return one context of all guards that are due, the first one outermost."""
-        return all_around(*(one.around(step, micro_batches) for one in self.at("around", step)))
+        return combine_contexts(
+            *(one.around(step, micro_batches) for one in self.at("around", step))
+        )
 
     def sums(self, step: int) -> dict[str, Sequence[float]]:
         """Return the vector entries of all guards that are due."""

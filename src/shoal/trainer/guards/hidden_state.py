@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.base.layouts.policies import CompilePolicy
-from shoal.parallel._torch import writes
+from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.guards.guard import Guard
@@ -44,10 +44,15 @@ class HiddenStateGuard(Guard):
     def __init__(self, program: Program, notice: Callable[[str], None]) -> None:
         self.module, self.notice = program.module, notice
         # A mode would recompile a compiled block, and threads have modes of their own.
-        self.looks = not program.plan.asks(CompilePolicy) and program.plan.layout.strategy != "dp"
+        self.looks = (
+            not program.plan.differs_from_default(CompilePolicy)
+            and program.plan.layout.strategy != "dp"
+        )
         self.alone = program.data.size == 1
         # Keeps the tensors for two steps: a new tensor may reuse the id of a freed one.
-        self._before = self._left = _written(states_of(self.module)) if self.looks else {}
+        self._before = self._left = (
+            _with_write_counters(list_attribute_tensors(self.module)) if self.looks else {}
+        )
 
     def due(self, step: int) -> bool:
         """Return True in the first steps, and in the one that drops the kept tensors."""
@@ -58,21 +63,23 @@ class HiddenStateGuard(Guard):
         if step > 2 or (self.alone and micro_batches < 2):
             self._before = self._left = {}
             return None
-        return self._first() if step == 1 else self._second()
+        return self._watch_first_step() if step == 1 else self._watch_second_step()
 
     @contextmanager
-    def _first(self) -> Iterator[None]:
+    def _watch_first_step(self) -> Iterator[None]:
         yield
-        self._left = _written(states_of(self.module))
+        self._left = _with_write_counters(list_attribute_tensors(self.module))
 
     @contextmanager
-    def _second(self) -> Iterator[None]:
-        held = states_of(self.module)
-        changed = {n: t for n, t in held.items() if not _same(n, self._left, self._before)}
-        with _Reads(changed) if changed else nullcontext() as reads:
+    def _watch_second_step(self) -> Iterator[None]:
+        held = list_attribute_tensors(self.module)
+        changed = {n: t for n, t in held.items() if not _is_unchanged(n, self._left, self._before)}
+        with _TensorReadMode(changed) if changed else nullcontext() as reads:
             yield
-        now = _written(states_of(self.module)) if reads else {}
-        found = sorted(n for n in (reads.names if reads else ()) if not _same(n, now, self._left))
+        now = _with_write_counters(list_attribute_tensors(self.module)) if reads else {}
+        found = sorted(
+            n for n in (reads.names if reads else ()) if not _is_unchanged(n, now, self._left)
+        )
         self._before = self._left = {}
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -84,7 +91,7 @@ class HiddenStateGuard(Guard):
             )
 
 
-class _Reads(TorchFunctionMode):
+class _TensorReadMode(TorchFunctionMode):
     """Mode that collects which of some tensors torch functions read."""
 
     def __init__(self, held: States) -> None:
@@ -102,7 +109,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def states_of(module: nn.Module) -> States:
+def list_attribute_tensors(module: nn.Module) -> States:
     """Return the tensors in plain attributes of a module's layers, alone or in containers."""
     found: States = {}
     for path, layer in module.named_modules():
@@ -115,11 +122,11 @@ def states_of(module: nn.Module) -> States:
     return found
 
 
-def _written(states: States) -> Written:
-    return {n: (t, 0 if t.is_inference() else writes(t)) for n, t in states.items()}
+def _with_write_counters(states: States) -> Written:
+    return {n: (t, 0 if t.is_inference() else version_counter(t)) for n, t in states.items()}
 
 
-def _same(name: str, one: Written, other: Written) -> bool:
+def _is_unchanged(name: str, one: Written, other: Written) -> bool:
     """Return whether an attribute holds the same tensor in both, with no write in between."""
     if name not in one or name not in other:
         return name not in one

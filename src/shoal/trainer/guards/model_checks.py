@@ -30,25 +30,25 @@ from torch.nn.parameter import is_lazy
 from shoal.base.errors import ConfigError
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
-from shoal.parallel.mutated_weights import refuse_rewritten
+from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
-from shoal.trainer._torch import gradient_hooks
-from shoal.trainer.guards.first_step_checks import evaluation_line
+from shoal.trainer._torch import count_gradient_hooks
+from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.step_vector import StepNumbers
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def enter_run(module: nn.Module, program: Program) -> Program:
+def mark_in_run(module: nn.Module, program: Program) -> Program:
     """Mark a module as one that a run trains, until the program is closed.
 
     Its `state_dict()` is that of the weights that are stepped, wherever they lie.
     """
     if program.parts or program.cuts or any(p.is_meta for p in module.parameters()):
-        from shoal.trainer.full_state_dict import give_masters
+        from shoal.trainer.full_state_dict import register_master_hooks
 
-        program = give_masters(program)
+        program = register_master_hooks(program)
     _in_a_run.add(module)
     leave = functools.partial(_in_a_run.discard, module)
     return replace(program, on_close=(*program.on_close, leave))
@@ -68,7 +68,7 @@ def refuse_unready(module: nn.Module) -> None:
             refuse_parameter(name, parameter)
 
 
-def layers_of(module: nn.Module) -> list[str]:
+def describe_layers(module: nn.Module) -> list[str]:
     """Return a line for each torch layer with its `extra_repr`: sizes, dropout, epsilons."""
     return [
         f"{name or 'itself'} is {type(part).__name__}({part.extra_repr()})"
@@ -77,7 +77,7 @@ def layers_of(module: nn.Module) -> list[str]:
     ]
 
 
-def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
+def refuse_different_layers(module: nn.Module, world: World, step: int = 0) -> None:
     """Compare over ranks the settings of their layers.
 
     Args:
@@ -90,7 +90,7 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     """
     if world.size == 1:
         return
-    unlike = world.differing(layers_of(module))
+    unlike = world.find_differing_rank(describe_layers(module))
     if unlike is None:
         return
     from shoal.trainer.guards.reports.start_report import refuse_layers
@@ -98,16 +98,16 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     refuse_layers(unlike, world.ranks, step)
 
 
-def hooked(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+def list_hooked_weights(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Return names of parameters that have a hook on their gradient."""
-    return [name for name, parameter in parameters.items() if gradient_hooks(parameter)]
+    return [name for name, parameter in parameters.items() if count_gradient_hooks(parameter)]
 
 
 def check_hooks(names: Collection[str], program: Program) -> list[str]:
     """Return a notice on what gradient hooks see under the program's layout, if there are any.
 
     Args:
-        names: of `hooked`, before the module was sharded.
+        names: of `list_hooked_weights`, before the module was sharded.
         program: the run's.
 
     Raises:
@@ -119,7 +119,7 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
         if here is None:
             continue  # it trains on another rank, with its hook
         divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
-        if divided or not gradient_hooks(here):
+        if divided or not count_gradient_hooks(here):
             from shoal.trainer.guards.reports.start_report import refuse_hook
 
             refuse_hook(name, layout.text())
@@ -146,7 +146,7 @@ class ModelGuard(Guard):
         self, program: Program, cut_by_default: bool, notice: Callable[[str], None]
     ) -> None:
         self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
-        self._hooked = hooked(program.parameters)  # their notice is printed
+        self._hooked = list_hooked_weights(program.parameters)  # their notice is printed
         self._evaluates, self._is_first = False, True
 
     def before(self, step: int, batch: Any) -> None:
@@ -158,12 +158,16 @@ class ModelGuard(Guard):
         if batch is None:  # a loop that calls the model itself
             return
         module = self.program.module
-        if not self._evaluates and (line := evaluation_line(module)):
+        if not self._evaluates and (line := evaluation_mode_notice(module)):
             self._evaluates = True
             self.notice(line)
         if not self._is_first:
             return
-        hooks = [name for name in hooked(self.program.parameters) if name not in self._hooked]
+        hooks = [
+            name
+            for name in list_hooked_weights(self.program.parameters)
+            if name not in self._hooked
+        ]
         for line in check_hooks(hooks, self.program):
             self.notice(line)
         plan = self.program.plan
@@ -177,7 +181,7 @@ class ModelGuard(Guard):
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return a context that finds weights written by a forward pass, in the first step."""
-        return refuse_rewritten(self.program) if self._is_first else None
+        return refuse_mutated_weights(self.program) if self._is_first else None
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Note that the first passes are over."""

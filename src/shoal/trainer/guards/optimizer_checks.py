@@ -14,13 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.base.plans.tensor_shards import check_savable
-from shoal.optim.named_state import parameters_held, split_state
+from shoal.optim.named_state import count_parameters, split_state
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer.guards.guard import Guard
 
 
 @dataclass
-class Length:
+class ScheduleLength:
     """Length of a run, as its learning-rate schedule needs it.
 
     Attributes:
@@ -32,7 +32,7 @@ class Length:
     total_steps: int = 0
 
 
-class LearningRate:
+class LearningRateSetter:
     """Setter of the learning rate of all groups before each update, if there is a schedule.
 
     Args:
@@ -43,7 +43,7 @@ class LearningRate:
         ConfigError: a group has no rate.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, length: Length) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, length: ScheduleLength) -> None:
         self.optimizer, self.length = optimizer, length
         self._last: list[float] = []
         if any("lr" not in group for group in optimizer.param_groups):
@@ -62,10 +62,10 @@ class LearningRate:
         groups = self.optimizer.param_groups
         if policy is not None:
             if total < 1:
-                raise told().endless(policy.schedule, total)
+                raise import_report().endless(policy.schedule, total)
             now = [float(group["lr"]) for group in groups]
             if self._last and now != self._last:
-                raise told().other_rate(policy.schedule, now[0])
+                raise import_report().other_rate(policy.schedule, now[0])
             from shoal.optim.schedule import lr_factor
 
             factor = lr_factor(policy, step, total)
@@ -74,7 +74,7 @@ class LearningRate:
             self._last = [float(group["lr"]) for group in groups]
         return float(groups[0]["lr"]) if groups else 0.0
 
-    def restored(self) -> None:
+    def reset(self) -> None:
         """Accept the rates of a restored checkpoint."""
         self._last = []
 
@@ -97,14 +97,14 @@ class OptimizerGuard(Guard):
         self.optimizer, self.program, self.notice = optimizer, program, notice
         self.state_checked = False
         self.movement = MovementCheck()
-        self._held = parameters_held(self.optimizer)
+        self._held = count_parameters(self.optimizer)
         self._loading: RemovableHandle | None = None
         layout = program.plan.layout
         if layout.zero or program.cuts or program.pipe.size > 1:
             self._loading = optimizer.register_load_state_dict_pre_hook(self._refuse_state)
 
     @property
-    def watch(self) -> Callable[[Program, torch.optim.Optimizer], None] | None:
+    def pre_step_check(self) -> Callable[[Program, torch.optim.Optimizer], None] | None:
         """Return the check before the optimizer's step, until a weight has moved."""
         return None if self.movement.done else self.movement.look
 
@@ -116,9 +116,9 @@ class OptimizerGuard(Guard):
         """
         if not self.state_checked and not any(g["lr"] for g in self.optimizer.param_groups):
             self.notice("optimizer: every learning rate is 0, so nothing trains yet")
-        held = parameters_held(self.optimizer)
+        held = count_parameters(self.optimizer)
         if held != self._held:
-            raise told().other_groups(held, self._held)
+            raise import_report().other_groups(held, self._held)
 
     def updated(self, step: int, *, skipped: bool) -> None:
         """Check the first update.
@@ -129,7 +129,7 @@ class OptimizerGuard(Guard):
         if skipped:
             return
         if not self.movement.done and self.movement.moved() is False:
-            raise told().moved_nothing()
+            raise import_report().moved_nothing()
         if not self.state_checked:
             names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
             names.update({p: n for n, p in self.program.frozen.items()})
@@ -144,17 +144,17 @@ class OptimizerGuard(Guard):
             self._loading.remove()
 
     def _refuse_state(self, *_what: object) -> None:
-        raise told().state_of_parts(self.program.plan.layout.text())
+        raise import_report().state_of_parts(self.program.plan.layout.text())
 
 
-def told() -> Any:
+def import_report() -> Any:
     """Import the module of error texts, which is rarely needed."""
     from shoal.trainer.guards.reports import optimizer_report as optimizer
 
     return optimizer
 
 
-def _stepped(program: Program) -> list[nn.Parameter]:
+def _stepped_parameters(program: Program) -> list[nn.Parameter]:
     return [local.parameter for local in program.local.values()]
 
 
@@ -180,7 +180,7 @@ class MovementCheck:
         for group in optimizer.param_groups:
             lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
         self.before = []
-        for parameter in sorted(_stepped(program), key=lambda p: p.numel()):
+        for parameter in sorted(_stepped_parameters(program), key=lambda p: p.numel()):
             gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
             if gradient is None or not parameter.numel():
                 continue

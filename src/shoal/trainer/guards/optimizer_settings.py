@@ -25,9 +25,9 @@ import torch
 
 from shoal.fabric import World
 from shoal.optim.named_state import inner_optimizers
-from shoal.parallel._torch import writes
+from shoal.parallel._torch import version_counter
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
+from shoal.trainer.step.step_vector import Invariant, InvariantGroup, StepNumbers
 
 PARAMETERS = ("params", "param_names")
 """Keys of a group that hold this rank's parameters."""
@@ -44,7 +44,7 @@ Settings = list[list[tuple[str, Any]]]
 """For each group its keys and values, in the group's order."""
 
 
-class _Seen:
+class _GroupCache:
     """Cached values of a group, a checksum of each key and value, and their sums."""
 
     def __init__(self, keys: list[str]) -> None:
@@ -67,7 +67,7 @@ class OptimizerSettingsGuard(Guard):
         self.optimizer, self.world = optimizer, world
         self._inner = list(inner_optimizers(optimizer))
         self._tensors: dict[int, tuple[torch.Tensor, int, list[float]]] = {}
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _GroupCache] = {}
         self._used: dict[int, tuple[int, int]] = {}
         self._used_values: Settings = []
         everyone = tuple(range(world.size))
@@ -82,7 +82,7 @@ class OptimizerSettingsGuard(Guard):
                 members.setdefault(ranks, []).append(number)
         self._names = [f"optimizer settings {numbers}" for numbers in members.values()]
         self._compared = [
-            (name, Group(ranks, world.rank), numbers)
+            (name, InvariantGroup(ranks, world.rank), numbers)
             for name, (ranks, numbers) in zip(self._names, members.items(), strict=True)
             if world.rank in ranks
         ]
@@ -124,7 +124,7 @@ class OptimizerSettingsGuard(Guard):
 
     def _settings(self) -> Iterator[list[tuple[str, Any]]]:
         for group in self._groups():
-            yield [(k, self._plain(v)) for k, v in group.items() if k not in PARAMETERS]
+            yield [(k, self._to_comparable(v)) for k, v in group.items() if k not in PARAMETERS]
 
     def _checksums(self) -> dict[int, tuple[int, int]]:
         """Return checksums of each group's keys and values: of `SETTINGS`, and of the others."""
@@ -132,13 +132,13 @@ class OptimizerSettingsGuard(Guard):
         for number, group in enumerate(self._groups()):
             seen = self._seen.get(number)
             if seen is None or seen.keys != list(group):
-                seen = self._seen[number] = _Seen(list(group))
+                seen = self._seen[number] = _GroupCache(list(group))
             for place, (value, before) in enumerate(zip(group.values(), seen.values, strict=True)):
                 if value is before:
                     continue
                 key = seen.keys[place]
                 if key not in PARAMETERS:
-                    code = zlib.crc32(f"{key} {self._plain(value)!r}".encode())
+                    code = zlib.crc32(f"{key} {self._to_comparable(value)!r}".encode())
                     seen.sums[key not in SETTINGS] ^= seen.codes[place] ^ code
                     seen.codes[place] = code
                 fixed = key in PARAMETERS or value.__class__ in FIXED  # its contents cannot change
@@ -146,35 +146,35 @@ class OptimizerSettingsGuard(Guard):
             found[number] = (seen.sums[0], seen.sums[1])
         return found
 
-    def _plain(self, value: Any) -> Any:
+    def _to_comparable(self, value: Any) -> Any:
         """Return a value in a form that is equal on all ranks."""
         if isinstance(value, torch.Tensor):
-            return self._read(value)
+            return self._read_tensor(value)
         if isinstance(value, bool | str | None):
             return value
         if isinstance(value, int | float):
             return float(value)
         if isinstance(value, list | tuple):
-            return tuple(map(self._plain, value))
+            return tuple(map(self._to_comparable, value))
         return type(value).__name__  # functions and objects cannot be compared
 
-    def _read(self, tensor: torch.Tensor) -> Any:
+    def _read_tensor(self, tensor: torch.Tensor) -> Any:
         """Return the numbers of a tensor; reads a device only after a counted write."""
         if tensor.device.type != "cpu":
             held, count, read = self._tensors.get(id(tensor), (None, -1, []))
-            if held is not tensor or count != writes(tensor):
+            if held is not tensor or count != version_counter(tensor):
                 read = tensor.detach().double().reshape(-1).tolist()
-                self._tensors[id(tensor)] = tensor, writes(tensor), read
+                self._tensors[id(tensor)] = tensor, version_counter(tensor), read
         else:
             read = tensor.detach().double().reshape(-1).tolist()
         return read[0] if tensor.dim() == 0 else tuple(read)
 
     def _refuse(self, step: int) -> None:
         """Raise ConfigError for the first number that differs; every rank calls it."""
-        from shoal.trainer.guards.reports.optimizer_report import refuse_unlike_settings
+        from shoal.trainer.guards.reports.optimizer_report import refuse_different_settings
 
         told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
-        refuse_unlike_settings(step, told, self.stepped, SETTINGS)
+        refuse_different_settings(step, told, self.stepped, SETTINGS)
 
 
 FIXED = (float, int, bool, str, tuple, type(None))

@@ -28,7 +28,7 @@ from shoal.base.text.rank_differences import blocks_line
 from shoal.fabric import World
 from shoal.parallel.unit_log import UnitLog
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
+from shoal.trainer.step.step_vector import Invariant, InvariantGroup, StepNumbers
 
 
 class UnitOrderGuard(Guard):
@@ -36,7 +36,7 @@ class UnitOrderGuard(Guard):
 
     def __init__(self, log: UnitLog, world: World) -> None:
         self.log, self.world = log, world
-        self._groups = [Group(calls.ranks, world.rank) for calls in log.calls]
+        self._groups = [InvariantGroup(calls.ranks, world.rank) for calls in log.calls]
 
     def invariants(self, step: int) -> Sequence[Invariant]:
         """Return a checksum for each axis."""

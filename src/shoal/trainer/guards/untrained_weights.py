@@ -54,10 +54,12 @@ class UntrainedWeightsGuard(Guard):
     ) -> None:
         self.program, self.notice, self.forgotten = program, notice, forgotten
         self.never = [place for place, name in enumerate(program.names) if name not in unheld]
-        self.steps, self._look = 0, _Look(program)
+        self.steps, self._look = 0, _GradientFlowHooks(program)
         # Hooks would recompile a compiled block, and threads have replicas.
         compiled = any(getattr(m, "_compiled_call_impl", None) for m in program.module.modules())
-        asked = program.plan.asks(CompilePolicy) or program.plan.layout.strategy == "dp"
+        asked = (
+            program.plan.differs_from_default(CompilePolicy) or program.plan.layout.strategy == "dp"
+        )
         self.looks = not (compiled or asked)
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
@@ -108,11 +110,11 @@ class UntrainedWeightsGuard(Guard):
         """Return the context of hooks around the passes of the first step; None in later ones."""
         if self.steps or not self.looks or not self.never:
             return None
-        self._look = _Look(self.program)  # a step that failed is made again
+        self._look = _GradientFlowHooks(self.program)  # a step that failed is made again
         return self._look.installed()
 
 
-class _Look:
+class _GradientFlowHooks:
     """Hooks on the layers that hold weights, during the passes of one step.
 
     Attributes:
@@ -140,15 +142,15 @@ class _Look:
         """Register the hooks, and remove them at the end."""
         handles = []
         for module, held in self.owners:
-            before = partial(self._before, held)
+            before = partial(self._check_inputs, held)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(self._after, held)))
+            handles.append(module.register_forward_hook(partial(self._check_outputs, held)))
         detach = torch.Tensor.detach
 
         def watched(tensor: torch.Tensor) -> torch.Tensor:
             room = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
             if tensor.requires_grad and torch.is_grad_enabled() and room not in ("shoal", "torch"):
-                self._cut(tensor)
+                self._mark_cut_off(tensor)
             return detach(tensor)
 
         torch.Tensor.detach = watched  # type: ignore[assignment]
@@ -159,7 +161,7 @@ class _Look:
             for handle in handles:
                 handle.remove()
 
-    def _before(self, own: dict[str, str], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _check_inputs(self, own: dict[str, str], module: nn.Module, args: Any, kwargs: Any) -> None:
         for key, name in own.items():  # the weights that a layout gathered for this pass
             self.names[id(getattr(module, key))] = name
         if not torch.is_grad_enabled():
@@ -167,11 +169,13 @@ class _Look:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             for leaf in tensors:
                 if leaf.grad_fn is not None:
-                    self._cut(leaf)
+                    self._mark_cut_off(leaf)
             if not any(t.requires_grad for t in tensors) and _is_checkpointed():
                 self.found |= set(own.values())
 
-    def _after(self, own: dict[str, str], module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _check_outputs(
+        self, own: dict[str, str], module: nn.Module, inputs: Any, outputs: Any
+    ) -> None:
         if not torch.is_grad_enabled():
             return
         held = set(own.values())
@@ -181,23 +185,23 @@ class _Look:
             self.found |= held
             for leaf in pytree.tree_leaves(inputs):
                 if isinstance(leaf, torch.Tensor):
-                    self._cut(leaf)
+                    self._mark_cut_off(leaf)
         for leaf in wide:
             if leaf.grad_fn is not None:
-                near = self._weights(leaf.grad_fn, NEAR) & held
+                near = self._reachable_weights(leaf.grad_fn, NEAR) & held
                 if near:
-                    leaf.register_hook(partial(self._reach, near))
+                    leaf.register_hook(partial(self._mark_reached, near))
 
-    def _reach(self, names: set[str], _gradient: torch.Tensor) -> None:
+    def _mark_reached(self, names: set[str], _gradient: torch.Tensor) -> None:
         self.reached |= names
 
-    def _cut(self, tensor: torch.Tensor) -> None:
+    def _mark_cut_off(self, tensor: torch.Tensor) -> None:
         if tensor.grad_fn is not None:
-            self.found |= self._weights(tensor.grad_fn, MOST)
+            self.found |= self._reachable_weights(tensor.grad_fn, MOST)
         elif id(tensor) in self.names:
             self.found.add(self.names[id(tensor)])
 
-    def _weights(self, root: Any, levels: int) -> set[str]:
+    def _reachable_weights(self, root: Any, levels: int) -> set[str]:
         """Return names of the weights that a graph reaches within `levels` operations."""
         found, seen, layer = set[str](), {root}, [root]
         while layer and levels and self.left > 0:

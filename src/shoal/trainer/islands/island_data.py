@@ -24,9 +24,9 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.data.loading.dataset_kind import digest_of, is_indexed
-from shoal.data.loading.sample_seeds import seeded_draws
-from shoal.trainer.islands.island_join import MEET_S, Joined
-from shoal.trainer.run_folder.resume_checks import read_apart, spread_indices
+from shoal.data.loading.sample_seeds import seeded_rng
+from shoal.trainer.islands.island_join import MEET_S, IslandConnection
+from shoal.trainer.run_folder.resume_checks import read_in_fork, spread_indices
 
 SAMPLES, SAMPLES_S = 64, 1.0
 """Samples that are compared, and seconds that an island may spend on reading them."""
@@ -35,7 +35,9 @@ CLOSE = 1e-3
 """Relative difference of means that different decoders may cause."""
 
 
-def check_same_data(joined: Joined, parts: Mapping[str, tuple[str, Any]], workers: int) -> None:
+def check_same_data(
+    joined: IslandConnection, parts: Mapping[str, tuple[str, Any]], workers: int
+) -> None:
     """Refuse islands whose data differ; every rank of every island calls it.
 
     Args:
@@ -52,7 +54,7 @@ def check_same_data(joined: Joined, parts: Mapping[str, tuple[str, Any]], worker
     if inner.rank == 0:
         for key, (name, dataset) in parts.items():
             if is_indexed(dataset):
-                own[key] = {"source": name, **fingerprint(dataset, workers)}
+                own[key] = {"source": name, **fingerprint_dataset(dataset, workers)}
     message = json.dumps(inner.broadcast_json(own)).encode()
     told = [json.loads(one) for one in joined.plane.gather(message, deadline_s=MEET_S)]
     for key in parts:
@@ -60,12 +62,14 @@ def check_same_data(joined: Joined, parts: Mapping[str, tuple[str, Any]], worker
             if (
                 key in told[0]
                 and key in other
-                and (why := find_difference(told[0][key], other[key]))
+                and (why := describe_difference(told[0][key], other[key]))
             ):
-                raise ConfigError(_line(key, island, told[0][key], other[key], why))
+                raise ConfigError(_format_difference(key, island, told[0][key], other[key], why))
 
 
-def _line(key: str, island: int, first: dict[str, Any], other: dict[str, Any], why: str) -> str:
+def _format_difference(
+    key: str, island: int, first: dict[str, Any], other: dict[str, Any], why: str
+) -> str:
     sources = f"{other['source']} on island {island}, {first['source']} on island 0"
     reason = "islands take turns in one stream of samples"
     if key == "data.validation":
@@ -73,26 +77,26 @@ def _line(key: str, island: int, first: dict[str, Any], other: dict[str, Any], w
     return f"{key}: {why} ({sources}): {reason}; try: the same data on all islands"
 
 
-def fingerprint(dataset: Any, workers: int) -> dict[str, Any]:
+def fingerprint_dataset(dataset: Any, workers: int) -> dict[str, Any]:
     """Return the fingerprint of a dataset: {"samples": length, "seen": [[number, …], …]}.
 
     Each entry of `seen` is [sample number, digest of the exact values, [mean, rms, …] of the
     floats]. It is empty for data that differ at every reading.
     """
-    return {"samples": len(dataset), "seen": read_apart(_see, dataset, workers)}
+    return {"samples": len(dataset), "seen": read_in_fork(_fingerprint_samples, dataset, workers)}
 
 
-def _see(dataset: Any) -> list[Any]:
+def _fingerprint_samples(dataset: Any) -> list[Any]:
     def entry(index: int) -> list[Any]:
-        with seeded_draws("islands", index):
+        with seeded_rng("islands", index):
             sums = list[float]()
-            return [index, digest_of(_exact(dataset[index], sums)), sums]
+            return [index, digest_of(_split_exact_values(dataset[index], sums)), sums]
 
     until_s, seen = time.monotonic() + SAMPLES_S, list[Any]()
     try:
         for index in spread_indices(len(dataset), SAMPLES):
             seen.append(entry(index))
-            if len(seen) == 1 and not _is_same(seen[0], entry(index)):
+            if len(seen) == 1 and not _is_same_sample(seen[0], entry(index)):
                 return []
             if time.monotonic() > until_s:
                 break
@@ -101,7 +105,7 @@ def _see(dataset: Any) -> list[Any]:
     return seen
 
 
-def _exact(value: Any, sums: list[float]) -> Any:
+def _split_exact_values(value: Any, sums: list[float]) -> Any:
     """Return a sample without its floating numbers; append their mean and rms to `sums`."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         value = value.detach().to("cpu", torch.float64).numpy()
@@ -114,13 +118,15 @@ def _exact(value: Any, sums: list[float]) -> Any:
         sums.append(value)
         return "float"
     if isinstance(value, Mapping):
-        return {key: _exact(part, sums) for key, part in sorted(value.items(), key=repr)}
+        return {
+            key: _split_exact_values(part, sums) for key, part in sorted(value.items(), key=repr)
+        }
     if isinstance(value, list | tuple):
-        return [_exact(part, sums) for part in value]
+        return [_split_exact_values(part, sums) for part in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def find_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def describe_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return how two fingerprints differ, as text; "" if they agree.
 
     >>> find_difference({"samples": 8, "seen": []}, {"samples": 9, "seen": []})
@@ -129,7 +135,7 @@ def find_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     if first["samples"] != other["samples"]:
         return f"{other['samples']} samples, and {first['samples']}"
     pairs = list(zip(first["seen"], other["seen"], strict=False))
-    unlike = [one[0] for one, two in pairs if not _is_same(one, two)]
+    unlike = [one[0] for one, two in pairs if not _is_same_sample(one, two)]
     if not unlike:
         return ""
     return (
@@ -137,7 +143,7 @@ def find_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     )
 
 
-def _is_same(one: list[Any], two: list[Any]) -> bool:
+def _is_same_sample(one: list[Any], two: list[Any]) -> bool:
     if one[:2] != two[:2] or len(one[2]) != len(two[2]):
         return False
     pairs = zip(one[2], two[2], strict=True)

@@ -25,31 +25,37 @@ import torch
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy, check_keep
 from shoal.base.runlog.events import Emit
-from shoal.checkpoint.format.checkpoint_faults import Damaged, WantedDamaged
-from shoal.checkpoint.format.folders import quarantine, temporary
-from shoal.checkpoint.format.listing import find, read_manifest, step_folder
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, DamagedStepError
+from shoal.checkpoint.format.folders import make_temporary_path, quarantine
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, step_folder
 from shoal.fabric import World
-from shoal.fabric.compressed.codecs import Feedback, find_codec
-from shoal.fabric.duplicate_group import leave, twin
-from shoal.fabric.islands.inter_island_group import Plane, open_plane
-from shoal.fabric.islands.island_rendezvous import meet
+from shoal.fabric.compressed.codecs import ErrorFeedback, find_codec
+from shoal.fabric.duplicate_group import destroy_duplicate, duplicate_world
+from shoal.fabric.islands.inter_island_group import InterIslandGroup, connect_islands
+from shoal.fabric.islands.island_rendezvous import join_island_store
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
-from shoal.islands.admission import Admission, Refusals
-from shoal.islands.common_round import Resume, from_bytes, refuse_damaged, resume_point, to_bytes
-from shoal.islands.error_feedback_files import Leftovers
-from shoal.islands.method import Method
+from shoal.islands.admission import AdmissionTest, RefusalCounter
+from shoal.islands.common_round import (
+    ResumePoint,
+    decode_rounds,
+    encode_rounds,
+    find_resume_point,
+    refuse_damaged,
+)
+from shoal.islands.error_feedback_files import IslandErrorFeedback
+from shoal.islands.method import MergeMethod
 from shoal.islands.methods import find_method
-from shoal.islands.peer_deadline import Patience
-from shoal.islands.round_exchange import Merger
-from shoal.islands.sample_ranges import Stream
-from shoal.islands.send_slices import Shares
-from shoal.parallel.build.full_state import held
+from shoal.islands.peer_deadline import PeerDeadline
+from shoal.islands.round_exchange import FragmentMerger
+from shoal.islands.sample_ranges import SampleStream
+from shoal.islands.send_slices import MessageShards
+from shoal.parallel.build.full_state import local_state
 from shoal.parallel.program import Part
-from shoal.trainer.islands.island_state import Common
+from shoal.trainer.islands.island_state import CommonState
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import reducer_of
 from shoal.wire.phases import phase
-from shoal.wire.run_token import find_token
+from shoal.wire.run_token import read_token
 
 LOOPBACK = "127.0.0.1"
 PROBE_BYTES = 1 << 18
@@ -58,7 +64,7 @@ MEET_S = 300.0
 
 
 @dataclass
-class Joined:
+class IslandConnection:
     """Connection of an island to the others, with its part of the common state.
 
     Attributes:
@@ -67,11 +73,11 @@ class Joined:
     """
 
     policy: IslandsPolicy
-    method: Method
+    method: MergeMethod
     fragments: tuple[tuple[str, ...], ...]
-    common: Common
-    merger: Merger
-    plane: Plane
+    common: CommonState
+    merger: FragmentMerger
+    plane: InterIslandGroup
     inner: World
     bytes_per_s: float
     latency_s: float
@@ -79,11 +85,11 @@ class Joined:
     def close(self) -> None:
         """Disconnect from the other islands; every rank of the island calls it."""
         self.plane.close()
-        leave(self.inner)
+        destroy_duplicate(self.inner)
 
 
 @phase("meet the other islands")
-def join(run: Run, policy: IslandsPolicy) -> Joined:
+def join_islands(run: Run, policy: IslandsPolicy) -> IslandConnection:
     """Connect to the other islands and agree with them; every rank of every island calls it.
 
     Raises:
@@ -92,42 +98,44 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
     """
     check_keep(run.plan.keep)
     run.recorder.saves_apart = "hooks: islands save where they merge, so no hook can ask for it"
-    count, inner = policy.count, twin(run.world)
-    weights, plain = movable(run)
+    count, inner = policy.count, duplicate_world(run.world)
+    weights, plain = collect_merge_tensors(run)
     shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}
     wide = any(t.dtype == torch.float64 for t, _ in weights.values())
     dtype = torch.float64 if inner.all_true(wide) else torch.float32
     method = find_method(policy, seed=run.plan.seed)
-    fragments = method.fragments(_bytes(weights, inner))
-    feedback = Feedback(method.keeps) if policy.codec in FEEDS_BACK else None
-    common = Common(
+    fragments = method.fragments(_parameter_bytes(weights, inner))
+    feedback = ErrorFeedback(method.keeps) if policy.codec in FEEDS_BACK else None
+    common = CommonState(
         method.open({name: tensor for name, (tensor, _) in weights.items()}),
-        tuple(Admission(policy.bound, policy.cosine) for _ in range(2 * len(fragments))),
-        Refusals(policy.refusals),
+        tuple(AdmissionTest(policy.bound, policy.cosine) for _ in range(2 * len(fragments))),
+        RefusalCounter(policy.refusals),
         {name: shard for name, (_, shard) in weights.items()},
         count,
-        Stream(),
-        Leftovers(feedback, inner.rank, _pieces(run, policy)),
+        SampleStream(),
+        IslandErrorFeedback(feedback, inner.rank, _codec_settings(run, policy)),
         index=policy.index,
     )
     plane = _connect(policy, inner, run.recorder.notice)
-    merger = Merger(
+    merger = FragmentMerger(
         plane,
         inner,
-        Shares(shards, inner, dtype),
+        MessageShards(shards, inner, dtype),
         method,
         common.outer,
         find_codec(policy.codec, dtype),
         feedback,
         common.admission,
-        Patience(),
+        PeerDeadline(),
     )
-    run.beside = common
-    joined = Joined(policy, method, fragments, common, merger, plane, inner, *probe(plane))
-    agree(plane, _alike(run, policy))
+    run.extra_state = common
+    joined = IslandConnection(
+        policy, method, fragments, common, merger, plane, inner, *measure_island_links(plane)
+    )
+    check_agreement(plane, _shared_settings(run, policy))
     if run.world.is_first:
         run.recorder.events.emit("islands_met", count=count, at=policy.at, encrypted=False)
-    _go_on(run, joined)
+    _resume_common_round(run, joined)
     return joined
 
 
@@ -138,9 +146,9 @@ FEEDS_BACK = ("e3m0", "sign", "top2bit")
 """Codecs whose error is so large that it must be fed back (e3m0: docs/islands.md has the loss)."""
 
 
-def movable(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
+def collect_merge_tensors(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
     """Return this rank's (weights that merges update, statistics that are only averaged)."""
-    parts = held(run.program)
+    parts = local_state(run.program)
     names = set(run.program.names)
     weights = {name: part for name, part in parts.items() if name in names and part[1].slices}
     frozen = set(run.program.frozen)
@@ -152,7 +160,7 @@ def movable(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
     return weights, plain
 
 
-def _pieces(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
+def _codec_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
     """Return the settings that decide which slices of the weights an island's codec encodes."""
     return {
         "islands.index": policy.index,
@@ -165,7 +173,7 @@ def _pieces(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
     }
 
 
-def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
+def _parameter_bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
     """Return the bytes of every parameter of the whole model, the same on every rank."""
     mine = {
         name: tensor.element_size() * torch.Size(shard.global_shape).numel()
@@ -174,19 +182,19 @@ def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
     return {name: size for told in inner.gather_json(mine) for name, size in told.items()}
 
 
-def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -> Plane:
+def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -> InterIslandGroup:
     lane = str(inner.rank)
     at = policy.at or f"{LOOPBACK}:0"
-    store = meet(
+    store = join_island_store(
         at,
         policy.index,
         policy.count,
         deadline_s=MEET_S,
         lane=lane,
-        token=find_token(os.environ),
+        token=read_token(os.environ),
         tell=tell,
     )
-    return open_plane(
+    return connect_islands(
         store,
         lane,
         policy.index,
@@ -198,7 +206,7 @@ def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -
     )
 
 
-def probe(plane: Plane) -> tuple[float, float]:
+def measure_island_links(plane: InterIslandGroup) -> tuple[float, float]:
     """Measure roughly (bytes/s that one process sends, seconds per message) of the slowest link."""
     if plane.count == 1:
         return math.inf, 0.0
@@ -212,7 +220,9 @@ def probe(plane: Plane) -> tuple[float, float]:
     return sent / max(times_s[2] - latency_s, 1e-6), latency_s
 
 
-def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> dict[str, Any]:
+def forecast_rounds(
+    run: Run, joined: IslandConnection, step_s: float, sequence: int
+) -> dict[str, Any]:
     """Return the planner's cost of a round, for plan.json.
 
     Args:
@@ -232,7 +242,7 @@ def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> di
     return islands_cost(joined.policy, facts).record()
 
 
-def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
+def _shared_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
     """Return the values that must be equal on all islands, by their keys in run.toml."""
     plan = run.plan
     return {
@@ -246,7 +256,7 @@ def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
     }
 
 
-def agree(plane: Plane, own: Mapping[str, Any]) -> None:
+def check_agreement(plane: InterIslandGroup, own: Mapping[str, Any]) -> None:
     """Compare these values with those of the other islands; all ranks of all islands call it.
 
     Raises:
@@ -264,23 +274,27 @@ def agree(plane: Plane, own: Mapping[str, Any]) -> None:
                 )
 
 
-def _go_on(run: Run, joined: Joined) -> None:
+def _resume_common_round(run: Run, joined: IslandConnection) -> None:
     """Restore the newest round that all islands hold; else check for equal first weights."""
     folder = run.recorder.folder
     common, plane, policy = joined.common, joined.plane, joined.policy
     here: dict[str, Any] = {}
     damaged = ""
     if folder is not None and run.world.is_first:
-        here = rounds_held(folder, policy.period, run.recorder.events.emit)
-        damaged = str(folder / "checkpoints") if not here and find(folder / "checkpoints") else ""
+        here = list_held_rounds(folder, policy.period, run.recorder.events.emit)
+        damaged = (
+            str(folder / "checkpoints")
+            if not here and list_checkpoints(folder / "checkpoints")
+            else ""
+        )
     here, damaged = joined.inner.broadcast_json([here, damaged])
     while True:
-        message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
+        message = encode_rounds({int(round_): digest for round_, (digest, _) in here.items()})
         told = plane.gather(message, deadline_s=MEET_S)
-        point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
+        point = find_resume_point([decode_rounds(one, island) for island, one in enumerate(told)])
         if point is not None:
             check_donors(point)
-        if point is None or restored(run, plane, here, point.round):
+        if point is None or restore_round(run, plane, here, point.round):
             break
     if point is None:
         told = plane.gather(json.dumps(damaged).encode(), deadline_s=MEET_S)
@@ -288,13 +302,13 @@ def _go_on(run: Run, joined: Joined) -> None:
         run.recorder.cut(0)
     else:
         digest, step = here[str(point.round)]
-        if digest == _alone(step):
-            _take_over(run, joined, point.round)
+        if digest == _single_run_digest(step):
+            _convert_single_run(run, joined, point.round)
         elif not common.own:
-            take_merged(run, joined, point.round - 1)
+            load_merged_weights(run, joined, point.round - 1)
         if common.dropped:
             run.recorder.notice(f"island {policy.index}: {common.dropped}")
-    mine = [island_digest(joined), any(common.since)]
+    mine = [compute_island_digest(joined), any(common.since)]
     heard = [json.loads(one) for one in plane.gather(json.dumps(mine).encode(), deadline_s=MEET_S)]
     common.lost([island for island, (_, brings) in enumerate(heard) if not brings])
     for island, (other, _) in enumerate(heard):
@@ -304,24 +318,27 @@ def _go_on(run: Run, joined: Joined) -> None:
                 f"island 0; try: the same model, seed and versions on all islands"
             )
     if point is not None and folder and run.world.is_first:
-        _forget(folder, run.step_count)
+        _delete_later_checkpoints(folder, run.step_count)
 
 
-def restored(run: Run, plane: Plane, here: dict[str, Any], round_number: int) -> bool:
+def restore_round(
+    run: Run, plane: InterIslandGroup, here: dict[str, Any], round_number: int
+) -> bool:
     """Restore a round that all islands hold; return False on all if a copy of it is damaged.
 
     Args:
-        here: rounds that this island holds (`rounds_held`). A damaged one is moved to `*.damaged`
+        here: rounds that this island holds (`list_held_rounds`). A damaged one is moved to
+        `*.damaged`
             and removed from it, so that all can agree on an earlier one.
 
     Raises:
-        WantedDamaged: the island holds no other round; a person must decide to start again.
+        DamagedStepError: the island holds no other round; a person must decide to start again.
     """
     _, step = here[str(round_number)]
     try:
         run.restore(step=step)
         whole = True
-    except WantedDamaged:
+    except DamagedStepError:
         if len(here) == 1:
             raise
         del here[str(round_number)]
@@ -334,31 +351,33 @@ def restored(run: Run, plane: Plane, here: dict[str, Any], round_number: int) ->
     return all(json.loads(one) for one in heard)
 
 
-def take_merged(run: Run, joined: Joined, round_number: int) -> None:
+def load_merged_weights(run: Run, joined: IslandConnection, round_number: int) -> None:
     """Replace the island's weights by the merged weights of a round, and drop its changes."""
-    weights, _ = movable(run)
+    weights, _ = collect_merge_tensors(run)
     local = {name: tensor for name, (tensor, _) in weights.items()}
-    joined.method.adopt(joined.common.outer.at(round_number), list(local), local, refused=True)
+    joined.method.apply_merge(
+        joined.common.outer.at(round_number), list(local), local, refused=True
+    )
     reducer_of(run.program).publish()
-    run.guards.writes.drift.forget()
+    run.guards.writes.drift.discard_checksums()
     joined.common.since = [0] * len(joined.fragments)
 
 
-def _take_over(run: Run, joined: Joined, round_number: int) -> None:
+def _convert_single_run(run: Run, joined: IslandConnection, round_number: int) -> None:
     """Continue a run without islands as islands: its weights become W, the optimizer stays."""
     common, state = joined.common, run.feed.state
-    weights, _ = movable(run)
+    weights, _ = collect_merge_tensors(run)
     begun = joined.method.open({name: tensor for name, (tensor, _) in weights.items()})
     common.outer.load(begun.tensors())
     common.round = round_number
-    common.stream = Stream(int(state[0].get("position", 0)) if state else 0)
+    common.stream = SampleStream(int(state[0].get("position", 0)) if state else 0)
     run.recorder.notice(
         f"goes on from step {run.step_count} of a run without islands; its steps count as "
         f"{round_number} rounds"
     )
 
 
-def check_donors(point: Resume) -> None:
+def check_donors(point: ResumePoint) -> None:
     """Raise CheckpointError, the same on all islands, if an island holds no round; name a donor."""
     for island, donor in enumerate(point.donors):
         if donor != island:
@@ -369,19 +388,21 @@ def check_donors(point: Resume) -> None:
             )
 
 
-def _forget(folder: Path, step: int) -> None:
+def _delete_later_checkpoints(folder: Path, step: int) -> None:
     """Delete checkpoints of later steps, since their rounds are not held by all islands.
 
     They would collide with the new checkpoints of the same steps, which need not be equal.
     """
-    for found in find(folder / "checkpoints"):
+    for found in list_checkpoints(folder / "checkpoints"):
         if found.step > step:
-            doomed = temporary(found.path)
+            doomed = make_temporary_path(found.path)
             found.path.rename(doomed)
             shutil.rmtree(doomed)
 
 
-def rounds_held(folder: Path, period: int, emit: Emit | None = None) -> dict[str, tuple[str, int]]:
+def list_held_rounds(
+    folder: Path, period: int, emit: Emit | None = None
+) -> dict[str, tuple[str, int]]:
     """Return round → (digest, step) of every checkpoint of an island's run folder.
 
     Args:
@@ -390,25 +411,25 @@ def rounds_held(folder: Path, period: int, emit: Emit | None = None) -> dict[str
         emit: reports manifests that cannot be read.
     """
     held_rounds: dict[str, tuple[str, int]] = {}
-    for found in find(folder / "checkpoints"):
+    for found in list_checkpoints(folder / "checkpoints"):
         try:
             kept = read_manifest(found.path).record.get("islands")
-        except Damaged as problem:
+        except DamagedFileError as problem:
             if emit is not None:
                 emit("checkpoint_damaged", rank=0, folder=str(found.path), **problem.fields())
             continue
         if kept is None:
-            kept = {"round": found.step // period, "digest": _alone(found.step)}
+            kept = {"round": found.step // period, "digest": _single_run_digest(found.step)}
         held_rounds.setdefault(str(kept["round"]), (str(kept["digest"]), found.step))
     return held_rounds
 
 
-def _alone(step: int) -> str:
+def _single_run_digest(step: int) -> str:
     """Return the value in place of a digest for a checkpoint of a run without islands."""
     return f"step {step} of a run without islands"
 
 
-def island_digest(joined: Joined) -> str:
+def compute_island_digest(joined: IslandConnection) -> str:
     """Return the digest of the outer weights and state, over all ranks of the island."""
     told = joined.inner.gather_json(joined.common.outer.digest())
     return hashlib.sha256("".join(told).encode()).hexdigest()

@@ -30,15 +30,26 @@ from shoal.config.sections import Config
 from shoal.data.loading.loader import Loader
 from shoal.data.sources import Source
 from shoal.fabric.islands.inter_island_group import IslandLost
-from shoal.islands.commit_vote import cure, decide
-from shoal.islands.merge_proposal import Merge, Say, lines, refusals, round_fields
-from shoal.islands.method import Moment
+from shoal.islands.commit_vote import commit_failure_remedy, decide_commit
+from shoal.islands.merge_proposal import (
+    MergeProposal,
+    MergeResult,
+    collect_refusals,
+    collect_round_fields,
+    format_merge_lines,
+)
+from shoal.islands.method import FragmentSchedule
 from shoal.islands.outer_optimizer import all_finite
-from shoal.islands.sample_ranges import inner_steps, steps_in, unused
+from shoal.islands.sample_ranges import cut_steps, drop_consumed, inner_steps
 from shoal.trainer.islands.island_data import check_same_data
-from shoal.trainer.islands.island_join import Joined, agree, movable, take_merged
-from shoal.trainer.jobs.run_end import finish
-from shoal.trainer.jobs.validation import validator
+from shoal.trainer.islands.island_join import (
+    IslandConnection,
+    check_agreement,
+    collect_merge_tensors,
+    load_merged_weights,
+)
+from shoal.trainer.jobs.run_end import emit_run_end
+from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
 from shoal.trainer.state.replaced_folder import save_if_deleted
 from shoal.trainer.step.optimizer_step import reducer_of
@@ -48,7 +59,9 @@ STOPPED = 143
 """Exit code of a run that stopped on request and saved: not finished, resume it."""
 
 
-def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total_steps: int) -> int:
+def train_rounds(
+    run: Run, joined: IslandConnection, source: Source, config: Config, total_steps: int
+) -> int:
     """Train rounds to the end, or to a stop; return the exit code.
 
     Args:
@@ -63,10 +76,10 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     last = -(-total_steps // policy.period)
     if policy.regions > 1:  # the last merge is one of all islands
         last = -(-last // policy.far_period) * policy.far_period
-    rounds = Rounds(run, joined, loader, last)
-    validate = validator(run, source, config)
+    rounds = IslandRounds(run, joined, loader, last)
+    validate = make_validator(run, source, config)
     began_s = time.perf_counter()
-    agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every})
+    check_agreement(joined.plane, {"train.steps": total_steps, "train.validate_every": every})
     held_out = (config.data.validation, source.validation)
     data = {"data.source": (config.data.source, source.train), "data.validation": held_out}
     check_same_data(joined, data, config.data.workers)
@@ -74,15 +87,15 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
         while joined.common.round < last:
             done = joined.common.round * policy.period
             merge = rounds.one()
-            if merge.stop and rounds.saves(merge):
-                return _stop(run, joined)
+            if merge.stop and rounds.can_resume_after(merge):
+                return _stop_run(run, joined)
             validates = every and (done + policy.period) // every > done // every
             if validates and policy.index == 0:
                 validate()
             elif validates:
-                joined.merger.patience.others_pause()
+                joined.merger.patience.extend_next_deadline()
     except IslandLost as lost:
-        _lost(run, joined, lost)
+        _handle_lost_island(run, joined, lost)
         raise
     rounds.load_merged()  # if no round was left
     joined.common.keep()
@@ -94,13 +107,13 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     saved = save_if_deleted(run, saved)
     wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.first_step
     how = "completed" if saved else "completed; the last checkpoint could not be written"
-    finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
+    emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
     joined.close()
     run.close()
     return 0 if saved else UNSAVED_CODE
 
 
-class Rounds:
+class IslandRounds:
     """Rounds of one island.
 
     Args:
@@ -108,7 +121,7 @@ class Rounds:
             never.
     """
 
-    def __init__(self, run: Run, joined: Joined, loader: Any, last: int = 0) -> None:
+    def __init__(self, run: Run, joined: IslandConnection, loader: Any, last: int = 0) -> None:
         self.run, self.joined, self.common, self.last = run, joined, joined.common, last
         self.policy = joined.policy
         if not isinstance(loader, Loader):
@@ -123,10 +136,10 @@ class Rounds:
         self._unsaved = ""
         self._sent: dict[str, torch.Tensor] | None = None
         self.common.since = self.common.since or [0] * len(joined.fragments)
-        run.recorder.events.listeners.append(self._hear)
-        self._pull()
+        run.recorder.events.listeners.append(self._on_event)
+        self._install_pull_hook()
 
-    def one(self) -> Merge:
+    def one(self) -> MergeResult:
         """Train one round; return the merge of its last fragment.
 
         Raises:
@@ -135,11 +148,11 @@ class Rounds:
         """
         common, run, policy = self.common, self.run, self.policy
         if not common.dealt:
-            self._deal([None] * policy.count)
+            self._deal_samples([None] * policy.count)
         began_s = time.perf_counter()
         spans = common.dealt[policy.index]
-        steps = steps_in(spans, self.loader.samples, run.plan.batch)
-        moments = self.joined.method.moments(len(steps))
+        steps = cut_steps(spans, self.loader.samples, run.plan.batch)
+        moments = self.joined.method.schedule_fragments(len(steps))
         self.compute_s = self.exposed_s = 0.0
         self.tokens, self.used, merges = 0, 0, []
         run.recorder.restart_clock()
@@ -152,20 +165,20 @@ class Rounds:
             self.used += batch.next_position - batch.position
             self.compute_s += time.perf_counter() - since_s
             self.steps_per_s = number / self.compute_s
-            merges += self._move(moments, number)
+            merges += self._send_and_apply(moments, number)
             since_s = time.perf_counter()
         merge = merges[-1]
         self._close_round(merges, began_s, len(steps))
         return merge
 
-    def saves(self, merge: Merge) -> bool:
+    def can_resume_after(self, merge: MergeResult) -> bool:
         """Return whether a run can resume after this merge: not if regions differ."""
         everyone = len(merge.partners) == self.policy.count
-        return self._over(merge) and (everyone or self.policy.regions == 1)
+        return self._is_round_over(merge) and (everyone or self.policy.regions == 1)
 
     def load_merged(self) -> None:
         """Replace this island's weights by the merged weights, and drop its later changes."""
-        take_merged(self.run, self.joined, max(0, self.common.round - 1))
+        load_merged_weights(self.run, self.joined, max(0, self.common.round - 1))
         self.common.lost(range(self.policy.count))
 
     def check_moved(self) -> None:
@@ -173,14 +186,16 @@ class Rounds:
         so = "no step of this island moved a weight"
         self.run.skips.check_moved(self.first_step, self.run.step_count, so)
 
-    def _move(self, moments: Sequence[Moment], number: int) -> list[Merge]:
+    def _send_and_apply(
+        self, moments: Sequence[FragmentSchedule], number: int
+    ) -> list[MergeResult]:
         """Send and apply the fragments that are due after inner step `number`."""
         began_s, done = time.perf_counter(), []
         for moment in moments:
             if moment.send_after == number:
                 self._send(moment, last=moment is moments[-1])
                 if moment is moments[0]:
-                    self._settle()
+                    self._finish_save()
             if moment.apply_after == number:
                 done.append(self._apply(moment, last=moment is moments[-1]))
         self.exposed_s += time.perf_counter() - began_s
@@ -188,9 +203,9 @@ class Rounds:
             self.run.recorder.restart_clock()
         return done
 
-    def _send(self, moment: Moment, *, last: bool) -> None:
+    def _send(self, moment: FragmentSchedule, *, last: bool) -> None:
         joined = self.joined
-        weights, plain = movable(self.run)
+        weights, plain = collect_merge_tensors(self.run)
         names = [name for name in joined.fragments[moment.fragment] if name in weights]
         local = {name: weights[name][0] for name in names}
         outer = joined.common.outer.at(joined.common.round)
@@ -198,18 +213,18 @@ class Rounds:
         self._sent = joined.method.sent(outer, names, local) if trains_on else None
         message = joined.method.message(outer, names, self._sent or local)
         tokens, joined.common.since[moment.fragment] = joined.common.since[moment.fragment], 0
-        say = Say(tokens, self.used, self.steps_per_s, self.run.stopping)
+        say = MergeProposal(tokens, self.used, self.steps_per_s, self.run.stopping)
         averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()} if last else {}
         joined.merger.round_s = self.compute_s
         joined.merger.send(joined.common.round, moment.fragment, message, say, averaged)
 
-    def _save(self) -> None:
+    def _start_save(self) -> None:
         """Start to save the islands' last agreement; the next vote waits for its end."""
         self._unsaved = ""
         self.joined.merger.last_save.begin()
         self.run.save(wait=False)
 
-    def _settle(self) -> None:
+    def _finish_save(self) -> None:
         """Wait for the save in progress, and report its end to the exchange and the other islands.
 
         It runs in the first fragment of a round: after a change of W the round before could not be
@@ -217,86 +232,89 @@ class Rounds:
         """
         last_save = self.joined.merger.last_save
         try:
-            self.run.saving.settle()
+            self.run.checkpoint_saver.wait_pending()
         except ShoalError as failure:
             last_save.end(str(failure))
             raise
         last_save.end(self._unsaved)
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _on_event(self, event: dict[str, Any]) -> None:
         """Record a failed checkpoint, on the island's first rank, which votes for it."""
         if event["event"] == "checkpoint_failed":
             self._unsaved = f"round {self.common.round} is not on its disk: {event['reason']}"
 
-    def _apply(self, moment: Moment, *, last: bool) -> Merge:
+    def _apply(self, moment: FragmentSchedule, *, last: bool) -> MergeResult:
         joined, index = self.joined, self.policy.index
         with phase("merge with the other islands"):
             merge = joined.merger.result()
         refused = merge.refused(index)
-        weights, plain = movable(self.run)
+        weights, plain = collect_merge_tensors(self.run)
         names = [name for name in joined.fragments[moment.fragment] if name in weights]
         local = {name: weights[name][0] for name in names}
         overwrite = bool(refused) or not merge.committed
         outer = joined.common.outer.at(merge.round)
-        joined.method.adopt(outer, names, local, refused=overwrite, sent=self._sent)
+        joined.method.apply_merge(outer, names, local, refused=overwrite, sent=self._sent)
         self._sent = None
         for name, mean in merge.plain.items():
             plain[name][0].copy_(mean)
         reducer_of(self.run.program).publish()
-        self.run.guards.writes.drift.forget()
+        self.run.guards.writes.drift.discard_checksums()
         if overwrite:
             joined.common.since[moment.fragment] = 0
             self._reset_broken()
         if overwrite and last:  # the round's samples are dealt again, so its changes are dropped
-            take_merged(self.run, joined, merge.round)
+            load_merged_weights(self.run, joined, merge.round)
         return merge
 
-    def _close_round(self, merges: Sequence[Merge], began_s: float, steps: int) -> None:
+    def _close_round(self, merges: Sequence[MergeResult], began_s: float, steps: int) -> None:
         """Return unused samples, write events and a checkpoint; raise if refusals are too many."""
         common, policy, merge = self.common, self.policy, merges[-1]
-        self._give_back(merge)
-        round_number, over = common.round, self._over(merge)
+        self._return_samples(merge)
+        round_number, over = common.round, self._is_round_over(merge)
         if over:
             common.round, common.digest = common.round + 1, merge.digest
         common.failures = 0 if merge.committed else common.failures + 1
-        stops = common.refusals.count(merge.partners, refusals(merges))
-        self._deal([ballot.steps_per_s for ballot in merge.ballots])
+        stops = common.refusals.count(merge.partners, collect_refusals(merges))
+        self._deal_samples([ballot.steps_per_s for ballot in merge.ballots])
         if merge.committed and self.joined.method.resets_inner:
             self.run.optimizer.state.clear()
         round_s = time.perf_counter() - began_s
         sent = sum(self.joined.inner.gather_json(sum(one.sent_bytes for one in merges)))
         exchange_s = sum(one.seconds for one in merges)
-        self._tell(merges, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s)
+        self._emit_round(
+            merges, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s
+        )
         if over and common.round == self.last:
             self.load_merged()
         if over:
             common.keep()
         unsaved = not merge.ballots[policy.index].saved
-        if self.run.recorder.folder is not None and (unsaved or self.saves(merge)):
-            self._save()
+        if self.run.recorder.folder is not None and (unsaved or self.can_resume_after(merge)):
+            self._start_save()
         if policy.index in stops:
             raise TrainingError(
                 f"island {policy.index}: its change was refused {policy.refusals} rounds in a row "
-                f"(last: {refusals(merges)[policy.index]}); its data or its machine are at fault"
+                f"(last: {collect_refusals(merges)[policy.index]}); its data or its machine are "
+                "at fault"
             )
         if common.failures >= policy.refusals:
-            numbers, nearest = cure(merge.ballots)
+            numbers, nearest = commit_failure_remedy(merge.ballots)
             if all(ballot.saved for ballot in merge.ballots):
                 self.check_moved()  # 0 targets of all islands: a mean over them is not finite
             line = f"islands: {common.failures} rounds in a row were discarded, last because "
             kind = TrainingError if numbers else ClusterError
             raise kind(f"{line}{merge.why}; try: {nearest}")
 
-    def _well(self, merge: Merge, island: int) -> bool:
+    def _is_merge_committed(self, merge: MergeResult, island: int) -> bool:
         """Return whether the merge of an island and its partners was committed."""
         partners = self.joined.method.partners(merge.round, island, self.policy.count)
-        return decide(merge.ballots, partners).committed
+        return decide_commit(merge.ballots, partners).committed
 
-    def _over(self, merge: Merge) -> bool:
+    def _is_round_over(self, merge: MergeResult) -> bool:
         """Return whether the round ends, for all islands: some merge of it was committed."""
-        return any(self._well(merge, island) for island in range(self.policy.count))
+        return any(self._is_merge_committed(merge, island) for island in range(self.policy.count))
 
-    def _give_back(self, merge: Merge) -> None:
+    def _return_samples(self, merge: MergeResult) -> None:
         """Return samples to the stream that no committed round used.
 
         Samples of steps after the last fragment was sent stay: the next message covers them.
@@ -305,22 +323,27 @@ class Rounds:
         before = [*common.underway, *[()] * self.policy.count]
         common.underway = []
         for island, spans in enumerate(common.dealt):
-            used = merge.ballots[island].used if self._well(merge, island) else 0
+            used = merge.ballots[island].used if self._is_merge_committed(merge, island) else 0
             lost = () if used else (*spans, *before[island])
-            common.stream = common.stream.give_back(lost)
-            common.underway.append(unused(spans, used) if used else ())
+            common.stream = common.stream.return_unused(lost)
+            common.underway.append(drop_consumed(spans, used) if used else ())
 
-    def _deal(self, speeds: Sequence[float | None]) -> None:
+    def _deal_samples(self, speeds: Sequence[float | None]) -> None:
         common, samples = self.common, self.loader.samples
         if self.policy.pace == "equal":
             speeds = [None] * self.policy.count
         steps = inner_steps(self.policy.period, speeds)
-        wanted = common.stream.samples_of(steps, self.run.plan.batch, samples)
+        wanted = common.stream.count_samples(steps, self.run.plan.batch, samples)
         common.stream, dealt = common.stream.deal(wanted)
         common.dealt = list(dealt)
 
-    def _tell(
-        self, merges: Sequence[Merge], round_number: int, round_s: float, steps: int, **sums: float
+    def _emit_round(
+        self,
+        merges: Sequence[MergeResult],
+        round_number: int,
+        round_s: float,
+        steps: int,
+        **sums: float,
     ) -> None:
         if not self.run.world.is_first:
             return
@@ -335,14 +358,14 @@ class Rounds:
             **sums,
             tokens=self.tokens,
             steps=steps,
-            **round_fields(merges),
+            **collect_round_fields(merges),
         )
-        for island, why in refusals(merges).items():
+        for island, why in collect_refusals(merges).items():
             emit("island_refused", step=step, island=island, why=why)
-        for line in lines(merges):
+        for line in format_merge_lines(merges):
             emit("notice", step=step, text=line)
 
-    def _pull(self) -> None:
+    def _install_pull_hook(self) -> None:
         """Install the update hook of a method that pulls inner steps towards the merged weights."""
         run, method, outer = self.run, self.joined.method, self.common.outer
         if not method.pulls:
@@ -366,11 +389,11 @@ class Rounds:
                 state.pop(parameter)
 
 
-def _stop(run: Run, joined: Joined) -> int:
+def _stop_run(run: Run, joined: IslandConnection) -> int:
     """Wait for the save that the last round started, and close; return the exit code."""
     last = None
     with contextlib.suppress(ShoalError):  # `close` raises it again
-        last = run.saving.settle()
+        last = run.checkpoint_saver.wait_pending()
     saved = last is not None and last.saved is not None
     if run.world.is_first:
         trouble = "" if saved else "; the last save failed"
@@ -381,10 +404,10 @@ def _stop(run: Run, joined: Joined) -> int:
     return STOPPED if saved else UNSAVED_CODE
 
 
-def _lost(run: Run, joined: Joined, lost: IslandLost) -> None:
+def _handle_lost_island(run: Run, joined: IslandConnection, lost: IslandLost) -> None:
     """Finish the save in progress, and emit the event that names the lost islands."""
     with contextlib.suppress(ShoalError):
-        run.saving.settle()
+        run.checkpoint_saver.wait_pending()
     if run.world.is_first:
         run.recorder.events.emit(
             "island_lost",

@@ -16,17 +16,17 @@ import torch
 
 from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.format.manifest import Manifest
-from shoal.islands.admission import Admission, Refusals
-from shoal.islands.error_feedback_files import Leftovers
-from shoal.islands.outer_optimizer import Outer
-from shoal.islands.sample_ranges import Span, Stream
+from shoal.islands.admission import AdmissionTest, RefusalCounter
+from shoal.islands.error_feedback_files import IslandErrorFeedback
+from shoal.islands.outer_optimizer import OuterState
+from shoal.islands.sample_ranges import SampleRange, SampleStream
 from shoal.parallel.program import Part
 
 OUTER = "outer."
 
 
 @dataclass
-class Common:
+class CommonState:
     """State that all islands of a run share, as one process of one island holds it; checkpointed.
 
     Attributes:
@@ -46,15 +46,15 @@ class Common:
         kept: the record as of the end of the last round; see `keep`.
     """
 
-    outer: Outer
-    admission: tuple[Admission, ...]
-    refusals: Refusals
+    outer: OuterState
+    admission: tuple[AdmissionTest, ...]
+    refusals: RefusalCounter
     shards: Mapping[str, Shard]
     count: int
-    stream: Stream
-    left: Leftovers
-    dealt: list[tuple[Span, ...]] = field(default_factory=list)
-    underway: list[tuple[Span, ...]] = field(default_factory=list)
+    stream: SampleStream
+    left: IslandErrorFeedback
+    dealt: list[tuple[SampleRange, ...]] = field(default_factory=list)
+    underway: list[tuple[SampleRange, ...]] = field(default_factory=list)
     since: list[int] = field(default_factory=list)
     index: int = 0
     own: bool = True
@@ -95,8 +95,8 @@ class Common:
                 "digest": self.digest,
                 "count": self.count,
                 "stream": self.stream.to_json(),
-                "dealt": _pairs(self.dealt),
-                "underway": _pairs(self.underway),
+                "dealt": _encode_spans(self.dealt),
+                "underway": _encode_spans(self.underway),
                 "admission": [one.state() for one in self.admission],
                 "failures": self.failures,
                 "refusals": self.refusals.state(),
@@ -105,14 +105,14 @@ class Common:
         }
         return {"islands": {**found["islands"], "since": list(self.since)}}
 
-    def wanted(self, manifest: Manifest) -> list[Shard]:
+    def list_wanted_shards(self, manifest: Manifest) -> list[Shard]:
         """Return this rank's shards of a checkpoint's outer tensors, and its error feedback."""
         if "islands" not in manifest.record:
             return []
         kept = manifest.record["islands"].get("left")
         found = [
             Shard.whole(name, tuple(manifest.tensors[name].shape), manifest.tensors[name].dtype)
-            for name in self.left.owns(manifest.tensors, kept)
+            for name in self.left.select_own_tensors(manifest.tensors, kept)
         ]
         for full, stored in manifest.tensors.items():
             if not full.startswith(OUTER):
@@ -142,9 +142,12 @@ class Common:
         for one, state in zip(self.admission, kept["admission"], strict=True) if same else ():
             one.load(state)
         self.round, self.digest = int(kept["round"]), str(kept["digest"])
-        self.stream = Stream.from_json(kept["stream"])
+        self.stream = SampleStream.from_json(kept["stream"])
         # Older checkpoints have no island index: then only the merged weights count.
-        self.dealt, self.underway = _spans(kept["dealt"]), _spans(kept.get("underway", []))
+        self.dealt, self.underway = (
+            _decode_spans(kept["dealt"]),
+            _decode_spans(kept.get("underway", [])),
+        )
         self.own = same and kept.get("index") == self.index
         self.since = [int(tokens) for tokens in kept["since"]] if self.own else []
         self.failures = int(kept["failures"])
@@ -152,14 +155,14 @@ class Common:
             self.refusals.load(kept["refusals"])
         else:  # the number of islands changed: deal again
             for spans in (*self.dealt, *self.underway[self.count :]):
-                self.stream = self.stream.give_back(spans)
+                self.stream = self.stream.return_unused(spans)
             self.dealt, self.underway = [], self.underway[: self.count]
 
     def lost(self, islands: Sequence[int]) -> None:
         """Deal the samples again on which these islands trained since their last message."""
         for island in islands:
             if island < len(self.underway):
-                self.stream = self.stream.give_back(self.underway[island])
+                self.stream = self.stream.return_unused(self.underway[island])
                 self.underway[island] = ()
 
     def _owner(self, name: str) -> str:
@@ -169,10 +172,10 @@ class Common:
         return name
 
 
-def _pairs(spans_of: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
+def _encode_spans(spans_of: Sequence[Sequence[SampleRange]]) -> list[list[list[int]]]:
     """Return the spans of each island as JSON."""
     return [[[span.start, span.stop] for span in spans] for spans in spans_of]
 
 
-def _spans(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[Span, ...]]:
-    return [tuple(Span(*pair) for pair in pairs) for pairs in kept]
+def _decode_spans(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[SampleRange, ...]]:
+    return [tuple(SampleRange(*pair) for pair in pairs) for pairs in kept]

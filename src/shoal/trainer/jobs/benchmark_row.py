@@ -22,18 +22,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.base.errors import UserError
-from shoal.config.resolve import plan_of
+from shoal.config.resolve import make_plan
 from shoal.config.sections import Config
 from shoal.data.loading.step_samples import StepBatch
 from shoal.data.sources import Source
 from shoal.fabric import World
-from shoal.fabric.device import give_back_unused
-from shoal.machine.states import peak_extra_bytes, state_bytes
+from shoal.fabric.device import empty_cache
+from shoal.machine.states import count_state_bytes, measure_peak_bytes
 from shoal.parallel.build.full_state import gather_weights
-from shoal.trainer.jobs.configured_run import open_run, steps_of
-from shoal.trainer.jobs.run_forecast import cluster_here, facts_of, foresee
+from shoal.trainer.jobs.configured_run import count_total_steps, open_run
+from shoal.trainer.jobs.run_forecast import (
+    collect_model_facts,
+    describe_local_cluster,
+    forecast_run,
+)
 from shoal.trainer.run import Run
-from shoal.wire.phases import counting, phase
+from shoal.wire.phases import iter_with_progress, phase
 
 WARMUP_STEPS = 2
 REFERENCE = "single.safetensors"
@@ -48,8 +52,8 @@ def open_row(config: Config, source: Source, world: World, layout: str | Mapping
     Raises:
         PlanError, ConfigError: the same on all ranks, if this layout cannot train this model.
     """
-    total_steps = steps_of(config, source, config.train.batch)
-    return open_run(config, source, world, plan_of(config), layout, total_steps=total_steps)
+    total_steps = count_total_steps(config, source, config.train.batch)
+    return open_run(config, source, world, make_plan(config), layout, total_steps=total_steps)
 
 
 def measure_row(
@@ -87,35 +91,41 @@ def measure_row(
     except UserError as failure:
         return {"reason": str(failure)}
     # No `finally`: after a failure on one rank, the teardown of a run would be one more collective.
-    figures = _figures(run, source, (steps, compared), config.data.workers, folder)
+    figures = _measure_figures(run, source, (steps, compared), config.data.workers, folder)
     if world.is_first:
-        facts = partial(facts_of, config, source)
-        figures["predicted"] = foresee(
-            config, facts, run.plan, cluster_here(world.size, world.device), run.program.travel
+        facts = partial(collect_model_facts, config, source)
+        figures["predicted"] = forecast_run(
+            config,
+            facts,
+            run.plan,
+            describe_local_cluster(world.size, world.device),
+            run.program.travel,
         )
-    _take_apart(run)
+    _tear_down_run(run)
     del run
     gc.collect()
-    give_back_unused()
+    empty_cache()
     return figures
 
 
-def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, folder: Path) -> Row:
-    batches = _endless(run.loader(source.train, workers=workers, collate=source.collate))
+def _measure_figures(
+    run: Run, source: Source, counts: tuple[int, int], workers: int, folder: Path
+) -> Row:
+    batches = _repeat_loader(run.loader(source.train, workers=workers, collate=source.collate))
     rows: list[Row] = []
     run.recorder.events.listeners.append(rows.append)
     steps, compared = counts
     difference = None
     run.recorder.restart_clock()
     total = WARMUP_STEPS + steps
-    for step in counting("steps", total, range(1, total + 1)):
+    for step in iter_with_progress("steps", total, range(1, total + 1)):
         run.step(next(batches))
         if step == min(compared, total):  # between two steps, so it is not timed
             difference = _compare_weights(run, folder / REFERENCE)
             run.recorder.restart_clock()
     told = [row for row in rows if row["event"] == "step"]
     timed = told[WARMUP_STEPS:]
-    states = state_bytes(run)
+    states = count_state_bytes(run)
     rest_bytes = _rest_bytes(run, batches)
     memory = run.world.gather_json({**asdict(states), "rest": rest_bytes})
     # Of a full step: the short last one of an epoch may send less.
@@ -125,7 +135,7 @@ def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, fo
         "text": run.plan.layout.text(),
         "precision": run.plan.compute,
         "parameters": run.plan.parameters,
-        "per_s": statistics.median(_rate(row, source.kind) for row in timed),
+        "per_s": statistics.median(_compute_throughput(row, source.kind) for row in timed),
         "step_s": [row["step_s"] for row in timed],
         "losses": [_finite(row["loss"]) for row in told],
         "sent_bytes": max(sent, key=lambda kinds: sum(kinds.values())),
@@ -141,10 +151,10 @@ def _rest_bytes(run: Run, batches: Iterator[StepBatch]) -> int | None:
     """Return the peak bytes of a step beyond the states; None under `dp` on a CPU (threads)."""
     if run.plan.layout.threads > 1 and run.world.device.type == "cpu":
         return None
-    return peak_extra_bytes(lambda: run.step(next(batches)), run.world.device)
+    return measure_peak_bytes(lambda: run.step(next(batches)), run.world.device)
 
 
-def _take_apart(run: Run) -> None:
+def _tear_down_run(run: Run) -> None:
     """Remove the row's hooks and tensors; the world stays open, unlike after `run.close`."""
     for undo in run.program.on_close:
         undo()
@@ -154,13 +164,13 @@ def _take_apart(run: Run) -> None:
         parameter.grad = None
 
 
-def _endless(loader: Iterable[StepBatch]) -> Iterator[StepBatch]:
+def _repeat_loader(loader: Iterable[StepBatch]) -> Iterator[StepBatch]:
     """Yield batches epoch after epoch."""
     while True:
         yield from loader
 
 
-def _rate(row: Row, kind: str) -> float:
+def _compute_throughput(row: Row, kind: str) -> float:
     """Return the throughput per second: targets if samples are tokens, else samples."""
     begin, end = row["samples"]
     count = row["tokens"] if kind == "tokens" else end - begin

@@ -14,20 +14,20 @@ from typing import Any
 
 from torch import nn
 
-from shoal.base.errors import ConfigError, ShoalError, nearest
+from shoal.base.errors import ConfigError, ShoalError, nearest_word
 from shoal.base.plans.plan import Plan
-from shoal.base.text.user_frames import user_place
-from shoal.config.paths import load_function, search_here
-from shoal.config.resolve import check_reads
+from shoal.base.text.user_frames import user_line
+from shoal.config.paths import add_working_folder, load_function
+from shoal.config.resolve import check_model_data
 from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.loading.sample_inspection import first_samples, sample_kind
 from shoal.data.sources import Source
 from shoal.fabric import World
-from shoal.forecast.models.model_facts import resolve
-from shoal.models.catalog import build, loss_of
+from shoal.forecast.models.model_facts import resolve_model
+from shoal.models.catalog import build, find_default_loss
 from shoal.optim.build import build_optimizer
 from shoal.planning.settle import Words
-from shoal.trainer.guards.optimizer_checks import Length
+from shoal.trainer.guards.optimizer_checks import ScheduleLength
 from shoal.trainer.parallelize import start_run
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import Loss
@@ -54,7 +54,7 @@ def open_run(
     Raises:
         PlanError, ConfigError: on all ranks, if this layout cannot train this model.
     """
-    search_here()  # torchrun's ranks lack the working directory, where the user's optimizer may lie
+    add_working_folder()  # torchrun's ranks lack it; the user's optimizer may lie there
     built: list[nn.Module] = []  # the optimizer needs to know which parameters are matrices
 
     def make_model() -> nn.Module:
@@ -68,7 +68,7 @@ def open_run(
         plan,
         said,
         given=("batch", "micro_batch") if is_cut_by_user else ("batch",),
-        length=Length(config.optimizer, total_steps),
+        length=ScheduleLength(config.optimizer, total_steps),
         sample=partial(first_samples, source.train, source.collate),
         folder=folder,
         world=world,
@@ -84,20 +84,20 @@ def build_model(config: Config, source: Source) -> nn.Module:
     Raises:
         ConfigError: a name, an argument, data or adapters that do not fit.
     """
-    model = _base_model(config.model, config.data, source)
+    model = _build_base_model(config.model, config.data, source)
     if config.tune.adapter == "none":
         return model
-    from shoal.trainer.adapters import adapt
+    from shoal.trainer.adapters import add_adapters
 
-    return adapt(model, config.tune, config.model.name.removeprefix("hf:"))
+    return add_adapters(model, config.tune, config.model.name.removeprefix("hf:"))
 
 
-def _base_model(section: ModelSection, data: DataSection, source: Source) -> nn.Module:
+def _build_base_model(section: ModelSection, data: DataSection, source: Source) -> nn.Module:
     if section.build:
-        return _checked(call_builder(section.build, section.arguments), section, data)
+        return _check_packing(call_builder(section.build, section.arguments), section, data)
     on_tokens = source.kind == "tokens"
     kind = "text" if on_tokens else None
-    check_reads(section.name, data.source, lambda: kind or sample_kind(source.train))
+    check_model_data(section.name, data.source, lambda: kind or sample_kind(source.train))
     if source.classes:
         _check_images(section, source)
     built = build(
@@ -106,7 +106,7 @@ def _base_model(section: ModelSection, data: DataSection, source: Source) -> nn.
         vocabulary=source.vocabulary if on_tokens else None,
         sequence=data.sequence if on_tokens else None,
     )
-    return _checked(built, section, data)
+    return _check_packing(built, section, data)
 
 
 def _check_images(section: ModelSection, source: Source) -> None:
@@ -124,11 +124,11 @@ def _check_images(section: ModelSection, source: Source) -> None:
             "image_size": size,
             "inputs": channels * size * size,
         },
-        resolve(section.name, section.arguments).arguments,
+        resolve_model(section.name, section.arguments).arguments,
     )
 
 
-def _checked(model: nn.Module, section: ModelSection, data: DataSection) -> nn.Module:
+def _check_packing(model: nn.Module, section: ModelSection, data: DataSection) -> nn.Module:
     if data.packing == "on":
         from shoal.trainer.packed_rows import check_packing  # of fine-tuning only
 
@@ -150,7 +150,7 @@ def call_builder(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     except ShoalError:
         raise
     except Exception as error:
-        place = user_place(error.__traceback__)
+        place = user_line(error.__traceback__)
         failure = ConfigError(
             f"model.build = {path}: {f'{place}: ' if place else ''}{type(error).__name__}: {error}"
         )
@@ -169,7 +169,7 @@ def _check_arguments(path: str, builder: Any, arguments: Mapping[str, Any]) -> N
     taken = {name: one for name, one in parameters.items() if one.kind in by_name}
     for name, value in arguments.items():
         if name not in taken and inspect.Parameter.VAR_KEYWORD not in kinds:
-            close = nearest(name, taken)
+            close = nearest_word(name, taken)
             hint = (
                 f"try: model.{close}={value}"
                 if close
@@ -185,7 +185,7 @@ def import_loss(section: ModelSection) -> Loss:
     """Import `model.loss`; without one return the loss of the named model (cross-entropy)."""
     if section.loss:
         return import_object("model.loss", section.loss)
-    return loss_of("" if section.build else section.name)
+    return find_default_loss("" if section.build else section.name)
 
 
 def import_object(key: str, path: str) -> Any:
@@ -197,7 +197,7 @@ def import_object(key: str, path: str) -> Any:
     return load_function(path, key)
 
 
-def steps_of(config: Config, source: Source, batch: int) -> int:
+def count_total_steps(config: Config, source: Source, batch: int) -> int:
     """Return the optimizer steps of the whole run: as configured, or counted from epochs.
 
     Raises:

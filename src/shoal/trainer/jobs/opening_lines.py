@@ -12,25 +12,25 @@ import torch
 from torch import nn
 
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.atomic_files import cache_folder, write_whole
+from shoal.base.runlog.atomic_files import cache_folder, write_atomically
 from shoal.base.runlog.damaged_lines import is_number, read_object
 from shoal.base.text.units import count_text, flops_text
 from shoal.data.loading.step_samples import StepBatch
 from shoal.data.sources import Source
-from shoal.machine.matmul import distrust, matmul_flops_per_s
+from shoal.machine.matmul import invalidate_rate, matmul_flops_per_s
 from shoal.parallel.program import dtype_of
-from shoal.trace.costs.flops import backward_flops
+from shoal.trace.costs.flops import count_training_flops
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import (
     batch_length,
     call_model,
-    cut_batch,
     split_batch,
+    split_into_micro_batches,
     sum_and_count,
 )
 
 
-def describe(
+def write_opening(
     run: Run, plan: Plan, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
 ) -> None:
     """Write plan.json and the lines that a user sees before the first step.
@@ -41,16 +41,16 @@ def describe(
     """
     rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
     run.recorder.machine_flops_per_s = rate
-    run.recorder.passed = partial(distrust, run.world, run.plan.compute, cache_folder())
-    if not run.world.keeps:
+    run.recorder.passed = partial(invalidate_rate, run.world, run.plan.compute, cache_folder())
+    if not run.world.writes_files:
         return
-    known = _known_flops(folder)
+    known = _read_known_flops(folder)
     details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
     unit = "tokens" if source.kind == "tokens" else "samples"
     about = {"unit": unit, "device": run.world.device.type}
     _write_plan(folder, plan, {**details, **about, **told})
     run.recorder.flops_per_sample = known
-    formats = _formats(run)
+    formats = _collect_formats(run)
     emit = run.recorder.events.emit
     if run.step_count == 0:
         emit("notice", text=f"data: {source.description}")
@@ -77,7 +77,7 @@ def describe(
     )
 
 
-def _formats(run: Run) -> dict[str, str]:
+def _collect_formats(run: Run) -> dict[str, str]:
     """Return the number formats in use, as text."""
 
     def names(tensors: Iterable[torch.Tensor]) -> str:
@@ -92,10 +92,10 @@ def _formats(run: Run) -> dict[str, str]:
 def _write_plan(folder: Path, plan: Plan, beside: Mapping[str, Any]) -> None:
     """Write plan.json; on a full disk the run continues without it."""
     with contextlib.suppress(OSError):
-        write_whole(folder / "plan.json", plan.to_json(beside))
+        write_atomically(folder / "plan.json", plan.to_json(beside))
 
 
-def _known_flops(folder: Path) -> float | None:
+def _read_known_flops(folder: Path) -> float | None:
     known = read_object(folder / "plan.json").get("flops_per_sample")
     return known if is_number(known) else None
 
@@ -106,10 +106,10 @@ def count_flops(run: Run, batch: StepBatch) -> None:
     Only ranks that own a disk count.
     """
     folder = run.recorder.folder
-    if not run.world.keeps or run.recorder.flops_per_sample or not len(batch) or not folder:
+    if not run.world.writes_files or run.recorder.flops_per_sample or not len(batch) or not folder:
         return
     program = run.program
-    few = next(cut_batch(batch.micro_batches[0].value, 2))
+    few = next(split_into_micro_batches(batch.micro_batches[0].value, 2))
     for prepare in program.prepare:
         few = prepare(few)
 
@@ -119,7 +119,7 @@ def count_flops(run: Run, batch: StepBatch) -> None:
             outputs = call_model(module, inputs, run.plan.call)
             return sum_and_count(run.loss(outputs, targets), targets)[0]
 
-    flops = backward_flops(program.twin or run.model, few, loss_sum)
+    flops = count_training_flops(program.twin or run.model, few, loss_sum)
     if flops:
         run.recorder.flops_per_sample = flops / batch_length(few)
         told = {"flops_per_sample": run.recorder.flops_per_sample}

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import read_object
 from shoal.config.save import MICRO_BATCH, is_derived
-from shoal.planning.micro_batch_sizes import usual_micro_batch, with_micro_batch
+from shoal.planning.micro_batch_sizes import default_micro_batch, with_micro_batch
 
 if TYPE_CHECKING:
     from shoal.base.plans.plan import Plan
@@ -47,7 +47,7 @@ def is_out_of_memory(failure: BaseException) -> bool:
     return isinstance(failure, RuntimeError) and any(w in str(failure).lower() for w in WORDS)
 
 
-def smaller(micro_batch: int) -> int:
+def largest_proper_divisor(micro_batch: int) -> int:
     """Return the largest proper divisor, which divides the batch too; 0 if there is none.
 
     >>> smaller(8), smaller(9), smaller(7), smaller(1)
@@ -56,7 +56,7 @@ def smaller(micro_batch: int) -> int:
     return next((n for n in range(micro_batch // 2, 0, -1) if micro_batch % n == 0), 0)
 
 
-def fitted(plan: Plan, config: Config, folder: Path) -> Plan:
+def apply_reduced_micro_batch(plan: Plan, config: Config, folder: Path) -> Plan:
     """Return the plan with the reduced micro-batch of an earlier start of this run.
 
     A `train.micro_batch` that the user has changed since wins. A micro-batch that Shoal chose
@@ -67,14 +67,14 @@ def fitted(plan: Plan, config: Config, folder: Path) -> Plan:
     if not isinstance(size, int) or size < 1:
         return plan
     if is_derived(folder / "run.toml", MICRO_BATCH):
-        return with_micro_batch(plan, usual_micro_batch(plan.layout, plan.batch, at_most=size))
+        return with_micro_batch(plan, default_micro_batch(plan.layout, plan.batch, at_most=size))
     if told.get("asked") != config.train.micro_batch:
         return plan
     return with_micro_batch(plan, size)
 
 
 @contextmanager
-def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
+def handle_out_of_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
     """Handle out-of-memory errors of the steps of `shoal train`, on every rank.
 
     Raises:
@@ -89,7 +89,7 @@ def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
             raise
         reason = str(failure).strip().splitlines()[:1] or ["no memory"]
         used = run.plan.micro_batch
-        size = smaller(used)
+        size = largest_proper_divisor(used)
         where = f"rank {run.world.rank}, step {run.step_count + 1}: {reason[0]}"
         if config.train.on_oom == "halve" and size:
             # Shoal's own choice was not configured: the same number, set by the user later, wins.
@@ -97,7 +97,7 @@ def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
             asked = None if chosen else config.train.micro_batch
             kept = {"asked": asked, "micro_batch": size, "was": used, "because": where}
             with suppress(OSError):  # then the next start runs out of memory again
-                write_whole(folder / FILE, json.dumps(kept))
+                write_atomically(folder / FILE, json.dumps(kept))
             told = (
                 f"{where}; on from the last checkpoint with train.micro_batch={size} in the place "
                 f"of {used} on all ranks (train.on_oom=halve): the same batch in more passes; "

@@ -14,31 +14,41 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.estimates.estimate import Case
-from shoal.base.estimates.facts import this_machine
+from shoal.base.estimates.estimate import PlanningCase
+from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.layouts.policies import POLICIES
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import cache_folder
 from shoal.base.text.units import bytes_text, seconds_text
-from shoal.config.resolve import processes_of
-from shoal.fabric.device import accelerator
+from shoal.config.resolve import count_processes
+from shoal.fabric.device import accelerator_type
 from shoal.forecast.machines.cluster_syntax import parse_machines
 from shoal.forecast.memory.model_states import WIDTHS
-from shoal.forecast.search.case_settings import format_on
-from shoal.forecast.search.layout_reasons import starting
-from shoal.forecast.search.layout_search import Candidate, search
-from shoal.forecast.search.memory_suggestions import fixes
-from shoal.forecast.search.search_space import section_of, space_of
-from shoal.planning.settle import Words, check_together, goes_together, settle_batch, split_words
+from shoal.forecast.search.case_settings import choose_format
+from shoal.forecast.search.layout_reasons import explain_start
+from shoal.forecast.search.layout_search import LayoutCandidate, search_layouts
+from shoal.forecast.search.memory_suggestions import suggest_settings
+from shoal.forecast.search.search_space import layout_section, search_space
+from shoal.planning.settle import (
+    Words,
+    check_plan_policies,
+    policies_compatible,
+    settle_batch,
+    split_policies,
+)
 from shoal.trainer.argument_checks import (
     DEFAULT_BATCH,
+    check_integer,
     check_layout,
-    check_whole,
-    plan_of_words,
+    plan_from_arguments,
     refuse_unknown,
 )
-from shoal.trainer.autotune.rank_layouts import facts_by_sample, handed, startable
-from shoal.trainer.jobs.run_forecast import cluster_here
+from shoal.trainer.autotune.rank_layouts import (
+    filter_startable,
+    model_location,
+    trace_facts_from_sample,
+)
+from shoal.trainer.jobs.run_forecast import describe_local_cluster
 from shoal.trainer.step.call_contract import Loss
 
 
@@ -90,17 +100,19 @@ def plan(
     refuse_unknown(plan, policies.keys() - POLICIES.keys(), {})
     check_layout(layout)
     for name, value, least in (("batch", batch, 1), ("micro_batch", micro_batch, 0)):
-        check_whole(name, value, least, DEFAULT_BATCH)
-    check_whole("optimizer_bytes", optimizer_bytes, 0, 8)
-    asked, words = split_words(plan_of_words(precision, policies), layout)
-    section = section_of(words)
-    here = this_machine()
-    ranks = processes_of(section, here)
-    device = torch.device(accelerator() or "cpu")
-    cluster = parse_machines(on, here, cache_folder()) if on else cluster_here(ranks, device)
-    compute = format_on(asked, cluster, [])
-    case = Case(
-        facts_by_sample(
+        check_integer(name, value, least, DEFAULT_BATCH)
+    check_integer("optimizer_bytes", optimizer_bytes, 0, 8)
+    asked, words = split_policies(plan_from_arguments(precision, policies), layout)
+    section = layout_section(words)
+    here = read_machine_facts()
+    ranks = count_processes(section, here)
+    device = torch.device(accelerator_type() or "cpu")
+    cluster = (
+        parse_machines(on, here, cache_folder()) if on else describe_local_cluster(ranks, device)
+    )
+    compute = choose_format(asked, cluster, [])
+    case = PlanningCase(
+        trace_facts_from_sample(
             model,
             sample,
             loss,
@@ -113,20 +125,22 @@ def plan(
         replace(asked, compute=compute, batch=batch, micro_batch=micro_batch),
         loss="full",
         optimizer_bytes=optimizer_bytes,
-        handed=handed(model),
+        handed=model_location(model),
     )
     given = frozenset(policies)
-    space = space_of(section, cluster, micro_batch=micro_batch, given=given, built=not on)
-    found = search(case, space)
-    candidates = startable(found)
+    space = search_space(section, cluster, micro_batch=micro_batch, given=given, built=not on)
+    found = search_layouts(case, space)
+    candidates = filter_startable(found)
     if not candidates:
-        raise PlanError(_none_starts(found))
+        raise PlanError(_format_no_layout(found))
     best = candidates[0]
     parameters = case.model.trainable
-    return settle_batch(replace(best.case.plan, why=_why(best, len(found)), parameters=parameters))
+    return settle_batch(
+        replace(best.case.plan, why=_format_reason(best, len(found)), parameters=parameters)
+    )
 
 
-def _why(best: Candidate, searched: int) -> str:
+def _format_reason(best: LayoutCandidate, searched: int) -> str:
     """Return the plan's reason: machine, step time, peak memory."""
     cluster = best.case.cluster
     name = cluster.name or f"{cluster.devices} × {cluster.device.name}"
@@ -136,14 +150,14 @@ def _why(best: Candidate, searched: int) -> str:
     )
 
 
-def _none_starts(found: list[Candidate]) -> str:
+def _format_no_layout(found: list[LayoutCandidate]) -> str:
     """Return the message for a model that no layout can train; `found[0]` is the nearest layout."""
     best = found[0]
-    if best.runs and goes_together(best.case.plan):
-        return f"{best.case.layout.text()}: its steps would fit, but {starting(best)}"
+    if best.runs and policies_compatible(best.case.plan):
+        return f"{best.case.layout.text()}: its steps would fit, but {explain_start(best)}"
     if best.runs:
-        check_together(best.case.plan)  # raises, with the nearest
-    near = fixes(best.case)
+        check_plan_policies(best.case.plan)  # raises, with the nearest
+    near = suggest_settings(best.case)
     nearest = near[0][0] if near else "more devices, or larger ones"
     return (
         f"{best.case.layout.text()}: lacks {bytes_text(-best.verdict.margin_bytes)} of memory on "

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.base.errors import TrainingError
-from shoal.config.resolve import plan_of
+from shoal.config.resolve import make_plan
 from shoal.config.sections import Config
 from shoal.data.loading.step_samples import StepBatch
 from shoal.data.sources import Source
 from shoal.fabric import World
-from shoal.trainer.guards.optimizer_checks import Length
+from shoal.trainer.guards.optimizer_checks import ScheduleLength
 from shoal.trainer.jobs.configured_run import open_run
 from shoal.trainer.run import Run
-from shoal.wire.phases import counting
+from shoal.wire.phases import iter_with_progress
 
 KEPT = 0.98
 """Decay of the smoothed loss at each step."""
@@ -33,7 +33,7 @@ BELOW = 10.0
 
 
 @dataclass(frozen=True)
-class RateRange:
+class RangeTestResult:
     """Result of a learning-rate range test.
 
     Attributes:
@@ -53,13 +53,13 @@ class RateRange:
         return self.rates[self.smoothed.index(min(self.smoothed))] / BELOW
 
     @property
-    def at_an_end(self) -> bool:
+    def is_range_too_short(self) -> bool:
         """Return whether the least loss is at the first or last rate: the range is too short."""
         place = self.smoothed.index(min(self.smoothed))
         return place == 0 or (place == len(self.smoothed) - 1 and not self.ended)
 
 
-def smooth(losses: tuple[float, ...]) -> tuple[float, ...]:
+def smooth_losses(losses: tuple[float, ...]) -> tuple[float, ...]:
     """Return the exponential moving average of losses, corrected for its start.
 
     >>> [round(one, 6) for one in smooth((2.0, 2.0, 4.0))]
@@ -72,9 +72,9 @@ def smooth(losses: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def range_test(
+def run_range_test(
     config: Config, source: Source, world: World, *, least: float, most: float, steps: int
-) -> RateRange:
+) -> RangeTestResult:
     """Train a fresh model of a configuration with a rate that grows from `least` to `most`.
 
     The run writes nothing.
@@ -83,13 +83,13 @@ def range_test(
         TrainingError: the first step breaks already.
         PlanError, ConfigError: as `open_run`.
     """
-    run = open_run(config, source, world, plan_of(config), "single")
-    run.rate.length = Length()  # no schedule: the rate is set here
-    batches = _endless(run, source)
+    run = open_run(config, source, world, make_plan(config), "single")
+    run.rate.length = ScheduleLength()  # no schedule: the rate is set here
+    batches = _repeat_loader(run, source)
     rates: list[float] = []
     losses: list[float] = []
     ended = ""
-    for number in counting("range test", steps, range(steps)):
+    for number in iter_with_progress("range test", steps, range(steps)):
         rate = least * (most / least) ** (number / (steps - 1))
         for group in run.optimizer.param_groups:
             group["lr"] = rate
@@ -99,7 +99,7 @@ def range_test(
             break
         rates.append(rate)
         losses.append(result.loss)
-        smoothed = smooth(tuple(losses))
+        smoothed = smooth_losses(tuple(losses))
         if smoothed[-1] > BLOWN_UP * min(smoothed):
             ended = f"at {rate:.1e} the smoothed loss is over {BLOWN_UP:g} times its least"
             break
@@ -108,10 +108,10 @@ def range_test(
         raise TrainingError(
             f"range test: {ended}; try: a smaller --from, or precision.compute=fp32"
         )
-    return RateRange(tuple(rates), tuple(losses), smooth(tuple(losses)), ended)
+    return RangeTestResult(tuple(rates), tuple(losses), smooth_losses(tuple(losses)), ended)
 
 
-def _endless(run: Run, source: Source) -> Iterator[StepBatch]:
+def _repeat_loader(run: Run, source: Source) -> Iterator[StepBatch]:
     loader = run.loader(source.train, collate=source.collate)
     while True:
         yield from loader

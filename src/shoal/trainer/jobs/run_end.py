@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
-from shoal.base.errors import short
+from shoal.base.errors import shorten
 from shoal.data.sources import Source
-from shoal.machine.device_pool import device_pool, pool_text
+from shoal.machine.device_pool import describe_pool, read_device_pool
 from shoal.models.llama import Llama
 from shoal.trainer.run import Run
-from shoal.wire.phases import counting, phase
+from shoal.wire.phases import iter_with_progress, phase
 
 PROMPT = "def "
 SAMPLE_TOKENS, AT_ONCE = 96, 8
@@ -22,7 +22,7 @@ SAMPLE_S = 2.0
 
 
 @phase("finish")
-def finish(
+def emit_run_end(
     run: Run,
     source: Source,
     values: dict[str, float] | None,
@@ -39,9 +39,9 @@ def finish(
     """
     run.guards.untrained.close()
     text = _try_sample(run, source)
-    fullest = _fullest_pool(run)
+    fullest = _describe_fullest_pool(run)
     run.recorder.log_memory_peaks()
-    if not run.world.keeps:
+    if not run.world.writes_files:
         return
     emit = run.recorder.events.emit
     if text is not None:
@@ -63,29 +63,29 @@ def _try_sample(run: Run, source: Source) -> str | None:
     The training is over and saved by now: a failed extra must not change its outcome.
     """
     # If parameters are gathered, a forward pass needs all ranks.
-    if not (run.world.keeps or run.program.together):
+    if not (run.world.writes_files or run.program.together):
         return None
     try:
-        return sample(run, source)
+        return generate_sample(run, source)
     except Exception as failure:
         first = (str(failure).splitlines() or [type(failure).__name__])[0]
-        run.recorder.notice(f"no sample of what the model writes: {short(first)}")
+        run.recorder.notice(f"no sample of what the model writes: {shorten(first)}")
         return None
 
 
-def _fullest_pool(run: Run) -> str:
+def _describe_fullest_pool(run: Run) -> str:
     """Return the fullest device's allocator usage as text; "" on a CPU. Every rank calls it."""
-    pool = device_pool(run.world.device)
+    pool = read_device_pool(run.world.device)
     if pool is None:
         return ""
-    told = run.world.gather_json([pool.reserved_bytes, pool_text(pool)])
+    told = run.world.gather_json([pool.reserved_bytes, describe_pool(pool)])
     return str(max(told)[1])
 
 
-def _in_time(run: Run, times: int) -> Iterator[int]:
+def _count_until_timeout(run: Run, times: int) -> Iterator[int]:
     """Yield numbers below `times`, at least one, until the time limit (rank 0's, if all write)."""
     began_s = time.perf_counter()
-    for number in counting("sample", times, range(times)):
+    for number in iter_with_progress("sample", times, range(times)):
         yield number
         goes_on = time.perf_counter() - began_s < SAMPLE_S
         if run.program.together:
@@ -94,7 +94,7 @@ def _in_time(run: Run, times: int) -> Iterator[int]:
             return
 
 
-def sample(run: Run, source: Source) -> str | None:
+def generate_sample(run: Run, source: Source) -> str | None:
     """Return text that the model continues from `def `; None for models that do not generate text.
 
     None also under tp, cp and pp: every new length would be traced, or cross all stages. None if
@@ -111,7 +111,7 @@ def sample(run: Run, source: Source) -> str | None:
     generator = torch.Generator(device=run.world.device).manual_seed(run.plan.seed)
     with run.program.autocast():
         tokens = prompt
-        for _ in _in_time(run, SAMPLE_TOKENS // AT_ONCE):
+        for _ in _count_until_timeout(run, SAMPLE_TOKENS // AT_ONCE):
             tokens = generate(
                 run.model,
                 tokens,

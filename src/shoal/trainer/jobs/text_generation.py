@@ -17,24 +17,24 @@ from torch import nn
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.tensor_shards import Shard
-from shoal.checkpoint.export.export_file import outgoing
+from shoal.checkpoint.export.export_file import select_tensors
 from shoal.checkpoint.format.hub_folder import ADAPTER_CONFIG, CONFIG, HUB, TOKENIZER
 from shoal.checkpoint.load.read import load_from
-from shoal.config.load import load
-from shoal.config.paths import TEXTS, search_here, split_source
+from shoal.config.load import load_config
+from shoal.config.paths import TEXTS, add_working_folder, split_source
 from shoal.config.sections import Config, DataSection
-from shoal.data.text.chat_examples import find_template, plain_question, template_of
+from shoal.data.text.chat_examples import find_template, load_template, plain_question
 from shoal.data.text.text_files import END_OF_TEXT
-from shoal.fabric.device import accelerator
-from shoal.forecast.models.hf_presence import PREFIX, is_foreign
+from shoal.fabric.device import accelerator_type
+from shoal.forecast.models.hf_presence import PREFIX, is_hf_name
 from shoal.models.catalog import build
 from shoal.models.generate import generate
 from shoal.trainer.jobs.configured_run import call_builder
 from shoal.trainer.run_folder.hub_files import is_pretrained
-from shoal.wire.phases import counting, phase
+from shoal.wire.phases import iter_with_progress, phase
 
 
-def write_on(
+def generate_text(
     folder: Path,
     checkpoint: Path,
     prompt: str,
@@ -63,25 +63,25 @@ def write_on(
         CheckpointError: a checkpoint of another model than run.toml describes, or without the
             average.
     """
-    config = text_run(folder)
-    tokenizer = _tokenizer(folder, config is None)
-    prompt = _asked(folder, prompt) if chat and prompt else prompt
+    config = read_text_config(folder)
+    tokenizer = _load_tokenizer(folder, config is None)
+    prompt = _format_question(folder, prompt) if chat and prompt else prompt
     # As the run's own text was encoded: without special tokens.
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise ConfigError("--prompt: is empty, and there is nothing to go on from; try: 'The'")
-    device = torch.device(accelerator() or "cpu")
-    model: Any = _model(config, folder, tokenizer.get_vocab_size())
-    _load(model, checkpoint, average)
+    device = torch.device(accelerator_type() or "cpu")
+    model: Any = _build_model(config, folder, tokenizer.get_vocab_size())
+    _load_weights(model, checkpoint, average)
     model.to(device).eval()
     begun = torch.tensor([ids], device=device)
-    longest = _longest(model, config)
+    longest = _context_length(model, config)
     if is_pretrained(model) and model.can_generate() and len(ids) + tokens <= longest:
-        written = _by_transformers(model, begun, tokens, temperature, seed)
+        written = _generate_with_transformers(model, begun, tokens, temperature, seed)
     else:
         written = begun
         generator = torch.Generator(device=device).manual_seed(seed)
-        for _ in counting("sample", tokens, range(tokens)):
+        for _ in iter_with_progress("sample", tokens, range(tokens)):
             written = generate(model, written, 1, temperature, generator, window=longest)
     found = written[0].tolist()
     if chat:
@@ -91,15 +91,15 @@ def write_on(
     return text.strip() if chat else text
 
 
-def _asked(folder: Path, prompt: str) -> str:
+def _format_question(folder: Path, prompt: str) -> str:
     """Return the text that asks for an answer to a user's turn."""
     template = find_template(str(folder / HUB / TOKENIZER))
     if not template:
         return plain_question(prompt)
-    return template_of(template)([{"role": "user", "content": prompt}], True)
+    return load_template(template)([{"role": "user", "content": prompt}], True)
 
 
-def text_run(folder: Path) -> Config | None:
+def read_text_config(folder: Path) -> Config | None:
     """Read the configuration of a run on text; return None for a user's own loop.
 
     Raises:
@@ -113,7 +113,7 @@ def text_run(folder: Path) -> Config | None:
             f"{folder}: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
             f"its model; try: shoal checkpoint export {folder} FOLDER"
         )
-    config = load(folder / "run.toml").config
+    config = load_config(folder / "run.toml").config
     kind = split_source(config.data.source)[0]
     if kind == "tokens":
         raise ConfigError(
@@ -128,7 +128,7 @@ def text_run(folder: Path) -> Config | None:
     return config
 
 
-def _tokenizer(folder: Path, is_own: bool) -> Any:
+def _load_tokenizer(folder: Path, is_own: bool) -> Any:
     """Return the tokenizer that the run stores; `is_own`: of a user's own loop.
 
     Raises:
@@ -154,33 +154,33 @@ def _tokenizer(folder: Path, is_own: bool) -> Any:
 
 
 @phase("build")
-def _model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
+def _build_model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
     """Build the run's model, with any weights."""
     if config is None:
         return build(f"{PREFIX}{folder / HUB / CONFIG}", {})
     section = config.model
-    search_here()
+    add_working_folder()
     if section.build:
         return call_builder(section.build, section.arguments)
     name = section.name
-    if is_foreign(name) and (folder / HUB / CONFIG).is_file():
+    if is_hf_name(name) and (folder / HUB / CONFIG).is_file():
         name = f"{PREFIX}{folder / HUB / CONFIG}"
     model = build(name, section.arguments, vocabulary=vocabulary, sequence=config.data.sequence)
     if config.tune.adapter == "none":
         return model
-    from shoal.trainer.adapters import adapt
+    from shoal.trainer.adapters import add_adapters
 
-    return adapt(model, config.tune, name.removeprefix("hf:"))
+    return add_adapters(model, config.tune, name.removeprefix("hf:"))
 
 
 @torch.no_grad()
-def _load(model: nn.Module, checkpoint: Path, average: bool) -> None:
+def _load_weights(model: nn.Module, checkpoint: Path, average: bool) -> None:
     """Copy a checkpoint's weights into a model.
 
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-    found = outgoing(checkpoint, average=average)
+    found = select_tensors(checkpoint, average=average)
     here = model.state_dict(keep_vars=True)
     unlike = sorted((found.names.keys() | found.aliases.keys()) ^ here.keys())
     shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
@@ -190,13 +190,13 @@ def _load(model: nn.Module, checkpoint: Path, average: bool) -> None:
             f"{checkpoint}: {unlike[0]} is not as in the model that run.toml describes; compare "
             f"[model] with that of the run that saved it"
         )
-    for short, name in counting("read", len(found.names), found.names.items()):
+    for short, name in iter_with_progress("read", len(found.names), found.names.items()):
         stored = found.manifest.tensors[name]
         whole = Shard.whole(name, stored.shape, stored.dtype)
         here[short].copy_(load_from(checkpoint, found.manifest, [whole])[name])
 
 
-def _longest(model: nn.Module, config: Config | None) -> int:
+def _context_length(model: nn.Module, config: Config | None) -> int:
     """Return the context length of the model in tokens."""
     if is_pretrained(model):
         told: Any = model.config
@@ -208,7 +208,7 @@ def _longest(model: nn.Module, config: Config | None) -> int:
 
 
 @phase("sample")
-def _by_transformers(
+def _generate_with_transformers(
     model: Any, begun: torch.Tensor, tokens: int, temperature: float, seed: int
 ) -> torch.Tensor:
     torch.manual_seed(seed)

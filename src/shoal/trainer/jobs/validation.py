@@ -25,15 +25,15 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.runlog.damaged_lines import is_number, read_object
 from shoal.base.text.units import seconds_text
-from shoal.base.validation_size import default_validation
-from shoal.config.save import is_derived, keep_derived
+from shoal.base.validation_size import default_validation_samples
+from shoal.config.save import is_derived, write_derived
 from shoal.config.sections import Config
-from shoal.data.digits import EvenPart, First
+from shoal.data.digits import EvenSubset, LeadingSamples
 from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.sources import Source
 from shoal.forecast.models.model_facts import FAMILIES, family_of
 from shoal.models.loss import find_logits, token_loss
-from shoal.trainer.jobs.configured_run import steps_of
+from shoal.trainer.jobs.configured_run import count_total_steps
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import IGNORED_TARGET
 
@@ -47,7 +47,7 @@ Values = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Reading:
+class ValidationData:
     """Data of one validation: samples (None: unknown count), and its micro-batch size."""
 
     data: Any
@@ -57,7 +57,7 @@ class Reading:
     why: str
 
 
-def validator(run: Run, source: Source, config: Config) -> Callable[[], Values | None]:
+def make_validator(run: Run, source: Source, config: Config) -> Callable[[], Values | None]:
     """Return a function that evaluates the held-out data and emits `validated`.
 
     The function returns None without such data, and if a stop was requested meanwhile: then
@@ -69,30 +69,33 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
         return lambda: None
     images = source.kind == "samples" and not config.model.loss
     baseline = "unigram entropy" if source.kind == "tokens" else "class entropy"
-    foreseen = run.world.broadcast_json(_foreseen(run) if run.world.is_first else None)
-    asked = _asked(run, source, config)
+    foreseen = run.world.broadcast_json(_read_forecast(run) if run.world.is_first else None)
+    asked = _read_sample_limit(run, source, config)
     fits = int(foreseen.get("validation_micro_batch") or 0)
-    reading = _for_all_ranks(run, _reading(run, source, asked.samples, fits))
-    if run.world.keeps and run.step_count == 0:
-        text = _told(run, reading, config, foreseen.get("step_s"), asked.by_default)
+    reading = _split_for_all_ranks(run, _choose_validation_data(run, source, asked.samples, fits))
+    if run.world.writes_files and run.step_count == 0:
+        text = _format_notice(run, reading, config, foreseen.get("step_s"), asked.by_default)
         run.recorder.events.emit("notice", text=text)
-    unsure = reading.micro_batch > run.plan.micro_batch and not _is_ours(config)
+    unsure = reading.micro_batch > run.plan.micro_batch and not _is_shoal_model(config)
 
     def validate() -> Values | None:
         nonlocal reading, unsure
         if unsure:
-            reading, unsure = _tried(run, source, reading, config.data.workers), False
+            reading, unsure = (
+                _check_larger_micro_batch(run, source, reading, config.data.workers),
+                False,
+            )
         began_s = time.perf_counter()
         values = run.evaluate(
-            run.feed.held_out(
+            run.feed.held_out_batches(
                 reading.data, config.data.workers, source.collate, reading.micro_batch
             ),
-            {"accuracy": accuracy} if images else {},
+            {"accuracy": count_correct} if images else {},
             stops=True,
         )
         if not values:
             return None
-        if run.world.keeps:
+        if run.world.writes_files:
             run.recorder.events.emit(
                 "validated",
                 step=run.step_count,
@@ -111,7 +114,7 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
     return validate
 
 
-def _foreseen(run: Run) -> dict[str, Any]:
+def _read_forecast(run: Run) -> dict[str, Any]:
     """Return the forecast in plan.json, {} without one."""
     folder = run.recorder.folder
     found = read_object(folder / "plan.json").get("predicted") if folder else None
@@ -119,27 +122,27 @@ def _foreseen(run: Run) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SampleLimit:
     """Limit of the samples of one validation, 0: all; whether it is Shoal's choice."""
 
     samples: int
     by_default: bool
 
 
-def _asked(run: Run, source: Source, config: Config) -> _Asked:
+def _read_sample_limit(run: Run, source: Source, config: Config) -> _SampleLimit:
     """Read `train.validate_samples`; settle and store it for a run whose length is epochs."""
     text, folder = config.train.validate_samples, run.recorder.folder
     if text == "auto":
-        steps = steps_of(config, source, run.plan.batch)
-        samples = default_validation(run.plan.batch, steps, config.train.validate_every)
-        if run.world.keeps and folder is not None:
-            keep_derived(folder / "run.toml", "train", validate_samples=str(samples))
-        return _Asked(samples, True)
+        steps = count_total_steps(config, source, run.plan.batch)
+        samples = default_validation_samples(run.plan.batch, steps, config.train.validate_every)
+        if run.world.writes_files and folder is not None:
+            write_derived(folder / "run.toml", "train", validate_samples=str(samples))
+        return _SampleLimit(samples, True)
     derived = folder is not None and is_derived(folder / "run.toml", "train.validate_samples")
-    return _Asked(0 if text == "all" else int(text), derived)
+    return _SampleLimit(0 if text == "all" else int(text), derived)
 
 
-def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
+def _choose_validation_data(run: Run, source: Source, asked: int, fits: int) -> ValidationData:
     """Choose the samples and the micro-batch of a validation.
 
     Args:
@@ -156,9 +159,9 @@ def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
         # If parameters are gathered, every rank needs a sample to run with the others.
         most = max(min(limits), run.plan.layout.data_degree)
         if held is None:
-            data, samples = First(data, most), None
+            data, samples = LeadingSamples(data, most), None
         elif most < held:
-            data, samples = EvenPart(data, most, True), most
+            data, samples = EvenSubset(data, most, True), most
     training = run.plan.micro_batch
     why = ""
     if run.loss is not token_loss:
@@ -168,12 +171,12 @@ def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
     elif run.plan.layout.threads > 1 or fits <= training:
         why = "no larger one is known to fit"
     if why or samples is None:
-        return Reading(data, held, samples, training, why)
+        return ValidationData(data, held, samples, training, why)
     own = samples // run.plan.layout.data_degree  # so that every rank has a sample to run
-    return Reading(data, held, samples, max(training, min(fits, own)), "")
+    return ValidationData(data, held, samples, max(training, min(fits, own)), "")
 
 
-def _for_all_ranks(run: Run, reading: Reading) -> Reading:
+def _split_for_all_ranks(run: Run, reading: ValidationData) -> ValidationData:
     """Return a reading that has a micro-batch for every rank, if ranks run the model together.
 
     Raises:
@@ -192,16 +195,18 @@ def _for_all_ranks(run: Run, reading: Reading) -> Reading:
     return replace(reading, micro_batch=samples // ranks, why=why)
 
 
-def _is_ours(config: Config) -> bool:
+def _is_shoal_model(config: Config) -> bool:
     return not config.model.build and family_of(config.model.name) in FAMILIES
 
 
-def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
+def _check_larger_micro_batch(
+    run: Run, source: Source, reading: ValidationData, workers: int
+) -> ValidationData:
     """Return `reading`, with training's micro-batch if the larger one gives another loss."""
     few = reading.micro_batch * run.plan.layout.data_degree
-    data = reading.data if few >= len(reading.data) else EvenPart(reading.data, few, True)
+    data = reading.data if few >= len(reading.data) else EvenSubset(reading.data, few, True)
     small, large = (
-        run.evaluate(run.feed.held_out(data, workers, source.collate, size))
+        run.evaluate(run.feed.held_out_batches(data, workers, source.collate, size))
         for size in (run.plan.micro_batch, reading.micro_batch)
     )
     apart = abs(large["loss"] - small["loss"])
@@ -215,7 +220,9 @@ def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
     return replace(reading, micro_batch=run.plan.micro_batch)
 
 
-def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: bool = False) -> str:
+def _format_notice(
+    run: Run, reading: ValidationData, config: Config, step_s: Any, by_default: bool = False
+) -> str:
     """Return one line about the samples and the time of a validation.
 
     Args:
@@ -225,7 +232,7 @@ def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: b
     if reading.samples is not None:
         of = "" if reading.samples == reading.held else f" of {reading.held}"
         what = f"{reading.samples}{of} held-out samples"
-    elif isinstance(reading.data, First):
+    elif isinstance(reading.data, LeadingSamples):
         what = f"the first {reading.data.samples} held-out samples"
     if reading.held is None and (ranks := run.plan.layout.data_degree) > 1:
         what += (
@@ -246,7 +253,7 @@ def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: b
     return f"{text}; about {seconds_text(each_s)} each time"
 
 
-def accuracy(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def count_correct(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (right answers, answers) of scores [..., classes] for labels [...], without −100."""
     right = find_logits(outputs).argmax(-1) == targets
     return right.sum().float(), (targets != IGNORED_TARGET).sum()

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from shoal.fabric import World
-from shoal.trainer.run_folder.resume_checks import look_at, unlike
+from shoal.trainer.run_folder.resume_checks import count_different, digest_samples
 
 
 @runtime_checkable
-class Indexed(Protocol):
+class IndexedLoader(Protocol):
     """A loader over an indexed dataset, with a position in the stream of samples."""
 
     position: int
@@ -30,8 +30,8 @@ class Indexed(Protocol):
         """Continue at the position of a saved state."""
 
 
-class Streams(Protocol):
-    """The attributes of a `Feed` that this module uses."""
+class LoadersView(Protocol):
+    """The attributes of a `RunLoaders` that this module uses."""
 
     world: World
     loaders: list[Any]
@@ -42,11 +42,13 @@ class Streams(Protocol):
     def notice(self, text: str) -> None:
         """Report a line that holds for all ranks."""
 
-    def seen(self, place: int) -> list[str]:
+    def sample_digests(self, place: int) -> list[str]:
         """Return digests of some samples of a loader's dataset, computed on one rank."""
 
 
-def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: Any) -> bool:
+def replace_finished_loader(
+    feed: LoadersView, loader: Any, dataset: Any, workers: int, collate: Any
+) -> bool:
     """Replace a loader that ended its epoch by a new loader over the same samples, if possible.
 
     Every rank calls it. One rank compares the samples, and all ranks follow its decision.
@@ -54,12 +56,12 @@ def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: A
     Returns:
         Whether the new loader continues the stream of an earlier one.
     """
-    if not isinstance(loader, Indexed):
+    if not isinstance(loader, IndexedLoader):
         return False
     for place, known in enumerate(feed.loaders):
         of, by, joined = feed.settings[place]
         if not (
-            isinstance(known, Indexed)
+            isinstance(known, IndexedLoader)
             and (type(of), known.samples, by) == (type(dataset), loader.samples, workers)
             and joined is collate
             and not known.under_way
@@ -67,7 +69,9 @@ def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: A
             and known.position % known.samples == 0
         ):
             continue
-        if feed.world.broadcast_json(_is_same(feed.seen(place), dataset, workers)):
+        if feed.world.broadcast_json(
+            _has_same_samples(feed.sample_digests(place), dataset, workers)
+        ):
             loader.restore(known.state())
             feed.loaders[place], feed.opened_at[place] = loader, loader.position
             feed.settings[place] = (dataset, workers, collate)
@@ -82,10 +86,10 @@ def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: A
     return False
 
 
-def _is_same(seen: list[str], dataset: Any, workers: int) -> bool:
+def _has_same_samples(seen: list[str], dataset: Any, workers: int) -> bool:
     """Return whether a dataset holds the samples whose digests are given.
 
     Both readings are limited in time: on a busy machine one of them reads fewer samples.
     """
-    again = look_at(dataset, workers) if seen else []
-    return bool(again) and not unlike(seen, again)
+    again = digest_samples(dataset, workers) if seen else []
+    return bool(again) and not count_different(seen, again)

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.trainer.loaders.run_loaders import Feed
+from shoal.trainer.loaders.run_loaders import RunLoaders
 
 
-class Epochs:
+class EpochCounter:
     """Counter of the turns of `run.epochs`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Epochs:
         used: the user's code has called `run.epochs`.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: RunLoaders) -> None:
         self.feed = feed
         self.done = self.steps = self.length = 0
         self.used = False
@@ -39,9 +39,9 @@ class Epochs:
     @property
     def current(self) -> int:
         """Finished turns; without `turns`, how often the first loader reached its end."""
-        return self.done if self.used else self.feed.passes()
+        return self.done if self.used else self.feed.count_epochs()
 
-    def turns(self, count: int, stopping: Callable[[], bool]) -> Iterator[int]:
+    def iter_epochs(self, count: int, stopping: Callable[[], bool]) -> Iterator[int]:
         """Yield the numbers of the remaining turns out of `count`.
 
         Raises:
@@ -50,7 +50,7 @@ class Epochs:
         if not isinstance(count, int) or count < 0:
             raise ConfigError(f"run.epochs({count!r}): a count of epochs is wanted; try: 1")
         if not self.used:
-            self.used, self.done, self.steps = True, self.feed.passes(), 0
+            self.used, self.done, self.steps = True, self.feed.count_epochs(), 0
         self._stopping = stopping
         while self.done < count and not stopping():
             yield self.done
@@ -64,7 +64,7 @@ class Epochs:
         """Return the JSON state for a checkpoint; {} if turns are not counted."""
         if not self.used:
             return {}
-        over = self._over()
+        over = self._is_epoch_over()
         return {
             "done": self.done + over,
             "steps": 0 if over else self.steps,
@@ -74,7 +74,7 @@ class Epochs:
     def restore(self, kept: dict[str, Any], notice: Callable[[str], None]) -> None:
         """Continue from a `state()`; report through `notice` which steps will be repeated."""
         self.used = self.used or "done" in kept
-        self.done = int(kept.get("done", self.feed.passes()))
+        self.done = int(kept.get("done", self.feed.count_epochs()))
         self.steps = int(kept.get("steps", 0))
         self.length = int(kept.get("length", 0))
         if not self.steps or self.feed.state:
@@ -91,7 +91,7 @@ class Epochs:
         whole = self.feed.at_end() if self.feed.state else 0 < self.length <= self.steps
         return bool(self.steps) and self._stopping() and not whole
 
-    def _over(self) -> bool:
+    def _is_epoch_over(self) -> bool:
         if not self.steps or self._is_cut_short():
             return False
         if self.feed.state:

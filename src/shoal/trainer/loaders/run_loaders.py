@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.base.errors import BugError, ConfigError
-from shoal.base.plans.batches import turn_of
+from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
 from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.step_samples import StepBatch
@@ -32,21 +32,21 @@ if TYPE_CHECKING:  # a run over the user's own batches does not import these
 
 
 @runtime_checkable
-class LeavesOut(Protocol):
+class SkippingLoader(Protocol):
     """A loader over an indexed dataset that can skip some of its samples."""
 
     position: int
     samples: int
     leaves_out: bool
 
-    def leave_out(self, start: int, stop: int) -> None:
+    def skip_samples(self, start: int, stop: int) -> None:
         """Exclude the samples at positions start … stop − 1 of the stream."""
 
     def state(self) -> dict[str, Any]:
         """Return the position and the excluded samples as JSON."""
 
 
-class Feed:
+class RunLoaders:
     """The loaders of one run; a checkpoint stores `state`: one JSON entry per loader.
 
     Args:
@@ -65,7 +65,7 @@ class Feed:
         given: Collection[str] = ("micro_batch",),
     ) -> None:
         self.tell = tell or notice
-        self.turn = plan.micro_batch if "micro_batch" in given else turn_of(plan.batch)
+        self.turn = plan.micro_batch if "micro_batch" in given else default_turn(plan.batch)
         self.plan = plan
         self.world = world
         self.notice = notice
@@ -83,7 +83,7 @@ class Feed:
         """Return whether the user's code is inside a loop over a loader, or over `run.steps`."""
         return self._own_under_way or any(one.under_way for one in self.loaders)
 
-    def passes(self) -> int:
+    def count_epochs(self) -> int:
         """Return how often the first loader reached its end, counted by used batches."""
         kept = self.state[0] if self.state else {}
         if "samples" in kept:
@@ -114,7 +114,7 @@ class Feed:
             "workers": workers,
             "collate": collate,
             "turn": self.turn,
-            **self._share(),
+            **self._rank_settings(),
         }
         loader = self._made(dataset, settings)
         if hasattr(loader, "tell"):
@@ -124,15 +124,15 @@ class Feed:
             alone = self.plan.layout.processes == self.world.size
             loader.leaves_out = alone and self.plan.unreadable > 0
         if self.loaders:
-            from shoal.trainer.loaders.dataset_identity import take_over
+            from shoal.trainer.loaders.dataset_identity import replace_finished_loader
 
-            if take_over(self, loader, dataset, workers, collate):
+            if replace_finished_loader(self, loader, dataset, workers, collate):
                 return loader
         place = len(self.loaders)
         self.settings.append((dataset, workers, collate))
         if place < len(self.state) and self.state[place]:
             loader.restore(self.state[place])
-            if self.world.is_first and (other := self.differs(place, self.state[place])):
+            if self.world.is_first and (other := self.compare_dataset(place, self.state[place])):
                 self.notice(f"different from the checkpoint: {other.line}")
         self.loaders.append(loader)
         self.opened_at.append(loader.position)
@@ -141,38 +141,40 @@ class Feed:
     def _made(self, dataset: Any, settings: dict[str, Any]) -> AnyLoader:
         loader: AnyLoader | None = None
         if "datasets" in sys.modules and not self.plan.layout.servers:
-            from shoal.data.streams.hf_streams import open_dealt
+            from shoal.data.streams.hf_streams import open_sharded_loader
 
-            loader = open_dealt(dataset, self.world.gather_json, self.notice, settings)
+            loader = open_sharded_loader(dataset, self.world.gather_json, self.notice, settings)
         if loader is None:  # it has a length, which may be unknown
             loader = open_loader(dataset, **settings)
-            if not (is_indexed(dataset) or is_told(dataset)):
-                from shoal.data.loading.iterable import whole_line
+            if not (is_indexed(dataset) or is_hf_stream(dataset)):
+                from shoal.data.loading.iterable import full_read_warning
 
-                if line := whole_line(dataset, self.plan.layout.data_degree):
+                if line := full_read_warning(dataset, self.plan.layout.data_degree):
                     self.notice(line)
         return loader
 
-    def seen(self, place: int) -> list[str]:
+    def sample_digests(self, place: int) -> list[str]:
         """Return digests of some samples of a loader's dataset, computed once, by rank 0."""
         if place >= len(self.settings) or not self.world.is_first:
             return []
         if place not in self._seen:
-            from shoal.trainer.run_folder.resume_checks import look_at  # for a save or a resume
+            from shoal.trainer.run_folder.resume_checks import (
+                digest_samples,  # for a save or a resume
+            )
 
             dataset, workers, _ = self.settings[place]
-            self._seen[place] = look_at(dataset, workers)
+            self._seen[place] = digest_samples(dataset, workers)
         return self._seen[place]
 
-    def differs(self, place: int, kept: dict[str, Any]) -> Difference | None:
+    def compare_dataset(self, place: int, kept: dict[str, Any]) -> Difference | None:
         """Return how the dataset of an open loader differs from the dataset of a saved state."""
         if not kept.get("seen") or place >= len(self.settings):
             return None
-        from shoal.trainer.run_folder.resume_checks import other_samples
+        from shoal.trainer.run_folder.resume_checks import compare_digests
 
-        return other_samples(kept["seen"], self.seen(place))
+        return compare_digests(kept["seen"], self.sample_digests(place))
 
-    def training(self, data: Any, workers: int, collate: Any) -> Iterable[Any]:
+    def training_batches(self, data: Any, workers: int, collate: Any) -> Iterable[Any]:
         """Return one epoch of batches, from a dataset split over ranks or from this rank's own.
 
         Raises:
@@ -181,9 +183,11 @@ class Feed:
         if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
             return self.open(data, workers, collate)
         _refuse_collate("run.steps", data, collate)
-        from shoal.trainer.guards.reports.own_loaders import whole_data
+        from shoal.trainer.guards.reports.own_loaders import identify_unsharded_data
 
-        entry = whole_data(getattr(data, "batch_sampler", None), getattr(data, "dataset", None))
+        entry = identify_unsharded_data(
+            getattr(data, "batch_sampler", None), getattr(data, "dataset", None)
+        )
         told = self.world.gather_json(entry) if self.world.size > 1 else []
         if told and entry is not None and all(one == entry for one in told):
             raise ConfigError(
@@ -191,9 +195,9 @@ class Feed:
                 f"would train on the whole dataset; try: run.steps(loader.dataset), or a "
                 f"DistributedSampler in the loader"
             )
-        return self._own(data)
+        return self._iterate_own_batches(data)
 
-    def _own(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _iterate_own_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the user's batches and mark an epoch as under way during the loop."""
         self._own_under_way = True
         try:
@@ -201,7 +205,7 @@ class Feed:
         finally:
             self._own_under_way = False
 
-    def consumed(self, batch: Any) -> None:
+    def mark_consumed(self, batch: Any) -> None:
         """Record the loader's position after `batch`, which a step has used."""
         if not isinstance(batch, StepBatch):
             return
@@ -210,20 +214,22 @@ class Feed:
                 self.state += [{} for _ in range(place + 1 - len(self.state))]
                 self.state[place] = batch.after
 
-    def can_leave_out(self, batch: StepBatch) -> bool:
+    def can_skip_samples(self, batch: StepBatch) -> bool:
         """Return whether the loader of a batch can exclude samples: it needs an index."""
-        return any(isinstance(one, LeavesOut) and id(one) == batch.stream for one in self.loaders)
+        return any(
+            isinstance(one, SkippingLoader) and id(one) == batch.stream for one in self.loaders
+        )
 
-    def leave_out(self, batch: StepBatch) -> tuple[int, int]:
+    def skip_samples(self, batch: StepBatch) -> tuple[int, int]:
         """Exclude the samples from the loader's position to the end of a batch.
 
         Returns:
             (first excluded position, samples of an epoch).
         """
         for place, loader in enumerate(self.loaders):
-            if isinstance(loader, LeavesOut) and id(loader) == batch.stream:
+            if isinstance(loader, SkippingLoader) and id(loader) == batch.stream:
                 first = loader.position
-                loader.leave_out(first, batch.next_position)
+                loader.skip_samples(first, batch.next_position)
                 self.state[place] = loader.state()
                 return first, loader.samples
         raise BugError("a batch of no loader")
@@ -245,10 +251,12 @@ class Feed:
             return data
         if isinstance(data, list) or not is_indexed(data):
             _refuse_collate("run.evaluate", data, collate)
-            return MicroBatches(data, _length(data))
-        return self.held_out(data, workers, collate)
+            return MicroBatches(data, _count_batches(data))
+        return self.held_out_batches(data, workers, collate)
 
-    def held_out(self, data: Any, workers: int, collate: Any, micro_batch: int = 0) -> MicroBatches:
+    def held_out_batches(
+        self, data: Any, workers: int, collate: Any, micro_batch: int = 0
+    ) -> MicroBatches:
         """Return micro-batches as `validation`, for a dataset, a list, or an iterable of samples.
 
         Args:
@@ -267,11 +275,11 @@ class Feed:
             workers=workers,
             collate=collate,
             shuffle=False,
-            **{**self._share(), "micro_batch": micro_batch},
+            **{**self._rank_settings(), "micro_batch": micro_batch},
         )
         return MicroBatches(loader, len(loader) if isinstance(loader, Loader) else 0)
 
-    def _share(self) -> dict[str, Any]:
+    def _rank_settings(self) -> dict[str, Any]:
         return {
             "micro_batch": self.plan.micro_batch,
             "seed": self.plan.seed,
@@ -290,7 +298,7 @@ def _refuse_collate(call: str, batches: Any, collate: Any) -> None:
         )
 
 
-def _length(batches: Iterable[Any]) -> int:
+def _count_batches(batches: Iterable[Any]) -> int:
     """Return the number of batches; 0 if it is unknown, as for a DataLoader over a stream."""
     try:
         return len(batches) if isinstance(batches, Sized) else 0
@@ -314,8 +322,8 @@ class MicroBatches:
                 yield batch
 
 
-def is_told(dataset: Any) -> bool:
-    """Return whether a dataset is a Hugging Face stream, whose cost `open_dealt` reports."""
+def is_hf_stream(dataset: Any) -> bool:
+    """Return whether a dataset is a Hugging Face stream, whose cost is reported."""
     if "datasets" not in sys.modules:
         return False
     from shoal.data.loading.hf_layers import is_streaming

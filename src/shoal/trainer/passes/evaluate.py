@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.fabric.device import numbers_on
+from shoal.fabric.device import copy_numbers_to_device
 from shoal.parallel.program import Program
 from shoal.trainer.guards import layout_guards
 from shoal.trainer.guards.guard import Guards
 from shoal.trainer.step.call_contract import Loss, Metric, sum_and_count
-from shoal.trainer.step.logged_values import Measured, check_metrics
+from shoal.trainer.step.logged_values import LoggedValues, check_metrics
 from shoal.trainer.step.micro_batch import MicroBatch
 from shoal.trainer.step.step_vector import StepVector
-from shoal.wire.phases import counting
+from shoal.wire.phases import iter_with_progress
 
 NONE, MORE, STOP = 0, 1, 2
 """Messages of a rank before each of its micro-batches; the largest value of all ranks applies."""
@@ -59,11 +59,13 @@ def evaluate(
         ConfigError: a loss or metric returns a mean, or a metric has a reserved name.
     """
     check_metrics(metrics, "run.evaluate")
-    measured = Measured(program, metrics)
+    measured = LoggedValues(program, metrics)
     totals = torch.zeros(2, dtype=torch.float64, device=program.world.device)
     most = getattr(batches, "most", 0)
-    with evaluating(program) as stopped:
-        for batch, counted in counting("validation", most, _passes(program, batches, stop)):
+    with evaluation_mode(program) as stopped:
+        for batch, counted in iter_with_progress(
+            "validation", most, _iterate_batches(program, batches, stop)
+        ):
             one = MicroBatch(program, loss, 0, 0, batch, call, 1.0, totals)
             outputs = program.forward(program, one)
             if outputs is None:
@@ -84,17 +86,17 @@ def evaluate(
     invariants = guards.invariants(0)
     vector.add_invariants(invariants, 0, program.world)
     if invariants:
-        totals = torch.cat((totals, numbers_on(totals.device, vector.values[2:])))
+        totals = torch.cat((totals, copy_numbers_to_device(totals.device, vector.values[2:])))
     program.world.all_reduce(totals)
-    numbers = vector.summed(totals.tolist(), invariants, program.world)
+    numbers = vector.name_sums(totals.tolist(), invariants, program.world)
     for guard in guards.at("agree", 0):
         guard.agree(0, numbers)
     loss_sum, targets = numbers.sums("loss_and_count")
-    values = measured.values([], program.world.size > 1 or measured.unknown)
+    values = measured.values([], program.world.size > 1 or measured.has_new_names)
     return {"loss": loss_sum / targets if targets else math.nan, **values, "targets": targets}
 
 
-def _passes(
+def _iterate_batches(
     program: Program, batches: Iterable[Any], stop: Callable[[], bool] | None
 ) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, whether it counts); if parameters are gathered, all ranks yield equally often.
@@ -128,7 +130,7 @@ def _passes(
 
 
 @contextmanager
-def evaluating(program: Program) -> Iterator[list[bool]]:
+def evaluation_mode(program: Program) -> Iterator[list[bool]]:
     """Switch to evaluation mode inside; restore the mode of every submodule afterwards.
 
     Returns:

@@ -22,12 +22,18 @@ from typing import Any, cast
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.parallel.program import Program, in_turn
-from shoal.trainer.passes.written_out_passes import described, nobody
-from shoal.trainer.step.micro_batch import MicroBatch, prepared
-from shoal.trainer.step.optimizer_step import Flags, Tally, begin_passes, reducer_of, sum_up
-from shoal.trainer.step.rank_share import Share
-from shoal.trainer.step.step_vector import Group, Invariant
+from shoal.parallel.program import Program, run_sequentially
+from shoal.trainer.passes.written_out_passes import describe_invalid_loss, missing_loss
+from shoal.trainer.step.micro_batch import MicroBatch, prepare_batch
+from shoal.trainer.step.optimizer_step import (
+    StepFlags,
+    StepTotals,
+    begin_passes,
+    reduce_step,
+    reducer_of,
+)
+from shoal.trainer.step.rank_share import RankShare
+from shoal.trainer.step.step_vector import Invariant, InvariantGroup
 from shoal.wire import phases
 
 PASSES, UNFINISHED = "backward passes", "unfinished passes"
@@ -44,24 +50,24 @@ class FreePasses:
     """No micro-batch for passes of weight 0: all ranks make the same passes."""
 
     def __init__(
-        self, program: Program, step: int, scale: float, flags: Callable[[], Flags]
+        self, program: Program, step: int, scale: float, flags: Callable[[], StepFlags]
     ) -> None:
         layout = program.plan.layout
-        if program.run is not in_turn or max(layout.pp, layout.cp) > 1:
+        if program.run is not run_sequentially or max(layout.pp, layout.cp) > 1:
             raise ConfigError(
                 f"layout.strategy = {layout.strategy} runs the passes of a step in an order of its "
                 f"own, which a loop of its own cannot follow; try: ddp, zero1, zero2 or fsdp"
             )
         self.program, self.step, self.count = replace(program, keyed=None), step, 0
         self._flags, self._scale = flags, scale
-        _, self._sums = begin_passes(program, Share([]), nobody, step, "single", scale)
+        _, self._sums = begin_passes(program, RankShare([]), missing_loss, step, "single", scale)
         self._at: MicroBatch | None = None
-        self._sent, self._tally = False, cast("Tally | None", None)
+        self._sent, self._tally = False, cast("StepTotals | None", None)
         self._weighs = self._whole = False
         self._around = ExitStack()
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Return whether a pass has begun whose backward has not run."""
         return self._at is not None
 
@@ -69,8 +75,8 @@ class FreePasses:
         """Run the model, in the run's dtype, on the run's device."""
         module = self.program.module
         if module.training and torch.is_grad_enabled():
-            self._enter()
-        inputs, named = prepared(self.program, (inputs, named))
+            self._open_pass()
+        inputs, named = prepare_batch(self.program, (inputs, named))
         with self.program.autocast():
             return module(*inputs, **named)
 
@@ -97,7 +103,7 @@ class FreePasses:
             ConfigError: the loss has dims, or no gradient.
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            got = described(loss, "loss.mean()")
+            got = describe_invalid_loss(loss, "loss.mean()")
             raise ConfigError(f"backward: a loss with a gradient is wanted, got {got}")
         if self._sent:
             raise ConfigError(
@@ -106,23 +112,23 @@ class FreePasses:
             )
         self._sent = last
         reducer = reducer_of(self.program)
-        reducer.arm(last)
+        reducer.prepare_backward(last)
         if count is None:
-            total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
+            total = self._open_pass().add_to_sums(loss * share, torch.zeros((), device=loss.device))
         else:
             # A mean over nothing is NaN, and has weight 0.
             summed = torch.where(count > 0, loss * count.to(loss), torch.zeros_like(loss))
-            total = self._enter().weighed(summed, count)
+            total = self._open_pass().add_to_sums(summed, count)
             self._weighs, self._whole = True, share == 1.0
-        phases.part(phases.BACKWARD)
+        phases.record_step_part(phases.BACKWARD)
         with torch.autocast(loss.device.type, enabled=False):
             torch.autograd.backward(total, retain_graph=retain_graph)
-        phases.part(phases.PASSES)
+        phases.record_step_part(phases.PASSES)
         reducer.passed(True)
         self.count += 1
-        self._leave()
+        self._close_pass()
 
-    def finish(self) -> Tally:
+    def finish(self) -> StepTotals:
         """Sum over all ranks, once.
 
         Raises:
@@ -130,13 +136,13 @@ class FreePasses:
         """
         if self._tally is not None:
             return self._tally
-        unfinished = {UNFINISHED: [float(self.under_way)]}
-        self._leave()
+        unfinished = {UNFINISHED: [float(self.in_progress)]}
+        self._close_pass()
         flags, world = self._flags(), self.program.world
-        own = Invariant(PASSES, self.count, Group(range(world.size), world.rank))
+        own = Invariant(PASSES, self.count, InvariantGroup(range(world.size), world.rank))
         invariants = [*flags.invariants, own]
         flags = replace(flags, sums={**flags.sums, **unfinished}, invariants=invariants)
-        tally = sum_up(self.program, self._sums, self.count, flags)
+        tally = reduce_step(self.program, self._sums, self.count, flags)
         if tally.numbers.invariants.differs(PASSES):
             counts = tally.numbers.invariants.by_rank(PASSES)
             few, many = (one(range(len(counts)), key=counts.__getitem__) for one in (min, max))
@@ -152,16 +158,23 @@ class FreePasses:
         self._tally = replace(tally, count=weight, uneven=uneven)
         return self._tally
 
-    def _enter(self) -> MicroBatch:
+    def _open_pass(self) -> MicroBatch:
         if self._at is None:
             data = self.program.data
             index = self.count * data.size + data.rank
             self._at = MicroBatch(
-                self.program, nobody, self.step, index, None, "single", self._scale, self._sums
+                self.program,
+                missing_loss,
+                self.step,
+                index,
+                None,
+                "single",
+                self._scale,
+                self._sums,
             )
-            self._around.enter_context(self._at.entered())
+            self._around.enter_context(self._at.keyed_context())
         return self._at
 
-    def _leave(self) -> None:
+    def _close_pass(self) -> None:
         self._at = None
         self._around.close()

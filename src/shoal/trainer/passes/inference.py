@@ -15,7 +15,7 @@ from shoal.fabric import World
 from shoal.models.loss import Unprojected
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
-from shoal.trainer.passes.evaluate import evaluating
+from shoal.trainer.passes.evaluate import evaluation_mode
 from shoal.trainer.step.micro_batch import MicroBatch
 
 
@@ -39,17 +39,17 @@ def predict(program: Program, inputs: Any, call: str) -> Any:
             f"run.predict: layout.cp = {program.plan.layout.cp} leaves each rank a part of every "
             f"sequence; try: a metric of run.evaluate, which sees these parts"
         )
-    with evaluating(program):
+    with evaluation_mode(program):
         one = MicroBatch(program, _no_loss, 0, 0, (inputs, None), call, 1.0, torch.zeros(2))
         outputs = program.forward(program, one)
         if isinstance(outputs, Unprojected):  # now, while the head's weights are gathered
             with program.autocast():
                 outputs = outputs.logits()
     pipe = program.pipe
-    return outputs if pipe.size == 1 else _from_last_stage(outputs, pipe)
+    return outputs if pipe.size == 1 else _broadcast_outputs(outputs, pipe)
 
 
-def _from_last_stage(outputs: Any, pipe: World) -> Any:
+def _broadcast_outputs(outputs: Any, pipe: World) -> Any:
     """Broadcast the outputs of the one rank that has them.
 
     Raises:

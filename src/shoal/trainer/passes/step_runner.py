@@ -22,32 +22,32 @@ from shoal.base.errors import ConfigError
 from shoal.machine.process_memory import peak_memory_bytes
 from shoal.parallel.program import Program
 from shoal.trainer.guards import RunGuards
-from shoal.trainer.guards.call_log import count_forwards, meeting_of
+from shoal.trainer.guards.call_log import get_call_log, record_forward_calls
 from shoal.trainer.guards.first_step_checks import FirstStepLoss
-from shoal.trainer.guards.optimizer_checks import LearningRate, Length
-from shoal.trainer.loaders.epochs import Epochs
-from shoal.trainer.loaders.run_loaders import Feed
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.guards.optimizer_checks import LearningRateSetter, ScheduleLength
+from shoal.trainer.loaders.epochs import EpochCounter
+from shoal.trainer.loaders.run_loaders import RunLoaders
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.optimizer_step import (
-    Flags,
+    StepFlags,
     StepResult,
-    Tally,
-    counted,
+    StepTotals,
+    as_count,
+    build_metrics_row,
     forward_backward,
-    row_of,
     update,
 )
-from shoal.trainer.step.rank_share import Share, lost_of, share_of
-from shoal.trainer.step.skipped_steps import Skips, Spikes
+from shoal.trainer.step.rank_share import RankShare, build_rank_share, count_unreadable
+from shoal.trainer.step.skipped_steps import SkipCounter, SpikeDetector
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.optim.average import WeightAverage
     from shoal.trainer.passes.free_passes import FreePasses
-    from shoal.trainer.passes.written_out_passes import OwnPasses
-    from shoal.trainer.run_folder.run_saves import Saving
+    from shoal.trainer.passes.written_out_passes import UserPasses
+    from shoal.trainer.run_folder.run_saves import RunSaver
     from shoal.trainer.step.call_contract import Metric
-    from shoal.trainer.step.logged_values import Measured
+    from shoal.trainer.step.logged_values import LoggedValues
     from shoal.trainer.step.loss_scale import LossScale
 
 
@@ -65,8 +65,8 @@ class StepState:
 
     batch: Any = None
     data_wait_s: float = 0.0
-    written: OwnPasses | FreePasses | None = None
-    tally: Tally | None = None
+    written: UserPasses | FreePasses | None = None
+    tally: StepTotals | None = None
     values: dict[str, float] = field(default_factory=dict)
 
 
@@ -89,8 +89,8 @@ class StepRunner:
         program: Program,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
-        recorder: Recorder,
-        length: Length,
+        recorder: MetricsRecorder,
+        length: ScheduleLength,
         given: Collection[str] = (),
         unheld: tuple[Collection[str], Collection[str]] = ((), ()),
     ) -> None:
@@ -98,12 +98,14 @@ class StepRunner:
         self.recorder, self.optimizer, self.loss = recorder, optimizer, loss
         self.step_count = self.first_key = 0
         self.step_state, self.spare = StepState(), None
-        self.feed = Feed(plan, program.data, recorder.notice, recorder.here, given)
+        self.feed = RunLoaders(
+            plan, program.data, recorder.notice, recorder.emit_rank_notice, given
+        )
         self.cut = plan.micro_batch if "micro_batch" in given else 0  # for the user's own batches
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None
         self.metrics: Mapping[str, Metric] = {}
-        self._measured: Measured | None = None
+        self._measured: LoggedValues | None = None
         self.loss_scale: LossScale | None = None
         if plan.compute == "fp16":
             from shoal.trainer.step.loss_scale import LossScale
@@ -116,29 +118,40 @@ class StepRunner:
             stepped = {name: one.parameter for name, one in program.local.items()}
             self.average = WeightAverage(plan.average, stepped)
         self.stopping = self.stop_wanted = False
-        self._saving: Saving | None = None
-        self.skips, self.spikes = Skips(plan.skip_limit, plan.unreadable), Spikes(plan.spikes)
-        self.rate = LearningRate(optimizer, length)
+        self._saving: RunSaver | None = None
+        self.skips, self.spikes = (
+            SkipCounter(plan.skip_limit, plan.unreadable),
+            SpikeDetector(plan.spikes),
+        )
+        self.rate = LearningRateSetter(optimizer, length)
         if program.owed is not None:  # the early int8 steps may be a share of the length
             program.owed.sums.length = length
-        self.epochs_done = Epochs(self.feed)
-        self.meeting = meeting_of(program.world)
-        self.meeting.join()
+        self.epochs_done = EpochCounter(self.feed)
+        self.meeting = get_call_log(program.world)
+        self.meeting.open_run()
         self.guards = RunGuards(
-            program, optimizer, recorder, self.average, given, unheld, self.meeting.agreed
+            program,
+            optimizer,
+            recorder,
+            self.average,
+            given,
+            unheld,
+            self.meeting.is_equal_on_ranks,
         )
-        self.program = count_forwards(program, self.meeting)
+        self.program = record_forward_calls(program, self.meeting)
         recorder.tell(self.program.notices)
 
     @property
-    def saving(self) -> Saving:
+    def checkpoint_saver(self) -> RunSaver:
         """Return the writer of this run's checkpoints; made at first use."""
         if self._saving is None:
             from shoal.trainer.run_folder.run_saves import (
-                Saving,  # imported only if the run saves
+                RunSaver,  # imported only if the run saves
             )
 
-            self._saving = Saving(self.program.world, self.recorder.events.emit, self.recorder.warn)
+            self._saving = RunSaver(
+                self.program.world, self.recorder.events.emit, self.recorder.warn
+            )
         return self._saving
 
     @property
@@ -166,10 +179,10 @@ class StepRunner:
         for guard in self.guards.at("before", step):
             guard.before(step, batch if is_own else None)
 
-    def begin_batch(self, batch: Any) -> Share:
+    def begin_batch(self, batch: Any) -> RankShare:
         """Begin a step on a batch, and return this rank's share of it."""
         self.begin(batch)
-        return share_of(self.program, batch, self.cut, self.first_key, self.spare)
+        return build_rank_share(self.program, batch, self.cut, self.first_key, self.spare)
 
     def run_passes(self, batch: Any) -> None:
         """Run the passes of a step, and sum gradients, loss and count over all ranks."""
@@ -184,28 +197,31 @@ class StepRunner:
                 step=self.step_count,
                 scale=self.scale,
                 call=self.program.plan.call,
-                flags=self.flags,
-                note=self._note,
+                flags=self.collect_flags,
+                note=self._record_loss,
             )
         self.accept_sums(tally, share.spare)
         if first is not None:
             first.tell(self.recorder.notice)
 
-    def flags(self) -> Flags:
+    def collect_flags(self) -> StepFlags:
         """Return the values that this rank adds to the step's all-reduce after its passes."""
         step, measured = self.step_count + 1, self._measured
-        return Flags(
+        return StepFlags(
             step=step,
             stop=self.stop_wanted or "stop" in self.recorder.wanted,
             save="save" in self.recorder.wanted,
             save_failed=self._saving is not None and self._saving.failed(),
-            sums={"unreadable": [lost_of(self.step_state.batch)], **self.guards.sums(step)},
+            sums={
+                "unreadable": [count_unreadable(self.step_state.batch)],
+                **self.guards.sums(step),
+            },
             invariants=self.guards.invariants(step),
             measured=measured.told() if measured else None,
-            unnamed=measured is not None and measured.unknown,
+            unnamed=measured is not None and measured.has_new_names,
         )
 
-    def accept_sums(self, tally: Tally, spare: Any) -> None:
+    def accept_sums(self, tally: StepTotals, spare: Any) -> None:
         """Let the guards check the totals of a step, before its update.
 
         Args:
@@ -224,7 +240,7 @@ class StepRunner:
             self.spare = spare  # for a later step in which this rank has no batch
         self.stopping = tally.stop
         if tally.save_failed:
-            self.saving.settle()  # on all ranks; reports the save's error
+            self.checkpoint_saver.wait_pending()  # on all ranks; reports the save's error
 
     def update_weights(self) -> StepResult:
         """Step the optimizer by the mean gradient, or skip the update, on all ranks."""
@@ -235,14 +251,14 @@ class StepRunner:
         for guard in self.guards.at("updating", step):
             guard.updating(step)
         lr = self.rate.set(self.step_count if self.lr_step is None else self.lr_step)
-        with self.guards.writes.stepping():
+        with self.guards.writes.mark_own_step():
             done = update(
                 self.program,
                 self.optimizer,
                 tally,
                 clip=self.program.plan.clip,
                 scale=self.scale,
-                watch=self.guards.optimizer.watch,
+                watch=self.guards.optimizer.pre_step_check,
                 adjust=self.adjust,
                 spikes=self.spikes,
             )
@@ -252,24 +268,26 @@ class StepRunner:
         for guard in self.guards.at("updated", step):
             guard.updated(step, skipped=done.skipped)
         self.step_count, self.epochs_done.steps = step, self.epochs_done.steps + 1
-        self.feed.consumed(state.batch)
-        targets = counted(tally.count)
+        self.feed.mark_consumed(state.batch)
+        targets = as_count(tally.count)
         result = StepResult(step=step, lr=lr, targets=targets, metrics=state.values, **vars(done))
         extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
         peak_bytes = peak_memory_bytes(self.program.world.device, fresh=step <= 8)
-        row, samples = row_of(result, tally, state.batch, state.data_wait_s, peak_bytes, extras)
+        row, samples = build_metrics_row(
+            result, tally, state.batch, state.data_wait_s, peak_bytes, extras
+        )
         self.recorder.step(row, samples=samples)
-        self.skips.note(step, done, tally, state.batch, self.loss_scale, self.recorder)
+        self.skips.record_step(step, done, tally, state.batch, self.loss_scale, self.recorder)
         return result
 
-    def metric_sums(self) -> Measured:
+    def metric_sums(self) -> LoggedValues:
         """Return the sums of metrics by name; made at first use."""
         if self._measured is None:
-            from shoal.trainer.step.logged_values import Measured
+            from shoal.trainer.step.logged_values import LoggedValues
 
-            self._measured = Measured(self.program, self.metrics)
+            self._measured = LoggedValues(self.program, self.metrics)
         return self._measured
 
-    def _note(self, result: Any, outputs: Any, targets: Any) -> None:
+    def _record_loss(self, result: Any, outputs: Any, targets: Any) -> None:
         if self.metrics or (isinstance(result, tuple) and len(result) == 3):
             self.metric_sums().add(result, outputs, targets)

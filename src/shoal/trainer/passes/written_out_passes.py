@@ -20,19 +20,25 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.fabric.device import is_accelerator
-from shoal.parallel.program import Program, in_turn
-from shoal.trainer.guards.first_step_checks import refuse_mean, watching
+from shoal.parallel.program import Program, run_sequentially
+from shoal.trainer.guards.first_step_checks import refuse_mean, watch_double_backward
 from shoal.trainer.guards.gradient_passes import PassGradients
 from shoal.trainer.step.call_contract import sum_and_count
-from shoal.trainer.step.logged_values import Measured
-from shoal.trainer.step.micro_batch import JOINING, MicroBatch, prepared
-from shoal.trainer.step.optimizer_step import Flags, Tally, begin_passes, reducer_of, sum_up
-from shoal.trainer.step.rank_share import Share
+from shoal.trainer.step.logged_values import LoggedValues
+from shoal.trainer.step.micro_batch import JOINING, MicroBatch, prepare_batch
+from shoal.trainer.step.optimizer_step import (
+    StepFlags,
+    StepTotals,
+    begin_passes,
+    reduce_step,
+    reducer_of,
+)
+from shoal.trainer.step.rank_share import RankShare
 from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 
 @dataclass(frozen=True)
-class OwnMicroBatch:
+class UserMicroBatch:
     """A micro-batch for the user's loop, on its device and in its dtype.
 
     Attributes:
@@ -47,7 +53,7 @@ class OwnMicroBatch:
     index: int
 
 
-class OwnPasses:
+class UserPasses:
     """The micro-batches of one step on this rank, and the backward passes of each.
 
     Args:
@@ -55,7 +61,7 @@ class OwnPasses:
         share: this rank's micro-batches.
         step: the step's number, a key of its random generators.
         scale: factor of the losses before backward.
-        flags: returns this rank's `Flags`, after its passes.
+        flags: returns this rank's `StepFlags`, after its passes.
         graded: parameters whose gradients are checked for foreign writes.
         is_first: this is the run's first step.
 
@@ -66,21 +72,21 @@ class OwnPasses:
     def __init__(
         self,
         program: Program,
-        share: Share,
+        share: RankShare,
         *,
         step: int,
         scale: float,
-        flags: Callable[[], Flags],
+        flags: Callable[[], StepFlags],
         graded: Sequence[nn.Parameter],
         is_first: bool,
     ) -> None:
-        if program.run is not in_turn:
+        if program.run is not run_sequentially:
             raise ConfigError(
                 f"run.micro_batches: layout.strategy = {program.plan.layout.strategy} runs the "
                 f"passes of a step in an order of its own; try: run.step(batch), with the loss "
                 f"given to shoal.parallelize"
             )
-        if program.plan.parks_parameters and not program.together:
+        if program.plan.offloads_parameters and not program.together:
             raise ConfigError(
                 "run.micro_batches: memory.offload = parameters brings weights for one backward "
                 "pass of each micro-batch; try: run.step(batch), or memory.offload=optimizer"
@@ -89,7 +95,7 @@ class OwnPasses:
         self._flags, self._is_first = flags, is_first
         self._own = len(share.micro_batches)
         self._rounds = max(share.rounds, self._own)
-        self._ready, self._sums = begin_passes(program, share, nobody, step, "single", scale)
+        self._ready, self._sums = begin_passes(program, share, missing_loss, step, "single", scale)
         self._gradients = PassGradients(program, graded, step + 1, scale)
         self._at: MicroBatch | None = None
         self._count: torch.Tensor | None = None
@@ -97,25 +103,25 @@ class OwnPasses:
         self._calls: list[int] = []
         self._counts: set[bool] = set()
 
-    def run(self) -> Generator[OwnMicroBatch, None, None]:
+    def run(self) -> Generator[UserMicroBatch, None, None]:
         """Yield one micro-batch after another; backward calls in between belong to it."""
         reducer = reducer_of(self.program)
         for one in self._ready:
-            reducer.arm(last=False, once=False)
+            reducer.prepare_backward(last=False, once=False)
             self._at, self._count = one, None
             self._calls.append(0)
-            with one.entered(), self.program.autocast(), watching(self.program):
-                batch = prepared(self.program, one.batch)
+            with one.keyed_context(), self.program.autocast(), watch_double_backward(self.program):
+                batch = prepare_batch(self.program, one.batch)
                 pair = isinstance(batch, tuple | list) and len(batch) == 2
                 inputs, targets = batch if pair else (batch, batch)
-                yield OwnMicroBatch(inputs, targets, one.index)
+                yield UserMicroBatch(inputs, targets, one.index)
             # Free the inputs of finished passes.
             self._at = batch = inputs = targets = None
             self._gradients.check()
             reducer.passed(one.index != JOINING)
-            self._gradients.note()  # under zero2 sums of parts were added
+            self._gradients.record_marks()  # under zero2 sums of parts were added
 
-    def log(self, measuring: Callable[[], Measured], values: Mapping[str, Any]) -> None:
+    def log(self, measuring: Callable[[], LoggedValues], values: Mapping[str, Any]) -> None:
         """Add named sums and counts, as `Run.log` does."""
         if self._at is None:
             raise ConfigError(
@@ -129,7 +135,7 @@ class OwnPasses:
                     f"micro-batch; try: {name}=(value * n, n)"
                 )
             if self._at.index != JOINING:
-                measuring().put(name, *value, where="run.log")
+                measuring().add_value(name, *value, where="run.log")
 
     def backward(self, loss: torch.Tensor, count: Any, *, retain_graph: bool) -> None:
         """Run a backward pass, as `Run.backward` does."""
@@ -140,11 +146,11 @@ class OwnPasses:
                 "run.micro_batches(batch), once for each loss"
             )
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            got = described(loss, "loss.sum()")
+            got = describe_invalid_loss(loss, "loss.sum()")
             raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {got}")
         if self._is_first and count is not None:
             refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
-        total = one.weighed(loss, self._counted(loss, count))
+        total = one.add_to_sums(loss, self._count_once(loss, count))
         self._calls[-1] += 1
         reducer = reducer_of(self.program)
         with (
@@ -153,7 +159,7 @@ class OwnPasses:
         ):
             total.backward(retain_graph=retain_graph)
 
-    def _counted(self, loss: torch.Tensor, count: Any) -> torch.Tensor:
+    def _count_once(self, loss: torch.Tensor, count: Any) -> torch.Tensor:
         """Return the addend of a call to the step's count: 0 after the first call of a micro-batch.
 
         Nothing is read from a device, since the host would wait for it.
@@ -185,7 +191,7 @@ class OwnPasses:
                     f"run.total(n) of the whole step, and give no count"
                 )
 
-    def finish(self) -> Tally:
+    def finish(self) -> StepTotals:
         """Sum over all ranks, and compare their numbers of calls.
 
         Raises:
@@ -206,10 +212,10 @@ class OwnPasses:
         told = Invariant(CALLS, [min(calls), max(calls)] if calls else [], None)
         flags = self._flags()
         flags = replace(flags, sums={**flags.sums, **passes}, invariants=[*flags.invariants, told])
-        tally = sum_up(self.program, self._sums, self._own, flags)
+        tally = reduce_step(self.program, self._sums, self._own, flags)
         self._compare_counts()  # the host has waited for the step already
         self._gradients.compare()
-        self._compare(tally.numbers)
+        self._compare_calls(tally.numbers)
         whole, bare = (some > 0 for some in tally.numbers.sums("counts"))
         if whole and bare:
             raise ConfigError(
@@ -218,7 +224,7 @@ class OwnPasses:
             )
         return tally if whole else replace(tally, count=1.0)
 
-    def _compare(self, numbers: StepNumbers) -> None:
+    def _compare_calls(self, numbers: StepNumbers) -> None:
         """Raise ConfigError if some micro-batch has more or fewer backward passes than others."""
         micro_batches, calls, squares = numbers.sums("backward_calls")
         if calls and micro_batches * squares == calls * calls:
@@ -244,12 +250,12 @@ CALLS = "fewest and most backward calls"
 """Name of the counts that ranks gather when their backward passes differ."""
 
 
-def nobody(_outputs: Any, _targets: Any) -> Any:
+def missing_loss(_outputs: Any, _targets: Any) -> Any:
     """Stand in for a loss if the user's loop computes its own."""
     return math.nan
 
 
-def described(loss: Any, near: str) -> str:
+def describe_invalid_loss(loss: Any, near: str) -> str:
     """Return a description of an object that is no valid loss.
 
     Args:

@@ -2,7 +2,7 @@
 
 line        for the screen, with the user's file and line
 lost_peer   the error of a rank that lost a peer, which reports its own error
-last_word   for the run folder, from which `shoal diagnose` reads why a rank died
+make_crash_recorder   for the run folder, from which `shoal diagnose` reads why a rank died
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from shoal.wire import phases
 
 if TYPE_CHECKING:
     from shoal.checkpoint.format.lease import RunLease
-    from shoal.trainer.metrics_recorder import Recorder
+    from shoal.trainer.metrics_recorder import MetricsRecorder
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Messages of gloo on the ranks that wait for a dead one."""
 TRACEBACK_LINES = 25
 
 
-def line(error: ShoalError, trace: TracebackType | None, world: World | None) -> str:
+def format_error_line(error: ShoalError, trace: TracebackType | None, world: World | None) -> str:
     """Return `shoal: FILE:LINE: message` for an error, at the innermost line of user code."""
-    from shoal.base.text.user_frames import user_place
+    from shoal.base.text.user_frames import user_line
 
     rank = f"[rank {world.rank}] " if world is not None and world.size > 1 else ""
-    place = user_place(trace)
+    place = user_line(trace)
     text = " ".join(str(error).split("\n"))
     return f"{rank}shoal: {f'{place}: ' if place else ''}{text}"
 
 
-def lost_peer(error: BaseException, world: World | None) -> ShoalError | None:
+def convert_lost_peer_error(error: BaseException, world: World | None) -> ShoalError | None:
     """Return the one-line error of a rank whose peer is gone; None for any other error."""
     if world is None or world.size == 1 or not isinstance(error, RuntimeError):
         return None
-    from shoal.fabric.collectives.link_failures import dead_link
+    from shoal.fabric.collectives.link_failures import dead_link_text
 
-    if told := dead_link(str(error)):
+    if told := dead_link_text(str(error)):
         return ClusterError(told)
     for words in LOST_PEER:
         if words in str(error):
@@ -50,14 +50,14 @@ def lost_peer(error: BaseException, world: World | None) -> ShoalError | None:
     return None
 
 
-def leave_page() -> None:
+def close_watch_page() -> None:
     """Report in the watch page that this process ends and prints its own error."""
     if phases.page is not None:
         phases.page.leave()
 
 
-def last_word(
-    recorder: Recorder, lease: RunLease | None
+def make_crash_recorder(
+    recorder: MetricsRecorder, lease: RunLease | None
 ) -> Callable[[BaseException | None, int], None]:
     """Return a function that records why a user's own loop ended, and releases the run folder.
 

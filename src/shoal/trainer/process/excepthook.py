@@ -26,7 +26,7 @@ from shoal.base.standard_streams import flush_streams, write_error
 from shoal.fabric import World
 
 
-def install() -> ShoalErrorHook:
+def install_excepthook() -> ShoalErrorHook:
     """Replace `sys.excepthook` if it is Python's own or torch's; return the hook in place.
 
     Call it again after a process group was made: torch has then wrapped the earlier hook.
@@ -46,7 +46,8 @@ class ShoalErrorHook:
     Attributes:
         ordinary: the hook that shows every other exception.
         world: the processes, once they are known.
-        last_word: records (the error, exit status) in the run folder; error None: another rank
+        make_crash_recorder: records (the error, exit status) in the run folder; error None: another
+        rank
             failed.
     """
 
@@ -59,16 +60,22 @@ class ShoalErrorHook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Print the line and end the process with the error's exit status."""
-        from shoal.trainer.process.crash_report import leave_page, line, lost_peer  # rare
+        from shoal.trainer.process.crash_report import (  # rare
+            close_watch_page,
+            convert_lost_peer_error,
+            format_error_line,
+        )
 
-        told = error if isinstance(error, ShoalError) else lost_peer(error, self.world)
+        told = (
+            error if isinstance(error, ShoalError) else convert_lost_peer_error(error, self.world)
+        )
         if told is None or os.environ.get("SHOAL_TRACEBACK"):
             self.ordinary(kind, error, trace)
         else:
-            write_error(line(told, trace, self.world))
+            write_error(format_error_line(told, trace, self.world))
         asked, prompt = isinstance(error, KeyboardInterrupt), hasattr(sys, "ps1")
         if not prompt:
-            leave_page()
+            close_watch_page()
             own = error if told in (None, error) and not asked else None
             self.last_word(own, told.exit_code if told is not None else 1)
         if told is None:

@@ -19,7 +19,7 @@ ECHO_S = 0.5
 """A Ctrl-C this soon after another signal is its copy: wrappers and launchers forward one twice."""
 
 
-def ask_on_signals(
+def install_stop_handlers(
     ask: Callable[[], None], own: Callable[[str], None] | None = None
 ) -> Callable[[], None]:
     """Install signal handlers that call `ask`.

@@ -26,11 +26,11 @@ from typing import Any
 
 from shoal.base.text.user_frames import OWN_FOLDER
 from shoal.fabric import World
-from shoal.fabric.collectives.collective_log import Fingerprints
+from shoal.fabric.collectives.collective_log import CollectiveRecorder
 from shoal.fabric.rendezvous.rendezvous_store import is_loopback
 from shoal.wire import phases
-from shoal.wire.stack_dumps import answer_for_stacks
-from shoal.wire.watch_page import PAGE_VARIABLE, Page, can_watch, tell_page
+from shoal.wire.stack_dumps import start_stack_thread
+from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage, attach_page, supports_watch_pages
 
 LAUNCHERS = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SHOAL_NODE"}
 """Variables of torchrun, srun and Shoal's starter of nodes, whose ranks are watched in any case."""
@@ -39,21 +39,21 @@ _kept: list[subprocess.Popen[str]] = []
 """The watchdog that this process started; its stdin closes when this process ends."""
 
 
-class Beside:
+class WatchdogClient:
     """Watch page of this rank, which the watchdog reads; call `leave` when the run is closed.
 
     Attributes:
         runs: open runs of this process.
     """
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: WatchPage) -> None:
         self.page, self.runs = page, 0
-        self._fingerprints: Fingerprints | None = None
+        self._fingerprints: CollectiveRecorder | None = None
 
     def compare_collectives(self, world: World) -> None:
         """Start to record fingerprints of this rank's collectives, to compare ranks."""
         if world.group is not None and self._fingerprints is None:
-            self._fingerprints = Fingerprints(self.page, 1)
+            self._fingerprints = CollectiveRecorder(self.page, 1)
 
     def leave(self) -> None:
         """Count a run as closed; after the last one the watch ends."""
@@ -64,17 +64,17 @@ class Beside:
                 self._fingerprints.close()
 
 
-_open: list[Beside] = []
+_open: list[WatchdogClient] = []
 """The watch of the open runs, if there is one."""
 
 
-def watch_from_outside(
+def start_watchdog(
     world: World,
     folder: Path | None,
     environ: Mapping[str, str] = os.environ,
     *,
     own: bool = False,
-) -> Beside | None:
+) -> WatchdogClient | None:
     """Start the watchdogs of a run; every rank calls it once its world exists.
 
     Args:
@@ -84,14 +84,18 @@ def watch_from_outside(
         This rank's watch; None if Shoal's launcher watches the run, or the system has no named
         shared memory. While a run is open, further runs of its ranks share its watch.
     """
-    if LAUNCHERS.isdisjoint(environ) and not (own and _stands_alone(world)):
+    if LAUNCHERS.isdisjoint(environ) and not (own and _has_no_launcher(world)):
         return None
-    beside = _open[0] if _open and not _open[0].page.is_left else None
-    may = (phases.page is None or phases.page.is_left) and can_watch() and hasattr(os, "pidfd_open")
-    here = {"may": may, "open": beside is not None, "node": _identity() if may else ""}
+    beside = _open[0] if _open and not _open[0].page.is_closed else None
+    may = (
+        (phases.page is None or phases.page.is_closed)
+        and supports_watch_pages()
+        and hasattr(os, "pidfd_open")
+    )
+    here = {"may": may, "open": beside is not None, "node": _node_identity() if may else ""}
     places = world.gather_json(here)
     if beside is not None and all(place["open"] for place in places):
-        return _begun(beside, world)
+        return _register_run(beside, world)
     if not all(place["may"] for place in places):
         return None
     names = list(dict.fromkeys(place["node"] for place in places))
@@ -101,24 +105,24 @@ def watch_from_outside(
     started: dict[str, Any] = {}
     if world.rank == mine[0]:
         hub = world.is_first and len(names) > 1
-        started = _start(len(mine), _own_addresses(environ) if hub else [])
+        started = _start_node_watchdog(len(mine), _list_own_addresses(environ) if hub else [])
     told = world.gather_json(
         {"pid": os.getpid(), "host": os.uname().nodename, **started}
         | ({"token": secrets.token_hex(32)} if world.is_first else {})
     )
     complete = all(told[ranks[0]].get("paths") for ranks in members)
     if not complete or (len(names) > 1 and not told[0].get("at")):
-        _say({})
+        _send_message({})
         return None
-    page = Page.open({PAGE_VARIABLE: told[mine[0]]["paths"][mine.index(world.rank)]})
+    page = WatchPage.open({PAGE_VARIABLE: told[mine[0]]["paths"][mine.index(world.rank)]})
     if page is None:
         return None
     atexit.register(page.leave)  # a process that ends without it was killed
-    tell_page(page)
-    answer_for_stacks(page)
+    attach_page(page)
+    start_stack_thread(page)
     page.folder = folder
-    _open[:] = [Beside(page)]
-    _say(
+    _open[:] = [WatchdogClient(page)]
+    _send_message(
         {
             "folder": str(folder.absolute()) if folder else "",
             "number": number,
@@ -134,16 +138,16 @@ def watch_from_outside(
             "token": told[0]["token"],
         }
     )
-    return _begun(_open[0], world)
+    return _register_run(_open[0], world)
 
 
-def _begun(beside: Beside, world: World) -> Beside:
+def _register_run(beside: WatchdogClient, world: World) -> WatchdogClient:
     world.traffic.page = beside.page
     beside.runs += 1
     return beside
 
 
-def _stands_alone(world: World) -> bool:
+def _has_no_launcher(world: World) -> bool:
     """Return whether no known launcher started these processes: a person, Ray or Lightning did.
 
     At an interactive prompt hours without a step are normal.
@@ -153,13 +157,13 @@ def _stands_alone(world: World) -> bool:
     return world.size > 1 or not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
 
 
-def tell_disk(world: World) -> None:
+def report_own_disk(world: World) -> None:
     """Report to this node's watchdog that this node writes its events to its own disk."""
-    if world.keeps and not world.is_first:
-        _say({"keeps": True})
+    if world.writes_files and not world.is_first:
+        _send_message({"keeps": True})
 
 
-def _identity() -> str:
+def _node_identity() -> str:
     """Return a key that is equal for processes of one machine, pid and net namespace.
 
     Such processes reach each other's memory by /proc, and each other by loopback.
@@ -171,12 +175,14 @@ def _identity() -> str:
         return os.uname().nodename
 
 
-def _own_addresses(environ: Mapping[str, str]) -> list[str]:
+def _list_own_addresses(environ: Mapping[str, str]) -> list[str]:
     """Return addresses at which other ranks reach this machine, and last MASTER_ADDR."""
-    return list(dict.fromkeys([*_connected(), *filter(None, [environ.get("MASTER_ADDR")])]))
+    return list(
+        dict.fromkeys([*_list_connection_addresses(), *filter(None, [environ.get("MASTER_ADDR")])])
+    )
 
 
-def _connected() -> Iterator[str]:
+def _list_connection_addresses() -> Iterator[str]:
     """Yield this end's addresses of connections that leave this machine."""
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -193,7 +199,7 @@ def _connected() -> Iterator[str]:
             yield here
 
 
-def _start(count: int, addresses: list[str]) -> dict[str, Any]:
+def _start_node_watchdog(count: int, addresses: list[str]) -> dict[str, Any]:
     """Start the watchdog of a node; return the `paths` of its pages, {} if it did not start.
 
     Args:
@@ -218,7 +224,7 @@ def _start(count: int, addresses: list[str]) -> dict[str, Any]:
     return dict(found)
 
 
-def _say(words: Mapping[str, Any]) -> None:
+def _send_message(words: Mapping[str, Any]) -> None:
     """Send a message to the watchdog, if this rank started one."""
     for one in _kept:
         if one.stdin is not None:

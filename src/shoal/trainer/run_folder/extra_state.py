@@ -27,29 +27,29 @@ KINDS = {"tuple": tuple, "set": set, "deque": deque}
 """Sequence types that JSON lacks, by the names under which they are written."""
 
 
-def encoded(value: Any, name: str = "extra") -> Any:
-    """Return a value as JSON that `decoded` turns into the same value.
+def encode_value(value: Any, name: str = "extra") -> Any:
+    """Return a value as JSON that `decode_value` turns into the same value.
 
     Raises:
         ConfigError: the value, or one inside it, is not plain; the message names its place.
     """
     if hasattr(value, "state_dict") and not isinstance(value, type):
-        return encoded(value.state_dict(), f"{name}.state_dict()")
+        return encode_value(value.state_dict(), f"{name}.state_dict()")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"": "float", "of": str(value)}
     if isinstance(value, Mapping):
-        return _encoded_dict(value, name)
+        return _encode_dict(value, name)
     for kind, type_ in (("list", list), *KINDS.items()):
         if isinstance(value, type_):
-            items = [encoded(one, f"{name}[{place}]") for place, one in enumerate(value)]
+            items = [encode_value(one, f"{name}[{place}]") for place, one in enumerate(value)]
             return items if kind == "list" else {"": kind, "of": items}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # of torch, of numpy
         if isinstance(value, torch.Tensor):
-            told = encoded(value.item(), name)
+            told = encode_value(value.item(), name)
             return {"": "tensor", "of": told, "dtype": str(value.dtype).removeprefix("torch.")}
-        return encoded(value.item(), name)
+        return encode_value(value.item(), name)
     near = "its .tolist()" if hasattr(value, "tolist") else "numbers that it can be made of again"
     raise ConfigError(
         f"{name}: {type(value).__name__} cannot be saved; plain values and objects with "
@@ -57,39 +57,42 @@ def encoded(value: Any, name: str = "extra") -> Any:
     )
 
 
-def _encoded_dict(value: Mapping[Any, Any], name: str) -> Any:
+def _encode_dict(value: Mapping[Any, Any], name: str) -> Any:
     plain = all(isinstance(key, str) and key for key in value)
     if plain and not isinstance(value, Counter):
-        return {key: encoded(one, f"{name}.{key}") for key, one in value.items()}
-    pairs = [[encoded(key, name), encoded(one, f"{name}[{key!r}]")] for key, one in value.items()]
+        return {key: encode_value(one, f"{name}.{key}") for key, one in value.items()}
+    pairs = [
+        [encode_value(key, name), encode_value(one, f"{name}[{key!r}]")]
+        for key, one in value.items()
+    ]
     return {"": "counter" if isinstance(value, Counter) else "dict", "of": pairs}
 
 
-def decoded(value: Any) -> Any:
-    """Return the value that `encoded` wrote as JSON."""
+def decode_value(value: Any) -> Any:
+    """Return the value that `encode_value` wrote as JSON."""
     if isinstance(value, list):
-        return [decoded(one) for one in value]
+        return [decode_value(one) for one in value]
     if not isinstance(value, dict):
         return value
     kind = value.get("")
     if kind is None:
-        return {key: decoded(one) for key, one in value.items()}
+        return {key: decode_value(one) for key, one in value.items()}
     inside = value.get("of")
     if kind == "float":
         return float(str(inside))
     if kind == "tensor":
-        return torch.tensor(decoded(inside), dtype=getattr(torch, value["dtype"]))
+        return torch.tensor(decode_value(inside), dtype=getattr(torch, value["dtype"]))
     if kind in KINDS:
-        return KINDS[kind](decoded(one) for one in inside or ())
-    pairs = {decoded(key): decoded(one) for key, one in inside or ()}
+        return KINDS[kind](decode_value(one) for one in inside or ())
+    pairs = {decode_value(key): decode_value(one) for key, one in inside or ()}
     return Counter(pairs) if kind == "counter" else pairs
 
 
-def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
+def encode_extra(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Encode the extra values of every rank, which must be equal.
 
     Raises:
-        ConfigError: the same on all ranks, if ranks differ, or `encoded` refuses a value.
+        ConfigError: the same on all ranks, if ranks differ, or `encode_value` refuses a value.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(
@@ -97,7 +100,7 @@ def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
             f'run.save(extra={{"state": …}})'
         )
     try:
-        told = {str(name): encoded(one, f"extra.{name}") for name, one in extra.items()}
+        told = {str(name): encode_value(one, f"extra.{name}") for name, one in extra.items()}
         failure = ""
     except ConfigError as error:  # maybe on some ranks only: all ranks must raise together
         told, failure = {}, str(error)
@@ -110,7 +113,7 @@ def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
             f"extra: {size_bytes} bytes of text, at most {MOST_BYTES} are kept; try: tensors "
             f"in a file of your own, and its name in extra"
         )
-    unlike = world.differing({name: str(one) for name, one in told.items()})
+    unlike = world.find_differing_rank({name: str(one) for name, one in told.items()})
     if unlike is not None:
         rank, first, other = unlike
         name = next(n for n in [*first, *other] if first.get(n) != other.get(n))

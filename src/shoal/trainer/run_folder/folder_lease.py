@@ -13,14 +13,14 @@ from pathlib import Path
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.truncate_logs import mend_folder
+from shoal.base.runlog.truncate_logs import quarantine_damage
 from shoal.checkpoint.format.lease import RunLease, read_owner
-from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.fabric import World
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 
-def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
+def acquire_folder(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
     """Find out which ranks share `folder`, and acquire its lease unless `shoal train` holds it.
 
     Args:
@@ -33,21 +33,21 @@ def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | N
     """
     taken = bool(os.environ.get("SHOAL_RUN_FOLDER"))
     if not taken:
-        check_shared(folder, world)
+        check_shared_folder(folder, world)
     if world.keepers:
-        from shoal.trainer.run_folder.node_local_resume import told
+        from shoal.trainer.run_folder.node_local_resume import format_disks_notice
 
-        tell(told(folder, world))
+        tell(format_disks_notice(folder, world))
     if taken:
         return None
     lease, refusal = None, ""
-    if world.keeps:
+    if world.writes_files:
         try:
             lease = RunLease(folder, folder.name)
             lease.acquire()
             atexit.register(lease.release)  # a script that ends without `run.close` was not killed
         except OSError as failure:
-            lease, refusal = None, cannot_write(folder, failure)
+            lease, refusal = None, format_write_refusal(folder, failure)
         except CheckpointError as failure:
             owner = read_owner(folder)
             lease = None
@@ -57,12 +57,12 @@ def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | N
     if refusal:
         raise CheckpointError(refusal)
     if lease is not None:
-        for line in mend_folder(folder):
+        for line in quarantine_damage(folder):
             tell(line)
     return lease
 
 
-def check_shared(folder: Path, world: World) -> None:
+def check_shared_folder(folder: Path, world: World) -> None:
     """Check that every rank sees the run folder of rank 0; else register one folder per node.
 
     Raises:
@@ -74,7 +74,7 @@ def check_shared(folder: Path, world: World) -> None:
         try:
             probe.touch()
         except OSError as failure:
-            refusal = cannot_write(folder, failure)
+            refusal = format_write_refusal(folder, failure)
     name, refusal = world.broadcast_json([probe.name, refusal])
     if refusal:
         raise ConfigError(refusal)
@@ -87,7 +87,7 @@ def check_shared(folder: Path, world: World) -> None:
         world.keepers = find_keepers(folder, world)
 
 
-def cannot_write(folder: Path, failure: OSError) -> str:
+def format_write_refusal(folder: Path, failure: OSError) -> str:
     """Return the message for a folder that cannot be written: the reason and the owner."""
     whose = ""
     with contextlib.suppress(OSError, KeyError, ImportError):
@@ -111,15 +111,15 @@ def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None
         ConfigError: the same on all ranks; the folder, or the remote one, holds checkpoints
             that were not restored.
     """
-    found = find(folder / "checkpoints") if world.keeps else []
+    found = list_checkpoints(folder / "checkpoints") if world.writes_files else []
     told = world.gather_json(found[0].step if found else None)
     newest = max((step for step in told if step is not None), default=None)
     where = f"folder = {folder}"
     if newest is None and remote:
-        from shoal.checkpoint.agreement.collective_phase import first_only
+        from shoal.checkpoint.agreement.collective_phase import run_on_first_rank
         from shoal.checkpoint.remote.remote_folder import RemoteFolder
 
-        steps = first_only(world, RemoteFolder(remote).steps)
+        steps = run_on_first_rank(world, RemoteFolder(remote).steps)
         newest, where = max(steps, default=None), f"remote = {remote}"
     if newest is not None:
         raise ConfigError(
@@ -128,7 +128,7 @@ def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None
         )
 
 
-def check_beside(plan: Plan, folder: object) -> None:
+def check_folder_options(plan: Plan, folder: object) -> None:
     """Raise ConfigError for a trace or remote without a run folder, or a bad remote address."""
     if folder is None:
         told = (
@@ -141,7 +141,9 @@ def check_beside(plan: Plan, folder: object) -> None:
         check_remote(plan.remote)
 
 
-def start_beside(plan: Plan, folder: Path, recorder: Recorder) -> list[Callable[[], None]]:
+def start_folder_writers(
+    plan: Plan, folder: Path, recorder: MetricsRecorder
+) -> list[Callable[[], None]]:
     """Start the trace and the remote copies of a plan; return the functions that end them."""
     ends: list[Callable[[], None]] = []
     if plan.trace:
@@ -150,8 +152,8 @@ def start_beside(plan: Plan, folder: Path, recorder: Recorder) -> list[Callable[
         recorder.trace = StepTrace(plan.trace, folder, recorder.world, recorder.notice)
         ends.append(recorder.trace.close)
     if plan.remote:
-        from shoal.checkpoint.remote.upload import start_copies
+        from shoal.checkpoint.remote.upload import start_uploads
 
         world, hear, tell = recorder.world, recorder.hear, recorder.notice
-        ends.append(start_copies(folder, plan.remote, plan.keep, world, hear, tell))
+        ends.append(start_uploads(folder, plan.remote, plan.keep, world, hear, tell))
     return ends

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.checkpoint.format.hub_folder import (
     BESIDE_TOKENIZER,
     CONFIG,
@@ -38,7 +38,7 @@ def is_pretrained(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def keep_config(
+def write_hub_config(
     module: nn.Module, aliases: Mapping[str, str], folder: Path | None
 ) -> tuple[dict[str, Any], str]:
     """Write the configuration of a transformers model to `folder/hub`, if the module is one.
@@ -57,7 +57,7 @@ def keep_config(
     if not is_pretrained(module):
         return {}, ""
     try:
-        files = _configs(module)
+        files = _make_config_files(module)
     except (TypeError, ValueError) as failure:  # a value of the user's is no JSON
         return {}, (
             f"model: its config cannot be written ({failure}), so what `shoal checkpoint export` "
@@ -66,10 +66,10 @@ def keep_config(
         )
     if folder is not None:
         _write(folder / HUB, files)
-    return {TRANSFORMERS: {UNTOLD_TIES: untold_ties(module, aliases)}}, ""
+    return {TRANSFORMERS: {UNTOLD_TIES: list_unconfigured_ties(module, aliases)}}, ""
 
 
-def _configs(module: Any) -> dict[str, str]:
+def _make_config_files(module: Any) -> dict[str, str]:
     """Return the configuration files of a model as texts.
 
     Raises:
@@ -86,7 +86,7 @@ def _configs(module: Any) -> dict[str, str]:
     return files
 
 
-def untold_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:
+def list_unconfigured_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:
     """Return the names of tied weights that the configuration of a transformers model does not tie.
 
     Args:
@@ -100,7 +100,7 @@ def untold_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:
     ]
 
 
-def keep_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
+def write_hub_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
     """Write a tokenizer to `folder/hub`, as `AutoTokenizer` opens it; one process calls it.
 
     Args:
@@ -128,7 +128,9 @@ def keep_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
 
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise ConfigError if an object is no tokenizer of tokenizers or transformers."""
-    if not callable(getattr(tokenizer, "save_pretrained", None)) and not _is_plain(tokenizer):
+    if not callable(getattr(tokenizer, "save_pretrained", None)) and not _is_tokenizers_object(
+        tokenizer
+    ):
         said = tokenizer if isinstance(tokenizer, str) else type(tokenizer).__name__
         raise ConfigError(
             f"tokenizer = {said}: a tokenizer of the library tokenizers, or of transformers, is "
@@ -136,21 +138,21 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def _is_plain(tokenizer: Any) -> bool:
+def _is_tokenizers_object(tokenizer: Any) -> bool:
     return all(callable(getattr(tokenizer, name, None)) for name in ("to_str", "token_to_id"))
 
 
-def keep_given(tokenizer: Any, folder: Path) -> None:
+def write_user_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write the tokenizer of a user's own loop to `folder/hub`; one process calls it.
 
     An equal file stays as it is, so that a further save costs nothing.
     """
-    if _is_plain(tokenizer):
+    if _is_tokenizers_object(tokenizer):
         path = folder / HUB / TOKENIZER
         with contextlib.suppress(OSError, ValueError):
             if path.read_text(encoding="utf-8") == tokenizer.to_str():
                 return
-        keep_tokenizer(tokenizer, "bpe:", folder)
+        write_hub_tokenizer(tokenizer, "bpe:", folder)
         return
     with contextlib.suppress(OSError):
         tokenizer.save_pretrained(str(folder / HUB))
@@ -160,4 +162,4 @@ def _write(hub: Path, files: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):  # the run is worth more than these
         hub.mkdir(exist_ok=True)
         for name, text in files.items():
-            write_whole(hub / name, text)
+            write_atomically(hub / name, text)

@@ -12,31 +12,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from shoal.base.runlog.damaged_lines import lines_from_end, parse_step
+from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_step
 from shoal.base.runlog.events import Emit
-from shoal.base.runlog.truncate_logs import cut_lines
-from shoal.checkpoint.save.node_local import Brought, Keepers, bring_newest
+from shoal.base.runlog.truncate_logs import truncate_steps
+from shoal.checkpoint.save.node_local import Keepers, SyncedCheckpoint, sync_newest
 from shoal.fabric import World
 from shoal.parallel.program import Program
-from shoal.trainer.metrics_recorder import Recorder
-from shoal.trainer.run_folder.run_saves import Saving
+from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.run_folder.run_saves import RunSaver
 
 ROWS_BYTES = 8 << 20
 """At most so many bytes of metrics.jsonl come from a peer: about 15,000 steps."""
 
 
-class Bound(Protocol):
+class SyncedRun(Protocol):
     """The attributes of a run (`run.py`) that the exchange with other nodes needs."""
 
     program: Program
-    recorder: Recorder
+    recorder: MetricsRecorder
 
     @property
-    def saving(self) -> Saving:
+    def checkpoint_saver(self) -> RunSaver:
         """The saver of the run's checkpoints."""
 
 
-def told(folder: Path, world: World) -> str:
+def format_disks_notice(folder: Path, world: World) -> str:
     """Return the line that reports how a run without a shared folder stores its checkpoints."""
     disks = sorted(set(world.keepers))
     return (
@@ -46,7 +46,9 @@ def told(folder: Path, world: World) -> str:
     )
 
 
-def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]) -> int | None:
+def sync_newest_checkpoint(
+    run: SyncedRun, folder: Path, only: int | None, remote: Callable[[], None]
+) -> int | None:
     """Fetch the newest checkpoint of all nodes to each disk; every rank calls it.
 
     Args:
@@ -57,26 +59,28 @@ def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]
         The step of the checkpoint; None if there is none, or none of that step.
 
     Raises:
-        CheckpointError: as `bring_newest`.
+        CheckpointError: as `sync_newest`.
     """
     own, emit = run.program.world, run.recorder.events.emit
     # An adopted group with NCCL alone cannot send host tensors.
-    world = own if own.messages.type == "cpu" else run.saving.prepare().world
+    world = own if own.messages.type == "cpu" else run.checkpoint_saver.prepare().world
     # A folder other than the run's may be visible to all ranks: then no node lacks a checkpoint.
     root, keepers = folder / "checkpoints", world.keepers
-    found = bring_newest(root, keepers, world, emit, only)
+    found = sync_newest(root, keepers, world, emit, only)
     if run.program.plan.remote:
         remote()
-        later = bring_newest(root, keepers, world, emit, only)
+        later = sync_newest(root, keepers, world, emit, only)
         found = found if found and later and later.step == found.step else later
     if found is None:
         return only
     if found.lacked and folder == run.recorder.folder:
-        bring_rows(folder, found, keepers, world, emit)
+        sync_metrics_rows(folder, found, keepers, world, emit)
     return found.step
 
 
-def bring_rows(folder: Path, found: Brought, keepers: Keepers, world: World, emit: Emit) -> None:
+def sync_metrics_rows(
+    folder: Path, found: SyncedCheckpoint, keepers: Keepers, world: World, emit: Emit
+) -> None:
     """Extend metrics.jsonl to the step of a checkpoint that came from a peer; all ranks call it.
 
     Rows of steps after the node's own newest checkpoint are cut: its peers repeated those steps.
@@ -85,15 +89,17 @@ def bring_rows(folder: Path, found: Brought, keepers: Keepers, world: World, emi
     """
     path, lacks = folder / "metrics.jsonl", world.rank in found.lacked
     if lacks:
-        cut_lines(path, found.lacked[world.rank])
-    last = world.gather_json(_last_step(path) if lacks else found.step)
+        truncate_steps(path, found.lacked[world.rank])
+    last = world.gather_json(_read_last_step(path) if lacks else found.step)
     first = min(last)
     rows = world.broadcast_json(
-        _rows(path, first, found.step) if world.rank == found.source else "", found.source
+        _read_rows(path, first, found.step) if world.rank == found.source else "", found.source
     )
     if not lacks:
         return
-    lines = [line for line in rows.splitlines() if _step(line.encode()) > last[world.rank]]
+    lines = [
+        line for line in rows.splitlines() if _parse_row_step(line.encode()) > last[world.rank]
+    ]
     text = (
         f"checkpoint of step {found.step} came from rank {found.source}'s node, which trained "
         f"without this one; so did {len(lines)} rows of metrics.jsonl"
@@ -109,29 +115,29 @@ def bring_rows(folder: Path, found: Brought, keepers: Keepers, world: World, emi
     emit("notice", step=found.step, text=f"{text}; its events of that time are in its own folder")
 
 
-def _step(line: bytes) -> int:
+def _parse_row_step(line: bytes) -> int:
     """Return the step of a row; 0 for a line that cannot be parsed."""
     row = parse_step(line)
     return int(row["step"]) if row else 0
 
 
-def _last_step(path: Path) -> int:
+def _read_last_step(path: Path) -> int:
     """Return the newest step that has a row in a metrics.jsonl; 0 without any."""
     try:
         with path.open("rb") as file:
-            newest = itertools.islice(lines_from_end(file), 8)
-            return max((_step(line) for _, line in newest), default=0)
+            newest = itertools.islice(iter_lines_backward(file), 8)
+            return max((_parse_row_step(line) for _, line in newest), default=0)
     except OSError:
         return 0
 
 
-def _rows(path: Path, after: int, to: int) -> str:
+def _read_rows(path: Path, after: int, to: int) -> str:
     """Return the newest rows of steps after + 1 … to, at most ROWS_BYTES of them."""
     kept, size_bytes = list[bytes](), 0
     try:
         with path.open("rb") as file:
-            for _, line in lines_from_end(file):
-                step, size_bytes = _step(line), size_bytes + len(line)
+            for _, line in iter_lines_backward(file):
+                step, size_bytes = _parse_row_step(line), size_bytes + len(line)
                 if 0 < step <= after or size_bytes > ROWS_BYTES:
                     break
                 if after < step <= to:

@@ -22,17 +22,22 @@ from typing import Any, Protocol
 import torch
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.plans.batches import turn_of
-from shoal.base.runlog.environment import user_code, versions
-from shoal.checkpoint.format.listing import find, read_manifest
-from shoal.config.differences import Difference, of_configurations, of_surroundings, refusal
+from shoal.base.plans.batches import default_turn
+from shoal.base.runlog.environment import find_user_code, library_versions
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
+from shoal.config.differences import (
+    Difference,
+    compare_configurations,
+    compare_environments,
+    format_refusal,
+)
 from shoal.data.loading.dataset_kind import digest_of, is_indexed
-from shoal.data.loading.sample_seeds import seeded_draws
+from shoal.data.loading.sample_seeds import seeded_rng
 from shoal.fabric import World
-from shoal.optim.named_state import plain
+from shoal.optim.named_state import to_json_value
 from shoal.parallel.program import Program
-from shoal.trainer.guards.optimizer_checks import LearningRate
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.guards.optimizer_checks import LearningRateSetter
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 STRICT = "SHOAL_RESUME"
 """Environment variable of `shoal train`: with `strict` a difference stops a resume."""
@@ -44,32 +49,32 @@ GOLDEN = 0.6180339887498949
 """A stride of this share of a range spreads the first indices evenly, wherever the walk stops."""
 
 
-class Looked(Protocol):
+class ComparedLoaders(Protocol):
     """The methods of a run's loaders (`run_loaders.py`) that compare their data."""
 
-    def seen(self, place: int) -> list[str]:
+    def sample_digests(self, place: int) -> list[str]:
         """Return digests of some samples of a loader's dataset."""
 
-    def differs(self, place: int, kept: dict[str, Any]) -> Difference | None:
+    def compare_dataset(self, place: int, kept: dict[str, Any]) -> Difference | None:
         """Return how a loader's dataset differs from the dataset of a saved state."""
 
 
-class Compared(Protocol):
+class ComparedRun(Protocol):
     """The attributes of a run (`run.py`) that a resume compares."""
 
     program: Program
     optimizer: torch.optim.Optimizer
-    rate: LearningRate
-    recorder: Recorder
+    rate: LearningRateSetter
+    recorder: MetricsRecorder
     extra_record: dict[str, Any]
     step_count: int
 
     @property
-    def feed(self) -> Looked:
+    def feed(self) -> ComparedLoaders:
         """The loaders of the run."""
 
 
-def facts_of(run: Compared) -> dict[str, Any]:
+def collect_run_facts(run: ComparedRun) -> dict[str, Any]:
     """Return the facts that a checkpoint stores for comparison: versions, source and settings.
 
     They are collected at the start, when the source on disk is the source that runs. `settings` are
@@ -80,14 +85,14 @@ def facts_of(run: Compared) -> dict[str, Any]:
     settings |= {key: getattr(plan, key) for key in ("reduce", "compress")}
     if schedule is not None:
         told = {**asdict(schedule), "total_steps": run.rate.length.total_steps}
-        settings |= {f"schedule.{key}": plain(value) for key, value in told.items()}
+        settings |= {f"schedule.{key}": to_json_value(value) for key, value in told.items()}
     else:
         for number, group in enumerate(run.optimizer.param_groups):
-            settings[f"optimizer group {number}: lr as given"] = plain(group["lr"])
-    return {"versions": versions(), "code": user_code(), "settings": settings}
+            settings[f"optimizer group {number}: lr as given"] = to_json_value(group["lr"])
+    return {"versions": library_versions(), "code": find_user_code(), "settings": settings}
 
 
-def kept_micro_batch(folder: Path, world: World) -> int:
+def read_saved_micro_batch(folder: Path, world: World) -> int:
     """Return the micro-batch that an earlier start of a run chose; 0 if Shoal chose none.
 
     Args:
@@ -96,19 +101,19 @@ def kept_micro_batch(folder: Path, world: World) -> int:
     """
     size = 0
     if world.is_first:
-        for found in find(folder / "checkpoints"):
+        for found in list_checkpoints(folder / "checkpoints"):
             try:
                 record = read_manifest(found.path).record
             except CheckpointError:
                 continue  # the restore reports what is wrong with it
             size, batch = int(record.get("micro_batch", 0)), int(record.get("batch", 1))
             # Records before 0.2 do not say who chose; the default was an eighth of the batch.
-            size = size if record.get(CHOSEN, size == turn_of(batch)) else 0
+            size = size if record.get(CHOSEN, size == default_turn(batch)) else 0
             break
     return int(world.broadcast_json(size))
 
 
-def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
+def compare_with_checkpoint(run: ComparedRun, record: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Compare this run with the record of a checkpoint before it is loaded; all ranks call it.
 
     Returns:
@@ -119,10 +124,10 @@ def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
     """
     said: list[Any] = [[], "", False]
     if run.program.world.is_first:
-        found = _differences(run, record)
+        found = _list_differences(run, record)
         strict = os.environ.get(STRICT) == "strict" and os.environ.get("SHOAL_ATTEMPT", "0") == "0"
         if strict and "configuration" in run.extra_record:
-            said[1] = refusal(f"--resume {run.recorder.folder}", int(record["step"]), found)
+            said[1] = format_refusal(f"--resume {run.recorder.folder}", int(record["step"]), found)
         said[0] = [one.line for one in found]
         said[2] = any(one.changes for one in found)
     lines, stop, changes = run.program.world.broadcast_json(said)
@@ -132,7 +137,7 @@ def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 
 @contextlib.contextmanager
-def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
+def explain_config_changes(run: ComparedRun, record: Mapping[str, Any]) -> Iterator[None]:
     """Add the changed configuration keys to the error of a checkpoint that cannot be loaded.
 
     Raises:
@@ -144,7 +149,7 @@ def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
         then, now = record.get("configuration"), run.extra_record.get("configuration")
         if type(failure) not in (CheckpointError, ConfigError) or not (then and now):
             raise
-        changed = [one.line for one in of_configurations(str(then), str(now)) if one.changes]
+        changed = [one.line for one in compare_configurations(str(then), str(now)) if one.changes]
         if not changed:
             raise
         said = str(failure).partition("; try: ")[0]
@@ -154,27 +159,29 @@ def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
         ) from failure
 
 
-def tell_resumed(run: Compared, path: Path, found: list[str], changes: bool, *, here: bool) -> None:
+def report_resume(
+    run: ComparedRun, path: Path, found: list[str], changes: bool, *, here: bool
+) -> None:
     """Report from which checkpoint a run resumes, and what differs.
 
     Args:
-        found, changes: the results of `compare`.
+        found, changes: the results of `compare_with_checkpoint`.
         here: the run continues in its own folder; False: the checkpoint of a tag, maybe only to
             look at it.
     """
-    if run.program.world.keeps:
+    if run.program.world.writes_files:
         told = {"differs": found, "changes_result": changes}
         run.recorder.events.emit("resumed", step=run.step_count, folder=str(path), **told)
     if found and here:
         run.recorder.warn(f"different from step {run.step_count}: {'; '.join(found)}")
 
 
-def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
+def _list_differences(run: ComparedRun, record: Mapping[str, Any]) -> list[Difference]:
     own, plan = run.extra_record, run.program.plan
     then, now = record.get("configuration"), own.get("configuration")
     found = []
     if isinstance(then, str) and isinstance(now, str):
-        found += of_configurations(then, now)
+        found += compare_configurations(then, now)
     known = {one.key.rpartition(".")[2] for one in found}
     known |= {"precision"} if "compute" in known else set()
     told = {"layout": plan.layout.text(), "batch": plan.batch, "micro_batch": plan.micro_batch}
@@ -190,26 +197,26 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
         for key, value in own.get("settings", {}).items():
             if key in settings and settings[key] != value:
                 found.append(Difference(key, settings[key], value))
-    found += of_surroundings(record, own.get("code", {}))
+    found += compare_environments(record, own.get("code", {}))
     for place, kept in enumerate(record["data"]):
-        if line := run.feed.differs(place, kept):
+        if line := run.feed.compare_dataset(place, kept):
             found.append(line)
     return found
 
 
-def look_at(dataset: Any, workers: int) -> list[str]:
+def digest_samples(dataset: Any, workers: int) -> list[str]:
     """Return digests of a few samples, spread over a dataset; [] without an index, or if it raises.
 
     The draws of samples use fixed seeds, and the random generators keep their states.
 
     Args:
         dataset: any dataset.
-        workers: processes that read it for the run, as in `read_apart`.
+        workers: processes that read it for the run, as in `read_in_fork`.
     """
-    return read_apart(_look, dataset, workers) if is_indexed(dataset) else []
+    return read_in_fork(_digest_spread_samples, dataset, workers) if is_indexed(dataset) else []
 
 
-def read_apart(
+def read_in_fork(
     read: Callable[[Any], list[Any]], dataset: Any, workers: int, at_most_s: float = LOOK_AT_MOST_S
 ) -> list[Any]:
     """Return the JSON result of `read` on a dataset; [] if it needs a process that cannot start.
@@ -261,11 +268,11 @@ def spread_indices(count: int, most: int) -> Iterator[int]:
     return (number * stride % count for number in range(min(most, count)))
 
 
-def _look(dataset: Any) -> list[str]:
+def _digest_spread_samples(dataset: Any) -> list[str]:
     until_s, digests = time.monotonic() + LOOK_S, list[str]()
     try:
         for index in spread_indices(len(dataset), LOOKS):
-            with seeded_draws("look", index):
+            with seeded_rng("look", index):
                 digests.append(digest_of(dataset[index]))
             if time.monotonic() > until_s:
                 break
@@ -274,7 +281,7 @@ def _look(dataset: Any) -> list[str]:
     return digests
 
 
-def unlike(then: Sequence[Any], now: Sequence[Any]) -> int:
+def count_different(then: Sequence[Any], now: Sequence[Any]) -> int:
     """Return how many of the samples that both readings digested are different.
 
     >>> unlike(["a", "b", "c"], ["a", "x"])
@@ -283,17 +290,17 @@ def unlike(then: Sequence[Any], now: Sequence[Any]) -> int:
     return sum(old != new for old, new in zip(then, now, strict=False))
 
 
-def other_samples(then: Any, now: Sequence[str]) -> Difference | None:
+def compare_digests(then: Any, now: Sequence[str]) -> Difference | None:
     """Return the difference between two lists of digests of a dataset; None without one."""
-    if not isinstance(then, list) or not (other := unlike(then, now)):
+    if not isinstance(then, list) or not (other := count_different(then, now)):
         return None
     seen = min(len(then), len(now))
     return Difference("data", f"as it was, {seen} samples looked at", f"{other} of them other ones")
 
 
-def with_looks(feed: Looked, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def add_sample_digests(feed: ComparedLoaders, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the states of the loaders, each with the digests of its dataset."""
     return [
-        {**kept, "seen": seen} if kept and (seen := feed.seen(place)) else kept
+        {**kept, "seen": seen} if kept and (seen := feed.sample_digests(place)) else kept
         for place, kept in enumerate(states)
     ]

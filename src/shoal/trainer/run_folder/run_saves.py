@@ -21,14 +21,14 @@ from shoal.fabric import World
 from shoal.wire.phases import phase
 
 if TYPE_CHECKING:  # a run without saves does not import these
-    from shoal.checkpoint.save.background_save import BackgroundSaver, Outcome
-    from shoal.checkpoint.save.write import Piece, Saved
+    from shoal.checkpoint.save.background_save import BackgroundSaver, SaveOutcome
+    from shoal.checkpoint.save.write import Piece, SavedCheckpoint
 
 NOTHING, DONE, FAILED = 0, 1, 2
 """Results of `report`: no save, or still writing; the newest save is complete; it failed."""
 
 
-class Saving:
+class RunSaver:
     """Checkpoint saver of one run; `prepare`, or `start`, makes its second process group.
 
     Args:
@@ -48,9 +48,9 @@ class Saving:
         """
         if self._saver is None:
             from shoal.checkpoint.save.background_save import BackgroundSaver
-            from shoal.fabric.duplicate_group import twin
+            from shoal.fabric.duplicate_group import duplicate_world
 
-            self._saver = BackgroundSaver(twin(self.world), self._emit)
+            self._saver = BackgroundSaver(duplicate_world(self.world), self._emit)
         return self._saver
 
     @phase("save")
@@ -71,7 +71,9 @@ class Saving:
         Raises:
             ClusterError: as in `settle`.
         """
-        self._tell(self.prepare().start(root, step, pieces, record, keep=keep, aliases=aliases))
+        self._warn_of_failure(
+            self.prepare().start(root, step, pieces, record, keep=keep, aliases=aliases)
+        )
 
     @phase("save")
     def save(
@@ -83,7 +85,7 @@ class Saving:
         *,
         keep: int,
         aliases: Mapping[str, str] | None = None,
-    ) -> Saved | None:
+    ) -> SavedCheckpoint | None:
         """Write `root/step-N` and wait for it; return None on all ranks if it failed.
 
         Raises:
@@ -91,7 +93,7 @@ class Saving:
         """
         from shoal.checkpoint.save.write import save
 
-        self.settle()
+        self.wait_pending()
         try:
             return save(
                 root, step, pieces, record, self.world, self._emit, keep=keep, aliases=aliases
@@ -116,22 +118,22 @@ class Saving:
         return self.report() == FAILED
 
     @phase("finish the last save")
-    def settle(self) -> Outcome | None:
+    def wait_pending(self) -> SaveOutcome | None:
         """Wait for the save in progress; return its outcome, the same on all ranks, or None.
 
         Raises:
             ClusterError: the save does not end, or this rank lost the others: the run must end.
         """
         outcome = self._saver.wait() if self._saver is not None else None
-        self._tell(outcome)
+        self._warn_of_failure(outcome)
         return outcome
 
     def close(self) -> None:
         """Settle and close the second process group, on all ranks, before the world is closed."""
         saver, self._saver = self._saver, None
         if saver is not None:
-            self._tell(saver.close())
+            self._warn_of_failure(saver.close())
 
-    def _tell(self, outcome: Outcome | None) -> None:
+    def _warn_of_failure(self, outcome: SaveOutcome | None) -> None:
         if outcome is not None and outcome.failure is not None:
             self._warn(str(outcome.failure))

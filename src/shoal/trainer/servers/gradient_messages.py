@@ -2,8 +2,8 @@
 
 A worker and a server take turns, so no message needs a name:
 
-    server → worker   a head of whole numbers (`Reading`), then its part of the weights
-    worker → server   a head of float64 (`Brought`), then its part of the summed gradients
+    server → worker   a head of whole numbers (`WorkOrder`), then its part of the weights
+    worker → server   a head of float64 (`GradientMessage`), then its part of the summed gradients
     server 0 → other servers   orders: which worker gets weights, whose gradient to apply, save, end
 
 Server 0 decides and the others follow, so all apply the same gradients in the same order, and their
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.fabric import World
-from shoal.fabric.collectives.traffic_counts import Traffic
+from shoal.fabric.collectives.traffic_counts import TrafficCounter
 from shoal.fabric.exchanges.point_to_point import PointToPoint
-from shoal.parallel.data_parallel.buckets import places
+from shoal.parallel.data_parallel.buckets import bucket_offsets
 from shoal.parallel.program import Program
 
 Span = tuple[str, int, int, str]
@@ -37,7 +37,7 @@ ORDER = 6
 
 
 @dataclass(frozen=True)
-class Reading:
+class WorkOrder:
     """Order to a worker: the step's number, and its samples' positions in the stream.
 
     Attributes:
@@ -58,7 +58,7 @@ HEAD = 9
 
 
 @dataclass(frozen=True)
-class Brought:
+class GradientMessage:
     """Head of a worker's gradient message.
 
     Attributes:
@@ -89,30 +89,30 @@ class Brought:
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
 
     @staticmethod
-    def read(told: torch.Tensor) -> Brought:
+    def read(told: torch.Tensor) -> GradientMessage:
         """Return the head of a message: the inverse of `told`."""
         loss_sum, count, norm, broken, loss_broken, moved, ran, peak, lost, *used = told.tolist()
-        return Brought(
+        return GradientMessage(
             loss_sum, count, norm, bool(broken), bool(loss_broken), bool(moved), int(ran),
             int(peak), int(lost), [bool(one) for one in used],
         )  # fmt: skip
 
 
-def own_spans(program: Program) -> list[Span]:
+def list_own_spans(program: Program) -> list[Span]:
     """Return the spans that a server updates: the parts of all buckets between its cuts."""
     found: list[Span] = []
     for bucket in program.plan.buckets:
         low, high = (0, bucket.elements)
         if bucket.cuts:
             low, high = bucket.cuts[program.data.rank : program.data.rank + 2]
-        for name, (start, stop) in places(bucket, program.parameters).items():
+        for name, (start, stop) in bucket_offsets(bucket, program.parameters).items():
             first, last = max(start, low), min(stop, high)
             if first < last:
                 found.append((name, first - start, last - start, bucket.dtype))
     return found
 
 
-class Parcel:
+class FlatTensors:
     """Layout of parameter parts in a message: one flat tensor for each number format."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
@@ -125,7 +125,7 @@ class Parcel:
             self.at[name] = (dtype, begin, sizes[dtype])
         self.sizes = sizes
 
-    def empty(self) -> dict[str, torch.Tensor]:
+    def allocate(self) -> dict[str, torch.Tensor]:
         """Allocate the flat tensors, filled with zeros."""
         return {name: torch.zeros(n, dtype=getattr(torch, name)) for name, n in self.sizes.items()}
 
@@ -160,16 +160,16 @@ class Parcel:
         return arrived[dtype][begin:end]
 
 
-def quiet(world: World) -> World:
+def make_host_world(world: World) -> World:
     """Return the same world on host memory, if possible, whose waits are not counted."""
     same = copy.copy(world)
     same.device = world.messages
-    same.traffic = Traffic(watched=False)
+    same.traffic = TrafficCounter(watched=False)
     return same
 
 
 @dataclass
-class Arrived:
+class Arrival:
     """Entry of the queue: a gradient that arrived, or a worker that is gone.
 
     Attributes:
@@ -178,14 +178,14 @@ class Arrived:
     """
 
     worker: int
-    head: Brought | None = None
+    head: GradientMessage | None = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     why: str = ""
     sent_bytes: int = 0
     server: int = -1
 
 
-class Line(threading.Thread):
+class WorkerChannel(threading.Thread):
     """Thread of a server for one worker: send weights, receive a gradient, and repeat to the end.
 
     Attributes:
@@ -197,17 +197,17 @@ class Line(threading.Thread):
         self,
         pairs: PointToPoint,
         worker: int,
-        parcel: Parcel,
+        parcel: FlatTensors,
         names: int,
-        tell: Callable[[Arrived], None],
+        tell: Callable[[Arrival], None],
     ) -> None:
         super().__init__(name=f"worker {worker}", daemon=True)
         self.pairs, self.worker, self.parcel, self.names = pairs, worker, parcel, names
         self.tell = tell
-        self._outbox: queue.Queue[tuple[Reading, dict[str, torch.Tensor]] | None] = queue.Queue()
+        self._outbox: queue.Queue[tuple[WorkOrder, dict[str, torch.Tensor]] | None] = queue.Queue()
         self.start()
 
-    def give(self, reading: Reading, weights: dict[str, torch.Tensor]) -> None:
+    def send(self, reading: WorkOrder, weights: dict[str, torch.Tensor]) -> None:
         """Send the worker its order and this server's weights, which must not change."""
         self._outbox.put((reading, weights))
 
@@ -229,22 +229,22 @@ class Line(threading.Thread):
                 for one in under_way:
                     one.wait()
                 if reading.what == WORK:
-                    self.tell(self._taken(sum(one.tensor.nbytes for one in under_way)))
+                    self.tell(self._receive_gradient(sum(one.tensor.nbytes for one in under_way)))
         except RuntimeError as failure:
-            self.tell(Arrived(self.worker, why=str(failure).splitlines()[0]))
+            self.tell(Arrival(self.worker, why=str(failure).splitlines()[0]))
 
-    def _taken(self, sent_bytes: int) -> Arrived:
+    def _receive_gradient(self, sent_bytes: int) -> Arrival:
         head = self.pairs.receive((HEAD + self.names,), torch.float64, self.worker)
-        room = self.parcel.empty()
+        room = self.parcel.allocate()
         coming = [
             self.pairs.receive(tuple(one.shape), one.dtype, self.worker) for one in room.values()
         ]
-        brought = Brought.read(head.wait())
+        brought = GradientMessage.read(head.wait())
         gradients = dict(zip(room, [one.wait() for one in coming], strict=True))
-        return Arrived(self.worker, brought, gradients, sent_bytes=sent_bytes)
+        return Arrival(self.worker, brought, gradients, sent_bytes=sent_bytes)
 
 
-class Orders:
+class ServerOrders:
     """Orders of server 0 to the other servers, which receive them with `take`.
 
     Args:
@@ -256,22 +256,22 @@ class Orders:
     ) -> None:
         self.pairs, self.servers, self.hearing = pairs, servers, hearing
 
-    def give(self, what: int, *numbers: int) -> None:
+    def send(self, what: int, *numbers: int) -> None:
         """Send an order to all other servers."""
         told = torch.tensor([what, *numbers, *[0] * (ORDER - 1 - len(numbers))])
         told = told.to(self.pairs.world.device)
         for under_way in [self.pairs.send(told, server) for server in self.servers[1:]]:
             under_way.wait()
 
-    def take(self) -> tuple[int, list[int]]:
+    def receive(self) -> tuple[int, list[int]]:
         """Wait for the next order; return (what, numbers)."""
         what, *numbers = self.pairs.receive((ORDER,), torch.int64, self.servers[0]).wait().tolist()
         return what, numbers
 
 
-def acknowledge(
-    pairs: PointToPoint, servers: Sequence[int], inbox: queue.Queue[Arrived]
-) -> tuple[Callable[[Arrived], None], list[threading.Thread]]:
+def make_arrival_handler(
+    pairs: PointToPoint, servers: Sequence[int], inbox: queue.Queue[Arrival]
+) -> tuple[Callable[[Arrival], None], list[threading.Thread]]:
     """Return a server's handler of arrivals: it queues them, and reports them to the first server.
 
     So the first server knows when all have a gradient, and orders nothing that one of them lacks.
@@ -284,21 +284,21 @@ def acknowledge(
     own, lock = pairs.world.rank, threading.Lock()
     if own == servers[0]:
         hearing = [
-            threading.Thread(target=_hear, args=(pairs, server, inbox), daemon=True)
+            threading.Thread(target=_queue_reports, args=(pairs, server, inbox), daemon=True)
             for server in servers[1:]
         ]
         for one in hearing:
             one.start()
         return inbox.put, hearing
 
-    def tell(arrived: Arrived) -> None:
+    def tell(arrived: Arrival) -> None:
         inbox.put(arrived)
-        send_word(pairs, servers[0], arrived.worker, arrived.head is not None, lock)
+        send_report(pairs, servers[0], arrived.worker, arrived.head is not None, lock)
 
     return tell, []
 
 
-def send_word(
+def send_report(
     pairs: PointToPoint, first: int, worker: int, well: bool, lock: threading.Lock | None = None
 ) -> None:
     """Report a worker's gradient, or its loss, to the first server; worker −1: the end."""
@@ -307,13 +307,13 @@ def send_word(
         pairs.send(word, first).wait()
 
 
-def _hear(pairs: PointToPoint, server: int, inbox: queue.Queue[Arrived]) -> None:
+def _queue_reports(pairs: PointToPoint, server: int, inbox: queue.Queue[Arrival]) -> None:
     """Queue the reports of another server until its end."""
     try:
         while True:
             worker, well = pairs.receive((2,), torch.int64, server).wait().tolist()
             if worker < 0:
                 return
-            inbox.put(Arrived(worker, why="" if well else "another server lost it", server=server))
+            inbox.put(Arrival(worker, why="" if well else "another server lost it", server=server))
     except RuntimeError as failure:
-        inbox.put(Arrived(-1, why=f"server {server} is gone: {str(failure).splitlines()[0]}"))
+        inbox.put(Arrival(-1, why=f"server {server} is gone: {str(failure).splitlines()[0]}"))

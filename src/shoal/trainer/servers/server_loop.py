@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError
-from shoal.base.layouts.parameter_servers import Admission
-from shoal.base.plans.batches import step_stop
+from shoal.base.layouts.parameter_servers import StalenessGate
+from shoal.base.plans.batches import step_end
 from shoal.base.plans.plan import Plan
 from shoal.config.sections import Config
 from shoal.data.loading.step_samples import StepBatch
@@ -26,16 +26,28 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.machine.process_memory import peak_memory_bytes
 from shoal.parallel.program import Program
-from shoal.trainer.jobs.configured_run import steps_of
-from shoal.trainer.jobs.opening_lines import describe
-from shoal.trainer.jobs.run_end import finish
-from shoal.trainer.jobs.run_forecast import cluster_here, facts_of, foresee, held_now_bytes
-from shoal.trainer.jobs.validation import validator
+from shoal.trainer.jobs.configured_run import count_total_steps
+from shoal.trainer.jobs.opening_lines import write_opening
+from shoal.trainer.jobs.run_end import emit_run_end
+from shoal.trainer.jobs.run_forecast import (
+    collect_model_facts,
+    describe_local_cluster,
+    forecast_run,
+    read_resident_bytes,
+)
+from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.passes.free_passes import FreePasses
 from shoal.trainer.run import Run
 from shoal.trainer.servers import gradient_messages
-from shoal.trainer.servers.gradient_messages import Arrived, Brought, Line, Orders, Parcel, Reading
-from shoal.trainer.step.optimizer_step import Tally, reducer_of
+from shoal.trainer.servers.gradient_messages import (
+    Arrival,
+    FlatTensors,
+    GradientMessage,
+    ServerOrders,
+    WorkerChannel,
+    WorkOrder,
+)
+from shoal.trainer.step.optimizer_step import StepTotals, reducer_of
 from shoal.trainer.step.step_vector import Invariant, StepNumbers, StepVector
 
 STOPPED = 143
@@ -44,7 +56,7 @@ LOOK_S = 0.2
 """Seconds between two checks for a stop while a server waits for gradients."""
 
 
-class _Serving:
+class _ServerReducer:
     """Reducer of a server: its gradients are those of a worker's message.
 
     Attributes:
@@ -57,7 +69,7 @@ class _Serving:
         self.gradients = {n: torch.empty_like(one.parameter) for n, one in self.local.items()}
         self.between = False
 
-    def take(self, parcel: Parcel, arrived: Mapping[str, torch.Tensor]) -> None:
+    def load_gradients(self, parcel: FlatTensors, arrived: Mapping[str, torch.Tensor]) -> None:
         """Copy an arrived gradient into the gradients that the optimizer reads."""
         for name, one in self.local.items():
             gradient = self.gradients[name]
@@ -67,7 +79,7 @@ class _Serving:
     def begin(self, rounds: int) -> None:
         """Do nothing: a server runs no passes."""
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Do nothing: a server runs no passes."""
 
     def passed(self, counted: bool) -> None:
@@ -76,7 +88,7 @@ class _Serving:
     def finish(self) -> None:
         """Do nothing: a server runs no passes."""
 
-    def used(self) -> list[bool]:
+    def used_parameters(self) -> list[bool]:
         """Return []: a server runs no passes."""
         return []
 
@@ -88,7 +100,7 @@ class _Serving:
         """Return this server's parts of the worker's gradient."""
         return [self.gradients[name] for name in self.local]
 
-    def summed(self) -> list[str]:
+    def summed_names(self) -> list[str]:
         """Return the names of the gradients in `sums`."""
         return list(self.local)
 
@@ -98,18 +110,18 @@ class _Serving:
             self.whole.publish()
 
 
-class _Given(FreePasses):
+class _WorkerPasses(FreePasses):
     """Passes of a step in the servers' run: a worker has already made them."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: StepTotals) -> None:
         self.said = tally
 
-    def finish(self) -> Tally:
+    def finish(self) -> StepTotals:
         """Return the worker's tally."""
         return self.said
 
 
-class Server:
+class ParameterServer:
     """One parameter server; the first of them leads.
 
     Args:
@@ -117,42 +129,42 @@ class Server:
         lines: to the living workers.
     """
 
-    orders: Orders
-    inbox: queue.Queue[Arrived]
+    orders: ServerOrders
+    inbox: queue.Queue[Arrival]
 
     def __init__(
-        self, run: Run, source: Source, config: Config, plan: Plan, lines: dict[int, Line]
+        self, run: Run, source: Source, config: Config, plan: Plan, lines: dict[int, WorkerChannel]
     ) -> None:
         self.run, self.source, self.config, self.plan, self.lines = run, source, config, plan, lines
-        self.serving = _Serving(run.program)
+        self.serving = _ServerReducer(run.program)
         run.program = replace(run.program, reducer=self.serving)
         self.loader: Any = run.loader(source.train, collate=source.collate)
         if not run.restore():
             run.recorder.cut(0)
-        self.total = steps_of(config, source, plan.batch)
+        self.total = count_total_steps(config, source, plan.batch)
         run.rate.length.total_steps = self.total
         self.first_step, self.began_s = run.step_count, time.perf_counter()
         self.dealt, self.position = run.step_count, self.loader.position
-        self.under_way: dict[int, Reading] = {}
-        self.returned: list[Reading] = []
+        self.under_way: dict[int, WorkOrder] = {}
+        self.returned: list[WorkOrder] = []
         self.idle: set[int] = set()
-        self.here: dict[int, Arrived] = {}
+        self.here: dict[int, Arrival] = {}
         self.parcel = next(iter(lines.values())).parcel
         bound = plan.layout.staleness if plan.layout.updates == "bounded-stale" else None
-        self.turns = Admission(bound, run.step_count)
+        self.turns = StalenessGate(bound, run.step_count)
         self.made: dict[int, int] = dict.fromkeys(lines, 0)
         self.peaks: dict[int, int] = {}
         run.recorder.peaks_logged = True  # the first server reports those of the workers
         self.draining = False
-        self.validate = validator(run, source, config)
+        self.validate = make_validator(run, source, config)
 
-    def give(self, worker: int, reading: Reading) -> None:
+    def send_weights(self, worker: int, reading: WorkOrder) -> None:
         """Send weights and samples to a worker."""
         self.under_way[worker] = reading
-        weights = self.parcel.empty()
+        weights = self.parcel.allocate()
         for name, one in self.run.program.local.items():
             self.parcel.part(weights, name).copy_(one.parameter.detach().reshape(-1))
-        self.lines[worker].give(reading, weights)
+        self.lines[worker].send(reading, weights)
 
     def apply(self, worker: int, staleness: int) -> None:
         """Make one optimizer step with the gradient of a worker."""
@@ -174,22 +186,22 @@ class Server:
         )  # fmt: skip
         run.begin(batch, is_own=False)
         run.step_state.data_wait_s = 0.0  # the worker's wait for data is unknown here
-        self.serving.take(self.parcel, arrived.gradients)
+        self.serving.load_gradients(self.parcel, arrived.gradients)
         run.world.traffic.sent_bytes["send"] += arrived.sent_bytes
-        run.step_state.written = _Given(self._tally(worker, head, batch))
+        run.step_state.written = _WorkerPasses(self._tally(worker, head, batch))
         run.step_state.values = {"staleness": staleness, "worker": worker}  # into the step's row
         self.serving.between = True
         run.update()
         self.serving.between = False
         self.made[worker] += 1
 
-    def _tally(self, worker: int, head: Brought, batch: StepBatch) -> Tally:
+    def _tally(self, worker: int, head: GradientMessage, batch: StepBatch) -> StepTotals:
         run = self.run
-        flags = run.flags()
+        flags = run.collect_flags()
         alike = {name: [0.0] * len(values) for name, values in flags.sums.items()}
         sums = {**alike, "unreadable": [float(head.lost)]}
         self.peaks[worker] = head.peak_memory_bytes
-        return Tally(
+        return StepTotals(
             loss_sum=head.loss_sum,
             count=head.count,
             norm=head.norm,
@@ -202,13 +214,13 @@ class Server:
             used=list(head.used),
             micro_batches=head.ran,
             uneven=True,  # one worker made them all
-            numbers=_same_on_all_ranks(flags.invariants, sums, run.world),
+            numbers=_make_equal_numbers(flags.invariants, sums, run.world),
             measured=[],
             unnamed=False,
             broken_ranks=lambda: [worker],
         )
 
-    def leave_out(self, worker: int, why: str = "") -> None:
+    def drop_worker(self, worker: int, why: str = "") -> None:
         """Remove a dead worker; the next one gets its samples."""
         reading = self.under_way.pop(worker, None)
         self.here.pop(worker, None)
@@ -227,10 +239,10 @@ class Server:
 
     def save(self, wait: bool) -> bool:
         """Write a checkpoint; return whether it is on disk, if it was waited for."""
-        self._complete()
+        self._gather_weights()
         return self.run.save(wait=wait) is not None
 
-    def _complete(self) -> None:
+    def _gather_weights(self) -> None:
         """Gather the other servers' parts on every server, for code that reads the whole model."""
         self.serving.publish()
         self.run.guards.writes.after(self.run.step_count + 1)
@@ -238,7 +250,7 @@ class Server:
     def end(self, code: int) -> None:
         """Send the end to all workers, and wait until they have received it."""
         for line in self.lines.values():
-            line.give(Reading(gradient_messages.END, code), {})
+            line.send(WorkOrder(gradient_messages.END, code), {})
         for line in self.lines.values():
             line.close()
 
@@ -246,43 +258,43 @@ class Server:
         """Write plan.json and the lines before the first step; every server calls it."""
         run, config = self.run, self.config
         told: dict[str, Any] = {}
-        if run.world.keeps:
-            facts = cache(partial(facts_of, config, self.source))
-            cluster = cluster_here(world.size, world.device, held_now_bytes())
+        if run.world.writes_files:
+            facts = cache(partial(collect_model_facts, config, self.source))
+            cluster = describe_local_cluster(world.size, world.device, read_resident_bytes())
             told = {
                 "model": config.model.build or config.model.name,
                 "chosen": False,
-                "predicted": foresee(config, facts, self.plan, cluster),
+                "predicted": forecast_run(config, facts, self.plan, cluster),
             }
-        describe(run, self.plan, self.source, self.total, folder, told)
+        write_opening(run, self.plan, self.source, self.total, folder, told)
 
-    def follow(self) -> int:
+    def follow_orders(self) -> int:
         """Follow the orders of the first server; return the exit code."""
         while True:
-            what, numbers = self.orders.take()
+            what, numbers = self.orders.receive()
             worker = numbers[0]
             if what == gradient_messages.GIVE:
-                reading = Reading(gradient_messages.WORK, *numbers[1:4])
+                reading = WorkOrder(gradient_messages.WORK, *numbers[1:4])
                 self.position = max(self.position, reading.stop)
-                self.give(worker, reading)
+                self.send_weights(worker, reading)
             elif what == gradient_messages.APPLY:
                 while worker not in self.here:
-                    self._take(self.inbox.get())
+                    self._store_arrival(self.inbox.get())
                 self.apply(worker, numbers[1])
             elif what == gradient_messages.LOST:
-                self.leave_out(worker)
+                self.drop_worker(worker)
             elif what == gradient_messages.SAVE:
                 self.save(wait=bool(numbers[0]))
             elif what == gradient_messages.VALIDATE:
-                self._complete()
+                self._gather_weights()
                 self.validate()
             else:
                 self.end(numbers[0])
-                gradient_messages.send_word(self.orders.pairs, self.orders.servers[0], -1, True)
+                gradient_messages.send_report(self.orders.pairs, self.orders.servers[0], -1, True)
                 self.run.close()
                 return numbers[0]
 
-    def _take(self, arrived: Arrived) -> None:
+    def _store_arrival(self, arrived: Arrival) -> None:
         if arrived.head is not None:
             self.here[arrived.worker] = arrived
 
@@ -296,40 +308,40 @@ class Server:
         due = False  # a save
         run.recorder.restart_clock()
         for worker in list(self.lines):
-            self._deal(worker)
+            self._deal_samples(worker)
         while run.step_count < self.total:
-            flags = run.flags()
+            flags = run.collect_flags()
             stop = flags.stop
             self.draining = due or stop or flags.save
             if self.draining and not self.under_way and not self.returned:
                 if stop:
                     break
                 run.recorder.wanted.discard("save")
-                self.orders.give(gradient_messages.SAVE, 0)
+                self.orders.send(gradient_messages.SAVE, 0)
                 self.save(wait=False)
                 due = self.draining = False
                 for worker in sorted(self.idle):
-                    self._deal(worker)
+                    self._deal_samples(worker)
             try:
                 arrived = self.inbox.get(timeout=LOOK_S)
             except queue.Empty:
                 continue
-            self._heard(arrived, acks)
-            while (turn := self.turns.next()) is not None:
-                staleness = self.turns.applied(turn)
-                self.orders.give(gradient_messages.APPLY, turn, staleness)
+            self._handle_arrival(arrived, acks)
+            while (turn := self.turns.next_worker()) is not None:
+                staleness = self.turns.record_applied(turn)
+                self.orders.send(gradient_messages.APPLY, turn, staleness)
                 self.apply(turn, staleness)
                 step = run.step_count
                 due = due or (step % every == 0 and step < self.total)
                 if config.train.validate_every and step % config.train.validate_every == 0:
-                    self.orders.give(gradient_messages.VALIDATE)
-                    self._complete()
+                    self.orders.send(gradient_messages.VALIDATE)
+                    self._gather_weights()
                     self.validate()
                 self.draining = due or self.draining
-                self._deal(turn)
-        return self._over(stopped=run.step_count < self.total)
+                self._deal_samples(turn)
+        return self._finish_run(stopped=run.step_count < self.total)
 
-    def _heard(self, arrived: Arrived, acks: dict[int, int]) -> None:
+    def _handle_arrival(self, arrived: Arrival, acks: dict[int, int]) -> None:
         """Handle the arrival of a gradient, here or on another server, or the loss of a worker."""
         worker = arrived.worker
         if worker < 0:
@@ -339,21 +351,21 @@ class Server:
         if arrived.why:
             acks.pop(worker, None)
             self.turns.lost(worker)
-            self.orders.give(gradient_messages.LOST, worker)
+            self.orders.send(gradient_messages.LOST, worker)
             self.idle.discard(worker)
-            self.leave_out(worker, arrived.why)
+            self.drop_worker(worker, arrived.why)
             if not self.lines:
                 raise ClusterError("no worker of the parameter server is left")
             for idle in sorted(self.idle):  # an idle worker gets its samples
-                self._deal(idle)
+                self._deal_samples(idle)
             return
-        self._take(arrived)
+        self._store_arrival(arrived)
         acks[worker] = acks.get(worker, 0) + 1
         if acks[worker] == self.run.world.size:
             acks.pop(worker)
-            self.turns.brought(worker)
+            self.turns.record_gradient(worker)
 
-    def _deal(self, worker: int) -> None:
+    def _deal_samples(self, worker: int) -> None:
         """Send the stream's next samples to a worker, or let it wait if none may be given."""
         self.idle.add(worker)
         if self.returned:
@@ -361,29 +373,29 @@ class Server:
         elif self.draining or self.dealt >= self.total:
             return
         else:
-            stop = step_stop(self.position, self.loader.samples, self.plan.batch)
-            reading = Reading(gradient_messages.WORK, self.dealt, self.position, stop)
+            stop = step_end(self.position, self.loader.samples, self.plan.batch)
+            reading = WorkOrder(gradient_messages.WORK, self.dealt, self.position, stop)
             self.position, self.dealt = stop, self.dealt + 1
         self.idle.discard(worker)
         self.turns.read(worker)
-        self.orders.give(
+        self.orders.send(
             gradient_messages.GIVE, worker, reading.number, reading.start, reading.stop
         )
-        self.give(worker, reading)
+        self.send_weights(worker, reading)
 
-    def _over(self, *, stopped: bool) -> int:
+    def _finish_run(self, *, stopped: bool) -> int:
         """Save, validate, and end all servers and workers; return the exit code."""
         run = self.run
-        self.orders.give(gradient_messages.SAVE, 1)
+        self.orders.send(gradient_messages.SAVE, 1)
         saved = self.save(wait=True)
         values = None
         if not stopped:
             run.skips.check_moved(self.first_step, run.step_count)
-            self.orders.give(gradient_messages.VALIDATE)
-            self._complete()
+            self.orders.send(gradient_messages.VALIDATE)
+            self._gather_weights()
             values = self.validate()
         code = (STOPPED if stopped else 0) if saved else UNSAVED_CODE
-        run.recorder.events.emit("staleness", step=run.step_count, **self._counted())
+        run.recorder.events.emit("staleness", step=run.step_count, **self._staleness_counts())
         run.recorder.notice(self._staleness_text())
         if stopped:
             how = "stopped on request" if saved else "stopped on request; the last save failed"
@@ -395,15 +407,15 @@ class Server:
             peaks = [self.peaks.get(rank, 0) for rank in range(workers)]
             peaks.append(peak_memory_bytes(run.world.device))  # this server's
             run.recorder.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
-            finish(run, self.source, values, steps=steps, wall_s=wall_s, how=how)
-        self.orders.give(gradient_messages.FINISH, code)
+            emit_run_end(run, self.source, values, steps=steps, wall_s=wall_s, how=how)
+        self.orders.send(gradient_messages.FINISH, code)
         self.end(code)
         for hearing in self.orders.hearing:
             hearing.join()
         run.close()
         return code
 
-    def _counted(self) -> dict[str, Any]:
+    def _staleness_counts(self) -> dict[str, Any]:
         counts = self.turns.counts
         total = sum(counts.values())
         return {
@@ -415,7 +427,7 @@ class Server:
         }
 
     def _staleness_text(self) -> str:
-        told = self._counted()
+        told = self._staleness_counts()
         bound = "no bound" if self.turns.bound is None else f"bound {self.turns.bound}"
         each = ", ".join(f"rank {worker} {made}" for worker, made in self.made.items())
         return (
@@ -424,7 +436,7 @@ class Server:
         )
 
 
-def _same_on_all_ranks(
+def _make_equal_numbers(
     invariants: Sequence[Invariant], sums: Mapping[str, Sequence[float]], world: World
 ) -> StepNumbers:
     """Return a step's numbers for ranks that all hold the same values, without communication.
@@ -438,4 +450,4 @@ def _same_on_all_ranks(
     for name, values in sums.items():
         vector.add(name, values)
     vector.add_invariants((), 0, world)
-    return vector.summed(vector.values, invariants, world)
+    return vector.name_sums(vector.values, invariants, world)

@@ -31,23 +31,30 @@ from shoal.config.sections import Config
 from shoal.data.loading.loader import Loader
 from shoal.data.sources import Source
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import among
+from shoal.fabric.axis_worlds import partition_world
 from shoal.fabric.exchanges.point_to_point import PointToPoint
 from shoal.machine.process_memory import peak_memory_bytes
 from shoal.parallel._torch import BatchNorm
 from shoal.trainer.jobs.configured_run import import_object, open_run
-from shoal.trainer.process.stop_signals import ask_on_signals
+from shoal.trainer.process.stop_signals import install_stop_handlers
 from shoal.trainer.run import Run
-from shoal.trainer.run_folder.hub_files import keep_tokenizer
+from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
 from shoal.trainer.servers import gradient_messages
-from shoal.trainer.servers.gradient_messages import Arrived, Brought, Line, Orders, Parcel, Reading
-from shoal.trainer.servers.server_loop import Server
+from shoal.trainer.servers.gradient_messages import (
+    Arrival,
+    FlatTensors,
+    GradientMessage,
+    ServerOrders,
+    WorkerChannel,
+    WorkOrder,
+)
+from shoal.trainer.servers.server_loop import ParameterServer
 from shoal.trainer.step.optimizer_step import forward_backward, reducer_of
-from shoal.trainer.step.rank_share import Share, lost_of, own_micro_batches
+from shoal.trainer.step.rank_share import RankShare, count_unreadable, list_own_micro_batches
 from shoal.wire.phases import phase
 
 
-def train_served(
+def train_with_servers(
     config: Config, source: Source, folder: Path, world: World, plan: Plan, proven: str = ""
 ) -> int:
     """Train with asynchronous parameter servers; return the exit code. Every rank calls it.
@@ -63,7 +70,7 @@ def train_served(
     layout = plan.layout
     ranks = range(world.size)
     workers, servers = ranks[: -layout.servers], ranks[-layout.servers :]
-    own = among(world, [tuple(servers)])
+    own = partition_world(world, [tuple(servers)])
     own.local_rank, own.local_size = own.rank, own.size
     own.store = torch.distributed.PrefixStore("servers", world.store) if world.store else None
     serves = world.rank in servers
@@ -72,36 +79,40 @@ def train_served(
     alone = replace(plan, layout=inner, accumulate=passes, drift="off" if serves else plan.drift)
     with phase("set up"):
         run = open_run(config, source, own, alone, folder=folder if serves else None)
-    _check(run, source)
+    _check_supported(run, source)
     names = len(run.program.names)
-    spans = world.gather_json(gradient_messages.own_spans(run.program) if serves else [])
-    parcels = {server: Parcel(spans[server]) for server in servers}
-    pairs = PointToPoint(gradient_messages.quiet(world))
+    spans = world.gather_json(gradient_messages.list_own_spans(run.program) if serves else [])
+    parcels = {server: FlatTensors(spans[server]) for server in servers}
+    pairs = PointToPoint(gradient_messages.make_host_world(world))
     if not serves:
-        ask_on_signals(lambda: None)  # the servers decide when all end
+        install_stop_handlers(lambda: None)  # the servers decide when all end
         return _Worker(run, source, pairs, parcels).work()
-    ask_on_signals(run.request_stop)
+    install_stop_handlers(run.request_stop)
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
     run.recorder.events.rank = world.rank
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # run.toml contains them
-    if source.tokenizer is not None and run.world.keeps:
-        keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
-    if proven and run.world.keeps:
+    if source.tokenizer is not None and run.world.writes_files:
+        write_hub_tokenizer(source.tokenizer, config.data.tokenizer, folder)
+    if proven and run.world.writes_files:
         run.recorder.events.emit("notice", text=proven)
-    inbox: queue.Queue[Arrived] = queue.Queue()
-    told, hearing = gradient_messages.acknowledge(pairs, servers, inbox)
-    lines = {worker: Line(pairs, worker, parcels[world.rank], names, told) for worker in workers}
+    inbox: queue.Queue[Arrival] = queue.Queue()
+    told, hearing = gradient_messages.make_arrival_handler(pairs, servers, inbox)
+    lines = {
+        worker: WorkerChannel(pairs, worker, parcels[world.rank], names, told) for worker in workers
+    }
     known = {key: getattr(run.plan, key) for key in ("compute", "parameters", "placements")}
-    server = Server(run, source, config, replace(plan, **known, buckets=run.plan.buckets), lines)
-    server.orders, server.inbox = Orders(pairs, servers, hearing), inbox
+    server = ParameterServer(
+        run, source, config, replace(plan, **known, buckets=run.plan.buckets), lines
+    )
+    server.orders, server.inbox = ServerOrders(pairs, servers, hearing), inbox
     server.open(folder, world)
-    return server.lead() if own.rank == 0 else server.follow()
+    return server.lead() if own.rank == 0 else server.follow_orders()
 
 
-def _check(run: Run, source: Source) -> None:
+def _check_supported(run: Run, source: Source) -> None:
     """Raise PlanError or ConfigError for a model or data that async servers do not support."""
     if any(isinstance(part, BatchNorm) for part in run.model.modules()):
         raise PlanError(
@@ -123,27 +134,27 @@ class _Worker:
         run: Run,
         source: Source,
         pairs: PointToPoint,
-        parcels: Mapping[int, Parcel],
+        parcels: Mapping[int, FlatTensors],
     ) -> None:
         self.run, self.pairs, self.parcels = run, pairs, parcels
         self.loader: Any = run.loader(source.train, collate=source.collate)
-        self.rooms = {server: parcel.empty() for server, parcel in parcels.items()}
+        self.rooms = {server: parcel.allocate() for server, parcel in parcels.items()}
 
     def work(self) -> int:
         """Exchange weights and gradients with the servers; return the exit code."""
         try:
-            while (reading := self._read()).what == gradient_messages.WORK:
-                self._bring(self._compute(reading))
+            while (reading := self._receive_weights()).what == gradient_messages.WORK:
+                self._send_gradient(self._compute_gradient(reading))
         except RuntimeError as failure:
             raise ClusterError(f"a server is gone: {str(failure).splitlines()[0]}") from failure
-        self._leave()
+        self._close_program()
         return reading.number
 
-    def _read(self) -> Reading:
+    def _receive_weights(self) -> WorkOrder:
         """Receive the next order, and weights from all servers."""
         for server, parcel in self.parcels.items():
             head = self.pairs.receive((4,), torch.int64, server).wait()
-            reading = Reading(*map(int, head.tolist()))  # the same of all
+            reading = WorkOrder(*map(int, head.tolist()))  # the same of all
             if reading.what == gradient_messages.WORK:
                 room = self.rooms[server]
                 coming = [
@@ -157,19 +168,19 @@ class _Worker:
     def _weights(self) -> dict[str, torch.Tensor]:
         return {name: one.parameter for name, one in self.run.program.local.items()}
 
-    def _compute(self, reading: Reading) -> Brought:
+    def _compute_gradient(self, reading: WorkOrder) -> GradientMessage:
         run, program = self.run, self.run.program
         batch = next(iter(self.loader.over([(reading.start, reading.stop)])))
-        micro_batches = own_micro_batches(batch, 0, program.data)
+        micro_batches = list_own_micro_batches(batch, 0, program.data)
         tally = forward_backward(
             program,
-            Share(micro_batches),
+            RankShare(micro_batches),
             run.loss,
             step=reading.number,
             call=run.plan.call,
-            flags=run.flags,
+            flags=run.collect_flags,
         )
-        return Brought(
+        return GradientMessage(
             tally.loss_sum,
             tally.count,
             tally.norm,
@@ -178,11 +189,11 @@ class _Worker:
             tally.moved,
             len(micro_batches),
             peak_memory_bytes(program.world.device, fresh=False),
-            int(lost_of(batch)),
+            int(count_unreadable(batch)),
             tally.used,
         )
 
-    def _bring(self, brought: Brought) -> None:
+    def _send_gradient(self, brought: GradientMessage) -> None:
         """Send the gradient, to the first server last: it orders the others to apply it."""
         head = brought.told().to(self.pairs.world.device)
         gradients = {name: one.parameter.grad for name, one in self.run.program.local.items()}
@@ -193,6 +204,6 @@ class _Worker:
             for one in under_way:
                 one.wait()
 
-    def _leave(self) -> None:
+    def _close_program(self) -> None:
         for undo in self.run.program.on_close:
             undo()

@@ -1,6 +1,6 @@
 """End of a run whose folder was moved away and replaced by another one.
 
-    a step's row     the rank that writes the folder notices it (`Recorder.remake_folder`)
+    a step's row     the rank that writes the folder notices it (`MetricsRecorder.recreate_folder`)
     next step        the step's all-reduce carries it: all ranks save, and end with one line
     a save           ranks agree before anything is written
     the run's end    checkpoints deleted since the last save are saved again (`save_if_deleted`)
@@ -20,13 +20,13 @@ from typing import NoReturn, Protocol
 from shoal.base.errors import ConfigError, ShoalError
 from shoal.base.runlog.folder_owner import FolderOwner
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.state.run_state import Kept, save_run
+from shoal.trainer.state.run_state import CheckpointedRun, save_run
 from shoal.trainer.step.step_vector import StepNumbers
 
 ENTRY = "folder_replaced"
 
 
-class Saves(Kept, Protocol):
+class SavingRun(CheckpointedRun, Protocol):
     """A run that writes checkpoints."""
 
     def save(self) -> Path | None:
@@ -36,7 +36,7 @@ class Saves(Kept, Protocol):
 class RunFolderGuard(Guard):
     """Guard that detects a run folder which was moved away and replaced by another one."""
 
-    def __init__(self, run: Kept) -> None:
+    def __init__(self, run: CheckpointedRun) -> None:
         self.run = run
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
@@ -50,10 +50,10 @@ class RunFolderGuard(Guard):
             ConfigError: the same on all ranks, after the save.
         """
         if numbers.sums(ENTRY)[0]:
-            leave_replaced_folder(self.run)
+            end_in_own_folder(self.run)
 
 
-def save_checked(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
+def save_in_own_folder(run: CheckpointedRun, folder: Path, *, tag: str, wait: bool) -> Path | None:
     """Check that the run's folder is its own, then call `save_run`; every rank calls it.
 
     Raises:
@@ -61,27 +61,27 @@ def save_checked(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | Non
     """
     recorder = run.recorder
     with suppress(OSError):  # the save itself says why its folder cannot be made
-        recorder.remake_folder()
+        recorder.recreate_folder()
     if folder == recorder.folder and not run.program.world.all_true(not recorder.replaced):
-        leave_replaced_folder(run)
+        end_in_own_folder(run)
     return save_run(run, folder, tag=tag, wait=wait)
 
 
-def save_if_deleted(run: Saves, saved: Path | None) -> Path | None:
+def save_if_deleted(run: SavingRun, saved: Path | None) -> Path | None:
     """Return the run's last checkpoint; save it again if it was deleted. Every rank calls it.
 
     Raises:
         ConfigError: the run's folder was replaced by another one.
     """
     deleted = False
-    if run.recorder.world.keeps:
+    if run.recorder.world.writes_files:
         with suppress(OSError):  # the save itself says why its folder cannot be made
-            deleted = run.recorder.remake_folder()
+            deleted = run.recorder.recreate_folder()
         deleted = deleted or (saved is not None and not saved.is_dir())
     return saved if run.recorder.world.all_true(not deleted) else run.save()
 
 
-def leave_replaced_folder(run: Kept) -> NoReturn:
+def end_in_own_folder(run: CheckpointedRun) -> NoReturn:
     """Save the last weights into this run's own folder, and end the run; every rank calls it.
 
     Raises:
@@ -89,7 +89,7 @@ def leave_replaced_folder(run: Kept) -> NoReturn:
     """
     recorder, world = run.recorder, run.program.world
     before = recorder.folder
-    places = world.gather_json(_own_place(run) if world.keeps else "")
+    places = world.gather_json(_resolve_own_folder(run) if world.writes_files else "")
     here = Path(places[world.keepers[world.rank] if world.keepers else 0])
     recorder.folder, recorder.replaced = here, False
     recorder.owner = recorder.events.owner = FolderOwner(here)
@@ -109,14 +109,14 @@ def leave_replaced_folder(run: Kept) -> NoReturn:
     raise ConfigError(f"{why}, with the weights of step {run.step_count}; try: {near}")
 
 
-def _own_place(run: Kept) -> str:
+def _resolve_own_folder(run: CheckpointedRun) -> str:
     """Return the present path of this run's folder; make a new folder if it exists nowhere."""
     owner, before = run.recorder.owner, run.recorder.folder
     if owner is None or before is None:
         return str(before)
     if not run.recorder.replaced:
         return str(before)
-    if (moved := owner.moved_to()) is not None:
+    if (moved := owner.find_moved_folder()) is not None:
         return str(moved)
     number = 2
     while (fresh := before.with_name(f"{before.name}-{number}")).exists():

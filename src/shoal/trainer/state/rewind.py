@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.base.errors import TrainingError
 from shoal.data.loading.step_samples import StepBatch
-from shoal.trainer.step.skipped_steps import Skips, Spikes
+from shoal.trainer.step.skipped_steps import SkipCounter, SpikeDetector
 
 if TYPE_CHECKING:
     from shoal.fabric import World
-    from shoal.trainer.loaders.run_loaders import Feed
-    from shoal.trainer.metrics_recorder import Recorder
+    from shoal.trainer.loaders.run_loaders import RunLoaders
+    from shoal.trainer.metrics_recorder import MetricsRecorder
 
 IN_A_ROW = 3
 """Spikes in a row after which a run returns: bad samples alone seldom come so close together."""
 
 
-class Rewound(Protocol):
+class RewindableRun(Protocol):
     """The attributes of a `Run` that a return to a checkpoint needs."""
 
-    feed: Feed
-    recorder: Recorder
-    skips: Skips
-    spikes: Spikes
+    feed: RunLoaders
+    recorder: MetricsRecorder
+    skips: SkipCounter
+    spikes: SpikeDetector
     step_count: int
 
     @property
@@ -42,7 +42,7 @@ class Rewound(Protocol):
         """Load the newest checkpoint; return False without one."""
 
 
-def go_back(run: Rewound, spike: str, batch: Any) -> bool:
+def rewind_run(run: RewindableRun, spike: str, batch: Any) -> bool:
     """Return to the last checkpoint after loss spikes, if spikes.mode is rewind.
 
     Every rank calls it. Without a checkpoint, or for data without positions, the step stays
@@ -59,11 +59,11 @@ def go_back(run: Rewound, spike: str, batch: Any) -> bool:
     if run.skips.in_a_row < IN_A_ROW:
         return False
     step = run.step_count
-    if not run.feed.can_leave_out(batch) or not run.restore():
+    if not run.feed.can_skip_samples(batch) or not run.restore():
         return False
-    first, epoch = run.feed.leave_out(batch)
+    first, epoch = run.feed.skip_samples(batch)
     told = {"to": run.step_count, "left_out": [first, batch.next_position], "reason": spike}
-    if run.world.keeps:
+    if run.world.writes_files:
         run.recorder.events.emit("rewound", step=step, **told)
     if batch.next_position - first > epoch:
         raise TrainingError(

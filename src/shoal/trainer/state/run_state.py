@@ -21,8 +21,8 @@ import torch
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.tensor_shards import Shard, check_savable
-from shoal.checkpoint.format.checkpoint_faults import Damaged
-from shoal.checkpoint.format.folders import retire_later
+from shoal.checkpoint.format.checkpoint_faults import DamagedFileError
+from shoal.checkpoint.format.folders import delete_later_steps
 from shoal.checkpoint.format.hub_folder import ADAPTER
 from shoal.checkpoint.format.listing import step_folder
 from shoal.checkpoint.format.manifest import FILE_NAME, Manifest
@@ -30,26 +30,26 @@ from shoal.checkpoint.load.read import open_newest
 from shoal.checkpoint.save.write import Piece
 from shoal.optim.average import WeightAverage
 from shoal.optim.named_state import merge_records, split_state
-from shoal.optim.restore_state import check_class, join_state, restore_lr
-from shoal.parallel.build.full_state import held
+from shoal.optim.restore_state import check_optimizer_class, restore_lr, restore_optimizer_state
+from shoal.parallel.build.full_state import local_state
 from shoal.parallel.build.mmap_init import mmap_init
-from shoal.parallel.program import Local, Part, Program, dtype_of
+from shoal.parallel.program import LocalParameter, Part, Program, dtype_of
 from shoal.trainer.guards import RunGuards
-from shoal.trainer.guards.optimizer_checks import LearningRate
-from shoal.trainer.loaders.epochs import Epochs
-from shoal.trainer.loaders.run_loaders import Feed
-from shoal.trainer.metrics_recorder import Recorder
-from shoal.trainer.run_folder.extra_state import decoded
-from shoal.trainer.run_folder.run_saves import Saving
+from shoal.trainer.guards.optimizer_checks import LearningRateSetter
+from shoal.trainer.loaders.epochs import EpochCounter
+from shoal.trainer.loaders.run_loaders import RunLoaders
+from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.run_folder.extra_state import decode_value
+from shoal.trainer.run_folder.run_saves import RunSaver
 from shoal.trainer.step.loss_scale import LossScale
-from shoal.trainer.step.skipped_steps import Skips, Spikes
+from shoal.trainer.step.skipped_steps import SkipCounter, SpikeDetector
 from shoal.wire.phases import phase
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 
 
-class Beside(Protocol):
+class ExtraState(Protocol):
     """Extra tensors that a checkpoint stores with the model, sharded as parameters are."""
 
     def parts(self) -> dict[str, Part]:
@@ -58,39 +58,39 @@ class Beside(Protocol):
     def record(self) -> dict[str, Any]:
         """Return the JSON values of the state; the same on every rank."""
 
-    def wanted(self, manifest: Manifest) -> list[Shard]:
+    def list_wanted_shards(self, manifest: Manifest) -> list[Shard]:
         """Return this rank's shards of the tensors that a checkpoint holds of this state."""
 
     def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
         """Load the state from a checkpoint."""
 
 
-class Kept(Protocol):
+class CheckpointedRun(Protocol):
     """The attributes of a run (`run.py`) that a checkpoint stores, or a save or restore needs."""
 
     program: Program
     optimizer: torch.optim.Optimizer
-    rate: LearningRate
-    recorder: Recorder
-    feed: Feed
-    epochs_done: Epochs
+    rate: LearningRateSetter
+    recorder: MetricsRecorder
+    feed: RunLoaders
+    epochs_done: EpochCounter
     loss_scale: LossScale | None
     average: WeightAverage | None
-    beside: Beside | None
+    extra_state: ExtraState | None
     extra_record: dict[str, Any]
     extra: dict[str, Any]
     tokenizer: Any
     step_count: int
     guards: RunGuards
-    skips: Skips
-    spikes: Spikes
+    skips: SkipCounter
+    spikes: SpikeDetector
 
     @property
-    def saving(self) -> Saving:
+    def checkpoint_saver(self) -> RunSaver:
         """The saver of the run's checkpoints."""
 
 
-def tagged(folder: Path, tag: str) -> Path:
+def resolve_tag_folder(folder: Path, tag: str) -> Path:
     """Return the folder that holds the checkpoint of a tag.
 
     Raises:
@@ -102,7 +102,7 @@ def tagged(folder: Path, tag: str) -> Path:
     return folder / "tags" / tag if tag else folder
 
 
-def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
+def save_run(run: CheckpointedRun, folder: Path, *, tag: str, wait: bool) -> Path | None:
     """Write `folder/checkpoints/step-N`; return None if that failed, or the save is asynchronous.
 
     Args:
@@ -111,63 +111,67 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
     Raises:
         ClusterError: on all ranks, if bits of the state to be saved changed in memory.
     """
-    if run.tokenizer is not None and run.program.world.keeps:
-        from shoal.trainer.run_folder.hub_files import keep_given
+    if run.tokenizer is not None and run.program.world.writes_files:
+        from shoal.trainer.run_folder.hub_files import write_user_tokenizer
 
-        keep_given(run.tokenizer, folder)
-    folder = tagged(folder, tag)
-    run.guards.writes.drift.before_save(run.step_count)
-    parts, record = run_state(run)
+        write_user_tokenizer(run.tokenizer, folder)
+    folder = resolve_tag_folder(folder, tag)
+    run.guards.writes.drift.check_before_save(run.step_count)
+    parts, record = collect_run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
     aliases = {
         MODEL + second: MODEL + first
         for second, first in run.program.aliases.items()
         if MODEL + first in parts
     }
-    record |= _kept_of_hub(run, folder)
+    record |= _write_hub_files(run, folder)
     root, keep = folder / "checkpoints", 1 if tag else run.program.plan.keep
     in_files = run.program.plan.states_in_files  # an asynchronous save would copy them into memory
     if not (wait or tag or in_files):
-        run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
+        run.checkpoint_saver.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
-    saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
-    if saved and tag and run.program.world.keeps:
+    saved = run.checkpoint_saver.save(
+        root, run.step_count, pieces, record, keep=keep, aliases=aliases
+    )
+    if saved and tag and run.program.world.writes_files:
         with suppress(OSError):  # the next save of the tag deletes the rest
-            retire_later(root, run.step_count)
+            delete_later_steps(root, run.step_count)
     return saved.path if saved else None  # the run is worth more than this save
 
 
-def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
+def _write_hub_files(run: CheckpointedRun, folder: Path) -> dict[str, Any]:
     """Write the configuration of a transformers model; return keys for the record."""
     if "transformers" not in sys.modules:
         return {}
-    from shoal.trainer.run_folder.hub_files import keep_config
+    from shoal.trainer.run_folder.hub_files import write_hub_config
 
     program = run.program
-    chief = folder if program.world.keeps else None
+    chief = folder if program.world.writes_files else None
     if "peft" in sys.modules:
-        from shoal.trainer.adapters import is_adapted, keep_adapter
+        from shoal.trainer.adapters import is_adapted, write_adapter_config
 
         if is_adapted(program.module):
             names = [row.name for row in program.plan.placements if not row.is_buffer]
-            adapter = {ADAPTER: keep_adapter(program.module, names, chief)}
+            adapter = {ADAPTER: write_adapter_config(program.module, names, chief)}
             adapted: Any = program.module
             base = adapted.get_base_model()
-            told, line = keep_config(base, {}, chief)  # ties are the base model's own, once merged
+            told, line = write_hub_config(
+                base, {}, chief
+            )  # ties are the base model's own, once merged
             if line:
                 run.recorder.notice(line)
             return adapter | told
-    told, line = keep_config(program.module, program.aliases, chief)
+    told, line = write_hub_config(program.module, program.aliases, chief)
     if line:
         run.recorder.notice(line)
     return told
 
 
-def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
+def collect_run_state(run: CheckpointedRun) -> tuple[dict[str, Part], dict[str, Any]]:
     """Return (this rank's shards of all tensors by name, the JSON record, equal on every rank)."""
     parts = {
         MODEL + name: (tensor, replace(shard, name=MODEL + name))
-        for name, (tensor, shard) in model_parts(run).items()
+        for name, (tensor, shard) in collect_model_shards(run).items()
     }
     local = run.program.local
     names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
@@ -189,12 +193,12 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         for name, tensor in run.average.tensors().items():
             shard = replace(local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor))
             parts[AVERAGE + name] = (tensor, shard)
-    for one in _beside(run):
+    for one in _extra_states(run):
         parts.update(one.parts())
     plan = run.program.plan
     record = {
         "step": run.step_count,
-        "data": _data_state(run.feed),
+        "data": _collect_loader_states(run.feed),
         "seed": plan.seed,
         "layout": plan.layout.text(),
         "batch": plan.batch,
@@ -205,101 +209,111 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
         **({"average_updates": run.average.updates} if run.average else {}),
         **run.spikes.state(),
         **run.skips.state(),
-        **{key: told for one in _beside(run) for key, told in one.record().items()},
+        **{key: told for one in _extra_states(run) for key, told in one.record().items()},
         **({"epoch": run.epochs_done.state()} if run.epochs_done.used else {}),
         **run.extra_record,
     }
     if "code" in record:
-        from shoal.trainer.run_folder.resume_checks import with_looks
+        from shoal.trainer.run_folder.resume_checks import add_sample_digests
 
-        record["data"] = with_looks(run.feed, record["data"])
+        record["data"] = add_sample_digests(run.feed, record["data"])
     return parts, record
 
 
-def _beside(run: Kept) -> list[Beside]:
-    return [one for one in (run.beside, run.program.owed) if one is not None]
+def _extra_states(run: CheckpointedRun) -> list[ExtraState]:
+    return [one for one in (run.extra_state, run.program.owed) if one is not None]
 
 
-def _load_beside(run: Kept, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
-    for one in _beside(run):
+def _load_extra_states(
+    run: CheckpointedRun, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
+) -> None:
+    for one in _extra_states(run):
         one.load(tensors, record)
     if run.program.owed is not None and run.program.owed.dropped:
         run.recorder.notice(run.program.owed.dropped)
 
 
-def _data_state(feed: Feed) -> list[dict[str, Any]]:
+def _collect_loader_states(feed: RunLoaders) -> list[dict[str, Any]]:
     """Return the states of the loaders, with each rank's own positions in streams that it reads."""
     if "datasets" not in sys.modules:
         return feed.state
-    from shoal.data.streams.stream_loader import gathered
+    from shoal.data.streams.stream_loader import gather_places
 
-    return [gathered(kept, feed.world.gather_json) for kept in feed.state]
+    return [gather_places(kept, feed.world.gather_json) for kept in feed.state]
 
 
-def model_parts(run: Kept) -> dict[str, Part]:
+def collect_model_shards(run: CheckpointedRun) -> dict[str, Part]:
     """Return this rank's shards of parameters and persistent buffers, by first name.
 
     Raises:
         ConfigError: the state of the module holds an object that is no tensor.
     """
-    parts = held(run.program)
+    parts = local_state(run.program)
     check_savable({name: dtype_of(tensor) for name, (tensor, _) in parts.items()}, "model")
     return parts
 
 
 @phase("restore")
-def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
+def restore_run(run: CheckpointedRun, folder: Path, step: int | None = None) -> bool:
     """Load the newest complete checkpoint of `folder`, or that of a step; return False without one.
 
     Raises:
         CheckpointError: its tensors or its optimizer are not those of this run.
     """
-    here = model_parts(run)
+    here = collect_model_shards(run)
     local = run.program.local
     known = {name for names in run.program.world.gather_json(list(here)) for name in names}
 
     def wanted(manifest: Manifest) -> list[Shard]:
         from shoal.trainer.run_folder.resume_checks import (
-            explained,  # loaded only for a resume
+            explain_config_changes,  # loaded only for a resume
         )
 
         _check_record(manifest, folder)
-        with explained(run, manifest.record):
+        with explain_config_changes(run, manifest.record):
             _check_names(manifest, here, known)
-            shards = _wanted(manifest, here, local)
+            shards = _list_wanted_shards(manifest, here, local)
         if run.average is not None and "average_updates" in manifest.record:
-            shards += _averages(manifest, local)
-        return shards + [shard for one in _beside(run) for shard in one.wanted(manifest)]
+            shards += _list_average_shards(manifest, local)
+        return shards + [
+            shard for one in _extra_states(run) for shard in one.list_wanted_shards(manifest)
+        ]
 
     if run.program.world.keepers:
-        from shoal.trainer.run_folder.node_local_resume import bring
+        from shoal.trainer.run_folder.node_local_resume import sync_newest_checkpoint
 
-        step = bring(run, folder, step, lambda: _bring_remote(run, folder, step))
+        step = sync_newest_checkpoint(run, folder, step, lambda: _fetch_remote(run, folder, step))
     else:
-        _bring_remote(run, folder, step)
+        _fetch_remote(run, folder, step)
     emit = run.recorder.events.emit
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
         loaded = open_newest(folder / "checkpoints", wanted, run.program.world, emit, step)
     if loaded is None:
         return False
     record = loaded.manifest.record
-    from shoal.trainer.run_folder.resume_checks import compare, explained, tell_resumed
+    from shoal.trainer.run_folder.resume_checks import (
+        compare_with_checkpoint,
+        explain_config_changes,
+        report_resume,
+    )
 
-    with explained(run, record):
-        check_class(run.optimizer, record["optimizer"])  # before any state changes
+    with explain_config_changes(run, record):
+        check_optimizer_class(run.optimizer, record["optimizer"])  # before any state changes
         run.feed.restore(record["data"])
-    differences, changes = compare(run, record)
+    differences, changes = compare_with_checkpoint(run, record)
     run.extra_record["extra"] = record.get("extra", {})
-    run.extra = decoded(run.extra_record["extra"])
+    run.extra = decode_value(run.extra_record["extra"])
     run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
     _load_model(run, here, loaded.tensors)
-    state = {n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if _is_state(n)}
+    state = {
+        n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if _is_optimizer_tensor(n)
+    }
     stepped = {name: piece.parameter for name, piece in local.items()}
     if run.average is not None:
         kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
         run.average.load(kept, int(record.get("average_updates", 0)))
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
-        rates = join_state(run.optimizer, stepped, state, record["optimizer"])
+        rates = restore_optimizer_state(run.optimizer, stepped, state, record["optimizer"])
         differences, changes = differences + rates, changes or bool(rates)
     if run.rate.length.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
@@ -308,16 +322,18 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
         run.loss_scale.load(record["loss_scale"])
     run.spikes.load(record)
     run.skips.lost = int(record.get("unreadable", 0))
-    _load_beside(run, loaded.tensors, record)
+    _load_extra_states(run, loaded.tensors, record)
     run.step_count = int(record["step"])
     here_now = folder == run.recorder.folder  # the folder of a tag may be another run's
-    (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)
-    tell_resumed(run, loaded.path, differences, changes, here=here_now)
+    (run.recorder.cut if here_now else run.recorder.mark_rewind)(run.step_count)
+    report_resume(run, loaded.path, differences, changes, here=here_now)
     return True
 
 
 def _load_model(
-    run: Kept, here: Mapping[str, tuple[torch.Tensor, Shard]], tensors: Mapping[str, torch.Tensor]
+    run: CheckpointedRun,
+    here: Mapping[str, tuple[torch.Tensor, Shard]],
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Copy a checkpoint's slices into this rank's weights and buffers."""
     with torch.no_grad():
@@ -328,7 +344,7 @@ def _load_model(
         run.program.reducer.publish()
 
 
-def _bring_remote(run: Kept, folder: Path, step: int | None) -> None:
+def _fetch_remote(run: CheckpointedRun, folder: Path, step: int | None) -> None:
     """Fetch a newer checkpoint from the run's remote folder, if it has one.
 
     Args:
@@ -365,7 +381,7 @@ class _LoaderRecord(msgspec.Struct):
     left_out: list[tuple[Count, Count]] = []
 
 
-class _Record(msgspec.Struct):
+class _CheckpointRecord(msgspec.Struct):
     """Schema of the record keys that `restore_run` reads; other keys are only shown."""
 
     step: Count
@@ -382,23 +398,29 @@ def _check_record(manifest: Manifest, folder: Path) -> None:
     """Raise Damaged for a record that no run writes, so that an older checkpoint is tried."""
     path = step_folder(folder / "checkpoints", manifest.step) / FILE_NAME
     try:
-        record = msgspec.convert(manifest.record, type=_Record)
+        record = msgspec.convert(manifest.record, type=_CheckpointRecord)
     except (msgspec.ValidationError, RecursionError) as failure:
         text = (
             str(failure).replace("`$", "`record") if "`$" in str(failure) else f"record: {failure}"
         )
-        raise Damaged(path, f"has a record that no run writes: {text}") from failure
+        raise DamagedFileError(path, f"has a record that no run writes: {text}") from failure
     if any(one and "position" not in one for one in manifest.record["data"]):
-        raise Damaged(path, "has a record that no run writes: `record.data` without position")
+        raise DamagedFileError(
+            path, "has a record that no run writes: `record.data` without position"
+        )
     if record.step != manifest.step:
-        raise Damaged(path, f"is of step {manifest.step}, its record of step {record.step}")
+        raise DamagedFileError(
+            path, f"is of step {manifest.step}, its record of step {record.step}"
+        )
 
 
-def _is_state(name: str) -> bool:
+def _is_optimizer_tensor(name: str) -> bool:
     return name.startswith(OPTIMIZER)
 
 
-def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local]) -> list[Shard]:
+def _list_wanted_shards(
+    manifest: Manifest, here: dict[str, Part], local: Mapping[str, LocalParameter]
+) -> list[Shard]:
     """Return this rank's shards of all tensors of the model and the optimizer in a checkpoint."""
     shards = [replace(shard, name=MODEL + name) for name, (_, shard) in here.items()]
     record = manifest.record["optimizer"]
@@ -414,7 +436,7 @@ def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local
     return [shard for shard in shards if shard.slices]
 
 
-def _averages(manifest: Manifest, local: Mapping[str, Local]) -> list[Shard]:
+def _list_average_shards(manifest: Manifest, local: Mapping[str, LocalParameter]) -> list[Shard]:
     """Return this rank's shards of the averaged weights."""
     return [
         replace(one.shard, name=AVERAGE + name, dtype=manifest.tensors[AVERAGE + name].dtype)

@@ -11,7 +11,7 @@ from shoal.base.errors import ConfigError
 from shoal.fabric import World
 
 
-def last_of_first_rank(world: World, own: Any) -> Any:
+def broadcast_spare_batch(world: World, own: Any) -> Any:
     """Return, on every rank, the last micro-batch of the first rank that has one.
 
     Args:
@@ -23,7 +23,7 @@ def last_of_first_rank(world: World, own: Any) -> Any:
     """
     source = -world.all_reduce_max(-(world.size if own is None else world.rank))
     tensors: list[torch.Tensor] = []
-    told = world.broadcast_json(_described(own, tensors), source)
+    told = world.broadcast_json(_describe_batch(own, tensors), source)
     if told is None:
         raise ConfigError(
             "the first step has no sample for some ranks, which must run the model with the "
@@ -42,10 +42,10 @@ def last_of_first_rank(world: World, own: Any) -> Any:
             world.broadcast(raw, source)
         return raw.to(sent.device).view(sent.dtype).reshape(sent.shape)
 
-    return _built(told, receive)
+    return _rebuild_batch(told, receive)
 
 
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _describe_batch(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return a micro-batch as JSON, its tensors as dtype and shape; None if impossible."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
@@ -53,15 +53,15 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return ["plain", value]
     if type(value) in (tuple, list):
-        parts = [_described(one, tensors) for one in value]
+        parts = [_describe_batch(one, tensors) for one in value]
         return None if None in parts else [type(value).__name__, parts]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        named = {key: _described(one, tensors) for key, one in value.items()}
+        named = {key: _describe_batch(one, tensors) for key, one in value.items()}
         return None if None in named.values() else ["dict", named]
     return None
 
 
-def _built(told: Any, receive: Callable[[str, list[int]], torch.Tensor]) -> Any:
+def _rebuild_batch(told: Any, receive: Callable[[str, list[int]], torch.Tensor]) -> Any:
     """Rebuild a micro-batch from its description."""
     kind, *said = told
     if kind == "tensor":
@@ -69,6 +69,6 @@ def _built(told: Any, receive: Callable[[str, list[int]], torch.Tensor]) -> Any:
     if kind == "plain":
         return said[0]
     if kind == "dict":
-        return {key: _built(one, receive) for key, one in said[0].items()}
-    parts = [_built(one, receive) for one in said[0]]
+        return {key: _rebuild_batch(one, receive) for key, one in said[0].items()}
+    parts = [_rebuild_batch(one, receive) for one in said[0]]
     return tuple(parts) if kind == "tuple" else parts

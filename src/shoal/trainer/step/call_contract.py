@@ -43,14 +43,14 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
+def unwrap_model(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """Return the module inside DistributedDataParallel, DataParallel or torch.compile, and lines.
 
     A DDP wrapper would sum the same gradients at the same time, into the same memory. A compiled
     module is another module around the same one, with other parameter names.
     """
     if type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
-        inside, said = bare(model._orig_mod)
+        inside, said = unwrap_model(model._orig_mod)
         return inside, [
             "model: taken out of torch.compile, which knows nothing of layouts, so it is not "
             'compiled now; try: compile="blocks"',
@@ -85,13 +85,13 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     except ShoalError:
         raise
     except Exception as error:
-        line = _form_line(module, inputs, call, error)
+        line = _diagnose_call(module, inputs, call, error)
         if not line:
             raise
         raise ConfigError(line) from error
 
 
-def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> str:
+def _diagnose_call(module: nn.Module, inputs: Any, call: str, error: Exception) -> str:
     """Return an error line if `forward` failed because it takes inputs in another form, else ""."""
     names = list(inspect.signature(module.forward).parameters)
     if call == "kwargs":
@@ -118,7 +118,7 @@ def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> s
     return ""
 
 
-def named_parts(result: Any) -> tuple[Any, Mapping[str, Any]]:
+def split_named_parts(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split the result of a loss into (loss to train on, its parts by name)."""
     if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
         return result[:2], result[2]
@@ -141,46 +141,46 @@ def sum_and_count(
     Raises:
         ConfigError: the result is a mean, or no tensor.
     """
-    result, _ = named_parts(result)
+    result, _ = split_named_parts(result)
     if isinstance(result, tuple) and len(result) == 2:
         total, count = result
         if not isinstance(total, torch.Tensor) or total.ndim != 0:
             raise ConfigError(
                 f"{where}: the first of (sum, count) must be a tensor without dims, got "
-                f"{_kind(total)}"
+                f"{_describe_type(total)}"
             )
         counted = isinstance(count, torch.Tensor) and count.ndim == 0
         if not counted and not isinstance(count, int | float):
             raise ConfigError(
                 f"{where}: the second of (sum, count) must be a number or a tensor without dims, "
-                f"got {_kind(count)}"
+                f"got {_describe_type(count)}"
             )
         if not isinstance(count, torch.Tensor):  # filled on the device: a copy would wait for it
             count = torch.full((), count, device=total.device)
         return total, count.to(total.device).detach()
     if not isinstance(result, torch.Tensor):
         raise ConfigError(
-            f"{where}: (sum, count) or unreduced values are wanted, got {_kind(result)}"
+            f"{where}: (sum, count) or unreduced values are wanted, got {_describe_type(result)}"
         )
     if result.ndim == 0:
         raise ConfigError(
             f"{where} returned a mean: ranks with unequal token counts would weigh wrongly. "
             f"Return (sum, count), or wrap it: shoal.mean_of_samples({where})"
         )
-    if _marks_ignored(result, targets):
+    if _has_ignored_targets(result, targets):
         valid = targets.long() != IGNORED_TARGET  # long: −100 wraps around to 156 in uint8
         return result.masked_fill(~valid, 0).sum(), valid.sum()
     return result.sum(), torch.full((), result.numel(), device=result.device)
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
     return type(value).__name__ + length
 
 
-def _marks_ignored(values: torch.Tensor, targets: Any) -> bool:
+def _has_ignored_targets(values: torch.Tensor, targets: Any) -> bool:
     whole = isinstance(targets, torch.Tensor) and not (
         targets.is_floating_point() or targets.is_complex()
     )
@@ -220,7 +220,7 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
     """
     known = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
     if known and getattr(loss, "reduction", "") == "mean":
-        return _taken_apart(loss)
+        return _split_mean_loss(loss)
 
     def counted(outputs: Any, targets: Any) -> tuple[torch.Tensor, int]:
         samples = batch_length(targets)
@@ -228,14 +228,14 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
         if not isinstance(mean, torch.Tensor) or mean.ndim != 0:
             raise ConfigError(
                 f"shoal.mean_of_samples: the loss must return a mean, a tensor without dims, got "
-                f"{_kind(mean)}; unreduced values and (sum, count) need no wrapper"
+                f"{_describe_type(mean)}; unreduced values and (sum, count) need no wrapper"
             )
         return mean * samples, samples
 
     return counted
 
 
-def _taken_apart(loss: Any) -> Loss:
+def _split_mean_loss(loss: Any) -> Loss:
     """Return a loss that computes (sum, torch's denominator) of a cross-entropy module.
 
     Targets are class indices or probabilities.
@@ -264,17 +264,17 @@ def batch_length(batch: Any) -> int:
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, torch.Tensor) and first.ndim > 0:
         return first.shape[0]
-    for leaf in pytree.tree_leaves(_plain(batch)):
+    for leaf in pytree.tree_leaves(_as_dict(batch)):
         if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0:
             return int(leaf.shape[0])
-    held = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_plain(batch))})
+    held = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_as_dict(batch))})
     raise ConfigError(
         f"batch: holds no tensor whose dim 0 counts samples, but {', '.join(held) or 'nothing'}; "
         f"try: samples of tensors or numbers, or a collate function that makes them of these"
     )
 
 
-def cut_batch(batch: Any, micro_batch: int) -> Iterator[Any]:
+def split_into_micro_batches(batch: Any, micro_batch: int) -> Iterator[Any]:
     """Split a batch along dim 0 into parts of `micro_batch` samples, for any nesting of tensors.
 
     Tensors, NumPy arrays and lists of one value per sample (strings, for example) are split. Scalar
@@ -283,7 +283,7 @@ def cut_batch(batch: Any, micro_batch: int) -> Iterator[Any]:
     Raises:
         ConfigError: tensors disagree about the number of samples.
     """
-    batch = _plain(batch)
+    batch = _as_dict(batch)
     leaves, structure = pytree.tree_flatten(batch, is_leaf=_is_column)
     samples = batch_length(batch)
     for leaf in leaves:
@@ -305,7 +305,7 @@ def cut_batch(batch: Any, micro_batch: int) -> Iterator[Any]:
         )
 
 
-def _plain(batch: Any) -> Any:
+def _as_dict(batch: Any) -> Any:
     """Return a dict for another mapping: pytree cannot look into transformers' BatchEncoding."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 

@@ -20,7 +20,7 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
-from shoal.trainer.step.call_contract import Metric, named_parts, sum_and_count
+from shoal.trainer.step.call_contract import Metric, split_named_parts, sum_and_count
 
 TAKEN = ("loss", "targets")
 """Names that results have already."""
@@ -46,7 +46,7 @@ def _check_name(name: Any, holds: str) -> None:
         raise ConfigError(f"{holds} the name {name!r}, a string is wanted; try: {str(name)!r}")
 
 
-class Measured:
+class LoggedValues:
     """Sums and counts by name of one step on this rank, before the sum over all ranks.
 
     Attributes:
@@ -61,19 +61,21 @@ class Measured:
     @torch.no_grad()
     def add(self, result: Any, outputs: Any, targets: Any) -> None:
         """Add the named parts of a micro-batch's loss, and the metrics of its outputs."""
-        plain, parts = named_parts(result)
+        plain, parts = split_named_parts(result)
         if parts:
             _, count = sum_and_count(plain, targets)
             for name, part in parts.items():
-                self.put(name, *(part if isinstance(part, tuple) else (part, count)), where="loss")
+                self.add_value(
+                    name, *(part if isinstance(part, tuple) else (part, count)), where="loss"
+                )
         for name, function in self.metrics.items():
             found = function(outputs, targets)
             if not (isinstance(found, tuple) and len(found) == 2):
                 found = sum_and_count(found, targets, name)
-            self.put(name, *found, where="metrics")
+            self.add_value(name, *found, where="metrics")
 
     @torch.no_grad()
-    def put(self, name: str, total: Any, count: Any, *, where: str) -> None:
+    def add_value(self, name: str, total: Any, count: Any, *, where: str) -> None:
         """Add a sum and its count under a name.
 
         Raises:
@@ -99,7 +101,7 @@ class Measured:
         self._here[name] = both if held is None else held + both
 
     @property
-    def unknown(self) -> bool:
+    def has_new_names(self) -> bool:
         """Return whether this rank has names that the others may not know."""
         return any(name not in self.names for name in self._here)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shoal.trainer.step.optimizer_step import NO_TARGET, Tally, Updated
+from shoal.trainer.step.optimizer_step import NO_TARGET, StepTotals, UpdateResult
 
 START, GROWTH_EVERY, LARGEST = 2.0**16, 2000, 2.0**24
 LEAST = 2.0**-24
@@ -39,16 +39,16 @@ class LossScale:
         self.clean = 0
         self.began = False
 
-    def lowered(self, done: Updated, tally: Tally) -> bool:
+    def update(self, done: UpdateResult, tally: StepTotals) -> bool:
         """Return whether the step overflowed and the scale was lowered; called after every step."""
         if not done.skipped:
-            self.held()
+            self.handle_clean_step()
             return False
         if tally.loss_broken or done.reason == NO_TARGET:
             return False
-        return self.overflowed(tally.count / max(1, tally.micro_batches))
+        return self.handle_overflow(tally.count / max(1, tally.micro_batches))
 
-    def overflowed(self, targets: float = 1.0) -> bool:
+    def handle_overflow(self, targets: float = 1.0) -> bool:
         """Lower the scale after an overflow; return whether a smaller scale may still prevent it.
 
         Args:
@@ -63,7 +63,7 @@ class LossScale:
         self.began = True
         return True
 
-    def held(self) -> None:
+    def handle_clean_step(self) -> None:
         """Count a step without overflow, and double the scale after enough of them."""
         self.clean += 1
         self.began = True

@@ -65,24 +65,24 @@ class MicroBatch:
             alone: no other pass runs at the same time, so generators and buffers may be keyed to
                 this one.
         """
-        with self.entered() if alone else nullcontext():
+        with self.keyed_context() if alone else nullcontext():
             # No name holds the outputs: backward frees activations that only they hold.
-            total = self.total(self.outputs(module))
+            total = self.compute_loss(self.outputs(module))
             if total.requires_grad:
-                phases.part(phases.BACKWARD)
+                phases.record_step_part(phases.BACKWARD)
                 total.backward()
-                phases.part(phases.PASSES)
+                phases.record_step_part(phases.PASSES)
         self.__dict__.pop("parts", None)  # free the inputs of a finished pass
 
-    def entered(self) -> AbstractContextManager[None]:
+    def keyed_context(self) -> AbstractContextManager[None]:
         """Return a context in which generators and buffers are keyed to this micro-batch."""
         rules = (*filter(None, [self.program.keyed]), *self.program.around)
-        return all_around(*(enter(self.step, self.index) for enter in rules))
+        return combine_contexts(*(enter(self.step, self.index) for enter in rules))
 
     @cached_property
     def parts(self) -> tuple[Any, Any]:
         """Return (inputs, targets), on the device and in the dtype of the run."""
-        return split_batch(prepared(self.program, self.batch))
+        return split_batch(prepare_batch(self.program, self.batch))
 
     @property
     def signature(self) -> Hashable:
@@ -98,7 +98,7 @@ class MicroBatch:
         with self.program.autocast():
             return call_model(module, self.parts[0], self.call)
 
-    def total(self, outputs: Any) -> torch.Tensor:
+    def compute_loss(self, outputs: Any) -> torch.Tensor:
         """Return the scaled sum of losses; add loss and count to the step's sums."""
         program, targets = self.program, self.parts[1]
         with program.autocast():
@@ -109,10 +109,10 @@ class MicroBatch:
                     self.note(result, outputs, targets)
         if program.together and not total.requires_grad:
             # Parameters are gathered for every backward pass of every rank.
-            total = total + _nothing_of(outputs)
-        return self.weighed(total, count)
+            total = total + _zero_from_outputs(outputs)
+        return self.add_to_sums(total, count)
 
-    def weighed(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    def add_to_sums(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """Add a loss sum and its count to the step's sums; return the tensor to differentiate."""
         if self.index == JOINING:
             total, count = total * 0, count * 0
@@ -123,29 +123,29 @@ class MicroBatch:
         return total if self.scale == 1.0 else total * self.scale
 
 
-def _nothing_of(outputs: Any) -> torch.Tensor | float:
+def _zero_from_outputs(outputs: Any) -> torch.Tensor | float:
     """Return a zero that depends on the outputs, so that a backward pass makes zero gradients."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return sum((leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.requires_grad), 0.0)
 
 
-def prepared(program: Program, batch: Any) -> Any:
+def prepare_batch(program: Program, batch: Any) -> Any:
     """Return a batch as the model takes it: on its device, in its dtype."""
     for prepare in program.prepare:
         batch = prepare(batch)
     return batch
 
 
-def all_around(*contexts: AbstractContextManager[Any] | None) -> AbstractContextManager[None]:
+def combine_contexts(*contexts: AbstractContextManager[Any] | None) -> AbstractContextManager[None]:
     """Return one context that enters all given contexts in order; None entries are skipped."""
     due = [one for one in contexts if one is not None]
     if len(due) < 2:
         return due[0] if due else nullcontext()
-    return _entered(due)
+    return _enter_all(due)
 
 
 @contextmanager
-def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for one in contexts:
             stack.enter_context(one)

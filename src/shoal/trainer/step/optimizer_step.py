@@ -24,17 +24,17 @@ import torch
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
-from shoal.fabric.device import is_accelerator, numbers_on
+from shoal.fabric.device import copy_numbers_to_device, is_accelerator
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.micro_batch import JOINING, MicroBatch
-from shoal.trainer.step.rank_share import Share
+from shoal.trainer.step.rank_share import RankShare
 from shoal.trainer.step.step_vector import Invariant, StepNumbers, StepVector
 from shoal.wire import phases
 
 
 @dataclass(frozen=True)
-class Tally:
+class StepTotals:
     """Totals of a step over all ranks, after its backward passes.
 
     Attributes:
@@ -48,8 +48,8 @@ class Tally:
         used: per name of the program: some rank used the parameter.
         micro_batches: how many all ranks ran.
         uneven: some ranks ran more than others.
-        numbers: all of it by names, `Flags.sums` too.
-        measured: sums of `Flags.measured`.
+        numbers: all of it by names, `StepFlags.sums` too.
+        measured: sums of `StepFlags.measured`.
         unnamed: some rank has values of unknown names.
         broken_ranks: returns the ranks whose numbers are not finite; every rank calls it.
     """
@@ -73,11 +73,11 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Flags:
+class StepFlags:
     """Values that a rank adds to the step's all-reduce beside its loss and norm.
 
     Attributes:
-        stop, save, save_failed: as in `Tally`.
+        stop, save, save_failed: as in `StepTotals`.
         step: the current one, from 1.
         sums: numbers by name, summed over ranks; names, order and lengths are the same on each.
         invariants: values that must be equal on all ranks of a group.
@@ -104,15 +104,15 @@ def reducer_of(program: Program) -> Reducer:
 
 def forward_backward(
     program: Program,
-    share: Share,
+    share: RankShare,
     loss: Loss,
     *,
     step: int,
     call: str = "single",
     scale: float = 1.0,
-    flags: Callable[[], Flags] = Flags,
+    flags: Callable[[], StepFlags] = StepFlags,
     note: Callable[[Any, Any, Any], None] | None = None,
-) -> Tally:
+) -> StepTotals:
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
     Args:
@@ -122,7 +122,7 @@ def forward_backward(
         step: the step's number, a key of its random generators.
         call: as in `call_model`.
         scale: factor of the loss before backward (fp16).
-        flags: returns this rank's `Flags`, after its passes.
+        flags: returns this rank's `StepFlags`, after its passes.
         note: called with the loss's result, outputs and targets of each micro-batch.
 
     Returns:
@@ -135,12 +135,12 @@ def forward_backward(
     """
     ready, sums = begin_passes(program, share, loss, step, call, scale, note)
     program.run(program, ready, reducer_of(program))
-    return sum_up(program, sums, len(share.micro_batches), flags())
+    return reduce_step(program, sums, len(share.micro_batches), flags())
 
 
 def begin_passes(
     program: Program,
-    share: Share,
+    share: RankShare,
     loss: Loss,
     step: int,
     call: str,
@@ -165,19 +165,19 @@ def begin_passes(
     return ready, sums
 
 
-def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tally:
+def reduce_step(program: Program, sums: torch.Tensor, ran: int, flags: StepFlags) -> StepTotals:
     """Sum gradients, loss and count over all ranks after the passes; `ran` of them count."""
-    phases.part(phases.SUM)
+    phases.record_step_part(phases.SUM)
     reducer = reducer_of(program)
     reducer.finish()
     # Before others' gradients come in; alone the sum itself says whether it is finite.
     alone = program.world.size == 1 and not is_accelerator(program.world.device)
-    used, norms = reducer.used(), [] if alone else reducer.local_norms()
-    if program.shared:
-        from shoal.parallel.data_parallel.shared_parameters import sum_shared
+    used, norms = reducer.used_parameters(), [] if alone else reducer.local_norms()
+    if program.has_shared_gradients:
+        from shoal.parallel.data_parallel.shared_parameters import all_reduce_shared_gradients
 
-        sum_shared(program, reducer)
-    return _tally(program, sums, used, norms, ran, flags)
+        all_reduce_shared_gradients(program, reducer)
+    return _reduce_totals(program, sums, used, norms, ran, flags)
 
 
 def _check_frozen(program: Program) -> None:
@@ -189,14 +189,14 @@ def _check_frozen(program: Program) -> None:
             )
 
 
-def _tally(
+def _reduce_totals(
     program: Program,
     sums: torch.Tensor,
     used_here: list[bool],
     norms: list[torch.Tensor],
     ran: int,
-    flags: Flags,
-) -> Tally:
+    flags: StepFlags,
+) -> StepTotals:
     """Run one all-reduce of a short float64 vector: sums, flags, names, measured.
 
     Args:
@@ -217,11 +217,11 @@ def _tally(
         vector.add(name, values)
     vector.add_invariants(flags.invariants, flags.step, world)
     vector.add("used", [float(name in here) for name in program.names])
-    vector.add_rest("measured")
-    square_sum = _squares(program, reducer)
+    vector.add_device_entry("measured")
+    square_sum = _squared_norm(program, reducer)
     if is_accelerator(world.device):
         # All numbers of the host go to the device in one asynchronous copy.
-        sent = numbers_on(world.device, vector.values)
+        sent = copy_numbers_to_device(world.device, vector.values)
         # A rank whose loss is not finite must not turn the sums of the others into NaN.
         sent[lies] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
         sent[square.start] = square_sum
@@ -238,24 +238,24 @@ def _tally(
         is_broken = loss_broken or not isfinite(own)
         vector.values[broken] = [float(is_broken), float(loss_broken)]
         if alone and flags.measured is None:
-            return _tally_of(
-                vector.summed(vector.values, flags.invariants, world), world, is_broken
+            return _build_totals(
+                vector.name_sums(vector.values, flags.invariants, world), world, is_broken
             )
         sent = torch.tensor(vector.values, dtype=torch.float64)
     if flags.measured is not None:
         sent = torch.cat((sent, flags.measured))
     world.all_reduce(sent)
     summed = sent.tolist()  # the only point of a step where the host waits for the device
-    return _tally_of(vector.summed(summed, flags.invariants, world), world, is_broken)
+    return _build_totals(vector.name_sums(summed, flags.invariants, world), world, is_broken)
 
 
-def _tally_of(numbers: StepNumbers, world: World, is_broken: torch.Tensor | bool) -> Tally:
+def _build_totals(numbers: StepNumbers, world: World, is_broken: torch.Tensor | bool) -> StepTotals:
     loss_sum, count = numbers.sums("loss_and_count")
     (square,) = numbers.sums("squared_norm")
     stop, moved, save_failed, unnamed, save = (one > 0 for one in numbers.sums("flags"))
     broken, loss_broken = (one > 0 for one in numbers.sums("broken"))
     micro_batches, squares = numbers.sums("micro_batches")
-    return Tally(
+    return StepTotals(
         loss_sum=loss_sum,
         count=count,
         norm=math.sqrt(square) if square >= 0 else math.nan,
@@ -275,14 +275,14 @@ def _tally_of(numbers: StepNumbers, world: World, is_broken: torch.Tensor | bool
     )
 
 
-def _squares(program: Program, reducer: Reducer) -> torch.Tensor | float:
+def _squared_norm(program: Program, reducer: Reducer) -> torch.Tensor | float:
     """Return this rank's share of the gradient's squared norm; each element counts once."""
     held = reducer.sums()
     if program.world.size == 1 and held and held[0].device != program.world.device:
         # Offloaded after measuring on the device: the host would add up in another order.
         return torch.stack([norm.double() for norm in reducer.local_norms()]).square().sum()
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
+    for name, tensor in zip(reducer.summed_names(), reducer.sums(), strict=True):
         by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)
     shares = [sum_of_squares(tensors) / copies for copies, tensors in by_copies.items()]
     return sum(shares)
@@ -336,7 +336,7 @@ NO_TARGET = "the loss counted no target"
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     """Result of an update: mean loss, gradient norm before clipping, and why weights did not move.
 
     Attributes:
@@ -351,7 +351,7 @@ class Updated:
     spike: str = ""
 
 
-def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
+def _reason_to_skip(tally: StepTotals, scale: float) -> tuple[float, str]:
     """Return (norm of the mean gradient, why this step must be skipped), the same on all ranks."""
     if tally.broken:
         return math.nan, "non-finite loss or gradient"
@@ -363,7 +363,7 @@ def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
     return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
 
 
-class Judge(Protocol):
+class SpikeJudge(Protocol):
     """Detector of spikes, called with loss and norm of a step before its update.
 
     Attributes:
@@ -379,14 +379,14 @@ class Judge(Protocol):
 def update(
     program: Program,
     optimizer: torch.optim.Optimizer,
-    tally: Tally,
+    tally: StepTotals,
     *,
     clip: float,
     scale: float = 1.0,
     watch: Callable[[Program, torch.optim.Optimizer], None] | None = None,
     adjust: Callable[[], None] | None = None,
-    spikes: Judge | None = None,
-) -> Updated:
+    spikes: SpikeJudge | None = None,
+) -> UpdateResult:
     """Turn summed gradients into one step of the optimizer, or skip it on all ranks.
 
     Args:
@@ -406,8 +406,8 @@ def update(
     Raises:
         ConfigError: targets were counted, but no parameter got a gradient on any rank.
     """
-    phases.part(phases.UPDATE)
-    _say_unlike(program, tally)
+    phases.record_step_part(phases.UPDATE)
+    _mark_unequal_work(program, tally)
     reducer = reducer_of(program)
     sums = reducer.sums()
     loss = tally.loss_sum / tally.count if tally.count else math.nan
@@ -418,7 +418,7 @@ def update(
     if tally.moved:
         program.align(bool(reason))
     if reason:
-        return Updated(math.nan if tally.loss_broken else loss, norm, True, reason, spike)
+        return UpdateResult(math.nan if tally.loss_broken else loss, norm, True, reason, spike)
     coefficient = 1.0 / (tally.count * scale)
     if clip > 0:
         coefficient *= min(1.0, clip / (norm + 1e-6))
@@ -435,15 +435,15 @@ def update(
     reducer.publish()
     for commit in program.on_update:
         commit(tally.uneven)
-    return Updated(loss, norm, False, spike=spike)
+    return UpdateResult(loss, norm, False, spike=spike)
 
 
-def _say_unlike(program: Program, tally: Tally) -> None:
+def _mark_unequal_work(program: Program, tally: StepTotals) -> None:
     """Mark phases with unequal work on the watch page, so that no rank is blamed as slow there."""
     if program.pipe.size > 1:  # stages differ
-        phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
+        phases.mark_unequal_parts(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
     if tally.uneven:
-        phases.unlike(phases.DATA, phases.PASSES, phases.BACKWARD)
+        phases.mark_unequal_parts(phases.DATA, phases.PASSES, phases.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -477,14 +477,14 @@ class StepResult:
         return self.loss
 
 
-def counted(count: float) -> float:
+def as_count(count: float) -> float:
     """Return a whole count as an integer, and a fractional sum of weights unchanged."""
     return int(count) if count.is_integer() else count
 
 
-def row_of(
+def build_metrics_row(
     result: StepResult,
-    tally: Tally,
+    tally: StepTotals,
     batch: Any,
     data_wait_s: float,
     peak_bytes: int,

@@ -11,11 +11,11 @@ from shoal.base.errors import ClusterError
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 from shoal.parallel.program import Program
-from shoal.trainer.step.call_contract import batch_length, cut_batch
+from shoal.trainer.step.call_contract import batch_length, split_into_micro_batches
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """This rank's part of one step.
 
     Attributes:
@@ -29,7 +29,9 @@ class Share:
     spare: Any = None
 
 
-def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) -> Share:
+def build_rank_share(
+    program: Program, batch: Any, cut: int, first_key: int, kept: Any
+) -> RankShare:
     """Split a batch into this rank's micro-batches; every rank calls it.
 
     Args:
@@ -39,14 +41,16 @@ def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) 
         first_key: added to the indices.
         kept: a spare micro-batch of an earlier step, or None.
     """
-    micro_batches = own_micro_batches(batch, cut, program.data)
+    micro_batches = list_own_micro_batches(batch, cut, program.data)
     micro_batches = [(first_key + index, value) for index, value in micro_batches]
-    rounds = busiest(program, batch, len(micro_batches))
+    rounds = max_micro_batches(program, batch, len(micro_batches))
     own = micro_batches[-1][1] if micro_batches else None
-    return Share(micro_batches, rounds, to_join_with(program, batch, own, kept, rounds))
+    return RankShare(
+        micro_batches, rounds, choose_spare_micro_batch(program, batch, own, kept, rounds)
+    )
 
 
-def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:
+def list_own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:
     """Return (index in the step, value) of every micro-batch that this rank runs.
 
     Args:
@@ -58,7 +62,7 @@ def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any
         return [(m.index, m.value) for m in batch.micro_batches]
     if _is_pair(batch) and not 0 < cut < batch[0].shape[0]:
         return [(world.rank, batch)]
-    parts = cut_batch(batch, max(1, cut or batch_length(batch)))
+    parts = split_into_micro_batches(batch, max(1, cut or batch_length(batch)))
     return [(place * world.size + world.rank, part) for place, part in enumerate(parts)]
 
 
@@ -70,22 +74,22 @@ def _is_pair(batch: Any) -> bool:
     return 0 < sizes[0] == sizes[1]
 
 
-def lost_of(batch: Any) -> float:
+def count_unreadable(batch: Any) -> float:
     """Return the number of samples that this rank could not read."""
     return float(len(batch.left_out)) if isinstance(batch, StepBatch) else 0.0
 
 
-def busiest(program: Program, batch: Any, own: int) -> int:
+def max_micro_batches(program: Program, batch: Any, own: int) -> int:
     """Return the micro-batches of the busiest rank if ranks must run equally many, else `own`."""
     world = program.data
-    if not _must_meet(program):
+    if not _needs_equal_passes(program):
         return own
     if isinstance(batch, StepBatch):
         return max(batch.by_rank, default=-(-batch.total // world.size))
     return world.all_reduce_max(own)
 
 
-def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
+def choose_spare_micro_batch(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
     """Return a micro-batch for passes of weight 0, on ranks that have fewer than others.
 
     In the first step after a start, an uneven last batch of an epoch, no rank has kept one. Then a
@@ -96,7 +100,7 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
         batch: of `run.loader`, or this rank's own samples.
         own: this rank's last one, or None.
         kept: one of an earlier step, or None.
-        rounds: the result of `busiest`.
+        rounds: the result of `max_micro_batches`.
 
     Raises:
         ConfigError: a micro-batch holds other objects than tensors, numbers and texts; on all
@@ -104,7 +108,7 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
         ClusterError: this rank could not read any sample of a run's first step.
     """
     world, spare = program.data, kept if own is None else own
-    if not (_must_meet(program) and program.together):
+    if not (_needs_equal_passes(program) and program.together):
         return spare
     if isinstance(batch, StepBatch):
         fewest = min(batch.by_rank, default=batch.total // world.size)
@@ -114,11 +118,13 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
         raise ClusterError(f"{batch.left_out[0].text}; rank {world.rank} has no other sample yet")
     if fewest or not rounds or world.all_true(spare is not None):  # all call it, or none
         return spare
-    from shoal.trainer.step.borrowed_batch import last_of_first_rank  # a first step of few samples
+    from shoal.trainer.step.borrowed_batch import (
+        broadcast_spare_batch,  # a first step of few samples
+    )
 
-    given = last_of_first_rank(world, own)
+    given = broadcast_spare_batch(world, own)
     return given if spare is None else spare
 
 
-def _must_meet(program: Program) -> bool:
+def _needs_equal_passes(program: Program) -> bool:
     return program.data.size > 1 and (program.together or program.plan.layout.zero == 2)

@@ -11,7 +11,7 @@ from shoal.trainer._torch import pytree
 from shoal.trainer.step.call_contract import call_model
 
 
-def kept_bytes(module: nn.Module, inputs: Any, call: str) -> int:
+def count_saved_bytes(module: nn.Module, inputs: Any, call: str) -> int:
     """Return the bytes that autograd saves for backward, with an estimate of the loss's tensors.
 
     Args:

@@ -30,10 +30,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import TrainingError
-from shoal.trainer.step.optimizer_step import Tally, Updated
+from shoal.trainer.step.optimizer_step import StepTotals, UpdateResult
 
 if TYPE_CHECKING:
-    from shoal.trainer.metrics_recorder import Recorder
+    from shoal.trainer.metrics_recorder import MetricsRecorder
     from shoal.trainer.step.loss_scale import LossScale
 
 
@@ -44,7 +44,7 @@ FLOORS = {"loss": 0.02, "gradient norm": 0.25}
 """Smallest deviation, as a share of the median."""
 
 
-class Skips:
+class SkipCounter:
     """Counts of skipped steps in a row (`limit` of which end the run) and of `lost` samples."""
 
     def __init__(self, limit: int, unreadable: int = 0) -> None:
@@ -53,41 +53,41 @@ class Skips:
         self.any_moved = False
         self.last_reason = "fp16 overflowed at every loss scale"
 
-    def note(
+    def record_step(
         self,
         step: int,
-        done: Updated,
-        tally: Tally,
+        done: UpdateResult,
+        tally: StepTotals,
         batch: Any,
         scale: LossScale | None,
-        recorder: Recorder,
+        recorder: MetricsRecorder,
     ) -> None:
         """Count a finished step, and report a skipped update or lost samples; every rank calls it.
 
         Raises:
-            ClusterError: as in `lose`.
+            ClusterError: as in `report_unreadable`.
             TrainingError: as in `skip`.
         """
         world, emit = recorder.world, recorder.events.emit
         if count := int(sum(tally.numbers.sums("unreadable"))):
-            from shoal.trainer.step.unreadable_samples import lose
+            from shoal.trainer.step.unreadable_samples import report_unreadable
 
-            lose(self, step, count, batch, world, emit)
+            report_unreadable(self, step, count, batch, world, emit)
         ranks = tally.broken_ranks() if tally.broken else []
-        if scale is not None and scale.lowered(done, tally):
-            if world.keeps:
+        if scale is not None and scale.update(done, tally):
+            if world.writes_files:
                 emit("loss_scale_lowered", step=step, ranks=ranks, scale=scale.value)
         elif done.skipped:
             ranks = list(range(world.size)) if done.spike else ranks
-            from shoal.trainer.step.unreadable_samples import skip
+            from shoal.trainer.step.unreadable_samples import report_skip
 
-            skip(self, step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))
+            report_skip(self, step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))
         else:
             self.moved()
             if done.spike:
-                from shoal.trainer.step.unreadable_samples import tell_spike
+                from shoal.trainer.step.unreadable_samples import report_spike
 
-                tell_spike(step, done.spike, batch, world, emit)
+                report_spike(step, done.spike, batch, world, emit)
 
     def moved(self) -> None:
         """Note that a step moved the weights."""
@@ -106,15 +106,15 @@ class Skips:
             so: the consequence, for the message.
         """
         if last > first and not self.any_moved:
-            from shoal.trainer.step.unreadable_samples import cure
+            from shoal.trainer.step.unreadable_samples import suggest_remedy
 
             raise TrainingError(
                 f"steps {first + 1} – {last}: all were skipped: {self.last_reason}; {so}; "
-                f"{cure(self.last_reason)}"
+                f"{suggest_remedy(self.last_reason)}"
             )
 
 
-class Spikes:
+class SpikeDetector:
     """Detector of spikes in loss and gradient norm, from a window of the last steps.
 
     Attributes:
@@ -131,7 +131,9 @@ class Spikes:
         if self.mode == "off":
             return ""
         values = dict(zip(FLOORS, (loss, norm), strict=True))
-        found = [text for name, value in values.items() if (text := self._leap(name, value))]
+        found = [
+            text for name, value in values.items() if (text := self._describe_leap(name, value))
+        ]
         if not (found and self.skips):
             for name, value in values.items():
                 self.known[name].add(value)
@@ -148,7 +150,7 @@ class Spikes:
         for name in FLOORS:
             self.known[name] = _Window(map(float, record.get("spikes", {}).get(name, ())))
 
-    def _leap(self, name: str, value: float) -> str:
+    def _describe_leap(self, name: str, value: float) -> str:
         known = self.known[name].values
         if not known:
             return ""
@@ -159,7 +161,7 @@ class Spikes:
             return f"{name} {value:.4g} is {value / middle:.0f} times {middle:.4g}, the usual one"
         if value <= middle + DEVIATIONS * FLOORS[name] * abs(middle):
             return ""  # no deviation is smaller
-        middle, deviation = spread(known, FLOORS[name])
+        middle, deviation = median_and_deviation(known, FLOORS[name])
         if not deviation or not value > middle + DEVIATIONS * deviation:
             return ""
         far = min((value - middle) / deviation, 1e9)
@@ -199,7 +201,7 @@ class _Window:
         return (self._ordered[half - 1] + self._ordered[half]) / 2
 
 
-def spread(values: Collection[float], floor: float) -> tuple[float, float]:
+def median_and_deviation(values: Collection[float], floor: float) -> tuple[float, float]:
     """Return (median, robust standard deviation); the latter is at least `floor` × |median|.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0)

@@ -38,7 +38,7 @@ GROUPS = 32
 """Largest number of groups per rank; it bounds the number of terms."""
 
 
-class Group:
+class InvariantGroup:
     """Ranks that must have equal values, as seen from one of them.
 
     Args:
@@ -64,7 +64,7 @@ class Invariant:
 
     name: str
     value: Value
-    group: Group | None
+    group: InvariantGroup | None
 
 
 def zero_sum_terms(invariants: Iterable[Invariant], step: int, ranks: int) -> list[float]:
@@ -75,7 +75,7 @@ def zero_sum_terms(invariants: Iterable[Invariant], step: int, ranks: int) -> li
         step: from which all ranks draw the same coefficients.
         ranks: how many are summed over.
     """
-    found: dict[int, tuple[Group, list[tuple[str, Value]]]] = {}
+    found: dict[int, tuple[InvariantGroup, list[tuple[str, Value]]]] = {}
     for one in invariants:
         if one.group is not None and one.group.size > 1:
             _, values = found.setdefault(id(one.group), (one.group, []))
@@ -88,7 +88,9 @@ def zero_sum_terms(invariants: Iterable[Invariant], step: int, ranks: int) -> li
         for number in range(NUMBERS):
             draw = step * NUMBERS + number
             # Differences around a ring sum to zero.
-            factor = _drawn(draw, group.rank, bits) - _drawn(draw, group.following, bits)
+            factor = _random_bits(draw, group.rank, bits) - _random_bits(
+                draw, group.following, bits
+            )
             totals[number] += factor * (code >> number * HASH_BITS & (1 << HASH_BITS) - 1)
     return list(map(float, totals))
 
@@ -116,23 +118,23 @@ class InvariantCheck:
 
         Every rank calls it, with the same names.
         """
-        return any(self.first_pair(name) for name in names)
+        return any(self.first_differing_pair(name) for name in names)
 
     def by_rank(self, name: str) -> list[Any]:
         """Return the values of all ranks, None for a rank without one; every rank calls it."""
-        return [one.get(name, (0, None))[1] for one in self._everyone()]
+        return [one.get(name, (0, None))[1] for one in self._gather_invariants()]
 
-    def first_pair(self, name: str) -> tuple[int, int] | None:
+    def first_differing_pair(self, name: str) -> tuple[int, int] | None:
         """Return the first two ranks of a group whose values differ; every rank calls it."""
         firsts: dict[int, tuple[int, Any]] = {}
-        for rank, one in enumerate(self._everyone() if not self.all_equal else ()):
+        for rank, one in enumerate(self._gather_invariants() if not self.all_equal else ()):
             group, value = one.get(name, (-1, None))
             first, other = firsts.setdefault(group, (rank, value))
             if group >= 0 and other != value:
                 return first, rank
         return None
 
-    def _everyone(self) -> list[dict[str, tuple[int, Any]]]:
+    def _gather_invariants(self) -> list[dict[str, tuple[int, Any]]]:
         if not self._told:
             mine = [(o.name, o.group.first if o.group else -1, o.value) for o in self._own]
             self._told = [
@@ -144,7 +146,7 @@ class InvariantCheck:
 MASK = 2**64 - 1
 
 
-def _drawn(step: int, rank: int, bits: int) -> int:
+def _random_bits(step: int, rank: int, bits: int) -> int:
     """Draw an integer of `bits` bits, by the mixing steps of splitmix64."""
     mixed = (step * 0x9E3779B97F4A7C15 + rank * 0xD1B54A32D192ED03 + 1) & MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & MASK
@@ -195,11 +197,11 @@ class StepVector:
         """Add the terms that show whether ranks have equal values."""
         self.add(UNLIKE, zero_sum_terms(invariants, step, world.size))
 
-    def add_rest(self, name: str) -> None:
+    def add_device_entry(self, name: str) -> None:
         """Name the numbers that the device appends after all numbers of the host; call it last."""
         self._slices[name] = slice(len(self.values), None)
 
-    def summed(
+    def name_sums(
         self, values: Sequence[float], own: Sequence[Invariant], world: World
     ) -> StepNumbers:
         """Return the all-reduced vector under the names of this one.

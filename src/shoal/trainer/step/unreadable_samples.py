@@ -18,8 +18,8 @@ NAMED = 8
 """Largest number of ranks that a line names."""
 
 
-class Counts(Protocol):
-    """Counters of a run (`Skips`), and the limits at which it stops."""
+class SkipCounts(Protocol):
+    """Counters of a run (`SkipCounter`), and the limits at which it stops."""
 
     limit: int
     unreadable: int
@@ -28,7 +28,9 @@ class Counts(Protocol):
     last_reason: str
 
 
-def lose(skips: Counts, step: int, count: int, batch: object, world: World, emit: Emit) -> None:
+def report_unreadable(
+    skips: SkipCounts, step: int, count: int, batch: object, world: World, emit: Emit
+) -> None:
     """Report `count` samples of a step that some ranks could not read; every rank calls it.
 
     Raises:
@@ -38,7 +40,7 @@ def lose(skips: Counts, step: int, count: int, batch: object, world: World, emit
     told = world.gather_json([[one.sample, one.epoch, one.position, one.error] for one in mine])
     skips.lost += count
     losses = [(rank, *one) for rank, own in enumerate(told) for one in own]
-    if world.keeps:
+    if world.writes_files:
         for rank, sample, epoch, position, error in losses:
             found = {"sample": sample, "epoch": epoch, "position": position, "error": error}
             emit("sample_left_out", step=step, rank=rank, **found)
@@ -51,8 +53,8 @@ def lose(skips: Counts, step: int, count: int, batch: object, world: World, emit
         )
 
 
-def skip(
-    skips: Counts,
+def report_skip(
+    skips: SkipCounts,
     step: int,
     reason: str,
     broken: list[int],
@@ -80,8 +82,8 @@ def skip(
         TrainingError: on all ranks, at the limit of such steps in a row.
     """
     skips.in_a_row, skips.last_reason = skips.in_a_row + 1, reason
-    culprits = [m for m in world.gather_json(_share(batch, world)) if m["rank"] in broken]
-    if world.keeps:
+    culprits = [m for m in world.gather_json(_describe_share(batch, world)) if m["rank"] in broken]
+    if world.writes_files:
         emit(
             "step_skipped",
             step=step,
@@ -93,15 +95,15 @@ def skip(
     if skips.in_a_row >= skips.limit:
         where = "all ranks"
         if culprits and not spike:
-            where = ranks_text([m["rank"] for m in culprits])
+            where = format_ranks([m["rank"] for m in culprits])
         raise TrainingError(
             f"step {step}: {reason} on {where}, {skips.in_a_row} steps in a row "
             f"(train.skip_limit); the weights are those of step {step - skips.in_a_row}; "
-            f"{cure(reason)}"
+            f"{suggest_remedy(reason)}"
         )
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return the names of some ranks as text; of many ranks only the first.
 
     >>> ranks_text([3]), ranks_text([0, 1])
@@ -116,14 +118,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def tell_spike(step: int, spike: str, batch: Any, world: World, emit: Emit) -> None:
+def report_spike(step: int, spike: str, batch: Any, world: World, emit: Emit) -> None:
     """Report a spike whose update was made; every rank calls it."""
-    told = world.gather_json(_share(batch, world))
-    if world.keeps:
+    told = world.gather_json(_describe_share(batch, world))
+    if world.writes_files:
         emit("spike", step=step, reason=spike, culprits=told)
 
 
-def _share(batch: Any, world: World) -> dict[str, Any]:
+def _describe_share(batch: Any, world: World) -> dict[str, Any]:
     """Return this rank's micro-batches and samples of a step, as JSON."""
     mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
     if isinstance(batch, StepBatch):
@@ -132,7 +134,7 @@ def _share(batch: Any, world: World) -> dict[str, Any]:
     return mine
 
 
-def cure(reason: str) -> str:
+def suggest_remedy(reason: str) -> str:
     """Return advice for steps that are skipped for a reason."""
     if reason == NO_TARGET:
         return "look at the data, where every target is ignored, or at the count that a loss gives"

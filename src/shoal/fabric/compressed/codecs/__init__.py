@@ -7,8 +7,8 @@
     sign      one bit, and a mean magnitude per block       ⅛
     top2bit   the largest 64 of 4096, with their places     0.027: 14 bits for each that is sent
 
-`find_codec` returns a codec by name; a codec encodes each vector independently. `Feedback` keeps
-the encoding error and adds it to the next message. `exchange` and the top-k functions in
+`find_codec` returns a codec by name; a codec encodes each vector independently. `ErrorFeedback`
+keeps the encoding error and adds it to the next message. `exchange` and the top-k functions in
 `compressed_sums.py` sum gradients and are independent of codecs.
 
 Source: `base.py` says what all codecs promise, each module where its code comes from
@@ -20,25 +20,25 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.base.errors import BugError, ConfigError, one_of
+from shoal.base.errors import BugError, ConfigError, format_choice_error
 from shoal.fabric.compressed.codecs.base import ALIGNED, BLOCK, Codec
-from shoal.fabric.compressed.codecs.bf16 import Bf16
-from shoal.fabric.compressed.codecs.e3m0 import E3M0
-from shoal.fabric.compressed.codecs.feedback import Feedback
-from shoal.fabric.compressed.codecs.int8 import Int8
-from shoal.fabric.compressed.codecs.plain import Plain
-from shoal.fabric.compressed.codecs.sign import Sign
-from shoal.fabric.compressed.codecs.top2bit import Top2Bit
+from shoal.fabric.compressed.codecs.bf16 import Bf16Codec
+from shoal.fabric.compressed.codecs.e3m0 import E3M0Codec
+from shoal.fabric.compressed.codecs.feedback import ErrorFeedback
+from shoal.fabric.compressed.codecs.int8 import Int8Codec
+from shoal.fabric.compressed.codecs.plain import UncompressedCodec
+from shoal.fabric.compressed.codecs.sign import SignCodec
+from shoal.fabric.compressed.codecs.top2bit import Top2BitCodec
 
-__all__ = ["ALIGNED", "BLOCK", "CODECS", "Codec", "Feedback", "find_codec"]
+__all__ = ["ALIGNED", "BLOCK", "CODECS", "Codec", "ErrorFeedback", "find_codec"]
 
 CODECS: dict[str, Callable[[torch.dtype], Codec]] = {
-    "none": Plain,
-    "bf16": Bf16,
-    "int8": Int8,
-    "e3m0": E3M0,
-    "top2bit": Top2Bit,
-    "sign": Sign,
+    "none": UncompressedCodec,
+    "bf16": Bf16Codec,
+    "int8": Int8Codec,
+    "e3m0": E3M0Codec,
+    "top2bit": Top2BitCodec,
+    "sign": SignCodec,
 }
 """All codecs by the name that users write."""
 
@@ -56,7 +56,7 @@ def find_codec(name: str, dtype: torch.dtype) -> Codec:
     65544
     """
     if name not in CODECS:
-        raise ConfigError(one_of("islands.codec", name, CODECS))
+        raise ConfigError(format_choice_error("islands.codec", name, CODECS))
     if dtype not in {torch.float32, torch.float64}:
         raise BugError(f"codec {name}: numbers travel from float32 or float64, not from {dtype}")
     return CODECS[name](dtype)

@@ -80,7 +80,7 @@ class Codec(Protocol):
         """
 
 
-class ScaledBlocks(ABC):
+class BlockScaledCodec(ABC):
     """Base class of codecs with one scale per block; a subclass finds and packs the codes.
 
     Attributes:
@@ -97,15 +97,15 @@ class ScaledBlocks(ABC):
 
     def size_bytes(self, elements: int) -> int:
         """See `Codec.size_bytes`."""
-        return aligned(self._scale_bytes(elements) + self._code_bytes(elements))
+        return align_up(self._scale_bytes(elements) + self._code_bytes(elements))
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
         """See `Codec.encode`."""
         elements = numbers.numel()
         scales, codes = self._fields(out, elements)
         out[scales.nbytes + codes.nbytes :] = 0
-        room = self.room(longest_run(elements, numbers.device), numbers.device)
-        for start, stop, width in runs(elements, self.block, numbers.device):
+        room = self.allocate_scratch(longest_run(elements, numbers.device), numbers.device)
+        for start, stop, width in iter_block_runs(elements, self.block, numbers.device):
             rows = numbers[start:stop].view(-1, width)
             scale = scales[start // self.block :][: len(rows)].unsqueeze(1)
             self.pack(rows, scale, codes[self._code_bytes(start) : self._code_bytes(stop)], room)
@@ -123,9 +123,9 @@ class ScaledBlocks(ABC):
         elements = out.numel()
         scales, codes = self._fields(packed, elements)
         factors = scales * weight
-        padded = aligned(longest_run(elements, out.device))
+        padded = align_up(longest_run(elements, out.device))
         units = torch.empty(padded, dtype=self.dtype, device=out.device)
-        for start, stop, width in runs(elements, self.block, out.device):
+        for start, stop, width in iter_block_runs(elements, self.block, out.device):
             coded = codes[self._code_bytes(start) : self._code_bytes(stop)]
             self.unpack(coded, units[: len(coded) * 8 // self.bits])
             numbers, target = (t.view(-1, width) for t in (units[: stop - start], out[start:stop]))
@@ -136,7 +136,7 @@ class ScaledBlocks(ABC):
                 torch.mul(numbers, factor, out=target)
 
     @abstractmethod
-    def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+    def allocate_scratch(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return scratch memory in which `pack` encodes so many numbers at a time."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class ScaledBlocks(ABC):
         return -(-elements * self.bits // 8)
 
 
-class Pieces:
+class SegmentedCodec:
     """A codec for a vector in which blocks restart at given offsets, so that none spans two rows.
 
     Args:
@@ -200,7 +200,7 @@ class Pieces:
             place += size
 
 
-def aligned(size: int) -> int:
+def align_up(size: int) -> int:
     """Return the next multiple of ALIGNED.
 
     >>> aligned(0), aligned(1), aligned(8)
@@ -210,11 +210,13 @@ def aligned(size: int) -> int:
 
 
 def longest_run(elements: int, device: torch.device) -> int:
-    """Return the length of the longest of `runs`."""
+    """Return the length of the longest of `iter_block_runs`."""
     return min(elements, RUN) if device.type == "cpu" else elements
 
 
-def runs(elements: int, block: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+def iter_block_runs(
+    elements: int, block: int, device: torch.device
+) -> Iterator[tuple[int, int, int]]:
     """Yield (start, stop, block length) of runs of whole blocks, then of the incomplete block.
 
     On a CPU a run is short enough to stay in the cache; on a device one run has all whole blocks.

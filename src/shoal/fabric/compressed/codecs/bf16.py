@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from shoal.fabric.compressed.codecs.plain import Plain
+from shoal.fabric.compressed.codecs.plain import UncompressedCodec
 
 
-class Bf16(Plain):
+class Bf16Codec(UncompressedCodec):
     """The codec `bf16`."""
 
     name = "bf16"

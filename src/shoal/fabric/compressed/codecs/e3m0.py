@@ -1,6 +1,6 @@
 """Codec `e3m0`: a sign and a power of two in four bits, and a scale per block.
 
-The format E3M0 has one sign bit, three exponent bits e and no mantissa:
+The format E3M0Codec has one sign bit, three exponent bits e and no mantissa:
 
     code 8·s + e    e = 1 … 7   (−1)ˢ · scale · 2^(e − 7): seven magnitudes, 1/64 … 1 scale
                     e = 0       zero (8 is −0)
@@ -15,8 +15,8 @@ products. Since scale and magnitudes are powers of two, a number's sign, exponen
 the mantissa decide: the code is worked out of these bits in whole numbers.
 The error is at most a third of a number, or 1/128 scale.
 
-Source: Douillard et al. 2025 (Streaming DiLoCo sends E3M0; its scale and rounding are not given)
-Limits: from 1.5 times the largest scale on (float32: 2.55e38) numbers decode to that scale
+Source: Douillard et al. 2025 (Streaming DiLoCo sends E3M0Codec; its scale and rounding are not
+given) Limits: from 1.5 times the largest scale on (float32: 2.55e38) numbers decode to that scale
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import math
 import torch
 from torch import Tensor
 
-from shoal.fabric.compressed.codecs.base import BLOCK, ScaledBlocks
+from shoal.fabric.compressed.codecs.base import BLOCK, BlockScaledCodec
 
 LARGEST_CODE = 7
 SIGN_PLACE = 8 << 6
@@ -36,7 +36,7 @@ LEAST_EXPONENT = 8
 """Least stored exponent of a scale: half the smallest magnitude is then a normal number."""
 
 
-class E3M0(ScaledBlocks):
+class E3M0Codec(BlockScaledCodec):
     """The codec `e3m0`."""
 
     name = "e3m0"
@@ -50,7 +50,7 @@ class E3M0(ScaledBlocks):
         # What is left of a number's bits: sign, exponent, the first bit of the mantissa.
         self.shift = 51 if wide else 22
 
-    def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+    def allocate_scratch(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return scratch memory for code and sign of each number, and for pairs of codes."""
         pairs = -(-elements // 2)
         return (
@@ -60,7 +60,7 @@ class E3M0(ScaledBlocks):
         )
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
-        """See `ScaledBlocks.pack`; on a CPU it processes one block at a time."""
+        """See `BlockScaledCodec.pack`; on a CPU it processes one block at a time."""
         code, sign, together = room
         width = numbers.shape[1]
         ends = zip(numbers.amax(1).tolist(), numbers.amin(1).tolist(), strict=True)
@@ -89,15 +89,15 @@ class E3M0(ScaledBlocks):
         torch.bitwise_and(steps, last, out=sign)
         first = 2 * (exponent - LARGEST_CODE + self.exponents // 2 - 1) - 1
         steps.bitwise_and_(last - 1).clamp_(first, first + 14)
-        steps.mul_(31).add_(_wrapped(33 - 31 * first))
+        steps.mul_(31).add_(_to_int16(33 - 31 * first))
         if last > SIGN_PLACE:
             sign.bitwise_right_shift_((last // SIGN_PLACE).bit_length() - 1)
         steps.bitwise_or_(sign).bitwise_right_shift_(6)
 
     def unpack(self, codes: Tensor, units: Tensor) -> None:
-        """See `ScaledBlocks.unpack`."""
+        """See `BlockScaledCodec.unpack`."""
         pairs = torch.view_as_complex(units.view(-1, 2))
-        torch.index_select(_pairs(self.dtype, units.device), 0, codes.int(), out=pairs)
+        torch.index_select(_byte_pair_table(self.dtype, units.device), 0, codes.int(), out=pairs)
 
     def _exponent(self, largest: float) -> int | None:
         """Return the scale's exponent for a block's largest magnitude; None if not finite."""
@@ -109,13 +109,13 @@ class E3M0(ScaledBlocks):
         return min(max(nearest, LEAST_EXPONENT - bias), self.exponents - 2 - bias)
 
 
-def _wrapped(number: int) -> int:
+def _to_int16(number: int) -> int:
     """Return a whole number wrapped to a signed 16-bit integer."""
     return (number + 2**15) % 2**16 - 2**15
 
 
 @functools.cache
-def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _byte_pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a table [256], complex: the two numbers of every byte, in units of the scale."""
     magnitudes = [0.0, *(2.0 ** (e - LARGEST_CODE) for e in range(1, 8))]
     values = torch.tensor(magnitudes + [-m for m in magnitudes], dtype=dtype, device=device)

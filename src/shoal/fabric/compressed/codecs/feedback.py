@@ -66,13 +66,13 @@ class Residual:
             self.written = False
 
 
-def encode_rest(codec: Codec, numbers: Tensor, out: Tensor) -> None:
+def encode_with_error(codec: Codec, numbers: Tensor, out: Tensor) -> None:
     """Encode numbers as `Codec.encode` does, and overwrite them with the encoding error."""
     codec.encode(numbers, out)
     codec.decode(out, numbers, weight=-1.0, add=True)
 
 
-class Feedback:
+class ErrorFeedback:
     """Residuals by tag: one for each vector that is sent repeatedly.
 
     Args:
@@ -100,7 +100,7 @@ class Feedback:
                 f"error feedback of {tag}: {numbers.numel()} numbers, but "
                 f"{left.standing.numel()} were left over; every tag is one vector"
             )
-        encode_rest(codec, left.add(numbers), out)
+        encode_with_error(codec, left.add(numbers), out)
 
     def begin(self) -> None:
         """Start a round and discard the residuals of an uncommitted one."""

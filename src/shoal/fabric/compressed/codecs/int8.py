@@ -18,23 +18,23 @@ import math
 import torch
 from torch import Tensor
 
-from shoal.fabric.compressed.codecs.base import ScaledBlocks
+from shoal.fabric.compressed.codecs.base import BlockScaledCodec
 
 LARGEST_CODE = 127
 
 
-class Int8(ScaledBlocks):
+class Int8Codec(BlockScaledCodec):
     """The codec `int8`."""
 
     name = "int8"
     bits = 8
 
-    def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+    def allocate_scratch(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return scratch memory for one float per number."""
         return (torch.empty(elements, dtype=self.dtype, device=device),)
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
-        """See `ScaledBlocks.pack`."""
+        """See `BlockScaledCodec.pack`."""
         units = room[0][: numbers.numel()].view_as(numbers)
         least = LARGEST_CODE * torch.finfo(self.dtype).tiny
         if len(numbers) == 1 and numbers.device.type == "cpu":
@@ -55,5 +55,5 @@ class Int8(ScaledBlocks):
         codes.view(torch.int8).copy_(units.view(-1))
 
     def unpack(self, codes: Tensor, units: Tensor) -> None:
-        """See `ScaledBlocks.unpack`."""
+        """See `BlockScaledCodec.unpack`."""
         units.copy_(codes.view(torch.int8))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.fabric.compressed.codecs.base import RUN, aligned, longest_run, runs
+from shoal.fabric.compressed.codecs.base import RUN, align_up, iter_block_runs, longest_run
 
 
-class Plain:
+class UncompressedCodec:
     """The codec `none`: numbers in their own dtype, without loss.
 
     Attributes:
@@ -24,7 +24,7 @@ class Plain:
 
     def size_bytes(self, elements: int) -> int:
         """See `Codec.size_bytes`."""
-        return aligned(elements * self.wire.itemsize)
+        return align_up(elements * self.wire.itemsize)
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
         """See `Codec.encode`."""
@@ -39,7 +39,7 @@ class Plain:
         elements = out.numel()
         coded = packed[: elements * self.wire.itemsize].view(self.wire)
         room = out.new_empty(longest_run(elements, out.device) if add else 0)
-        for start, stop, _ in runs(elements, RUN, out.device):
+        for start, stop, _ in iter_block_runs(elements, RUN, out.device):
             numbers = room[: stop - start] if add else out[start:stop]
             numbers.copy_(coded[start:stop])
             # Not `add_(numbers, alpha=weight)`: it rounds once or twice, as the processor has it.

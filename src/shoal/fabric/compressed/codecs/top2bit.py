@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from shoal.fabric.compressed.codecs.base import aligned
+from shoal.fabric.compressed.codecs.base import align_up
 
 CHUNK = 4096
 SENT = 64
@@ -31,7 +31,7 @@ SENT = 64
 GROUP = 16 * CHUNK
 
 
-class Top2Bit:
+class Top2BitCodec:
     """The codec `top2bit`."""
 
     name = "top2bit"
@@ -42,7 +42,7 @@ class Top2Bit:
 
     def size_bytes(self, elements: int) -> int:
         """See `Codec.size_bytes`."""
-        return aligned(sum(self._sizes(elements)))
+        return align_up(sum(self._sizes(elements)))
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
         """See `Codec.encode`."""
@@ -52,7 +52,7 @@ class Top2Bit:
         for book, (start, stop, width) in zip(books, _groups(numbers.numel()), strict=True):
             rows = numbers[start:stop].view(-1, width)
             place = rows.abs().topk(-(-width * SENT // CHUNK), sorted=False).indices.sort(1).values
-            codes.append(_code(rows.gather(1, place).flatten(), book))
+            codes.append(_encode_group(rows.gather(1, place).flatten(), book))
             chosen.append(place.flatten())
         if chosen:
             places.copy_(_pack_places(torch.cat(chosen)))
@@ -97,7 +97,7 @@ def _groups(elements: int) -> list[tuple[int, int, int]]:
     return found + ([(whole, elements, elements - whole)] if whole < elements else [])
 
 
-def _code(kept: Tensor, book: Tensor) -> Tensor:
+def _encode_group(kept: Tensor, book: Tensor) -> Tensor:
     """Encode one group's numbers as codes [sent], and write its codebook [2]."""
     magnitudes = kept.abs().double()
     large = magnitudes > magnitudes.mean()

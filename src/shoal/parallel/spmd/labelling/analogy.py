@@ -16,13 +16,13 @@ from torch import Tensor, fx
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labelling.label_graph import Labelling
 from shoal.parallel.spmd.labelling.labels import Label, Split, Tiled, divides
-from shoal.parallel.spmd.labelling.problem import Problem
+from shoal.parallel.spmd.labelling.problem import LabellingProblem
 
 
-def carried_over(known: Labelling, problem: Problem) -> Labelling | None:
+def transfer_labels(known: Labelling, problem: LabellingProblem) -> Labelling | None:
     """Copy the labels of `known` to another length; None if the graphs differ otherwise."""
     dim = problem.sequence_dim
-    before, after = (_tokens(one, dim) for one in (known.problem, problem))
+    before, after = (_count_tokens(one, dim) for one in (known.problem, problem))
     if not before or not after or after % problem.degree:
         return None
     old, new = (list(one.traced.graph.nodes) for one in (known.problem, problem))
@@ -34,14 +34,14 @@ def carried_over(known: Labelling, problem: Problem) -> Labelling | None:
             return None
         if [twins[n] for n in one.all_input_nodes] != twin.all_input_nodes:
             return None
-        if not _sizes_follow(_shapes(one), _shapes(twin), before, after):
+        if not _sizes_scale(_shapes(one), _shapes(twin), before, after):
             return None
         if one in known.labels and not _fits(known.labels[one], _shapes(twin), problem.degree):
             return None
-    return known.carried(problem, twins)
+    return known.transfer_to(problem, twins)
 
 
-def _tokens(problem: Problem, dim: int | None) -> int:
+def _count_tokens(problem: LabellingProblem, dim: int | None) -> int:
     """Return the length of the first floating input along the token dim; 0 if there is none."""
     for node in problem.inputs:
         value = node.meta["val"]
@@ -60,7 +60,7 @@ def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
     return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _sizes_follow(
+def _sizes_scale(
     old: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]], before: int, after: int
 ) -> bool:
     if [len(shape) for shape in old] != [len(shape) for shape in new]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.base.plans.placement import Groups
 from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, Tiled, divides
-from shoal.parallel.spmd.labelling.outcome import groups_in
-from shoal.parallel.spmd.labelling.rules import grids
+from shoal.parallel.spmd.labelling.outcome import list_segments
+from shoal.parallel.spmd.labelling.rules import list_grid_degrees
 
 Shape = tuple[int, ...]
 
 
-def assignments(
+def enumerate_assignments(
     matrices: Mapping[str, Shape],
     vectors: Mapping[str, Shape],
     values: Sequence[Label | None],
@@ -32,7 +32,7 @@ def assignments(
             values are tried.
     """
     labels = [label for label in values if label is not None]
-    counts = [groups] if all(label == WHOLE for label in labels) else groups_in(labels)
+    counts = [groups] if all(label == WHOLE for label in labels) else list_segments(labels)
 
     def splits(shape: Shape) -> list[Label]:
         every = itertools.product(range(len(shape)), counts)
@@ -48,7 +48,7 @@ def assignments(
             yield dict(zip([*matrices, *vectors], [*some, *others], strict=True))
 
 
-def cuts(
+def enumerate_cuts(
     shapes: Sequence[Shape], wants: Sequence[Label], weights: Sequence[bool], degree: int
 ) -> Iterator[tuple[list[Label], frozenset[int]]]:
     """Yield (labels, positions that only rank 0 passes) for inputs, some whole ones of them cut.
@@ -60,7 +60,7 @@ def cuts(
     if alone:
         yield list(wants), frozenset(alone)
     options = {
-        k: list(parts_of(shape, wants, degree))
+        k: list(enumerate_part_labels(shape, wants, degree))
         for k, (shape, label) in enumerate(zip(shapes, wants, strict=True))
         if label == WHOLE
     }
@@ -73,13 +73,13 @@ def cuts(
                 yield tried, frozenset()
 
 
-def parts_of(shape: Shape, wants: Sequence[Label], degree: int) -> Iterator[Label]:
+def enumerate_part_labels(shape: Shape, wants: Sequence[Label], degree: int) -> Iterator[Label]:
     """Yield ways to cut a whole tensor, from the labels of the operation's other inputs."""
-    every = list(itertools.product(range(len(shape)), groups_in(wants)))
+    every = list(itertools.product(range(len(shape)), list_segments(wants)))
     for d, g in every:
         if divides(shape[d], g, degree):
             yield Split(d, g)
-    for outer in grids(wants, degree):
+    for outer in list_grid_degrees(wants, degree):
         inner = degree // outer
         for d, g in every:
             if divides(shape[d], g, outer):

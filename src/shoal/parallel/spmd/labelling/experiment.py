@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.labelling.labels import Label, Partial, cut
-from shoal.parallel.spmd.labelling.outcome import close
+from shoal.parallel.spmd.labelling.labels import Label, Partial, cut_tensor
+from shoal.parallel.spmd.labelling.outcome import is_close
 
 
 @dataclass(frozen=True)
-class Slot:
+class ArgumentSlot:
     """Position of tensor number `index` in a call's arguments."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Value:
+class OperationInput:
     """Tensor of a call: its shape, its dtype, and its values if they are not floats."""
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperationCall:
     """Operation with its arguments; tensors are Slots into `values`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Call:
     target: Any
     arguments: str
     template: Any = field(compare=False)
-    values: tuple[Value, ...] = ()
+    values: tuple[OperationInput, ...] = ()
     buffers: frozenset[int] = frozenset()
 
 
@@ -68,30 +68,30 @@ class Experiment:
         draws: whether the call draws random numbers of its own.
     """
 
-    def __init__(self, call: Call, values: list[Tensor], result: Any) -> None:
+    def __init__(self, call: OperationCall, values: list[Tensor], result: Any) -> None:
         self.call, self.values, self.result = call, values, result
         self.changed: dict[int, Tensor] = {}
         self.draws = False
 
     @staticmethod
-    def of(call: Call) -> Experiment | None:
+    def of(call: OperationCall) -> Experiment | None:
         """Run a call on random tensors; None if it cannot run on such tensors."""
         looked_at = any(value.known is not None for value in call.values)
         for own, positive in itertools.product(
             (False, True) if looked_at else (True,), (False, True)
         ):
-            values = [_sample(value, k, positive, own) for k, value in enumerate(call.values)]
-            held = _copies(call, values)
-            result = run(call, call.template, held)
+            values = [_make_sample(value, k, positive, own) for k, value in enumerate(call.values)]
+            held = _copy_mutable(call, values)
+            result = run_call(call, call.template, held)
             if result is None or (not positive and _has_nan(result)):
                 continue
             made = Experiment(call, values, result)
-            made.changed = {k: held[k] for k in call.buffers if not close(held[k], values[k])}
-            made.draws = _draws(call, values, result)
+            made.changed = {k: held[k] for k in call.buffers if not is_close(held[k], values[k])}
+            made.draws = _is_random(call, values, result)
             return made
         return None
 
-    def on_rank(
+    def rank_inputs(
         self, labels: Sequence[Label], once: frozenset[int], rank: int, degree: int
     ) -> list[Tensor]:
         """Return a rank's part of every tensor."""
@@ -100,22 +100,22 @@ class Experiment:
             if k in once:
                 held.append(value if rank == 0 else torch.zeros_like(value))
             elif isinstance(label, Partial):
-                held.append(_summand(value, k, rank, degree))
+                held.append(_make_summand(value, k, rank, degree))
             else:
-                held.append(cut(value, label, rank, degree))
+                held.append(cut_tensor(value, label, rank, degree))
         return held
 
     def rerun(
         self, template: Any, held: list[Tensor], labels: Sequence[Label], rank: int, degree: int
     ) -> Any:
         """Return a rank's result; None if it fails or leaves other values in buffers."""
-        mine = _copies(self.call, held)
-        result = run(self.call, template, mine)
+        mine = _copy_mutable(self.call, held)
+        result = run_call(self.call, template, mine)
         if result is None:
             return None
         for k in self.call.buffers:
-            after = cut(self.changed.get(k, self.values[k]), labels[k], rank, degree)
-            if not close(after, mine[k]):
+            after = cut_tensor(self.changed.get(k, self.values[k]), labels[k], rank, degree)
+            if not is_close(after, mine[k]):
                 return None
         return result
 
@@ -131,9 +131,9 @@ FAILURES = (
 )
 
 
-def run(call: Call, template: Any, values: Sequence[Tensor]) -> Any:
+def run_call(call: OperationCall, template: Any, values: Sequence[Tensor]) -> Any:
     """Return the call's result, or None if it fails."""
-    args, kwargs = pytree.tree_map_only(Slot, lambda slot: values[slot.index], template)
+    args, kwargs = pytree.tree_map_only(ArgumentSlot, lambda slot: values[slot.index], template)
     try:
         with torch.no_grad():
             return call.target(*args, **kwargs)
@@ -141,7 +141,7 @@ def run(call: Call, template: Any, values: Sequence[Tensor]) -> Any:
         return None
 
 
-def _copies(call: Call, values: list[Tensor]) -> list[Tensor]:
+def _copy_mutable(call: OperationCall, values: list[Tensor]) -> list[Tensor]:
     """Return the values; copy those that the operation may write to."""
     schema = getattr(call.target, "_schema", None)
     everything = schema is None or schema.is_mutable
@@ -151,7 +151,7 @@ def _copies(call: Call, values: list[Tensor]) -> list[Tensor]:
 _pool: list[Tensor] = [torch.empty(0, dtype=torch.float64)]
 
 
-def _numbers(count: int, start: int) -> Tensor:
+def _random_numbers(count: int, start: int) -> Tensor:
     """Return `count` numbers of a fixed random sequence, from position `start`."""
     if _pool[0].numel() < start + count:
         generator = torch.Generator().manual_seed(20250)
@@ -160,37 +160,37 @@ def _numbers(count: int, start: int) -> Tensor:
     return _pool[0][start : start + count]
 
 
-def _sample(value: Value, place: int, positive: bool, own: bool) -> Tensor:
+def _make_sample(value: OperationInput, place: int, positive: bool, own: bool) -> Tensor:
     """Make a tensor of a call; `own`: integers and booleans are the sample's own."""
     start = 97 * place + 13  # no two tensors of a call are equal
     if value.known is not None and not own:  # a sample's may all be equal: every cut would fit
-        numbers = _numbers(value.elements, start).view(value.shape)
+        numbers = _random_numbers(value.elements, start).view(value.shape)
         if value.dtype == torch.bool:
             return numbers > 0
         return numbers.flatten().argsort().view(value.shape).to(value.dtype)
     if value.known is not None:
         return value.known
     if value.dtype.is_complex:
-        pairs = _numbers(2 * value.elements, start).view(*value.shape, 2)
+        pairs = _random_numbers(2 * value.elements, start).view(*value.shape, 2)
         return torch.view_as_complex(pairs)
-    numbers = _numbers(value.elements, start).view(value.shape)
+    numbers = _random_numbers(value.elements, start).view(value.shape)
     return numbers.abs() + 0.1 if positive else numbers
 
 
-def _summand(value: Tensor, place: int, rank: int, degree: int) -> Tensor:
+def _make_summand(value: Tensor, place: int, rank: int, degree: int) -> Tensor:
     def drawn(one: int) -> Tensor:
-        return _numbers(value.numel(), 1009 * one + 89 * place).view(value.shape)
+        return _random_numbers(value.numel(), 1009 * one + 89 * place).view(value.shape)
 
     if rank:
         return drawn(rank)
     return value - torch.stack([drawn(one) for one in range(1, degree)]).sum(0)
 
 
-def _draws(call: Call, values: list[Tensor], result: Any) -> bool:
+def _is_random(call: OperationCall, values: list[Tensor], result: Any) -> bool:
     """Return whether an operation tagged as random gives another result in a second run."""
     if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
         return False
-    second = run(call, call.template, _copies(call, values))
+    second = run_call(call, call.template, _copy_mutable(call, values))
     pairs = zip(_tensors(result), _tensors(second), strict=True)
     return any(not torch.equal(one, other) for one, other in pairs)
 

@@ -64,12 +64,12 @@ def divides(size: int, groups: Groups, degree: int) -> bool:
     return size > 0 and bool(sizes) and all(n % degree == 0 for n in sizes)
 
 
-def count_of(groups: Groups) -> int:
+def count_segments(groups: Groups) -> int:
     """Return the number of segments."""
     return groups if isinstance(groups, int) else len(groups)
 
 
-def in_segments(label: Label) -> str:
+def format_segments(label: Label) -> str:
     """Format the segments of a label for messages; an empty string for one segment.
 
     >>> in_segments(Split(0, 3)), in_segments(Split(0, (4, 1, 1))), in_segments(Split(0))
@@ -81,24 +81,25 @@ def in_segments(label: Label) -> str:
     return f" in segments of {' : '.join(str(share) for share in groups)}"
 
 
-def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
+def cut_tensor(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
     """Return the part of a whole tensor that a rank holds: contiguous, maybe a view.
 
     Raises:
         PlanError: the dim does not divide into the label's parts.
     """
     if isinstance(label, Tiled):
-        for position, (parts, inner) in zip(grid_place(label, rank), label.axes, strict=True):
-            tensor = cut(tensor, inner, position, parts)
+        for position, (parts, inner) in zip(grid_coordinates(label, rank), label.axes, strict=True):
+            tensor = cut_tensor(tensor, inner, position, parts)
         return tensor
     if not isinstance(label, Split):
         return tensor
     dim, groups = label.dim, label.groups
     size = tensor.shape[dim]
     if not divides(size, groups, degree):
-        least = min(segment_sizes(size, groups) or (size // count_of(groups),))
+        least = min(segment_sizes(size, groups) or (size // count_segments(groups),))
         raise PlanError(
-            f"a dim of size {size}{in_segments(label)} does not divide into {degree} equal parts; "
+            f"a dim of size {size}{format_segments(label)} does not divide into {degree} equal "
+            "parts; "
             f"try: a degree that divides {least}"
         )
     if isinstance(groups, int):
@@ -109,12 +110,12 @@ def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
     return torch.cat([segment.chunk(degree, dim)[rank] for segment in segments], dim)
 
 
-def join(shards: Sequence[Tensor], label: Label) -> Tensor:
+def join_parts(shards: Sequence[Tensor], label: Label) -> Tensor:
     """Join the parts of all ranks, in the order of the ranks, to the whole tensor."""
     if isinstance(label, Tiled):
         for parts, inner in reversed(label.axes):
             rows = [shards[k : k + parts] for k in range(0, len(shards), parts)]
-            shards = [join(row, inner) for row in rows]
+            shards = [join_parts(row, inner) for row in rows]
         return shards[0]
     if isinstance(label, Partial):
         return torch.stack(list(shards)).sum(0)
@@ -131,7 +132,7 @@ def join(shards: Sequence[Tensor], label: Label) -> Tensor:
     return shards[0]
 
 
-def grid_place(label: Tiled, rank: int) -> tuple[int, ...]:
+def grid_coordinates(label: Tiled, rank: int) -> tuple[int, ...]:
     """Return a rank's coordinates in the label's grid, the last axis fastest.
 
     >>> grid_place(Tiled(((2, Split(0)), (2, Whole()))), 3)

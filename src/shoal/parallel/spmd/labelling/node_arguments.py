@@ -1,7 +1,8 @@
 """Integers among an operation's arguments, some of which are sizes of the whole tensor.
 
 `view(x, [batch, seq, 16, 64])` on a part with 8 of 16 heads must become `[batch, seq, 8, 64]`.
-Trial runs find out which integers are sizes: `edits` lists the trials, `divided` applies one.
+Trial runs find out which integers are sizes: `enumerate_edits` lists the trials, `divide_arguments`
+applies one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ Edit = tuple[Path, int]
 """(path of an integer in (args, kwargs), its divisor)."""
 
 
-def edits(template: Any, degree: int, grids: Sequence[int]) -> Iterator[tuple[Edit, ...]]:
+def enumerate_edits(template: Any, degree: int, grids: Sequence[int]) -> Iterator[tuple[Edit, ...]]:
     """Yield arguments to divide: none; one; all of one list; two; those of a grid of ranks.
 
     Args:
         grids: outer degrees of the grids to try.
     """
     yield ()
-    found = [(path, n) for path, n in numbers_in(template) if n > 1]
+    found = [(path, n) for path, n in list_integers(template) if n > 1]
     even = [path for path, n in found if n % degree == 0]
     for path in even:
         yield ((path, degree),)
@@ -36,10 +37,12 @@ def edits(template: Any, degree: int, grids: Sequence[int]) -> Iterator[tuple[Ed
         for one, other in itertools.combinations(even, 2):
             yield ((one, degree), (other, degree))
     for outer in grids:
-        yield from _on_a_grid(found, outer, degree // outer)
+        yield from _enumerate_grid_edits(found, outer, degree // outer)
 
 
-def _on_a_grid(found: list[tuple[Path, int]], outer: int, inner: int) -> Iterator[tuple[Edit, ...]]:
+def _enumerate_grid_edits(
+    found: list[tuple[Path, int]], outer: int, inner: int
+) -> Iterator[tuple[Edit, ...]]:
     able = [(path, k) for k in dict.fromkeys((outer, inner)) for path, n in found if n % k == 0]
     for single in able:
         yield (single,)
@@ -48,7 +51,7 @@ def _on_a_grid(found: list[tuple[Path, int]], outer: int, inner: int) -> Iterato
             yield (first, second)
 
 
-def numbers_in(template: Any) -> list[tuple[Path, int]]:
+def list_integers(template: Any) -> list[tuple[Path, int]]:
     """Return the integers in nested lists and mappings, with their paths.
 
     >>> numbers_in(([2, [3, True]], {"dim": 4}))
@@ -70,7 +73,7 @@ def numbers_in(template: Any) -> list[tuple[Path, int]]:
     return found
 
 
-def divided(template: Any, wanted: Sequence[Edit]) -> Any:
+def divide_arguments(template: Any, wanted: Sequence[Edit]) -> Any:
     """Return a copy of the template with some integers divided.
 
     >>> divided(([2, [8, 4]], {}), [((0, 1, 0), 4)])
@@ -90,7 +93,7 @@ def divided(template: Any, wanted: Sequence[Edit]) -> Any:
     return walk(template, ())
 
 
-def renumbered(template: Any, numbers: Mapping[int, int]) -> Any:
+def replace_integers(template: Any, numbers: Mapping[int, int]) -> Any:
     """Return a copy of the template with some integers replaced.
 
     >>> renumbered(([2, [8, 4, True]], {}), {8: 1})
@@ -99,9 +102,9 @@ def renumbered(template: Any, numbers: Mapping[int, int]) -> Any:
     if type(template) is int:
         return numbers.get(template, template)
     if isinstance(template, list | tuple):
-        return type(template)(renumbered(item, numbers) for item in template)
+        return type(template)(replace_integers(item, numbers) for item in template)
     if isinstance(template, dict):
-        return {key: renumbered(item, numbers) for key, item in template.items()}
+        return {key: replace_integers(item, numbers) for key, item in template.items()}
     return template
 
 

@@ -18,11 +18,18 @@ from torch import fx
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.labelling.candidates import Shape
-from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, count_of, divides
-from shoal.parallel.spmd.labelling.operation_terms import Choice, Step
-from shoal.parallel.spmd.labelling.rules import Rule
-from shoal.parallel.spmd.labelling.weight_cuts import Labelling, wanted
-from shoal.trace.graph.layer_graph import Untraceable
+from shoal.parallel.spmd.labelling.labels import (
+    PARTIAL,
+    WHOLE,
+    Label,
+    Split,
+    count_segments,
+    divides,
+)
+from shoal.parallel.spmd.labelling.operation_terms import OperationStep, WeightChoice
+from shoal.parallel.spmd.labelling.rules import LabelRule
+from shoal.parallel.spmd.labelling.weight_cuts import WeightLabelling, resolve_slot_labels
+from shoal.trace.graph.layer_graph import UntraceableLayer
 
 SEGMENTS = (1, 2)
 """Numbers of segments tried: one, or two (gate and up)."""
@@ -32,22 +39,22 @@ MOST_PARAMETERS = 6
 
 
 def choose(
-    labelling: Labelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
-) -> Step | None:
+    labelling: WeightLabelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
+) -> OperationStep | None:
     """Choose the labels of all parameters of an opaque part; None: the parameters stay whole.
 
     Args:
         values, undecided: as for `weight_cuts.choose`.
     """
-    slots = labelling.problem.slots(node)
+    slots = labelling.problem.input_nodes(node)
     wants = [
-        WHOLE if label is not None and labelling.cheap(one) else label
+        WHOLE if label is not None and labelling.is_gathered_anyway(one) else label
         for one, label in zip(slots, values, strict=True)
     ]
     if any(label not in (None, WHOLE) for label in wants) or len(undecided) > MOST_PARAMETERS:
         return None
-    for given in _assignments(undecided, labelling.choices, labelling.problem.degree):
-        step = _tried(labelling, slots, node, wants, given)
+    for given in _enumerate_assignments(undecided, labelling.choices, labelling.problem.degree):
+        step = _try_assignment(labelling, slots, node, wants, given)
         if step is not None:
             cut = {name: label or WHOLE for name, label in given.items()}
             labelling.parameters.update(cut)
@@ -58,8 +65,8 @@ def choose(
     return None
 
 
-def _assignments(
-    shapes: Mapping[str, Shape], choices: Mapping[str, Choice], degree: int
+def _enumerate_assignments(
+    shapes: Mapping[str, Shape], choices: Mapping[str, WeightChoice], degree: int
 ) -> Iterator[dict[str, Label | None]]:
     """Yield labels to try, fewest whole elements first; None: passed by rank 0 alone."""
     most = max(len(shape) for shape in shapes.values())
@@ -72,7 +79,7 @@ def _assignments(
             for d in range(int(stacked), len(shape))
             if divides(shape[d], g, degree)
         ]
-        if choices.get(name, Choice()).kind == "whole":
+        if choices.get(name, WeightChoice()).kind == "whole":
             splits = []
         beside: list[Label | None] = [None, WHOLE] if len(shape) < most else []
         options.append([*splits, *beside] or [WHOLE])  # a whole matrix makes a whole product
@@ -80,29 +87,35 @@ def _assignments(
     def dear(labels: tuple[Label | None, ...]) -> tuple[int, int]:
         pairs = list(zip(labels, shapes.values(), strict=True))
         left = sum(math.prod(shape) for label, shape in pairs if not isinstance(label, Split))
-        return left, sum(count_of(label.groups) for label, _ in pairs if isinstance(label, Split))
+        return left, sum(
+            count_segments(label.groups) for label, _ in pairs if isinstance(label, Split)
+        )
 
     for labels in sorted(itertools.product(*options), key=dear):
         if any(isinstance(label, Split) for label in labels):
             yield dict(zip(shapes, labels, strict=True))
 
 
-def _tried(
-    labelling: Labelling,
+def _try_assignment(
+    labelling: WeightLabelling,
     slots: list[fx.Node],
     node: fx.Node,
     values: list[Any],
     given: Mapping[str, Label | None],
-) -> Step | None:
+) -> OperationStep | None:
     """Return the step with these labels if the ranks' results add up to the whole results."""
-    if (asked := wanted(labelling, slots, values, given)) is None:
+    if (asked := resolve_slot_labels(labelling, slots, values, given)) is None:
         return None
     wants, once = asked
-    rule = labelling.rule(node, wants, once)
-    return Step(tuple(wants), rule, once) if rule is not None and _adds_up(node, rule) else None
+    rule = labelling.rule_for(node, wants, once)
+    return (
+        OperationStep(tuple(wants), rule, once)
+        if rule is not None and _adds_up(node, rule)
+        else None
+    )
 
 
-def _adds_up(node: fx.Node, rule: Rule) -> bool:
+def _adds_up(node: fx.Node, rule: LabelRule) -> bool:
     """Return whether all floating results are sums; a whole result would get whole gradients."""
     results = pytree.tree_leaves(node.meta["val"])
     outs = rule.out if isinstance(rule.out, tuple) else (rule.out,) * len(results)
@@ -124,4 +137,6 @@ def check_split(parts: Iterable[str], labels: Mapping[str, Label]) -> None:
     for part in parts:
         inside = [label for name, label in labels.items() if name.startswith(f"{part}.")]
         if all(label == WHOLE for label in inside):
-            raise Untraceable(f"{part} hangs on numbers, and cut parameters do not make up a sum")
+            raise UntraceableLayer(
+                f"{part} hangs on numbers, and cut parameters do not make up a sum"
+            )

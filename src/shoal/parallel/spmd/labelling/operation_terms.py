@@ -9,10 +9,10 @@ from torch import fx
 
 from shoal.base.plans.placement import Groups
 from shoal.parallel.spmd.labelling.labels import Label, Split
-from shoal.parallel.spmd.labelling.rules import Rule
+from shoal.parallel.spmd.labelling.rules import LabelRule
 
 
-class NotSplit(Exception):
+class IndivisibleSequence(Exception):
     """Raised if the sequence does not divide: use plain tensor parallelism instead."""
 
     def __init__(self, shape: Sequence[int], dim: int, degree: int) -> None:
@@ -23,7 +23,7 @@ class NotSplit(Exception):
 
 
 @dataclass(frozen=True)
-class Step:
+class OperationStep:
     """Call of one operation on a rank.
 
     Attributes:
@@ -32,12 +32,12 @@ class Step:
     """
 
     wants: tuple[Label, ...]
-    rule: Rule
+    rule: LabelRule
     once: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
-class Conflict:
+class GatherConflict:
     """Split value that must be gathered, with the operation that needs it and its weights.
 
     Attributes:
@@ -54,7 +54,7 @@ class Conflict:
 
 
 @dataclass(frozen=True)
-class Choice:
+class WeightChoice:
     """Choice for a weight matrix: kind is split, whole, column or row."""
 
     kind: str = "split"

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from shoal.base.plans.placement import Groups, proportions, segment_sizes
-from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, Tiled, join
+from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, Tiled, join_parts
 
 MOST_GROUPS = 64
 """Largest number of segment counts tried, the smallest first, if no input's count fits."""
 
 
-def labels_of(
+def infer_labels(
     whole: Any,
     results: Sequence[Any],
     labels: Sequence[Label],
@@ -37,19 +37,19 @@ def labels_of(
         shapes: shapes of the inputs, if the operation may have concatenated several.
     """
     if not isinstance(whole, list | tuple):
-        return label_of(whole, results, labels, degree, shapes)
+        return infer_label(whole, results, labels, degree, shapes)
     if any(len(result) != len(whole) for result in results):
         return None
     out = []
     for k, item in enumerate(whole):
-        label = label_of(item, [result[k] for result in results], labels, degree)
+        label = infer_label(item, [result[k] for result in results], labels, degree)
         if label is None:
             return None
         out.append(label)
     return tuple(out)
 
 
-def label_of(
+def infer_label(
     whole: Any,
     parts: Sequence[Any],
     labels: Sequence[Label],
@@ -62,15 +62,19 @@ def label_of(
     if any(part.shape != parts[0].shape or part.dim() != whole.dim() for part in parts):
         return None
     if parts[0].shape == whole.shape:
-        if all(close(whole, part) for part in parts):
+        if all(is_close(whole, part) for part in parts):
             return WHOLE
-        added = whole.is_floating_point() and close(whole, torch.stack(list(parts)).sum(0))
+        added = whole.is_floating_point() and is_close(whole, torch.stack(list(parts)).sum(0))
         return PARTIAL if added else None
     dims = [d for d in range(whole.dim()) if whole.shape[d] != parts[0].shape[d]]
-    thin = [_thin(part, dims) for part in (whole, *parts)]  # this rejects most wrong labels early
-    known = [*_joined(whole, dims, labels, shapes), *groups_in(labels)]
-    for label in _candidates(whole, parts[0], dims, known, degree):
-        if close(thin[0], join(thin[1:], label)) and close(whole, join(parts, label)):
+    thin = [
+        _slice_middle(part, dims) for part in (whole, *parts)
+    ]  # this rejects most wrong labels early
+    known = [*_concatenated_segments(whole, dims, labels, shapes), *list_segments(labels)]
+    for label in _enumerate_labels(whole, parts[0], dims, known, degree):
+        if is_close(thin[0], join_parts(thin[1:], label)) and is_close(
+            whole, join_parts(parts, label)
+        ):
             return label
     return None
 
@@ -79,10 +83,10 @@ def is_average(whole: Any, parts: Sequence[Any]) -> bool:
     """Return whether the ranks' results average to the whole result."""
     if not all(isinstance(t, Tensor) and t.shape == parts[0].shape for t in (whole, *parts)):
         return False
-    return whole.is_floating_point() and close(whole, torch.stack(list(parts)).mean(0))
+    return whole.is_floating_point() and is_close(whole, torch.stack(list(parts)).mean(0))
 
 
-def _thin(tensor: Tensor, dims: list[int]) -> Tensor:
+def _slice_middle(tensor: Tensor, dims: list[int]) -> Tensor:
     """Keep one index in the middle of every dim except `dims`."""
     for d in range(tensor.dim()):
         if d not in dims and tensor.shape[d]:
@@ -90,7 +94,7 @@ def _thin(tensor: Tensor, dims: list[int]) -> Tensor:
     return tensor
 
 
-def _candidates(
+def _enumerate_labels(
     whole: Tensor, part: Tensor, dims: list[int], known: Sequence[Groups], degree: int
 ) -> Iterator[Label]:
     ratios = {d: whole.shape[d] // max(1, part.shape[d]) for d in dims}
@@ -99,7 +103,7 @@ def _candidates(
     if len(dims) == 1:
         (d,) = dims
         ratio = ratios[d]
-        splits = [Split(d, g) for g in _groups(part.shape[d], known)]
+        splits = [Split(d, g) for g in _candidate_segments(part.shape[d], known)]
         if ratio == degree:
             yield from splits
         elif degree % ratio == 0:
@@ -108,12 +112,12 @@ def _candidates(
             yield from (Tiled(((copies, WHOLE), (ratio, split))) for split in splits)
     elif len(dims) == 2 and ratios[dims[0]] * ratios[dims[1]] == degree:
         for a, b in (dims, dims[::-1]):
-            for one in _groups(part.shape[a], known):
-                for other in _groups(part.shape[b], known):
+            for one in _candidate_segments(part.shape[a], known):
+                for other in _candidate_segments(part.shape[b], known):
                     yield Tiled(((ratios[a], Split(a, one)), (ratios[b], Split(b, other))))
 
 
-def _joined(
+def _concatenated_segments(
     whole: Tensor, dims: list[int], labels: Sequence[Label], shapes: Sequence[tuple[int, ...]]
 ) -> list[Groups]:
     """Return the segments of a result that concatenates its inputs: theirs, in order."""
@@ -131,7 +135,7 @@ def _joined(
     return [proportions(sizes)] if sum(sizes) == whole.shape[d] and min(sizes) > 0 else []
 
 
-def groups_in(labels: Sequence[Label | None]) -> list[Groups]:
+def list_segments(labels: Sequence[Label | None]) -> list[Groups]:
     """Return the segments that the labels have, then 1.
 
     >>> groups_in([WHOLE, Split(0, 3), Split(1, (2, 1, 1))])
@@ -145,13 +149,13 @@ def groups_in(labels: Sequence[Label | None]) -> list[Groups]:
     return list(dict.fromkeys([*found, 1]))
 
 
-def _groups(size: int, known: Sequence[Groups]) -> list[Groups]:
+def _candidate_segments(size: int, known: Sequence[Groups]) -> list[Groups]:
     """Return segments to try: the known ones, then the divisors of a part's size."""
     every = [g for g in range(1, size + 1) if size % g == 0][:MOST_GROUPS]
     return [g for g in dict.fromkeys([*known, *every]) if segment_sizes(size, g)]
 
 
-def close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal up to rounding."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False

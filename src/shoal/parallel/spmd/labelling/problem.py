@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.labelling.experiment import Call, Slot, Value
+from shoal.parallel.spmd.labelling.experiment import ArgumentSlot, OperationCall, OperationInput
 from shoal.parallel.spmd.labelling.node_arguments import as_float64
-from shoal.parallel.spmd.labelling.rules import Rules
-from shoal.trace.graph.layer_graph import Traced, is_in_place, is_opaque, may_be_replaced
+from shoal.parallel.spmd.labelling.rules import RuleCache
+from shoal.trace.graph.layer_graph import LayerGraph, is_in_place, is_opaque, list_replaceable_nodes
 
 
-class Problem:
+class LabellingProblem:
     """Traced layer, prepared for labelling over `degree` ranks.
 
     Attributes:
@@ -33,8 +33,8 @@ class Problem:
 
     def __init__(
         self,
-        traced: Traced,
-        rules: Rules,
+        traced: LayerGraph,
+        rules: RuleCache,
         degree: int,
         sequence_dim: int | None = None,
         *,
@@ -51,9 +51,9 @@ class Problem:
         self.sources: dict[fx.Node, set[str]] = {}
         for node in traced.graph.nodes:
             self.sources[node] = self._sources(node)
-        self.replaceable = may_be_replaced(traced.graph)
+        self.replaceable = list_replaceable_nodes(traced.graph)
         self._slots: dict[fx.Node, list[fx.Node]] = {}
-        self._calls: dict[fx.Node, Call] = {}
+        self._calls: dict[fx.Node, OperationCall] = {}
         self._known: dict[fx.Node, Any] = {}
 
     def _sources(self, node: fx.Node) -> set[str]:
@@ -77,21 +77,21 @@ class Problem:
             return False
         return all(self.is_constant(one) for one in node.all_input_nodes)
 
-    def slots(self, node: fx.Node) -> list[fx.Node]:
+    def input_nodes(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors that an operation reads, one entry for each argument position."""
         if node not in self._slots:  # cached: an eighth of the search's time without it
             leaves = pytree.tree_leaves((node.args, node.kwargs))
             self._slots[node] = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         return self._slots[node]
 
-    def call(self, node: fx.Node) -> Call:
-        """Return the node's operation as a `Call`, the form in which rules run it."""
+    def call(self, node: fx.Node) -> OperationCall:
+        """Return the node's operation as a `OperationCall`, the form in which rules run it."""
         if node not in self._calls:
-            slots = self.slots(node)
+            slots = self.input_nodes(node)
             places = iter(range(len(slots)))
 
             def described(leaf: Any) -> Any:
-                return Slot(next(places)) if isinstance(leaf, fx.Node) else as_float64(leaf)
+                return ArgumentSlot(next(places)) if isinstance(leaf, fx.Node) else as_float64(leaf)
 
             template = pytree.tree_map(described, (list(node.args), dict(node.kwargs)))
             target = node.target
@@ -99,23 +99,23 @@ class Problem:
                 target = target.reference  # type: ignore[union-attr]
             if target is torch.ops.aten.view.default:  # parts may lie in memory in another way
                 target = torch.ops.aten.reshape.default
-            self._calls[node] = Call(
+            self._calls[node] = OperationCall(
                 target,
                 repr(template),
                 template,
-                tuple(self._described(n) for n in slots),
+                tuple(self._describe_value(n) for n in slots),
                 frozenset(k for k, n in enumerate(slots) if n in self.buffers),
             )
         return self._calls[node]
 
-    def _described(self, node: fx.Node) -> Value:
+    def _describe_value(self, node: fx.Node) -> OperationInput:
         like = _value(node)
         shape = tuple(like.shape)
         if like.dtype.is_floating_point or like.dtype.is_complex:
-            return Value(shape, like.dtype)
+            return OperationInput(shape, like.dtype)
         known = self._evaluate(node).detach().cpu().contiguous()
         raw = known.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return Value(shape, like.dtype, known, hashlib.blake2b(raw).digest())
+        return OperationInput(shape, like.dtype, known, hashlib.blake2b(raw).digest())
 
     def _evaluate(self, node: fx.Node) -> Any:
         """Return the sample's value of an integer or boolean; floats it needs are random."""
@@ -158,6 +158,6 @@ def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def shapes_of(problem: Problem) -> Mapping[str, tuple[int, ...]]:
+def parameter_shapes(problem: LabellingProblem) -> Mapping[str, tuple[int, ...]]:
     """Return the whole shapes of the parameters, by name."""
     return {name: tuple(_value(node).shape) for node, name in problem.parameters.items()}

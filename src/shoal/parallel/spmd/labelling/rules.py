@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.labelling.experiment import Call, Experiment, Value, run
+from shoal.parallel.spmd.labelling.experiment import (
+    Experiment,
+    OperationCall,
+    OperationInput,
+    run_call,
+)
 from shoal.parallel.spmd.labelling.labels import (
     PARTIAL,
     WHOLE,
@@ -26,17 +31,17 @@ from shoal.parallel.spmd.labelling.labels import (
     Partial,
     Split,
     Tiled,
-    cut,
+    cut_tensor,
     divides,
 )
 from shoal.parallel.spmd.labelling.node_arguments import (
     Edit,
-    divided,
-    edits,
-    numbers_in,
-    renumbered,
+    divide_arguments,
+    enumerate_edits,
+    list_integers,
+    replace_integers,
 )
-from shoal.parallel.spmd.labelling.outcome import is_average, labels_of
+from shoal.parallel.spmd.labelling.outcome import infer_labels, is_average
 from shoal.trace.graph.layer_graph import is_reference, shared_attention
 
 LARGE = 1 << 18
@@ -53,7 +58,7 @@ DROPOUTS = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.dropout_.de
 
 
 @dataclass(frozen=True)
-class Rule:
+class LabelRule:
     """Label of an operation's result, and the changes to its call that produce it.
 
     Attributes:
@@ -73,16 +78,20 @@ class Rule:
     joint: bool = False
 
 
-class Rules:
+class RuleCache:
     """Cache of rules by call and labels, for all layers of a model."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[object, ...], Rule | None] = {}
-        self._experiments: dict[Call, Experiment | None] = {}
+        self.known: dict[tuple[object, ...], LabelRule | None] = {}
+        self._experiments: dict[OperationCall, Experiment | None] = {}
 
     def find(
-        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int] = frozenset()
-    ) -> Rule | None:
+        self,
+        call: OperationCall,
+        labels: tuple[Label, ...],
+        degree: int,
+        once: frozenset[int] = frozenset(),
+    ) -> LabelRule | None:
         """Return the rule for inputs with these labels, or None if the ranks' results do not fit.
 
         Args:
@@ -93,69 +102,76 @@ class Rules:
             self.known[key] = self._search(call, labels, degree, once)
         return self.known[key]
 
-    def forget_tensors(self) -> None:
+    def free_tensors(self) -> None:
         """Keep the rules and free the tensors of the experiments."""
         self._experiments.clear()
 
     def _search(
-        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int]
-    ) -> Rule | None:
-        if not _possible(call, labels, degree):
+        self, call: OperationCall, labels: tuple[Label, ...], degree: int, once: frozenset[int]
+    ) -> LabelRule | None:
+        if not _is_possible(call, labels, degree):
             return None
-        if call.target is shared_attention and (rule := _joint(call, labels)) is not None:
+        if (
+            call.target is shared_attention
+            and (rule := _joint_attention_rule(call, labels)) is not None
+        ):
             return rule
         if sum(value.elements for value in call.values) > LARGE:
-            small = _smaller(call, labels, degree)
+            small = _shrink_call(call, labels, degree)
             if small is None and is_reference(call.target):
-                from shoal.trace.graph.opaque_parts import smaller  # which made the call
+                from shoal.trace.graph.opaque_parts import shrink_call  # which made the call
 
-                small = smaller(call, degree)
+                small = shrink_call(call, degree)
                 if small is None and sum(value.elements for value in call.values) > TOO_MANY:
                     return None
-            if small is not None and _possible(small, labels, degree) and self._experiment(small):
+            if (
+                small is not None
+                and _is_possible(small, labels, degree)
+                and self._experiment(small)
+            ):
                 found = self._try(small, labels, degree, once)
                 if found is None or not found.edits or _fits(call, labels, degree, found):
                     return found
         return self._try(call, labels, degree, once)
 
-    def _experiment(self, call: Call) -> Experiment | None:
+    def _experiment(self, call: OperationCall) -> Experiment | None:
         if call not in self._experiments:
             if len(self._experiments) >= KEPT:
-                self.forget_tensors()
+                self.free_tensors()
             self._experiments[call] = Experiment.of(call)
         return self._experiments[call]
 
     def _try(
-        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int]
-    ) -> Rule | None:
+        self, call: OperationCall, labels: tuple[Label, ...], degree: int, once: frozenset[int]
+    ) -> LabelRule | None:
         whole = self._experiment(call)
         if whole is None:
             return None
         if whole.draws:
             cannot = call.target not in DROPOUTS or isinstance(labels[0], Partial)
-            return None if cannot else Rule(labels[0], masked=True)
-        held = [whole.on_rank(labels, once, 0, degree)]
-        for edit in edits(call.template, degree, grids(labels, degree)):
-            template = divided(call.template, edit)
+            return None if cannot else LabelRule(labels[0], masked=True)
+        held = [whole.rank_inputs(labels, once, 0, degree)]
+        for edit in enumerate_edits(call.template, degree, list_grid_degrees(labels, degree)):
+            template = divide_arguments(call.template, edit)
             results = [whole.rerun(template, held[0], labels, 0, degree)]
             if results[0] is None:
                 continue
             if len(held) == 1:
-                held += [whole.on_rank(labels, once, rank, degree) for rank in range(1, degree)]
+                held += [whole.rank_inputs(labels, once, rank, degree) for rank in range(1, degree)]
             for rank in range(1, degree):
                 results.append(whole.rerun(template, held[rank], labels, rank, degree))
             if any(result is None for result in results):
                 continue
             shapes = [value.shape for value in call.values]
-            out = labels_of(whole.result, results, labels, degree, shapes)
+            out = infer_labels(whole.result, results, labels, degree, shapes)
             if out is not None:
-                return Rule(out, edit, writes=tuple(sorted(whole.changed)))
+                return LabelRule(out, edit, writes=tuple(sorted(whole.changed)))
             if is_average(whole.result, results) and not whole.changed:
-                return Rule(PARTIAL, edit, averaged=True)
+                return LabelRule(PARTIAL, edit, averaged=True)
         return None
 
 
-def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
+def _is_possible(call: OperationCall, labels: tuple[Label, ...], degree: int) -> bool:
     """Return whether tensors of these shapes and dtypes can have these labels."""
     for value, label in zip(call.values, labels, strict=True):
         if isinstance(label, Partial) and not value.dtype.is_floating_point:
@@ -166,7 +182,7 @@ def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
     return True
 
 
-def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
+def _joint_attention_rule(call: OperationCall, labels: tuple[Label, ...]) -> LabelRule | None:
     """Return the rule of attention on sequence parts: no rank needs to see all tokens.
 
     A rank has the mask rows of its queries, or the whole mask where one row serves all queries.
@@ -178,10 +194,10 @@ def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
         dim = len(value.shape) - 2
         if label != (Split(dim) if value.shape[dim] > 1 else WHOLE):
             return None
-    return Rule(along, joint=True)
+    return LabelRule(along, joint=True)
 
 
-def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
+def list_grid_degrees(labels: Sequence[Label | None], degree: int) -> list[int]:
     """Return outer degrees of rank grids to try: that of a tiled label, else every divisor.
 
     >>> grids([], 8)
@@ -191,7 +207,7 @@ def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
     return tiled[:1] or [k for k in range(2, degree) if degree % k == 0]
 
 
-def _smaller(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
+def _shrink_call(call: OperationCall, labels: Sequence[Label], degree: int) -> OperationCall | None:
     """Return the same call at smaller sizes, equal ones staying equal; None if values are known.
 
     Numbers above 4, which are more than a dim's number, must be sizes and become smaller with them.
@@ -199,20 +215,22 @@ def _smaller(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
     if call.buffers or any(value.known is not None for value in call.values):
         return None
     if call.target is torch.ops.aten.reshape.default:
-        return _smaller_reshape(call, labels, degree)
+        return _shrink_reshape(call, labels, degree)
     sizes = {n for value in call.values for n in value.shape}
-    numbers = {n for _, n in numbers_in(call.template) if n > 4}
+    numbers = {n for _, n in list_integers(call.template) if n > 4}
     if not numbers <= sizes:
         return None
-    small = _shrunk(sorted(sizes), degree, _units(call, labels))
-    return _with(
+    small = _shrink_sizes(sorted(sizes), degree, _size_multiples(call, labels))
+    return _with_shapes(
         call,
         [tuple(small[n] for n in value.shape) for value in call.values],
-        renumbered(call.template, {n: small[n] for n in numbers}),
+        replace_integers(call.template, {n: small[n] for n in numbers}),
     )
 
 
-def _smaller_reshape(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
+def _shrink_reshape(
+    call: OperationCall, labels: Sequence[Label], degree: int
+) -> OperationCall | None:
     """Return a reshape with smaller leading and trailing dims, where it keeps these dims."""
     args, kwargs = call.template
     shape, wanted = call.values[0].shape, tuple(args[1])
@@ -222,17 +240,17 @@ def _smaller_reshape(call: Call, labels: Sequence[Label], degree: int) -> Call |
     last = next((k for k, (n, m) in enumerate(ends) if n != m), len(ends))
     kept = sorted({*shape[:first], *(shape[len(shape) - last :])})
     inner = {*shape[first : len(shape) - last], *wanted[first : len(wanted) - last]}
-    small = _shrunk(kept, degree, _units(call, labels), besides=inner)
+    small = _shrink_sizes(kept, degree, _size_multiples(call, labels), besides=inner)
 
     def shrunk(sizes: tuple[int, ...]) -> tuple[int, ...]:
         middle = sizes[first : len(sizes) - last]
         ends = (sizes[:first], sizes[len(sizes) - last :])
         return (*(small[n] for n in ends[0]), *middle, *(small[n] for n in ends[1]))
 
-    return _with(call, [shrunk(shape)], ([args[0], list(shrunk(wanted)), *args[2:]], kwargs))
+    return _with_shapes(call, [shrunk(shape)], ([args[0], list(shrunk(wanted)), *args[2:]], kwargs))
 
 
-def _units(call: Call, labels: Sequence[Label]) -> dict[int, int]:
+def _size_multiples(call: OperationCall, labels: Sequence[Label]) -> dict[int, int]:
     """Return by size the factor that a dim cut in segments must keep, apart from the ranks."""
     units: dict[int, int] = {}
     for value, label in zip(call.values, labels, strict=True):
@@ -244,7 +262,7 @@ def _units(call: Call, labels: Sequence[Label]) -> dict[int, int]:
     return units
 
 
-def _shrunk(
+def _shrink_sizes(
     sizes: Sequence[int], degree: int, units: Mapping[int, int], besides: Collection[int] = ()
 ) -> dict[int, int]:
     """Return smaller sizes that can be cut like the old ones; different sizes stay different."""
@@ -262,23 +280,28 @@ def _shrunk(
     return small
 
 
-def _with(call: Call, shapes: Sequence[tuple[int, ...]], template: Any) -> Call:
-    values = tuple(Value(s, v.dtype) for s, v in zip(shapes, call.values, strict=True))
+def _with_shapes(
+    call: OperationCall, shapes: Sequence[tuple[int, ...]], template: Any
+) -> OperationCall:
+    values = tuple(OperationInput(s, v.dtype) for s, v in zip(shapes, call.values, strict=True))
     return replace(call, arguments=repr(template), template=template, values=values)
 
 
-def _fits(call: Call, labels: tuple[Label, ...], degree: int, rule: Rule) -> bool:
+def _fits(call: OperationCall, labels: tuple[Label, ...], degree: int, rule: LabelRule) -> bool:
     """Return whether a rule found at smaller sizes gives each rank results of the right shapes."""
     whole = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in call.values]
-    result, template = run(call, call.template, whole), divided(call.template, rule.edits)
+    result, template = (
+        run_call(call, call.template, whole),
+        divide_arguments(call.template, rule.edits),
+    )
     if result is None:
         return False
     wholes = pytree.tree_leaves(result)
     outs = rule.out if isinstance(rule.out, tuple) else (rule.out,) * len(wholes)
     for rank in range(degree):
-        held = [cut(t, label, rank, degree) for t, label in zip(whole, labels, strict=True)]
-        mine = pytree.tree_leaves(run(call, template, held))
-        wanted = [cut(t, label, rank, degree) for t, label in zip(wholes, outs, strict=True)]
+        held = [cut_tensor(t, label, rank, degree) for t, label in zip(whole, labels, strict=True)]
+        mine = pytree.tree_leaves(run_call(call, template, held))
+        wanted = [cut_tensor(t, label, rank, degree) for t, label in zip(wholes, outs, strict=True)]
         if [t.shape for t in wanted] != [getattr(t, "shape", None) for t in mine]:
             return False
     return True

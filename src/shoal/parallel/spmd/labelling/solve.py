@@ -18,8 +18,12 @@ from shoal.base.errors import PlanError
 from shoal.base.plans.placement import Groups, proportions
 from shoal.parallel.spmd.labelling.label_graph import Labelling
 from shoal.parallel.spmd.labelling.labels import WHOLE
-from shoal.parallel.spmd.labelling.operation_terms import Choice, Conflict, may_stay_split
-from shoal.parallel.spmd.labelling.problem import Problem
+from shoal.parallel.spmd.labelling.operation_terms import (
+    GatherConflict,
+    WeightChoice,
+    may_stay_split,
+)
+from shoal.parallel.spmd.labelling.problem import LabellingProblem
 
 SEGMENTS = (3, 2)
 """Numbers of segments tried for a fused weight."""
@@ -28,34 +32,36 @@ DEAR = 20
 """A side result stays split if gathering it makes more than 1 / DEAR of the parameters whole."""
 
 
-def solve(
-    problem: Problem,
+def solve_labelling(
+    problem: LabellingProblem,
     overrides: Mapping[str, str] | None = None,
 ) -> tuple[Labelling, dict[str, str]]:
     """Return the best labelling found, and per whole parameter the reason why it is whole."""
-    found = _searched(problem, overrides or {})
+    found = _search_labelling(problem, overrides or {})
     if any(step.rule.averaged for step in found.best.steps.values()):
         # A norm with a split input can leave more weights whole after it (low-rank queries).
         problem.averages = False
-        other = _searched(problem, overrides or {})
-        problem.averages = _cost(found.best) < _cost(other.best)
+        other = _search_labelling(problem, overrides or {})
+        problem.averages = _rank_key(found.best) < _rank_key(other.best)
         found = found if problem.averages else other
-    found.check_said()
+    found.check_overrides()
     return found.best, found.reasons
 
 
-def _searched(problem: Problem, overrides: Mapping[str, str]) -> _Search:
-    found = _run(_Search(problem, _said(problem, overrides)))
+def _search_labelling(problem: LabellingProblem, overrides: Mapping[str, str]) -> _Search:
+    found = _run_search(_Search(problem, _match_overrides(problem, overrides)))
     if found.passed_over:  # a whole weight removed more conflicts; segments may end better
-        other = _run(_Search(problem, _said(problem, overrides), segments_first=True))
-        found = min(found, other, key=lambda search: _cost(search.best))
+        other = _run_search(
+            _Search(problem, _match_overrides(problem, overrides), segments_first=True)
+        )
+        found = min(found, other, key=lambda search: _rank_key(search.best))
     return found
 
 
-def _run(search: _Search) -> _Search:
+def _run_search(search: _Search) -> _Search:
     while search.best.conflicts and search.improve():
         pass
-    search.take_back()
+    search.restore_splits()
     return search
 
 
@@ -72,38 +78,47 @@ class _Search:
     """
 
     def __init__(
-        self, problem: Problem, said: Mapping[str, Choice], *, segments_first: bool = False
+        self,
+        problem: LabellingProblem,
+        said: Mapping[str, WeightChoice],
+        *,
+        segments_first: bool = False,
     ) -> None:
         self.problem, self.said, self.segments_first = problem, said, segments_first
         self.passed_over = False
-        self.taken_apart = _taken_apart(problem.traced.graph)
+        self.taken_apart = _collect_segments(problem.traced.graph)
         self.lazy: frozenset[int] = frozenset()  # outputs that stay split
         self.choices = dict(said)
         self.given_up: list[str] = []
         self.reasons = {n: "whole: as asked" for n, one in said.items() if one.kind == "whole"}
-        self.best = self._label(self.choices)
+        self.best = self._try_choices(self.choices)
 
-    def _label(self, choices: Mapping[str, Choice]) -> Labelling:
+    def _try_choices(self, choices: Mapping[str, WeightChoice]) -> Labelling:
         return Labelling(self.problem, choices, None, self.lazy)
 
     def improve(self) -> bool:
         """Take the best step to remove a conflict; return False if nothing is left to try."""
         now = self.best
-        conflict = next((c for c in now.conflicts if self._movable(c)), None)
+        conflict = next((c for c in now.conflicts if self._changeable_weights(c)), None)
         if conflict is None:
             return False
-        names = self._movable(conflict)
+        names = self._changeable_weights(conflict)
         options = []
         for name in names:
-            for choice in (Choice("whole"), *(Choice("split", g) for g in self._segments(name))):
-                if choice != self.choices.get(name, Choice()):
+            for choice in (
+                WeightChoice("whole"),
+                *(WeightChoice("split", g) for g in self._candidate_segments(name)),
+            ):
+                if choice != self.choices.get(name, WeightChoice()):
                     changed = {**self.choices, name: choice}
-                    options.append((self._label(changed), changed, name, choice))
+                    options.append((self._try_choices(changed), changed, name, choice))
         if len(names) > 1:  # a fused weight, and the adapter that is added to it
-            for groups in self._segments(names[0]):
-                changed = {**self.choices, **dict.fromkeys(names, Choice("split", groups))}
-                options.append((self._label(changed), changed, names[0], Choice("split", groups)))
-        best = min(options, key=lambda option: _cost(option[0]))
+            for groups in self._candidate_segments(names[0]):
+                changed = {**self.choices, **dict.fromkeys(names, WeightChoice("split", groups))}
+                options.append(
+                    (self._try_choices(changed), changed, names[0], WeightChoice("split", groups))
+                )
+        best = min(options, key=lambda option: _rank_key(option[0]))
         split = [
             option
             for option in options
@@ -117,11 +132,11 @@ class _Search:
         gone = [name] if choice.kind == "whole" else []
         if len(found.conflicts) >= len(now.conflicts):
             gone = names
-            changed = {**self.choices, **{name: Choice("whole") for name in names}}
-            found = self._label(changed)
-        if self._is_dear(conflict, now, found):
+            changed = {**self.choices, **{name: WeightChoice("whole") for name in names}}
+            found = self._try_choices(changed)
+        if self._is_costly(conflict, now, found):
             self.lazy |= {conflict.output or 0}
-            self.best = self._label(self.choices)
+            self.best = self._try_choices(self.choices)
             return True
         shape = "×".join(str(n) for n in conflict.value.meta["val"].shape)
         why = f"whole: {_short(conflict.node)} needs all of a split value [{shape}] on every rank"
@@ -130,23 +145,23 @@ class _Search:
         self.best, self.choices = found, changed
         return True
 
-    def _movable(self, conflict: Conflict) -> list[str]:
+    def _changeable_weights(self, conflict: GatherConflict) -> list[str]:
         """Return the weights behind a conflict that still have another choice."""
         return [
             name
             for name in conflict.origins
             if name not in self.said
             and self.problem.by_name[name].meta["val"].dim() > 1
-            and self.choices.get(name, Choice()).kind != "whole"
+            and self.choices.get(name, WeightChoice()).kind != "whole"
         ]
 
-    def _segments(self, name: str) -> list[Groups]:
+    def _candidate_segments(self, name: str) -> list[Groups]:
         """Return the segments in which a fused weight is tried."""
         shape = self.problem.by_name[name].meta["val"].shape
         told = [groups for size in shape for groups in self.taken_apart.get(size, ())]
         return list(dict.fromkeys([*told, *SEGMENTS]))
 
-    def _is_dear(self, conflict: Conflict, now: Labelling, found: Labelling) -> bool:
+    def _is_costly(self, conflict: GatherConflict, now: Labelling, found: Labelling) -> bool:
         """Return whether a side result (e.g. attention weights) stays split rather than whole.
 
         It does if gathering it would make too many weights whole. Most often nothing reads a side
@@ -158,16 +173,16 @@ class _Search:
         every = sum(self.problem.size(node) for node in self.problem.parameters)
         return (_whole_elements(found) - _whole_elements(now)) * DEAR > every
 
-    def take_back(self) -> None:
+    def restore_splits(self) -> None:
         """Split weights again that need not be whole, in the order in which they became whole."""
         for name in self.given_up:
-            changed = {**self.choices, name: self.said.get(name, Choice())}
-            other = self._label(changed)
-            if _cost(other) < _cost(self.best):
+            changed = {**self.choices, name: self.said.get(name, WeightChoice())}
+            other = self._try_choices(changed)
+            if _rank_key(other) < _rank_key(self.best):
                 self.choices, self.best = changed, other
                 self.reasons.pop(name, None)
 
-    def check_said(self) -> None:
+    def check_overrides(self) -> None:
         """Refuse overrides that the labelling could not follow.
 
         Raises:
@@ -184,7 +199,7 @@ class _Search:
                 )
 
 
-def _taken_apart(graph: fx.Graph) -> dict[int, list[Groups]]:
+def _collect_segments(graph: fx.Graph) -> dict[int, list[Groups]]:
     """Return by size of a dim the segments into which the layer splits it, e.g. by slices."""
     found: dict[int, list[Groups]] = {}
     for node in graph.nodes:
@@ -202,12 +217,12 @@ def _taken_apart(graph: fx.Graph) -> dict[int, list[Groups]]:
                     if len(dims) == 1:
                         pieces.setdefault(dims[0], []).append(int(piece.shape[dims[0]]))
             if several:
-                _note(found, value, pieces)
-        _note(found, value, slices)
+                _add_segments(found, value, pieces)
+        _add_segments(found, value, slices)
     return found
 
 
-def _note(
+def _add_segments(
     found: dict[int, list[Groups]], value: Tensor, pieces: Mapping[int, Sequence[int]]
 ) -> None:
     for dim, sizes in pieces.items():
@@ -217,7 +232,7 @@ def _note(
                 every.append(groups)
 
 
-def _cost(labelling: Labelling) -> tuple[int, int, int]:
+def _rank_key(labelling: Labelling) -> tuple[int, int, int]:
     """Return (gathers, whole elements, summed elements of values that no weight made)."""
     return len(labelling.conflicts), _whole_elements(labelling), labelling.summed
 
@@ -231,12 +246,14 @@ def _whole_elements(labelling: Labelling) -> int:
     )
 
 
-def _said(problem: Problem, overrides: Mapping[str, str]) -> dict[str, Choice]:
+def _match_overrides(
+    problem: LabellingProblem, overrides: Mapping[str, str]
+) -> dict[str, WeightChoice]:
     said = {}
     for pattern, kind in overrides.items():
         for name in problem.by_name:
             if fnmatchcase(name, pattern):
-                said[name] = Choice(kind)
+                said[name] = WeightChoice(kind)
     return said
 
 

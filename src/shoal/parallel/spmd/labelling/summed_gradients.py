@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from shoal.base.errors import BugError
 from shoal.parallel.spmd.labelling.label_graph import Labelling
 from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Partial, Split
-from shoal.trace.graph.layer_graph import Traced, Untraceable
+from shoal.trace.graph.layer_graph import LayerGraph, UntraceableLayer
 
 LATENCY = 1 << 12
 """Cost of one more collective, in elements. Elements, not bytes: the places must not depend on the
@@ -40,7 +40,7 @@ Held = tuple[fx.Node, str]
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradientSums:
     """Whole values that have only a part of their gradient on every rank.
 
     Attributes:
@@ -52,12 +52,12 @@ class Sums:
     parts: frozenset[Held]
     entered: frozenset[Held]
 
-    def gives_parts(self, held: Held) -> bool:
+    def returns_parts(self, held: Held) -> bool:
         """Return whether the readers of this value return its gradient in parts."""
         return held in self.parts or held in self.entered
 
 
-def held_as(label: Label, want: Label) -> str | None:
+def whole_form(label: Label, want: Label) -> str | None:
     """Return the whole form in which a value is read; None: split, or a scattered sum."""
     if label == WHOLE:
         return "own"
@@ -66,7 +66,9 @@ def held_as(label: Label, want: Label) -> str | None:
     return None if label == want else "gathered"
 
 
-def place_sums(labelling: Labelling, partial: frozenset[str] | None = None) -> Sums:
+def choose_gradient_sums(
+    labelling: Labelling, partial: frozenset[str] | None = None
+) -> GradientSums:
     """Return the cheapest places to sum gradients.
 
     Args:
@@ -76,30 +78,30 @@ def place_sums(labelling: Labelling, partial: frozenset[str] | None = None) -> S
     Raises:
         Untraceable: no place satisfies these conditions.
     """
-    flow = _Flow()
-    network = _Network(labelling, flow)
+    flow = _FlowNetwork()
+    network = _GradientNetwork(labelling, flow)
     if partial is not None:
-        network.settle(partial)
+        network.fix_partial(partial)
     for node in labelling.problem.traced.graph.nodes:
         if node.op == "call_function":
-            network.operation(node)
+            network.add_operation(node)
     for value, wanted in labelling.outputs:
-        network.output(value, wanted)
-    late = flow.reaching_sink()
+        network.add_output(value, wanted)
+    late = flow.solve_max_flow()
     inside = {held for held in network.seen if (held, "in") in late}
     after = {held for held in network.seen if (held, "out") in late}
-    return Sums(frozenset(inside), frozenset(after - inside))
+    return GradientSums(frozenset(inside), frozenset(after - inside))
 
 
-class _Network:
+class _GradientNetwork:
     """Whole values as pairs of flow nodes: source side whole gradients, sink side parts."""
 
-    def __init__(self, labelling: Labelling, flow: _Flow) -> None:
+    def __init__(self, labelling: Labelling, flow: _FlowNetwork) -> None:
         self.labelling, self.flow = labelling, flow
         self.problem = labelling.problem
         self.seen: set[Held] = set()
         self.settled = False
-        self.certain = need_gradients(self.problem.traced)
+        self.certain = list_differentiated_nodes(self.problem.traced)
 
     def value(self, held: Held) -> Held:
         """Add a whole value to the network, unless the network has it."""
@@ -112,85 +114,87 @@ class _Network:
         if isinstance(value, Tensor):
             size = value.numel()
             cost = 2 * size + LATENCY if node in self.certain else 1
-            self.flow.add((held, "in"), (held, "out"), cost)
+            self.flow.add_edge((held, "in"), (held, "out"), cost)
         else:
-            self.flow.add((held, "in"), (held, "out"), ENDLESS)  # several results: enter each
+            self.flow.add_edge((held, "in"), (held, "out"), ENDLESS)  # several results: enter each
         if form == "reduced" or (form == "own" and node in self.problem.inputs):
-            self.flow.add(SOURCE, (held, "in"), ENDLESS)
+            self.flow.add_edge(SOURCE, (held, "in"), ENDLESS)
         elif form == "gathered":
-            self.flow.add(SOURCE, (held, "in"), size + LATENCY)
+            self.flow.add_edge(SOURCE, (held, "in"), size + LATENCY)
         elif form == "own" and node in self.problem.parameters and not self.settled:
-            self.flow.add(SOURCE, (held, "in"), 1)
+            self.flow.add_edge(SOURCE, (held, "in"), 1)
         return held
 
-    def settle(self, partial: frozenset[str]) -> None:
+    def fix_partial(self, partial: frozenset[str]) -> None:
         """Give trained parameters whole gradients, except those in `partial`."""
         self.settled = True
         for node, name in self.problem.parameters.items():
             whole = self.labelling.parameters.get(name, WHOLE) == WHOLE
             if node in self.problem.traced.trained and whole:
                 held = self.value((node, "own"))
-                self.flow.add(SOURCE, (held, "in"), 1 if name in partial else ENDLESS)
+                self.flow.add_edge(SOURCE, (held, "in"), 1 if name in partial else ENDLESS)
 
-    def operation(self, node: fx.Node) -> None:
+    def add_operation(self, node: fx.Node) -> None:
         """Add the edges between an operation's inputs and its output."""
         step = self.labelling.steps.get(node)
         if step is None:  # picks one of several results
             source = node.args[0]
             if not isinstance(source, fx.Node):
                 raise BugError(f"{node} picks a result of {source}, which is no operation")
-            if self.labelling.label(node) == WHOLE and differentiable(node):
-                self._follows(self.value((node, "own")), self.value((source, "own")))
+            if self.labelling.label(node) == WHOLE and is_differentiable(node):
+                self._add_dependency(self.value((node, "own")), self.value((source, "own")))
             return
         plain = all(want == WHOLE for want in step.wants) and not step.once
-        slots = self.problem.slots(node)
+        slots = self.problem.input_nodes(node)
         for one, want in zip(slots, step.wants, strict=True):
             label = self.labelling.label(one)
-            form = held_as(label, want)
-            if form is None or not differentiable(one) or isinstance(label, tuple):
+            form = whole_form(label, want)
+            if form is None or not is_differentiable(one) or isinstance(label, tuple):
                 continue
             held = self.value((one, form))
             if want != WHOLE:
                 cost = one.meta["val"].numel() + LATENCY
-                self.flow.add((held, "out"), SINK, cost if isinstance(want, Split) else ENDLESS)
+                self.flow.add_edge(
+                    (held, "out"), SINK, cost if isinstance(want, Split) else ENDLESS
+                )
             elif not plain:
-                self.flow.add((held, "out"), SINK, ENDLESS)
-            elif differentiable(node):
-                self._follows(self.value((node, "own")), held)
+                self.flow.add_edge((held, "out"), SINK, ENDLESS)
+            elif is_differentiable(node):
+                self._add_dependency(self.value((node, "own")), held)
 
-    def _follows(self, made: Held, source: Held) -> None:
+    def _add_dependency(self, made: Held, source: Held) -> None:
         """Tie a result to a source of it: parts return parts, whole gradients return whole ones.
 
         If the result's gradient is in parts, the source receives parts from it. If it is whole, the
         source's gradient is whole too.
         """
-        self.flow.add((source, "out"), (made, "in"), ENDLESS)
-        self.flow.add((made, "in"), (source, "in"), ENDLESS)
+        self.flow.add_edge((source, "out"), (made, "in"), ENDLESS)
+        self.flow.add_edge((made, "in"), (source, "in"), ENDLESS)
 
-    def output(self, node: fx.Node, wanted: Label) -> None:
+    def add_output(self, node: fx.Node, wanted: Label) -> None:
         """Require a whole gradient of a value that leaves the layer."""
-        form = held_as(self.labelling.label(node), wanted)
-        if form is None or not differentiable(node):
+        form = whole_form(self.labelling.label(node), wanted)
+        if form is None or not is_differentiable(node):
             return
         held = self.value((node, form))
         if wanted == WHOLE:
-            self.flow.add(SOURCE, (held, "in"), ENDLESS)
+            self.flow.add_edge(SOURCE, (held, "in"), ENDLESS)
         else:
-            self.flow.add((held, "out"), SINK, node.meta["val"].numel() + LATENCY)
+            self.flow.add_edge((held, "out"), SINK, node.meta["val"].numel() + LATENCY)
 
 
-def differentiable(node: fx.Node) -> bool:
+def is_differentiable(node: fx.Node) -> bool:
     """Return whether a value is differentiable: floating, alone or among several tensors."""
     value = node.meta.get("val")
     leaves = value if isinstance(value, list | tuple) else [value]
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves)
 
 
-def need_gradients(traced: Traced) -> set[fx.Node]:
+def list_differentiated_nodes(traced: LayerGraph) -> set[fx.Node]:
     """Return values that certainly need a gradient: made of parameters or inputs with one."""
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
-        made = differentiable(node) and any(one in found for one in node.all_input_nodes)
+        made = is_differentiable(node) and any(one in found for one in node.all_input_nodes)
         if node in traced.trained or made:
             found.add(node)
     return found
@@ -199,19 +203,19 @@ def need_gradients(traced: Traced) -> set[fx.Node]:
 SOURCE, SINK = "source", "sink"
 
 
-class _Flow:
+class _FlowNetwork:
     """Flow network with integer capacities."""
 
     def __init__(self) -> None:
         self.capacity: dict[Hashable, dict[Hashable, int]] = {SOURCE: {}, SINK: {}}
 
-    def add(self, start: Hashable, stop: Hashable, capacity: int) -> None:
+    def add_edge(self, start: Hashable, stop: Hashable, capacity: int) -> None:
         """Add an edge; the capacities of parallel edges add up."""
         edges = self.capacity.setdefault(start, {})
         edges[stop] = min(ENDLESS, edges.get(stop, 0) + capacity)
         self.capacity.setdefault(stop, {}).setdefault(start, 0)
 
-    def reaching_sink(self) -> set[Hashable]:
+    def solve_max_flow(self) -> set[Hashable]:
         """Maximize the flow and return the nodes that still reach the sink."""
         while True:
             path = self._path()
@@ -220,7 +224,7 @@ class _Flow:
             pairs = list(zip(path, path[1:], strict=False))
             room = min(self.capacity[a][b] for a, b in pairs)
             if room >= ENDLESS:
-                raise Untraceable("a value must have whole and partial gradients at once")
+                raise UntraceableLayer("a value must have whole and partial gradients at once")
             for a, b in pairs:
                 self.capacity[a][b] -= room
                 self.capacity[b][a] += room

@@ -14,36 +14,40 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from shoal.parallel.spmd.labelling.candidates import Shape, assignments, parts_of
+from shoal.parallel.spmd.labelling.candidates import (
+    Shape,
+    enumerate_assignments,
+    enumerate_part_labels,
+)
 from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, Tiled
-from shoal.parallel.spmd.labelling.operation_terms import Choice, Step
-from shoal.parallel.spmd.labelling.problem import Problem
-from shoal.parallel.spmd.labelling.rules import Rule
+from shoal.parallel.spmd.labelling.operation_terms import OperationStep, WeightChoice
+from shoal.parallel.spmd.labelling.problem import LabellingProblem
+from shoal.parallel.spmd.labelling.rules import LabelRule
 
 
-class Labelling(Protocol):
+class WeightLabelling(Protocol):
     """Attempt to label a layer (`label_graph.py`), as far as weights are concerned."""
 
-    problem: Problem
-    choices: Mapping[str, Choice]
+    problem: LabellingProblem
+    choices: Mapping[str, WeightChoice]
     parameters: dict[str, Label]
     roles: dict[str, str]
 
     def weight(self, node: fx.Node, given: Mapping[str, Label]) -> Any:
         """Return the label of a value made of parameters alone, from labels of the parameters."""
 
-    def rule(
+    def rule_for(
         self, node: fx.Node, wants: Sequence[Label], once: frozenset[int] = frozenset()
-    ) -> Rule | None:
+    ) -> LabelRule | None:
         """Return the operation's rule for inputs with these labels; None: there is none."""
 
-    def cheap(self, node: fx.Node) -> bool:
+    def is_gathered_anyway(self, node: fx.Node) -> bool:
         """Return whether gathering this value costs little."""
 
 
 def choose(
-    labelling: Labelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
-) -> Step | None:
+    labelling: WeightLabelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
+) -> OperationStep | None:
     """Choose labels of an operation's undecided parameters; None: whole parameters are better.
 
     Args:
@@ -52,42 +56,44 @@ def choose(
     """
     matrices = {name: shape for name, shape in undecided.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in undecided.items() if len(shape) <= 1}
-    choice = labelling.choices.get(next(iter(matrices)), Choice()) if matrices else Choice()
+    choice = (
+        labelling.choices.get(next(iter(matrices)), WeightChoice()) if matrices else WeightChoice()
+    )
     if choice.kind == "whole":
         return None
     degree = labelling.problem.degree
-    for met in _meetings(labelling, node, values, choice, bool(matrices)):
-        for given in assignments(matrices, vectors, met, choice.groups, degree):
-            step = _decide(labelling, node, met, given)
+    for met in _enumerate_activation_labels(labelling, node, values, choice, bool(matrices)):
+        for given in enumerate_assignments(matrices, vectors, met, choice.groups, degree):
+            step = _try_labels(labelling, node, met, given)
             if step is not None:
                 return step
     return None
 
 
-def _meetings(
-    labelling: Labelling, node: fx.Node, values: list[Any], choice: Choice, matrix: bool
+def _enumerate_activation_labels(
+    labelling: WeightLabelling, node: fx.Node, values: list[Any], choice: WeightChoice, matrix: bool
 ) -> Iterator[list[Any]]:
     """Yield labels under which a weight may meet the other inputs: as row, then as column."""
-    slots = labelling.problem.slots(node)
+    slots = labelling.problem.input_nodes(node)
     if any(isinstance(label, Split | Tiled) for label in values) and choice.kind != "column":
         yield values
     free = choice.kind == "column"
     gathered = [
-        WHOLE if label is not None and (free or labelling.cheap(one)) else label
+        WHOLE if label is not None and (free or labelling.is_gathered_anyway(one)) else label
         for one, label in zip(slots, values, strict=True)
     ]
     if choice.kind == "row":
         for k, label in enumerate(gathered):
             shape = tuple(slots[k].meta["val"].shape)
-            for part in parts_of(shape, [], labelling.problem.degree):
+            for part in enumerate_part_labels(shape, [], labelling.problem.degree):
                 if label == WHOLE:
                     yield [*gathered[:k], part, *gathered[k + 1 :]]
     elif matrix:
         yield gathered
 
 
-def wanted(
-    labelling: Labelling,
+def resolve_slot_labels(
+    labelling: WeightLabelling,
     slots: list[fx.Node],
     values: list[Any],
     given: Mapping[str, Label | None],
@@ -113,18 +119,18 @@ def wanted(
     return wants, frozenset(k for k, one in enumerate(slots) if sources[one] & alone)
 
 
-def _decide(
-    labelling: Labelling, node: fx.Node, values: list[Any], given: Mapping[str, Label | None]
-) -> Step | None:
+def _try_labels(
+    labelling: WeightLabelling, node: fx.Node, values: list[Any], given: Mapping[str, Label | None]
+) -> OperationStep | None:
     """Keep these labels of parameters if there is a rule for them."""
-    slots = labelling.problem.slots(node)
+    slots = labelling.problem.input_nodes(node)
     labels = {name: label or WHOLE for name, label in given.items()}
-    if (asked := wanted(labelling, slots, values, given)) is None:
+    if (asked := resolve_slot_labels(labelling, slots, values, given)) is None:
         return None
     wants, once = asked
-    rule = labelling.rule(node, wants, once)
-    if rule is None and (cut := _with_buffers(labelling, slots, wants, labels)):
-        wants, rule = cut, labelling.rule(node, cut, once)
+    rule = labelling.rule_for(node, wants, once)
+    if rule is None and (cut := _cut_buffers(labelling, slots, wants, labels)):
+        wants, rule = cut, labelling.rule_for(node, cut, once)
     if rule is None or rule.out == WHOLE or (once and rule.out != PARTIAL):
         return None
     if rule.out == PARTIAL and not any(isinstance(x, Split | Tiled) for x in values):
@@ -133,11 +139,14 @@ def _decide(
     role = "row" if rule.out == PARTIAL else "column"
     labelling.roles.update({name: role for name, label in labels.items() if label != WHOLE})
     labelling.roles.update({name: "once" for name, label in given.items() if label is None})
-    return Step(tuple(wants), rule, once)
+    return OperationStep(tuple(wants), rule, once)
 
 
-def _with_buffers(
-    labelling: Labelling, slots: list[fx.Node], wants: list[Label], labels: Mapping[str, Label]
+def _cut_buffers(
+    labelling: WeightLabelling,
+    slots: list[fx.Node],
+    wants: list[Label],
+    labels: Mapping[str, Label],
 ) -> list[Label] | None:
     """Cut buffers like the vectors of the same operation (running statistics per channel)."""
     buffers = labelling.problem.buffers

@@ -13,7 +13,7 @@ Told = Sequence[dict[str, Any]]
 """Messages of all ranks about their batches (`BatchConsistencyGuard._told`)."""
 
 
-def refuse_unlike_data(step: int, told: Told, layout: str) -> None:
+def refuse_different_data(step: int, told: Told, layout: str) -> None:
     """Raise ConfigError if ranks read other data than they must; the same on every rank.
 
     Args:
@@ -31,8 +31,9 @@ def refuse_unlike_data(step: int, told: Told, layout: str) -> None:
     for rank, one in enumerate(told):
         if one["probe"] != probe:
             raise ConfigError(
-                f"run.loader: the data differ between rank 0 ({_shown(probe)}) and rank {rank} "
-                f"({_shown(one['probe'])}): every rank must give the same dataset, which "
+                f"run.loader: the data differ between rank 0 ({_format_probe(probe)}) and rank "
+                f"{rank} "
+                f"({_format_probe(one['probe'])}): every rank must give the same dataset, which "
                 f"run.loader deals out. Was it made without a seed (torch.manual_seed), or dealt "
                 f"to ranks already? Such batches of your own go to run.step(batch)"
             )
@@ -46,7 +47,7 @@ def refuse_unlike_data(step: int, told: Told, layout: str) -> None:
             )
 
 
-def refuse_doubled(step: int, shares: Told, *, by_chance: bool) -> None:
+def refuse_duplicate_samples(step: int, shares: Told, *, by_chance: bool) -> None:
     """Raise ConfigError if all ranks read the whole data, or the same samples.
 
     Args:
@@ -71,11 +72,11 @@ def refuse_doubled(step: int, shares: Told, *, by_chance: bool) -> None:
     )
 
 
-def _shown(probe: Sequence[Any]) -> str:
+def _format_probe(probe: Sequence[Any]) -> str:
     return ", ".join(map(str, probe)) or "nothing"
 
 
-def size_line(step: int, batch: int, shares: Told, *, may_be: bool) -> str:
+def batch_size_line(step: int, batch: int, shares: Told, *, may_be: bool) -> str:
     """Return the line for a batch of another size than the user set.
 
     Args:

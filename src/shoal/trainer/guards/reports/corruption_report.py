@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from shoal.base.errors import ClusterError
 from shoal.base.plans.placement import Placement
 from shoal.parallel.program import Program
-from shoal.trainer.guards.checksums import WEIGHT, Look
-from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.guards.checksums import WEIGHT, ChecksumSnapshot
+from shoal.trainer.metrics_recorder import MetricsRecorder
 
 WORD_BITS = 64
 MENDS = (
@@ -22,23 +22,25 @@ MENDS = (
 )
 
 
-class Looking(Protocol):
+class CorruptionCheckFields(Protocol):
     """Interface of a `CorruptionCheck` that reports read: the run, and which ranks are replicas."""
 
     program: Program
-    recorder: Recorder
+    recorder: MetricsRecorder
     told: bool
     kinds: list[Any]
     groups: list[list[int]]
 
-    def places(self, look: Look) -> list[list[int]]:
+    def indices_by_kind(self, look: ChecksumSnapshot) -> list[list[int]]:
         """Return, for each kind of sharding, the indices of its tensors."""
 
-    def held_over(self, row: Placement, what: str) -> Any:
+    def replica_axes(self, row: Placement, what: str) -> Any:
         """Return the kind of sharding of a tensor."""
 
 
-def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
+def raise_memory_corruption(
+    drift: CorruptionCheckFields, look: ChecksumSnapshot, *, alone: bool = False
+) -> None:
     """Raise ClusterError for tensors that changed without a write, unless user code meant it.
 
     Args:
@@ -63,16 +65,19 @@ def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
     told = drift.program.world.gather_json(mine)
     for rank, one in enumerate(told):
         for what, name, difference, element_bytes in one["found"]:
-            bit = _bit(difference, element_bytes) if len(one["found"]) == 1 else None
-            if bit is None and (alone or _was_meant(drift, told, rank, what, name)):
+            bit = _flipped_bit_index(difference, element_bytes) if len(one["found"]) == 1 else None
+            if bit is None and (alone or _is_user_write(drift, told, rank, what, name)):
                 continue
             text = (
-                f"step {_step(look)}: {_named(what, name)} changed in memory of rank {rank} "
+                f"step {_skipped_step(look)}: {_tensor_title(what, name)} changed in memory of "
+                f"rank {rank} "
                 f"({one['host']}) after the update of step {look.step}, and no operation wrote it"
                 f"{f': bit {bit} of one element flipped' if bit is not None else ''}; {MENDS}"
             )
             of = f"{one['host']}: memory"
-            _raise(drift, _step(look), text, [rank], _named(what, name), of)
+            _raise_corruption(
+                drift, _skipped_step(look), text, [rank], _tensor_title(what, name), of
+            )
     if not alone and not drift.told:
         drift.told = True
         name = next(name for one in told for _, name, *_ in one["found"])
@@ -82,10 +87,12 @@ def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
         )
 
 
-def replicas_differ(drift: Looking, look: Look, number: int) -> None:
+def raise_replica_mismatch(
+    drift: CorruptionCheckFields, look: ChecksumSnapshot, number: int
+) -> None:
     """Raise ClusterError for replicas with different checksums, naming the minority."""
     sums = look.sums.read() if look.now is None else look.now
-    places = drift.places(look)[number]
+    places = drift.indices_by_kind(look)[number]
     keys = list(look.tensors)
     mine = {"host": socket.gethostname(), "sums": [[*keys[p], int(sums[p])] for p in places]}
     told: list[dict[str, Any]] = drift.program.world.gather_json(mine)
@@ -107,15 +114,16 @@ def replicas_differ(drift: Looking, look: Look, number: int) -> None:
                 else f"{where} differs, and one of them is wrong"
             )
             text = (
-                f"step {look.step}: {_named(what, name)} on {who}: an update, a product or a "
+                f"step {look.step}: {_tensor_title(what, name)} on {who}: an update, a product "
+                "or a "
                 f"message went wrong; {MENDS}"
             )
-            _raise(drift, look.step, text, ranks, _named(what, name), "replicas")
+            _raise_corruption(drift, look.step, text, ranks, _tensor_title(what, name), "replicas")
     raise ClusterError(f"step {look.step}: ranks that hold the same do not hold as much; {MENDS}")
 
 
-def one_element_differs(drift: Looking, look: Look) -> None:
-    """Raise as `replicas_differ` if weights of replicas differ in one element of one tensor.
+def check_single_element(drift: CorruptionCheckFields, look: ChecksumSnapshot) -> None:
+    """Raise as `raise_replica_mismatch` if weights of replicas differ in one element of one tensor.
 
     No user's code does that. Every rank calls it, if no write was counted.
     """
@@ -124,7 +132,7 @@ def one_element_differs(drift: Looking, look: Look) -> None:
     keys, tensors = list(look.tensors), list(look.tensors.values())
     found: list[tuple[int, int, int]] = []
     for number, groups in enumerate(drift.groups):
-        for place in drift.places(look)[number]:
+        for place in drift.indices_by_kind(look)[number]:
             for rank, first in enumerate(groups):
                 difference = (told[rank][place] - told[first][place]) % 2**WORD_BITS
                 if keys[place][0] == WEIGHT and difference:
@@ -132,11 +140,11 @@ def one_element_differs(drift: Looking, look: Look) -> None:
     if len({place for _, place, _ in found}) == 1:
         number, place, _ = found[0]
         size = tensors[place].element_size()
-        if all(_of_one_element(difference, size) for _, _, difference in found):
-            replicas_differ(drift, look, number)
+        if all(_fits_one_element(difference, size) for _, _, difference in found):
+            raise_replica_mismatch(drift, look, number)
 
 
-def _of_one_element(difference: int, element_bytes: int) -> bool:
+def _fits_one_element(difference: int, element_bytes: int) -> bool:
     """Return whether a change of one element can explain the difference of two sums."""
     distance = min(difference, -difference % 2**WORD_BITS)
     bits = 8 * element_bytes
@@ -146,22 +154,24 @@ def _of_one_element(difference: int, element_bytes: int) -> bool:
     )
 
 
-def _step(look: Look) -> int:
+def _skipped_step(look: ChecksumSnapshot) -> int:
     """Return the step that is not taken."""
     return look.step + 1
 
 
-def _was_meant(drift: Looking, told: list[dict[str, Any]], rank: int, what: str, name: str) -> bool:
+def _is_user_write(
+    drift: CorruptionCheckFields, told: list[dict[str, Any]], rank: int, what: str, name: str
+) -> bool:
     """Return whether user code changed the tensor: a weight, on all its replicas."""
     if what != WEIGHT:
         return False
-    kind = drift.kinds.index(drift.held_over(drift.program.rows[name], what))
+    kind = drift.kinds.index(drift.replica_axes(drift.program.rows[name], what))
     groups = drift.groups[kind]
     others = [told[other] for other in range(len(told)) if groups[other] == groups[rank]]
     return all(any(one[:2] == [what, name] for one in other["found"]) for other in others)
 
 
-def _bit(difference: int, element_bytes: int) -> int | None:
+def _flipped_bit_index(difference: int, element_bytes: int) -> int | None:
     """Return the index of the flipped bit of an element, or None if not exactly one flipped."""
     for value in (difference, -difference % 2**WORD_BITS):
         if value.bit_count() == 1:
@@ -169,11 +179,13 @@ def _bit(difference: int, element_bytes: int) -> int | None:
     return None
 
 
-def _named(what: str, name: str) -> str:
+def _tensor_title(what: str, name: str) -> str:
     return name if what == WEIGHT else f"{what} of {name}"
 
 
-def _raise(drift: Looking, step: int, text: str, ranks: list[int], tensor: str, of: str) -> None:
+def _raise_corruption(
+    drift: CorruptionCheckFields, step: int, text: str, ranks: list[int], tensor: str, of: str
+) -> None:
     world = drift.program.world
     if world.is_first:
         told = {"ranks": ranks, "tensor": tensor, "of": of, "text": text}

@@ -17,7 +17,7 @@ EVALUATES = (
 SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
 
 
-class Seen(Protocol):
+class FirstStepFindings(Protocol):
     """Interface of a `FirstStepLoss` that reports read.
 
     Attributes:
@@ -39,7 +39,7 @@ class Seen(Protocol):
     labels: bool
 
 
-def tell(seen: Seen, notice: Callable[[str], None]) -> None:
+def print_findings(seen: FirstStepFindings, notice: Callable[[str], None]) -> None:
     """Print a notice for each finding of the first step.
 
     Args:
@@ -50,9 +50,9 @@ def tell(seen: Seen, notice: Callable[[str], None]) -> None:
         ConfigError: the model sees the position it predicts.
     """
     if seen.dropped:
-        from shoal.trainer.guards.reports.model_notices import tell_dropped_losses
+        from shoal.trainer.guards.reports.model_notices import print_dropped_losses
 
-        tell_dropped_losses(seen.module, seen.dropped, notice)
+        print_dropped_losses(seen.module, seen.dropped, notice)
     if seen.asked:
         notice(
             f"loss: calls torch.distributed.{', '.join(sorted(seen.asked))}; the run sums what it "
@@ -79,7 +79,7 @@ def tell(seen: Seen, notice: Callable[[str], None]) -> None:
     notice(f"batch: {line}; for next-token training {SHIFT}; if a copy is meant, all is well")
 
 
-def refuse_form(targets: object) -> NoReturn:
+def refuse_targets(targets: object) -> NoReturn:
     """Raise ConfigError for targets that the default loss cannot compare, such as one dict."""
     got = type(targets).__name__
     if isinstance(targets, Mapping):

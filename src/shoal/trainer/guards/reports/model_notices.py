@@ -23,7 +23,7 @@ from torch import nn
 
 from shoal.base.plans.plan import Plan
 from shoal.parallel._torch import BatchNorm
-from shoal.trace.find.blocks import find_blocks
+from shoal.trace.find.blocks import detect_blocks
 from shoal.trainer.step.call_contract import Loss, is_default
 
 AUXILIARY = re.compile("aux_loss|z_loss")
@@ -74,7 +74,7 @@ def _instance_norm_line(module: nn.Module, plan: Plan, share: int) -> str:
     )
 
 
-def tell_dropped_losses(
+def print_dropped_losses(
     module: nn.Module, names: Collection[str], notice: Callable[[str], None]
 ) -> None:
     """Print a notice on losses that a model returns and the default loss does not read.
@@ -92,7 +92,7 @@ def tell_dropped_losses(
     )
 
 
-def dropped_losses(outputs: Any) -> set[str]:
+def list_dropped_losses(outputs: Any) -> set[str]:
     """Return names of losses beside the logits in a model's outputs: scalars with a gradient.
 
     >>> dropped_losses({"logits": torch.ones(2), "aux_loss": torch.ones((), requires_grad=True)})
@@ -139,7 +139,7 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from _numbers(value)
 
 
-def forgotten(module: nn.Module, unheld: Collection[str]) -> set[str]:
+def list_forgotten_weights(module: nn.Module, unheld: Collection[str]) -> set[str]:
     """Return the weights that no optimizer holds if that looks like a mistake; else none.
 
     Args:
@@ -147,7 +147,7 @@ def forgotten(module: nn.Module, unheld: Collection[str]) -> set[str]:
         unheld: names of trainable weights that the optimizer does not hold.
     """
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    blocks = list(find_blocks(module))
+    blocks = list(detect_blocks(module))
     units: dict[str, list[str]] = {}
     for name in weights:
         block = next((one for one in blocks if name.startswith(f"{one}.")), None)
@@ -155,19 +155,19 @@ def forgotten(module: nn.Module, unheld: Collection[str]) -> set[str]:
     for names in units.values():
         left = [weights[name] for name in names if name in unheld]
         held = [weights[name] for name in names if name not in unheld]
-        if left and held and _torn(left, held):
+        if left and held and _is_torn(left, held):
             return set(unheld)
     left = [weight for name, weight in weights.items() if name in unheld]
     held = [weight for name, weight in weights.items() if name not in unheld]
-    return set(unheld) if left and _vectors_alone(left, held) else set()
+    return set(unheld) if left and _are_vectors_left(left, held) else set()
 
 
-def _vectors_alone(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
+def _are_vectors_left(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
     return all(p.ndim < 2 for p in left) and any(p.ndim > 1 for p in held)
 
 
-def _torn(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
-    return _vectors_alone(left, held) or SMALL * sum(p.numel() for p in left) < sum(
+def _is_torn(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
+    return _are_vectors_left(left, held) or SMALL * sum(p.numel() for p in left) < sum(
         p.numel() for p in held
     )
 
@@ -211,7 +211,7 @@ def narrow_line(narrow: Sequence[str], parameters: Mapping[str, nn.Parameter], c
 def cut_off_line(names: Sequence[str]) -> str:
     """Return the notice for weights that ran in step 1 and have no gradient on any rank."""
     return (
-        f"model: {_listed(names)} computed in step 1, and no rank got a gradient for it: a "
+        f"model: {_format_names(names)} computed in step 1, and no rank got a gradient for it: a "
         f".detach(), torch.no_grad() or a kernel without a backward pass lies between it and the "
         f"loss, so it will not train; try: requires_grad_(False) on it, if that is meant"
     )
@@ -220,11 +220,11 @@ def cut_off_line(names: Sequence[str]) -> str:
 def untrained_line(names: Sequence[str], steps: int) -> str:
     """Return the notice for weights that got no gradient in `steps` steps."""
     return (
-        f"model: {_listed(names)} got no gradient in {steps} steps, and stays as it is; try: "
+        f"model: {_format_names(names)} got no gradient in {steps} steps, and stays as it is; try: "
         f"requires_grad_(False) on it, if that is meant"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"{names[0]}{more}"

@@ -12,7 +12,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.text.rank_differences import values_text
 
 
-def refuse_unlike_settings(
+def refuse_different_settings(
     step: int,
     told: Sequence[Sequence[Any]],
     stepped: Sequence[Collection[int]],
@@ -35,26 +35,26 @@ def refuse_unlike_settings(
             }
             for key in dict.fromkeys(key for one in values.values() for key in one):
                 shown = {
-                    rank: _shown(one[key]) if key in one else "not there"
+                    rank: _format_value(one[key]) if key in one else "not there"
                     for rank, one in values.items()
                     if key in kept or rank in ranks
                 }
                 if len(set(shown.values())) > 1:
                     several = len(stepped) > 1
-                    raise ConfigError(_line(key, number if several else None, shown, when))
+                    raise ConfigError(_setting_line(key, number if several else None, shown, when))
     raise ConfigError(
         f"step {step}: the optimizer's settings differ between ranks; try: the same change of "
         f"optimizer.param_groups on every rank"
     )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_format_value, value))})"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> str:
+def _setting_line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> str:
     """Return the line for one setting that differs; `number` is its group's, None for one group."""
     told = values_text(shown)
     group = "" if number is None else f" of group {number}"
@@ -70,7 +70,7 @@ def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> 
     )
 
 
-def endless(schedule: str, total: int) -> ConfigError:
+def endless_schedule_error(schedule: str, total: int) -> ConfigError:
     """Return the error for a schedule without an end."""
     return ConfigError(
         f"total_steps = {total}: schedule = {schedule} needs the length of the run; give "
@@ -78,7 +78,7 @@ def endless(schedule: str, total: int) -> ConfigError:
     )
 
 
-def other_rate(schedule: str, rate: float) -> ConfigError:
+def changed_rate_error(schedule: str, rate: float) -> ConfigError:
     """Return the error for a learning rate that other code changed."""
     return ConfigError(
         f"optimizer: lr was set to {rate:g} beside the run, which sets it by schedule = "
@@ -87,7 +87,7 @@ def other_rate(schedule: str, rate: float) -> ConfigError:
     )
 
 
-def other_groups(held: int, before: int) -> ConfigError:
+def changed_groups_error(held: int, before: int) -> ConfigError:
     """Return the error for parameters that were added or removed.
 
     Args:
@@ -100,7 +100,7 @@ def other_groups(held: int, before: int) -> ConfigError:
     )
 
 
-def moved_nothing() -> ConfigError:
+def no_movement_error() -> ConfigError:
     """Return the error for an optimizer whose first step moved nothing."""
     return ConfigError(
         "optimizer: its first step moved no parameter that has a gradient: it steps over other "
@@ -108,7 +108,7 @@ def moved_nothing() -> ConfigError:
     )
 
 
-def state_of_parts(layout: str) -> ConfigError:
+def sharded_state_error(layout: str) -> ConfigError:
     """Return the error for loading an optimizer state where a rank steps parts of the weights."""
     return ConfigError(
         f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "

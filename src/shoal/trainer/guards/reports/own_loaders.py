@@ -15,11 +15,11 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from shoal.data.loading.dataset_kind import digest_of, identity_of
+from shoal.data.loading.dataset_kind import dataset_identity, digest_of
 from shoal.trainer._torch import LoaderIterator, pytree
 
 
-def information(batch: Any) -> float:
+def count_information_bits(batch: Any) -> float:
     """Return an upper bound of a batch's information in bits: numbers × log2 of distinct values."""
     bits = 0.0
     for leaf in pytree.tree_leaves(batch):
@@ -31,13 +31,13 @@ def information(batch: Any) -> float:
     return bits
 
 
-def _with_subclasses(kind: type) -> list[type]:
+def _list_subclasses(kind: type) -> list[type]:
     """Return a class and all its subclasses."""
     children: list[type] = kind.__subclasses__()
-    return [kind, *(found for one in children for found in _with_subclasses(one))]
+    return [kind, *(found for one in children for found in _list_subclasses(one))]
 
 
-def whole_loaders(samples: int) -> list[list[Any]]:
+def list_unsharded_loaders(samples: int) -> list[list[Any]]:
     """Return the DataLoaders in use whose dataset is not split over ranks.
 
     Args:
@@ -47,17 +47,17 @@ def whole_loaders(samples: int) -> list[list[Any]]:
         For each loader [name of the sampler, length and hashes of two samples of the dataset].
     """
     found = []
-    kinds = {id(kind) for kind in _with_subclasses(LoaderIterator)}
+    kinds = {id(kind) for kind in _list_subclasses(LoaderIterator)}
     for one in [each for each in gc.get_objects() if id(type(each)) in kinds]:
         if not one._num_yielded:
             continue
-        entry = whole_data(one._index_sampler, one._dataset)
+        entry = identify_unsharded_data(one._index_sampler, one._dataset)
         if entry is not None and one._index_sampler.batch_size >= samples:
             found.append(entry)
     return found
 
 
-def whole_data(batches: Any, dataset: Any) -> list[Any] | None:
+def identify_unsharded_data(batches: Any, dataset: Any) -> list[Any] | None:
     """Return an identity of a loader's data, to compare over ranks; None if it may be split.
 
     Args:
@@ -71,6 +71,6 @@ def whole_data(batches: Any, dataset: Any) -> list[Any] | None:
     if type(sampler) not in (RandomSampler, SequentialSampler, SubsetRandomSampler):
         return None
     chosen = list(getattr(sampler, "indices", []))
-    entry = identity_of(dataset)
+    entry = dataset_identity(dataset)
     some = [len(chosen), digest_of(list(map(int, chosen[:64] + chosen[-64:])))]
     return None if entry is None else [type(sampler).__name__, *entry, *some]

@@ -86,7 +86,7 @@ def hooks_line(names: Sequence[str]) -> str:
     )
 
 
-def refuse_beside(
+def refuse_plan_conflicts(
     plan: Plan, given: Mapping[str, Any], plain: Mapping[str, inspect.Parameter]
 ) -> None:
     """Raise ConfigError for an invalid plan, or for arguments that a plan sets itself.

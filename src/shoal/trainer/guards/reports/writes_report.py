@@ -14,35 +14,41 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.policies import OffloadPolicy
 from shoal.parallel.program import Program
-from shoal.trainer.guards.checksums import Look
-from shoal.trainer.guards.reports.corruption_report import Looking, one_element_differs
+from shoal.trainer.guards.checksums import ChecksumSnapshot
+from shoal.trainer.guards.reports.corruption_report import (
+    CorruptionCheckFields,
+    check_single_element,
+)
 from shoal.trainer.step.step_vector import InvariantCheck
 
 Written = Mapping[int, tuple[int, int, torch.dtype]]
 """By id of a tensor: its write counter, its address, its dtype."""
 
 
-class Drifting(Looking, Protocol):
+class CorruptionSnapshotFields(CorruptionCheckFields, Protocol):
     """Interface of a `CorruptionCheck` that reports read."""
 
     on: bool
 
-    def look_now(self, step: int) -> Look:
+    def compute_snapshot(self, step: int) -> ChecksumSnapshot:
         """Return checksums of the present tensors."""
 
 
-class Touching(Protocol):
+class ExternalWriteFields(Protocol):
     """Interface of an `ExternalWriteGuard` that reports read."""
 
     program: Program
 
     @property
-    def drift(self) -> Drifting:
+    def drift(self) -> CorruptionSnapshotFields:
         """Return the check for silent corruption."""
 
 
-def refuse_unlike_ranks(
-    touched: Touching, step: int, found: InvariantCheck, refuse_unlike: Callable[..., None]
+def refuse_rank_differences(
+    touched: ExternalWriteFields,
+    step: int,
+    found: InvariantCheck,
+    refuse_unlike: Callable[..., None],
 ) -> None:
     """Raise for ranks that would train different models; every rank calls it.
 
@@ -58,14 +64,15 @@ def refuse_unlike_ranks(
     """
     written: list[int] = found.by_rank("weights_written")
     if 1 not in written and (any(written) or found.differs("weights")) and touched.drift.on:
-        one_element_differs(touched.drift, touched.drift.look_now(step - 1))
+        check_single_element(touched.drift, touched.drift.compute_snapshot(step - 1))
     written = [int(one > 0) for one in written]
     if len(set(written)) > 1:
         raise ConfigError(
-            f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
-            f"on {_ranks(written, 0)}; try: the same change on every rank"
+            f"step {step}: weights were changed beside the run on {_ranks_with(written, 1)} and "
+            "not "
+            f"on {_ranks_with(written, 0)}; try: the same change on every rank"
         )
-    if pair := found.first_pair("weights"):
+    if pair := found.first_differing_pair("weights"):
         raise ConfigError(
             f"step {step}: weights on rank {pair[1]} are not those on rank {pair[0]}: they were "
             f"changed beside the run, or by the model's own forward pass, by each rank for "
@@ -83,17 +90,17 @@ def refuse_unlike_ranks(
     training = found.by_rank("training_mode")
     if len(set(training)) > 1:
         raise ConfigError(
-            f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
-            f"evaluation mode on {_ranks(training, 0)}; try: model.train() on every rank"
+            f"step {step}: the model is in training mode on {_ranks_with(training, 1)} and in "
+            f"evaluation mode on {_ranks_with(training, 0)}; try: model.train() on every rank"
         )
 
 
-def _ranks(flags: Sequence[float], value: float) -> str:
+def _ranks_with(flags: Sequence[float], value: float) -> str:
     found = [str(rank) for rank, flag in enumerate(flags) if flag == value]
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"
 
 
-def refuse_other_parts(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+def refuse_changed_modules(before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise ConfigError if a layer or parameter was added, removed or replaced since the start."""
     name = next(n for n in {**now, **before} if now.get(n) != before.get(n))
     what = "is new" if name not in before else "is gone" if name not in now else "was replaced"
@@ -104,7 +111,7 @@ def refuse_other_parts(before: Mapping[str, object], now: Mapping[str, object]) 
     )
 
 
-def refuse_other_trained(step: int, trained: int, agreed: Callable[[str], bool]) -> None:
+def refuse_changed_trainable(step: int, trained: int, agreed: Callable[[str], bool]) -> None:
     """Raise ConfigError if ranks would send each other gradients of different parameters.
 
     Args:
@@ -120,7 +127,7 @@ def refuse_other_trained(step: int, trained: int, agreed: Callable[[str], bool])
         )
 
 
-def refuse_other_memory(program: Program, before: Written, now: Written) -> None:
+def refuse_moved_weights(program: Program, before: Written, now: Written) -> None:
     """Raise ConfigError if a change of a weight would be lost, or break a layout.
 
     Args:
@@ -134,7 +141,7 @@ def refuse_other_memory(program: Program, before: Written, now: Written) -> None
         moved = (
             here[1] != there[1]
             and program.plan.layout.zero
-            and not program.plan.asks(OffloadPolicy)
+            and not program.plan.differs_from_default(OffloadPolicy)
         )
         if moved or here[2] != there[2]:
             raise ConfigError(
@@ -152,7 +159,7 @@ def refuse_other_memory(program: Program, before: Written, now: Written) -> None
             )
 
 
-def stepped_beside() -> ConfigError:
+def foreign_step_error() -> ConfigError:
     """Return the error for the user's own call of `optimizer.step`."""
     return ConfigError(
         "optimizer.step() was called beside the run: each rank would step on its own samples' "
