@@ -21,8 +21,8 @@ from shoal.models.moe import (
     Routed,
     apply_capacity,
     balanced_loss,
-    dropped_places,
     count_expert_loads,
+    dropped_places,
 )
 from shoal.trace.costs.traced_facts import trace_facts
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from shoal.view.summary import summarise_run
 from trainer_small import Rows, linear, run_of
 
 from shoal.base.errors import ClusterError
@@ -19,6 +18,7 @@ from shoal.data.loading.read_retries import UnreadableSample
 from shoal.data.loading.step_samples import StepBatch
 from shoal.trainer.step.rank_share import choose_spare_micro_batch
 from shoal.view.diagnose import diagnose
+from shoal.view.summary import summarise_run
 
 
 class Torn(Rows):

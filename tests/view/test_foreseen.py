@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shoal.view.summary import summarise_run
-
 from shoal.view.forecast_errors import forecast_error_lines, predicted_and_measured
+from shoal.view.summary import summarise_run
 
 
 def row(**changed: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.view.summary import summarise_run
 
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, costs_by_link
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
 from shoal.view.island_lines import islands_lines, islands_summary_line, link_lines, sum_rounds
+from shoal.view.summary import summarise_run
 
 Record = dict[str, Any]
 
