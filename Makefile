@@ -84,7 +84,7 @@ wheel: $(STAMP)  ## what a user installs, in build/dist/
 	rm -rf build/lib  # setuptools packs what an earlier build left there, deleted modules too
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
 
-test-versions: wheel  ## oldest and newest torch and Python that are claimed; results: docs/proof/versions.json
+test-versions: wheel  ## oldest and newest torch and Python that are claimed; results: proof/results/versions.json
 	$(BIN)/python tests/proof/versions.py
 
 cuda-kit: $(STAMP)  ## wheels for a GPU machine without network, into .cuda-kit/ (a few MiB)
@@ -100,7 +100,7 @@ cuda-kit: $(STAMP)  ## wheels for a GPU machine without network, into .cuda-kit/
 test-cuda:  ## one GPU, at most 9 minutes; result: build/cuda.json. SHOAL_TEST_DEVICE=cpu: small, on the CPU
 	$(PYTHON) tests/cuda/run.py $(if $(OUT),--out $(OUT)/cuda.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
-test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpus.json, for docs/proof/
+test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpus.json, for proof/results/
 	$(PYTHON) tests/cuda/run.py --on several $(if $(OUT),--out $(OUT)/gpus.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
 clean:

@@ -7,7 +7,7 @@ only: what one-bit does by default was chosen on others (`one_bit.py`).
 
     python benchmarks/compressing.py --quick    a smoke test of a minute
     python benchmarks/compressing.py            writes benchmarks/results/compressing.json
-    python benchmarks/compressing.py --page     prints the table of docs/compress.md of that file
+    python benchmarks/compressing.py --page     prints the table of docs/how-it-works/compress.md of that file
 
 Bytes are means over all steps but the first, which asks more. Those of gradients are all-reduce,
 reduce-scatter, and the gathering of their codes, without the weights that zero1, zero2 and fsdp

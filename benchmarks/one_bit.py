@@ -7,7 +7,7 @@ first steps in int8. Settings are chosen with it, on seeds that judge nothing.
     python benchmarks/one_bit.py 12,13 none twice+cut+early=100 codes=4+early=100
 
 prints a line per word, and adds rows to benchmarks/results/one_bit.jsonl; `--page` prints the table
-of docs/compress.md of that file. A word is none, or
+of docs/how-it-works/compress.md of that file. A word is none, or
 
     early=N      the first N steps in int8 · codes=K   codes of a rank per step: 1 as under ddp and
                  zero1, 4 as under zero2 and fsdp here · twice   the sum is coded too, as under ddp

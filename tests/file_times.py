@@ -3,7 +3,7 @@
     python tests/file_times.py            after `make test`: the files, the costliest first
     python tests/file_times.py --ratio    then twelve files of 3070ad02 on this machine (≤ 5 minutes),
                                           and the suite's CPU seconds relative to 3070ad02's
-    … --keep                              writes docs/proof/test-seconds.json (with `--ratio`: the
+    … --keep                              writes proof/results/test-seconds.json (with `--ratio`: the
                                           twelve files, as this machine ran them, beside the table
                                           of 3070ad02, whose machine this must be)
 
@@ -40,11 +40,11 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "test-times"
 EACH_TEST = bool(os.environ.get("SHOAL_TIME_TESTS"))
-KEPT = ROOT / "docs" / "proof" / "test-seconds.json"
+KEPT = ROOT / "proof" / "results" / "test-seconds.json"
 
 BASE = "3070ad02"
 """The commit whose suite is the measure."""
-BASE_TABLE = ROOT / "docs" / "proof" / f"test-seconds-{BASE}.json"
+BASE_TABLE = ROOT / "proof" / "results" / f"test-seconds-{BASE}.json"
 TWELVE = (
     (
         *("tests/worlds/test_equality.py", "tests/worlds/test_expert.py"),
@@ -117,7 +117,7 @@ def cpu_s(times: Times) -> float:
 
 
 def measured(times: Times) -> dict[str, object]:
-    """Return what docs/proof keeps of some files: where they ran, their sum and their seconds."""
+    """Return what proof/results keeps of some files: where they ran, their sum and their seconds."""
     from importlib.metadata import version
 
     total = [sum(row[k] for row in times.values()) for k in range(3)]

@@ -1,4 +1,4 @@
-"""docs/configuration.md lists every key as the code has it; UPDATE_DOCS=1 writes it anew."""
+"""docs/reference/configuration.md lists every key as the code has it; UPDATE_DOCS=1 writes it anew."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.config.save import toml_value
 from shoal.config.sections import Config, keys
 from shoal.forecast.models.model_facts import FAMILIES, PUBLISHED
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "configuration.md"
 HEAD = """# Every key of run.toml
 
 Written on the command line as `section.key=value`, in a file as tables. Defaults are those of

@@ -209,7 +209,7 @@ def test_every_key_says_what_it_is() -> None:
 
 
 def test_the_committed_proof_is_a_proof() -> None:
-    proof = json.loads((ROOT / "docs" / "proof" / "kills.json").read_text())
+    proof = json.loads((ROOT / "proof" / "results" / "kills.json").read_text())
     assert set(proof["layouts"]) == {"ddp", "zero2", "fsdp", "hsdp", "ddp after a million steps"}
     for layout, found in proof["layouts"].items():
         assert all(found["equal"].values()), layout
@@ -227,7 +227,7 @@ def test_proofs_name_tests_that_exist() -> None:
 
 def test_where_is_it_is_written_from_this_source() -> None:
     done = subprocess.run([sys.executable, ROOT / "tests" / "where.py", "--check"], check=False)
-    assert done.returncode == 0, "docs/where.md is of another source; try: python tests/where.py"
+    assert done.returncode == 0, "docs/reference/where.md is of another source; try: python tests/where.py"
 
 
 OWN_LOOP = """
@@ -439,10 +439,10 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_the_picture_of_the_house_is_the_contract() -> None:
-    """Rooms of docs/architecture.md stand in the order that import-linter holds."""
+    """Rooms of docs/how-it-works/architecture.md stand in the order that import-linter holds."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = contracts["contracts"][0]["layers"]
-    picture = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    picture = (ROOT / "docs" / "how-it-works" / "architecture.md").read_text().split("```")[1]
     drawn = {name: where for where, name in enumerate(re.findall(r"(\w+)(?:/|\.py) ", picture))}
     places = [[drawn[room] for room in floor.split(" | ")] for floor in layers[1:]]
     assert [min(floor) for floor in places] == sorted(min(floor) for floor in places)

@@ -22,7 +22,7 @@ def test_it_is_short_and_shows_before_it_tells() -> None:
 
 
 def test_its_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     wrong = [
         f"{page.name}: {link}"
         for page in pages

@@ -1,4 +1,4 @@
-"""Write docs/where.md: every folder and file of the source, with the first line of its docstring.
+"""Write docs/reference/where.md: every folder and file of the source, with the first line of its docstring.
 
 python tests/where.py            write the page
 python tests/where.py --check    exit status 1 if the page is not of this source
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shoal"
-PAGE = ROOT / "docs" / "where.md"
+PAGE = ROOT / "docs" / "reference" / "where.md"
 HEAD = """# Where is it?
 
 Every folder and file of `src/shoal`, with the first line of its docstring. Written by `python tests/where.py`.

@@ -1,4 +1,4 @@
-"""docs/calculators.md shows what the commands print: every example is run again."""
+"""docs/how-it-works/calculators.md shows what the commands print: every example is run again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from shoal.teach.calculate import SCREENS, calculate
 
-PAGE = (Path(__file__).parents[2] / "docs" / "calculators.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-it-works" / "calculators.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```\n\$ shoal simulate (.*?)\n(.*?)\n```", PAGE, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The new user's page: every command of docs/first-model.md, in its order, as it stands there."""
+"""The new user's page: every command of docs/start/first-model.md, in its order, as it stands there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "first-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "first-model.md"
 LIMIT_S = 900
 
 

@@ -19,7 +19,7 @@ import pytest
 from shoal.base.errors import ConfigError
 from shoal.cli import links
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "links.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-it-works" / "links.md"
 COMMANDS = PAGE.read_text().split("```")[1].strip().splitlines()
 SHOAL = [sys.executable, "-m", "shoal"]
 

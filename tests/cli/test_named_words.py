@@ -65,7 +65,7 @@ def texts() -> list[tuple[str, str]]:
     """(place, text) of everything that a user may read."""
     found = []
     files = [*(ROOT / "src" / "shoal").rglob("*.py"), *(ROOT / "src" / "shoal").rglob("*.txt")]
-    for path in [*files, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    for path in [*files, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
         if path.name not in HISTORY:
             lines = enumerate(path.read_text().splitlines(), 1)
             found += [(f"{path}:{number}", line) for number, line in lines]

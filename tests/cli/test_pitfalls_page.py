@@ -1,4 +1,4 @@
-"""docs/pitfalls.md holds: its programs and commands are run as they stand there."""
+"""docs/how-it-works/pitfalls.md holds: its programs and commands are run as they stand there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from forks import Forks
 
-PAGE = Path(__file__).parents[2] / "docs" / "pitfalls.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-it-works" / "pitfalls.md"
 
 
 def section(title: str) -> tuple[str, list[str]]:

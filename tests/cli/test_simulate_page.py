@@ -1,4 +1,4 @@
-"""docs/simulate.md: every command on it works, and every drawing is what its command draws today."""
+"""docs/how-it-works/simulate.md: every command on it works, and every drawing is what its command draws today."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shoal.cli.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "simulate.md").read_text()
+PAGE = (ROOT / "docs" / "how-it-works" / "simulate.md").read_text()
 COMMANDS = [
     line.split("  #")[0] for line in PAGE.splitlines() if re.match(r"shoal simulate [a-z0-9]", line)
 ]

@@ -341,7 +341,7 @@ def test_the_page_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     results = ROOT / "benchmarks" / "results"
     record = json.loads((results / "compressing.json").read_text())
     before = json.loads((results / "compressing-whole-buckets.json").read_text())
-    page = (ROOT / "docs" / "compress.md").read_text()
+    page = (ROOT / "docs" / "how-it-works" / "compress.md").read_text()
     assert "\n".join(program.table(record)) in page
     assert "\n".join(program.table(before)) in page
     rows = {(r["layout"], r["compress"], r["seed"]): r for r in record["rows"]}
@@ -367,7 +367,7 @@ def test_the_default_share_is_the_one_that_was_chosen(monkeypatch: pytest.Monkey
     """The smallest that costs fsdp less than 0.5 % on two seeds, neither of which judges."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     program = importlib.import_module("one_bit")
-    assert "\n".join(program.table()) in (ROOT / "docs" / "compress.md").read_text()
+    assert "\n".join(program.table()) in (ROOT / "docs" / "how-it-works" / "compress.md").read_text()
     found: dict[str, dict[int, float]] = {}
     for row in map(json.loads, program.OUT.read_text().splitlines()):
         found.setdefault(row["word"], {})[row["seed"]] = row["loss"]

@@ -1,7 +1,7 @@
 """The table of any module × any layout: equal to one process, with every fallback named.
 
 `make proof` runs it: ours, users' and transformers' models under tp, pp and their compositions. What
-is done already stays in docs/proof/any-module.json, so it can be stopped and started again; --fresh
+is done already stays in proof/results/any-module.json, so it can be stopped and started again; --fresh
 begins anew. A row counts for the source that it was made with.
 
 transformers' models cast to float32 inside; they have two rows: with the casts lifted, equal within
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "worlds"), str(ROOT / "tests" / "proof")]
-TARGET = ROOT / "docs" / "proof" / "any-module.json"
+TARGET = ROOT / "proof" / "results" / "any-module.json"
 PAGE = ROOT / "docs" / "proof" / "any-module.md"
 DEADLINE_S = 300.0
 AS_IS = ", casts as they are"

@@ -2,7 +2,7 @@
 
 `make proof` runs it. Tiny models of every class that `tiny_architectures.py` finds are proven as
 `shoal prove` would, and beside each row stands what the plan for tp that comes with the model does.
-What is done stays in docs/proof/architectures.json, so it can be stopped and started again, also by
+What is done stays in proof/results/architectures.json, so it can be stopped and started again, also by
 several at once; --fresh begins anew.
 
     python tests/proof/architectures.py                     everything, an hour on 2 idle cores
@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "proof", "parallel")]
-TARGET = ROOT / "docs" / "proof" / "architectures.json"
+TARGET = ROOT / "proof" / "results" / "architectures.json"
 PAGE = ROOT / "docs" / "proof" / "architectures.md"
 LAYOUTS = {
     "fsdp2": {"dp_shard": 2},

@@ -1,7 +1,7 @@
 """Runs scripts of the neighbours' own repositories by Shoal and by the neighbour, and compares losses.
 
     python tests/proof/beside_scripts.py --sources FOLDER --python accelerate=.venv-proof/bin/python \
-        --python deepspeed=ENV/bin/python [--only cv_example,…] [--out docs/proof/neighbours.json]
+        --python deepspeed=ENV/bin/python [--only cv_example,…] [--out proof/results/neighbours.json]
 
 The scripts stand outside of this repository, in FOLDER/REPOSITORY as git checked them out (with a file
 COMMIT that names what), and run as they are. Hub, data sets and images are answered by local stand-ins (tests/neighbours/stand_ins, a
@@ -236,7 +236,7 @@ def main() -> None:
     words.add_argument("--python", action="append", default=[])
     words.add_argument("--only", default="")
     words.add_argument("--deadline", type=float, default=560)
-    words.add_argument("--out", type=Path, default=ROOT / "docs" / "proof" / "neighbours.json")
+    words.add_argument("--out", type=Path, default=ROOT / "proof" / "results" / "neighbours.json")
     asked = words.parse_args()
     pythons = dict(one.split("=", 1) for one in asked.python)
     only = asked.only.split(",") if asked.only else [row.title for row in ROWS]

@@ -31,7 +31,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "proof")]
-TARGET = ROOT / "docs" / "proof" / "bytes-read.json"
+TARGET = ROOT / "proof" / "results" / "bytes-read.json"
 
 from kept_rows import Row, parser_of, rows_before, write_rows  # noqa: E402
 from source import source_hash  # noqa: E402

@@ -18,7 +18,7 @@ first is complete, so that the supervisor starts it a third time. What holds the
 
 With layout.compress what one step leaves out is not saved (it is said at the start): such a run is
 the cold one up to the checkpoint, and near it afterwards.
-What is done stays in docs/proof/compositions.json, so it can be stopped and started again, also
+What is done stays in proof/results/compositions.json, so it can be stopped and started again, also
 twice at a time for two seeds; rows of another source are made anew.
 
     python tests/proof/compositions.py --seeds 41 97 --rows 200
@@ -49,7 +49,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a fork copies no threads
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "proof", "")]
-TARGET = ROOT / "docs" / "proof" / "compositions.json"
+TARGET = ROOT / "proof" / "results" / "compositions.json"
 SOON_S, DEADLINE_S = 5.0, 240.0
 NEAR = 0.05
 RIGHT = ("equal", "refused")

@@ -1,6 +1,6 @@
 """`shoal diagnose`: silent on twenty clean runs, right on faults that a seed draws?
 
-    python tests/proof/diagnosed.py --seed 35 [--seconds 3000] [--out docs/proof/diagnosed.json]
+    python tests/proof/diagnosed.py --seed 35 [--seconds 3000] [--out proof/results/diagnosed.json]
                                     [--only clean,drawn]
 
 Clean runs differ in layout, precision, islands, data workers, policies and loop; some are stopped
@@ -30,7 +30,7 @@ from cli_run import CommandLine  # noqa: E402
 from fault_runs import command  # noqa: E402
 from forks import shared  # noqa: E402
 
-TARGET = HERE.parents[1] / "docs" / "proof" / "diagnosed.json"
+TARGET = HERE.parents[1] / "proof" / "results" / "diagnosed.json"
 DRAWN = 5
 TWO_ISLANDS = ("islands.count=2", "islands.period=6", "launch.processes=1")
 STOP, AGAIN, LOOP = "stopped and resumed", "trained longer", "a loop of its own"

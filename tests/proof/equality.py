@@ -1,6 +1,6 @@
 """The full table of equality: every layout × every case × 2 and 4 processes, SGD and AdamW.
 
-`make proof` runs it. What is done already stays in docs/proof/equality.json, so it can be stopped
+`make proof` runs it. What is done already stays in proof/results/equality.json, so it can be stopped
 and started again; --fresh begins anew. A row counts for the source that it was made with: after a
 change of src/shoal all rows are made again.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "worlds"))
-TARGET = ROOT / "docs" / "proof" / "equality.json"
+TARGET = ROOT / "proof" / "results" / "equality.json"
 
 from source import source_hash  # noqa: E402
 

@@ -4,7 +4,7 @@
 one file, as several and averaged; "equal" means that every stored weight is that of
 `run.state_dict()`, nothing is missing or left over, and the logits of what `from_pretrained` opens
 are those of the family's model with these weights, all to the bit. What is done stays in
-docs/proof/exported.json, so it can be stopped and started again; --fresh begins anew.
+proof/results/exported.json, so it can be stopped and started again; --fresh begins anew.
 
     python tests/proof/exported.py                       everything, about 3 minutes on 2 cores
     python tests/proof/exported.py --families gemma,opt  some rows
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "proof", "parallel")]
-TARGET = ROOT / "docs" / "proof" / "exported.json"
+TARGET = ROOT / "proof" / "results" / "exported.json"
 FAMILIES = (
     "llama", "llama tied", "gpt2", "mistral", "qwen2", "qwen3", "gemma", "phi", "gpt-neox", "opt",
     "bloom", "bloom untied", "falcon", "mixtral", "gpt-oss", "stablelm",

@@ -2,7 +2,7 @@
 
 `make proof` runs it. Every row is what `shoal prove` would say of a tiny model of the family, as its
 authors wrote it: equal, not proven, or refused; "different" must not come up. What is done stays in
-docs/proof/families.json, so it can be stopped and started again; --fresh begins anew.
+proof/results/families.json, so it can be stopped and started again; --fresh begins anew.
 
     python tests/proof/families.py                      everything, about 20 minutes on 2 cores
     python tests/proof/families.py --families olmo2,opt some rows
@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "proof", "parallel")]
-TARGET = ROOT / "docs" / "proof" / "families.json"
+TARGET = ROOT / "proof" / "results" / "families.json"
 PAGE = ROOT / "docs" / "proof" / "families.md"
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "fsdp2": {"dp_shard": 2}}
 NAMED = 3

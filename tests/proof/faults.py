@@ -1,6 +1,6 @@
 """Faults of the real command by kind, rank and layout: is the right rank told, and does the run go on?
 
-    python tests/proof/faults.py [--seconds 3000] [--out docs/proof/faults.json] [--only tp,pp]
+    python tests/proof/faults.py [--seconds 3000] [--out proof/results/faults.json] [--only tp,pp]
 
 Kinds × first, middle and last rank × layouts (`worlds/faulty.py` does them), each in a run of its
 own on this machine. A trial counts as well when the run ended as that kind must, `shoal diagnose`
@@ -36,7 +36,7 @@ from forks import shared  # noqa: E402
 from shoal.checkpoint.format.listing import list_checkpoints  # noqa: E402
 from shoal.view.diagnose import diagnose  # noqa: E402
 
-TARGET = HERE.parents[1] / "docs" / "proof" / "faults.json"
+TARGET = HERE.parents[1] / "proof" / "results" / "faults.json"
 STEPS, DEADLINE_S = 24, 240.0
 THREE = ["launch.processes=3", "train.batch=12"]
 LAYOUTS: dict[str, tuple[tuple[int, int, int], list[str]]] = {

@@ -7,7 +7,7 @@ tensor and bit are named by every rank, no update was made, no checkpoint appear
 saves between must not be blamed. The same is done under the default setting, which looks at some
 steps only, up to the next save: what is not named must be gone, the checkpoint's bits those of a
 twin; what nobody else holds is reported apart. What a look costs is measured beside it, in CPU seconds. The result
-goes to docs/proof/flips.json; --seed repeats one.
+goes to proof/results/flips.json; --seed repeats one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "worlds"), str(ROOT / "benchmarks")]
-TARGET = ROOT / "docs" / "proof" / "flips.json"
+TARGET = ROOT / "proof" / "results" / "flips.json"
 FLIPS, CLEAN = 200, 300
 LAYOUTS: dict[str, tuple[int, Any]] = {
     "ddp": (2, "ddp"),

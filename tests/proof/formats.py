@@ -1,7 +1,7 @@
 """bf16 and fp16 reach what fp32 reaches: the demo task, three seeds, validation loss within 1 %.
 
 `make proof` runs it, about a minute per row on 2 cores. What is done already stays in
-docs/proof/formats.json, so it can be stopped and started again; --fresh begins anew.
+proof/results/formats.json, so it can be stopped and started again; --fresh begins anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "docs" / "proof" / "formats.json"
+TARGET = ROOT / "proof" / "results" / "formats.json"
 FORMATS, SEEDS, LIMIT = ("fp32", "bf16", "fp16"), (0, 1, 2), 0.01
 DEADLINE_S = 1800
 

@@ -9,7 +9,7 @@ of each); or a loop of one's own, likewise; or a script of accelerate's (`golden
 `shoal plan --json`. The earlier commit, in a worktree of its own, runs each row twice: a row that
 differs from itself counts for nothing. Its results are numbers of this machine and stay on it
 (build/golden/COMMIT.json), so that they are computed once for many changes. Verdicts stand in
-docs/proof/golden.json, row by row: stopped, it goes on; a change of the source begins anew.
+proof/results/golden.json, row by row: stopped, it goes on; a change of the source begins anew.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from source import source_hash  # noqa: E402
 
 from cli_run import final_hashes, trajectory  # noqa: E402
 
-TARGET = ROOT / "docs" / "proof" / "golden.json"
+TARGET = ROOT / "proof" / "results" / "golden.json"
 DEADLINE_S = 300.0
 
 LAYOUTS: dict[str, Words] = {

@@ -7,7 +7,7 @@ Costs are processor seconds of rank 0 inside of a guard's own methods, of its pr
 the steps of the demo's model: 40 steps, or `--steps`. Bytes are those of its entries in the step's
 all-reduce; what ranks must have in common takes 16 bytes for all guards together.
 
-With a guard off the tests of `POOL` run; those that fail are kept in docs/proof/guards.json. The exit
+With a guard off the tests of `POOL` run; those that fail are kept in proof/results/guards.json. The exit
 status is 1 if a guard has none, or if one that was kept passes now.
 """
 
@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 
 from guard_off import VARIABLE, guard_classes  # noqa: E402
 
-TARGET = ROOT / "docs" / "proof" / "guards.json"
+TARGET = ROOT / "proof" / "results" / "guards.json"
 POOL = (
     *("tests/worlds/test_mistakes.py", "tests/worlds/test_unlike_ranks.py"),
     *("tests/worlds/test_drift.py", "tests/worlds/test_guards.py"),

@@ -1,10 +1,10 @@
 """Sixty hangs of the real command: is the right rank told, in time, and does the run go on?
 
-    python tests/proof/hangs.py [--seconds 3000] [--out docs/proof/hangs.json] [--only ddp,pp]
+    python tests/proof/hangs.py [--seconds 3000] [--out proof/results/hangs.json] [--only ddp,pp]
                                 [--simulated]
 
 --simulated: the ranks' devices are simulated ones and their group is theirs (tests/simgpu); kept in
-docs/proof/hangs-simulated.json.
+proof/results/hangs-simulated.json.
 
 Kinds × ranks × layouts (`worlds/hanging.py` does them), each in a run of its own on this machine. A
 trial counts as well when the first hang told is of that rank and of that cause, `waited_s` (the
@@ -36,7 +36,7 @@ from forks import shared  # noqa: E402
 from test_hangs import ARGUMENTS, WHY, hang  # noqa: E402
 
 SIMULATED = HERE.parent / "simgpu"
-TARGET = HERE.parents[1] / "docs" / "proof" / "hangs.json"
+TARGET = HERE.parents[1] / "proof" / "results" / "hangs.json"
 ALIKE = "all ranks wait for each other"
 LATE_S, LEARNT_S, STEPS = 2.0, 60.0, 40
 LAYOUTS: dict[str, tuple[int, list[str]]] = {

@@ -1,6 +1,6 @@
 """Hangs of a run on two nodes under torchrun: is the right rank told, in time, and by its own node?
 
-    python tests/proof/hangs_nodes.py [--seconds 3000] [--out docs/proof/hangs-nodes.json]
+    python tests/proof/hangs_nodes.py [--seconds 3000] [--out proof/results/hangs-nodes.json]
 
 Kinds of hangs × ranks × whether the nodes share a disk (`worlds/nodes_hang.py` does them): two
 agents, each in a network namespace, their rendezvous in a third. A trial counts as well when the one
@@ -30,7 +30,7 @@ from nodes_hang import ENDED, STEPS, on_two_nodes  # noqa: E402
 from shoal.launch.watch.blamed_rank import GONE  # noqa: E402
 from test_hangs import WHY  # noqa: E402
 
-TARGET = HERE.parents[1] / "docs" / "proof" / "hangs-nodes.json"
+TARGET = HERE.parents[1] / "proof" / "results" / "hangs-nodes.json"
 KINDS = ("lock", "barrier", "loop", "stopped", "down", "none")
 LATE_S, LEARNT_S, AWAY_S = 2.0, 60.0, 14.0
 

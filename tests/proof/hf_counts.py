@@ -11,7 +11,7 @@
     text_config   of a class with a text model that is counted: the part in a file of its own
 
     python tests/proof/hf_counts.py            every class, about 8 minutes of one core; writes
-                                               docs/proof/hf-counts.json when the last one is done
+                                               proof/results/hf-counts.json when the last one is done
     python tests/proof/hf_counts.py TYPE …     those model_types, anew; writes nothing
     make proof PART=counts                     the first of them
 
@@ -39,7 +39,7 @@ from shoal.forecast.models.hf_config import TYPES, VISION, shape_from_config
 from shoal.forecast.models.transformer_costs import transformer_facts
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "docs" / "proof" / "hf-counts.json"
+RESULT = ROOT / "proof" / "results" / "hf-counts.json"
 PROGRESS = ROOT / "build" / "hf-counts"
 SOURCES = (
     "src/shoal/forecast/models/hf_*.py",

@@ -4,7 +4,7 @@
 its twin loses a random rank to SIGKILL twenty times, at random moments, some of them while the
 workers are still starting. Losses, gradient norms, samples and the final weights must agree in every
 bit. One of the runs has made a million steps before, whose lines it keeps. How long each kill cost, until the next committed step, is told as p50 and p99 (a machine's
-figure, no gate). The result, with every kill, goes to docs/proof/kills.json after every layout; what
+figure, no gate). The result, with every kill, goes to proof/results/kills.json after every layout; what
 was done with the same source stays, so it can be stopped and started again. --seed repeats one.
 """
 
@@ -31,7 +31,7 @@ from source import source_hash  # noqa: E402
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, trajectory  # noqa: E402
 
 KILLS, STEPS, RANKS = 20, 200, 4
-TARGET = ROOT / "docs" / "proof" / "kills.json"
+TARGET = ROOT / "proof" / "results" / "kills.json"
 LONG = "ddp after a million steps"
 LAYOUTS = ("ddp", "zero2", "fsdp", "hsdp", LONG)
 BEFORE = 1_000_000

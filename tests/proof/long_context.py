@@ -1,6 +1,6 @@
 """64k tokens on four ranks, under a limit on each one's memory that one process exceeds.
 
-`make proof` runs it. The result lands in docs/proof/long-context.json: what one process said under
+`make proof` runs it. The result lands in proof/results/long-context.json: what one process said under
 the limit, the loss of the four ranks beside that of one process without a limit, and the bytes that
 a forward pass keeps for the backward pass.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "worlds"))
-TARGET = ROOT / "docs" / "proof" / "long-context.json"
+TARGET = ROOT / "proof" / "results" / "long-context.json"
 
 import torch  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Forty hangs of loops of one's own, most in the first steps: one cause, the right one, in time?
 
-    python tests/proof/loop_hangs.py [--seconds 3000] [--out docs/proof/loop-hangs.json] [--only ddp]
+    python tests/proof/loop_hangs.py [--seconds 3000] [--out proof/results/loop-hangs.json] [--only ddp]
 
 Kinds × layouts × steps, two or three ranks that nobody's launcher started, so that the process
 beside them watches. A trial counts as well when standard error of all ranks has one line of a
@@ -28,7 +28,7 @@ from kept_trials import run_trials  # noqa: E402
 
 from shoal.launch.processes import free_port  # noqa: E402
 
-TARGET = HERE.parents[1] / "docs" / "proof" / "loop-hangs.json"
+TARGET = HERE.parents[1] / "proof" / "results" / "loop-hangs.json"
 LATEST_S, DEADLINE_S = 10.0, 90.0
 LOOP = """
 import os, sys, time

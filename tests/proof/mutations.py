@@ -1,6 +1,6 @@
 """Damaged run.toml and logs, a thousand of each: is every one refused in words, or read past?
 
-    python tests/proof/mutations.py [--each 1000] [--seed 0] [--out docs/proof/mutations.json]
+    python tests/proof/mutations.py [--each 1000] [--seed 0] [--out proof/results/mutations.json]
 
     run.toml                                   bytes, values, keys, lines that are lost, doubled, cut;
                                                through all checks of `shoal train`, and of every

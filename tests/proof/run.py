@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT, HEAVY = ".venv/bin/python", ".venv-proof/bin/python"
-PROOFS = "docs/proof"
+PROOFS = "proof/results"
 
 PARTS: dict[str, tuple[str, ...]] = {
     "kills": ("python tests/proof/kills.py",),

@@ -1,6 +1,6 @@
 """Parameter servers that do not wait: bounds, digits, deaths and the pace that was foreseen.
 
-    python tests/proof/servers.py [bound | pace | digits | equality | deaths …] [--out docs/proof/servers.json]
+    python tests/proof/servers.py [bound | pace | digits | equality | deaths …] [--out proof/results/servers.json]
 
     bound    10,000 steps with one worker 4 × as slow (planned sleeps): the largest staleness of all
              rows of metrics.jsonl, beside layout.staleness
@@ -194,7 +194,7 @@ def main() -> int:
     """Run the parts that are asked for, and keep what they tell."""
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=list(PARTS))
-    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "docs/proof/servers.json")
+    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "proof/results/servers.json")
     asked = parser.parse_args()
     kept = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     for part in asked.parts:

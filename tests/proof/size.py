@@ -1,7 +1,7 @@
 """Proofs at a user's size: `shoal prove` of 126M and 1B parameters in a memory cgroup of 16 GiB.
 
 `make proof` runs it. A row is one command on two processes; its memory is that of all of them
-together, rank 0's one process among them. What is done stays in docs/proof/size.json, so it can be
+together, rank 0's one process among them. What is done stays in proof/results/size.json, so it can be
 stopped and started again; --fresh begins anew.
 
     python tests/proof/size.py              everything, about 15 minutes on 2 idle cores
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "proof")]
-TARGET = ROOT / "docs" / "proof" / "size.json"
+TARGET = ROOT / "proof" / "results" / "size.json"
 
 from kept_rows import Row, parser_of, rows_before, verdicts, write_rows  # noqa: E402
 from source import source_hash  # noqa: E402

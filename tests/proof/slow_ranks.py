@@ -1,6 +1,6 @@
 """Slow ranks of the real command: is the right rank told with its part, and none that is not slow?
 
-    python tests/proof/slow_ranks.py [--seconds 600] [--out docs/proof/slow-ranks.json] [--only ddp]
+    python tests/proof/slow_ranks.py [--seconds 600] [--out proof/results/slow-ranks.json] [--only ddp]
 
 Twenty trials for each part of a step and layout (`worlds/dawdling.py` does them), each in a run of
 its own on this machine: one rank sleeps for 30 % of a step, from a step on. A trial counts as well
@@ -27,7 +27,7 @@ from cli_run import lines  # noqa: E402
 from forks import shared  # noqa: E402
 from test_slow_ranks import AFTER, ARGUMENTS, dawdle  # noqa: E402
 
-TARGET = HERE.parents[1] / "docs" / "proof" / "slow-ranks.json"
+TARGET = HERE.parents[1] / "proof" / "results" / "slow-ranks.json"
 LAYOUTS = {
     # arguments, seconds of a step in which nobody is slow, as measured
     "ddp": (["layout.strategy=ddp"], 0.040),

@@ -1,6 +1,6 @@
 """A stop asked for in every phase of a run: was it saved in time, or does the status say it was not?
 
-    python tests/proof/stops.py [--only PHASE …] [--signals TERM USR1] [--out docs/proof/stops.json]
+    python tests/proof/stops.py [--only PHASE …] [--signals TERM USR1] [--out proof/results/stops.json]
 
 Each trial is the real `shoal train` on two ranks, asked once by a signal to the launcher (or to
 every process of its tree, loader workers and helpers too, as a scheduler does it) while it is

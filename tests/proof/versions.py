@@ -6,7 +6,7 @@
 In each: the wheel installs by pip from its declared dependencies; away from the checkout, the
 demo (a short `shoal train` on two processes) ends with 0 and can be exported; a sample of
 `make test` passes against the installed package. `make test-versions` runs it and keeps what it saw
-in docs/proof/versions.json, row by row, each with a hash of what ran. A Python that is not on this
+in proof/results/versions.json, row by row, each with a hash of what ran. A Python that is not on this
 machine is a row that says so, and makes the exit status 1: it was not seen. `--only 3.13` runs one row
 and keeps the others of the same source. Downloads a few GB where no CPU build is at hand.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "docs" / "proof" / "versions.json"
+TARGET = ROOT / "proof" / "results" / "versions.json"
 CLAIMED = (("3.12", "2.11.0"), ("3.13", "2.13.0"))
 SAMPLE = [
     "tests/optim/test_optimizer_probe.py",

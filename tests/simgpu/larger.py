@@ -1,4 +1,4 @@
-"""Models larger than a device, row by row, on simulated devices; results: docs/proof/larger.json.
+"""Models larger than a device, row by row, on simulated devices; results: proof/results/larger.json.
 
 A row is one training over several layouts: each builds the model, goes on from what the layout before
 saved, trains, saves and exports, on devices that have 75 % of the model's bytes. It is compared with
@@ -14,7 +14,7 @@ that are only read the kernel drops when it wants the memory; cold, they would b
 each leg but the first goes on a second time, from a checkpoint that is on the disk alone, in a cgroup
 that is limited to what the bound leaves it: it lives there, or the kernel kills it.
 
-    python tests/simgpu/larger.py --out docs/proof/larger.json [ROW …]
+    python tests/simgpu/larger.py --out proof/results/larger.json [ROW …]
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from pathlib import Path
 import device_lines
 
 HERE = Path(__file__).resolve().parent
-TABLE = HERE.parents[1] / "docs" / "proof" / "device-lines.json"
+TABLE = HERE.parents[1] / "proof" / "results" / "device-lines.json"
 MOST_EXCEPTIONS = 150
-AGAIN = "python tests/simgpu/device_lines.py --out docs/proof/device-lines.json"
+AGAIN = "python tests/simgpu/device_lines.py --out proof/results/device-lines.json"
 
 SAMPLE = """
 import torch

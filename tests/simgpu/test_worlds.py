@@ -6,7 +6,7 @@ of it are files, which a run on devices refuses. What those tests demand stays w
 process, or its bits. Here copies and kernels are late, and a missing wait is red by the device's
 clocks. A hang ends by the deadline of a member's call, 120 s, and names the ranks that are silent.
 
-    make proof    all of the sample under 20 seeds; what ran: docs/proof/simulated-worlds.json
+    make proof    all of the sample under 20 seeds; what ran: proof/results/simulated-worlds.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = ROOT / "docs" / "proof" / "simulated-worlds.json"
+KEPT = ROOT / "proof" / "results" / "simulated-worlds.json"
 DEADLINE_S = 1800.0
 
 EQUAL = "equality.py::test_a_layout_equals_one_process"

@@ -200,8 +200,8 @@ run.restore()
 
 
 def test_the_pages_loop_is_stopped_by_a_signal_to_one_rank(tmp_path: Path, programs: Any) -> None:
-    """docs/cluster.md, as it stands there: all ranks save, and the rest is trained afterwards."""
-    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    """docs/start/cluster.md, as it stands there: all ranks save, and the rest is trained afterwards."""
+    page = (Path(__file__).parents[2] / "docs" / "start" / "cluster.md").read_text()
     (loop,) = re.findall(r"```python\n(run\.stop_on_signals.*?)```", page, re.DOTALL)
     (tmp_path / "loop.py").write_text(TWO_RANKS + loop)
     for code in (143, 0):

@@ -122,7 +122,7 @@ def test_each_says_that_it_runs_pickles_and_is_not_part_of_shoal() -> None:
 
 
 def test_where_no_pickle_is_promised_the_one_exception_stands_in_the_same_sentence() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     promises = [
         (page.name, said)
         for page in pages

@@ -91,10 +91,10 @@ def start(folder: Path, *arguments: str) -> CommandLine:
 
 
 def click(folder: Path, *arguments: str) -> CommandLine:
-    """The command of docs/parameter-server.md that trains with tables on a server."""
+    """The command of docs/how-it-works/parameter-server.md that trains with tables on a server."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "clicks.py").write_text(CLICKS)
-    page = Path(__file__).parents[2] / "docs" / "parameter-server.md"
+    page = Path(__file__).parents[2] / "docs" / "how-it-works" / "parameter-server.md"
     (line,) = [row for row in page.read_text().splitlines() if row.startswith("shoal train model.b")
                and "layout.serves=" in row]  # fmt: skip
     return CommandLine(folder, *line.removeprefix("shoal train ").split(), *arguments)

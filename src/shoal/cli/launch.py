@@ -26,7 +26,7 @@ from shoal.planning.settle import settle_layout
 from shoal.wire.run_token import TOKEN, new_token, read_token
 
 app = typer.Typer(
-    help="Write the job of a run for a cluster, or hand it over (docs/cluster.md).",
+    help="Write the job of a run for a cluster, or hand it over (docs/start/cluster.md).",
     no_args_is_help=True,
 )
 ARGUMENTS = typer.Argument(None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="As for `shoal train`.")

@@ -86,7 +86,7 @@ def _keys_help() -> str | None:
         for section, values in vars(Config()).items()
     ]
     told = "\n".join(lines)
-    return f"\b\nKeys, each said in docs/configuration.md:\n{told}"
+    return f"\b\nKeys, each said in docs/reference/configuration.md:\n{told}"
 
 
 app.command("train", epilog=_keys_help())(train.train)

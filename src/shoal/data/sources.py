@@ -136,7 +136,7 @@ def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
     """Open a source by its name in `data.source`: datasets, tokenizer, vocabulary.
 
     Args:
-        source: jsonl:GLOB, hf:FOLDER, mix:0.7*SOURCE+0.3*SOURCE, … (docs/data.md).
+        source: jsonl:GLOB, hf:FOLDER, mix:0.7*SOURCE+0.3*SOURCE, … (docs/reference/data.md).
         seed: seed of random tokens.
         keys: further keys of [data], with the same values and defaults: tokenizer, sequence,
             packing, validation, field, image_size.

@@ -59,7 +59,7 @@ class PartialState:
         raise ConfigError(
             "transformers.Trainer steps through Accelerate's inside, which Shoal does not have; "
             "try: a loop of your own with accelerator.prepare, or shoal.parallelize "
-            "(docs/huggingface.md); without --as it runs as ever"
+            "(docs/start/huggingface.md); without --as it runs as ever"
         )
 
     def __init__(self, *_where: Any, **_how: Any) -> None:

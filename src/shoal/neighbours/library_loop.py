@@ -161,7 +161,7 @@ class LocalLoop(LibraryLoop):
             raise ConfigError(
                 f"LocalSGD: each rank steps whole weights in fp32 by itself, and layout.strategy "
                 f"is {layout.strategy}, precision.compute {compute}; try: ddp in fp32, or an "
-                f"island for each process (docs/islands.md)"
+                f"island for each process (docs/how-it-works/islands.md)"
             )
         super().__init__(run)
         self._norm = 0.0

@@ -84,7 +84,7 @@ class _StrategyMethods:
         for name in named.keys() - policies - {*OWN}:
             known = [*OWN, *POLICIES]
             near = (
-                ELSEWHERE.get(name) or nearest_word(name, known) or "a key of docs/configuration.md"
+                ELSEWHERE.get(name) or nearest_word(name, known) or "a key of docs/reference/configuration.md"
             )
             raise ConfigError(f"ShoalStrategy: {name} is no argument of it; try: {near}")
         self.policies = {name: named.pop(name) for name in policies}

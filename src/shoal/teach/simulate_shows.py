@@ -1,6 +1,6 @@
 """Make, write and print the contents of `shoal simulate`; loaded only when something is shown.
 
-The record that `--json` prints is described in docs/simulate.md.
+The record that `--json` prints is described in docs/how-it-works/simulate.md.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def parallelize(
             export` and `sample`.
         world: the processes, if tests make a `World` by hand; default: found in the environment.
         policies: every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
-            docs/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed, call,
+            docs/reference/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed, call,
             defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
 
     Returns:

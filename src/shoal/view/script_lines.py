@@ -59,7 +59,7 @@ WORDS = {
 }
 """Keys in a script that are no keyword of shoal.parallelize."""
 AGAIN = "start the script again; run.restore() goes on from its last checkpoint"
-HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/cluster.md)"
+HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/start/cluster.md)"
 
 
 def script_command(command: str) -> str:

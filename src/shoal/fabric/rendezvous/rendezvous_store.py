@@ -66,7 +66,7 @@ def _open_store_unlogged(place: ProcessInfo, timeout: timedelta) -> dist.Store:
             logging.getLogger("shoal").warning(
                 "shoal: ranks meet at torchrun's store at %s, which asks nobody who he is: whoever "
                 "reaches that port can end this run; try: "
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and %s (docs/cluster.md)",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and %s (docs/start/cluster.md)",
                 *(place.rendezvous_text, TOKEN),
             )
         return dist.PrefixStore(agree_on_name(store, place, timeout), store)

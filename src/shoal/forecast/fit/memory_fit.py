@@ -5,7 +5,7 @@
     no      at an instant even the lower end is above the capacity
 
 The worst instant decides the verdict, which names it. The width of the interval is the largest
-error on published runs (docs/planner-memory.md), so "fits" keeps less than a tenth of the capacity
+error on published runs (docs/proof/planner-memory.md), so "fits" keeps less than a tenth of the capacity
 in reserve. A node's memory counts if it is known.
 """
 

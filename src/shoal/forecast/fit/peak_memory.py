@@ -70,7 +70,7 @@ from shoal.planning.pipeline_stages import StageUnits, is_block, stage_units
 LOSSES = ("full", "chunked", "parallel")
 UNSURE = 0.09
 """Half-width of the interval as a share of the peak: the errors of all published runs lie inside
-(docs/planner-memory.md)."""
+(docs/proof/planner-memory.md)."""
 
 
 class _StepMoment(NamedTuple):

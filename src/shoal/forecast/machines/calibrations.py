@@ -7,7 +7,7 @@ A coefficient is seconds measured per second of arithmetic (`efficiency`) or sec
 
     A100, Megatron-DeepSpeed   fp16, attention in several kernels, nothing overlapped: fitted by
                                benchmarks/planner/vtrain.py to vTrain's runs (errors out of fold:
-                               docs/planner-time.md), several nodes and one node apart
+                               docs/proof/planner-time.md), several nodes and one node apart
     GPU                        fused attention in one kernel: defaults for every other framework,
                                from the throughput that projects publish (benchmarks/planner/
                                throughput.py prints how far they are off)

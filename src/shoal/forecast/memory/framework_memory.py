@@ -2,7 +2,7 @@
 
 These frameworks made the published runs, so a prediction for comparison must follow their step.
 Every figure here is read from their source or follows from it. Two are fitted, each one number for
-all runs of a kind: `allocator` and `imbalance` (docs/planner-memory.md).
+all runs of a kind: `allocator` and `imbalance` (docs/proof/planner-memory.md).
 
 torchtitan   at 9dec370 (Dec 2024): train.py (`del pred` before backward, loss not compiled),
              models/llama/model.py (repeat_kv), parallelisms/parallelize_llama.py (op-wise

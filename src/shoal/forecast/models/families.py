@@ -2,7 +2,7 @@
 
 Every key of `[model]` is described here once: its type, default, least value and one line about it.
 `shoal.forecast.models.model_facts` checks the user's values against these tables,
-`shoal.models.catalog` builds from them, and docs/configuration.md prints them.
+`shoal.models.catalog` builds from them, and docs/reference/configuration.md prints them.
 
 Source    Llama 2: Touvron et al. 2023, table 1 and config.json; Llama 3: 2407.21783, table 3;
           GPT-2: openai/gpt-2 hparams; ViT: Dosovitskiy et al. 2020 (2010.11929) table 1;

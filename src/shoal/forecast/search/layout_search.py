@@ -6,7 +6,7 @@ data-parallel, and ep uses data-parallel ranks. The memory prediction comes firs
 cheap and rejects most candidates. Illegal layouts are never proposed: heads that do not divide,
 more stages than blocks, a block gathered or recomputed again in every half of a split backward.
 
-Source: the legality rules are those of docs/plan.md, each with its measurement.
+Source: the legality rules are those of docs/how-it-works/plan.md, each with its measurement.
 """
 
 from __future__ import annotations

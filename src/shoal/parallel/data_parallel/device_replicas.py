@@ -94,7 +94,7 @@ def apply(program: Program) -> Program:
     program.notices.append(
         f"dp: {count} replicas in one process, on {', '.join(map(str, devices))}, for comparison; "
         f"ddp's processes do not share one interpreter, sum gradients during backward, and send "
-        f"no weights (docs/compare.md)"
+        f"no weights (docs/how-it-works/compare.md)"
     )
     if 0 < micro_batches < count:
         program.notices.append(

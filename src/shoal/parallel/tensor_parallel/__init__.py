@@ -7,7 +7,7 @@ hold parts of the sequence between the split layers as well, which takes no more
 fewer activations.
 
 Source: Shoeybi et al. 2019 (1909.08053), Korthikanti et al. 2022 (2205.05198); the derivation is
-described in docs/any-module.md
+described in docs/how-it-works/any-module.md
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def plan(
         ConfigError: an argument is wrong.
 
     References:
-        docs/plan.md: the figures' derivation, and their errors.
+        docs/how-it-works/plan.md: the figures' derivation, and their errors.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
