@@ -7,7 +7,8 @@ only: what one-bit does by default was chosen on others (`one_bit.py`).
 
     python benchmarks/compressing.py --quick    a smoke test of a minute
     python benchmarks/compressing.py            writes benchmarks/results/compressing.json
-    python benchmarks/compressing.py --page     prints the table of docs/how-it-works/compress.md of that file
+    python benchmarks/compressing.py --page     prints the table of docs/how-it-works/compress.md of
+    that file
 
 Bytes are means over all steps but the first, which asks more. Those of gradients are all-reduce,
 reduce-scatter, and the gathering of their codes, without the weights that zero1, zero2 and fsdp
@@ -118,7 +119,7 @@ def work(job: dict[str, Any]) -> None:
 
     world = start_world()
     config = load_config(None, WORDS).config
-    source = world.local_first(lambda: open_source(config.data, 0))
+    source = world.run_local_first(lambda: open_source(config.data, 0))
     held = len(source.validation)
     few = range(0, held, max(1, held // VALIDATED))
     for case in job["cases"]:

@@ -227,7 +227,9 @@ def test_proofs_name_tests_that_exist() -> None:
 
 def test_where_is_it_is_written_from_this_source() -> None:
     done = subprocess.run([sys.executable, ROOT / "tests" / "where.py", "--check"], check=False)
-    assert done.returncode == 0, "docs/reference/where.md is of another source; try: python tests/where.py"
+    assert done.returncode == 0, (
+        "docs/reference/where.md is of another source; try: python tests/where.py"
+    )
 
 
 OWN_LOOP = """

@@ -93,7 +93,7 @@ def check_who_sees_which_disk(world: World, root: Path) -> None:
     assert node_local.find_folder_keepers(root.parent / "shared" / "below", world) == ()
     world.keepers = node_local.find_keepers(own(root, world.rank).parent, world)
     assert world.keepers == KEEPERS
-    assert world.keeps == (world.rank != 1)
+    assert world.writes_files == (world.rank != 1)
     world.barrier()
     assert os.listdir(own(root, world.rank).parent) == []
     with pytest.raises(ConfigError, match="rank 1 of 4 does not see what rank 0, on the same mach"):
@@ -150,7 +150,7 @@ def check_what_is_damaged_comes_again_from_who_has_it_whole(world: World, root: 
 def check_what_nobody_has_whole_gives_way_to_the_one_before(world: World, root: Path) -> None:
     save(world, root, 5, keep=2)
     world.barrier()
-    if world.keeps:
+    if world.writes_files:
         flip(own(root, world.rank) / "step-5" / f"rank-{world.rank}.safetensors")
     world.barrier()
     assert bring(world, root) == node_local.SyncedCheckpoint(4, 0, {})
@@ -175,7 +175,7 @@ def check_of_two_futures_the_one_that_most_have_counts(world: World, root: Path)
     if world.is_first:
         shutil.copytree(own(root, 0) / "step-6", aside)
     world.barrier()
-    if world.keeps:
+    if world.writes_files:
         shutil.rmtree(own(root, world.rank) / "step-6")
     world.barrier()
     pieces = offered(6, world, {"model.b": 1})  # cut otherwise, so the digest is another
@@ -202,7 +202,7 @@ def check_a_disk_that_does_not_take_it_fails_the_save_on_all(world: World, root:
     ):
         save(world, root, 7, heard=heard)
     assert names(world, root) == before
-    assert len(heard.named("checkpoint_failed")) == (1 if world.keeps else 0)
+    assert len(heard.named("checkpoint_failed")) == (1 if world.writes_files else 0)
     small = replaced(folders, "check_space", _refuse, where=world.rank == 3)
     with small, pytest.raises(CheckpointError, match="rank 3: it needs 9 GiB, 1 GiB are free"):
         save(world, root, 7)
@@ -236,7 +236,7 @@ def check_rows_that_are_too_many_are_said(world: World, root: Path) -> None:
     """Steps 1 to 9 are on the disk of rank 3, rank 0's ends at 2 and has a row taken again."""
     folder, heard = own(root, world.rank).parent, Heard()
     rows = [json.dumps({"step": step, "loss": 0.5}) for step in range(1, 10)]
-    if world.keeps:
+    if world.writes_files:
         kept = rows if world.rank == 3 else rows[:3]
         (folder / "metrics.jsonl").write_text("\n".join([*kept, ""]))
     found = node_local.SyncedCheckpoint(8, 3, {0: 2})
@@ -258,7 +258,7 @@ def check_what_a_remote_folder_has_comes_to_every_disk(world: World, root: Path)
     if world.is_first:
         remote.upload_checkpoint(own(root, 0) / "step-6", "", 9)
     world.barrier()
-    if world.keeps:
+    if world.writes_files:
         shutil.rmtree(own(root, world.rank) / "step-6")
     world.barrier()
     heard: list[str] = []
@@ -303,7 +303,7 @@ def check_a_peer_that_sends_nothing_is_waited_for_no_longer_than_told(
 
 
 def check_nothing_that_can_be_read_is_somebodys_decision(world: World, root: Path) -> None:
-    if world.keeps:
+    if world.writes_files:
         for found in list_checkpoints(own(root, world.rank)):
             flip(found.path / "manifest.json")
     world.barrier()

@@ -170,8 +170,8 @@ def test_a_killed_export_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
     path = save_step(tmp_path, 5).path
     script = (
         "import os, signal, sys; from pathlib import Path; "
-        "from shoal.checkpoint import export_folder as it; "
-        "it._write_beside = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
+        "from shoal.checkpoint.export import export_folder as it; "
+        "it._write_companion_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
         "it.export_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
     )
     out = tmp_path / "out"

@@ -312,7 +312,7 @@ def test_the_command_says_what_it_did_and_how_to_go_on(tmp_path: Path) -> None:
 MEMORY = """
 import sys, threading
 from pathlib import Path
-from shoal.checkpoint import import_weights as ours
+from shoal.checkpoint.foreign import import_weights as ours
 def anonymous():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon"))
 import numpy

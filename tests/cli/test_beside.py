@@ -21,22 +21,22 @@ from shoal.wire.watch_page import PAGE_VARIABLE
 STEPS, TROUBLE_AT = 60, 30
 WATCH = """
 import sys
-from shoal.launch.watch import deadlines, hung, nodes, watch_ranks
-deadlines.MARGIN_S, watch_ranks.ANSWER_S = 1.5, 0.7  # in the place of 5 and 1.5; steps take 0.02 s
-hung.AWAY_S = nodes.AWAY_S = 2.0
-from shoal.cli import beside
-nodes.REST_S = beside.REST_S = 1.0
-sys.exit(beside.main())
+from shoal.launch.watch import blamed_rank, hang_watch, remote_nodes, silence_deadlines
+silence_deadlines.MARGIN_S, hang_watch.ANSWER_S = 1.5, 0.7  # in the place of 5 and 1.5; steps take 0.02 s
+blamed_rank.AWAY_S = remote_nodes.AWAY_S = 2.0
+from shoal.launch import watchdog
+remote_nodes.REST_S = watchdog.REST_S = 1.0
+sys.exit(watchdog.main())
 """
 RANKS = """
 import ctypes, os, signal, time
 from pathlib import Path
 from shoal.wire.phases import DATA, PASSES
-from shoal.wire.stack_dumps import answer_for_stacks
-from shoal.wire.watch_page import Page
+from shoal.wire.stack_dumps import start_stack_thread
+from shoal.wire.watch_page import WatchPage
 rank, size, folder = int(os.environ["RANK"]), 2, Path(os.environ["FOLDER"])
-page = Page.open()
-answer_for_stacks(page)
+page = WatchPage.open()
+start_stack_thread(page)
 
 def forever():
     while True:
@@ -56,14 +56,14 @@ for step in range(1, STEPS + 1):
     page.begun("all_reduce", 64)
     page.waits()
     meet(step)
-    page.waited(1)
+    page.record_wait_end(1)
     page.stepped(step)
 page.leave()
 if rank == int(os.environ["LINGERS"]):
     time.sleep(4)
 """
 DIFFER = r"""
-page.keep_calls(1, step, b"0:0,1\tall_reduce\t%d float32\thanging.py:%d" % (4 + rank, 7))
+page.write_calls(1, step, b"0:0,1\tall_reduce\t%d float32\thanging.py:%d" % (4 + rank, 7))
 """
 SLOW = "time.sleep(0.02 * rank)"
 TROUBLES = {
@@ -292,8 +292,8 @@ def test_ranks_of_two_nodes_are_compared_as_those_of_one(nodes: TwoNodes) -> Non
 
 ALONE = """
 import os, signal
-from shoal.wire.watch_page import Page
-page = Page.open()
+from shoal.wire.watch_page import WatchPage
+page = WatchPage.open()
 for step in range(1, 8):
     page.stepped(step)
 input()

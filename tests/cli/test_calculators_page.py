@@ -9,7 +9,9 @@ import pytest
 
 from shoal.teach.calculate import SCREENS, calculate
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how-it-works" / "calculators.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-it-works" / "calculators.md").read_text(
+    encoding="utf-8"
+)
 EXAMPLES = re.findall(r"```\n\$ shoal simulate (.*?)\n(.*?)\n```", PAGE, re.DOTALL)
 
 

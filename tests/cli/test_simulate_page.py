@@ -37,7 +37,7 @@ def test_the_page_shows_what_the_command_draws(
 
 def test_every_drawing_is_on_the_page_and_every_command_makes_one() -> None:
     kept = {path.name for path in (ROOT / "docs" / "drawings").glob("*.svg")}
-    shown = set(re.findall(r"\]\(drawings/([^)]+)\)", PAGE))
+    shown = set(re.findall(r"\]\(\.\./drawings/([^)]+)\)", PAGE))
     made = set(re.findall(r"--svg docs/drawings/(\S+)", PAGE))
     assert shown == made
     assert shown <= kept

@@ -8,14 +8,14 @@ PROGRAM = """
 import _thread, threading
 import torch
 import torch.distributed as dist
-from shoal.wire.watch_page import PAGE_VARIABLE, Page
-from shoal.launch.watch.page_reader import Watched
-from shoal.fabric.collectives.collective_log import Fingerprints
+from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
+from shoal.launch.watch.page_reader import OwnedPage
+from shoal.fabric.collectives.collective_log import CollectiveRecorder
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-watched = Watched("test")
-page = Page.open({PAGE_VARIABLE: watched.path})
-Fingerprints(page, 1)
+watched = OwnedPage("test")
+page = WatchPage.open({PAGE_VARIABLE: watched.path})
+CollectiveRecorder(page, 1)
 dist.all_reduce(torch.ones(2))
 saver = threading.Thread(target=lambda: dist.all_reduce(torch.ones(3)))
 saver.start()

@@ -49,7 +49,7 @@ class Hears:
     def blame(self, members: Any, name: str) -> tuple[tuple[int, ...], str]:
         return (2,), "silent"
 
-    def give_up(self, islands: tuple[int, ...], words: str) -> None:
+    def report_given_up(self, islands: tuple[int, ...], words: str) -> None:
         """Nobody is there to be told."""
 
 

@@ -76,7 +76,7 @@ inodes = {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
 listens = [row.split()[1] for table in ("tcp", "tcp6")
            for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
            if row.split()[3] == "0A" and f"socket:[{row.split()[9]}]" in inodes]
-told = world.gather_json([os.environ["SHOAL_STORE"], listens, world.told_on_machine(os.getpid)])
+told = world.gather_json([os.environ["SHOAL_STORE"], listens, world.run_once_per_machine(os.getpid)])
 if world.is_first:
     Path(os.environ["SHOAL_RUN_FOLDER"], "told").write_text(json.dumps(told))
 if os.environ["SHOAL_ATTEMPT"] == "0":

@@ -93,7 +93,7 @@ def test_who_is_behind_may_be_slow(ranks: Any) -> None:
     both.call(0, "run.step", "run.step", "run.save")
     both.call(1, "run.step")
     assert both.differ() == {}
-    assert both.seek(20.0) is None
+    assert both.stand(20.0) is None
 
 
 def test_calls_of_different_runs_are_not_compared(ranks: Any) -> None:
@@ -120,7 +120,7 @@ def test_the_watch_names_them_after_seconds(ranks: Any) -> None:
     both.answers = {0: {"place": "train.py:7"}, 1: {"place": "train.py:9"}}
     both.call(0, "run.model(…)")
     both.call(1, "run.step")
-    hang = both.seek(10.0)
+    hang = both.stand(10.0)
     assert hang.status == 2
     (event,) = both.told
     assert event["event"] == "collectives_differ"
@@ -145,8 +145,8 @@ def test_one_rank_alone_in_a_collective_of_the_users_own(ranks: Any) -> None:
         three.pages[rank].waits()
     alone = {"collective": "barrier", "by_user": True, "place": "train.py:7"}
     three.answers = {1: alone, 0: {"place": "train.py:9"}, 2: {"place": "train.py:9"}}
-    assert three.seek(7.0) is None
-    hang = three.seek(4.0)
+    assert three.stand(7.0) is None
+    hang = three.stand(4.0)
     assert hang.why == (
         "ranks wait for each other: rank 0 called run.step (train.py:9), rank 1 called "
         "torch.distributed.barrier (train.py:7); try: make the same calls on every rank, in the "
@@ -162,7 +162,7 @@ def test_others_may_still_be_in_a_call_that_one_has_ended(ranks: Any) -> None:
         three.pages[rank].waits()
     three.pages[1].returned()
     three.answers = {1: {"collective": "barrier", "by_user": True, "place": "train.py:7"}}
-    assert three.seek(100.0) is None
+    assert three.stand(100.0) is None
 
 
 CAUGHT = {"caught": "run.step (ValueError: bad batch)", "place": "train.py:9"}
@@ -174,7 +174,7 @@ def test_an_error_that_one_rank_caught_while_the_other_waits(ranks: Any) -> None
     both.pages[0].waits()
     both.call(1, "run.step", "run.step")
     both.answers = {0: {"place": "train.py:9"}, 1: CAUGHT}
-    hang = both.seek(8.0)
+    hang = both.stand(8.0)
     assert hang.status == 2
     assert hang.why == (
         "rank 1 caught an error of run.step (ValueError: bad batch) and goes on (train.py:9), while "
@@ -189,7 +189,7 @@ def test_an_error_that_the_other_may_still_meet(ranks: Any) -> None:
     both.call(0, "run.step")
     both.call(1, "run.step", "run.step")
     both.answers = {1: CAUGHT}
-    assert both.seek(100.0) is None
+    assert both.stand(100.0) is None
 
 
 def test_two_ranks_in_one_of_their_own_may_go_on(ranks: Any) -> None:
@@ -199,7 +199,7 @@ def test_two_ranks_in_one_of_their_own_may_go_on(ranks: Any) -> None:
     three.pages[0].waits()
     own = {"collective": "all_reduce", "by_user": True, "place": "train.py:7"}
     three.answers = {1: own, 2: own}
-    assert three.seek(100.0) is None
+    assert three.stand(100.0) is None
 
 
 def test_who_waits_for_whom_is_said_now_and_then(ranks: Any) -> None:
@@ -207,9 +207,9 @@ def test_who_waits_for_whom_is_said_now_and_then(ranks: Any) -> None:
     both.call(0, "run.step")
     both.pages[0].waits()
     both.answers = {0: {"place": "train.py:7"}, 1: {"place": "plots.py:3"}}
-    assert both.seek(29.0) is None
+    assert both.stand(29.0) is None
     assert both.lines() == []
-    assert both.seek(99.0) is None
+    assert both.stand(99.0) is None
     assert [line.partition(" s in ")[2] for line in both.lines()] == [
         "run.step (train.py:7) for rank 1, which is elsewhere (plots.py:3)"
     ] * 3
@@ -218,7 +218,7 @@ def test_who_waits_for_whom_is_said_now_and_then(ranks: Any) -> None:
 def test_a_rank_ends_as_the_watch_wants() -> None:
     page = OwnedPage("rank 0")
     code = (
-        "import sys, time; from shoal.wire.stack_dumps import be_watched; be_watched(); "
+        "import sys, time; from shoal.wire.stack_dumps import start_page_reports; start_page_reports(); "
         "sys.stdout.write('held back'); print(flush=True); sys.stdout.write('end'); time.sleep(60)"
     )
     process = subprocess.Popen(

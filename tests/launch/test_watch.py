@@ -35,12 +35,12 @@ RANKS = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from shoal.wire.phases import DATA, PASSES
-from shoal.wire.stack_dumps import answer_for_stacks
-from shoal.wire.watch_page import Page
+from shoal.wire.stack_dumps import start_stack_thread
+from shoal.wire.watch_page import WatchPage
 rank, attempt = int(os.environ["RANK"]), int(os.environ["SHOAL_ATTEMPT"])
 size, folder = int(os.environ["WORLD_SIZE"]), Path(os.environ["SHOAL_RUN_FOLDER"])
-page = Page.open()
-answer_for_stacks(page)
+page = WatchPage.open()
+start_stack_thread(page)
 
 def forever():
     while True:
@@ -62,7 +62,7 @@ for step in range(1, 31):
     page.begun("all_reduce", 64)
     page.waits()
     meet(step)
-    page.waited(1)
+    page.record_wait_end(1)
     page.stepped(step)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": %d}\\n' % step)
@@ -198,7 +198,7 @@ def test_ranks_on_busy_cores_are_no_hang(run: Run) -> None:
 def test_without_a_page_nobody_is_watched(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first test sees comes from the pages."""
     monkeypatch.setattr(hang_watch, "supports_watch_pages", lambda: False)
-    body = "page = Page.open({}) or __import__('unittest.mock').mock.MagicMock()\n"
+    body = "page = WatchPage.open({}) or __import__('unittest.mock').mock.MagicMock()\n"
     outcome = run(body + in_first("time.sleep(2)"))
     assert outcome == RunOutcome("finished", 0, 1, "")
     assert run.named("hang") == []

@@ -73,7 +73,7 @@ def test_the_planner_counts_the_same(name: str) -> None:
 
 def test_counting_needs_no_torch() -> None:
     code = (
-        "import sys; from shoal.forecast.models.model_facts import parameters; parameters('llama');"
+        "import sys; from shoal.forecast.models.model_facts import count_model_parameters; count_model_parameters('llama');"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

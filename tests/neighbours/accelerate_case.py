@@ -148,7 +148,7 @@ def mode(accelerator):
     """A model that comes in evaluation mode stays in it until the script says otherwise."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.9)).eval()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    assert not model.module.training_batches
+    assert not model.module.training
     ones = torch.ones(1, 4)
     assert torch.equal(model(ones), model(ones))
 

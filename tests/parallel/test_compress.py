@@ -367,7 +367,9 @@ def test_the_default_share_is_the_one_that_was_chosen(monkeypatch: pytest.Monkey
     """The smallest that costs fsdp less than 0.5 % on two seeds, neither of which judges."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     program = importlib.import_module("one_bit")
-    assert "\n".join(program.table()) in (ROOT / "docs" / "how-it-works" / "compress.md").read_text()
+    assert (
+        "\n".join(program.table()) in (ROOT / "docs" / "how-it-works" / "compress.md").read_text()
+    )
     found: dict[str, dict[int, float]] = {}
     for row in map(json.loads, program.OUT.read_text().splitlines()):
         found.setdefault(row["word"], {})[row["seed"]] = row["loss"]

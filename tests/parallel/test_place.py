@@ -83,11 +83,11 @@ import json, resource, sys, torch
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
 from shoal.models.catalog import build
-from shoal.parallel.placement_rows import derive, rows_of
-from shoal.forecast.models.published_models import published
-from shoal.trace.flow.forward_record import Record
+from shoal.parallel.placement_rows import derive_division, derive_placements
+from shoal.forecast.models.published_models import published_shape
+from shoal.trace.flow.forward_record import ForwardRecord
 
-shape = published("llama-3-70b")
+shape = published_shape("llama-3-70b")
 sizes = {"dim": shape.hidden, "layers": int(sys.argv[1]), "heads": shape.heads,
          "kv_heads": shape.kv_heads, "hidden": shape.ffn, "tied": False}
 with torch.device("meta"):
@@ -95,7 +95,7 @@ with torch.device("meta"):
     tokens = torch.zeros(3, 8192, dtype=torch.long)
 layout = Layout(tp=8, pp=4, dp_shard=2, zero=3, schedule="1f1b")
 plan = Plan(layout, 64, 1, 32, compute="bf16")
-rows = rows_of(model, plan, derive(Record(model, lambda m: m(tokens)), plan), torch.device("cuda"))
+rows = derive_placements(model, plan, derive_division(ForwardRecord(model, lambda m: m(tokens)), plan), torch.device("cuda"))
 peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 held = [sum(row.kept(layout.at(rank), layout).elements for row in rows.values()
             if layout.at(rank)["pp"] in row.stages) for rank in range(layout.processes)]

@@ -121,7 +121,7 @@ import signal
 import time
 from pathlib import Path
 
-from shoal.base.runlog.atomic_files import saved_steps
+from shoal.base.runlog.atomic_files import list_saved_steps
 
 
 def at(event):
@@ -129,7 +129,7 @@ def at(event):
     if told and event["event"] == "step" and os.environ.get("SHOAL_ATTEMPT") == "0":
         if [event["rank"], event["step"]] == told:
             until_s = time.monotonic() + 30
-            while not saved_steps(Path(os.environ["SHOAL_RUN_FOLDER"])):
+            while not list_saved_steps(Path(os.environ["SHOAL_RUN_FOLDER"])):
                 if time.monotonic() > until_s:
                     raise RuntimeError("no checkpoint was complete 30 s after its save began")
                 time.sleep(0.005)

@@ -15,7 +15,7 @@ AGAIN = "python tests/simgpu/device_lines.py --out proof/results/device-lines.js
 
 SAMPLE = """
 import torch
-from shoal.fabric.device import accelerator, is_accelerator
+from shoal.fabric.device import accelerator_type, is_accelerator
 
 def is_there(device):
     return device.type not in ("cpu", "meta")

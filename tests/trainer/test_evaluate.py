@@ -54,7 +54,7 @@ def test_evaluation_leaves_the_run_as_it_was() -> None:
             run.step(batch)
             if looks:
                 run.evaluate(Rows(7))
-                assert run.model.training_batches
+                assert run.model.training
                 assert torch.is_grad_enabled()
         ends.append((bits(run.model), run.feed.state))
     assert ends[0][1] == ends[1][1]

@@ -50,9 +50,9 @@ print("reached the end")
 LIGHT = """\
 import sys
 from shoal.base.errors import PlanError, TrainingError
-from shoal.trainer.process.excepthook import install
+from shoal.trainer.process.excepthook import install_excepthook
 
-install()
+install_excepthook()
 errors = {"plan": PlanError("layout: no"), "training": TrainingError("step 1: bad")}
 errors |= {"value": ValueError("two\\nlines"), "interrupt": KeyboardInterrupt()}
 raise errors[sys.argv[1]]

@@ -358,5 +358,5 @@ def prepared_by_one(world: World, folder: str) -> list[bool]:
             time.sleep(0.4)
             done.touch()
 
-    world.local_first(work)
+    world.run_local_first(work)
     return began

@@ -22,10 +22,10 @@ def talk(world: World) -> dict[str, Any]:
         "long": world.gather_json(f"{rank}" * (LONG + rank)),
         "pairs": world.gather_json(f"{rank // 2}" * LONG),
         "one": world.broadcast_json(["é"] * LONG if rank == 1 else None, 1),
-        "agreed": world.differing({"same": True}),
-        "unlike": world.differing("same" if rank < 2 else f"other {rank}"),
+        "agreed": world.find_differing_rank({"same": True}),
+        "unlike": world.find_differing_rank("same" if rank < 2 else f"other {rank}"),
         "places": [
-            world.differing_places([1, -5, 2**62]),
-            world.differing_places([1, -5 - (rank == 1), rank - 2**63]),
+            world.find_differing_indices([1, -5, 2**62]),
+            world.find_differing_indices([1, -5 - (rank == 1), rank - 2**63]),
         ],
     }

@@ -139,7 +139,7 @@ class One:
         return tuple((k, tuple(v.shape)) for k, v in self.inputs.items())
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def keyed_context(self) -> Iterator[None]:
         self.inside += 1
         yield
         self.inside -= 1
@@ -148,7 +148,7 @@ class One:
         assert self.inside == 1
         return module(self.inputs)
 
-    def total(self, outputs: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, outputs: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(1, WIDTH + 1, device=outputs.device).unsqueeze(1)
         loss = (outputs * rows).square().sum()
         self.losses.append(loss.detach())
@@ -176,7 +176,7 @@ class Told:
     armed: list[bool] = field(default_factory=list)
     counted: list[bool] = field(default_factory=list)
 
-    def arm(self, last: bool, once: bool = True) -> None:
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
         self.armed.append(last)
 
     def passed(self, counted: bool) -> None:
@@ -227,8 +227,8 @@ def whole_gradients(
             part.arrivals = state
             state = part(one.inputs)
         outputs.append(state.detach())
-        with one.entered():
-            one.total(state).backward()
+        with one.keyed_context():
+            one.compute_loss(state).backward()
     return parts, float(sum(losses)), outputs
 
 
@@ -407,8 +407,8 @@ def derived(world: World, schedule: str, chunks: int = 1) -> dict[str, float]:
     expected: list[torch.Tensor] = []
     for index in range(6):
         one = Tokens(index, tokens(index), expected)
-        with one.entered():
-            one.total(one.outputs(whole)).backward()
+        with one.keyed_context():
+            one.compute_loss(one.outputs(whole)).backward()
     grads = []
     for name, parameter in whole.named_parameters():
         here = dict(module.named_parameters())[name]
@@ -429,7 +429,7 @@ class Tokens(One):
     def outputs(self, module: nn.Module) -> Any:
         return module(self.inputs["x"])
 
-    def total(self, outputs: Any) -> torch.Tensor:
+    def compute_loss(self, outputs: Any) -> torch.Tensor:
         loss, _ = token_loss(outputs, self.inputs["x"].roll(-1, 1))
         self.losses.append(loss.detach())
         return loss
@@ -517,7 +517,7 @@ class Sleeper(nn.Module):
 class Slow(One):
     """A micro-batch for sleepers."""
 
-    def total(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def compute_loss(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return outputs[0].sum()
 
 

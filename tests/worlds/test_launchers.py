@@ -146,7 +146,7 @@ ADOPTED = """
 import torch, torch.distributed as dist
 import shoal
 from shoal.models.catalog import build
-from shoal.parallel import shared_build
+from shoal.parallel.build import shared_build
 
 shared_build.LEAST_BYTES = 0
 dist.init_process_group("gloo")

@@ -114,14 +114,14 @@ import torch
 from shoal.base.errors import ClusterError
 from shoal.base.runlog.events import EventLog
 from shoal.base.plans.tensor_shards import Shard
-from shoal.checkpoint import shardfile
+from shoal.checkpoint.save import shard_writer
 from shoal.checkpoint.save.write import Piece
 from shoal.fabric import start_world
-from shoal.trainer.run_folder.run_saves import Saving
+from shoal.trainer.run_folder.run_saves import RunSaver
 world = start_world()
 folder = Path(sys.argv[1])
 log = EventLog(folder / "events.jsonl", world.rank)
-saving = Saving(world, log.emit, print)
+saving = RunSaver(world, log.emit, print)
 piece = Piece(Shard.whole("w", (4096,), "float32"), torch.ones(4096))
 def gloo():
     return [n for n in (p.read_text() for p in Path("/proc/self/task").glob("*/comm")) if "gloo" in n]

@@ -74,9 +74,9 @@ class BugError(ShoalError):
 def nearest_word(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most similar to `word`; None if none has similarity 0.6 (difflib).
 
-    >>> nearest("micro_bach", ["batch", "micro_batch", "steps"])
+    >>> nearest_word("micro_bach", ["batch", "micro_batch", "steps"])
     'micro_batch'
-    >>> nearest("zzz", ["batch"]) is None
+    >>> nearest_word("zzz", ["batch"]) is None
     True
     """
     found = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
@@ -90,7 +90,7 @@ LONGEST = 80
 def shorten(text: str) -> str:
     """Truncate a text of over 80 characters to 80 and a note of its length.
 
-    >>> short("bf16"), short("x" * 5000)[-24:]
+    >>> shorten("bf16"), shorten("x" * 5000)[-24:]
     ('bf16', 'xxxxx… (5000 characters)')
     """
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
@@ -105,7 +105,7 @@ def format_choice_error(
         others: other projects' words, in lower case → the legal value that is meant; they take
             precedence over spelling. Without a near value the line ends with the list.
 
-    >>> one_of("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
+    >>> format_choice_error("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
     'precision.compute = fp23: not one of fp64, fp32, bf16; try: fp32'
     """
     names = list(allowed)

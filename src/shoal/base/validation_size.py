@@ -21,7 +21,11 @@ def default_validation_samples(batch: int, steps: int, every: int) -> int:
     Returns:
         Samples, at least 64; fewer are read if fewer are held out.
 
-    >>> default_validation(16, 150, 0), default_validation(16, 150, 50), default_validation(8, 3, 0)
+    >>> (
+    ...     default_validation_samples(16, 150, 0),
+    ...     default_validation_samples(16, 150, 50),
+    ...     default_validation_samples(8, 3, 0),
+    ... )
     (360, 120, 64)
     """
     times = -(-steps // every) if every else 1

@@ -58,7 +58,7 @@ def parse_layout_names(text: str) -> list[str]:
     Raises:
         ConfigError: a name is no layout.
 
-    >>> read_names("ddp,fsdp,ddp")
+    >>> parse_layout_names("ddp,fsdp,ddp")
     ['single', 'ddp', 'fsdp']
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -73,7 +73,7 @@ def parse_layout_names(text: str) -> list[str]:
 def parse_process_counts(text: str) -> list[int]:
     """Return the process counts of `--processes`, ascending, once each.
 
-    >>> read_counts("4,1,2")
+    >>> parse_process_counts("4,1,2")
     [1, 2, 4]
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -148,9 +148,12 @@ def training_state_bytes(layout: Layout, parameters: int) -> int:
               dp_shard from stage 3, 2, 1 on, and all by tp and pp; a further thread of `dp` holds
               gradients again
 
-    >>> needed_bytes(Layout(dp_replicate=2), 10), needed_bytes(Layout(dp_shard=2, zero=3), 10)
+    >>> (
+    ...     training_state_bytes(Layout(dp_replicate=2), 10),
+    ...     training_state_bytes(Layout(dp_shard=2, zero=3), 10),
+    ... )
     (320, 160)
-    >>> needed_bytes(Layout(tp=2), 10)
+    >>> training_state_bytes(Layout(tp=2), 10)
     160
     """
     twice = model_copies(layout.schedule)

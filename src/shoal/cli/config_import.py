@@ -97,7 +97,7 @@ def _read_settings(file: str, processes: int, era: str) -> tuple[dict[str, Any],
 def _toml_text(words: dict[str, str]) -> str:
     """Return run.toml text with the imported keys by section; a plan chooses all other keys.
 
-    >>> print(_toml({"train.batch": "8", "layout.strategy": '"ddp"', "train.steps": "9"}))
+    >>> print(_toml_text({"train.batch": "8", "layout.strategy": '"ddp"', "train.steps": "9"}))
     # written by shoal config import
     [train]
     batch = 8
@@ -120,7 +120,8 @@ def report_lines(settings: DeepSpeedSettings, differs: list[str]) -> list[str]:
 
     >>> from shoal.neighbours.configs.deepspeed_config import read
     >>> config = {"train_batch_size": 8, "gradient_clipping": 1, "wall_clock_breakdown": True}
-    >>> for line in lines_of(read(config, data_parallel=8), []): print(line)
+    >>> for line in report_lines(read(config, data_parallel=8), []):
+    ...     print(line)
     kept     train_batch_size = 8                              train.batch
     kept     gradient_clipping = 1                             optimizer.clip
     left     wall_clock_breakdown = true                       in no run.toml

@@ -169,7 +169,7 @@ def error_text(text: str) -> str:
 def shell_command(*words: str) -> str:
     """Quote a command for a shell; on a narrow terminal continue it over several lines.
 
-    >>> command("shoal", "train", "--resume", "my runs/a")
+    >>> shell_command("shoal", "train", "--resume", "my runs/a")
     "shoal train --resume 'my runs/a'"
     """
     on_terminal = sys.stdout.isatty()

@@ -57,7 +57,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: the text is no size.
 
-    >>> read_bytes("1.5 GiB"), read_bytes("512mib")
+    >>> parse_bytes("1.5 GiB"), parse_bytes("512mib")
     (1610612736, 536870912)
     """
     word = text.strip().lower()
@@ -74,9 +74,12 @@ def search_power_of_two(foreseen: int, most: int, fits: Callable[[int], bool]) -
     Args:
         fits: tries one size; no size is tried twice.
 
-    >>> [search(guess, 64, lambda size: size <= 8) for guess in (1, 8, 64)]
+    >>> [search_power_of_two(guess, 64, lambda size: size <= 8) for guess in (1, 8, 64)]
     [8, 8, 8]
-    >>> search(4, 16, lambda size: True), search(4, 16, lambda size: False)
+    >>> (
+    ...     search_power_of_two(4, 16, lambda size: True),
+    ...     search_power_of_two(4, 16, lambda size: False),
+    ... )
     (16, 0)
     """
     size = max(1, min(foreseen, most))

@@ -17,7 +17,7 @@ JOB_FILE = "logs/job"
 def job_attempt(environ: Mapping[str, str]) -> int:
     """Return how many times the launcher restarted this job, the maximum of Slurm's and torchrun's.
 
-    >>> attempt_of({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"})
+    >>> job_attempt({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"})
     2
     """
     counts = [environ.get(f"{name}_RESTART_COUNT", "") for name in ("TORCHELASTIC", "SLURM")]
@@ -27,7 +27,7 @@ def job_attempt(environ: Mapping[str, str]) -> int:
 def job_name(environ: Mapping[str, str]) -> str:
     """Return the launcher's own name for the job; "" if it has none.
 
-    >>> job_of({"SLURM_JOB_ID": "77"}), job_of({"TORCHELASTIC_RUN_ID": "none"})
+    >>> job_name({"SLURM_JOB_ID": "77"}), job_name({"TORCHELASTIC_RUN_ID": "none"})
     ('77', '')
     """
     job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")

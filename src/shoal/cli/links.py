@@ -281,7 +281,7 @@ def _pair_lines(document: Document) -> Iterator[str]:
 def _seconds_text(seconds: float) -> str:
     """Format seconds; below a millisecond as microseconds.
 
-    >>> _short(0.00004213), _short(0.0042)
+    >>> _seconds_text(0.00004213), _seconds_text(0.0042)
     ('42.1 us', '4.2 ms')
     """
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else seconds_text(seconds)

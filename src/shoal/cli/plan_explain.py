@@ -157,9 +157,9 @@ def explain_model(config: Config, layout: Layout) -> SplitReport:
 def data_parallel_shard(layout: Layout, shape: tuple[int, ...]) -> ParameterShard:
     """Return the effect of the data-parallel axes on one trainable parameter.
 
-    >>> over_data(Layout(dp_replicate=2), (4, 4)).collective
+    >>> data_parallel_shard(Layout(dp_replicate=2), (4, 4)).collective
     'all_reduce of its gradient over dp_replicate'
-    >>> over_data(Layout(dp_shard=2, zero=3), (4, 4)).shard
+    >>> data_parallel_shard(Layout(dp_shard=2, zero=3), (4, 4)).shard
     'rows 0:2 of 4'
     """
     summed = "all_reduce of its gradient over dp_replicate"
@@ -181,9 +181,9 @@ def data_parallel_shard(layout: Layout, shape: tuple[int, ...]) -> ParameterShar
 def expert_parallel_shard(layout: Layout, shape: tuple[int, ...]) -> ParameterShard:
     """Return the effect of expert parallelism on the stacked weights of experts.
 
-    >>> over_experts(Layout(dp_replicate=4, ep=2), (8, 4, 4)).shard
+    >>> expert_parallel_shard(Layout(dp_replicate=4, ep=2), (8, 4, 4)).shard
     'rows 0:4 of 8'
-    >>> over_experts(Layout(dp_shard=4, zero=3, ep=2), (8, 4, 4)).axis
+    >>> expert_parallel_shard(Layout(dp_shard=4, zero=3, ep=2), (8, 4, 4)).axis
     'ep, dp_shard'
     """
     own = Layout(

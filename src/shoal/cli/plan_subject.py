@@ -213,7 +213,7 @@ def default_batch(sequence: int, devices: int) -> int:
 
     The odd factor of the number of devices divides the batch, so that data-parallel degrees do.
 
-    >>> usual_batch(8192, 8), usual_batch(8192, 16384), usual_batch(8192, 100_000)
+    >>> default_batch(8192, 8), default_batch(8192, 16384), default_batch(8192, 100_000)
     (512, 2048, 3125)
     """
     odd = devices

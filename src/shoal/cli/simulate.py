@@ -105,7 +105,7 @@ def find_entry(word: str) -> tuple[str, Entry]:
     Raises:
         ConfigError: the name is unknown; the message names the nearest.
 
-    >>> find("afab")[0]
+    >>> find_entry("afab")[0]
     'gpipe'
     """
     name = ALIASES.get(word, word)

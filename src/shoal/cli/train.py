@@ -48,12 +48,12 @@ def train(
     """Train a model. Without arguments: a small Llama on the Python standard library's source text.
 
     Overrides are section.key=value, for example: train.steps=100 model.dim=256 launch.processes=4
-    optimizer.lr=3e-4 data.source=text:docs/how-it-works/*.md precision.compute=bf16 layout.strategy=ddp.
-    Ctrl-C, SIGTERM, SIGUSR1 save a checkpoint and stop (130, 143, 138); go on with --resume RUN. A
-    resume stops at what would change the result (lr, schedule, code, data, …) and names it; --force
-    goes on. Functions that a run.toml names are called if it is yours or root's, or with --trust.
-    Exit status: 0 completed, 2 something to correct, 3 the numbers diverged, 1 anything else, also
-    a stop that could not save, and an end without its checkpoint.
+    optimizer.lr=3e-4 data.source=text:docs/how-it-works/*.md precision.compute=bf16
+    layout.strategy=ddp. Ctrl-C, SIGTERM, SIGUSR1 save a checkpoint and stop (130, 143, 138); go on
+    with --resume RUN. A resume stops at what would change the result (lr, schedule, code, data, …)
+    and names it; --force goes on. Functions that a run.toml names are called if it is yours or
+    root's, or with --trust. Exit status: 0 completed, 2 something to correct, 3 the numbers
+    diverged, 1 anything else, also a stop that could not save, and an end without its checkpoint.
     """
     from shoal.cli import start, torchrun
 

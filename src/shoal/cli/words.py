@@ -20,7 +20,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     Raises:
         ConfigError: the command line names two files.
 
-    >>> file_and_overrides(["run.toml", "train.steps=3"])[1]
+    >>> split_arguments(["run.toml", "train.steps=3"])[1]
     ['train.steps=3']
     """
     paths = [Path(one) for one in arguments if "=" not in one]

@@ -137,9 +137,9 @@ def compare_environments(
 def may_fail_when_opened(found: Sequence[Difference]) -> bool:
     """Return whether the changes may make a resume impossible, forced or not.
 
-    >>> shows_when_opened([Difference("data.sequence", 8, 9)])
+    >>> may_fail_when_opened([Difference("data.sequence", 8, 9)])
     True
-    >>> shows_when_opened([Difference("optimizer.lr", 0.1, 0.2)])
+    >>> may_fail_when_opened([Difference("optimizer.lr", 0.1, 0.2)])
     False
     """
     keys = [one.key for one in found if one.changes]

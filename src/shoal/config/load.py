@@ -158,7 +158,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _parse_value(text: str) -> Any:
     """Return a value from the command line: TOML if it parses as TOML, else the text itself.
 
-    >>> _parse("3"), _parse("1e-3"), _parse("true"), _parse("adamw"), _parse("[0.9, 0.99]")
+    >>> (
+    ...     _parse_value("3"),
+    ...     _parse_value("1e-3"),
+    ...     _parse_value("true"),
+    ...     _parse_value("adamw"),
+    ...     _parse_value("[0.9, 0.99]"),
+    ... )
     (3, 0.001, True, 'adamw', [0.9, 0.99])
     """
     try:

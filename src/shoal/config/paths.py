@@ -333,7 +333,7 @@ def parse_validation_share(section: DataSection) -> tuple[float, str]:
         ConfigError: a share outside 0 … 1 (1 excluded), or a text that is no source. It does not
             check that the source exists.
 
-    >>> validation_share(DataSection(validation="0.1"))
+    >>> parse_validation_share(DataSection(validation="0.1"))
     (0.1, '')
     """
     try:

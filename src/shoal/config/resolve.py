@@ -241,7 +241,7 @@ def collect_layout_keys(section: LayoutSection) -> dict[str, Any]:
 
     `strategy` is always there; degrees, zero, threads, schedule and chunks only if set.
 
-    >>> asked_layout(LayoutSection(tp=2, zero=2, context="ring"))
+    >>> collect_layout_keys(LayoutSection(tp=2, zero=2, context="ring"))
     {'strategy': 'auto', 'tp': 2, 'zero': 2}
     """
     given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
@@ -293,7 +293,10 @@ def count_processes(section: LayoutSection, machine: MachineFacts) -> int:
     `default_processes`.
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
-    >>> [processes_of(LayoutSection(**given), machine) for given in ({}, {"tp": 4}, {"threads": 2})]
+    >>> [
+    ...     count_processes(LayoutSection(**given), machine)
+    ...     for given in ({}, {"tp": 4}, {"threads": 2})
+    ... ]
     [2, 4, 1]
     """
     if degrees := section.degrees():

@@ -25,7 +25,7 @@ def to_toml(loaded: LoadedConfig) -> str:
 
     The text includes defaults; the function writes nothing to disk.
 
-    >>> text = to_toml(Loaded(Config(), {"train.seed": "command line"}))
+    >>> text = to_toml(LoadedConfig(Config(), {"train.seed": "command line"}))
     >>> [line for line in text.splitlines() if line.startswith("seed")]
     ['seed = 0                                # command line']
     """

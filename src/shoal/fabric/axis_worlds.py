@@ -31,9 +31,9 @@ def list_axis_groups(degrees: Mapping[str, int], names: Sequence[str]) -> list[t
     Args:
         degrees: of all axes, outermost first; the last one's neighbours have consecutive ranks.
 
-    >>> members({"pp": 2, "dp": 2, "tp": 2}, ["tp"])
+    >>> list_axis_groups({"pp": 2, "dp": 2, "tp": 2}, ["tp"])
     [(0, 1), (2, 3), (4, 5), (6, 7)]
-    >>> members({"pp": 2, "dp": 2, "tp": 2}, ["pp", "tp"])
+    >>> list_axis_groups({"pp": 2, "dp": 2, "tp": 2}, ["pp", "tp"])
     [(0, 1, 4, 5), (2, 3, 6, 7)]
     """
     found: dict[tuple[int, ...], list[int]] = {}

@@ -110,7 +110,7 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 def process_group_backend(device: torch.device) -> str:
     """Return the `backend` of a process group: gloo for host tensors, plus the device's backend.
 
-    >>> backends(torch.device("cpu")), backends(torch.device("cuda", 1))
+    >>> process_group_backend(torch.device("cpu")), process_group_backend(torch.device("cuda", 1))
     ('gloo', 'cpu:gloo,cuda:nccl')
     """
     if not is_accelerator(device):
@@ -170,8 +170,8 @@ INSTEAD = {
 def get_device_capabilities(device: torch.device) -> DeviceCapabilities:
     """Return a device's capabilities, as torch reports them.
 
-    >>> abilities(torch.device("cpu"))
-    Abilities(bf16=True, float64=True, flash=True, fused=True, pinned=False)
+    >>> get_device_capabilities(torch.device("cpu"))
+    DeviceCapabilities(bf16=True, float64=True, flash=True, fused=True, pinned=False)
     """
     kind = device.type
     if not is_accelerator(device):

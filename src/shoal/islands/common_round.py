@@ -40,7 +40,7 @@ class ResumePoint:
 def find_newest_common_round(held: Sequence[Held]) -> int | None:
     """Return the newest round that all islands hold with equal digests.
 
-    >>> newest_common([{7: "a", 8: "b"}, {7: "a", 8: "c"}])
+    >>> find_newest_common_round([{7: "a", 8: "b"}, {7: "a", 8: "c"}])
     7
     """
     if not held:
@@ -62,8 +62,8 @@ def find_resume_point(held: Sequence[Held]) -> ResumePoint | None:
         CheckpointError: no round is common; the message lists each island's rounds and the
             remedies.
 
-    >>> resume_point([{}, {7: "a"}, {6: "x", 7: "a"}])
-    Resume(round=7, donors=(1, 1, 2))
+    >>> find_resume_point([{}, {7: "a"}, {6: "x", 7: "a"}])
+    ResumePoint(round=7, donors=(1, 1, 2))
     """
     holders = [island for island, one in enumerate(held) if one]
     if not holders:

@@ -67,7 +67,7 @@ def partition_parameters(
         A model with fewer blocks than fragments is partitioned by parameters, largest first.
 
     >>> sizes = {"embed": 8, "blocks.0.w": 4, "blocks.1.w": 4, "blocks.2.w": 4, "norm": 1}
-    >>> deal(sizes, 2)
+    >>> partition_parameters(sizes, 2)
     (('blocks.0.w', 'blocks.2.w', 'norm'), ('blocks.1.w', 'embed'))
     """
     if fragments > max(1, len(bytes_of)):
@@ -105,9 +105,9 @@ def schedule_fragments(steps: int, fragments: int, overlap: int) -> tuple[Fragme
     Note:
         With fewer steps than fragments, several travel after the same step, in this order.
 
-    >>> [(m.send_after, m.apply_after) for m in moments(50, 4, 1)]
+    >>> [(m.send_after, m.apply_after) for m in schedule_fragments(50, 4, 1)]
     [(11, 12), (24, 25), (36, 37), (49, 50)]
-    >>> [(m.send_after, m.apply_after) for m in moments(2, 4, 1)]
+    >>> [(m.send_after, m.apply_after) for m in schedule_fragments(2, 4, 1)]
     [(1, 1), (1, 1), (1, 1), (1, 2)]
     """
     found = []

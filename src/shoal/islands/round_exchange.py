@@ -421,10 +421,12 @@ class SaveStatus:
     def told(self) -> tuple[bool | None, str]:
         """Return (whether it is on disk, why not), after `pause_s` at most; None while unfinished.
 
-        >>> save = LastSave(pause_s=0.0)
-        >>> save.begin(); save.told()
+        >>> save = SaveStatus(pause_s=0.0)
+        >>> save.begin()
+        >>> save.told()
         (None, '')
-        >>> save.end("disk full"); save.told()
+        >>> save.end("disk full")
+        >>> save.told()
         (False, 'disk full')
         """
         if not self._ended.wait(self.pause_s):

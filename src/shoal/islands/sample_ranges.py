@@ -70,7 +70,7 @@ class SampleStream:
         Raises:
             BugError: a number is negative.
 
-        >>> after, dealt = Stream(100, (Span(8, 10),)).deal([4, 4])
+        >>> after, dealt = SampleStream(100, (SampleRange(8, 10),)).deal([4, 4])
         >>> [[(span.start, span.stop) for span in spans] for spans in dealt], after.cursor
         ([[(8, 10), (100, 102)], [(102, 106)]], 106)
         """
@@ -90,8 +90,10 @@ class SampleStream:
         Raises:
             BugError: positions are open already, or were never dealt.
 
-        >>> Stream(16).give_back([Span(12, 16), Span(4, 6), Span(6, 8)])
-        Stream(cursor=12, open=(Span(start=4, stop=8),))
+        >>> SampleStream(16).return_unused(
+        ...     [SampleRange(12, 16), SampleRange(4, 6), SampleRange(6, 8)]
+        ... )
+        SampleStream(cursor=12, open=(SampleRange(start=4, stop=8),))
         """
         merged: list[SampleRange] = []
         for span in sorted([*self.open, *(span for span in spans if span.samples)]):
@@ -119,7 +121,7 @@ class SampleStream:
             batch: samples per optimizer step of one island.
             samples_per_epoch: None for a stream without epochs.
 
-        >>> Stream(8).samples_of([2, 2], batch=4, samples_per_epoch=10)
+        >>> SampleStream(8).count_samples([2, 2], batch=4, samples_per_epoch=10)
         [6, 6]
         """
         beyond = SampleRange(self.cursor, self.cursor + sum(steps) * batch)
@@ -177,8 +179,8 @@ def drop_consumed(spans: Sequence[SampleRange], consumed: int) -> tuple[SampleRa
     Raises:
         BugError: the spans have fewer samples, or the number is negative.
 
-    >>> unused((Span(8, 10), Span(100, 104)), consumed=3)
-    (Span(start=101, stop=104),)
+    >>> drop_consumed((SampleRange(8, 10), SampleRange(100, 104)), consumed=3)
+    (SampleRange(start=101, stop=104),)
     """
     return split_ranges(spans, consumed)[1]
 
@@ -194,7 +196,7 @@ def cut_steps(
         samples_per_epoch: None for a stream without epochs.
         batch: samples per step of one island.
 
-    >>> steps_in((Span(0, 3), Span(8, 14)), samples_per_epoch=10, batch=4)
+    >>> cut_steps((SampleRange(0, 3), SampleRange(8, 14)), samples_per_epoch=10, batch=4)
     [(0, 3), (8, 10), (10, 14)]
     """
     steps = []

@@ -35,7 +35,7 @@ FAR = "far"
 def is_global_round(round_number: int, far_period: int) -> bool:
     """Return whether all islands merge in a round, counted from 0.
 
-    >>> [round_number for round_number in range(9) if is_far(round_number, 3)]
+    >>> [round_number for round_number in range(9) if is_global_round(round_number, 3)]
     [2, 5, 8]
     """
     return (round_number + 1) % far_period == 0
@@ -46,7 +46,7 @@ def list_partners(
 ) -> tuple[int, ...]:
     """Return the islands that merge with island `index` in a round, itself included.
 
-    >>> members(0, 2, 4, 2, 3), members(2, 2, 4, 2, 3)
+    >>> list_partners(0, 2, 4, 2, 3), list_partners(2, 2, 4, 2, 3)
     ((2, 3), (0, 1, 2, 3))
     """
     if regions == 1 or is_global_round(round_number, far_period):

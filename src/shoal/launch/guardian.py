@@ -23,7 +23,7 @@ from collections.abc import Iterable
 def collect_leftover_groups(lines: Iterable[str]) -> set[int]:
     """Follow the protocol to its end; return the process groups that must still be killed.
 
-    >>> guard(["+12", "+13", "-12"])
+    >>> collect_leftover_groups(["+12", "+13", "-12"])
     {13}
     """
     groups: set[int] = set()

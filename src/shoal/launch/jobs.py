@@ -315,7 +315,7 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
 def to_yaml(value: Any, indent: str = "") -> str:
     """Return a document of tables, lists, texts and numbers as YAML.
 
-    >>> print(yaml({"a": [1, "b: c"], "d": {"e": True}}))
+    >>> print(to_yaml({"a": [1, "b: c"], "d": {"e": True}}))
     a:
       - 1
       - "b: c"

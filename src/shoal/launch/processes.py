@@ -88,7 +88,7 @@ def free_port() -> int:
 def make_shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str]:
     """Return the environment that all workers share: the caller's, with defaults.
 
-    >>> shared_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"]
+    >>> make_shared_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"]
     '7'
     """
     # Without a limit every rank would start one thread per core, and the threads would compete.
@@ -116,8 +116,9 @@ def make_worker_environment(
 ) -> dict[str, str]:
     """Return the environment of one worker: the shared one, its rank variables, and its page.
 
-    >>> found = worker_environment({"RANK": "9"}, rank=1, processes=2, attempt=0,
-    ...                            folder=Path("/run"), store="/proc/9/fd/5")
+    >>> found = make_worker_environment(
+    ...     {"RANK": "9"}, rank=1, processes=2, attempt=0, folder=Path("/run"), store="/proc/9/fd/5"
+    ... )
     >>> found["RANK"], found["WORLD_SIZE"], found["SHOAL_STORE"]
     ('1', '2', '/proc/9/fd/5')
     """

@@ -80,7 +80,7 @@ def run_worker(main: Callable[[], int]) -> int:
 def _shorten_message(text: str) -> str:
     """Return the first lines of an error message as one line: Dynamo's and CUDA's fill a screen.
 
-    >>> _one_line("ValueError: a\\n  b\\n\\nmore")
+    >>> _shorten_message("ValueError: a\\n  b\\n\\nmore")
     'ValueError: a b'
     """
     told = " ".join(text.strip().split("\n\n")[0].split())

@@ -64,8 +64,8 @@ def pool_from_snapshot(segments: Iterable[Mapping[str, Any]], reserved_bytes: in
     >>> held, free = "active_allocated", "inactive"
     >>> told = ((6, held), (1, free), (2, held), (3, free))
     >>> blocks = [{"size": size, "state": state} for size, state in told]
-    >>> pool_of([{"blocks": blocks}], 12)
-    Pool(allocated_bytes=8, reserved_bytes=12, free_bytes=4, hole_bytes=3)
+    >>> pool_from_snapshot([{"blocks": blocks}], 12)
+    AllocatorPool(allocated_bytes=8, reserved_bytes=12, free_bytes=4, hole_bytes=3)
     """
     blocks = [block for segment in segments for block in segment["blocks"]]
     free = [int(block["size"]) for block in blocks if block["state"] == "inactive"]
@@ -77,9 +77,9 @@ def describe_pool(pool: AllocatorPool) -> str:
     """Describe the allocator's memory; name the setting that helps if it is fragmented.
 
     >>> gib = 2**30
-    >>> pool_text(Pool(9 * gib, 10 * gib, gib, gib))
+    >>> describe_pool(AllocatorPool(9 * gib, 10 * gib, gib, gib))
     '10.0 GiB reserved, 9.0 GiB allocated, largest hole 1.0 GiB'
-    >>> pool_text(Pool(6 * gib, 10 * gib, 4 * gib, gib)).partition("; ")[2]
+    >>> describe_pool(AllocatorPool(6 * gib, 10 * gib, 4 * gib, gib)).partition("; ")[2]
     '4.0 GiB free in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes fewer'
     """
     told = (

@@ -122,7 +122,7 @@ def measure_groups(
 def slowest_by_round(by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Return for each round the time of the slowest rank.
 
-    >>> slowest([[1.0, 4.0], [2.0, 3.0]])
+    >>> slowest_by_round([[1.0, 4.0], [2.0, 3.0]])
     [2.0, 4.0]
     """
     return [max(times) for times in zip(*by_rank, strict=True)]

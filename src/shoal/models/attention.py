@@ -36,7 +36,7 @@ FLASH_FROM = 2049
 def number_documents(position_ids: Tensor) -> Tensor:
     """Number the documents of packed rows, [batch, seq]: one begins at each position id of 0.
 
-    >>> documents_of(torch.tensor([[0, 1, 2, 0, 1, 0]])).tolist()
+    >>> number_documents(torch.tensor([[0, 1, 2, 0, 1, 0]])).tolist()
     [[1, 1, 1, 2, 2, 3]]
     """
     return (position_ids == 0).cumsum(-1)

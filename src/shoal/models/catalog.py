@@ -69,7 +69,7 @@ def find_default_loss(name: str) -> Callable[[Any, Tensor], tuple[Tensor, Tensor
 
     balanced_loss for names of the family moe; token_loss for every other, known or not.
 
-    >>> loss_of("moe").__name__, loss_of("gpt-2").__name__
+    >>> find_default_loss("moe").__name__, find_default_loss("gpt-2").__name__
     ('balanced_loss', 'token_loss')
     """
     return balanced_loss if family_of(name) == "moe" else token_loss

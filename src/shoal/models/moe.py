@@ -133,7 +133,7 @@ def apply_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
         chosen: [tokens, top_k].
         places: of each expert.
 
-    >>> within_capacity(torch.tensor([[0, 1], [0, 1], [1, 0]]), 2, 2)
+    >>> apply_capacity(torch.tensor([[0, 1], [0, 1], [1, 0]]), 2, 2)
     tensor([[0, 1],
             [0, 2],
             [1, 2]])

@@ -28,7 +28,7 @@ def deal_batches(
 ) -> Iterator[list[int]]:
     """Yield a rank's batches of `size` indices, dealt in turn; equally many per rank if `even`.
 
-    >>> [list(dealt([[0, 1], [2, 3], [4]], r, 2, 2, drops=False, even=True)) for r in (0, 1)]
+    >>> [list(deal_batches([[0, 1], [2, 3], [4]], r, 2, 2, drops=False, even=True)) for r in (0, 1)]
     [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
     """
     first: list[int] = []
@@ -52,7 +52,7 @@ def deal_batches(
 def cut_batches(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
     """Cut batches into parts of `size` indices, before they are dealt.
 
-    >>> list(cut([[0, 1, 2], [3]], 2))
+    >>> list(cut_batches([[0, 1, 2], [3]], 2))
     [[0, 1], [2], [3]]
     """
     for batch in batches:
@@ -201,7 +201,7 @@ def apply_to_tensors(
 ) -> Any:
     """Apply `act` to every tensor of a structure, and `other` to everything else.
 
-    >>> each({"a": torch.ones(2), "b": [torch.ones(3), "c"]}, len)
+    >>> apply_to_tensors({"a": torch.ones(2), "b": [torch.ones(3), "c"]}, len)
     {'a': 2, 'b': [3, 'c']}
     """
     if isinstance(value, torch.Tensor):

@@ -299,7 +299,7 @@ def find_executable_batch_size(
 def list_state_numbers(place: Path) -> list[int]:
     """List the numbers of the states in a folder, ascending.
 
-    >>> numbers_of(Path("nowhere"))
+    >>> list_state_numbers(Path("nowhere"))
     []
     """
     names = [one.name.rpartition("_") for one in place.glob("checkpoint_*")]

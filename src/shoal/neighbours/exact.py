@@ -44,8 +44,8 @@ def count_targets(loss: torch.Tensor) -> torch.Tensor:
     Raises:
         ConfigError: no function of torch's made it, or several with other counts.
 
-    >>> mean = _noting(functional.cross_entropy, _of_classes)
-    >>> count_of(mean(torch.zeros(3, 2, requires_grad=True), torch.tensor([0, -100, 1])) / 4)
+    >>> mean = _record_counts(functional.cross_entropy, _count_class_targets)
+    >>> count_targets(mean(torch.zeros(3, 2, requires_grad=True), torch.tensor([0, -100, 1])) / 4)
     tensor(2., dtype=torch.float64)
     """
     found = _find_count(loss.grad_fn)

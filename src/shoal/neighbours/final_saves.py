@@ -231,7 +231,7 @@ def report_final_saves(run: Run, source: ScriptSource, rules: Sequence[Rule]) ->
 def describe_replacement(asked: str) -> str:
     """Return a line on the file that replaces a pickle; "" if the path is none.
 
-    >>> renamed("'a/last.pt'")
+    >>> describe_replacement("'a/last.pt'")
     "writes 'a/last.safetensors', which safetensors.torch reads: Shoal writes no pickle"
     """
     try:

@@ -84,7 +84,9 @@ class _StrategyMethods:
         for name in named.keys() - policies - {*OWN}:
             known = [*OWN, *POLICIES]
             near = (
-                ELSEWHERE.get(name) or nearest_word(name, known) or "a key of docs/reference/configuration.md"
+                ELSEWHERE.get(name)
+                or nearest_word(name, known)
+                or "a key of docs/reference/configuration.md"
             )
             raise ConfigError(f"ShoalStrategy: {name} is no argument of it; try: {near}")
         self.policies = {name: named.pop(name) for name in policies}
@@ -342,7 +344,7 @@ def _encode_json(value: Any) -> Any:
     Raises:
         ConfigError: only a pickle could hold the value.
 
-    >>> _read(_written({"a": (1, None), "b": [torch.tensor([2.5])]}))
+    >>> _decode_json(_encode_json({"a": (1, None), "b": [torch.tensor([2.5])]}))
     {'a': (1, None), 'b': [tensor([2.5000])]}
     """
     if value is None or isinstance(value, bool | int | float | str):

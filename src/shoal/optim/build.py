@@ -112,7 +112,7 @@ def _resolve_class(name: str) -> type[torch.optim.Optimizer]:
 def optimizer_name(class_name: str) -> str:
     """Return the value of `optimizer.name` for a class.
 
-    >>> name_of("AdamW"), name_of("MuonWithAdamW")
+    >>> optimizer_name("AdamW"), optimizer_name("MuonWithAdamW")
     ('adamw', 'muon')
     """
     own = {kind: name for name, kind in OWN.items()}

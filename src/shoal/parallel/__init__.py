@@ -18,7 +18,7 @@ ALONG_AXES = (
 def list_technique_modules(layout: Layout) -> tuple[str, ...]:
     """Return the names of the modules that implement a layout's techniques, for early import.
 
-    >>> modules_of(Layout(tp=2))
+    >>> list_technique_modules(Layout(tp=2))
     ('shoal.parallel.tensor_parallel', 'shoal.parallel.exchange_rows')
     """
     found = [f"shoal.parallel.{name}" for axis, name in ALONG_AXES if getattr(layout, axis) > 1]

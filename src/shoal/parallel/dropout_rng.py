@@ -40,7 +40,9 @@ from shoal.parallel.program import Program
 def derive_seed(seed: int, step: int, micro_batch: int, block: str) -> int:
     """Return a 63-bit generator seed for one block of one micro-batch of one step.
 
-    >>> key(0, 1, 2, "layers.0") == key(0, 1, 2, "layers.0") != key(0, 1, 3, "layers.0")
+    >>> derive_seed(0, 1, 2, "layers.0") == derive_seed(0, 1, 2, "layers.0") != derive_seed(
+    ...     0, 1, 3, "layers.0"
+    ... )
     True
     """
     text = f"{seed}/{step}/{micro_batch}/{block}".encode()
@@ -83,9 +85,9 @@ DRAWLESS = frozenset(getattr(nn, name) for name in PLAIN.split())
 def has_no_random_ops(module: nn.Module) -> bool:
     """Return whether a module consists only of torch modules without random draws or hooks.
 
-    >>> draws_nothing(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    >>> has_no_random_ops(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     True
-    >>> draws_nothing(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    >>> has_no_random_ops(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     False
     """
     return all(

@@ -190,7 +190,7 @@ class _ChangingBuffers:
 
     def look(self) -> _BufferSnapshot:
         """Return a snapshot of the buffers."""
-        modes = tuple(module.training_batches for _, module, _ in self.homes)
+        modes = tuple(module.training for _, module, _ in self.homes)
         known = [(b, -1 if b is None else b._version) for b in self._values()]
         places = self.changing.get(modes, range(len(known)))
         copies = {p: None if (b := known[p][0]) is None else b.detach().clone() for p in places}

@@ -58,7 +58,7 @@ class _DualPipeRank:
 def make_dualpipe_actions(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, ...]]:
     """Return one rank's actions and pairs; p and m are even and m ≥ 2p, which the caller checks.
 
-    >>> " ".join(a.text() for a in dualpipe_rank(0, 2, 4)[0][:6])
+    >>> " ".join(a.text() for a in make_dualpipe_actions(0, 2, 4)[0][:6])
     'F0@0 F2@3 F1@0 B2@3 F3@3 B0@0'
     """
     half = p // 2

@@ -59,7 +59,7 @@ def choose_by_size(
         PlanError: the guide's rule has no layout here.
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
-    >>> layout, why = by_size(2, 4_200_000, machine)
+    >>> layout, why = choose_by_size(2, 4_200_000, machine)
     >>> layout.strategy, why.split(": ", 2)[2].split(";")[0]
     ('ddp', 'ddp on 2 processes')
     """
@@ -105,7 +105,7 @@ def _required_bytes(strategy: str, parameters: int, processes: int) -> int:
 
     A rank of fsdp holds all weights at its start.
 
-    >>> _needs_bytes("ddp", 1000, 2), _needs_bytes("fsdp", 1000, 2)
+    >>> _required_bytes("ddp", 1000, 2), _required_bytes("fsdp", 1000, 2)
     (32000, 24000)
     """
     if strategy == "fsdp":

@@ -50,7 +50,7 @@ def default_micro_batch(layout: Layout, batch: int, at_most: int = 0) -> int:
         0 if the pipeline's schedule can run no size.
 
     >>> layouts = Layout(dp_replicate=2), Layout(pp=2, schedule="1f1b")
-    >>> [usual_micro_batch(layout, 16) for layout in layouts]
+    >>> [default_micro_batch(layout, 16) for layout in layouts]
     [8, 4]
     """
     sizes = micro_batch_sizes(layout, batch, at_most)

@@ -101,9 +101,12 @@ def micro_batches_in_flight(
     Raises:
         PlanError: unknown schedule.
 
-    >>> [in_flight("1f1b", 4, 8, rank) for rank in range(4)]
+    >>> [micro_batches_in_flight("1f1b", 4, 8, rank) for rank in range(4)]
     [4.0, 3.0, 2.0, 1.0]
-    >>> in_flight("interleaved", 4, 8, 0, chunks=2), in_flight("gpipe", 4, 8, 3)
+    >>> (
+    ...     micro_batches_in_flight("interleaved", 4, 8, 0, chunks=2),
+    ...     micro_batches_in_flight("gpipe", 4, 8, 3),
+    ... )
     (5.5, 8.0)
     """
     name = canonical_schedule(schedule)

@@ -84,7 +84,7 @@ def shorten_schedule(full: PipelineSchedule, micro_batches: int) -> PipelineSche
     Args:
         micro_batches: at most those of `full`; not checked.
 
-    >>> short = shortened(make_schedule("dualpipe", 2, 4), 3)
+    >>> short = shorten_schedule(make_schedule("dualpipe", 2, 4), 3)
     >>> sorted({act.text() for act in short.ranks[0] if act.kind == "F"})
     ['F0@0', 'F1@0', 'F2@3']
     """
@@ -103,7 +103,7 @@ def check_schedule_name(name: str, ranks: int, micro_batches: int, chunks: int =
 
     The error names the nearest legal choice.
 
-    >>> legal("afab", 4, 3)
+    >>> check_schedule_name("afab", 4, 3)
     'gpipe'
     """
     name, p, m = canonical_schedule(name), ranks, micro_batches

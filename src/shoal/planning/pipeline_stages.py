@@ -70,9 +70,12 @@ def deferred_weight_gradients(schedule: str, ranks: int, micro_batches: int, ran
     inputs have no gradient, so that W is all of its backward. Counted from the lists, whose pattern
     repeats.
 
-    >>> [put_off("zero-bubble", 4, 8, rank) for rank in range(4)], put_off("1f1b", 4, 8, 2)
+    >>> (
+    ...     [deferred_weight_gradients("zero-bubble", 4, 8, rank) for rank in range(4)],
+    ...     deferred_weight_gradients("1f1b", 4, 8, 2),
+    ... )
     ([0.0, 2.0, 3.0, 4.0], 0.0)
-    >>> put_off("zbv", 2, 4, 0)
+    >>> deferred_weight_gradients("zbv", 2, 4, 0)
     0.5
     """
     name = canonical_schedule(schedule)

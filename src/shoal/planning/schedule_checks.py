@@ -70,7 +70,7 @@ def check_schedule(
             rank, position and action; or a deadlock, with the cycle of waiting ranks.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
-    >>> counts = check(make_schedule("1f1b", 4, 8))
+    >>> counts = check_schedule(make_schedule("1f1b", 4, 8))
     >>> counts.in_flight, counts.bubble_s, counts.actions
     ((4.0, 3.0, 2.0, 1.0), 9.0, {'F': 32, 'B': 32})
     """

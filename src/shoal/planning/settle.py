@@ -52,7 +52,7 @@ def settle_plan(
         PlanError, ConfigError: with the nearest legal choice.
 
     >>> laptop = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
-    >>> plan = settle(Plan(Layout(), 16), {"tp": 2, "dp_replicate": 2}, 4, None, laptop)
+    >>> plan = settle_plan(Plan(Layout(), 16), {"tp": 2, "dp_replicate": 2}, 4, None, laptop)
     >>> plan.layout.text(), plan.micro_batch, plan.accumulate
     ('ddp + tp (dp_replicate = 2, tp = 2)', 8, 1)
     """
@@ -245,7 +245,7 @@ def layout_keys(layout: Layout) -> dict[str, Any]:
 
     Several threads give strategy dp; one process without threads gives single.
 
-    >>> words_of(Layout(dp_shard=4, zero=2)), words_of(Layout())
+    >>> layout_keys(Layout(dp_shard=4, zero=2)), layout_keys(Layout())
     ({'dp_shard': 4, 'zero': 2}, {'strategy': 'single'})
     """
     if layout.servers:
@@ -275,7 +275,10 @@ def is_layout_open(asked: Mapping[str, Any]) -> bool:
         asked: keys of [layout] that the user set (`collect_layout_keys`), "strategy" always among
         them.
 
-    >>> is_open({"strategy": "auto", "zero": 2}), is_open({"strategy": "auto", "tp": 2})
+    >>> (
+    ...     is_layout_open({"strategy": "auto", "zero": 2}),
+    ...     is_layout_open({"strategy": "auto", "tp": 2}),
+    ... )
     (True, False)
     """
     return asked["strategy"] == "auto" and not asked.keys() - {"strategy", "zero"}
@@ -284,7 +287,10 @@ def is_layout_open(asked: Mapping[str, Any]) -> bool:
 def leaves_layout_open(plan: Plan, said: Words) -> bool:
     """Return whether the layout argument of `shoal.parallelize` leaves the layout open.
 
-    >>> leaves_open(Plan(Layout()), {"recompute": "full"}), leaves_open(Plan(Layout()), "fsdp")
+    >>> (
+    ...     leaves_layout_open(Plan(Layout()), {"recompute": "full"}),
+    ...     leaves_layout_open(Plan(Layout()), "fsdp"),
+    ... )
     (True, False)
     """
     return is_layout_open({"strategy": "auto", **split_policies(plan, said)[1]})

@@ -71,7 +71,7 @@ def bounds_with_casts(optimizer: str) -> EqualityBounds:
     What AdamW makes of rounding noise where a gradient is 0 is no smaller than a step, so only
     gradients are judged there.
 
-    >>> within("sgd").weights, within("adamw").weights
+    >>> bounds_with_casts("sgd").weights, bounds_with_casts("adamw").weights
     (1e-06, inf)
     """
     if optimizer == "sgd":

@@ -70,7 +70,7 @@ def block_kind(block: nn.Module) -> Any:
 def cuts_text(cuts: list[BlockCut]) -> str:
     """Return one line on the proven and the removed parts of a model.
 
-    >>> cuts_text([Cut("blocks", 1, 24, 1)])[:60]
+    >>> cuts_text([BlockCut("blocks", 1, 24, 1)])[:60]
     'by blocks: the first 1 of 24 in blocks (1 kind) and both end'
     """
     if not cuts:

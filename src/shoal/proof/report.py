@@ -93,7 +93,9 @@ def largest_difference(told: Report) -> str:
 def format_first_difference(first: Mapping[str, Any]) -> str:
     """Return the first difference over its bound, as text.
 
-    >>> first_text({"what": "buffer", "name": "norm.running_mean", "size": 4e-10, "bound": 1e-10})
+    >>> format_first_difference(
+    ...     {"what": "buffer", "name": "norm.running_mean", "size": 4e-10, "bound": 1e-10}
+    ... )
     'buffer norm.running_mean is 4e-10 off, bound 1e-10'
     """
     size = "infinitely far" if first["size"] is None else f"{first['size']:.0e}"

@@ -201,7 +201,10 @@ def jitter_weights(module: nn.Module) -> nn.Module:
 
     >>> module = nn.Linear(2, 1, bias=False)
     >>> before = module.weight.detach().double()
-    >>> [round(share) for share in ((jittered(module).weight / before - 1) / JITTER)[0].tolist()]
+    >>> [
+    ...     round(share)
+    ...     for share in ((jitter_weights(module).weight / before - 1) / JITTER)[0].tolist()
+    ... ]
     [1, -1]
     """
     module.double()
@@ -217,7 +220,7 @@ def jitter_weights(module: nn.Module) -> nn.Module:
 def collapse_expanded(tensor: torch.Tensor) -> torch.Tensor:
     """Return the view of an expanded tensor in which every stored number appears once.
 
-    >>> once(torch.zeros(3, 1).expand(3, 5)).shape
+    >>> collapse_expanded(torch.zeros(3, 1).expand(3, 5)).shape
     torch.Size([3, 1])
     """
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):

@@ -107,7 +107,7 @@ def check_calculator(word: str) -> str:
     Raises:
         PlanError: the word is unknown; the message names the nearest.
 
-    >>> known_word("goodput")
+    >>> check_calculator("goodput")
     'goodput'
     """
     if word in SCREENS:
@@ -127,7 +127,7 @@ def parse_options(
     Raises:
         PlanError: an unknown key or a value of the wrong kind; the message names the nearest.
 
-    >>> parse("bubble", links.bubble_screen, {"ranks": "16"})["ranks"]
+    >>> parse_options("bubble", links.bubble_screen, {"ranks": "16"})["ranks"]
     16
     """
     defaults = {k: p.default for k, p in inspect.signature(function).parameters.items()}

@@ -160,7 +160,7 @@ def expected_goodput(case: FailureCase) -> float:
 def least_spares(case: FailureCase, share: float = 0.01) -> int:
     """Return the fewest spare nodes with at most `share` of the time lost to missing nodes.
 
-    >>> spares_for(FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600, repair_s=86400.0))
+    >>> least_spares(FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600, repair_s=86400.0))
     14
     """
     if not 0 < share < 1:

@@ -50,7 +50,7 @@ def simulate_schedule(
 
     >>> from shoal.teach.costs import AnalyticalCosts
     >>> from shoal.planning.pipeline_schedules import make_schedule
-    >>> line = simulate(make_schedule("1f1b", 4, 8), AnalyticalCosts.of_stage(1, 1, 1))
+    >>> line = simulate_schedule(make_schedule("1f1b", 4, 8), AnalyticalCosts.for_pipeline(1, 1, 1))
     >>> line.facts["makespan"], line.facts["bubble"]
     ('33.0 s', '9.0 s')
     """

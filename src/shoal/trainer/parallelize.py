@@ -130,8 +130,8 @@ def parallelize(
             export` and `sample`.
         world: the processes, if tests make a `World` by hand; default: found in the environment.
         policies: every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
-            docs/reference/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed, call,
-            defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
+            docs/reference/configuration.md): reduce, loss_scale, clip (here 0: none), average,
+            seed, call, defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
 
     Returns:
         A `Run`.
@@ -378,7 +378,7 @@ def _attach_folder(folder: Path, run: Run, *, is_chosen: bool) -> None:
     run.guards.add(RunFolderGuard(run))
     install_excepthook().last_word = make_crash_recorder(run.recorder, run.lease)
     if beside := sys.modules.get("shoal.trainer.process.watchdog_client"):
-        beside.tell_disk(run.world)
+        beside.report_own_disk(run.world)
     run.checkpoint_saver.prepare()
     collect_model_shards(run)  # refuses now what the first save could not write
     from shoal.trainer.run_folder.resume_checks import CHOSEN, collect_run_facts

@@ -168,7 +168,7 @@ def _is_fragmented(words: str) -> bool:
     """Return whether the error of an allocator reports more unused memory than was asked for.
 
     >>> tail = "2.50 GiB is reserved by PyTorch but unallocated"
-    >>> [_in_slivers(f"out of memory. Tried to allocate {n} GiB. {tail}") for n in (2.0, 3.0)]
+    >>> [_is_fragmented(f"out of memory. Tried to allocate {n} GiB. {tail}") for n in (2.0, 3.0)]
     [True, False]
     """
     found = ASKED.search(words)

@@ -21,8 +21,14 @@ def predicted_and_measured(row: Record) -> dict[str, tuple[float, float]]:
 
     Figures that are unknown or 0 on either side are absent.
 
-    >>> misses({"predicted": {"step_s": 0.9}, "step_s": [1.0, 1.0], "memory": [{"rest": None}],
-    ...     "sent_bytes": {}})
+    >>> predicted_and_measured(
+    ...     {
+    ...         "predicted": {"step_s": 0.9},
+    ...         "step_s": [1.0, 1.0],
+    ...         "memory": [{"rest": None}],
+    ...         "sent_bytes": {},
+    ...     }
+    ... )
     {'step': (0.9, 1.0)}
     """
     said = row.get("predicted") or {}

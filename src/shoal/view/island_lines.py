@@ -76,9 +76,17 @@ class RoundTotals:
 def sum_rounds(events: Iterable[Record]) -> RoundTotals | None:
     """Return the totals over the rounds of one island; None if none has ended.
 
-    >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
-    ...     "exchange_s": 2.0, "sent_bytes": 100, "tokens": 50, "refused": {}}
-    >>> found = merged([one, {**one, "round": 1}])
+    >>> one = {
+    ...     "event": "round_committed",
+    ...     "round": 0,
+    ...     "seconds": 10.0,
+    ...     "compute_s": 9.0,
+    ...     "exchange_s": 2.0,
+    ...     "sent_bytes": 100,
+    ...     "tokens": 50,
+    ...     "refused": {},
+    ... }
+    >>> found = sum_rounds([one, {**one, "round": 1}])
     >>> found.rounds, found.figures()["utilisation"], found.figures()["bytes_per_token"]
     (2, 0.9, 2.0)
     """
@@ -108,9 +116,16 @@ def islands_summary_line(
 ) -> str:
     """Return one line for the summary at a run's end; "" for a run without rounds.
 
-    >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
-    ...     "exchange_s": 2.0, "sent_bytes": 1e6, "tokens": 5000}
-    >>> islands_row([one], {"utilisation": 0.95})
+    >>> one = {
+    ...     "event": "round_committed",
+    ...     "round": 0,
+    ...     "seconds": 10.0,
+    ...     "compute_s": 9.0,
+    ...     "exchange_s": 2.0,
+    ...     "sent_bytes": 1e6,
+    ...     "tokens": 5000,
+    ... }
+    >>> islands_summary_line([one], {"utilisation": 0.95})
     '1 round, 90.0% used (foreseen 95.0%), 200 B per token and island'
     """
     found = sum_rounds(events)

@@ -48,7 +48,7 @@ class CurrentPhases:
     def names(self) -> str:
         """Return the names of the phases with their progress.
 
-        >>> Doing((Phase("proof", of=2, done=1), Phase("build")), 0.0).names()
+        >>> CurrentPhases((Phase("proof", of=2, done=1), Phase("build")), 0.0).names()
         'proof 1/2: build'
         """
         return ": ".join(f"{one.name}{_progress(one)}" for one in self.phases)
@@ -56,7 +56,9 @@ class CurrentPhases:
     def text_pieces(self) -> list[str]:
         """Return the pieces of one line, the most informative first.
 
-        >>> Doing((Phase("validation", of=299, done=120, began_s=100.0),), 112.0).words()
+        >>> CurrentPhases(
+        ...     (Phase("validation", of=299, done=120, began_s=100.0),), 112.0
+        ... ).text_pieces()
         ['validation 120/299', '12 s', '18 s left']
         """
         left_s = self.left_s
@@ -66,7 +68,7 @@ class CurrentPhases:
     def text(self) -> str:
         """Return the phases as one line.
 
-        >>> Doing((Phase("first step", began_s=100.0),), 109.4).text()
+        >>> CurrentPhases((Phase("first step", began_s=100.0),), 109.4).text()
         'first step · 9 s'
         """
         return " · ".join(self.text_pieces())
@@ -74,7 +76,7 @@ class CurrentPhases:
     def key_values(self) -> str:
         """Return the phases for a pipe, values without blanks.
 
-        >>> Doing((Phase("first step", of=8, done=2, began_s=100.0),), 109.4).key_values()
+        >>> CurrentPhases((Phase("first step", of=8, done=2, began_s=100.0),), 109.4).key_values()
         'phase=first-step done=2/8 seconds=9 left=28s'
         """
         name = "/".join(one.name.replace(" ", "-") for one in self.phases)

@@ -140,7 +140,7 @@ class RunProgress:
 def count_unit(plan: Record) -> str:
     """Return the unit of a run: tokens, or samples if the data are no tokens.
 
-    >>> unit_of({}), unit_of({"unit": "samples"})
+    >>> count_unit({}), count_unit({"unit": "samples"})
     ('tokens', 'samples')
     """
     return "samples" if plan.get("unit") == "samples" else "tokens"
@@ -149,7 +149,10 @@ def count_unit(plan: Record) -> str:
 def step_amount(record: Record, unit: str) -> float | None:
     """Return the tokens or samples of one step; None if its record has none.
 
-    >>> amount({"tokens": 64, "samples": [32, 40]}, "samples"), amount({"tokens": 64}, "tokens")
+    >>> (
+    ...     step_amount({"tokens": 64, "samples": [32, 40]}, "samples"),
+    ...     step_amount({"tokens": 64}, "tokens"),
+    ... )
     (8, 64)
     """
     if unit == "tokens":
@@ -167,7 +170,7 @@ def is_cpu_plan(plan: Record) -> bool:
 def mfu_text(mfu: float, plan: Record) -> str:
     """Format the share of the machine's matrix rate; a CPU has no published peak.
 
-    >>> share_text(0.4, {}), share_text(0.4, {"device": "cpu"}), share_text(0.0001, {})
+    >>> mfu_text(0.4, {}), mfu_text(0.4, {"device": "cpu"}), mfu_text(0.0001, {})
     ('MFU 40.0%', "40.0% of machine's matmul rate", '')
     """
     if mfu < LEAST_SHARE:
@@ -178,7 +181,7 @@ def mfu_text(mfu: float, plan: Record) -> str:
 def field_text(record: Record, key: str, form: str) -> str | None:
     """Format a field of one step; null, as JSON has no NaN, becomes "nan".
 
-    >>> own_text({"loss": None}, "loss", ".4f"), own_text({}, "loss", ".4f")
+    >>> field_text({"loss": None}, "loss", ".4f"), field_text({}, "loss", ".4f")
     ('nan', None)
     """
     if key not in record:
@@ -189,7 +192,7 @@ def field_text(record: Record, key: str, form: str) -> str | None:
 def remaining_time_text(seconds: float) -> str:
     """Format a remaining duration without tenths.
 
-    >>> coarse_text(21.4), coarse_text(0), coarse_text(95)
+    >>> remaining_time_text(21.4), remaining_time_text(0), remaining_time_text(95)
     ('21 s', '0 s', '1 min 35 s')
     """
     return f"{seconds:.0f} s" if seconds < 59.5 else seconds_text(seconds)
@@ -198,7 +201,7 @@ def remaining_time_text(seconds: float) -> str:
 def fit_words(words: list[str], width: int, gap: str = "  ") -> str:
     """Return as many words as fit into `width` columns, in order.
 
-    >>> fit(["step 1", "loss 2", "grad 3"], 15)
+    >>> fit_words(["step 1", "loss 2", "grad 3"], 15)
     'step 1  loss 2'
     """
     line = ""

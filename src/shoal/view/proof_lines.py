@@ -33,9 +33,18 @@ def proof_text(report: Report, worst: int = WORST) -> str:
 def verdict_line(report: Report) -> str:
     """Return on one line what was compared and the verdict.
 
-    >>> verdict_line({"verdict": "not proven", "reason": "memory: 3 GiB are missing",
-    ...               "layout": "ddp", "processes": 2, "precision": "fp64", "steps": 5,
-    ...               "seconds": 2.0, "trajectories": []})
+    >>> verdict_line(
+    ...     {
+    ...         "verdict": "not proven",
+    ...         "reason": "memory: 3 GiB are missing",
+    ...         "layout": "ddp",
+    ...         "processes": 2,
+    ...         "precision": "fp64",
+    ...         "steps": 5,
+    ...         "seconds": 2.0,
+    ...         "trajectories": [],
+    ...     }
+    ... )
     'not proven: memory: 3 GiB are missing'
     """
     if report["verdict"] == "not proven":

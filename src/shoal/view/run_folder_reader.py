@@ -115,7 +115,7 @@ def last_session_events(events: list[Record]) -> list[Record]:
 
     A restart by Shoal's supervisor or guardian (islands) writes none; by torchrun or SLURM it does.
 
-    >>> [e["event"] for e in last_session([{"event": "notice"}, {"event": "run_started"}])]
+    >>> [e["event"] for e in last_session_events([{"event": "notice"}, {"event": "run_started"}])]
     ['run_started']
     """
     starts = [index for index, event in enumerate(events) if event.get("event") == "run_started"]

@@ -65,7 +65,7 @@ HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/s
 def script_command(command: str) -> str:
     """Rewrite the next command for a script's run, which no command resumes.
 
-    >>> in_a_script("shoal train --resume runs/own train.spikes=skip")
+    >>> script_command("shoal train --resume runs/own train.spikes=skip")
     'start the script again, with shoal.parallelize(…, spikes="skip")'
     """
     command = PLANS.sub("a larger batch, or another layout, for shoal.parallelize", command)

@@ -68,7 +68,7 @@ def fold_rows(rows: Sequence[Row]) -> list[Row]:
 
     >>> row = SplitRow("layers.0.w", (4, 4), "tp", "rows 0:2 of 4")
     >>> more = [replace(row, name=f"layers.{k}.w") for k in (1, 2, 5)]
-    >>> [r.name for r in fold([row, *more, replace(row, name="head.w")])]
+    >>> [r.name for r in fold_rows([row, *more, replace(row, name="head.w")])]
     ['layers.0–2,5.w', 'head.w']
     """
     named: list[tuple[tuple[str, ...], Row]] = [(tuple(r.name.split(".")), r) for r in rows]

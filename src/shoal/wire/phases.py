@@ -97,14 +97,16 @@ def phase(name: str, of: int = 0) -> Iterator[Phase]:
         of: number of `step`s that it will take; 0 if not known.
 
     >>> heard = []
-    >>> listen(lambda phases: heard.append(" ".join(f"{p.name} {p.done}/{p.of}" for p in phases)))
+    >>> set_phase_listener(
+    ...     lambda phases: heard.append(" ".join(f"{p.name} {p.done}/{p.of}" for p in phases))
+    ... )
     >>> with phase("proof", of=2) as told:
     ...     told.done = 1
     ...     with phase("build"):
     ...         pass
     >>> heard
     ['proof 0/2', 'proof 1/2 build 0/0', 'proof 1/2', '']
-    >>> listen(None)
+    >>> set_phase_listener(None)
     """
     found, teller = Phase(name, of), _TELLER.get()
     if teller is None:
@@ -122,7 +124,7 @@ def phase(name: str, of: int = 0) -> Iterator[Phase]:
 def iter_with_progress(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
     """Yield items in a phase of `of` steps; each request for the next item counts one step.
 
-    >>> list(counting("copy", 2, "ab"))
+    >>> list(iter_with_progress("copy", 2, "ab"))
     ['a', 'b']
     """
     with phase(name, of) as told:

@@ -32,7 +32,7 @@ def read_token(env: Mapping[str, str]) -> bytes:
     Raises:
         ConfigError: the token is short, or others may read its file.
 
-    >>> find_token({"SHOAL_TOKEN": "correct horse battery staple"})
+    >>> read_token({"SHOAL_TOKEN": "correct horse battery staple"})
     b'correct horse battery staple'
     """
     text, source = env.get(TOKEN, ""), TOKEN

@@ -24,7 +24,7 @@ class RingAxis(ThreadAxis):
         parts = came.split([one.numel() for one in tensors])
         return Turned([p.view(one.shape) for p, one in zip(parts, tensors, strict=True)])
 
-    def to_each(self, rows: torch.Tensor, sent, received) -> torch.Tensor:
+    def all_to_all_rows(self, rows: torch.Tensor, sent, received) -> torch.Tensor:
         self._count("all_to_all", rows.numel(), rows)
         counts = self._all(torch.tensor(sent))
         every = self._all_uneven(rows, counts)

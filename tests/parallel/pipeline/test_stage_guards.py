@@ -403,7 +403,7 @@ def test_dropout_leaves_no_trace_and_raises_no_alarm() -> None:
     torch.manual_seed(5)
     cut_of(model)
     assert torch.equal(torch.rand(3), expected)
-    assert model.training_batches
+    assert model.training
 
 
 def test_bare_parameters_live_where_they_matter() -> None:

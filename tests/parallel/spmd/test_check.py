@@ -188,7 +188,7 @@ class Wide(nn.Module):
 class Held(TorchDispatchMode):
     """Counts the bytes of tensors that operations made, in memory that was not there before.
 
-    training_peak_bytes   of what somebody still held, at most
+    most_bytes   of what somebody still held, at most
     """
 
     def __init__(self, before: nn.Module) -> None:
@@ -221,7 +221,7 @@ def test_all_that_a_check_holds_is_a_run_and_one_gradient() -> None:
         for run in (trial.alone, trial.together):
             with Held(module) as held:
                 kept = run()
-            most.append(held.training_peak_bytes / weight_bytes)
+            most.append(held.most_bytes / weight_bytes)
             told = sum(t.untyped_storage().nbytes() for t in kept.gradients.values())
             assert told < 0.4 * weight_bytes
         return most

@@ -78,7 +78,7 @@ def test_a_model_in_evaluation_mode_is_asked_for_what_it_draws_in_training() -> 
     module.layers[0].drop.p = 0.0
     with pytest.raises(PlanError, match=r"layers.1 draws .* \(dropout in layers.1.drop\)"):
         plan(module)
-    assert not any(part.training_batches for part in module.modules())
+    assert not any(part.training for part in module.modules())
     assert not any("forward" in part.__dict__ for part in module.modules())
 
 

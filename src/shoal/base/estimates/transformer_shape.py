@@ -84,7 +84,7 @@ class TransformerShape:
     def head_width(self) -> int:
         """Width of one attention head.
 
-        >>> Transformer("t", 2, 64, 4, 2, 128, 100).head_width
+        >>> TransformerShape("t", 2, 64, 4, 2, 128, 100).head_width
         16
         """
         return self.head_size or self.hidden // self.heads

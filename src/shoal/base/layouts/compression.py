@@ -71,7 +71,10 @@ class Compression:
 
         Raises a ConfigError if the share of an unknown number is needed.
 
-        >>> Compression.parse("one-bit").early_of(300), Compression.parse("one-bit:7").early_of(0)
+        >>> (
+        ...     Compression.parse("one-bit").warmup_steps(300),
+        ...     Compression.parse("one-bit:7").warmup_steps(0),
+        ... )
         (100, 7)
         """
         if self.early >= 0:

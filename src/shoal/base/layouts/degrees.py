@@ -159,7 +159,7 @@ def layout_for_planning(degrees: dict[str, int], processes: int, zero: int | Non
         PlanError: a degree is below 1, the product is not `processes`, or the degrees do not allow
             `zero`. Combinations are not checked (`check_degrees`).
 
-    >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
+    >>> layout_for_planning({"tp": 8, "pp": 4}, 128).dp_replicate
     4
     """
     for axis, degree in degrees.items():

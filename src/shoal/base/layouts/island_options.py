@@ -126,7 +126,7 @@ class IslandsPolicy:
 
         Raises a ConfigError with the nearest legal value.
 
-        >>> one = IslandsPolicy("diloco", count=4).settled()
+        >>> one = IslandsPolicy("diloco", count=4).resolved()
         >>> one.period, one.outer_lr, one.outer_momentum, one.codec, one.fragments
         (50, 0.7, 0.9, 'none', 1)
         """

@@ -128,7 +128,7 @@ class Layout:
         """Return whether data-parallel ranks can share experts among `ep` of them: whole shards.
 
         >>> layout = Layout(dp_replicate=2, dp_shard=4)
-        >>> [ep for ep in range(1, 9) if layout.lends(ep)]
+        >>> [ep for ep in range(1, 9) if layout.can_share_experts(ep)]
         [1, 2, 4, 8]
         """
         nested = self.dp_shard % ep == 0 or ep % self.dp_shard == 0
@@ -186,7 +186,7 @@ class Layout:
     def without_schedule(self) -> Layout:
         """The same layout without a pipeline schedule.
 
-        >>> Layout(pp=2, schedule="interleaved", chunks=4).unordered == Layout(pp=2)
+        >>> Layout(pp=2, schedule="interleaved", chunks=4).without_schedule == Layout(pp=2)
         True
         """
         return replace(self, schedule="", chunks=1)

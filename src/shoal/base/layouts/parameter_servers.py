@@ -72,11 +72,11 @@ def make_server_layout(
     Raises:
         PlanError: too few processes, an unknown word, or an impossible bound.
 
-    >>> with_servers(4).text()
+    >>> make_server_layout(4).text()
     'parameter-server (workers = 3, servers = 1)'
-    >>> with_servers(4, 2, "bounded-stale").staleness
+    >>> make_server_layout(4, 2, "bounded-stale").staleness
     4
-    >>> with_servers(3, serves="embeddings").text()
+    >>> make_server_layout(3, serves="embeddings").text()
     'parameter-server (workers = 2, servers = 1, serves = embeddings)'
     """
     servers = servers or 1

@@ -248,7 +248,7 @@ class LoopPolicy:
     def parse_trace(name: str, text: str) -> tuple[int, int]:
         """Parse a `trace` into (first, last); raise ConfigError with the nearest text.
 
-        >>> LoopPolicy.traced("train.trace", "100:103")
+        >>> LoopPolicy.parse_trace("train.trace", "100:103")
         (100, 103)
         """
         ends = [int(one) for one in str(text).split(":") if one.isdecimal()]
@@ -407,7 +407,10 @@ class Policies(
     def differs_from_default(self, policy: type) -> bool:
         """Return whether a key of a policy differs from its default.
 
-        >>> Policies(recompute="full").asks(RecomputePolicy), Policies().asks(RecomputePolicy)
+        >>> (
+        ...     Policies(recompute="full").differs_from_default(RecomputePolicy),
+        ...     Policies().differs_from_default(RecomputePolicy),
+        ... )
         (True, False)
         """
         return any(getattr(self, key.name) != key.default for key in fields(policy))
@@ -427,7 +430,7 @@ MOST_SEED = 2**63 - 1
 def lists_as_tuples(words: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a mapping of policy keys with lists as tuples; KeyError for unknown keys.
 
-    >>> with_lists({"split": "*.q=row", "blocks": ["Block"], "clip": 1.0})
+    >>> lists_as_tuples({"split": "*.q=row", "blocks": ["Block"], "clip": 1.0})
     {'split': ('*.q=row',), 'blocks': ('Block',), 'clip': 1.0}
     """
     lists = {key for key in words if isinstance(POLICIES[key].default, tuple)}

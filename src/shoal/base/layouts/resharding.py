@@ -25,7 +25,7 @@ def gathers_all_blocks(blocks: int, elements: float, names_blocks: bool) -> bool
         elements: weights of all blocks, unsplit.
         names_blocks: the user names the blocks, so they stay separate.
 
-    >>> gathered_together(300, 300 * 272, False), gathered_together(12, 12 * 272, False)
+    >>> gathers_all_blocks(300, 300 * 272, False), gathers_all_blocks(12, 12 * 272, False)
     (True, False)
     """
     return blocks >= MANY_BLOCKS and elements <= FEW_ELEMENTS and not names_blocks
@@ -40,7 +40,7 @@ def ranks_after_reshard(reshard: str, shards: int, per_node: int, apart: int = 1
         per_node: ranks of a node.
         apart: rank distance from one shard to the next.
 
-    >>> [kept_over(word, 16, 8, 2) for word in ("yes", "no", "node")]
+    >>> [ranks_after_reshard(word, 16, 8, 2) for word in ("yes", "no", "node")]
     [16, 1, 4]
     """
     inside = math.gcd(shards, max(1, per_node // apart))

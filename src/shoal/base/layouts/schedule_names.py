@@ -25,7 +25,7 @@ DEFAULT = "1f1b"
 def canonical_schedule(name: str) -> str:
     """Return the canonical name of a schedule or alias; PlanError for an unknown one.
 
-    >>> canonical("afab"), canonical("zb-h1")
+    >>> canonical_schedule("afab"), canonical_schedule("zb-h1")
     ('gpipe', 'zero-bubble')
     """
     known = ALIASES.get(name, name)
@@ -101,7 +101,7 @@ def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -
 def model_copies(schedule: str) -> int:
     """Return the copies of the model on a pipeline's ranks: 2 for dualpipe, else 1.
 
-    >>> copies("dualpipe"), copies("zbv"), copies("")
+    >>> model_copies("dualpipe"), model_copies("zbv"), model_copies("")
     (2, 1, 1)
     """
     return 2 if schedule == "dualpipe" else 1
@@ -110,7 +110,11 @@ def model_copies(schedule: str) -> int:
 def runs_single_stage(schedule: str, chunks: int = 1) -> bool:
     """Return whether a rank runs whole passes of a single stage, one after another.
 
-    >>> takes_turns("1f1b"), takes_turns("interleaved", 2), takes_turns("zero-bubble")
+    >>> (
+    ...     runs_single_stage("1f1b"),
+    ...     runs_single_stage("interleaved", 2),
+    ...     runs_single_stage("zero-bubble"),
+    ... )
     (True, False, False)
     """
     return stages_per_rank(schedule, chunks) == 1 and schedule not in SPLIT_BACKWARD
@@ -151,7 +155,11 @@ def resolve_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
         PlanError: a schedule without a pipeline, an unknown schedule, chunks that it cannot have,
             or an odd number of ranks under dualpipe.
 
-    >>> settle_schedule("", 0, 4), settle_schedule("interleaved", 0, 4), settle_schedule("", 0, 1)
+    >>> (
+    ...     resolve_schedule("", 0, 4),
+    ...     resolve_schedule("interleaved", 0, 4),
+    ...     resolve_schedule("", 0, 1),
+    ... )
     (('1f1b', 1), ('interleaved', 2), ('', 1))
     """
     known = canonical_schedule(schedule) if schedule else ""

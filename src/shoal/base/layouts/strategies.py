@@ -36,9 +36,16 @@ def expand_strategy(
         PlanError: the name is unknown or not built yet, the size is impossible, or another key
             contradicts the name. On one process other names give all degrees 1.
 
-    >>> expand("ddp", 4).dp_replicate, expand("zero2", 4).zero, expand("hsdp", 4).dp_shard
+    >>> (
+    ...     expand_strategy("ddp", 4).dp_replicate,
+    ...     expand_strategy("zero2", 4).zero,
+    ...     expand_strategy("hsdp", 4).dp_shard,
+    ... )
     (4, 2, 2)
-    >>> expand("afab", 4).text(), expand("3d", 8).text()  # doctest: +NORMALIZE_WHITESPACE
+    >>> (
+    ...     expand_strategy("afab", 4).text(),
+    ...     expand_strategy("3d", 8).text(),
+    ... )  # doctest: +NORMALIZE_WHITESPACE
     ('pp (pp = 4, schedule = gpipe)',
      '3d (pp = 2, dp_replicate = 2, tp = 2, schedule = 1f1b)')
     """

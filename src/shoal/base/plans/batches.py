@@ -56,7 +56,7 @@ def rank_spans(
 
     In order: those with index mod degree = rank; the last one may be short. Rank −1 has none.
 
-    >>> own_spans(4, 9, 2), own_spans(4, 9, 2, rank=1, degree=2)
+    >>> rank_spans(4, 9, 2), rank_spans(4, 9, 2, rank=1, degree=2)
     ([(4, 6), (6, 8), (8, 9)], [(6, 8)])
     """
     firsts = range(start + rank * micro_batch, stop, degree * micro_batch) if rank >= 0 else ()
@@ -75,7 +75,7 @@ def default_turn(batch: int) -> int:
     Returns:
         batch / gcd(batch, 8) samples.
 
-    >>> turn_of(32), turn_of(6), turn_of(5)
+    >>> default_turn(32), default_turn(6), default_turn(5)
     (4, 3, 5)
     """
     return batch // math.gcd(batch, 8)
@@ -124,7 +124,7 @@ def samples_per_rank(batch: int, degree: int) -> int:
     Raises:
         ConfigError: the ranks do not divide the batch; it names the nearest batch.
 
-    >>> share_of(24, 4)
+    >>> samples_per_rank(24, 4)
     6
     """
     share, rest = divmod(batch, degree)

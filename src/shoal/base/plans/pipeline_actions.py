@@ -75,7 +75,7 @@ class PipelineSchedule:
     def runs(self, stage: int) -> range:
         """Return the micro-batches of a stage: all, or its copy's part of them.
 
-        >>> odd = Schedule("two copies", ((), ()), (0, 1, 1, 0), 5, copies=2)
+        >>> odd = PipelineSchedule("two copies", ((), ()), (0, 1, 1, 0), 5, copies=2)
         >>> odd.runs(0), odd.runs(3)
         (range(0, 3), range(3, 5))
         """

@@ -42,10 +42,10 @@ class DimCut:
         part: index of the part of each rank of the axis; ranks with the same index hold the same
             elements.
 
-    >>> fused = Cut("tp", 0, ((0, 2, 4), (4, 5, 6)), (0, 1))
+    >>> fused = DimCut("tp", 0, ((0, 2, 4), (4, 5, 6)), (0, 1))
     >>> fused.spans(1), fused.copies
     (((2, 4), (5, 6)), 1)
-    >>> Cut("tp", 0, ((0, 2, 4),), (0, 0, 1, 1)).copies  # 4 ranks share 2 key/value heads
+    >>> DimCut("tp", 0, ((0, 2, 4),), (0, 0, 1, 1)).copies  # 4 ranks share 2 key/value heads
     2
     """
 
@@ -67,7 +67,7 @@ class DimCut:
     def boxes(self, shape: tuple[int, ...], rank: int) -> tuple[Box, ...]:
         """Return the boxes of a rank's elements in the whole tensor, in stored order.
 
-        >>> Cut("tp", 1, ((0, 1, 2), (2, 3, 4)), (0, 1)).boxes((2, 4), 0)
+        >>> DimCut("tp", 1, ((0, 1, 2), (2, 3, 4)), (0, 1)).boxes((2, 4), 0)
         (((0, 1), (0, 1)), ((0, 1), (2, 3)), ((1, 2), (0, 1)), ((1, 2), (2, 3)))
         """
         spans = tuple(span for span in self.spans(rank) if span[0] < span[1])
@@ -111,7 +111,7 @@ def make_even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups 
     Args:
         size: must divide into these segments, and each segment by `parts`; not checked.
 
-    >>> even_cut("tp", 0, 12, 2, groups=3).segments
+    >>> make_even_cut("tp", 0, 12, 2, groups=3).segments
     ((0, 2, 4), (4, 6, 8), (8, 10, 12))
     """
     segments, start = [], 0

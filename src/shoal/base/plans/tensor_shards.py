@@ -84,7 +84,7 @@ class Shard:
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element of a torch dtype, by its name without `torch.`.
 
-    >>> [bytes_of(name) for name in ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")]
+    >>> [dtype_bytes(name) for name in ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")]
     [4, 2, 8, 1, 1]
     """
     bits = re.search(r"\d+", dtype)

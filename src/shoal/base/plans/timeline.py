@@ -66,7 +66,7 @@ class Timeline:
     def end_s(self) -> float:
         """End of the last span.
 
-        >>> Timeline("t", 1, (Span(0, 0.0, 2.0, "forward"),)).end_s
+        >>> Timeline("t", 1, (TimelineSpan(0, 0.0, 2.0, "forward"),)).end_s
         2.0
         """
         return max((span.end_s for span in self.spans), default=0.0)

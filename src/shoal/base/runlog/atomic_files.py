@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 def check_cache_folder(folder: Path) -> str:
     """Return why a cache folder, created if missing, is unusable; "" if it is usable.
 
-    >>> cache_trouble(Path("/dev/null/cache"))
+    >>> check_cache_folder(Path("/dev/null/cache"))
     'Not a directory'
     """
     try:

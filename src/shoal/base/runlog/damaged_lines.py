@@ -96,7 +96,7 @@ def iter_lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     Text after the last line break is an incomplete line and is left out.
 
     >>> import io
-    >>> list(lines_from_end(io.BytesIO(b"a\\nbc\\n\\nhalf")))
+    >>> list(iter_lines_backward(io.BytesIO(b"a\\nbc\\n\\nhalf")))
     [(5, b''), (2, b'bc'), (0, b'a')]
     """
     place = file.seek(0, os.SEEK_END)

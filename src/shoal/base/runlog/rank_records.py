@@ -96,7 +96,7 @@ def average_steps(rows: Iterable[RankStep], group: int) -> list[RankStep]:
     """Return the means over each rank's steps 1 to `group`, the next `group`, and so on.
 
     >>> ends = [RankStep(step, 0, 1, float(step), step, (0.5,) * 8) for step in (1, 2, 3, 4)]
-    >>> [(one.step, one.steps, one.end_s, one.peak_memory_bytes) for one in rolled_up(ends, 2)]
+    >>> [(one.step, one.steps, one.end_s, one.peak_memory_bytes) for one in average_steps(ends, 2)]
     [(2, 2, 2.0, 2), (4, 2, 4.0, 4)]
     """
     groups: dict[tuple[int, int], list[RankStep]] = {}

@@ -35,7 +35,7 @@ def event_text(event: Record) -> str | None:
 def strip_control_characters(text: str) -> str:
     """Return text without control characters, since a model may have written it.
 
-    >>> printable("a\\x1b[31mb\\tc")
+    >>> strip_control_characters("a\\x1b[31mb\\tc")
     'a·[31mb c'
     """
     kept = text.rstrip().expandtabs(4)
@@ -143,7 +143,7 @@ def _folder_name(event: Record) -> str:
 def is_outlier(event: Record) -> bool:
     """Return whether a step was skipped for finite outliers (trainer/step/skipped_steps.py).
 
-    >>> leaps_out({"reason": "loss 436.2 is 307 times 1.419, the usual one"})
+    >>> is_outlier({"reason": "loss 436.2 is 307 times 1.419, the usual one"})
     True
     """
     return bool(re.search(r"deviations above|, the usual one", str(event.get("reason"))))

@@ -32,7 +32,13 @@ SPELT = {
 def ascii_replacement(letter: str) -> str:
     """Return the ASCII replacement of one letter; "?" for one that has none.
 
-    >>> spelt("×"), spelt("┼"), spelt("é"), spelt("⁹"), spelt("漢")
+    >>> (
+    ...     ascii_replacement("×"),
+    ...     ascii_replacement("┼"),
+    ...     ascii_replacement("é"),
+    ...     ascii_replacement("⁹"),
+    ...     ascii_replacement("漢"),
+    ... )
     ('x', '+', 'e', '^9', '?')
     """
     if letter in SPELT:

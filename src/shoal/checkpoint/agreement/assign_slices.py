@@ -40,7 +40,7 @@ def assign_writers(offers: Sequence[Sequence[Offer]]) -> WriteAssignment:
 
     >>> w = ("w", (4,), "float32", ((0, 4),))
     >>> b = ("b", (2,), "float32", ((0, 2),))
-    >>> deal([[w, b], [w, b]]).shares
+    >>> assign_writers([[w, b], [w, b]]).shares
     [[('w', ((0, 4),))], [('b', ((0, 2),))]]
     """
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}

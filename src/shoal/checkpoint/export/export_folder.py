@@ -146,8 +146,8 @@ def _split_into_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> list
     """Split the tensors, in order, into files of at most `shard_bytes`, or of one larger tensor.
 
     >>> sizes = {"a": 6, "b": 2, "c": 2, "d": 9}
-    >>> entries = [Entry(name, "uint8", (size,)) for name, size in sizes.items()]
-    >>> [[entry.key for entry in shard] for shard in _in_shards(entries, 8)]
+    >>> entries = [TensorEntry(name, "uint8", (size,)) for name, size in sizes.items()]
+    >>> [[entry.key for entry in shard] for shard in _split_into_shards(entries, 8)]
     [['a', 'b'], ['c'], ['d']]
     """
     shards: list[list[TensorEntry]] = [[]]
@@ -188,7 +188,13 @@ def copy_hub_files(hub: Path, folder: Path, names: Sequence[str]) -> None:
 def _widest_dtype(entries: Sequence[TensorEntry]) -> str:
     """Return the widest floating dtype of some tensors: every tensor converts to it without loss.
 
-    >>> _widest([Entry("a", "bfloat16", ()), Entry("b", "float16", ()), Entry("c", "int64", ())])
+    >>> _widest_dtype(
+    ...     [
+    ...         TensorEntry("a", "bfloat16", ()),
+    ...         TensorEntry("b", "float16", ()),
+    ...         TensorEntry("c", "int64", ()),
+    ...     ]
+    ... )
     'float32'
     """
     found = {entry.dtype for entry in entries} & {"bfloat16", "float16", "float32", "float64"}
@@ -200,7 +206,7 @@ def _widest_dtype(entries: Sequence[TensorEntry]) -> str:
 def _set_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the configuration with the dtype in which `from_pretrained` reads the weights.
 
-    >>> _in_format({"model_type": "x", "torch_dtype": "bfloat16"}, "float32")
+    >>> _set_dtype({"model_type": "x", "torch_dtype": "bfloat16"}, "float32")
     {'dtype': 'float32', 'model_type': 'x'}
     """
     changed: dict[str, Any] = {"dtype": dtype}

@@ -86,7 +86,7 @@ class ForeignWeights:
 def format_count(count: int) -> str:
     """Return a count of tensors in words.
 
-    >>> counted(1), counted(2)
+    >>> format_count(1), format_count(2)
     ('1 tensor', '2 tensors')
     """
     return f"{count} tensor{'s' * (count != 1)}"

@@ -40,10 +40,10 @@ def merge_boxes(slices: tuple[Box, ...]) -> tuple[Patch, ...]:
     A weight whose columns are cut within segments (q, k and v in one, transposed) is held as one
     box per row and segment: thousands of slices that one patch per segment describes.
 
-    >>> [patch.box for patch in patches((((0, 1), (2, 4)), ((1, 2), (2, 4))))]
+    >>> [patch.box for patch in merge_boxes((((0, 1), (2, 4)), ((1, 2), (2, 4))))]
     [((0, 2), (2, 4))]
     >>> rows = tuple(((k, k + 1), part) for k in range(5) for part in ((0, 2), (6, 8)))
-    >>> patches(rows)[1]
+    >>> merge_boxes(rows)[1]
     Patch(box=((0, 5), (6, 8)), begin=2, strides=(4, 1))
     """
     found: list[Patch] = []
@@ -118,7 +118,7 @@ def whole(shape: Sequence[int]) -> Box:
 def format_box(box: Box, shape: Sequence[int]) -> str:
     """Return a box as Python slices, a full dim as `:`; empty for a scalar.
 
-    >>> text(((0, 512), (0, 8)), (1024, 8))
+    >>> format_box(((0, 512), (0, 8)), (1024, 8))
     '[0:512, :]'
     """
     parts = [
@@ -146,7 +146,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 def index_within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the index of `box` within an array that holds `outer`.
 
-    >>> inside(((3, 4),), ((2, 6),))
+    >>> index_within(((3, 4),), ((2, 6),))
     (slice(1, 2, None),)
     """
     return tuple(
@@ -167,11 +167,11 @@ def explain_untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
     Sweeps along the dim with most cuts, so n boxes cut along one dim cost n log n.
 
-    >>> untiled((4,), [((0, 2),), ((2, 4),)]) is None
+    >>> explain_untiled((4,), [((0, 2),), ((2, 4),)]) is None
     True
-    >>> untiled((4,), [((0, 2),), ((1, 4),)])
+    >>> explain_untiled((4,), [((0, 2),), ((1, 4),)])
     'slices [0:2] and [1:4] overlap'
-    >>> untiled((4, 2), [((0, 3), (0, 2))])
+    >>> explain_untiled((4, 2), [((0, 3), (0, 2))])
     'slices hold 6 of 8 elements'
     """
     for box in boxes:

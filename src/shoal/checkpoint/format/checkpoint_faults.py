@@ -15,7 +15,7 @@ from shoal.base.errors import CheckpointError, ShoalError
 def short_path(path: Path) -> str:
     """Return the recognisable end of a path: the checkpoints folder, the step, the file.
 
-    >>> shown(Path("/home/ada/runs/llama/checkpoints/step-1200/rank-3.safetensors"))
+    >>> short_path(Path("/home/ada/runs/llama/checkpoints/step-1200/rank-3.safetensors"))
     'checkpoints/step-1200/rank-3.safetensors'
     """
     steps = [index for index, part in enumerate(path.parts) if part.startswith("step-")]
@@ -59,9 +59,9 @@ class RankFailed(CheckpointError):
 def describe_failure(failure: BaseException) -> str:
     """Return a failure's cause in a few words: the system's own for OSError, else type and text.
 
-    >>> explain(OSError(28, "No space left on device"))
+    >>> describe_failure(OSError(28, "No space left on device"))
     'No space left on device'
-    >>> explain(ValueError("x"))
+    >>> describe_failure(ValueError("x"))
     'ValueError: x'
     """
     if isinstance(failure, ShoalError):

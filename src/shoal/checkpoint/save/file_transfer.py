@@ -43,7 +43,9 @@ def group_into_waves(parcels: Sequence[FileTransfer]) -> list[list[FileTransfer]
     """Group transfers into waves in which no rank sends, or receives, two of them.
 
     >>> pairs = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    >>> dealt = waves([Parcel(source, target, "file", 1) for source, target in pairs])
+    >>> dealt = group_into_waves(
+    ...     [FileTransfer(source, target, "file", 1) for source, target in pairs]
+    ... )
     >>> [[(one.source, one.target) for one in wave] for wave in dealt]
     [[(0, 1), (1, 0)], [(0, 2), (2, 0)], [(1, 2), (2, 1)]]
     """

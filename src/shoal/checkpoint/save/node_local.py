@@ -332,7 +332,7 @@ def _choose_newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]]
     Nodes that lost contact may both have gone on: then the digest that most keepers have counts; of
     equals the one of the lowest rank.
 
-    >>> _newest([{"4": "a", "8": "b"}, {}, {"8": "c"}, {"8": "c"}])
+    >>> _choose_newest([{"4": "a", "8": "b"}, {}, {"8": "c"}, {"8": "c"}])
     (8, 'c', [2, 3])
     """
     steps = [int(step) for one in held for step in one]

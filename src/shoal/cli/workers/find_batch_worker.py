@@ -87,7 +87,7 @@ def limit_memory(limit_bytes: int, device: Any) -> None:
 def is_memory_error(failure: BaseException) -> bool:
     """Return whether an exception reports that memory ran out, and nothing else.
 
-    >>> ended_memory(MemoryError()), ended_memory(ValueError("out of range"))
+    >>> is_memory_error(MemoryError()), is_memory_error(ValueError("out of range"))
     (True, False)
     """
     link: BaseException | None = failure

@@ -27,7 +27,7 @@ def worker_imports(model: str, layout: Layout | None = None) -> tuple[str, ...]:
     Args:
         layout: its techniques are imported too; None if it is still open.
 
-    >>> imports_of("llama")
+    >>> worker_imports("llama")
     ('shoal.trainer.main_job', 'shoal.proof.start_proof', 'torch._dynamo')
     """
     own: tuple[str, ...] = ("shoal.trainer.main_job", "shoal.proof.start_proof", "torch._dynamo")

@@ -73,10 +73,10 @@ def detect_dtype(sample: bytes) -> DetectedDtype | None:
     Args:
         sample: whole pieces of the file, each from a multiple of 8 bytes on.
 
-    >>> find_dtype(np.arange(100, dtype="<u4").tobytes()).dtype
+    >>> detect_dtype(np.arange(100, dtype="<u4").tobytes()).dtype
     'uint32'
     >>> drawn = np.random.default_rng(0).integers(5000, size=4000)
-    >>> find_dtype(drawn.astype("<u2").tobytes()).dtype, find_dtype(bytes(8000))
+    >>> detect_dtype(drawn.astype("<u2").tobytes()).dtype, detect_dtype(bytes(8000))
     ('uint16', None)
     """
     rows = np.frombuffer(sample[: len(sample) // 8 * 8], dtype=np.uint8).reshape(-1, 8)

@@ -40,7 +40,10 @@ def load_error(what: str, error: Exception) -> ShoalError:
 def is_transient(error: BaseException) -> bool:
     """Return whether a retry may succeed: a disk, a mount or a connection failed.
 
-    >>> may_pass(OSError(5, "Input/output error")), may_pass(FileNotFoundError(2, "no such file"))
+    >>> (
+    ...     is_transient(OSError(5, "Input/output error")),
+    ...     is_transient(FileNotFoundError(2, "no such file")),
+    ... )
     (True, False)
     """
     if isinstance(error, ConnectionError | TimeoutError):

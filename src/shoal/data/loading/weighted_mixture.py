@@ -30,7 +30,7 @@ from shoal.data.loading.sample_seeds import draws_nothing
 def deal_round(parts: Sequence[int]) -> list[int]:
     """Return the source of each of sum(parts) samples of one round, parts[s] of them from s.
 
-    >>> turns([7, 3])
+    >>> deal_round([7, 3])
     [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
     """
     if len(parts) == 1:

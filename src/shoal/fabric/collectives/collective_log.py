@@ -137,7 +137,7 @@ def _is_python_thread() -> bool:
 def shapes_and_dtypes_text(given: tuple[Any, ...]) -> str:
     """Return shapes and dtypes of a call's last tensors; for a list, those of its last tensor.
 
-    >>> form_of(([torch.zeros(2, 3)], "options"))
+    >>> shapes_and_dtypes_text(([torch.zeros(2, 3)], "options"))
     '2×3 float32'
     """
     for one in reversed(given):

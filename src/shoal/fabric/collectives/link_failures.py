@@ -42,9 +42,9 @@ DEAD = re.compile(r"\[([^\]]+)\]:\d+: (?:Connection timed out|No route to host)"
 def dead_link_text(text: str) -> str:
     """Return a sentence on the dead link that an error text reports; "" if it reports none.
 
-    >>> dead_link("[pair.cc:537] Read error [10.0.0.2]:385: Connection timed out. This is")
+    >>> dead_link_text("[pair.cc:537] Read error [10.0.0.2]:385: Connection timed out. This is")
     'nothing comes from 10.0.0.2 since 30 s: that machine, or the link to it, is down'
-    >>> dead_link("Connection closed by peer [10.0.0.2]:385")
+    >>> dead_link_text("Connection closed by peer [10.0.0.2]:385")
     ''
     """
     found = DEAD.search(text)

@@ -57,7 +57,10 @@ class Matrix:
     def is_worthwhile(self, asked: int) -> bool:
         """Return whether the two thin matrices have fewer elements than this matrix.
 
-        >>> Matrix(0, 64, 8, 8, (8, 1)).pays(3), Matrix(0, 64, 8, 8, (8, 1)).pays(4)
+        >>> (
+        ...     Matrix(0, 64, 8, 8, (8, 1)).is_worthwhile(3),
+        ...     Matrix(0, 64, 8, 8, (8, 1)).is_worthwhile(4),
+        ... )
         (True, False)
         """
         return self.rank(asked) * (self.rows + self.columns) < self.rows * self.columns

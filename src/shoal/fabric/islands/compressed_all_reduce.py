@@ -48,7 +48,7 @@ SUM = "sum"
 def is_sum_tag(tag: str) -> bool:
     """Return whether an error-feedback tag belongs to a sum that this island sent.
 
-    >>> is_of_sum("0/sum/3"), is_of_sum("0/1/3")
+    >>> is_sum_tag("0/sum/3"), is_sum_tag("0/1/3")
     (True, False)
     """
     return tag.split("/")[-2] == SUM
@@ -66,10 +66,10 @@ class ChunkLayout:
     Args:
         chunk: elements per chunk.
 
-    >>> cut = Cut(100_001, 4)
+    >>> cut = ChunkLayout(100_001, 4)
     >>> [cut.piece(owner, 0) for owner in range(4)], cut.chunks
     ([(0, 28672), (28672, 57344), (57344, 86016), (86016, 100001)], 1)
-    >>> [Cut(3, 2).piece(owner, 0) for owner in range(2)]
+    >>> [ChunkLayout(3, 2).piece(owner, 0) for owner in range(2)]
     [(0, 3), (3, 3)]
     """
 

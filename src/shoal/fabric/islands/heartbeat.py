@@ -68,8 +68,8 @@ def parse_heartbeat(raw: bytes, count: int) -> HeartbeatMessage:
     Raises:
         ValueError: the bytes are no beat; the message says why.
 
-    >>> read_beat(b'[7, {"all": 3}, [1], "silent"]', 2)
-    Beat(begun={'all': 3}, given_up=((1,), 'silent'))
+    >>> parse_heartbeat(b'[7, {"all": 3}, [1], "silent"]', 2)
+    HeartbeatMessage(begun={'all': 3}, given_up=((1,), 'silent'))
     """
     if len(raw) > MOST_BYTES:
         raise ValueError(f"{len(raw)} bytes, at most {MOST_BYTES} are read")

@@ -122,7 +122,7 @@ def _open_authenticated_store(
 def parse_address(at: str) -> tuple[str, int]:
     """Return HOST and PORT of an address; an IPv6 host stands in brackets.
 
-    >>> address_of("10.0.0.1:29400"), address_of("[fd00::1]:29400")
+    >>> parse_address("10.0.0.1:29400"), parse_address("[fd00::1]:29400")
     (('10.0.0.1', 29400), ('fd00::1', 29400))
     """
     host, _, port = at.rpartition(":")

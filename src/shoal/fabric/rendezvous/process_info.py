@@ -49,8 +49,14 @@ def read_process_info(env: Mapping[str, str]) -> ProcessInfo:
 
     Raises a ConfigError that names a variable which is missing or is no number.
 
-    >>> find_place({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77",
-    ...             "SLURM_JOB_NODELIST": "gpu[07-08,11]"}).host
+    >>> read_process_info(
+    ...     {
+    ...         "SLURM_PROCID": "3",
+    ...         "SLURM_NTASKS": "4",
+    ...         "SLURM_JOB_ID": "77",
+    ...         "SLURM_JOB_NODELIST": "gpu[07-08,11]",
+    ...     }
+    ... ).host
     'gpu07'
     """
     if "SHOAL_STORE" in env:

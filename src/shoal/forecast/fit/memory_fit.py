@@ -5,8 +5,8 @@
     no      at an instant even the lower end is above the capacity
 
 The worst instant decides the verdict, which names it. The width of the interval is the largest
-error on published runs (docs/proof/planner-memory.md), so "fits" keeps less than a tenth of the capacity
-in reserve. A node's memory counts if it is known.
+error on published runs (docs/proof/planner-memory.md), so "fits" keeps less than a tenth of the
+capacity in reserve. A node's memory counts if it is known.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ def judge_memory(
         PlanError: capacity_bytes ≤ 0.
 
     >>> peak = MemoryEstimate({"weights": 40e9, "loss": 30e9}, 70e9, 70e9, "loss", 0, 64e9, 76e9)
-    >>> [verdict(peak, size).word for size in (80e9, 72e9, 60e9)]
+    >>> [judge_memory(peak, size).word for size in (80e9, 72e9, 60e9)]
     ['fits', 'tight', 'no']
     >>> from dataclasses import replace
-    >>> verdict(replace(peak, instants=(Instant("building", 90e9),)), 80e9).text
+    >>> judge_memory(replace(peak, instants=(MemoryInstant("building", 90e9),)), 80e9).text
     'no: while building, 83.8 GiB on one device of 74.5 GiB, 9.3 GiB missing; its steps: fits'
-    >>> verdict(replace(peak, instants=(Instant("saving", 70e9, 9e11),)), 80e9, 5e11).text
+    >>> judge_memory(
+    ...     replace(peak, instants=(MemoryInstant("saving", 70e9, 9e11),)), 80e9, 5e11
+    ... ).text
     "no: while saving, 838.2 GiB in a node's 465.7 GiB, 372.5 GiB missing; its steps: fits"
-    >>> verdict(peak, 80e9).text
+    >>> judge_memory(peak, 80e9).text
     'fits: 65.2 of 74.5 GiB, 9.3 GiB left; first to give way: loss (27.9 GiB)'
     """
     if not capacity_bytes > 0:

@@ -81,12 +81,12 @@ def predict_run(case: PlanningCase, habits: FrameworkMemory | None = None) -> Me
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout
     >>> from shoal.base.plans.plan import Plan
-    >>> from shoal.forecast.models.published_models import published
-    >>> from shoal.forecast.models.transformer_costs import model_facts
+    >>> from shoal.forecast.models.published_models import published_shape
+    >>> from shoal.forecast.models.transformer_costs import transformer_facts
     >>> link = Link("wire", 1e-6, 1e11)
     >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
-    >>> model = model_facts(published("llama-3-70b"), 8192, 2)
-    >>> fsdp = Case(model, node, Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16"))
+    >>> model = transformer_facts(published_shape("llama-3-70b"), 8192, 2)
+    >>> fsdp = PlanningCase(model, node, Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16"))
     >>> def building(case):
     ...     one = next(i for i in predict_run(case).instants if i.name == "building")
     ...     return one.name, round(one.device_bytes / 2**30), round(one.host_bytes / 2**30)

@@ -112,13 +112,13 @@ def predict_memory(
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout
     >>> from shoal.base.plans.plan import Plan
-    >>> from shoal.forecast.models.published_models import published
-    >>> from shoal.forecast.models.transformer_costs import model_facts
+    >>> from shoal.forecast.models.published_models import published_shape
+    >>> from shoal.forecast.models.transformer_costs import transformer_facts
     >>> link = Link("wire", 1e-6, 1e11)
     >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
-    >>> model = model_facts(published("llama-3-8b"), 8192, 2)
+    >>> model = transformer_facts(published_shape("llama-3-8b"), 8192, 2)
     >>> plan = Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16")
-    >>> found = predict_memory(Case(model, node, plan))
+    >>> found = predict_memory(PlanningCase(model, node, plan))
     >>> round(found.parts["weights"] / 2**30, 2), found.when
     (3.74, 'loss')
     """
@@ -385,12 +385,12 @@ def validation_micro_batch(case: PlanningCase, estimate: MemoryEstimate) -> int:
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout
     >>> from shoal.base.plans.plan import Plan
-    >>> from shoal.forecast.models.published_models import published
-    >>> from shoal.forecast.models.transformer_costs import model_facts
+    >>> from shoal.forecast.models.published_models import published_shape
+    >>> from shoal.forecast.models.transformer_costs import transformer_facts
     >>> link = Link("wire", 1e-6, 1e11)
     >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
     >>> plan = Plan(Layout(tp=8), 16, 2, compute="bf16")
-    >>> case = Case(model_facts(published("llama-3-8b"), 8192, 2), node, plan)
+    >>> case = PlanningCase(transformer_facts(published_shape("llama-3-8b"), 8192, 2), node, plan)
     >>> validation_micro_batch(case, predict_memory(case))
     12
     """

@@ -206,7 +206,7 @@ _NO_MATTER = (
 def _device_key(name: str) -> str:
     """Return the letters and digits that identify a device: "NVIDIA A100-SXM4-80GB" → "A10080".
 
-    >>> _plain("NVIDIA A100-SXM4-80GB"), _plain("rtx 4090"), _plain("H100-pcie")
+    >>> _device_key("NVIDIA A100-SXM4-80GB"), _device_key("rtx 4090"), _device_key("H100-pcie")
     ('A10080', 'RTX4090', 'H100PCIE')
     """
     text = name.upper()
@@ -239,7 +239,7 @@ def get_device_model(name: str, where: str = "--on") -> DeviceModel:
     Raises:
         PlanError: unknown device; names the nearest one.
 
-    >>> find_model("h100").device.name, find_model("A100-SXM4-40GB").device.name
+    >>> get_device_model("h100").device.name, get_device_model("A100-SXM4-40GB").device.name
     ('H100-80GB', 'A100-40GB')
     """
     plain = _device_key(name)
@@ -259,7 +259,7 @@ def network_link(kind: str, cards: int, gbit_per_s: float, per_node: int) -> Lin
         cards: per node.
         gbit_per_s: line rate of each.
 
-    >>> network("ib", 8, 400, 8).bytes_per_s / 1e9
+    >>> network_link("ib", 8, 400, 8).bytes_per_s / 1e9
     46.0
     """
     family = NETWORKS[kind]

@@ -236,7 +236,7 @@ def _catalogue_cluster(name: str, counts: list[int], text: str) -> tuple[Cluster
 def _merge_domains(nodes: int, per_node: int, domain: int) -> tuple[int, int]:
     """Return (nodes, devices per node), with the nodes of one NVLink domain merged into one.
 
-    >>> _domains(18, 4, 72), _domains(36, 4, 72), _domains(8, 4, 72)
+    >>> _merge_domains(18, 4, 72), _merge_domains(36, 4, 72), _merge_domains(8, 4, 72)
     ((1, 72), (2, 72), (1, 32))
     """
     devices = nodes * per_node

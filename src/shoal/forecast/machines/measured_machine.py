@@ -219,7 +219,7 @@ def estimate_this_machine(machine: MachineFacts, processes: int) -> Cluster:
     Returns:
         A cluster of one node whose device's source is "not measured".
 
-    >>> two = this_cluster(MachineFacts(cores=4, memory_bytes=2**34, gpus=0), 2)
+    >>> two = estimate_this_machine(MachineFacts(cores=4, memory_bytes=2**34, gpus=0), 2)
     >>> two.devices, two.device.matrix_flops_per_s["fp32"], two.device.source
     (2, 60000000000.0, 'not measured: typical server cores')
     """

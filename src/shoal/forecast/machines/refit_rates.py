@@ -45,7 +45,7 @@ def rate_share(parts: dict[str, float], step_s: float, known: float) -> float | 
         step_s: measured seconds.
         known: the share that already corrected the prediction's rates; 1: none.
 
-    >>> round(share_of({"matrix": 0.5, "gradients": 0.1}, 0.7, 1.0), 3)
+    >>> round(rate_share({"matrix": 0.5, "gradients": 0.1}, 0.7, 1.0), 3)
     1.2
     """
     products_s = parts.get("matrix", 0.0)
@@ -106,7 +106,7 @@ def correct_rates(cluster: Cluster, shares: dict[str, float]) -> Cluster:
     >>> from shoal.base.estimates.cluster import Device, Link
     >>> link = Link("wire", 1e-5, 1e9)
     >>> cluster = Cluster(Device("d", 1.0, {"fp32": 12e9, "bf16": 9e9}, 1e9), 1, 1, link, link)
-    >>> corrected(cluster, {"fp32": 1.2}).device.matrix_flops_per_s
+    >>> correct_rates(cluster, {"fp32": 1.2}).device.matrix_flops_per_s
     {'fp32': 10000000000.0, 'bf16': 9000000000.0}
     """
     if not shares:

@@ -141,7 +141,7 @@ def _most_consecutive_bytes(total: float, passes: int, count: int) -> float:
     """Return the most bytes of `count` consecutive buckets, if every pass sends `total`.
 
     >>> mib = 2**20
-    >>> [_in_a_row(size * mib, 4, 3) / mib for size in (10, 40, 100)]
+    >>> [_most_consecutive_bytes(size * mib, 4, 3) / mib for size in (10, 40, 100)]
     [30.0, 65.0, 75.0]
     """
     buckets = int(-(-total // BUCKET_BYTES))

@@ -102,7 +102,7 @@ FRAMEWORKS = {
 def framework_memory(name: str) -> FrameworkMemory:
     """Return the memory of a framework's step; PlanError for an unknown framework.
 
-    >>> framework("megatron").loss_word_bytes
+    >>> framework_memory("megatron").loss_word_bytes
     6.0
     """
     if name not in FRAMEWORKS:

@@ -61,7 +61,7 @@ def rank_elements(unit: UnitFacts, layout: Layout, ep: int, expert_tp: int) -> P
 
     >>> unit = UnitFacts("block", parameters=100, plain_parameters=10, expert_parameters=40)
     >>> rank_elements(unit, Layout(tp=2), ep=4, expert_tp=1)
-    Elements(dense=35.0, experts=10.0)
+    ParameterElements(dense=35.0, experts=10.0)
     """
     split = unit.parameters - unit.plain_parameters - unit.expert_parameters
     dense = split / layout.tp + unit.plain_parameters
@@ -105,8 +105,8 @@ def predict_state_bytes(
     >>> link = Link("wire", 0, 1)
     >>> one = Cluster(Device("d", 1, {}, 1), 1, 4, link, link)
     >>> plan = Plan(Layout(dp_shard=4, zero=1), 4, 1, compute="bf16")
-    >>> case = Case(ModelFacts("m", (), 1, 2, 0), one, plan)
-    >>> sum(state_bytes(case, Elements(100.0, 0.0)))  # 6 + 12/4 bytes
+    >>> case = PlanningCase(ModelFacts("m", (), 1, 2, 0), one, plan)
+    >>> sum(predict_state_bytes(case, ParameterElements(100.0, 0.0)))  # 6 + 12/4 bytes
     900.0
     """
     dense, experts = shard_counts(case)

@@ -185,7 +185,9 @@ def predict_copies(
     >>> link = Link("wire", 0, 1)
     >>> one = Cluster(Device("d", 24e9, {}, 1e12), 1, 1, link, link)
     >>> plan = Plan(Layout(), 1, 1, compute="bf16", offload="optimizer")
-    >>> found = copies(Case(ModelFacts("m", (), 1, 2, 0), one, plan), 1e9, 0.0, 0.02, 25e9)
+    >>> found = predict_copies(
+    ...     PlanningCase(ModelFacts("m", (), 1, 2, 0), one, plan), 1e9, 0.0, 0.02, 25e9
+    ... )
     >>> round(found.optimizer_s + found.offload_s, 2)  # 8 bytes each way at once
     0.33
     """

@@ -43,8 +43,8 @@ def placed_state_bytes(plan: Plan, rank: int, optimizer_bytes: float) -> ModelSt
     >>> from shoal.base.layouts.layout import Layout
     >>> rows = (Placement("w", (6, 4), "float32", True, data="states"),)
     >>> plan = Plan(Layout(dp_shard=2, zero=2), 4, 2, 1, placements=rows)
-    >>> states(plan, 0, 8)
-    States(weights=96, gradients=48, optimizer=96.0)
+    >>> placed_state_bytes(plan, 0, 8)
+    ModelStateBytes(weights=96, gradients=48, optimizer=96.0)
     """
     here = _RankPlacements(plan, rank)
     weights = gradients = stepped = 0

@@ -44,8 +44,16 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> TransformerShap
         ConfigError: no such file, no JSON, a type, class or key whose parameters are not counted
             here, or a key that is missing or has a value of another kind.
 
-    >>> from_config({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
-    ...     "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 512}).kv_heads
+    >>> shape_from_config(
+    ...     {
+    ...         "model_type": "llama",
+    ...         "num_hidden_layers": 2,
+    ...         "hidden_size": 64,
+    ...         "num_attention_heads": 4,
+    ...         "intermediate_size": 128,
+    ...         "vocab_size": 512,
+    ...     }
+    ... ).kv_heads
     4
     """
     where, found = ("config.json", source) if isinstance(source, Mapping) else _read(Path(source))

@@ -35,7 +35,7 @@ def is_hf_name(name: str) -> bool:
 
     Accesses no file.
 
-    >>> is_foreign("hf:models/mine"), is_foreign("llama")
+    >>> is_hf_name("hf:models/mine"), is_hf_name("llama")
     (True, False)
     """
     return name.startswith(PREFIX)

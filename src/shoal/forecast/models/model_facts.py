@@ -63,7 +63,7 @@ def resolve_model(
         ConfigError: an unknown model (any `hf:` too) or argument, a wrong type, an impossible
             combination.
 
-    >>> resolve("llama", {"dim": 64}, vocabulary=512, sequence=32).arguments["hidden"]
+    >>> resolve_model("llama", {"dim": 64}, vocabulary=512, sequence=32).arguments["hidden"]
     192
     """
     if name not in FAMILIES and name not in PUBLISHED:
@@ -92,7 +92,7 @@ def count_model_parameters(
     Arguments and errors as in `resolve_model`. None for a transformers model (`hf:PATH`), whose
     config.json only transformers interprets; it is checked as in `resolve_hf_config`.
 
-    >>> parameters("llama-3-8b")
+    >>> count_model_parameters("llama-3-8b")
     8030261248
     """
     if is_hf_name(name):
@@ -109,7 +109,7 @@ def count_model_blocks(name: str, arguments: Mapping[str, Any] | None = None) ->
     config.json, None if the model has several stacks; `arguments` are ignored, and errors are those
     of `resolve_hf_config`.
 
-    >>> blocks("gpt", {"layers": 6}), blocks("mlp")
+    >>> count_model_blocks("gpt", {"layers": 6}), count_model_blocks("mlp")
     (6, None)
     """
     if is_hf_name(name):

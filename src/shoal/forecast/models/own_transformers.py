@@ -25,9 +25,9 @@ def own_shape(name: str, arguments: dict[str, Any] | None = None, **known: int) 
         ConfigError: as in `model_facts.resolve`.
         PlanError: the family is no transformer.
 
-    >>> own_family("llama", {"dim": 64, "layers": 2}, vocabulary=512, sequence=32).ffn
+    >>> own_shape("llama", {"dim": 64, "layers": 2}, vocabulary=512, sequence=32).ffn
     192
-    >>> own_family("moe", {"dim": 64, "experts": 4}).experts_per_token
+    >>> own_shape("moe", {"dim": 64, "experts": 4}).experts_per_token
     2
     """
     found = resolve_model(name, arguments, **known)

@@ -184,7 +184,7 @@ _SAME |= {"llama3": "llama-3", "gpt3": "gpt-3", "gpt2": "gpt-2", "/": "-"}
 def get_published_shape(name: str) -> TransformerShape | None:
     """Return the shape of a published model, None for any other name.
 
-    >>> find("Llama-3.1-405B").layers, find("hf:here")
+    >>> get_published_shape("Llama-3.1-405B").layers, get_published_shape("hf:here")
     (126, None)
     """
     return SHAPES.get(name.strip().lower()) or SHAPES.get(_normalize_name(name))
@@ -207,7 +207,7 @@ def published_shape(name: str) -> TransformerShape:
     Raises:
         ConfigError: an unknown name, with the nearest known one.
 
-    >>> published("Llama-3.1-405B").layers, published("vit-b").patch
+    >>> published_shape("Llama-3.1-405B").layers, published_shape("vit-b").patch
     (126, 768)
     """
     if found := get_published_shape(name):

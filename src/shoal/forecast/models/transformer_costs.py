@@ -44,8 +44,8 @@ def transformer_facts(
     References:
         Per term at the head of this module.
 
-    >>> llama = Transformer("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
-    >>> facts = model_facts(llama, 8192, 2)
+    >>> llama = TransformerShape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
+    >>> facts = transformer_facts(llama, 8192, 2)
     >>> facts.trainable, facts.blocks, [u.name for u in facts.units]
     (8030261248, 32, ['embedding', 'block', 'head'])
     >>> block = facts.units[1]

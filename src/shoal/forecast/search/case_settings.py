@@ -27,7 +27,7 @@ def case_settings(config: Config) -> dict[str, Any]:
     optimizer_bytes  from `optimizer_state_bytes`
     proves           whether `train.prove` requests a proof before the run
 
-    >>> beside(Config())
+    >>> case_settings(Config())
     {'loss': 'chunked', 'optimizer_bytes': 8, 'proves': True}
     """
     return {

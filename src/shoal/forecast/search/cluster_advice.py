@@ -27,7 +27,10 @@ def homogeneous_parts(cluster: Cluster) -> list[Cluster]:
     """Return the homogeneous parts of a cluster, the first one first.
 
     >>> from shoal.forecast.machines.cluster_syntax import parse_machines
-    >>> [part.device.name for part in parts(parse_machines("8xV100-32GB + 8xA100-40GB"))]
+    >>> [
+    ...     part.device.name
+    ...     for part in homogeneous_parts(parse_machines("8xV100-32GB + 8xA100-40GB"))
+    ... ]
     ['V100-32GB', 'A100-40GB']
     """
     return [replace(cluster, groups=()), *cluster.groups]

@@ -115,7 +115,7 @@ class IslandsProposal:
     def command_text(self) -> str:
         """Return the settings as on the command line.
 
-        >>> Way((("codec", "int8"), ("period", "100")), 0.9).typed
+        >>> IslandsProposal((("codec", "int8"), ("period", "100")), 0.9).command_text
         'islands.codec=int8 islands.period=100'
         """
         return " ".join(f"islands.{key}={value}" for key, value in self.keys)
@@ -140,8 +140,10 @@ def propose_settings(
         PlanError: target is not between 0 and 1; other errors as in `islands_cost`.
 
     >>> facts = IslandsFacts(20e6, 0.5, 50e6 / 8)
-    >>> [(way.typed, round(way.utilisation, 2)) for way in
-    ...     ways(IslandsPolicy("diloco", count=3), facts)]
+    >>> [
+    ...     (way.command_text, round(way.utilisation, 2))
+    ...     for way in propose_settings(IslandsPolicy("diloco", count=3), facts)
+    ... ]
     [('islands.codec=int8', 0.84), ('islands.method=streaming-diloco', 0.98)]
     """
     _check_target(target)

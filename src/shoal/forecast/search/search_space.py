@@ -48,7 +48,7 @@ def layout_section(words: Mapping[str, Any]) -> LayoutSection:
     Raises:
         ConfigError: a key that [layout] lacks, with the nearest key; values are not checked.
 
-    >>> section_of({"tp": 2}).degrees()
+    >>> layout_section({"tp": 2}).degrees()
     {'tp': 2}
     """
     known = [key.name for key in keys(LayoutSection)]

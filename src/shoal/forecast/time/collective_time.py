@@ -54,7 +54,7 @@ class AxisGroup:
         "_across"  one rank per node · "_both"  several ranks on each of several nodes
 
         >>> link = Link("wire", 0.0, 1.0)
-        >>> [Group(n, g, link, link, 8).suffix for n, g in ((8, 8), (4, 4), (16, 1), (16, 8))]
+        >>> [AxisGroup(n, g, link, link, 8).suffix for n, g in ((8, 8), (4, 4), (16, 1), (16, 8))]
         ['', '_shared', '_across', '_both']
         """
         if self.near < self.ranks:
@@ -71,7 +71,7 @@ def axis_group(cluster: Cluster, ranks: int, stride: int) -> AxisGroup:
     >>> link = Link("wire", 0.0, 1.0)
     >>> from shoal.base.estimates.cluster import Device
     >>> cluster = Cluster(Device("d", 1, {}, 1), 4, 8, link, link)
-    >>> [group_of(cluster, n, s).near for n, s in ((8, 1), (16, 1), (8, 4), (4, 8), (2, 4))]
+    >>> [axis_group(cluster, n, s).near for n, s in ((8, 1), (16, 1), (8, 4), (4, 8), (2, 4))]
     [8, 8, 2, 1, 2]
     """
     near = max(1, min(ranks, cluster.per_node // stride))
@@ -96,8 +96,8 @@ class CollectiveCost:
     def times(self, count: float) -> CollectiveCost:
         """Return the cost of the same collective `count` times.
 
-        >>> Cost(1.0, 2.0, 3.0).times(2)
-        Cost(seconds=2.0, inside_bytes=4.0, across_bytes=6.0)
+        >>> CollectiveCost(1.0, 2.0, 3.0).times(2)
+        CollectiveCost(seconds=2.0, inside_bytes=4.0, across_bytes=6.0)
         """
         return CollectiveCost(
             self.seconds * count, self.inside_bytes * count, self.across_bytes * count
@@ -106,8 +106,8 @@ class CollectiveCost:
     def slow_down(self, times: float) -> CollectiveCost:
         """Return the cost with the same bytes in `times` the seconds.
 
-        >>> Cost(1.0, 2.0, 3.0).slower(2)
-        Cost(seconds=2.0, inside_bytes=2.0, across_bytes=3.0)
+        >>> CollectiveCost(1.0, 2.0, 3.0).slow_down(2)
+        CollectiveCost(seconds=2.0, inside_bytes=2.0, across_bytes=3.0)
         """
         return CollectiveCost(self.seconds * times, self.inside_bytes, self.across_bytes)
 
@@ -125,7 +125,7 @@ def _cost_on_link(
 def broadcast_rounds(ranks: int) -> int:
     """Count the rounds of a broadcast whose holders double every round: ⌈log2 ranks⌉.
 
-    >>> [rounds(n) for n in (1, 2, 3, 8, 9)]
+    >>> [broadcast_rounds(n) for n in (1, 2, 3, 8, 9)]
     [0, 1, 2, 3, 4]
     """
     return (ranks - 1).bit_length()
@@ -159,9 +159,9 @@ def all_reduce_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     """Return the cost of summing M bytes on all ranks.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
-    >>> all_reduce(Group(4, 4, wire, net), 16.0)
-    Cost(seconds=3.0, inside_bytes=24.0, across_bytes=0.0)
-    >>> all_reduce(Group(8, 4, wire, net), 16.0).across_bytes
+    >>> all_reduce_cost(AxisGroup(4, 4, wire, net), 16.0)
+    CollectiveCost(seconds=3.0, inside_bytes=24.0, across_bytes=0.0)
+    >>> all_reduce_cost(AxisGroup(8, 4, wire, net), 16.0).across_bytes
     4.0
     """
     ranks = group.ranks
@@ -189,8 +189,8 @@ def all_gather_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     """Return the cost of an all-gather of M bytes in total; a reduce-scatter costs the same.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
-    >>> all_gather(Group(4, 4, wire, net), 16.0)
-    Cost(seconds=1.5, inside_bytes=12.0, across_bytes=0.0)
+    >>> all_gather_cost(AxisGroup(4, 4, wire, net), 16.0)
+    CollectiveCost(seconds=1.5, inside_bytes=12.0, across_bytes=0.0)
     """
     ranks = group.ranks
     if ranks == 1 or message_bytes <= 0:
@@ -213,8 +213,8 @@ def all_to_all_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     """Return the cost of an all-to-all: each rank sends an n-th of its M bytes to every other.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
-    >>> all_to_all(Group(8, 4, wire, net), 16.0)
-    Cost(seconds=8.0, inside_bytes=6.0, across_bytes=8.0)
+    >>> all_to_all_cost(AxisGroup(8, 4, wire, net), 16.0)
+    CollectiveCost(seconds=8.0, inside_bytes=6.0, across_bytes=8.0)
     """
     ranks, near = group.ranks, group.near
     if ranks == 1 or message_bytes <= 0:
@@ -236,9 +236,9 @@ def send_cost(
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
     >>> from shoal.base.estimates.cluster import Device
     >>> cluster = Cluster(Device("d", 1, {}, 1), 2, 4, wire, net)
-    >>> send(cluster, 2, 8.0).seconds, send(cluster, 4, 8.0).seconds
+    >>> send_cost(cluster, 2, 8.0).seconds, send_cost(cluster, 4, 8.0).seconds
     (1.0, 8.0)
-    >>> send(cluster, 1, 8.0, stages=4).seconds, send(cluster, 1, 8.0, stages=8).seconds
+    >>> send_cost(cluster, 1, 8.0, stages=4).seconds, send_cost(cluster, 1, 8.0, stages=8).seconds
     (1.0, 8.0)
     """
     if message_bytes <= 0:

@@ -65,7 +65,7 @@ def framework_overlap(framework: str) -> FrameworkOverlap:
     Raises:
         PlanError: unknown framework, with the nearest name.
 
-    >>> habits_of("torchtitan").selective[0]
+    >>> framework_overlap("torchtitan").selective[0]
     0.5
     """
     if framework not in HABITS:

@@ -250,7 +250,7 @@ def island_paces(
     """Return (inner steps per round, seconds of a step) of every island; `policy` is settled.
 
     >>> facts = IslandsFacts(1e6, 1.0, 1e6, speeds=(1.0, 0.25))
-    >>> paces(IslandsPolicy("diloco", count=2).settled(), facts)
+    >>> island_paces(IslandsPolicy("diloco", count=2).resolved(), facts)
     ((50, 12), (1.0, 4.0))
     """
     speeds = facts.speeds or (1.0,) * policy.count

@@ -37,8 +37,8 @@ def first_device_case(case: PlanningCase) -> PlanningCase:
     >>> from shoal.base.plans.plan import Plan
     >>> link = Link("wire", 1e-6, 1e11)
     >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 4, link, link)
-    >>> case = Case(ModelFacts("m", (), 0, 4, 0), node, Plan(Layout(threads=4), 20, 2))
-    >>> case.accumulate, first_of(case).accumulate
+    >>> case = PlanningCase(ModelFacts("m", (), 0, 4, 0), node, Plan(Layout(threads=4), 20, 2))
+    >>> case.accumulate, first_device_case(case).accumulate
     (10, 3)
     """
     rounds = -(-case.accumulate // case.layout.threads)

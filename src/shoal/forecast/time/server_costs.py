@@ -151,9 +151,12 @@ def simulate_pace(
     Raises:
         PlanError: no worker, times ≤ 0, or a bound that cannot be kept.
 
-    >>> pace([1, 1, 4]).steps_per_s > 2.2, pace([1, 1, 4], synchronous=True).steps_per_s
+    >>> (
+    ...     simulate_pace([1, 1, 4]).steps_per_s > 2.2,
+    ...     simulate_pace([1, 1, 4], synchronous=True).steps_per_s,
+    ... )
     (True, 0.75)
-    >>> round(pace([1, 1, 4], bound=4).steps_per_s, 2)
+    >>> round(simulate_pace([1, 1, 4], bound=4).steps_per_s, 2)
     1.25
     """
     if not worker_s or min(worker_s) <= 0:

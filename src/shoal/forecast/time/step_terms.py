@@ -201,7 +201,7 @@ class _StageKind(NamedTuple):
 def _stage_kinds(stages: int, blocks: int) -> list[_StageKind]:
     """Return the kinds of stages for equal runs of blocks; the remainder goes to the middle.
 
-    >>> [(kind.copies, kind.blocks, kind.most) for kind in _kinds(4, 10)]
+    >>> [(kind.copies, kind.blocks, kind.most) for kind in _stage_kinds(4, 10)]
     [(1, 2, 2), (2, 3.0, 3), (1, 2, 2)]
     """
     if stages == 1:

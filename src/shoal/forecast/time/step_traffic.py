@@ -99,7 +99,7 @@ def pipe_traffic(
         crossings: between stage 0 and 1, 1 and 2, …; stages on the same rank exchange no message.
         stage_rank: rank that holds stage 0, 1, …, as in base.actions.Schedule.
 
-    >>> ends = [Crossing(100, 90)] * 3
+    >>> ends = [StageTransfer(100, 90)] * 3
     >>> [pipe_traffic(ends, (0, 1, 2, 3), r, micro_batches=2).send_bytes for r in range(4)]
     [200, 380, 380, 180]
     >>> [pipe_traffic(ends, (0, 1, 1, 0), r, micro_batches=1).send_bytes for r in range(2)]

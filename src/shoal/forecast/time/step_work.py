@@ -80,7 +80,7 @@ def interpolate_ladder(
     Interpolation is linear on a logarithmic scale of sizes; outside, the nearest rung counts.
 
     >>> ladder = ((1e6, 0.2), (1e8, 0.8))
-    >>> [round(on_ladder(ladder, flops, 1.0), 2) for flops in (1e3, 1e6, 1e7, 1e9)]
+    >>> [round(interpolate_ladder(ladder, flops, 1.0), 2) for flops in (1e3, 1e6, 1e7, 1e9)]
     [0.2, 0.2, 0.5, 0.8]
     """
     if not ladder:

@@ -33,7 +33,7 @@ def draw_pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]
 
     The order is that of a hash, the same on any machine and in any version of Python.
 
-    >>> sorted(len(pair) for pair in pairs(0, 3, 5))
+    >>> sorted(len(pair) for pair in draw_pairs(0, 3, 5))
     [1, 2, 2]
     """
     order = sorted(

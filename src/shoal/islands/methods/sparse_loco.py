@@ -23,7 +23,7 @@ from shoal.islands.method import MergeMethod
 def median_clip_factors(norms: Sequence[float]) -> list[float]:
     """Return the factors c_i that clip every norm to the median, in their order.
 
-    >>> clips([1.0, 2.0, 8.0])
+    >>> median_clip_factors([1.0, 2.0, 8.0])
     [1.0, 1.0, 0.25]
     """
     most = median(norms) if norms else 0.0

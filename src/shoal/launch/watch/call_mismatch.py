@@ -89,9 +89,9 @@ def format_call_mismatch(calls: Mapping[int, str], answers: Answers, *, met: boo
     Args:
         met: a rank died of the difference, so none waits.
 
-    >>> unlike_line({1: "run.step", 0: "run.save"}, {0: {"place": "train.py:7"}})
+    >>> format_call_mismatch({1: "run.step", 0: "run.save"}, {0: {"place": "train.py:7"}})
     'ranks wait for each other: rank 0 called run.save (train.py:7), rank 1 called run.step; try: \
-    make the same calls on every rank, in the same order and equally often'
+make the same calls on every rank, in the same order and equally often'
     """
     said = ", ".join(
         f"rank {rank} called {calls[rank]}{format_place(answers.get(rank))}"

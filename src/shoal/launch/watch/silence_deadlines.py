@@ -58,8 +58,14 @@ def classify_phase(told: PageSnapshot) -> str:
 
     >>> from dataclasses import replace
     >>> from shoal.wire.phases import DATA
-    >>> told = Told(True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "validation 3/10: data")
-    >>> kind_of(told), kind_of(replace(told, phases="")), kind_of(replace(told, part=NOWHERE))
+    >>> told = PageSnapshot(
+    ...     True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "validation 3/10: data"
+    ... )
+    >>> (
+    ...     classify_phase(told),
+    ...     classify_phase(replace(told, phases="")),
+    ...     classify_phase(replace(told, part=NOWHERE)),
+    ... )
     ('validation', 'step', 'validation')
     """
     if told.phases:

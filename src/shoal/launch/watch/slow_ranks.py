@@ -72,7 +72,7 @@ def detect_slow_ranks(
         usual: of windows before, for parts in which ranks have different work.
 
     >>> ahead, late = (0, 0.01, 0.02, 0, 0, 0, 0, 0.05), (0, 0.06, 0.02, 0, 0, 0, 0, 0)
-    >>> (one,) = stands_out([[ahead, late]] * 16)
+    >>> (one,) = detect_slow_ranks([[ahead, late]] * 16)
     >>> one.rank, PARTS[one.part], round(one.extra_s, 3)
     (1, 'data', 0.05)
     """

@@ -83,7 +83,7 @@ class LossScaleSettings:
     def doubles(self, clean: int) -> bool:
         """Return whether the scale doubles after `clean` clean steps since start or overflow.
 
-        >>> [clean for clean in range(1, 12) if LossScale(window=3).doubles(clean)]
+        >>> [clean for clean in range(1, 12) if LossScaleSettings(window=3).doubles(clean)]
         [4, 7, 10]
         """
         return clean > 1 and (clean - 1) % self.window == 0

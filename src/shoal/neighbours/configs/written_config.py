@@ -130,7 +130,7 @@ def _find_parser() -> tuple[Callable[..., Any], str]:
 def parse_version(text: str) -> tuple[int, ...]:
     """Return the numbers of a version.
 
-    >>> version("0.19.8+cu130"), version("")
+    >>> parse_version("0.19.8+cu130"), parse_version("")
     ((0, 19, 8), ())
     """
     return tuple(int(one) for one in text.partition("+")[0].split(".") if one.isdecimal())

@@ -55,7 +55,7 @@ def ulysses_attention(
 def heads_divide(heads: int, degree: int) -> bool:
     """Return whether the query heads divide evenly over the ranks.
 
-    >>> deals_heads(6, 4)
+    >>> heads_divide(6, 4)
     False
     """
     return heads % degree == 0

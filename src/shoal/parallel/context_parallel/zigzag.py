@@ -31,7 +31,7 @@ ChunkAssignment = Callable[[int, int], tuple[int, int]]
 def contiguous_chunks(rank: int, size: int) -> tuple[int, int]:
     """Return the chunks of a rank that holds neighbouring tokens.
 
-    >>> neighbours(1, 4)
+    >>> contiguous_chunks(1, 4)
     (2, 3)
     """
     return 2 * rank, 2 * rank + 1
@@ -40,7 +40,7 @@ def contiguous_chunks(rank: int, size: int) -> tuple[int, int]:
 def zigzag_chunks(rank: int, size: int) -> tuple[int, int]:
     """Return the chunks of a rank with equal work.
 
-    >>> zigzag(1, 4)
+    >>> zigzag_chunks(1, 4)
     (1, 6)
     """
     return rank, 2 * size - 1 - rank

@@ -46,9 +46,9 @@ def encode_rows(rows: int, *, called: bool, weighs: bool) -> int:
         called: whether the model's code called the expert; if not, the rank only joins.
         weighs: whether the pass counts.
 
-    >>> [number_sent(3, called=True, weighs=weighs) for weighs in (True, False)]
+    >>> [encode_rows(3, called=True, weighs=weighs) for weighs in (True, False)]
     [3, -5]
-    >>> [rows_of(number) for number in (3, -5, NOT_CALLED)]
+    >>> [decode_rows(number) for number in (3, -5, NOT_CALLED)]
     [3, 3, 0]
     """
     if not called:

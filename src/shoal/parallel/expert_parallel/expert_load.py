@@ -69,7 +69,7 @@ class ExpertLoads:
 def format_balance(counts: dict[str, Tensor], steps: int) -> str:
     """Format the notice on some steps: counts [experts + 1] by layer, the last of no expert.
 
-    >>> balance_line({"a": torch.tensor([3, 1, 0]), "b": torch.tensor([4, 0, 4])}, 100)
+    >>> format_balance({"a": torch.tensor([3, 1, 0]), "b": torch.tensor([4, 0, 4])}, 100)
     'experts over 100 steps: the fullest of b got 2.00 × the mean of its layer (1.75 × over all \
 layers), 1 of 4 got nothing, 33.3 % of places had none'
     """

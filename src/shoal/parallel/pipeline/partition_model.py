@@ -154,7 +154,7 @@ def _encode_tree(tree: Any) -> Any:
     Raises:
         TypeError: an object that `_decode_tree` cannot make.
 
-    >>> _told((1, {"a": [None, torch.empty(2, device="meta")]}))
+    >>> _encode_tree((1, {"a": [None, torch.empty(2, device="meta")]}))
     ['tuple', 1, ['dict', 'a', ['list', None, ['tensor', [2], 'float32']]]]
     """
     if isinstance(tree, torch.Tensor):
@@ -171,7 +171,7 @@ def _encode_tree(tree: Any) -> Any:
 def _decode_tree(told: Any) -> Any:
     """Decode a structure that `_encode_tree` encoded, with its tensors on the meta device.
 
-    >>> _understood(_told((1, {"a": [None, "b"]})))
+    >>> _decode_tree(_encode_tree((1, {"a": [None, "b"]})))
     (1, {'a': [None, 'b']})
     """
     if not isinstance(told, list):

@@ -67,8 +67,8 @@ def needed_message(schedule: PipelineSchedule, act: Action) -> StageMessage | No
     """Return the message that the action waits for; None at the ends of the chain and for W.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
-    >>> needed(make_schedule("gpipe", 2, 1), Action("B", 0, 0))
-    Message(kind='B', stage=0, micro_batch=0)
+    >>> needed_message(make_schedule("gpipe", 2, 1), Action("B", 0, 0))
+    StageMessage(kind='B', stage=0, micro_batch=0)
     """
     place = act.stage % schedule.stages_per_copy
     if act.kind == "F" and place > 0:
@@ -82,8 +82,8 @@ def produced_message(schedule: PipelineSchedule, act: Action) -> StageMessage | 
     """Return the message that the action makes; None at the ends of the chain and for W.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
-    >>> given(make_schedule("gpipe", 2, 1), Action("F", 0, 0))
-    Message(kind='F', stage=1, micro_batch=0)
+    >>> produced_message(make_schedule("gpipe", 2, 1), Action("F", 0, 0))
+    StageMessage(kind='F', stage=1, micro_batch=0)
     """
     place = act.stage % schedule.stages_per_copy
     if act.kind == "F" and place < schedule.stages_per_copy - 1:
@@ -112,7 +112,7 @@ def derive_route(schedule: PipelineSchedule, rank: int) -> MessageRoute:
     """Return the messages between `rank` and its peers.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
-    >>> [m.micro_batch for m in route(make_schedule("1f1b", 2, 3), 1).incoming[0]]
+    >>> [m.micro_batch for m in derive_route(make_schedule("1f1b", 2, 3), 1).incoming[0]]
     [0, 1, 2]
     """
     incoming: dict[int, list[StageMessage]] = {}

@@ -34,7 +34,7 @@ DTYPES = tuple(
 def encode_form(form: Form) -> list[int]:
     """Encode a form as integers; `decode_form` reads them.
 
-    >>> encode((Value((2, 3), torch.bool, False, (7,)),))[1:]
+    >>> encode_form((TensorForm((2, 3), torch.bool, False, (7,)),))[1:]
     [0, 1, 7, 2, 2, 3]
     """
     told = []
@@ -47,8 +47,8 @@ def encode_form(form: Form) -> list[int]:
 def decode_form(told: Sequence[int]) -> Form:
     """Decode a form that `encode_form` encoded.
 
-    >>> form = (Value((), torch.float64, True), Value((0, 4), torch.int32, False, (1, 2)))
-    >>> decode(encode(form)) == form
+    >>> form = (TensorForm((), torch.float64, True), TensorForm((0, 4), torch.int32, False, (1, 2)))
+    >>> decode_form(encode_form(form)) == form
     True
     """
     form, rest = [], deque(told)
@@ -68,7 +68,7 @@ def form_of_gradients(form: Form) -> Form:
 def describe_form(form: Form) -> str:
     """Return a form as text for error lines.
 
-    >>> shown((Value((2, 3), torch.float32, True), Value((), torch.int64, False)))
+    >>> describe_form((TensorForm((2, 3), torch.float32, True), TensorForm((), torch.int64, False)))
     '[2, 3] float32 with gradient, [] int64'
     """
     return ", ".join(

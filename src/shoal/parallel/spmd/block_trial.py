@@ -331,7 +331,7 @@ def _standard_deviation(pieces: Sequence[Tensor]) -> float:
 def sketch_gradient(gradient: Tensor) -> Tensor:
     """Compress a gradient to `COMBINATIONS` fixed linear combinations of its rows; keep fewer rows.
 
-    >>> brief(torch.ones(3, 100)).shape, brief(torch.ones(50, 100)).shape
+    >>> sketch_gradient(torch.ones(3, 100)).shape, sketch_gradient(torch.ones(50, 100)).shape
     (torch.Size([3, 100]), torch.Size([8, 100]))
     """
     shape = gradient.shape

@@ -97,7 +97,7 @@ class ShardSpec:
 def compute_even_cuts(length: int, degree: int) -> tuple[int, ...]:
     """Return the indices at which `length` elements are cut for `degree` ranks.
 
-    >>> even_cuts(10, 4)
+    >>> compute_even_cuts(10, 4)
     (0, 3, 6, 8, 10)
     """
     few, more = divmod(length, degree)

@@ -227,7 +227,7 @@ def _describe_observed(evidence: Evidence) -> Clue:
 def _format_groups(groups: list[list[int]]) -> str:
     """Return in words which ranks agree with each other.
 
-    >>> _camps([[0, 1], [2]]), _camps([[0], [1], [2]])
+    >>> _format_groups([[0, 1], [2]]), _format_groups([[0], [1], [2]])
     ('ranks 0 and 1 against rank 2', 'each of 3 ranks has its own')
     """
     if len(groups) > 2 and all(len(group) == 1 for group in groups):

@@ -38,7 +38,7 @@ class Clue:
 def join_numbers(numbers: list[int] | tuple[int, ...]) -> str:
     """Join numbers for a person.
 
-    >>> listed([0, 1, 3]), listed([2])
+    >>> join_numbers([0, 1, 3]), join_numbers([2])
     ('0, 1 and 3', '2')
     """
     *rest, last = [str(n) for n in numbers]
@@ -48,7 +48,7 @@ def join_numbers(numbers: list[int] | tuple[int, ...]) -> str:
 def format_ranks(numbers: list[int] | tuple[int, ...]) -> str:
     """Return the names of ranks for a person.
 
-    >>> ranks_text([3]), ranks_text((0, 2))
+    >>> format_ranks([3]), format_ranks((0, 2))
     ('rank 3', 'ranks 0 and 2')
     """
     return f"rank{'s' if len(numbers) > 1 else ''} {join_numbers(numbers)}"

@@ -363,9 +363,12 @@ def _format_advice(layout: Layout, axes: tuple[str, ...], is_forward: bool) -> s
 def suggest_settings(layout: Layout, axes: Sequence[str]) -> str:
     """Return settings that avoid some of `AXES`, as the beginning of an advice, or "".
 
-    >>> nearest(Layout(tp=2, pp=2), ("tp", "pp"))
+    >>> suggest_settings(Layout(tp=2, pp=2), ("tp", "pp"))
     'try: layout.tp=1, or layout.pp=1; '
-    >>> nearest(Layout(dp_shard=4), ("dp",)), nearest(Layout(dp_replicate=4), ("dp",))
+    >>> (
+    ...     suggest_settings(Layout(dp_shard=4), ("dp",)),
+    ...     suggest_settings(Layout(dp_replicate=4), ("dp",)),
+    ... )
     ('try: layout.dp_replicate=4 and layout.dp_shard=1; ', '')
     """
     without = [

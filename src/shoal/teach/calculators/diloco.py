@@ -90,9 +90,9 @@ def traffic_reduction(period: int, wire_bits: float, compared_bits: float) -> fl
 
     INTELLECT-1 100 · 32/8, Streaming 100 · 16/4, DiLoCo 500; SparseLoCo's codec alone 146.
 
-    >>> less_traffic(100, 8, 32), less_traffic(100, 4, 16), less_traffic(500, 32, 32)
+    >>> traffic_reduction(100, 8, 32), traffic_reduction(100, 4, 16), traffic_reduction(500, 32, 32)
     (400.0, 400.0, 500.0)
-    >>> round(less_traffic(1, 64 * (12 + 2) / 4096, 32))
+    >>> round(traffic_reduction(1, 64 * (12 + 2) / 4096, 32))
     146
     """
     check_period(period)

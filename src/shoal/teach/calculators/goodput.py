@@ -55,7 +55,7 @@ def young_interval_s(stall_s: float, mean_s: float) -> float:
 
     A stall of 6 s with 7.9 hours between failures: every 9.7 minutes.
 
-    >>> round(young_s(6, 7.9 * 3600) / 60, 1)
+    >>> round(young_interval_s(6, 7.9 * 3600) / 60, 1)
     9.7
     """
     _check(mtbf=mean_s)
@@ -66,7 +66,7 @@ def young_interval_s(stall_s: float, mean_s: float) -> float:
 def daly_interval_s(stall_s: float, mean_s: float) -> float:
     """Return the seconds of work between checkpoints by Daly's higher order; M for C ≥ 2M.
 
-    >>> [round(daly_s(c, 3.1 * 3600) / 60, 1) for c in (60, 5)]
+    >>> [round(daly_interval_s(c, 3.1 * 3600) / 60, 1) for c in (60, 5)]
     [18.6, 5.5]
     """
     base = young_interval_s(stall_s, mean_s)
@@ -83,12 +83,12 @@ def first_order_goodput(
 
     3.1 hours between failures, 10 minutes to restart: 0.84 with stalls of 60 s, 0.92 with 5 s.
 
-    >>> [round(first_order_goodput(young_s(c, 11160), c, 600, 11160), 2) for c in (60, 5)]
+    >>> [round(first_order_goodput(young_interval_s(c, 11160), c, 600, 11160), 2) for c in (60, 5)]
     [0.84, 0.92]
 
     Stalls of 6 s, 7.9 hours: about 2 % lost to saving and to repeated work.
 
-    >>> round(1 - first_order_goodput(young_s(6, 28440), 6, 0, 28440), 3)
+    >>> round(1 - first_order_goodput(young_interval_s(6, 28440), 6, 0, 28440), 3)
     0.021
     """
     _check(interval_s=interval_s, mtbf=mean_s)
@@ -111,7 +111,7 @@ def goodput(
     Raises:
         PlanError: τ ≤ 0, M ≤ 0, negative times or D > τ (checkpoints would pile up).
 
-    >>> [round(goodput(young_s(c, 11160), c, 600, 11160), 3) for c in (60, 5)]
+    >>> [round(goodput(young_interval_s(c, 11160), c, 600, 11160), 3) for c in (60, 5)]
     [0.853, 0.92]
     >>> round(goodput(1140, 6, 600, 11160), 3), round(goodput(1140, 6, 600, 11160, 300), 3)
     (0.895, 0.871)
@@ -138,7 +138,7 @@ def best_interval_s(stall_s: float, restart_s: float, mean_s: float, write_s: fl
     Raises:
         PlanError: a stall of 0, for which the best interval is 0.
 
-    >>> round(best_interval_s(60, 600, 11160) / 60, 2), round(daly_s(60, 11160) / 60, 2)
+    >>> round(best_interval_s(60, 600, 11160) / 60, 2), round(daly_interval_s(60, 11160) / 60, 2)
     (18.63, 18.63)
     """
     _check(stall_s=stall_s)
@@ -170,7 +170,7 @@ def time_shares(
     short. The remainder, neither progress nor restart nor a checkpoint that counted, is repeated
     work.
 
-    >>> {k: round(v, 3) for k, v in wasted(1157, 60, 600, 11160).items()}
+    >>> {k: round(v, 3) for k, v in time_shares(1157, 60, 600, 11160).items()}
     {'work': 0.853, 'checkpoints': 0.044, 'restarts': 0.052, 'work done again': 0.051}
     """
     good = goodput(interval_s, stall_s, restart_s, mean_s, write_s)

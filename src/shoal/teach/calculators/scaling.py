@@ -78,7 +78,7 @@ def serial_share(speedup: float, devices: int) -> float:
 def copied_serial_shares() -> dict[str, tuple[float, ...]]:
     """Return the serial share that each figure of the widely copied speed-up table implies.
 
-    >>> [f"{q:.1%}" for q in folk_serial_shares()["DDP"]]
+    >>> [f"{q:.1%}" for q in copied_serial_shares()["DDP"]]
     ['5.3%', '2.7%', '1.6%', '1.5%']
     """
     return {
@@ -92,7 +92,7 @@ def common_step_s(
 ) -> float:
     """Return the seconds of a step in the common form: T₁/N + α + β·M, and T₁ on one device.
 
-    >>> folk_step_s(8.0, 4, 100.0, 0.1, 0.01)
+    >>> common_step_s(8.0, 4, 100.0, 0.1, 0.01)
     3.1
     """
     _check_devices(devices)

@@ -84,8 +84,10 @@ def megatron_step_flops(
 
     GPT-3 175B, batch 1536 of 2048 tokens: 3.4 EFLOP per step without, 4.5 with recompute.
 
-    >>> [round(megatron_step_flops(96, 12288, 51200, 2048, 1536, r) / 1e18, 2)
-    ...  for r in ("none", "full")]
+    >>> [
+    ...     round(megatron_step_flops(96, 12288, 51200, 2048, 1536, r) / 1e18, 2)
+    ...     for r in ("none", "full")
+    ... ]
     [3.39, 4.51]
     """
     repeats = {"none": (1.0, 1.0), "selective": (1.0, 4 / 3), "full": (4 / 3, 4 / 3)}

@@ -56,7 +56,7 @@ class CopiedMemoryRow:
 def copied_memory_rows(devices: Sequence[int] = (8, 64)) -> tuple[CopiedMemoryRow, ...]:
     """Return the widely copied table beside all states, for each number of devices.
 
-    >>> [(r.folk_gb[0], r.single_gb, r.zero2_gb, r.zero3_gb) for r in folk_memory_rows()][0]
+    >>> [(r.folk_gb[0], r.single_gb, r.zero2_gb, r.zero3_gb) for r in copied_memory_rows()][0]
     (28, 112.0, (26.25, 15.53125), (14.0, 1.75))
     """
     return tuple(

@@ -94,11 +94,11 @@ def tick_text(value: float) -> str:
 def make_scale(axis: PlotAxis, values: Iterable[float], most_ticks: int) -> AxisScale:
     """Return the axis for values: a linear one ends on ticks unless its ends are fixed.
 
-    >>> scale_of(Axis("t"), [0.0, 0.83], 5).ticks
+    >>> make_scale(PlotAxis("t"), [0.0, 0.83], 5).ticks
     (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-    >>> scale_of(Axis("n", log=True), [2, 900], 5).ticks
+    >>> make_scale(PlotAxis("n", log=True), [2, 900], 5).ticks
     (10.0, 100.0)
-    >>> scale_of(Axis("n", log=True, base=2), [2, 900], 5).ticks
+    >>> make_scale(PlotAxis("n", log=True, base=2), [2, 900], 5).ticks
     (2.0, 8.0, 32.0, 128.0, 512.0)
     """
     shown = [v for v in values if math.isfinite(v) and (v > 0 or not axis.log)]
@@ -158,7 +158,7 @@ def plot_lines(
 ) -> list[str]:
     """Draw the chart as lines of at most `width` columns: title, curves, axis, marks, legend.
 
-    >>> line = Chart(Axis("x"), Axis("y"), (Series("a", ((0, 0), (4, 4))),))
+    >>> line = Chart(PlotAxis("x"), PlotAxis("y"), (Series("a", ((0, 0), (4, 4))),))
     >>> print("\\n".join(plot_lines(line, width=24, height=5)))
     y
     4 ┤                 ●●●

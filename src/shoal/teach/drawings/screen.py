@@ -59,8 +59,8 @@ class Screen:
 def screen_lines(screen: Screen, width: int = 100, ascii_only: bool = False) -> list[str]:
     """Return the screen as lines of at most `width` columns.
 
-    >>> from shoal.teach.drawings.plot import Axis, Series
-    >>> chart = Chart(Axis("x"), Axis("y"), (Series("a", ((0, 0), (1, 1))),))
+    >>> from shoal.teach.drawings.plot import PlotAxis, Series
+    >>> chart = Chart(PlotAxis("x"), PlotAxis("y"), (Series("a", ((0, 0), (1, 1))),))
     >>> rows = (Formula("total", "a + b = 1 + 2", "3 s"),)
     >>> one = Screen("Sum", rows, {}, "It is 3.", "", chart)
     >>> screen_lines(one, width=40)[:3]

@@ -64,7 +64,10 @@ class TimelineRow:
 def span_kind(span: TimelineSpan) -> SpanKind:
     """Return the appearance of a span; an unknown kind looks like compute and keeps its own name.
 
-    >>> kind_of(Span(0, 0.0, 1.0, "forward")).letter, kind_of(Span(0, 0.0, 1.0, "nap")).word
+    >>> (
+    ...     span_kind(TimelineSpan(0, 0.0, 1.0, "forward")).letter,
+    ...     span_kind(TimelineSpan(0, 0.0, 1.0, "nap")).word,
+    ... )
     ('F', 'nap')
     """
     found = KINDS.get(span.kind)
@@ -76,8 +79,8 @@ def rank_groups(timeline: Timeline) -> list[tuple[int, ...]]:
 
     With more ranks, the partners of their messages are ignored.
 
-    >>> alike = tuple(Span(rank, 0.0, 1.0, "forward") for rank in range(3))
-    >>> rank_groups(Timeline("t", 4, (*alike, Span(3, 0.0, 2.0, "forward"))))
+    >>> alike = tuple(TimelineSpan(rank, 0.0, 1.0, "forward") for rank in range(3))
+    >>> rank_groups(Timeline("t", 4, (*alike, TimelineSpan(3, 0.0, 2.0, "forward"))))
     [(0, 1, 2), (3,)]
     """
     many = timeline.ranks > FEW_RANKS
@@ -143,7 +146,7 @@ def legend_kinds(timelines: Sequence[Timeline]) -> list[SpanKind]:
 def held_by_rank(timeline: Timeline) -> dict[int, list[MemorySample]]:
     """Return each rank's held memory over time; of several entries at one instant the last counts.
 
-    >>> both = (Held(0, 1.0, 5.0), Held(0, 0.0, 3.0), Held(0, 1.0, 4.0))
+    >>> both = (MemorySample(0, 1.0, 5.0), MemorySample(0, 0.0, 3.0), MemorySample(0, 1.0, 4.0))
     >>> [held.held_bytes for held in held_by_rank(Timeline("t", 1, (), both))[0]]
     [3.0, 4.0]
     """
@@ -175,7 +178,7 @@ def time_unit(end_s: float, unit: str) -> tuple[str, float]:
 def make_ticks(end: float, most: int) -> list[float]:
     """Return round figures from 0 to `end`, at most `most` of them, 1, 2 or 5 · 10^k apart.
 
-    >>> ticks(33.0, 8), ticks(0.9, 4)
+    >>> make_ticks(33.0, 8), make_ticks(0.9, 4)
     ([0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0], [0.0, 0.5])
     """
     if end <= 0:
@@ -202,9 +205,9 @@ def micro_batch_and_stage(span: TimelineSpan) -> tuple[str, int | None]:
 
     A capital letter before the number repeats the kind and is dropped.
 
-    >>> micro_batch_and_stage(Span(0, 0.0, 1.0, "forward", "F12@5"))
+    >>> micro_batch_and_stage(TimelineSpan(0, 0.0, 1.0, "forward", "F12@5"))
     ('12', 5)
-    >>> micro_batch_and_stage(Span(0, 0.0, 1.0, "all-gather", "u3"))
+    >>> micro_batch_and_stage(TimelineSpan(0, 0.0, 1.0, "all-gather", "u3"))
     ('u3', None)
     """
     found = re.fullmatch(r"[A-Z](\d+)(?:@(\d+))?", span.label)
@@ -234,7 +237,7 @@ def box_colour(span: TimelineSpan, stages: Sequence[int]) -> str:
 def mix_with_white(fill: str, paler: float) -> str:
     """Mix a colour with white.
 
-    >>> mixed("#000080", 0.5)
+    >>> mix_with_white("#000080", 0.5)
     '#8080c0'
     """
     parts = [int(fill[place : place + 2], 16) for place in (1, 3, 5)]
@@ -251,11 +254,11 @@ def later_stages_text(timelines: Sequence[Timeline]) -> str:
 
     Later stages that see other micro-batches are a second copy of the model.
 
-    >>> first = Span(0, 0.0, 1.0, "forward", "F0@0")
-    >>> other, same = (Span(0, 1.0, 2.0, "forward", label) for label in ("F1@3", "F0@3"))
-    >>> later_pieces([Timeline("t", 1, (first, other))])
+    >>> first = TimelineSpan(0, 0.0, 1.0, "forward", "F0@0")
+    >>> other, same = (TimelineSpan(0, 1.0, 2.0, "forward", label) for label in ("F1@3", "F0@3"))
+    >>> later_stages_text([Timeline("t", 1, (first, other))])
     'the second copy of the model'
-    >>> later_pieces([Timeline("t", 1, (first, same))])
+    >>> later_stages_text([Timeline("t", 1, (first, same))])
     "a rank's later piece of the model"
     """
     for row in (row for timeline in timelines for row in make_rows(timeline)):
@@ -273,10 +276,13 @@ def later_stages_text(timelines: Sequence[Timeline]) -> str:
 def amount_text(timeline: Timeline, held: float) -> str:
     """Format a held amount with its unit.
 
-    >>> held_text(Timeline("t", 1, ()), 2**20), held_text(Timeline("t", 1, (), held_unit="x"), 5.5)
+    >>> (
+    ...     amount_text(Timeline("t", 1, ()), 2**20),
+    ...     amount_text(Timeline("t", 1, (), held_unit="x"), 5.5),
+    ... )
     ('1.0 MiB', '5.5 x')
     >>> both = Timeline("t", 1, (), held_unit="micro-batches")
-    >>> held_text(both, 2.9999), held_text(both, 1.0)
+    >>> amount_text(both, 2.9999), amount_text(both, 1.0)
     ('3 micro-batches', '1 micro-batch')
     """
     if timeline.held_unit == "bytes":
@@ -294,8 +300,8 @@ def box_label(span: TimelineSpan, room: int, piece: int = 0, *, coloured: bool =
         piece: a rank's later model stages have small letters.
         coloured: the colour shows the kind, so that the number matters more than the letter.
 
-    >>> box = Span(0, 0.0, 1.0, "forward", "12")
-    >>> label_of(box, 5), label_of(box, 2), label_of(box, 1), label_of(box, 3, piece=1)
+    >>> box = TimelineSpan(0, 0.0, 1.0, "forward", "12")
+    >>> box_label(box, 5), box_label(box, 2), box_label(box, 1), box_label(box, 3, piece=1)
     ('F12', 'F', 'F', 'f12')
     """
     letter = span_kind(span).letter

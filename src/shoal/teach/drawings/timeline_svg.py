@@ -78,7 +78,9 @@ def text_width(text: str, size: float) -> float:
 def svg_document(parts: Sequence[str], width: float, height: float, name: str) -> str:
     """Return a whole SVG file around drawn parts; `name` is the text for screen readers.
 
-    >>> picture([], 10, 10, "a < b").startswith('<svg xmlns="http://www.w3.org/2000/svg" width="10')
+    >>> svg_document([], 10, 10, "a < b").startswith(
+    ...     '<svg xmlns="http://www.w3.org/2000/svg" width="10'
+    ... )
     True
     """
     head = (

@@ -94,7 +94,16 @@ def timeline_lines(
 def columns_per_second(timelines: Sequence[Timeline], columns: int) -> float:
     """Return columns per second: whole columns per shortest common duration if they fit.
 
-    >>> scale([Timeline("t", 1, (Span(0, 0.0, 1.0, "forward"), Span(0, 1.0, 3.0, "backward")))], 9)
+    >>> columns_per_second(
+    ...     [
+    ...         Timeline(
+    ...             "t",
+    ...             1,
+    ...             (TimelineSpan(0, 0.0, 1.0, "forward"), TimelineSpan(0, 1.0, 3.0, "backward")),
+    ...         )
+    ...     ],
+    ...     9,
+    ... )
     3.0
     """
     spans = [span for timeline in timelines for span in timeline.spans]
@@ -199,7 +208,7 @@ def facts_lines(facts: dict[str, str], width: int) -> list[str]:
 def pack_words(words: Sequence[str], between: str, width: int) -> list[str]:
     """Join words, as many on a line as fit.
 
-    >>> packed(["0 → 1", "1 → 2", "2 → 0"], " · ", 14)
+    >>> pack_words(["0 → 1", "1 → 2", "2 → 0"], " · ", 14)
     ['0 → 1 · 1 → 2', '2 → 0']
     """
     lines: list[str] = []

@@ -36,8 +36,8 @@ def trace_text(timelines: Sequence[Timeline]) -> str:
 def trace_object(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the trace as one object with `traceEvents`, times in µs.
 
-    >>> from shoal.base.plans.timeline import Span
-    >>> made = trace([Timeline("t", 1, (Span(0, 0.5, 2.0, "forward", "3"),))])
+    >>> from shoal.base.plans.timeline import TimelineSpan
+    >>> made = trace_object([Timeline("t", 1, (TimelineSpan(0, 0.5, 2.0, "forward", "3"),))])
     >>> [(e["name"], e["ts"], e["dur"]) for e in made["traceEvents"] if e["ph"] == "X"]
     [('F3', 500000.0, 1500000.0)]
     """

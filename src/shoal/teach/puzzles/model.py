@@ -49,7 +49,10 @@ class StoreEntry:
     def size(self) -> float:
         """Return the number of elements held.
 
-        >>> Thing("activations", 0, frozenset([1, 2])).size, Thing("weights", 0, total=4).size
+        >>> (
+        ...     StoreEntry("activations", 0, frozenset([1, 2])).size,
+        ...     StoreEntry("weights", 0, total=4).size,
+        ... )
         (262144, 65536.0)
         """
         if self.store in ("activations", "grads"):

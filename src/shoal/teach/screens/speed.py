@@ -284,7 +284,8 @@ def servers_screen(
         ),
         table=_paces_table(named, waits.steps_per_s),
         letters="t a worker's time for all samples of a step, W workers, s the bound, a an update",
-        following="shoal train layout.strategy=parameter-server   (docs/how-it-works/parameter-server.md)",
+        following="shoal train layout.strategy=parameter-server   "
+        "(docs/how-it-works/parameter-server.md)",
     )  # fmt: skip
 
 

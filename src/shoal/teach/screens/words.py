@@ -8,7 +8,7 @@ import math
 def number_text(value: float) -> str:
     """Format a plain number: three digits, thousands separated by a no-break space.
 
-    >>> [number(v).replace("\\xa0", " ") for v in (16384, 0.0512, 3, 1.5e9, 123456.7)]
+    >>> [number_text(v).replace("\\xa0", " ") for v in (16384, 0.0512, 3, 1.5e9, 123456.7)]
     ['16 384', '0.0512', '3', '1.5e9', '123 457']
     """
     if value == 0:
@@ -25,7 +25,7 @@ def number_text(value: float) -> str:
 def percent_text(share: float) -> str:
     """Format a share of the whole.
 
-    >>> percent(0.8534), percent(0.00042), percent(1.0)
+    >>> percent_text(0.8534), percent_text(0.00042), percent_text(1.0)
     ('85.3 %', '0.042 %', '100.0 %')
     """
     shown = 100 * share
@@ -37,7 +37,7 @@ def percent_text(share: float) -> str:
 def factor_text(factor: float) -> str:
     """Format a speed-up.
 
-    >>> times(1.8181), times(12.4)
+    >>> factor_text(1.8181), factor_text(12.4)
     ('1.82×', '12.4×')
     """
     return f"{factor:.3g}×"
@@ -46,7 +46,7 @@ def factor_text(factor: float) -> str:
 def duration_text(seconds: float) -> str:
     """Format seconds in a readable unit, from microseconds to days.
 
-    >>> [lasting(s) for s in (2e-6, 0.0042, 7.25, 95, 1140, 11160, 4665600)]
+    >>> [duration_text(s) for s in (2e-6, 0.0042, 7.25, 95, 1140, 11160, 4665600)]
     ['2.0 us', '4.2 ms', '7.25 s', '95.0 s', '19.0 min', '3.10 h', '54.0 days']
     """
     if not math.isfinite(seconds):
@@ -66,7 +66,7 @@ def duration_text(seconds: float) -> str:
 def link_rate_text(bytes_per_s: float) -> str:
     """Format a link's rate in bits per second, as links are sold.
 
-    >>> rate(125e6), rate(25e9), rate(float("inf"))
+    >>> link_rate_text(125e6), link_rate_text(25e9), link_rate_text(float("inf"))
     ('1.00 Gbit/s', '200 Gbit/s', '∞')
     """
     bits = bytes_per_s * 8
@@ -84,7 +84,7 @@ def link_rate_text(bytes_per_s: float) -> str:
 def geometric_range(low: float, high: float, count: int) -> list[float]:
     """Return `count` values from low to high with equal factors between them, ends included.
 
-    >>> steps_of(1, 100, 3)
+    >>> geometric_range(1, 100, 3)
     [1.0, 10.0, 100.0]
     """
     factor = (high / low) ** (1 / (count - 1))
@@ -94,7 +94,7 @@ def geometric_range(low: float, high: float, count: int) -> list[float]:
 def powers_of_two(low: int, high: int) -> list[int]:
     """Return the powers of two from low to high, and high itself.
 
-    >>> doublings(1, 12)
+    >>> powers_of_two(1, 12)
     [1, 2, 4, 8, 12]
     """
     counts = [low]

@@ -44,7 +44,7 @@ def pipeline(name: str, asked: PipelineCase) -> Timeline:
     Raises:
         PlanError: an unknown schedule, or one that these numbers do not allow.
 
-    >>> line = pipeline("1f1b", Pipeline(ranks=4, micro_batches=8))
+    >>> line = pipeline("1f1b", PipelineCase(ranks=4, micro_batches=8))
     >>> line.facts["bubble"], line.peak_bytes(0), line.peak_bytes(3)
     ('9.0 s = 37.5% of it, formula (p−1)(F+B+W): 9.0 s', 4.0, 1.0)
     """
@@ -74,7 +74,7 @@ def pipeline(name: str, asked: PipelineCase) -> Timeline:
 def _figure_text(count: float) -> str:
     """Format a figure with at most two digits after the point and no trailing zeros.
 
-    >>> _figure(4.0), _figure(2 / 3), _figure(1234567.0)
+    >>> _figure_text(4.0), _figure_text(2 / 3), _figure_text(1234567.0)
     ('4', '0.67', '1234567')
     """
     return f"{count:.2f}".rstrip("0").rstrip(".")
@@ -104,7 +104,7 @@ def closed_formula(name: str, asked: PipelineCase, chunks: int = 1) -> tuple[str
     Without one (unequal F, B, W in split schedules, few micro-batches) only counting gives the
     bubble.
 
-    >>> closed_formula("zero-bubble", Pipeline(4, 8)), closed_formula("zbv", Pipeline(4, 7))
+    >>> closed_formula("zero-bubble", PipelineCase(4, 8)), closed_formula("zbv", PipelineCase(4, 7))
     (('(p−1)(F+B−W)', 3.0), None)
     """
     p, m = asked.ranks, asked.micro_batches
@@ -139,7 +139,7 @@ def _facts(name: str, line: Timeline, asked: PipelineCase, chunks: int) -> dict[
 def compare_afab_1f1b(asked: PipelineCase) -> tuple[tuple[Timeline, Timeline], tuple[str, ...]]:
     """Return both timelines, and sentences that compare them by their own figures.
 
-    >>> lines = afab_beside_1f1b(Pipeline(ranks=4, micro_batches=8))[1]
+    >>> lines = compare_afab_1f1b(PipelineCase(ranks=4, micro_batches=8))[1]
     >>> lines[0]
     'Same bubble: afab 9.0 s, 1f1b 9.0 s.'
     """

@@ -93,7 +93,7 @@ def check_equal(what: str, got: object, wanted: object) -> None:
     Raises:
         BugError: `got` is not `wanted`.
 
-    >>> must_equal("sum", 6, 6)
+    >>> check_equal("sum", 6, 6)
     """
     if got != wanted:
         raise BugError(f"step-through: {what} is {got}, must be {wanted}")

@@ -38,15 +38,16 @@ POSITIVE = re.compile(r"\b(?!0\.0+\b)\d+\.\d+(?:e-?\d+)?\b|\b\d+e-?\d+\b")
 def iterate_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost blocks, with their names; of a list all entries, single layers too.
 
-    >>> def layer(width): return nn.TransformerEncoderLayer(width, 2, 8)
+    >>> def layer(width):
+    ...     return nn.TransformerEncoderLayer(width, 2, 8)
     >>> stages = nn.ModuleList(nn.Sequential(layer(w), layer(w), nn.Linear(w, 8)) for w in (4, 8))
-    >>> [name for name, _ in blocks(stages)]
+    >>> [name for name, _ in iterate_blocks(stages)]
     ['0.0', '0.1', '0.2', '1.0', '1.1', '1.2']
     >>> class Net(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.block0, self.block1, self.head = layer(8), layer(8), nn.Linear(8, 8)
-    >>> [name for name, _ in blocks(Net())]
+    >>> [name for name, _ in iterate_blocks(Net())]
     ['block0', 'block1']
     """
     is_list = isinstance(module, LISTS)
@@ -67,7 +68,7 @@ def detect_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, 
         PlanError: a pattern matches nothing, or a block lies inside of another.
 
     >>> layers = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
-    >>> list(find_blocks(layers, BlocksPolicy(blocks=("Linear",))))
+    >>> list(detect_blocks(layers, BlocksPolicy(blocks=("Linear",))))
     ['0', '2']
     """
     wished = policy.blocks
@@ -115,7 +116,7 @@ def _matches(name: str, pattern: str) -> bool:
 def module_key(module: nn.Module) -> tuple[object, ...]:
     """Return a key that equal modules share.
 
-    >>> kind_of(nn.Linear(2, 3)) == kind_of(nn.Linear(2, 3)) != kind_of(nn.Linear(3, 2))
+    >>> module_key(nn.Linear(2, 3)) == module_key(nn.Linear(2, 3)) != module_key(nn.Linear(3, 2))
     True
     """
     tensors = [

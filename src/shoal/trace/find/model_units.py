@@ -21,7 +21,7 @@ def detect_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of the units, in the order in which the model lists them.
 
     >>> body = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    >>> [name for name, _ in find_units(body)]
+    >>> [name for name, _ in detect_units(body)]
     ['0', '1', '3']
     """
     found: list[tuple[str, nn.Module]] = []

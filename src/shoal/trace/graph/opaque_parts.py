@@ -290,7 +290,7 @@ def shrink_call(call: Any, degree: int) -> Any:
 def shrink_sizes(shapes: Sequence[Sequence[int]], degree: int) -> dict[int, int]:
     """Return smaller sizes for a part's parameters, in the same proportions.
 
-    >>> smaller_sizes([(8, 28672, 4096), (8, 4096, 14336)], 2)
+    >>> shrink_sizes([(8, 28672, 4096), (8, 4096, 14336)], 2)
     {4096: 96, 14336: 336, 28672: 672}
     """
     large = sorted({n for shape in shapes for n in shape if n > MANY})

@@ -80,7 +80,7 @@ class LiftedCasts(TorchFunctionMode):
 def format_casts(lines: Sequence[str]) -> str:
     """Name the lifted casts in one phrase, the first two by line; "" if there was none.
 
-    >>> casts_text(["norm.py:7", "norm.py:9", "rope.py:3"])
+    >>> format_casts(["norm.py:7", "norm.py:9", "rope.py:3"])
     "the model's own casts (norm.py:7, norm.py:9 and 1 more)"
     """
     more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""

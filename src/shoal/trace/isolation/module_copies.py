@@ -26,7 +26,7 @@ def copy_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.Mo
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.last = layer(torch.ones(1, 2))
-    >>> copied_module(layer).last.requires_grad
+    >>> copy_module(layer).last.requires_grad
     False
     """
     with _DetachedCopyMode():

@@ -35,7 +35,7 @@ class RandomDraw:
     def text(self, part: str) -> str:
         """Format the function that drew, and its module unless `part` itself drew.
 
-        >>> Draw("dropout", ("", "blocks.0", "blocks.0.drop")).text("blocks.0")
+        >>> RandomDraw("dropout", ("", "blocks.0", "blocks.0.drop")).text("blocks.0")
         'dropout in blocks.0.drop'
         """
         inside = self.around[-1]
@@ -53,7 +53,9 @@ def explain_keyed_blocks(layer: str, blocks: Iterable[str], draws: Sequence[Rand
     Args:
         draws: draws of the whole model; (): no key matters.
 
-    >>> keyed_inside("body", ["body.0", "body.1"], [Draw("dropout", ("", "body", "body.1"))])
+    >>> explain_keyed_blocks(
+    ...     "body", ["body.0", "body.1"], [RandomDraw("dropout", ("", "body", "body.1"))]
+    ... )
     'dropout is keyed by blocks inside of it, like body.0'
     """
     start = f"{layer}." if layer else ""

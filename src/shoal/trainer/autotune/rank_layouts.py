@@ -136,7 +136,11 @@ def trace_facts_from_sample(
 def model_location(model: nn.Module | Callable[[], nn.Module]) -> str:
     """Return where a model is before the run: "builder", "host" or "device".
 
-    >>> handed(nn.Linear), handed(nn.Linear(1, 1)), handed(nn.Linear(1, 1, device="meta"))
+    >>> (
+    ...     model_location(nn.Linear),
+    ...     model_location(nn.Linear(1, 1)),
+    ...     model_location(nn.Linear(1, 1, device="meta")),
+    ... )
     ('builder', 'host', 'builder')
     """
     if not isinstance(model, nn.Module):

@@ -129,7 +129,7 @@ def _split_exact_values(value: Any, sums: list[float]) -> Any:
 def describe_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return how two fingerprints differ, as text; "" if they agree.
 
-    >>> find_difference({"samples": 8, "seen": []}, {"samples": 9, "seen": []})
+    >>> describe_difference({"samples": 8, "seen": []}, {"samples": 9, "seen": []})
     '9 samples, and 8'
     """
     if first["samples"] != other["samples"]:

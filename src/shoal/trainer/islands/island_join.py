@@ -143,7 +143,7 @@ OWN = ("at", "index")
 """Keys that may differ between islands: an address may have two names."""
 
 FEEDS_BACK = ("e3m0", "sign", "top2bit")
-"""Codecs whose error is so large that it must be fed back (e3m0: docs/how-it-works/islands.md has the loss)."""
+"""Codecs whose error is so large that it must be fed back (e3m0: islands.md has the loss)."""
 
 
 def collect_merge_tensors(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:

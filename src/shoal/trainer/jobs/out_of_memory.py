@@ -50,7 +50,12 @@ def is_out_of_memory(failure: BaseException) -> bool:
 def largest_proper_divisor(micro_batch: int) -> int:
     """Return the largest proper divisor, which divides the batch too; 0 if there is none.
 
-    >>> smaller(8), smaller(9), smaller(7), smaller(1)
+    >>> (
+    ...     largest_proper_divisor(8),
+    ...     largest_proper_divisor(9),
+    ...     largest_proper_divisor(7),
+    ...     largest_proper_divisor(1),
+    ... )
     (4, 3, 1, 0)
     """
     return next((n for n in range(micro_batch // 2, 0, -1) if micro_batch % n == 0), 0)

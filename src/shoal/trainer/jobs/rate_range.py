@@ -62,7 +62,7 @@ class RangeTestResult:
 def smooth_losses(losses: tuple[float, ...]) -> tuple[float, ...]:
     """Return the exponential moving average of losses, corrected for its start.
 
-    >>> [round(one, 6) for one in smooth((2.0, 2.0, 4.0))]
+    >>> [round(one, 6) for one in smooth_losses((2.0, 2.0, 4.0))]
     [2.0, 2.0, 2.68018]
     """
     held, found = 0.0, []

@@ -284,7 +284,7 @@ def _digest_spread_samples(dataset: Any) -> list[str]:
 def count_different(then: Sequence[Any], now: Sequence[Any]) -> int:
     """Return how many of the samples that both readings digested are different.
 
-    >>> unlike(["a", "b", "c"], ["a", "x"])
+    >>> count_different(["a", "b", "c"], ["a", "x"])
     1
     """
     return sum(old != new for old, new in zip(then, now, strict=False))

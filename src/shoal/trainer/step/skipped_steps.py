@@ -204,7 +204,7 @@ class _Window:
 def median_and_deviation(values: Collection[float], floor: float) -> tuple[float, float]:
     """Return (median, robust standard deviation); the latter is at least `floor` × |median|.
 
-    >>> spread([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0)
+    >>> median_and_deviation([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0)
     (3.0, 1.4826)
     """
     middle = median(values)

@@ -106,9 +106,9 @@ def report_skip(
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return the names of some ranks as text; of many ranks only the first.
 
-    >>> ranks_text([3]), ranks_text([0, 1])
+    >>> format_ranks([3]), format_ranks([0, 1])
     ('rank 3', 'ranks 0 and 1')
-    >>> ranks_text(range(4096))
+    >>> format_ranks(range(4096))
     'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4088 more'
     """
     named = [str(rank) for rank in ranks[:NAMED]]

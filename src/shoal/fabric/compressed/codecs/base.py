@@ -203,7 +203,7 @@ class SegmentedCodec:
 def align_up(size: int) -> int:
     """Return the next multiple of ALIGNED.
 
-    >>> aligned(0), aligned(1), aligned(8)
+    >>> align_up(0), align_up(1), align_up(8)
     (0, 8, 8)
     """
     return -(-size // ALIGNED) * ALIGNED

@@ -72,7 +72,11 @@ def count_segments(groups: Groups) -> int:
 def format_segments(label: Label) -> str:
     """Format the segments of a label for messages; an empty string for one segment.
 
-    >>> in_segments(Split(0, 3)), in_segments(Split(0, (4, 1, 1))), in_segments(Split(0))
+    >>> (
+    ...     format_segments(Split(0, 3)),
+    ...     format_segments(Split(0, (4, 1, 1))),
+    ...     format_segments(Split(0)),
+    ... )
     (' in 3 segments', ' in segments of 4 : 1 : 1', '')
     """
     groups = label.groups if isinstance(label, Split) else 1
@@ -135,7 +139,7 @@ def join_parts(shards: Sequence[Tensor], label: Label) -> Tensor:
 def grid_coordinates(label: Tiled, rank: int) -> tuple[int, ...]:
     """Return a rank's coordinates in the label's grid, the last axis fastest.
 
-    >>> grid_place(Tiled(((2, Split(0)), (2, Whole()))), 3)
+    >>> grid_coordinates(Tiled(((2, Split(0)), (2, Whole()))), 3)
     (1, 1)
     """
     place = []

@@ -54,7 +54,7 @@ def _enumerate_grid_edits(
 def list_integers(template: Any) -> list[tuple[Path, int]]:
     """Return the integers in nested lists and mappings, with their paths.
 
-    >>> numbers_in(([2, [3, True]], {"dim": 4}))
+    >>> list_integers(([2, [3, True]], {"dim": 4}))
     [((0, 0), 2), ((0, 1, 0), 3), ((1, 'dim'), 4)]
     """
     found: list[tuple[Path, int]] = []
@@ -76,7 +76,7 @@ def list_integers(template: Any) -> list[tuple[Path, int]]:
 def divide_arguments(template: Any, wanted: Sequence[Edit]) -> Any:
     """Return a copy of the template with some integers divided.
 
-    >>> divided(([2, [8, 4]], {}), [((0, 1, 0), 4)])
+    >>> divide_arguments(([2, [8, 4]], {}), [((0, 1, 0), 4)])
     [[2, [2, 4]], {}]
     """
     by_path = dict(wanted)
@@ -96,7 +96,7 @@ def divide_arguments(template: Any, wanted: Sequence[Edit]) -> Any:
 def replace_integers(template: Any, numbers: Mapping[int, int]) -> Any:
     """Return a copy of the template with some integers replaced.
 
-    >>> renumbered(([2, [8, 4, True]], {}), {8: 1})
+    >>> replace_integers(([2, [8, 4, True]], {}), {8: 1})
     ([2, [1, 4, True]], {})
     """
     if type(template) is int:

@@ -138,7 +138,7 @@ def _concatenated_segments(
 def list_segments(labels: Sequence[Label | None]) -> list[Groups]:
     """Return the segments that the labels have, then 1.
 
-    >>> groups_in([WHOLE, Split(0, 3), Split(1, (2, 1, 1))])
+    >>> list_segments([WHOLE, Split(0, 3), Split(1, (2, 1, 1))])
     [3, (2, 1, 1), 1]
     """
     found: list[Groups] = []

@@ -200,7 +200,7 @@ def _joint_attention_rule(call: OperationCall, labels: tuple[Label, ...]) -> Lab
 def list_grid_degrees(labels: Sequence[Label | None], degree: int) -> list[int]:
     """Return outer degrees of rank grids to try: that of a tiled label, else every divisor.
 
-    >>> grids([], 8)
+    >>> list_grid_degrees([], 8)
     [2, 4]
     """
     tiled = [label.axes[0][0] for label in labels if isinstance(label, Tiled)]

@@ -95,7 +95,9 @@ def print_dropped_losses(
 def list_dropped_losses(outputs: Any) -> set[str]:
     """Return names of losses beside the logits in a model's outputs: scalars with a gradient.
 
-    >>> dropped_losses({"logits": torch.ones(2), "aux_loss": torch.ones((), requires_grad=True)})
+    >>> list_dropped_losses(
+    ...     {"logits": torch.ones(2), "aux_loss": torch.ones((), requires_grad=True)}
+    ... )
     {'aux_loss'}
     """
     held = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
