@@ -132,7 +132,7 @@ def watching(seconds: float) -> float:
     from shoal.wire.watch_page import PAGE_BYTES, PAGE_VARIABLE, WatchPage
 
     watch = HangWatch(Path(), lambda event, **fields: None, 0.0)
-    pages = [WatchPage.open({PAGE_VARIABLE: path}) for path in watch.begin(PROCESSES)]
+    pages = [WatchPage.open({PAGE_VARIABLE: path}) for path in watch.start_attempt(PROCESSES)]
     assert PAGE_BYTES
     assert all(pages)
 
@@ -145,7 +145,7 @@ def watching(seconds: float) -> float:
         for page in pages:
             page.stepped(step)
         began_s = time.process_time()
-        watch.look([Rank()] * PROCESSES)
+        watch.poll([Rank()] * PROCESSES)
         spent_s += time.process_time() - began_s
         time.sleep(0.1)
     watch.close()

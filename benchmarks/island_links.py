@@ -157,7 +157,9 @@ def island(index: int, net: netns.Net, options: argparse.Namespace, answer: Any)
 
 def exchange(plane: Any, flat: torch.Tensor, codec: Any) -> None:
     """Both halves, and what stands between them."""
-    arrived = plane.begin(flat, codec, feedback=None, tag="0", deadline_s=DEADLINE_S)
+    arrived = plane.start_compressed_all_reduce(
+        flat, codec, feedback=None, tag="0", deadline_s=DEADLINE_S
+    )
     plane.gather(json.dumps(arrived.gram).encode(), deadline_s=DEADLINE_S)
     arrived.finish([1.0] * plane.count, float(plane.count), deadline_s=DEADLINE_S)
 

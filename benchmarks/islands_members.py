@@ -175,7 +175,9 @@ def shoal_islands(job: Job, clock: Clock) -> None:
 
     def exchange(message: dict[str, torch.Tensor], tag: str) -> None:
         flat = torch.cat([part.reshape(-1) for part in message.values()])
-        arrived = plane.begin(flat, codec, feedback=feedback, tag=tag, deadline_s=DEADLINE_S)
+        arrived = plane.start_compressed_all_reduce(
+            flat, codec, feedback=feedback, tag=tag, deadline_s=DEADLINE_S
+        )
         statistics = json.dumps([arrived.finite, arrived.gram]).encode()
         plane.gather(statistics, deadline_s=DEADLINE_S)
         weights, divisor = method.message_weights([1.0] * job["count"], [], everyone)

@@ -30,7 +30,7 @@ model = model.double() if DOUBLE else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 run = shoal.parallelize(model, optimizer, batch=64, metrics=metrics, folder=folder)
 if importlib.util.find_spec("tensorboard"):
-    run.hear(TensorBoard(f"{folder}/tensorboard"))
+    run.add_callback(TensorBoard(f"{folder}/tensorboard"))
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, factor=0.3, patience=2)
 best, worse = float("inf"), 0
 if run.restore():

@@ -98,7 +98,7 @@ class Forks:
         """Wait until all is imported."""
         until_s = time.monotonic() + START_S
         while not (self.server.ready or self.server.cannot) and time.monotonic() < until_s:
-            self.server.look(1.0)
+            self.server.poll(1.0)
         log = self.folder / "logs" / "import.log"
         assert self.server.ready, f"{self.server.cannot}: {log.read_text()}"
         return self.server

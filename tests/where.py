@@ -17,7 +17,7 @@ HEAD = """# Where is it?
 
 Every folder and file of `src/shoal`, with the first line of its docstring. Written by `python tests/where.py`.
 Search this page for a word of the field: "all-gather", "manifest", "learning rate". The order of rooms and one walk
-through them: [architecture](architecture.md).
+through them: [architecture](../how-it-works/architecture.md).
 """
 
 

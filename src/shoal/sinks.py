@@ -4,7 +4,7 @@ A hook is any function that takes a record, a dict: each event of the run, and e
 (`"event": "step"`). Shoal calls it in every process. It may return "stop" or "save", which all
 ranks do after the next step.
 
-    run.hear(TensorBoard("runs/x/tensorboard"))      in a training loop of your own
+    run.add_callback(TensorBoard("runs/x/tensorboard"))      in a training loop of your own
     train.on=shoal.sinks:TensorBoard                 for `shoal train`, which makes it for the run
 """
 

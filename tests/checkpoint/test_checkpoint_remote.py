@@ -66,7 +66,7 @@ def test_a_checkpoint_stays_while_it_is_copied(store: Any, tmp_path: Path) -> No
 
     def saved(step: int) -> None:
         path = save_step(root, step, keep=1).path
-        uploader.hear({"event": "checkpoint_saved", "folder": str(path)})
+        uploader.handle_event({"event": "checkpoint_saved", "folder": str(path)})
 
     saved(1)
     assert began.wait(20)
@@ -79,7 +79,7 @@ def test_a_checkpoint_stays_while_it_is_copied(store: Any, tmp_path: Path) -> No
     save_step(root, 4, keep=1)
     assert [found.step for found in list_checkpoints(root)] == [4]
     uploader = CheckpointUploader(tmp_path, Slow("memory://far"), 2, lines.append)
-    uploader.hear({"event": "checkpoint_saved", "folder": str(root / "step-3")})
+    uploader.handle_event({"event": "checkpoint_saved", "folder": str(root / "step-3")})
     assert uploader.ended(20)
     assert lines == ["checkpoint.remote = memory://far: has checkpoints/step-3"]
 

@@ -58,7 +58,7 @@ for step in range(1, STEPS + 1):
     meet(step)
     page.record_wait_end(1)
     page.stepped(step)
-page.leave()
+page.close()
 if rank == int(os.environ["LINGERS"]):
     time.sleep(4)
 """
@@ -310,7 +310,7 @@ TROUBLE
             "exit code 0",
             "left after step 7, in data: something in it calls os._exit",
         ),
-        ("page.leave(); os._exit(1)", "", ""),
+        ("page.close(); os._exit(1)", "", ""),
     ],
 )
 def test_a_rank_that_ends_without_a_word_is_told(

@@ -66,7 +66,7 @@ def texts() -> list[tuple[str, str]]:
     found = []
     files = [*(ROOT / "src" / "shoal").rglob("*.py"), *(ROOT / "src" / "shoal").rglob("*.txt")]
     for path in [*files, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
-        if path.name not in HISTORY:
+        if not set(path.parts) & set(HISTORY):
             lines = enumerate(path.read_text().splitlines(), 1)
             found += [(f"{path}:{number}", line) for number, line in lines]
     return found

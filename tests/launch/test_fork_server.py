@@ -192,7 +192,7 @@ def test_a_fork_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     server = ForkServer(["poor"], environ, tmp_path)
     try:
         while not server.ready:
-            server.look(1.0)
+            server.poll(1.0)
             assert not server.cannot
         with (tmp_path / "log").open("ab") as log, pytest.raises(OSError, match="no process left"):
             server.fork(

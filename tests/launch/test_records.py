@@ -37,7 +37,7 @@ class Node:
                 self.write[rank].stepped(number, peak_bytes=1000 * rank + number)
 
     def look(self) -> None:
-        self.records.look(self.read)
+        self.records.append_steps(self.read)
 
     def close(self) -> None:
         for page in self.write:

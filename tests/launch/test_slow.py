@@ -58,7 +58,7 @@ class Ranks:
                 self._spend(page, UPDATE, extra)
                 self._spend(page, HOOKS, extra)
                 page.stepped(self.step)
-            self.slow.look(self.watched, [one.read().step for one in self.watched])
+            self.slow.poll(self.watched, [one.read().step for one in self.watched])
 
     def _spend(self, page: WatchPage, part: int, extra: Extra) -> None:
         page.part(part)
@@ -228,9 +228,9 @@ def test_a_page_keeps_what_each_step_spent_without_waits_and_phases(
     run = ranks(1)
     run.run(3)
     (page,) = run.pages
-    page.hear([Phase("save")])
+    page.record_phases([Phase("save")])
     run.now_s[0] += 7.0
-    page.hear([])
+    page.record_phases([])
     page.part(PASSES)
     page.waits()
     run.now_s[0] += 5.0
@@ -249,6 +249,6 @@ def test_a_run_that_starts_again_begins_anew(ranks: Callable[[int], Ranks]) -> N
     run = ranks(2)
     late = lambda step, rank, part: 0.05 * ((rank, part) == (1, DATA))  # noqa: E731
     run.run(60, late)
-    run.slow.begin()
+    run.slow.reset()
     run.run(60, late)
     assert run.named() == 2 * [(1, "data")]

@@ -120,31 +120,31 @@ def test_the_watch_names_them_in_the_first_step(
     made = HangWatch(
         tmp_path, lambda event, **fields: told.append({"event": event, **fields}), 60.0
     )
-    paths = made.begin(2)
+    paths = made.start_attempt(2)
     pages = [WatchPage.open({PAGE_VARIABLE: path}) for path in paths]
     workers = [SimpleNamespace(rank=rank, pid=0, code=None) for rank in range(2)]
     for page in pages:
         page.part(PASSES)
         page.unit(KEY, 1, b"trunk")
         page.begun("all_gather")
-    made.look(workers)
+    made.poll(workers)
 
     def stands_for(seconds: float) -> Any:
         """Look until so many seconds of silence are over, by the watch's own clock."""
         until_s = made.clock_s + seconds
         while made.clock_s < until_s:
             made._looked_s -= 0.4
-            if (hang := made.look(workers)) is not None:
+            if (hang := made.poll(workers)) is not None:
                 return hang
         return None
 
     pages[0].unit(KEY, 2, b"head")
     pages[0].begun("all_gather")
-    made.look(workers)
+    made.poll(workers)
     assert stands_for(90.0) is None, "a slow batch, or a compiler"
     pages[1].part(SUM)
     pages[1].begun("all_reduce")
-    made.look(workers)
+    made.poll(workers)
     hang = stands_for(10.0)
     assert hang is not None
     assert hang.status == 2

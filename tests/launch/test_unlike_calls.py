@@ -26,7 +26,7 @@ class Ranks:
     def __init__(self, folder: Path, count: int) -> None:
         self.told: list[dict[str, Any]] = []
         self.watch = HangWatch(folder, self._tell, 1e9, twice=True)
-        paths = self.watch.begin(count)
+        paths = self.watch.start_attempt(count)
         self.pages = [WatchPage.open({PAGE_VARIABLE: path}) for path in paths]
         self.workers = [SimpleNamespace(rank=rank, pid=0, code=None) for rank in range(count)]
         self.numbers = [0] * count
@@ -47,13 +47,13 @@ class Ranks:
 
     def stand(self, seconds: float) -> Any:
         """Look until so many seconds of silence are over, by the watch's own clock."""
-        self.watch.look(self.workers)
+        self.watch.poll(self.workers)
         until_s = self.watch.clock_s + seconds
         while self.watch.clock_s < until_s:
             for rank, page in enumerate(self.pages):
-                page.answer(page.asked, {"stacks": "", **self.answers.get(rank, {})})
+                page.answer(page.stack_request, {"stacks": "", **self.answers.get(rank, {})})
             self.watch._looked_s -= 0.4
-            if (hang := self.watch.look(self.workers)) is not None:
+            if (hang := self.watch.poll(self.workers)) is not None:
                 return hang
         return None
 

@@ -66,7 +66,7 @@ for step in range(1, 31):
     page.stepped(step)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": %d}\\n' % step)
-page.leave()
+page.close()
 """
 
 
@@ -213,7 +213,7 @@ def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     page.begun("send", 8)
     page.waits()
     page.part(PASSES)
-    page.hear([Phase("proof", of=2, done=1), Phase("build")])
+    page.record_phases([Phase("proof", of=2, done=1), Phase("build")])
     told = watched.read()
     assert (told.live, told.begun, told.ended, told.last, told.last_bytes) == (
         True,
@@ -231,7 +231,7 @@ def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (told.step, told.part, told.ended, told.changes) == (7, DATA, 2, 7)
     assert watched.answer() is None
     watched.ask()
-    page.answer(page.asked, {"place": "x.py:1", "stacks": "é" * 100_000})
+    page.answer(page.stack_request, {"place": "x.py:1", "stacks": "é" * 100_000})
     found = watched.answer()
     assert found is not None
     assert found["place"] == "x.py:1"
@@ -321,21 +321,21 @@ def test_the_watch_stands_still_while_it_gets_no_core(
     monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
     one = HangWatch(tmp_path, lambda event, **fields: events.append(event), 1.0)
-    (path,) = one.begin(1)
+    (path,) = one.start_attempt(1)
     page = WatchPage.open({PAGE_VARIABLE: path})
     assert page is not None
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
     for step in range(1, 30):
         now_s[0] += 0.11
         page.stepped(step)
-        assert one.look(workers) is None
+        assert one.poll(workers) is None
     for _ in range(5):
         now_s[0] += 1000
-        assert one.look(workers) is None
+        assert one.poll(workers) is None
     assert events == []
     for _ in range(20):
         now_s[0] += 1.0
-        one.look(workers)
+        one.poll(workers)
     assert events == ["hang"]
     one.close()
 
@@ -350,14 +350,14 @@ def test_steps_that_pass_between_two_looks_are_learnt_from_the_runs_own_record(
     events = []
     tell = lambda event, **fields: events.append(event)  # noqa: E731
     one = HangWatch(tmp_path, tell, 1.0, lambda: told_s)
-    (path,) = one.begin(1)
+    (path,) = one.start_attempt(1)
     page = WatchPage.open({PAGE_VARIABLE: path})
     assert page is not None
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
     page.stepped(8)
     for _ in range(100):
         now_s[0] += 0.11
-        one.look(workers)
+        one.poll(workers)
     assert events == ["hang"] * hangs
     one.close()
 
@@ -371,22 +371,22 @@ def test_an_island_that_runs_and_waits_for_others_is_not_at_fault(
     monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
     one = HangWatch(tmp_path, lambda event, **fields: events.append(event), 0.0, lambda: [0.03] * 6)
-    (path,) = one.begin(1)
+    (path,) = one.start_attempt(1)
     page = WatchPage.open({PAGE_VARIABLE: path})
     assert page is not None
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
     for step in range(1, 40):
         now_s[0] += 0.11
-        page.hear([Phase("merge with the other islands")] if step == 20 else [])
+        page.record_phases([Phase("merge with the other islands")] if step == 20 else [])
         page.stepped(step)
-        one.look(workers)
-    page.hear([Phase("merge with the other islands")])
-    asked = page.asked
+        one.poll(workers)
+    page.record_phases([Phase("merge with the other islands")])
+    asked = page.stack_request
     for _ in range(600):
         now_s[0] += 0.11
-        one.look(workers)
-        if runs and page.asked != asked:
-            asked = page.asked
+        one.poll(workers)
+        if runs and page.stack_request != asked:
+            asked = page.stack_request
             page.answer(asked, {"stacks": "", "place": "links.py:1"})
     assert events == ["hang"] * (not runs)
     one.close()
@@ -401,7 +401,7 @@ class OwnLoop:
         self.watch = HangWatch(
             folder, lambda event, **fields: self.events.append(fields), math.inf, twice=True
         )
-        paths = self.watch.begin(ranks)
+        paths = self.watch.start_attempt(ranks)
         self.pages: list[Any] = [WatchPage.open({PAGE_VARIABLE: path}) for path in paths]
         self.workers: Any = [
             SimpleNamespace(code=None, rank=rank, pid=os.getpid()) for rank in range(ranks)
@@ -416,10 +416,10 @@ class OwnLoop:
         """Look 0.11 s later; ranks that are asked answer so. None of a person's own is ever ended."""
         self.now_s += 0.11
         for rank, page in enumerate(self.pages):
-            if answer is not None and page.asked != self.answered[rank]:
-                self.answered[rank] = page.asked
-                page.answer(page.asked, answer)
-        assert self.watch.look(self.workers) is None
+            if answer is not None and page.stack_request != self.answered[rank]:
+                self.answered[rank] = page.stack_request
+                page.answer(page.stack_request, answer)
+        assert self.watch.poll(self.workers) is None
 
 
 @pytest.fixture
@@ -447,7 +447,7 @@ def test_a_loop_of_ones_own_is_told_of_where_it_stood_at_the_same_lines_twice(
         loop.look({"stacks": "line 7" if stands else f"line {turn}"})
     assert [event["rank"] for event in loop.events] == [0] * hangs
     assert [event["ends_in_s"] for event in loop.events] == [None] * hangs
-    loop.pages[0].leave()
+    loop.pages[0].close()
     loop.now_s += 1.0
     loop.look()
 

@@ -123,13 +123,13 @@ class Twin:
         for block in program.blocks:
             self._computes(self.module.get_submodule(block))
         tokens = torch.randint(VOCABULARY, (2, SEQUENCE))
-        reducer.begin(ROUNDS)
+        reducer.start_step(ROUNDS)
         for index in range(ROUNDS):
             reducer.prepare_backward(index == ROUNDS - 1)
             with torch.autocast("cpu", torch.bfloat16):
                 total, _ = token_loss(self.module(tokens), tokens)
             total.backward()
-            reducer.passed(True)
+            reducer.end_backward(True)
         reducer.finish()
         passes_s = self.clock.makespan_s
         assert set(self.clock.at.values()) != {0.0}

@@ -23,13 +23,13 @@ def test_only_passes_that_count_use_parameters(counted: bool) -> None:
     program = bind_placements(make_undivided_program(module, plan, start_world({})), rows)
     parameters = program.parameters
     reducer = BucketReducer(program, whole_local_parameters(program))
-    reducer.begin(2)
+    reducer.start_step(2)
     reducer.prepare_backward(last=False)
     parameters["a"].sum().backward()
-    reducer.passed(counted=True)
+    reducer.end_backward(counted=True)
     reducer.prepare_backward(last=True)
     (0 * parameters["b"]).sum().backward()
-    reducer.passed(counted)
+    reducer.end_backward(counted)
     reducer.finish()
     assert reducer.used_parameters() == [True, counted]
     reducer.close()

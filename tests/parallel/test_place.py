@@ -67,7 +67,7 @@ def check(row, layout: Layout) -> None:  # type: ignore[no-untyped-def]
     for rank in range(layout.processes):
         at = layout.at(rank)
         if at["pp"] in row.stages:
-            part: Shard = row.kept(at, layout)
+            part: Shard = row.stored_shard(at, layout)
             assert row.shard(at).elements == math.prod(row.local_shape(at))
             for box in part.slices:
                 often[tuple(slice(start, stop) for start, stop in box)] += 1
@@ -97,7 +97,7 @@ layout = Layout(tp=8, pp=4, dp_shard=2, zero=3, schedule="1f1b")
 plan = Plan(layout, 64, 1, 32, compute="bf16")
 rows = derive_placements(model, plan, derive_division(ForwardRecord(model, lambda m: m(tokens)), plan), torch.device("cuda"))
 peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-held = [sum(row.kept(layout.at(rank), layout).elements for row in rows.values()
+held = [sum(row.stored_shard(layout.at(rank), layout).elements for row in rows.values()
             if layout.at(rank)["pp"] in row.stages) for rank in range(layout.processes)]
 print(json.dumps({"peak_bytes": peak_bytes, "rows": len(rows), "held": held,
                   "elements": sum(p.numel() for p in model.parameters())}))

@@ -52,7 +52,7 @@ class Rank:
         data = Others((0,), [])
         sums = {n: (data, *(Others(one, self.seen) for one in told)) for n, told in ranks.items()}
         self.program, self.reducer = Few(sums, local), LocalGradients(self.parameters)
-        self.reducer.begin(1)
+        self.reducer.start_step(1)
 
     def sum(self) -> None:
         all_reduce_shared_gradients(self.program, self.reducer)

@@ -134,7 +134,7 @@ def read_all(folder: Path) -> str:
     view = LiveView(folder, stream=out)
     view.tick()
     progress = MetricsProgress(folder / "metrics.jsonl")
-    progress.look()
+    progress.poll()
     progress.step_s()
     progress.last_step()
     longest_save_s(folder)

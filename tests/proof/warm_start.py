@@ -267,7 +267,7 @@ class Forked(Worker):
             _as_worker(command, environ, self.log_path, parent)
         self.process = _Process(pid)  # type: ignore[assignment]
         self.pid = pid
-        self.guardian.tell("+", pid)
+        self.guardian.register("+", pid)
 
 
 def _as_worker(command: Sequence[str], environ: dict[str, str], log: Path, parent: int) -> None:

@@ -51,7 +51,7 @@ DEVICES_OWN = (
     "shoal/trace/isolation/stream_weights.py:_WeightStreamMode._device_property",
     "shoal/trace/isolation/stream_weights.py:_is_write_method",
     "shoal/fabric/device.py:peak_bytes",
-    "shoal/fabric/device.py:held_bytes",
+    "shoal/fabric/device.py:allocated_bytes",
     "shoal/fabric/device.py:total_bytes",
 )
 """Files and functions that no run on the CPU calls, and whose names do not tell: others have the same."""
@@ -573,16 +573,35 @@ def main() -> int:
 
 
 OTHER_VENDOR = "only for a device that torch does not call cuda"
+FLASH = "torch's flash kernel of CUDA, which a simulated device lacks; tests/cuda runs it"
+KERNELS = "shoal/parallel/context_parallel/attention_kernels.py"
 EXCEPTIONS: dict[tuple[str, str], str] = {
+    **{
+        (KERNELS, key): FLASH
+        for key in (
+            "attend: out, lse, *_ = flash_device(q, k, v, 0.0, causal, False, scale=scale)",
+            "attend: return AttentionResult(out, lse)",
+            "attend_backward: draws = torch.zeros(2, dtype=torch.uint64, device=q.device)",
+            "attend_backward: sizes = (None, None, q.shape[2], k.shape[2])",
+            "attend_backward: known = (gradient, q, k, v, out, lse)",
+            "attend_backward: dq, dk, dv = flash_device_backward(*known, *sizes, 0.0, causal, draws, "
+            "draws, scale=scale)",
+            "attend_backward: return (dq, dk, dv)",
+        )
+    },
     ("shoal/fabric/device.py", "_has_flash: return False"): OTHER_VENDOR,
-    ("shoal/fabric/device.py", "pin: return None"): OTHER_VENDOR,
+    ("shoal/fabric/device.py", "pin_host_memory: return None"): OTHER_VENDOR,
     (
         "shoal/fabric/device.py",
-        "pin: return None #2",
+        "pin_host_memory: return None #2",
     ): "the simulated driver pins whatever it is asked to",
     ("shoal/fabric/device.py", "device_generators: return []"): (
         "a simulated device is begun with the import of torch; CUDA when it is first used"
     ),
+    (
+        "shoal/parallel/compose.py",
+        "_apply_data_parallel: from shoal.parallel.data_parallel.device_replicas import apply",
+    ): "each of these programs has one device; `replicas.py` here has several",
     ("shoal/parallel/offload/parameters.py", "StreamedGradients._hook.ready: return"): (
         "a backward pass of the user's own, beside the step's; none of these programs makes one"
     ),

@@ -78,7 +78,7 @@ def steps_of(run: Run, sample: torch.Tensor) -> dict[str, Any]:
     are computed all the same.
     """
     rows: list[dict[str, Any]] = []
-    run.hear(lambda record: rows.append(record) if record["event"] == "step" else None)
+    run.add_callback(lambda record: rows.append(record) if record["event"] == "step" else None)
     sent: list[int] = []
     tally_s: list[float] = []
     terms, tally = step_vector.zero_sum_terms, optimizer_step._reduce_totals
@@ -135,8 +135,8 @@ def meter(told: Counter[str]) -> None:
     kinds = {
         "gather_json": lambda world, message: len(json.dumps(message)) * world.size,
         "broadcast_json": lambda world, message, source=0: len(json.dumps(message)),
-        "differing": lambda world, message: 72,
-        "differing_places": lambda world, numbers: 72 + 16 * len(numbers),
+        "find_differing_rank": lambda world, message: 72,
+        "find_differing_indices": lambda world, numbers: 72 + 16 * len(numbers),
         "all_true": lambda world, flag: 8,
         "all_reduce_max": lambda world, number: 8,
     }

@@ -22,7 +22,7 @@ def run_of(layout: Layout, together: bool = False, keeps: bool = True) -> Any:
     program = SimpleNamespace(
         together=together, pipe=one, tensor=one, context=one, plan=SimpleNamespace(layout=layout)
     )
-    world = SimpleNamespace(keeps=keeps)
+    world = SimpleNamespace(writes_files=keeps)
     return SimpleNamespace(
         world=world, program=program, model=None, recorder=SimpleNamespace(notice=told.append),
         told=told,

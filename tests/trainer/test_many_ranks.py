@@ -28,7 +28,9 @@ def test_a_start_of_4096_ranks(layout: Any, programs: Forks) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert sum(said["told_bytes"].values()) <= MOST_BYTES, said["told_bytes"]
-    assert said["told_bytes"]["differing"] >= 72 * 4  # arguments, layers, structure, optimizer
+    assert (
+        said["told_bytes"]["find_differing_rank"] >= 72 * 4
+    )  # arguments, layers, structure, optimizer
     assert said["cpu_s"] <= MOST_S
     # Of 300 parameters: whether each was used, and in the first step whether it is cut off.
     assert said["vector_bytes"] <= 16 * 2**10

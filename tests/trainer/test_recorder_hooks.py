@@ -19,7 +19,7 @@ def recorder() -> MetricsRecorder:
 
 def test_a_word_that_there_is_none_of() -> None:
     told = recorder()
-    told.hear(lambda record: "halt")
+    told.add_callback(lambda record: "halt")
     wanted = r'hook <lambda>: gave "halt"; it may give "stop", "save" or None'
     with pytest.raises(ConfigError, match=wanted):
         told.events.emit("notice", text="a")
@@ -34,7 +34,7 @@ def test_where_saves_are_not_for_hooks_to_ask_for() -> None:
         heard.append(record.get("text"))
         return "save" if record["step"] is None else "stop"
 
-    told.hear(hook)
+    told.add_callback(hook)
     told.events.emit("notice", text="a")
     told.events.emit("notice", text="b")
     assert heard == ["a", "hooks: no saves here", "b"], "one line"

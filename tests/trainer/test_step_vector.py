@@ -102,7 +102,7 @@ def test_all_ways_into_a_step_give_the_same_entries() -> None:
     assert run.step_state.written is not None
     tallies["written-out passes"] = run.step_state.written.finish()
     run = run_of(linear())
-    run.begin(None)
+    run.begin_step(None)
     passes = FreePasses(run.program, run.step_count, run.scale, run.collect_flags)
     loss = ((passes.forward(batch[0]) - batch[1]) ** 2).sum(1).mean()
     passes.backward(loss, share=1.0, last=True)

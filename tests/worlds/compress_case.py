@@ -95,7 +95,7 @@ def left(run: Run) -> list[torch.Tensor]:
     """
     kept = []
     if run.plan.layout.zero == 3:
-        return [sender.kept()["left"].clone() for sender in run.program.owed.senders]
+        return [sender.state_dict()["left"].clone() for sender in run.program.owed.senders]
     for sender, bucket in zip(run.program.owed.senders, run.plan.buckets, strict=True):
         whole = sender.left.standing.clone()
         if hasattr(sender, "left_of_sum"):
@@ -189,7 +189,7 @@ def uneven(world: World, code: str) -> dict[str, Any]:
         true = sum(addends)[low:high]
         if not step:
             first = max([0.0, *(arriving - true).abs().tolist()])
-    left = sender.kept()["left"].clone()
+    left = sender.state_dict()["left"].clone()
     world.all_reduce(left)
     apart = max([0.0, *(total + left[low:high] - 2 * true).abs().tolist()])
     bound = sum(float(one.abs().max()) for one in addends) / 254

@@ -266,7 +266,7 @@ def a_forward_pass_more(world: World) -> dict[str, Any]:
     run = run_of(world, model)
     x, y = share(world)
     for _ in range(2):
-        run.begin(None)
+        run.begin_step(None)
         run.step_state.written = passes = FreePasses(
             run.program, run.step_count, run.scale, run.collect_flags
         )

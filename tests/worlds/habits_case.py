@@ -191,7 +191,7 @@ def hooks(world: World, folder: str) -> dict[str, Any]:
             return None
         return {1: "save", 3: "stop"}.get(record["step"])
 
-    run.hear(hook)
+    run.add_callback(hook)
     for _ in range(9):
         for batch in run.loader(samples()):
             run.step(batch)

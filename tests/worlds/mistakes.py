@@ -987,7 +987,7 @@ def ends_with(act: Callable[[], Any]) -> None:
     except ShoalError as failure:
         sys.stderr.write(f"shoal: {failure}\n")
         sys.stderr.flush()
-        phases.page.leave()  # as a script does that ends with an error
+        phases.page.close()  # as a script does that ends with an error
         os._exit(failure.exit_code)
 
 

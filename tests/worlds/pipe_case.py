@@ -473,7 +473,7 @@ def too_late(world: World) -> str:
     with mock.patch.object(point_to_point, "COLLECTIVE_TIMEOUT", soon):
         messages = StageMessenger(pipe)  # all ranks together
     if world.rank == 1:
-        messages.begin(derive_route(schedule, 1), schedule.stage_rank, lambda number: number)
+        messages.start_step(derive_route(schedule, 1), schedule.stage_rank, lambda number: number)
         try:
             messages.receive(StageMessage("F", 1, 0))
         except ShoalError as error:

@@ -113,7 +113,7 @@ def both(
 ) -> Any:
     """(Arrived, sum) of one exchange."""
     named = {"feedback": None, "tag": "t", "deadline_s": DEADLINE_S, **other}
-    arrived: CompressedExchange = plane.begin(flat, codec, **named)
+    arrived: CompressedExchange = plane.start_compressed_all_reduce(flat, codec, **named)
     total = arrived.finish(weights, sum(weights) or 1.0, deadline_s=named["deadline_s"])
     return arrived, total
 

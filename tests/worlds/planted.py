@@ -91,7 +91,7 @@ def on_update(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 def mean_of_means(world: World) -> Iterator[None]:
     """Every rank divides by its own count of targets; then the mean over ranks."""
     own = {"count": 0.0}
-    counted, begun, send = micro_batch.sum_and_count, BucketReducer.begin, BucketReducer._send
+    counted, begun, send = micro_batch.sum_and_count, BucketReducer.start_step, BucketReducer._send
 
     def count(*arguments: Any) -> Any:
         total, targets = counted(*arguments)
@@ -109,7 +109,7 @@ def mean_of_means(world: World) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(micro_batch, "sum_and_count", count))
-        stack.enter_context(patch.object(BucketReducer, "begin", begin))
+        stack.enter_context(patch.object(BucketReducer, "start_step", begin))
         stack.enter_context(patch.object(BucketReducer, "_send", divided))
         by_ranks = on_update(lambda program, tally: replace(tally, count=float(world.size)))
         stack.enter_context(patch.object(running, "update", by_ranks))
@@ -142,7 +142,7 @@ def short_window(world: World) -> Iterator[None]:
 def sync_each(world: World) -> Iterator[None]:
     """Gradients are summed over ranks after every micro-batch, not only after the last."""
     now: dict[str, Any] = {"reducer": None, "ran": 0}
-    begun, called, ended = BucketReducer.begin, micro_batch.call_model, BucketReducer.finish
+    begun, called, ended = BucketReducer.start_step, micro_batch.call_model, BucketReducer.finish
 
     def finish(self: BucketReducer) -> None:
         ended(self)
@@ -160,7 +160,7 @@ def sync_each(world: World) -> Iterator[None]:
         return called(*arguments)
 
     with (
-        patch.object(BucketReducer, "begin", begin),
+        patch.object(BucketReducer, "start_step", begin),
         patch.object(BucketReducer, "finish", finish),
         patch.object(micro_batch, "call_model", call),
     ):
@@ -256,7 +256,7 @@ def optimizer_first(world: World) -> Iterator[None]:
 def bf16_sums(world: World) -> Iterator[None]:
     """Gradients are accumulated in bf16."""
     now: dict[str, Any] = {"reducer": None}
-    begun, called = BucketReducer.begin, micro_batch.call_model
+    begun, called = BucketReducer.start_step, micro_batch.call_model
 
     def begin(self: BucketReducer, *rest: Any) -> None:
         begun(self, *rest)
@@ -268,7 +268,7 @@ def bf16_sums(world: World) -> Iterator[None]:
         return called(*arguments)
 
     with (
-        patch.object(BucketReducer, "begin", begin),
+        patch.object(BucketReducer, "start_step", begin),
         patch.object(micro_batch, "call_model", call),
     ):
         yield

@@ -107,7 +107,7 @@ def trained(
     """A step and a save for each word, which the store does from then on; what is told of it."""
     run = run_of(world, folder, store, **more)
     heard: list[str] = []
-    run.hear(lambda row: heard.append(row["text"]) if row["event"] == "notice" else None)
+    run.add_callback(lambda row: heard.append(row["text"]) if row["event"] == "notice" else None)
     run.restore()
     first = run.step_count
     there = []
@@ -150,7 +150,7 @@ def gone_on(
     """What a start in this folder goes on from, or its one line; the state of every rank."""
     run = run_of(world, folder, store)
     heard: list[str] = []
-    run.hear(lambda row: heard.append(row["text"]) if row["event"] == "notice" else None)
+    run.add_callback(lambda row: heard.append(row["text"]) if row["event"] == "notice" else None)
     try:
         found: Any = run.restore(step=step, tag=tag)
     except ShoalError as error:

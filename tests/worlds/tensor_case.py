@@ -388,7 +388,7 @@ def left_out(name: str, count: int | None = None) -> Callable[[fx.GraphModule], 
 
 def wrong_part(run: fx.GraphModule) -> None:
     """Every rank works with its neighbour's key/value heads."""
-    for node in called(run, "part"):
+    for node in called(run, "slice_own_part"):
         right = node.target
 
         def neighbours(value: Tensor, axis: Any, right: Any = right) -> Tensor:
@@ -403,7 +403,7 @@ def wrong_part(run: fx.GraphModule) -> None:
 GRAPH_BUGS: dict[str, Callable[[fx.GraphModule], None]] = {
     "missing backward sum": left_out("enter", 1),
     "no backward sums": left_out("enter"),
-    "row bias": left_out("once"),
+    "row bias": left_out("keep_on_first_rank"),
     "missing forward sum": left_out("reduce", 1),
     "kv part": wrong_part,
 }

@@ -25,7 +25,7 @@ SHARED = ["own", "gpt", "moe", "resnet", "transformers", "normed"]
 ALONE = {
     "reads": "RuntimeError: Tensor.item() cannot be called on meta tensors",
     "keeps": "it keeps tensors that are no parameters and no buffers",
-    "talks": "CollectiveAlone: barrier at build_case.py",
+    "talks": "ForbiddenCollective: barrier at build_case.py",
     "odd": "links is a sparse_coo tensor",
     "recurrent": "it keeps parameters in ways that torch cannot follow (weak references, as in an",
 }

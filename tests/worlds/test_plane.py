@@ -69,14 +69,14 @@ def test_one_island_needs_no_other() -> None:
     store = join_island_store("", 0, 1, deadline_s=1)
     plane = connect_islands(store, "0", 0, 1, connections=2, host="", deadline_s=1)
     flat = message(0, 300_000)
-    arrived = plane.begin(flat, Raw(), feedback=None, tag="", deadline_s=1)
+    arrived = plane.start_compressed_all_reduce(flat, Raw(), feedback=None, tag="", deadline_s=1)
     assert arrived.gram[0][0] == pytest.approx(float(flat.double().square().sum()), rel=1e-12)
     assert torch.equal(arrived.finish([3.0], 3.0, deadline_s=1), flat * 3 / 3)
     assert plane.gather(b"alone", deadline_s=1) == [b"alone"]
     assert plane.subgroup((0,)) is plane
     assert plane.sent_bytes == 0
     with pytest.raises(BugError, match="float64.*for codec raw of"):
-        plane.begin(flat.double(), Raw(), feedback=None, tag="", deadline_s=1)
+        plane.start_compressed_all_reduce(flat.double(), Raw(), feedback=None, tag="", deadline_s=1)
     with pytest.raises(BugError, match=r"weights \[1.0, 1.0\] / 2.0 for 1 islands"):
         arrived.finish([1.0, 1.0], 2.0, deadline_s=1)
     plane.close()

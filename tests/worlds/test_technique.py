@@ -23,7 +23,7 @@ POLICY = '''
 class ToyPolicy:
     """What a block's output is handed through."""
 
-    toy: str = word(("none", "copies"))
+    toy: str = choice_field(("none", "copies"))
     """none, copies: every output of a block is copied once"""
 
 

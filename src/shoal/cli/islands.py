@@ -240,7 +240,7 @@ class _IslandSupervisor:
                 )
         except (OSError, subprocess.SubprocessError) as failure:
             raise ClusterError(f"{self.folder.name} cannot be started: {failure}") from failure
-        self.guardian.tell("+", self.process.pid)
+        self.guardian.register("+", self.process.pid)
 
     def grace_s(self) -> float:
         """Return the seconds that the island's supervisor waits for its workers to stop."""
@@ -272,7 +272,7 @@ class _IslandSupervisor:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self.guardian.tell("-", self.process.pid)
+        self.guardian.register("-", self.process.pid)
 
     def outcome(self, code: int, signal_number: int | None, attempts: int) -> RunOutcome:
         """Return the island's outcome, as `supervise` returns it for a run without islands.

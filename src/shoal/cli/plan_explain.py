@@ -229,7 +229,7 @@ def _build_and_trace(
     # The trace runs in fp32: the run's format changes none of the splits.
     inputs = split_batch(batch)[0]
 
-    def look(model: Any) -> Any:
+    def run_sample(model: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
             return call_model(model, inputs, config.model.call)
 
@@ -242,7 +242,7 @@ def _build_and_trace(
         counted = count_module_flops(module, batch, forward)
         return tuple(replace(row, flops=row.flops / len(few)) for row in counted)
 
-    return module, look, flops
+    return module, run_sample, flops
 
 
 def _tensor_parallel_effect(module: Any, split: Any, layout: Layout) -> AxisEffect:

@@ -130,7 +130,7 @@ def _print_hangs(emit: Callable[..., None]) -> Callable[..., None]:
     """Wrap `emit` to print a hang with its stacks, since the folder is removed afterwards."""
     from shoal.base.text.event_sentences import event_text
 
-    def tell(event: str, **fields: Any) -> None:
+    def report(event: str, **fields: Any) -> None:
         emit(event, **fields)
         if event == "hang":
             path = fields.pop("stacks", "")
@@ -138,7 +138,7 @@ def _print_hangs(emit: Callable[..., None]) -> Callable[..., None]:
             sys.stderr.write(f"shoal: {event_text({'event': event, **fields})}\n{stacks}")
             sys.stderr.flush()
 
-    return tell
+    return report
 
 
 @contextlib.contextmanager

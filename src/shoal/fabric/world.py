@@ -308,7 +308,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         if self.group is not None:
-            self.traffic.begin("barrier")
+            self.traffic.record_start("barrier")
             with self.traffic.waiting():
                 dist.barrier(group=self.group)
 

@@ -221,11 +221,11 @@ class _ExchangeTask:
     def _first_half(self, plane: InterIslandGroup) -> list[CompressedExchange]:
         merger = self.merger
 
-        def begin() -> list[CompressedExchange]:
+        def start_exchanges() -> list[CompressedExchange]:
             # Fewer islands have other pieces, and a residual belongs to its own piece.
             tag = f"{self.fragment}" if plane is merger.plane else f"{self.fragment}.near"
             found = [
-                plane.begin(
+                plane.start_compressed_all_reduce(
                     self.piece, merger.codec, feedback=merger.feedback, tag=tag,
                     deadline_s=self.deadline_s,
                 )
@@ -233,14 +233,14 @@ class _ExchangeTask:
             if self.plain_piece.numel():
                 whole = find_codec("none", self.plain_piece.dtype)
                 found.append(
-                    plane.begin(
+                    plane.start_compressed_all_reduce(
                         self.plain_piece, whole, feedback=None, tag="plain",
                         deadline_s=self.deadline_s,
                     )
                 )  # fmt: skip
             return found
 
-        return self._run_on_all_ranks(begin)
+        return self._run_on_all_ranks(start_exchanges)
 
     def _judge(
         self, plane: InterIslandGroup, partners: Sequence[int], first: Sequence[CompressedExchange]
@@ -324,7 +324,9 @@ class _ExchangeTask:
         """Return this island's ballot, equal on all of its ranks; rank 0 sends it."""
         merger, say = self.merger, self.say
         mine = [say.tokens, say.used, say.steps_per_s, say.stop]
-        told = merger.inner.gather_json([finite, self.outer.trouble, mine, merger.last_save.told()])
+        told = merger.inner.gather_json(
+            [finite, self.outer.trouble, mine, merger.last_save.wait_for_result()]
+        )
         say = MergeProposal(*told[0][2])
         if merger.plane.index not in verdict.admitted:
             say = replace(say, tokens=0, used=0)  # that island's change is lost
@@ -418,7 +420,7 @@ class SaveStatus:
         self._why = why
         self._ended.set()
 
-    def told(self) -> tuple[bool | None, str]:
+    def wait_for_result(self) -> tuple[bool | None, str]:
         """Return (whether it is on disk, why not), after `pause_s` at most; None while unfinished.
 
         >>> save = SaveStatus(pause_s=0.0)

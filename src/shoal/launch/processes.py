@@ -173,7 +173,7 @@ class Guardian:
             start_new_session=True,
         )
 
-    def tell(self, sign: str, group: int) -> None:
+    def register(self, sign: str, group: int) -> None:
         """Guard (`+`) or forget (`-`) a process group."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -235,7 +235,7 @@ class ForkServer:
             )  # fmt: skip
         self.pid = self._process.pid
 
-    def look(self, wait_s: float = 0.0) -> None:
+    def poll(self, wait_s: float = 0.0) -> None:
         """Process the server's messages; wait so long for one if there is none."""
         self._channel.settimeout(wait_s)
         while not self.cannot or self.ready:
@@ -283,7 +283,7 @@ class ForkServer:
             with contextlib.suppress(OSError):
                 socket.send_fds(self._channel, [request.encode()], [log, waits])
             while self.ready and not self._forked and time.monotonic() < until_s:
-                self.look(1.0)
+                self.poll(1.0)
             answer = self._forked.pop() if self._forked else {"cannot": self.cannot or "no answer"}
             if "pid" not in answer:
                 raise OSError(f"forked from a process with all imports: {answer['cannot']}")
@@ -314,7 +314,7 @@ class ForkedWorker:
 
     def poll(self) -> int | None:
         """Return its exit code, minus the signal that killed it, or None while it runs."""
-        self._server.look()
+        self._server.poll()
         # The kernel kills whatever a server forked when the server dies.
         gone = None if self._server.ready else -signal.SIGKILL
         return self._server.codes.get(self.pid, gone)
@@ -334,7 +334,7 @@ class ForkedWorker:
         while (code := self.poll()) is None:
             if time.monotonic() > until_s:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
-            self._server.look(0.05)
+            self._server.poll(0.05)
         return code
 
 
@@ -388,35 +388,35 @@ class Worker:
         """Return the file of the error that ended the worker, in the run folder's present place."""
         return self.owner.current_path() / "logs" / f"rank-{self.rank}.error.json"
 
-    def look(self) -> int | None:
+    def poll(self) -> int | None:
         """Return the exit code, if the worker has ended; kill its leftover children at once."""
         if self.code is None and (code := self.process.poll()) is not None:
             self.ended_s = time.time()
             if isinstance(self.process, subprocess.Popen):  # else the fork server does it
                 # Now, while the kernel cannot have reused the group's number.
                 self._signal_group(signal.SIGKILL)
-            self.guardian.tell("-", self.pid)
+            self.guardian.register("-", self.pid)
             self.code = code
         return self.code
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the worker alone: it ends its loader processes itself."""
-        if self.look() is None:
+        if self.poll() is None:
             self.process.terminate()
 
     def kill(self) -> None:
         """Send SIGKILL to the worker and all processes that it started."""
-        if self.look() is None:
+        if self.poll() is None:
             self._signal_group(signal.SIGKILL)
 
     def wait_killed(self) -> bool:
         """Wait for the end of a killed worker; return False if the kernel keeps it (stuck disk)."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_WAIT_S)
-        return self.look() is not None
+        return self.poll() is not None
 
     def _guard(self, pid: int) -> None:
-        self.guardian.tell("+", pid)
+        self.guardian.register("+", pid)
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -226,9 +226,9 @@ class _Supervisor:
             self.end_fork_server()
         if self.server is None and self.imports:
             self.server = ForkServer(self.imports, shared, self.folder)
-            self.guardian.tell("+", self.server.pid)
+            self.guardian.register("+", self.server.pid)
         while self.server and not (self.server.ready or self.stop.first):
-            self.server.look()
+            self.server.poll()
             if self.server.cannot:  # the workers will report the failure of the imports themselves
                 self.imports = ()
                 self.end_fork_server()
@@ -239,16 +239,16 @@ class _Supervisor:
         """End the fork server, if there is one."""
         if self.server is not None:
             self.server.close()
-            self.guardian.tell("-", self.server.pid)
+            self.guardian.register("-", self.server.pid)
             self.server = None
 
     def start_workers(self, shared: Mapping[str, str]) -> None:
         """Start every worker of one attempt."""
         self.workers, self.left_out = [], set()
-        self.progress.begin()
+        self.progress.start_attempt()
         for stale in (self.folder / "logs").glob("rank-*.error.json"):
             stale.unlink(missing_ok=True)
-        pages = self.watcher.begin(self.processes)
+        pages = self.watcher.start_attempt(self.processes)
         self.store.close()
         self.store = PrivateStore()
         for rank in range(self.processes):
@@ -269,13 +269,13 @@ class _Supervisor:
     def wait_for_death(self) -> WorkerDeath | None:
         """Wait until a worker dies; return None if all are done, or a stop is requested."""
         while self.stop.first is None and not self.was_stopped_directly():
-            codes = self.look()
+            codes = self.poll_workers()
             counted = self.required_workers()
             left = self.watcher.left(counted)
             if (death := select_first_death(counted, left)) is not None:
                 unlike = self.watcher.compare(self.workers, dead=True)
                 return make_hang_death(self.workers[unlike.rank], unlike) if unlike else death
-            if (hang := self.watcher.look(counted)) is not None:
+            if (hang := self.watcher.poll(counted)) is not None:
                 return make_hang_death(self.workers[hang.rank], hang)
             if all(code in (0, UNSAVED_CODE) for code in codes):
                 return None
@@ -362,7 +362,7 @@ class _Supervisor:
                 worker.ask_to_stop()
         deadline_s = time.monotonic() + grace_s
         broken = False
-        while None in (codes := self.look()) and not self.stop.insists:
+        while None in (codes := self.poll_workers()) and not self.stop.insists:
             if not broken and any(code not in (None, *ENDED) for code in codes):
                 # The others wait for a dead rank: they can only do what takes a short time.
                 broken, deadline_s = True, min(deadline_s, time.monotonic() + BROKEN_STOP_S)
@@ -393,10 +393,10 @@ class _Supervisor:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         return RunOutcome("stopped", 128 + number, self.attempt + 1, f"stopped by {name}{trouble}")
 
-    def look(self) -> list[int | None]:
+    def poll_workers(self) -> list[int | None]:
         """Return the present exit code of every worker, except dropped ones."""
-        self.progress.look()
-        codes = {worker.rank: worker.look() for worker in self.workers}
+        self.progress.poll()
+        codes = {worker.rank: worker.poll() for worker in self.workers}
         return [code for rank, code in codes.items() if rank not in self.left_out]
 
     def pause(self) -> None:
@@ -437,7 +437,7 @@ class MetricsProgress:
         self.ever = False
         self.size_bytes = self.began_bytes = 0
 
-    def begin(self) -> None:
+    def start_attempt(self) -> None:
         """Reset at the start of an attempt."""
         self.made, self.size_bytes = False, self._size()
         self.began_bytes = self.size_bytes
@@ -449,7 +449,7 @@ class MetricsProgress:
         times = [row.get("step_s") for row in self._last_rows(self.began_bytes)]
         return [time_s for time_s in times if is_number(time_s)]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Compare the file's size with the last call."""
         size_bytes = self._size()
         self.made = self.made or size_bytes > self.size_bytes

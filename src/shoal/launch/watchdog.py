@@ -101,7 +101,7 @@ class CommandInput:
     def __init__(self) -> None:
         self._come, self.ended = b"", False
 
-    def look(
+    def read_line(
         self, wait_s: float = 0.0, ranks: Sequence[ForeignProcess | RemoteRank] = ()
     ) -> dict[str, Any] | None:
         """Return the next line; None if none comes in time, or before one of `ranks` ends."""
@@ -131,7 +131,7 @@ class EventWriter:
         if keeps:
             self._make_logs_folder()
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def report(self, event: str, **fields: Any) -> None:
         """Write an event to the run folder, if this node owns one, and its line to stderr."""
         self._write(event, fields)
         self._show(event, fields)
@@ -177,12 +177,12 @@ def main() -> int:
     watch = MultiNodeWatch(Path(os.devnull), lambda event, **fields: None, math.inf, twice=True)
     listener = open_listener(addresses)
     at = None if listener is None else listener.getsockname()[:2]
-    sys.stdout.write(f"{json.dumps({'paths': watch.begin(count), 'at': at})}\n")
+    sys.stdout.write(f"{json.dumps({'paths': watch.start_attempt(count), 'at': at})}\n")
     sys.stdout.flush()
     said = CommandInput()
     asked = None
     while asked is None and not said.ended:
-        asked = said.look(JOIN_S)
+        asked = said.read_line(JOIN_S)
     if not asked:
         return 0
     nodes = [Node(tuple(o["ranks"]), tuple(o["pids"]), o["host"]) for o in asked["nodes"]]
@@ -196,7 +196,7 @@ def main() -> int:
     token = str(asked["token"]).encode()
     watch.keep(folder, asked["number"], here.ranks)
     if asked["number"] > 0:
-        if connection := _connect(tuple(asked["at"]), token, ranks, teller.tell):
+        if connection := _connect(tuple(asked["at"]), token, ranks, teller.report):
             number = asked["number"]
             follower = NodeReporter(connection, number, nodes, watch.pages, ranks, teller.order)
             _run_follower(watch, follower, ranks, teller, said)
@@ -204,7 +204,7 @@ def main() -> int:
         _watch_all_nodes(watch, ranks, WatchdogServer(listener, token, nodes), teller, said)
     else:
         _watch_node(watch, ranks, teller, said)
-    watch.records.look(watch.own)
+    watch.records.append_steps(watch.own)
     return 0
 
 
@@ -221,18 +221,18 @@ def _watch_node(
     watch: MultiNodeWatch, ranks: list[ForeignProcess], teller: EventWriter, said: CommandInput
 ) -> None:
     """Watch the ranks of a run on one node."""
-    watch.emit = watch.slow.emit = teller.tell
+    watch.emit = watch.slow.emit = teller.report
     unlike = partial(watch.compare, ranks, dead=True)
     ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
-        said.look(EVERY_S, ranks)
-        ended = ended or report_end(ranks, watch.pages, teller.tell, unlike)
-        if hang := watch.look(ranks):
+        said.read_line(EVERY_S, ranks)
+        ended = ended or report_end(ranks, watch.pages, teller.report, unlike)
+        if hang := watch.poll(ranks):
             end_ranks(ranks, watch.pages, hang)
             return
     if not ended:
         wait_for_first_end(ranks)
-        report_end(ranks, watch.pages, teller.tell, unlike)
+        report_end(ranks, watch.pages, teller.report, unlike)
 
 
 def _watch_all_nodes(
@@ -245,7 +245,7 @@ def _watch_all_nodes(
     """Watch the ranks of all nodes, on node 0."""
 
     def emit(event: str, **fields: Any) -> None:
-        teller.tell(event, **fields)
+        teller.report(event, **fields)
         accounts = ""
         if fields.get("stacks"):
             with contextlib.suppress(OSError):
@@ -267,13 +267,13 @@ def _watch_all_nodes(
     ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
         hub.serve(EVERY_S)
-        said.look()
+        said.read_line()
         ended = ended or report_end(everyone, watch.pages, emit, unlike)
         if not hub.ready:
             if what := hub.describe_missing():
                 _report_unwatched(emit, what)
                 return
-        elif hang := watch.look(everyone):
+        elif hang := watch.poll(everyone):
             hub.order({"end": vars(hang)})
             hub.flush_orders(1.0)
             end_ranks(ranks, watch.pages, hang)
@@ -333,15 +333,15 @@ def _run_follower(
 ) -> None:
     """Report this node's ranks to node 0, on every other node."""
     while not follower.over and any(rank.code is None for rank in ranks):
-        watch.records.look(watch.own)
-        if not said.ended and (told := said.look()) is not None:
+        watch.records.append_steps(watch.own)
+        if not said.ended and (told := said.read_line()) is not None:
             teller.keeps = bool(told.get("keeps"))
         try:
             hang = follower.turn()
         except OSError:  # node 0's watchdog has ended; in a normal end this node's ranks will too
             if _wait_for_end(ranks):
                 host = follower.nodes[0].host
-                _report_unwatched(teller.tell, f"the watch on {host} has ended")
+                _report_unwatched(teller.report, f"the watch on {host} has ended")
             return
         if hang is not None:
             own = follower.nodes[follower.number].ranks

@@ -35,7 +35,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """
     code = run_worker(main)
     if phases.page is not None:
-        phases.page.leave()  # a process that ends without it was not done
+        phases.page.close()  # a process that ends without it was not done
     flush_streams()
     os._exit(code)
 

@@ -112,7 +112,7 @@ class LibraryLoop:
         run, passes = self.run, self.passes
         if passes is None:
             with run.meeting.at("the first pass of a step"):
-                run.begin(None)
+                run.begin_step(None)
                 passes = FreePasses(run.program, run.step_count, run.scale, run.collect_flags)
                 run.step_state.written = passes
         return passes

@@ -85,10 +85,10 @@ def install() -> None:
 def _make_noop() -> Any:
     """Return a new no-op function: torch's compiler needs a distinct one for each name."""
 
-    def told(*_args: Any) -> None:
+    def reported(*_args: Any) -> None:
         _report_once()
 
-    return told
+    return reported
 
 
 def _ignore_device(to: Any) -> Any:

@@ -45,7 +45,7 @@ def apply(program: Program) -> Program:
     rule = _StatisticsCollector(layers, program.replicas)
     return replace(
         program,
-        on_begin=(*program.on_begin, rule.begin),
+        on_begin=(*program.on_begin, rule.start_step),
         around=(*program.around, rule.micro_batch),
         on_update=(*program.on_update, rule.commit),
     )
@@ -76,7 +76,7 @@ class _StatisticsCollector:
         twin.seen = self.seen
         return twin
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Clear the statistics of a step that was skipped, or that failed half-way."""
         self.seen.clear()
 

@@ -58,7 +58,7 @@ def apply(program: Program, seed: int) -> Program:
         block = program.module.get_submodule(name)
         # Objects and no closures: the hooks of a replica use the keys of that replica.
         hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
-        hooks.append(block.register_forward_hook(partial(keyed.leave, name)))
+        hooks.append(block.register_forward_hook(partial(keyed.seed_after_block, name)))
 
     hooks.append(program.module.register_forward_pre_hook(keyed.again))
     traced = layout.processes == 1 or program.pipe.size > 1  # a traced pass has replaced them
@@ -68,7 +68,7 @@ def apply(program: Program, seed: int) -> Program:
         for hook in hooks:
             hook.remove()
 
-    begin, close = (*program.on_begin, keyed.begin), (*program.on_close, remove)
+    begin, close = (*program.on_begin, keyed.start_step), (*program.on_close, remove)
     return replace(program, on_begin=begin, keyed=keyed, on_close=close)
 
 
@@ -137,7 +137,7 @@ class _NumpySeeding:
         np.random.seed(number % 2**32)
         self._keyed = self._mark()
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Restore the user's state after a micro-batch."""
         waits = self._state[3] if isinstance(self._state, tuple) else 1
         if waits or self._keyed is None or self._users_mark is None or self._mark() != self._keyed:
@@ -185,7 +185,7 @@ class _GeneratorSeeding:
         """Note whether other devices run at the same time; host generators are then left alone."""
         self.host, self.generators = not others, get_generators(self.device)[int(others) :]
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Forget the calls of the previous step, of which nothing is recomputed any more."""
         self.arrivals = {}
 
@@ -208,7 +208,7 @@ class _GeneratorSeeding:
         self.inside.setdefault(block, []).append(call)
         self._seed_generators(block, call)
 
-    def leave(self, block: str, *_: object) -> None:
+    def seed_after_block(self, block: str, *_: object) -> None:
         """Seed the generators after a block, so that what follows does not depend on its draws."""
         if self.at is None:
             return
@@ -240,7 +240,7 @@ class _GeneratorSeeding:
             self.at = None
             if self.host:
                 random.setstate(python)
-                self.numpy.leave()
+                self.numpy.exit()
             for generator, state in zip(self.generators, kept, strict=True):
                 generator.set_state(state)
 

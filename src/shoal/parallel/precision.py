@@ -95,7 +95,7 @@ def apply(program: Program) -> Program:
     own = _DirectCallAutocast(autocast, device.type)
     hooks = [
         program.module.register_forward_pre_hook(own.enter, prepend=True),
-        program.module.register_forward_hook(own.leave, always_call=True),
+        program.module.register_forward_hook(own.exit, always_call=True),
     ]
     return replace(
         program,
@@ -150,7 +150,7 @@ class _DirectCallAutocast:
             context.__enter__()
         self.entered.append(context)
 
-    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def exit(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         context = self.entered.pop() if self.entered else None
         if context is not None:
             context.__exit__(None, None, None)

@@ -37,7 +37,7 @@ class Reducer(Protocol):
     micro-batches than another, or none.
     """
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Zero all gradients; the busiest rank runs `rounds` micro-batches in this step."""
 
     def prepare_backward(self, last: bool, once: bool = True) -> None:
@@ -48,7 +48,7 @@ class Reducer(Protocol):
             once: False: several backward passes may come before `passed`; their gradients add up.
         """
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """End a backward pass; `counted` is False if it only joined collectives of other ranks."""
 
     def finish(self) -> None:
@@ -110,7 +110,7 @@ def run_sequentially(program: Program, passes: Sequence[Pass], reducer: Reducer)
     for place, one in enumerate(passes):
         reducer.prepare_backward(place == len(passes) - 1)
         one(program.module)
-        reducer.passed(one.index >= 0)
+        reducer.end_backward(one.index >= 0)
 
 
 @dataclass(frozen=True)

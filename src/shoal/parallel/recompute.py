@@ -156,7 +156,7 @@ class _BlockCall:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         block = self.recomputed
         if self.before is None:
-            look = block.buffers.look()
+            look = block.buffers.snapshot()
             outputs = block.forward(*args, **kwargs)
             self.before = block.buffers.changed_since(look)
             return outputs
@@ -188,7 +188,7 @@ class _ChangingBuffers:
         ]
         self.changing: dict[tuple[bool, ...], set[int]] = {}
 
-    def look(self) -> _BufferSnapshot:
+    def snapshot(self) -> _BufferSnapshot:
         """Return a snapshot of the buffers."""
         modes = tuple(module.training for _, module, _ in self.homes)
         known = [(b, -1 if b is None else b._version) for b in self._values()]

@@ -34,7 +34,7 @@ def apply(program: Program) -> Program:
     watch = _BufferWatcher(homes, program.replicas, program.notices)
     return replace(
         program,
-        on_begin=(*program.on_begin, watch.begin),
+        on_begin=(*program.on_begin, watch.start_step),
         moved=watch.moved,
         align=watch.broadcast_changed,
     )
@@ -54,7 +54,7 @@ class _BufferWatcher:
         self.copies: dict[int, torch.Tensor] = {}
         self.told = False
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Record the buffers before a step; the user's script changes them alike on all ranks."""
         self.known = [(getattr(m, name), _version(m, name)) for _, m, name in self.homes]
         self.copies = {place: self._value(place).clone() for place in self.changing}

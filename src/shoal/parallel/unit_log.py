@@ -91,7 +91,7 @@ class UnitLog:
                 return self.calls[-1]
         raise BugError(f"rank {self.world.rank} is in no group along {axis}")
 
-    def begin(self, calls: UnitCalls, name: str, code: bytes) -> None:
+    def log_collective(self, calls: UnitCalls, name: str, code: bytes) -> None:
         """Log a collective that begins, also in the watch page if there is one."""
         calls.add(name, code)
         if (page := self.world.traffic.page) is not None:
@@ -121,7 +121,7 @@ class LoggedGather:
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> Any:
         """Log the all-gather and run it."""
-        self.log.begin(self.calls[group.size()], *self.said[in_backward()])
+        self.log.log_collective(self.calls[group.size()], *self.said[in_backward()])
         return self.inner(output_tensor, input_tensor, group, async_op)
 
 
@@ -145,7 +145,9 @@ class LoggedScatter:
     ) -> Any:
         """Log the reduce-scatter and run it."""
         for calls in self.calls:
-            self.log.begin(calls, *self.said)  # before it waits, so that the watchdog sees it
+            self.log.log_collective(
+                calls, *self.said
+            )  # before it waits, so that the watchdog sees it
         return self.inner(output_tensor, input_tensor, group, op, async_op)
 
 

@@ -72,12 +72,12 @@ def record_trial(
     )
     before = side.on_run
 
-    def begin(label: str, run: Run) -> None:
+    def start_recording(label: str, run: Run) -> None:
         before(label, run)
         _describe_run(found, label, run)
         notes.start(_prefix_names(label, iterate_weights(run.program)))
 
-    side.on_run = begin
+    side.on_run = start_recording
     for label, result in iter_with_progress("steps", side.steps, trial(side)):
         found.rows.append(StepRow.of(label, result))
         notes.step(label, result, side.runs[label].program)

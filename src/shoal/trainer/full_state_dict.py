@@ -78,12 +78,12 @@ def _register_hooks(own: _MasterWeights) -> list[Any]:
     def give(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
         own.export_masters(module, state, prefix)
 
-    def take(module: nn.Module, state: Mapping[str, Any], prefix: str, *_more: Any) -> None:
+    def load_hook(module: nn.Module, state: Mapping[str, Any], prefix: str, *_more: Any) -> None:
         own.load_masters(module, state, prefix)
 
     return [
         own.module.register_state_dict_post_hook(give),
-        own.module.register_load_state_dict_pre_hook(take),
+        own.module.register_load_state_dict_pre_hook(load_hook),
     ]
 
 

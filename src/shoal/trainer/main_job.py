@@ -131,7 +131,7 @@ def _prepare(
         run.recorder.events.emit("notice", text=line)
     for path in config.train.on:
         hook = import_object("train.on", path)
-        run.hear(hook(folder) if isinstance(hook, type) else hook)
+        run.add_callback(hook(folder) if isinstance(hook, type) else hook)
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # "configuration" has all of them
     if source.tokenizer is not None and world.writes_files:
@@ -162,7 +162,7 @@ def _prepare(
     write_opening(run, run.plan, source, total_steps, folder, told)
     if world.is_first and joined is None:  # islands on one machine disturb each other's times
         learner = StepTimeFeedback(foreseen, run.plan.compute, world)
-        run.recorder.events.listeners.append(learner.hear)
+        run.recorder.events.listeners.append(learner.on_event)
     return run, source, total_steps, joined
 
 

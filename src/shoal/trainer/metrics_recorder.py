@@ -62,7 +62,7 @@ class MetricsRecorder:
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
 
-    def hear(self, hook: Callable[[dict[str, Any]], Any]) -> None:
+    def add_callback(self, hook: Callable[[dict[str, Any]], Any]) -> None:
         """Register a callback for every record; its "stop" or "save" is added to `wanted`.
 
         Raises:
@@ -99,7 +99,7 @@ class MetricsRecorder:
             self.events.emit("notice", text=text)
         self.warn(text)
 
-    def tell(self, notices: list[str]) -> None:
+    def emit_notices(self, notices: list[str]) -> None:
         """Emit all lines of a list as notices, and empty the list."""
         while notices:
             self.notice(notices.pop(0))
@@ -115,7 +115,7 @@ class MetricsRecorder:
         if self.world.is_first:
             logging.getLogger("shoal").warning("shoal: %s", text)
 
-    def begin(self, step: int) -> float:
+    def start_step(self, step: int) -> float:
         """Start the record of a step; return the seconds since the last step ended."""
         if self.trace is not None:
             self.trace.before(step)

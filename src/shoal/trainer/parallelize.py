@@ -263,7 +263,7 @@ def start_run(
     program = mark_in_run(module, program)
     program = offload_optimizer(program, bound)
     recorder = MetricsRecorder(folder, world)
-    ends: list[Callable[[], None]] = [] if beside is None else [beside.leave]
+    ends: list[Callable[[], None]] = [] if beside is None else [beside.close]
     if (plan.trace or plan.remote) and folder is not None:
         from shoal.trainer.run_folder.folder_lease import start_folder_writers
 
@@ -319,14 +319,14 @@ def _choose_plan(
     if not is_open or plan.layout.pp > 1 or plan.micro_batch <= default_turn(plan.batch):
         return plan, None
 
-    def look() -> MicroBatchChooser:
+    def make_chooser() -> MicroBatchChooser:
         from shoal.trainer.autotune.share_fits import MicroBatchChooser
 
         return MicroBatchChooser(module, optimizer, loss)
 
     if plan.layout.zero < 3 and not plan.layout.is_derived:
-        return plan, look
-    share = look()
+        return plan, make_chooser
+    share = make_chooser()
     share.make_meta_copy()  # copy now: the module will be sharded
     return plan, lambda: share
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -75,14 +76,19 @@ class Run(StepRunner):
         self.lease: RunLease | None = None
         self._restored: set[Path] = set()
 
-    def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
+    def add_callback(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Register callbacks for every event and every step's row from now on, in this process.
 
         Args:
             hooks: if one returns "stop" or "save", all ranks do it after the next step.
         """
         for hook in hooks:
-            self.recorder.hear(hook)
+            self.recorder.add_callback(hook)
+
+    def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
+        """Call `add_callback`, the name since 0.2; this one goes in 0.3."""
+        warnings.warn("run.hear is run.add_callback since 0.2", DeprecationWarning, stacklevel=2)
+        self.add_callback(*hooks)
 
     @property
     def model(self) -> nn.Module:
@@ -250,7 +256,7 @@ class Run(StepRunner):
             raise ConfigError(f"run.{name} is for loops over run.micro_batches(batch); try: {near}")
         return self.step_state.written
 
-    def begin(self, batch: Any, *, is_own: bool = True) -> None:
+    def begin_step(self, batch: Any, *, is_own: bool = True) -> None:
         """Begin a step, after a check of the run folder; arguments as in `StepRunner.begin`."""
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
@@ -259,7 +265,7 @@ class Run(StepRunner):
 
             refuse_old_checkpoints(folder, self.world, self.plan.remote)
             self._restored.add(folder)
-        super().begin(batch, is_own=is_own)
+        super().begin_step(batch, is_own=is_own)
 
     def update_weights(self) -> StepResult:
         """Step the optimizer, and save if some rank requested it."""
@@ -465,7 +471,7 @@ class Run(StepRunner):
         for undo in self.program.on_close:
             undo()
         self.world.close()
-        self.meeting.leave()
+        self.meeting.close_run()
         if self.lease is not None:
             self.lease.release()
 

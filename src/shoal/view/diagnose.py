@@ -302,7 +302,7 @@ def _diagnosis_from_text(
 ) -> EventDiagnosis:
     """Return a diagnosis for an event whose own sentence describes the failure."""
 
-    def look(event: Record, after: list[Record], folder: Path) -> RunFinding:
+    def format_finding(event: Record, after: list[Record], folder: Path) -> RunFinding:
         names = {
             "run": shlex.quote(str(folder)),
             "toml": shlex.quote(str(folder / "run.toml")),
@@ -319,7 +319,7 @@ def _diagnosis_from_text(
             over=over,
         )
 
-    return look
+    return format_finding
 
 
 APART = ("ranks wait for each other", "ranks made different calls")

@@ -157,7 +157,7 @@ class PhaseLine:
         self.stream, self.title = stream, title
         self.silence, self.drawn, self.drawn_s = WaitLineSchedule(), False, 0.0
 
-    def hear(self, phases: list[Phase]) -> None:
+    def update(self, phases: list[Phase]) -> None:
         """Draw this process's phases; a listener of `base.phases`."""
         self.show(CurrentPhases(tuple(phases), time.time()))
 
@@ -190,7 +190,7 @@ class PhaseLine:
 def show_phases(stream: TextIO) -> Iterator[None]:
     """Draw this thread's phases into a stream until the `with` block ends, and clear the line."""
     line = PhaseLine(stream)
-    set_phase_listener(line.hear)
+    set_phase_listener(line.update)
     try:
         yield
     finally:

@@ -110,14 +110,14 @@ class AuthenticatedConnection:
     def ask(self, request: Any, within_s: float) -> Any:
         """Send a request and return the answer; raises TimeoutError or ConnectionError."""
         self.send(request, within_s)
-        return self.hear(within_s)
+        return self.receive(within_s)
 
     def send(self, request: Any, within_s: float) -> None:
         """Send a request; raises TimeoutError or ConnectionError."""
         self.connection.settimeout(max(within_s, 0.001))
         self.connection.sendall(self._says.encode_frame(request))
 
-    def hear(self, within_s: float) -> Any:
+    def receive(self, within_s: float) -> Any:
         """Receive the next answer; raises TimeoutError or ConnectionError."""
         self.connection.settimeout(max(within_s, 0.001))
         (length,) = HEAD.unpack(self._read(HEAD.size))

@@ -149,7 +149,7 @@ def write_phases_to_folder(folder: Path) -> None:
         with contextlib.suppress(OSError):  # it is for readers; a full disk must stop nobody
             write_atomically(owner.current_path() / FILE_NAME, json.dumps(record))
         if page is not None:
-            page.hear(phases)
+            page.record_phases(phases)
 
     set_phase_listener(hear)
 

@@ -42,12 +42,12 @@ def start_stack_thread(page: WatchPage) -> None:
 
 
 def _answer(page: WatchPage, main: int) -> None:
-    answered = page.asked
+    answered = page.stack_request
     while not page.is_closed:
         time.sleep(LOOK_S)
         if (order := page.exit_order) is not None:
             _end(page, *order)
-        if (asked := page.asked) != answered:
+        if (asked := page.stack_request) != answered:
             page.answer(asked, {**page.told, **dump_stacks(main)})
             answered = asked
 
@@ -59,7 +59,7 @@ def _end(page: WatchPage, status: int, at_s: float) -> None:
     """
     sys.excepthook = lambda *_: time.sleep(5.0)  # it has lost a peer; let this thread exit first
     time.sleep(max(0.0, at_s - time.monotonic()))
-    page.leave()
+    page.close()
     flush_streams()
     os._exit(status)
 

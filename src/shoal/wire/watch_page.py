@@ -191,7 +191,7 @@ class WatchPage:
         for part in parts:
             self._apart |= 1 << part
 
-    def hear(self, phases: Sequence[Phase]) -> None:
+    def record_phases(self, phases: Sequence[Phase]) -> None:
         """Record the open phases, outermost first."""
         text = ": ".join(
             f"{one.name} {one.done}/{one.of}" if one.of else one.name for one in phases
@@ -203,7 +203,7 @@ class WatchPage:
         self._changed()
 
     @property
-    def asked(self) -> int:
+    def stack_request(self) -> int:
         """Number of the newest request for stacks."""
         return self._words[ASKED]
 
@@ -241,7 +241,7 @@ class WatchPage:
         self._whole[at + 16 : at + 16 + len(lines)] = lines
         struct.pack_into("=qq", self._whole, at, step, len(lines))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Record that the watchdog must no longer watch this rank."""
         self._words[PAGE] = 0
 
@@ -263,7 +263,7 @@ class WatchPage:
 def attach_page(page: WatchPage) -> None:
     """Report this thread's phases (`listen`), steps and collectives to a page."""
     phases.page = page
-    phases.set_phase_listener(page.hear)
+    phases.set_phase_listener(page.record_phases)
 
 
 def supports_watch_pages() -> bool:

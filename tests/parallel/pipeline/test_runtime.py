@@ -160,7 +160,7 @@ def mail(rank: int) -> StageMessenger:
     schedule = make_schedule("gpipe", 3, 4)
     messages = StageMessenger(Rank(rank, 3))
     messages.wire = Sent()
-    messages.begin(derive_route(schedule, rank), schedule.stage_rank, lambda number: "alike")
+    messages.start_step(derive_route(schedule, rank), schedule.stage_rank, lambda number: "alike")
     return messages
 
 

@@ -217,7 +217,7 @@ class Placement:
         width = sum(stop - start for start, stop in self.cut.spans(at[self.cut.axis]))
         return (*self.shape[: self.cut.dim], width, *self.shape[self.cut.dim + 1 :])
 
-    def kept(self, at: At, layout: Layout) -> Shard:
+    def stored_shard(self, at: At, layout: Layout) -> Shard:
         """Return a rank's part between steps: under zero 3, ceil(rows / ranks) rows."""
         part = self.shard(at)
         if self.data != "rows":

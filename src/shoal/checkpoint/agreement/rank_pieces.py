@@ -168,11 +168,11 @@ def agree_on_writers(
     """
     mine: dict[Key, Offer] = {}
 
-    def tell() -> dict[str, Any]:
+    def collect_offers() -> dict[str, Any]:
         mine.update(offer())
         return {"offers": list(mine.values()), "aliases": dict(aliases)}
 
-    answers = gather_results(world, tell)
+    answers = gather_results(world, collect_offers)
     settled: list[WriteAgreement] = []
     gather_results(
         world, lambda: settled.append(_build_agreement(answers, mine, dict(aliases), world.rank))

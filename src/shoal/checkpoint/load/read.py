@@ -159,7 +159,7 @@ def _open_newest(
     for name in run_on_first_rank(world, lambda: _list_candidates(root, only)):
         path = root / name
         attempt = _LoadAttempt(path, wanted_from)
-        answers = gather_results(world, partial(attempt.run, attempt.look))
+        answers = gather_results(world, partial(attempt.run, attempt.read_manifest))
         damage = _collect_damage(answers)
         if not damage:
             if len({answer["digest"] for answer in answers}) > 1:
@@ -222,7 +222,7 @@ class _LoadAttempt:
         except DamagedFileError as problem:
             return {"damage": problem.fields()}
 
-    def look(self) -> dict[str, Any]:
+    def read_manifest(self) -> dict[str, Any]:
         """Read the manifest; return its digest, and the slices that this rank wants whole."""
         self.manifest = read_manifest(self.path)
         for shard in self.wanted_from(self.manifest):

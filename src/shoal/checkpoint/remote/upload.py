@@ -54,7 +54,7 @@ class CheckpointUploader:
         self._lines: list[str] = []
         self._running: Future[None] | None = None
 
-    def hear(self, record: dict[str, Any]) -> None:
+    def handle_event(self, record: dict[str, Any]) -> None:
         """Handle one event of the run; also report copies that failed since the last event."""
         self._report_failures()
         if record["event"] not in ("checkpoint_saved", "resumed"):
@@ -134,7 +134,7 @@ def start_uploads(
     uploader = None
     if world.is_first:
         uploader = CheckpointUploader(folder, RemoteFolder(address), keep, tell)
-        hear(uploader.hear)
+        hear(uploader.handle_event)
 
     def finish() -> None:
         until_s, lines = time.monotonic() + DEADLINE_S, ["is still written to", "is given up"]

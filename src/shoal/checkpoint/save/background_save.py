@@ -280,14 +280,14 @@ class BackgroundSaver:
             raise save.problem  # raised on every rank already
         exchanged: list[_CopiedBlocks] = []
 
-        def look() -> bool:
+        def collect_copied() -> bool:
             if save.problem is not None or save.copied is None:
                 raise save.problem or CheckpointError("nothing was copied")
             self._host.wait_until_copied()
             exchanged.append(save.copied)
             return save.copied.changed
 
-        changed = gather_results(self.world, look)
+        changed = gather_results(self.world, collect_copied)
         copied = exchanged[0]
         agreement = copied.agreement
         if any(changed):

@@ -62,13 +62,13 @@ def find_keepers(folder: Path, world: World) -> Keepers:
         folder.mkdir(parents=True, exist_ok=True)
         names[world.rank].touch()
 
-    def look() -> list[int]:
+    def first_ranks() -> list[int]:
         first = next(rank for rank, name in enumerate(names) if name.exists())
         return [first, world.rank - world.local_rank]
 
     try:
         gather_results(world, show)
-        seen = gather_results(world, look)
+        seen = gather_results(world, first_ranks)
     finally:
         names[world.rank].unlink(missing_ok=True)
     keepers = tuple(first for first, _ in seen)
@@ -116,12 +116,12 @@ def save_on_each_disk(
             return existing.size_bytes, True
         agreed = collected.agreement
 
-        def begin() -> str:
+        def make_folder() -> str:
             if keeper == world.rank:
                 made.append(folders.make_step_folder(final, agreed.disk_bytes(record)))
             return made[0].name if made else ""
 
-        folder = root / gather_results(world, begin)[keeper]
+        folder = root / gather_results(world, make_folder)[keeper]
         parts = gather_results(world, lambda: write_shard(folder, world.rank, collected.blocks))
         text = run_on_first_rank(
             world, lambda: encode(join_parts(step, parts, agreed.aliases, record)).decode()
@@ -255,12 +255,12 @@ def _fetch(
                 f"{short_path(final)}: changed on rank {whole[0]} while it was read"
             )
 
-        def begin() -> str:
+        def make_folder() -> str:
             if world.rank in lacked:
                 made.append(folders.make_step_folder(final, manifest.size_bytes + len(data)))
             return made[0].name if made else ""
 
-        folder = root / (gather_results(world, begin)[keeper] or final.name)
+        folder = root / (gather_results(world, make_folder)[keeper] or final.name)
         sources = {name: list(whole) for name in manifest.files}
         parcels = _plan_transfers(manifest, sources, {*whole, *lacked})
         transfer_files(world, parcels, lambda one: final / one.name, lambda one: folder / one.name)
@@ -285,13 +285,13 @@ def _fetch(
 def _find_existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manifest | None:
     """Return the manifest if all disks have this step, equal and complete; else move it aside."""
 
-    def look() -> str:
+    def read_digest() -> str:
         try:
             return read_manifest(final).digest if os.path.lexists(final) else ""
         except DamagedFileError:
             return "damaged"
 
-    digests = gather_results(world, look)
+    digests = gather_results(world, read_digest)
     if not any(digests):
         return None
     having = [one for one in sorted(set(keepers)) if digests[one]]
@@ -352,7 +352,7 @@ def _find_damage(
 ) -> dict[int, dict[str, str]]:
     """Return the damage of a checkpoint by keeper; the ranks of each disk share the reading."""
 
-    def look() -> dict[str, str] | None:
+    def verify_own_disk() -> dict[str, str] | None:
         if keepers[world.rank] not in having:
             return None
         try:
@@ -362,7 +362,7 @@ def _find_damage(
             return damage.fields()
         return None
 
-    told = gather_results(world, look)
+    told = gather_results(world, verify_own_disk)
     return {keepers[rank]: one for rank, one in reversed(list(enumerate(told))) if one}
 
 

@@ -207,7 +207,7 @@ def _find_existing(target: SaveTarget, world: World, emit: Emit) -> Manifest | N
         return None
     manifests: list[Manifest] = []
 
-    def look() -> dict[str, str] | None:
+    def verify_share() -> dict[str, str] | None:
         try:
             manifest = read_manifest(final)
         except DamagedFileError as damage:
@@ -218,7 +218,7 @@ def _find_existing(target: SaveTarget, world: World, emit: Emit) -> Manifest | N
                 return problem.fields()
         return None
 
-    problems = [problem for problem in gather_results(world, look) if problem]
+    problems = [problem for problem in gather_results(world, verify_share) if problem]
     if not problems:
         return manifests[0]
     kept_as = run_on_first_rank(world, lambda: str(folders.quarantine(final)))

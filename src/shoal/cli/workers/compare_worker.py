@@ -44,7 +44,7 @@ def main() -> int:
     if world.size <= usable_cores():  # so that the planner can predict the rows
         measure_machine(world, cache_folder(), quick_sizes(world.device))
 
-    def tell(**record: object) -> None:
+    def write_record(**record: object) -> None:
         if world.is_first:
             append_line(folder / "rows.jsonl", record)
 
@@ -55,9 +55,9 @@ def main() -> int:
         "device": world.device.type,
         "threads": threads,
     }
-    tell(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
+    write_record(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
     for number in numbers:
-        tell(began=number)
+        write_record(began=number)
         record_step_part(
             NOWHERE
         )  # the steps of the previous row are over, and building may take long
@@ -69,7 +69,7 @@ def main() -> int:
         figures = measure_row(
             config, source, world, layout, steps=steps, compared=compared, folder=folder
         )
-        tell(row=number, **figures)
+        write_record(row=number, **figures)
     world.close()
     return 0
 

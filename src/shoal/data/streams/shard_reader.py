@@ -61,9 +61,9 @@ class _OpenShard:
         self.reader, self.number, self.known = reader, number, known
         self.ahead: Any = NOTHING
         self.leaves_out = reader.leaves_out
-        self.begin()
+        self.open()
 
-    def begin(self) -> None:
+    def open(self) -> None:
         """Open the shard at the known position."""
         reader = self.reader
         self.shard = reader.shards.open(self.number, reader.seed, reader.epoch, reader.streams)
@@ -106,7 +106,7 @@ class _OpenShard:
 
     def seek(self, at: int) -> None:
         """Restart the shard, and go to the place after `at` samples."""
-        self.begin()
+        self.open()
         self.go_to(at, self.once)
 
     def state_text(self) -> Any:
@@ -116,7 +116,7 @@ class _OpenShard:
     def skip_to(self, place: Any) -> None:
         """Continue from a place one sample further, which counts when it is returned."""
         self.known = self.taken + 1, place
-        self.begin()
+        self.open()
         self.taken -= 1
 
     def read_error(self, error: Exception, why: str = "") -> ShoalError:

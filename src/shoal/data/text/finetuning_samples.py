@@ -259,7 +259,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.row_ends)
 
-    def told(self) -> str:
+    def summary_line(self) -> str:
         """Return a line for the user: examples, rows, and examples cut or left out."""
         tokens = int((self.stops - self.starts - 1).sum())
         full = tokens / (len(self) * self.sequence)

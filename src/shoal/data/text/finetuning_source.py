@@ -32,10 +32,10 @@ def open_finetuning(section: DataSection, share: float, second: str) -> dict[str
     template = find_template(section.tokenizer)
     encoded = open_examples(documents, form, section.tokenizer, share, template)
     train = ExampleRows(encoded, False, section.sequence, section.packing == "on")
-    validation, told = None, train.told()
+    validation, told = None, train.summary_line()
     if second:
         validation = _second(section, second, encoded, template)
-        told += f"; validation: {second}: {validation.told()}"
+        told += f"; validation: {second}: {validation.summary_line()}"
     elif encoded.held.any():
         validation = ExampleRows(
             encoded, True, section.sequence, section.packing == "on", "held-out"

@@ -59,10 +59,10 @@ class TrafficCounter:
     def count(self, kind: str, payload_bytes: int, degree: int) -> None:
         """Add one collective to the counts."""
         self.calls += 1
-        self.begin(kind, payload_bytes)
+        self.record_start(kind, payload_bytes)
         self.sent_bytes[kind] += round(wire_bytes(kind, payload_bytes, degree))
 
-    def begin(self, kind: str, payload_bytes: int = 0) -> None:
+    def record_start(self, kind: str, payload_bytes: int = 0) -> None:
         """Report a started call to the watch page, also a barrier or a receive."""
         if self.page is not None:
             self.page.begun(kind, payload_bytes)

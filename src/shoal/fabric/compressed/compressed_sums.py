@@ -120,7 +120,7 @@ class CompressedSum(Protocol):
     def commit(self) -> None:
         """Commit the step: its residual becomes current."""
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the state that a checkpoint needs for error feedback, by name; not copies."""
 
     def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
@@ -168,7 +168,7 @@ class ResidualCompressedSum:
         for rest in self.rests.values():
             rest.commit()
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """See `CompressedSum.kept`."""
         return {name: rest.standing for name, rest in self.rests.items()}
 
@@ -181,7 +181,7 @@ class ResidualCompressedSum:
     def nothing(self) -> dict[str, Tensor]:
         """See `CompressedSum.nothing`; without residuals it is the present state."""
         zeros = {name: torch.zeros_like(rest.standing) for name, rest in self.rests.items()}
-        return {**self.kept(), **zeros}
+        return {**self.state_dict(), **zeros}
 
 
 class CompressedAllReduce(ResidualCompressedSum):
@@ -355,9 +355,9 @@ class FsdpCompressedReduceScatter:
         if self.sum is not None:
             self.sum.commit()
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """See `CompressedSum.kept`."""
-        return dict(self.held) if self.sum is None else self.sum.kept()
+        return dict(self.held) if self.sum is None else self.sum.state_dict()
 
     def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
         """See `CompressedSum.take`."""

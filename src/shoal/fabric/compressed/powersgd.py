@@ -124,9 +124,9 @@ class PowerSgdAllReduce(ResidualCompressedSum):
         if self.next_start is not None:
             self.start, self.next_start = self.next_start, None
 
-    def kept(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """See `CompressedSum.kept`; the state has the next start of the power iteration too."""
-        return {**super().kept(), "start": self.start}
+        return {**super().state_dict(), "start": self.start}
 
     def load_state_dict(self, kept: Mapping[str, torch.Tensor]) -> None:
         """See `CompressedSum.take`."""

@@ -86,7 +86,7 @@ class PointToPoint:
         """Start to receive the next tensor from `peer`; shape and dtype must be known."""
         arriving = Transfer(torch.empty(shape, dtype=dtype, device=self.world.device), self.world)
         if arriving.tensor.numel():
-            self.world.traffic.begin(RECEIVE)
+            self.world.traffic.record_start(RECEIVE)
             group = self._group(peer, self.world.rank)
             arriving.work = dist.irecv(_bytes(arriving.tensor), group=group, group_src=peer)
         return arriving

@@ -144,7 +144,7 @@ class InterIslandGroup:
             received = self.links.wait(flight, deadline)
         return [part.numpy().tobytes() for part in received.split(sizes)]
 
-    def begin(
+    def start_compressed_all_reduce(
         self,
         flat: Tensor,
         codec: Codec,

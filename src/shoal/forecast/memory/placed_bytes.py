@@ -237,7 +237,7 @@ class _RankPlacements:
 
     def unpadded_elements(self, row: Placement) -> int:
         """Return the allocated elements that hold rows, without padding."""
-        return row.kept(self.at, self.layout).elements
+        return row.stored_shard(self.at, self.layout).elements
 
     def units(self) -> dict[str, list[Placement]]:
         """Return placements by the unit that gathers them; "" for those of no whole unit here."""

@@ -136,7 +136,7 @@ class HangWatch:
         self._number, self._unlike_told = 0, -1
         self._start_silence()
 
-    def begin(self, processes: int) -> list[str]:
+    def start_attempt(self, processes: int) -> list[str]:
         """Make a page for each rank of an attempt; return their paths, [] if it fails."""
         self.close()
         made: list[OwnedPage] = []
@@ -148,8 +148,8 @@ class HangWatch:
                 while made:
                     made.pop().close()
         self.pages, self.own = list(made), dict(enumerate(made))
-        self.records.begin()
-        self.slow.begin()
+        self.records.reset()
+        self.slow.reset()
         self._told = []
         self._compared = set[int]()
         self._step = (0, self.clock_s)
@@ -164,12 +164,12 @@ class HangWatch:
 
     def close(self) -> None:
         """Close the pages."""
-        self.records.look(self.own)
+        self.records.append_steps(self.own)
         for page in self.pages:
             page.close()
         self.pages, self.own = [], {}
 
-    def look(self, workers: Sequence[WatchedProcess]) -> Hang | None:
+    def poll(self, workers: Sequence[WatchedProcess]) -> Hang | None:
         """Read the pages if it is time; return the hang for which all ranks must end, if any."""
         now_s = time.monotonic()
         passed_s = now_s - self._looked_s
@@ -179,13 +179,13 @@ class HangWatch:
         self.clock_s += min(passed_s, LONGEST_TICK_S)
         told = [page.read() for page in self.pages]
         if told != self._told:
-            self.records.look(self.own)
+            self.records.append_steps(self.own)
         if not any(one.live for one in told) or all(one.code is not None for one in workers):
             return None
         before, self._told = self._told, told
         if before != told:
             self._end_silence(before)
-            self.slow.look(self.pages, [one.step for one in told])
+            self.slow.poll(self.pages, [one.step for one in told])
             return self.compare(workers)
         return self._handle_silence([worker for worker in workers if worker.code is None])
 

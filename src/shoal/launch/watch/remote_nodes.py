@@ -343,7 +343,7 @@ class NodeReporter:
             self.connection.send(self._make_report(), FRAME_S)
             self._said_s, self._waits = now_s, True
         if select.select([self.connection.connection], [], [], self.every_s / 2)[0]:
-            orders = self.connection.hear(FRAME_S)
+            orders = self.connection.receive(FRAME_S)
             self._waits, self.heard_s, self._away = False, time.monotonic(), None
             for order in orders:
                 if "ask" in order:
@@ -361,7 +361,7 @@ class NodeReporter:
         """Report that the ranks have ended."""
         try:
             if self._waits:
-                self.connection.hear(1.0)
+                self.connection.receive(1.0)
             self.connection.ask(self._make_report(), 1.0)
         except OSError:  # node 0 has ended before
             pass

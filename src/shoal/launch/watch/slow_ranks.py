@@ -148,9 +148,9 @@ class SlowRankDetector:
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset at a start of the ranks."""
         self.told: set[tuple[int, int]] = set()
         self._in_a_row: dict[tuple[int, int], int] = {}
@@ -158,7 +158,7 @@ class SlowRankDetector:
         self._next = 0
         self._hosts: list[str] = []
 
-    def look(self, pages: Sequence[PageReader], steps: Sequence[int]) -> None:
+    def poll(self, pages: Sequence[PageReader], steps: Sequence[int]) -> None:
         """Compare if all ranks have done a further window of steps; `steps` done by each."""
         done = min(steps)
         if len(pages) < 2 or not done:

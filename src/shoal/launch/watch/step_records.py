@@ -38,14 +38,14 @@ class StepRecordFile:
     def __init__(self, folder: Path, node: int = 0) -> None:
         self.folder, self.node = folder, node
         self._owner = FolderOwner(folder)
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset at a start of the ranks: the next steps may repeat earlier ones."""
         self._last: dict[int, RankStep] = {}
         self._rows = -1  # in the file; −1: not read yet
 
-    def look(self, pages: Mapping[int, PageReader]) -> None:
+    def append_steps(self, pages: Mapping[int, PageReader]) -> None:
         """Append the steps that ranks have done since the last call.
 
         Args:

@@ -111,7 +111,7 @@ class BucketReducer:
             for name, parameter in parameters.items()
         ]
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Zero the buffers and make every gradient a view into them."""
         torch._foreach_zero_(self.flats)
         for name, parameter in self.parameters.items():
@@ -126,7 +126,7 @@ class BucketReducer:
             self.armed = True
             self.missing = [len(bucket.names) for bucket in self.plan]
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """End a backward pass; `finish` sends the buckets that are not full yet."""
         self.seen |= self.fresh if counted else self.fresh & self.dealt
         self.fresh = set()

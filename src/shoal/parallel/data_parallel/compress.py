@@ -192,7 +192,7 @@ class ErrorFeedbackState:
         """Return the error feedback by its name in a checkpoint, each tensor whole on this rank."""
         found = {}
         for place, sender in enumerate(self.senders):
-            for key, tensor in sender.kept().items():
+            for key, tensor in sender.state_dict().items():
                 name = f"{self.own}{place}.{key}"
                 found[name] = (tensor, Shard.whole(name, tuple(tensor.shape), dtype_of(tensor)))
         return found
@@ -217,13 +217,13 @@ class ErrorFeedbackState:
         for place, sender in enumerate(self.senders):
             begins = f"{self.own}{place}."
             mine = {n.removeprefix(begins): t for n, t in tensors.items() if n.startswith(begins)}
-            now = sender.kept()
+            now = sender.state_dict()
             if now and {name: one.shape for name, one in mine.items()} != {
                 name: one.shape for name, one in now.items()
             }:
                 fits, mine = fits and not mine, sender.nothing()
             if now or mine:
-                sender.take(mine)
+                sender.load_state_dict(mine)
         kept, self.dropped = record.get(FEEDBACK), ""
         if kept is not None and (kept != self.whose or not fits):
             what = ", ".join(

@@ -59,7 +59,7 @@ class ReplicaSeeding(Protocol):
     def __call__(self, step: int, index: int) -> AbstractContextManager[None]:
         """Return the context around a micro-batch."""
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Start a step."""
 
     def on(self, device: torch.device) -> ReplicaSeeding:
@@ -141,7 +141,7 @@ class DeviceReplicas:
         ]
         sums = [torch.zeros(2, dtype=torch.float64, device=one) for one in self.devices[1:]]
         for keys in self.keys[1:]:
-            keys.begin()
+            keys.start_step()
         ready = [
             one.on(programs[place % count - 1], sums[place % count - 1]) if place % count else one
             for place, one in enumerate(passes)
@@ -154,7 +154,7 @@ class DeviceReplicas:
                     self._run_alone(number, one)
             else:
                 self._run_concurrently(group)
-            reducer.passed(counted=True)
+            reducer.end_backward(counted=True)
         self._copy_buffers_to(0)
         self.looked = True
         for one in passes[:1]:
@@ -332,9 +332,9 @@ class GatheredGradients(AddedGradients):
         self.follow: Callable[[], int] = replicas.copy_changes
         self.traffic = program.world.traffic
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Drop all gradients and send the first device's weights to the replicas."""
-        super().begin(rounds)
+        super().start_step(rounds)
         self.traffic.sent_bytes[BROADCAST] += self.follow()
 
     def finish(self) -> None:

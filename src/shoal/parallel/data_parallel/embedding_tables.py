@@ -192,7 +192,7 @@ def apply(program: Program) -> Program:
     program = ddp.apply(program, partial(_WorkerReducer, lookups=lookups))
     return replace(
         program,
-        on_evaluate=(*program.on_evaluate, lookups.begin),
+        on_evaluate=(*program.on_evaluate, lookups.start_session),
         on_evaluated=(*program.on_evaluated, lookups.end),
     )
 
@@ -234,10 +234,10 @@ class _WorkerReducer(ddp.SumReducer):
         super().__init__(*given)
         self.lookups = lookups
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Zero the buffers and start to fetch rows from the servers."""
-        super().begin(rounds)
-        self.lookups.begin()
+        super().start_step(rounds)
+        self.lookups.start_session()
 
     def finish(self) -> None:
         """Send the row gradients before waiting for the other workers' gradients."""
@@ -256,9 +256,9 @@ class _TableServerReducer(ddp.SumReducer):
         super().__init__(*given)
         self.answers, self.layout = answers, layout
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Zero the sums, and let workers read."""
-        super().begin(rounds)
+        super().start_step(rounds)
         self.answers.open()
 
     def prepare_backward(self, last: bool, once: bool = True) -> None:

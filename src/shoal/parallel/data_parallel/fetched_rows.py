@@ -192,7 +192,7 @@ class RowFetcher:
         self.held = {row.name: _FetchedTable(n, row, device) for n, row in enumerate(tables)}
         self.is_open = False
 
-    def begin(self) -> None:
+    def start_session(self) -> None:
         """Start a session, here and on the servers."""
         if self.is_open:
             raise ConfigError(

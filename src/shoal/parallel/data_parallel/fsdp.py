@@ -107,7 +107,7 @@ def apply(program: Program) -> Program:
     detours.append(module.register_forward_hook(reducer.free_gather_buffers))
     still = frozen_parameters(module)
     parts = {
-        name: (_to_local(p).detach(), program.rows[name].kept(program.at, layout))
+        name: (_to_local(p).detach(), program.rows[name].stored_shard(program.at, layout))
         for name, p in {**parameters, **still}.items()
     }
     local = _local_parameters(parameters, parts)
@@ -446,7 +446,7 @@ class ShardedGradients:
                 self.log.scatter_of[id(part)].set_inner(made[-1])
         return made
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Drop all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -467,7 +467,7 @@ class ShardedGradients:
         for gather in self.gathers:
             gather.drop()
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """End a backward pass, which has sent all gradients by itself."""
         self.free_gather_buffers()
         for scatter in self.scatters:

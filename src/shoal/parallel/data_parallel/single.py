@@ -25,7 +25,7 @@ class LocalGradients:
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.parameters = parameters
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Drop all gradients; autograd allocates them again."""
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -33,7 +33,7 @@ class LocalGradients:
     def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Do nothing: one process sends no gradients."""
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """Do nothing: one process sends no gradients."""
 
     def finish(self) -> None:

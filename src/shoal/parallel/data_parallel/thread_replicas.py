@@ -86,7 +86,7 @@ class ThreadReplicas:
                 after = [one.get_state() for one in self.generators]
                 if not all(map(torch.equal, before, after)):
                     raise PlanError(LATE)
-            reducer.passed(counted=True)
+            reducer.end_backward(counted=True)
         self.looked = True
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class AddedGradients:
             for replica in replicas
         ]
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Drop the gradients of all replicas."""
         for parameters in (self.parameters, *self.replicas):
             for parameter in parameters.values():
@@ -161,7 +161,7 @@ class AddedGradients:
     def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Do nothing: replicas share the process."""
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """Do nothing: replicas share the process."""
 
     def finish(self) -> None:

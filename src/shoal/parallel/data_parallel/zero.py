@@ -207,7 +207,7 @@ class ScatterReducer:
             for name, parameter in parameters.items()
         ]
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Zero this rank's parts and drop the gradients of parameters."""
         torch._foreach_zero_(self.parts)
         for parameter in self.parameters.values():
@@ -221,7 +221,7 @@ class ScatterReducer:
         self.next, self.once = 0, once
         self.filled, self.staged = set(), {}
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """Send the buckets that the pass left incomplete; unused parameters count as zero."""
         while self.next < len(self.plan):
             self._send()
@@ -233,7 +233,7 @@ class ScatterReducer:
         """Join rounds for which this rank has no micro-batch, then wait for all sums."""
         while self.round < self.rounds:
             self.prepare_backward(last=True)
-            self.passed(counted=False)
+            self.end_backward(counted=False)
         while self.pending:
             self._receive()
         self.active = False

@@ -265,7 +265,7 @@ class StreamedGradients:
             for name, parameter in self.parameters.items()
         ]
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Reset all sums."""
         for one in self.weights.by_name.values():
             one.parameter.grad = one.master.grad = None
@@ -278,7 +278,7 @@ class StreamedGradients:
         self.missing = {number: len(bucket.names) for number, bucket in enumerate(self.plan)}
         self.weights.first()
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """Send the buckets that the pass left incomplete."""
         for number, bucket in enumerate(self.plan):
             measured = not self.last or bucket.names[0] in self.measured

@@ -123,7 +123,7 @@ class PipeRuntime:
                 reducer.prepare_backward(position == last)
             step.run_action(position)
             if closes:
-                reducer.passed(passes[act.micro_batch].index >= 0)
+                reducer.end_backward(passes[act.micro_batch].index >= 0)
         self.messages.wait_for_sends()
         self.messages.early = self._allocator_was_idle()
 
@@ -185,7 +185,7 @@ class PipeRuntime:
         if number not in self.routes:
             self.routes[number] = derive_route(schedule, self.pipe.rank)
         signature = functools.cache(lambda place: passes[place].signature)
-        self.messages.begin(self.routes[number], self.stage_rank, signature)
+        self.messages.start_step(self.routes[number], self.stage_rank, signature)
         self.kept.clear()
         return _PipelineStep(self, schedule, passes)
 

@@ -154,7 +154,7 @@ class StageMessenger:
         self.posted: dict[StageMessage, list[Transfer]] = {}
         self.rank_of: tuple[int, ...] = ()
 
-    def begin(
+    def start_step(
         self, route: MessageRoute, stage_rank: tuple[int, ...], signature: Callable[[int], Hashable]
     ) -> None:
         """Start a step; signature: of a micro-batch's inputs, the same on every rank."""

@@ -267,7 +267,7 @@ class BlockTrial:
         """Return (brief gradients of this rank's parts, norms); the backward pass fills both."""
         told, norms = dict[str, Tensor](), list[Tensor]()
 
-        def take(leaf: Tensor, name: str) -> None:
+        def record_gradient(leaf: Tensor, name: str) -> None:
             if leaf.grad is not None:
                 norms.append(leaf.grad.norm())
                 told[name] = sketch_gradient(self._slice_part(leaf.grad, cuts[name]))
@@ -278,7 +278,7 @@ class BlockTrial:
                 told[n] = sketch_gradient(
                     self._slice_part(leaf.new_zeros(()).expand(leaf.shape), cuts[n])
                 )
-                leaf.register_post_accumulate_grad_hook(partial(take, name=n))
+                leaf.register_post_accumulate_grad_hook(partial(record_gradient, name=n))
         return told, norms
 
     def _sum_gradient(self, name: str, part: Tensor, labels: Labels) -> Tensor:

@@ -80,10 +80,10 @@ def diagnose_outputs(trial: BlockTrial, tolerance: float) -> str:
                 )
     shared = _shared_matrices(trial)
 
-    def alike(name: str, value: Tensor) -> Tensor:
+    def mean_of_shared(name: str, value: Tensor) -> Tensor:
         return value.mean(0, keepdim=True).expand_as(value) if name in shared else value
 
-    if shared and mended(trial.together(alike), trial.alone(alike).outputs):
+    if shared and mended(trial.together(mean_of_shared), trial.alone(mean_of_shared).outputs):
         return f"ranks work with the wrong part of {' and '.join(shared)}, which all hold"
     return "an exchange in the forward pass is missing, or stands at the wrong place"
 

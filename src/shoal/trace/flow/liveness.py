@@ -188,7 +188,7 @@ class _FlowTrace:
 
     def call(self, unit: _UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         number, before = len(self.calls), self.copy_paused((inputs, named))
-        self.marking.begin(number, (inputs, named))
+        self.marking.begin_call(number, (inputs, named))
         outputs = self.marking.end(unit.forward(*inputs, **named))
         self.calls.append(self.make_unit_call(unit.name, before, self.copy_paused(outputs)))
         self.marking.flops = 0

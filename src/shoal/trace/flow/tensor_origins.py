@@ -80,7 +80,7 @@ class OriginTracker(TorchDispatchMode):
         for name, buffer in module.named_buffers():
             self.set_origins(buffer, self.of(buffer) | {TensorOrigin("buffer", name=name)})
 
-    def begin(self, call: int, inputs: Any) -> None:
+    def begin_call(self, call: int, inputs: Any) -> None:
         """Begin a unit's call, which counts as reading all of its inputs."""
         self.read = set(self.of(inputs) | self.on_host)
         self.born, self.flops, self.inside = set(), 0, call

@@ -138,7 +138,7 @@ class _CallCache:
     weights: frozenset[int]
     known: dict[Any, _MemoizedCall] = field(default_factory=dict)
 
-    def tell(self, source: nn.Module, own: nn.Module, said: slice) -> None:
+    def replay_log(self, source: nn.Module, own: nn.Module, said: slice) -> None:
         """Repeat the log entries of one layer for another one."""
         pairs = zip(source.modules(), own.modules(), strict=True)
         names = {self.names[id(a)]: self.names[id(b)] for a, b in pairs}
@@ -160,7 +160,7 @@ class _MemoizedForward(ReplacedForward):
         kind = (self.form, structure, torch.is_grad_enabled(), *map(_kind, leaves))
         known = self.pool.known.get(kind)
         if known is not None and known.part is not self.block:
-            self.pool.tell(known.part, self.block, known.said)
+            self.pool.replay_log(known.part, self.block, known.said)
             given = [_restore_output(leaf, leaves) for leaf in known.leaves]
             return pytree.tree_unflatten(given, known.structure)
         before, start = attribute_key(self.block), len(self.pool.log)

@@ -182,7 +182,7 @@ class CollectiveCallLog:
         _joined[self.ranks] += 1  # unique for each run of a process
         self._page_key = zlib.crc32(f"{self.ranks}/{_joined[self.ranks]}".encode())
 
-    def leave(self) -> None:
+    def close_run(self) -> None:
         """Close the log of a run; the last one releases the store."""
         self.runs -= 1
         if self.runs <= 0:

@@ -115,7 +115,7 @@ class ExternalWriteGuard(Guard):
         """
         self._step = step
         if self._halves is not None:
-            self._halves.leave()
+            self._halves.release()
         if not self.watching:
             return
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
@@ -265,7 +265,7 @@ class ExternalWriteGuard(Guard):
         self._hook.remove()
         _all.discard(self)
         if self._halves is not None:
-            self._halves.leave()
+            self._halves.release()
 
     def _layers_checksum(self) -> int:
         return zlib.crc32("\n".join(describe_layers(self.program.module)).encode())

@@ -101,7 +101,7 @@ class FirstStepLoss:
             self._watch_outputs(outputs, targets)
         return result
 
-    def tell(self, notice: Callable[[str], None]) -> None:
+    def print_notices(self, notice: Callable[[str], None]) -> None:
         """Print notices after the backward passes, such as on targets that are the inputs.
 
         Raises:
@@ -138,11 +138,11 @@ class FirstStepLoss:
     def _last_position_hook(self, targets: torch.Tensor) -> Callable[[torch.Tensor], None]:
         last = targets[..., -1] != IGNORED_TARGET
 
-        def look(gradient: torch.Tensor) -> None:
+        def check_gradient(gradient: torch.Tensor) -> None:
             if bool(((gradient[..., -1, :] != 0).any(-1) & last).any()):
                 self.compared = True
 
-        return look
+        return check_gradient
 
 
 RANKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "get_rank", "get_world_size")

@@ -145,11 +145,11 @@ class HalfStepGradients:
         self._over = True
         watch_clipping(self)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Stop protecting the gradients, since another step begins or the run is closed."""
         WATCHED.discard(self)
 
-    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
         """Raise ConfigError for torch's clipping if it would change nothing."""
         if self._over:
             raise foreign_change_error()
@@ -181,7 +181,7 @@ class ClippingWatcher(Protocol):
 
     names: set[int]
 
-    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
         """Check a call of torch's clipping function `name` on some of these parameters."""
 
 
@@ -204,5 +204,5 @@ def _notify_watchers(name: str, parameters: Sequence[Any]) -> bool:
     """Call `asked` of the owners of these parameters; return whether only the norm is wanted."""
     asked = [one for one in WATCHED if any(id(p) in one.names for p in parameters)]
     for one in asked if name else ():
-        one.asked(name, parameters)
+        one.check_clipping(name, parameters)
     return bool(asked) and not name

@@ -94,7 +94,7 @@ class PassGradients:
         """
         self.check()
         if not self.passes and any(p.grad is None for p in self._changed_parameters()):
-            reducer.begin(rounds)  # zero_grad at the top of a loop: nothing is lost
+            reducer.start_step(rounds)  # zero_grad at the top of a loop: nothing is lost
         self.remove_placeholders()
         yield
         for parameter, gradient in self._elsewhere.items():
@@ -137,7 +137,7 @@ class PassGradients:
             if torch.stack(before).tolist() != torch.stack(after).tolist():
                 raise self._write_error()
 
-    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
         """Raise ConfigError for torch's clipping of sums over this rank's own samples."""
         if self.passes and not self._is_mean():
             raise self.refusal(f"{name} was called")
@@ -198,7 +198,7 @@ class HookGradients:
         self.layout, self.stepped, self.step = program.plan.layout.text(), stepped, step
         self.names = {id(p) for p in (*program.parameters.values(), *stepped)}
 
-    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
         """Raise ConfigError for clipping by a norm, or of parameters without a gradient here."""
         ours = [p for p in parameters if id(p) in self.names]
         if ours and ("norm" in name or all(p.grad is None for p in ours)):
@@ -209,28 +209,28 @@ class HookGradients:
         """Wrap a call of `optimizer.step`; only its hooks are watched."""
         reads, marks = _ReductionMode(), dict[int, tuple[int, int]]()
 
-        def begin(*_what: Any) -> None:
+        def before_step(*_what: Any) -> None:
             marks.update(read_gradient_marks(self.stepped))
             watch_clipping(self)
             reads.__enter__()
 
         def end(*_what: Any) -> None:
-            leave()
+            stop_watching()
             if reads.found and has_nonzero_gradient(list_changed_gradients(marks, self.stepped)):
                 raise self._hook_error(f"reads {reads.found} and changes gradients")
 
-        def leave() -> None:
+        def stop_watching() -> None:
             if self in WATCHED:
                 WATCHED.discard(self)
                 reads.__exit__(None, None, None)
 
-        first = optimizer.register_step_pre_hook(begin)
+        first = optimizer.register_step_pre_hook(before_step)
         get_step_pre_hooks(optimizer).move_to_end(first.id, last=False)
         last = optimizer.register_step_pre_hook(end)
         try:
             yield
         finally:
-            leave()
+            stop_watching()
             first.remove()
             last.remove()
 

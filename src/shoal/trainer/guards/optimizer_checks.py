@@ -62,10 +62,10 @@ class LearningRateSetter:
         groups = self.optimizer.param_groups
         if policy is not None:
             if total < 1:
-                raise import_report().endless(policy.schedule, total)
+                raise import_report().endless_schedule_error(policy.schedule, total)
             now = [float(group["lr"]) for group in groups]
             if self._last and now != self._last:
-                raise import_report().other_rate(policy.schedule, now[0])
+                raise import_report().changed_rate_error(policy.schedule, now[0])
             from shoal.optim.schedule import lr_factor
 
             factor = lr_factor(policy, step, total)
@@ -106,7 +106,7 @@ class OptimizerGuard(Guard):
     @property
     def pre_step_check(self) -> Callable[[Program, torch.optim.Optimizer], None] | None:
         """Return the check before the optimizer's step, until a weight has moved."""
-        return None if self.movement.done else self.movement.look
+        return None if self.movement.done else self.movement.copy_weights
 
     def updating(self, step: int) -> None:
         """Check the parameters of the optimizer.
@@ -118,7 +118,7 @@ class OptimizerGuard(Guard):
             self.notice("optimizer: every learning rate is 0, so nothing trains yet")
         held = count_parameters(self.optimizer)
         if held != self._held:
-            raise import_report().other_groups(held, self._held)
+            raise import_report().changed_groups_error(held, self._held)
 
     def updated(self, step: int, *, skipped: bool) -> None:
         """Check the first update.
@@ -129,7 +129,7 @@ class OptimizerGuard(Guard):
         if skipped:
             return
         if not self.movement.done and self.movement.moved() is False:
-            raise import_report().moved_nothing()
+            raise import_report().no_movement_error()
         if not self.state_checked:
             names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
             names.update({p: n for n, p in self.program.frozen.items()})
@@ -144,7 +144,7 @@ class OptimizerGuard(Guard):
             self._loading.remove()
 
     def _refuse_state(self, *_what: object) -> None:
-        raise import_report().state_of_parts(self.program.plan.layout.text())
+        raise import_report().sharded_state_error(self.program.plan.layout.text())
 
 
 def import_report() -> Any:
@@ -174,7 +174,7 @@ class MovementCheck:
         self.done = False
         self.before: list[tuple[nn.Parameter, torch.Tensor]] = []
 
-    def look(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
+    def copy_weights(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
         """Copy the smallest parameters that must move now; call it once gradients are final."""
         lr_of: dict[int, float] = {}
         for group in optimizer.param_groups:

@@ -140,7 +140,7 @@ class StepTimeFeedback:
         self.known = read_corrections(self.machine).get(compute, 1.0)
         self.steps_s: list[float] = []
 
-    def hear(self, row: dict[str, Any]) -> None:
+    def on_event(self, row: dict[str, Any]) -> None:
         """Handle an event of the run."""
         if row.get("event") == "step":
             self.steps_s.append(row["step_s"])

@@ -124,7 +124,7 @@ class FreePasses:
         with torch.autocast(loss.device.type, enabled=False):
             torch.autograd.backward(total, retain_graph=retain_graph)
         phases.record_step_part(phases.PASSES)
-        reducer.passed(True)
+        reducer.end_backward(True)
         self.count += 1
         self._close_pass()
 

@@ -139,7 +139,7 @@ class StepRunner:
             self.meeting.is_equal_on_ranks,
         )
         self.program = record_forward_calls(program, self.meeting)
-        recorder.tell(self.program.notices)
+        recorder.emit_notices(self.program.notices)
 
     @property
     def checkpoint_saver(self) -> RunSaver:
@@ -159,7 +159,7 @@ class StepRunner:
         """Return the factor of the loss before backward."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
-    def begin(self, batch: Any, *, is_own: bool = True) -> None:
+    def begin_step(self, batch: Any, *, is_own: bool = True) -> None:
         """Begin a step; its state is new.
 
         Args:
@@ -175,13 +175,13 @@ class StepRunner:
                 "micro-batches of one optimizer step in one batch"
             )
         step = self.step_count + 1
-        self.step_state = StepState(batch, self.recorder.begin(step))
+        self.step_state = StepState(batch, self.recorder.start_step(step))
         for guard in self.guards.at("before", step):
             guard.before(step, batch if is_own else None)
 
     def begin_batch(self, batch: Any) -> RankShare:
         """Begin a step on a batch, and return this rank's share of it."""
-        self.begin(batch)
+        self.begin_step(batch)
         return build_rank_share(self.program, batch, self.cut, self.first_key, self.spare)
 
     def run_passes(self, batch: Any) -> None:
@@ -202,7 +202,7 @@ class StepRunner:
             )
         self.accept_sums(tally, share.spare)
         if first is not None:
-            first.tell(self.recorder.notice)
+            first.print_notices(self.recorder.notice)
 
     def collect_flags(self) -> StepFlags:
         """Return the values that this rank adds to the step's all-reduce after its passes."""
@@ -217,7 +217,7 @@ class StepRunner:
                 **self.guards.sums(step),
             },
             invariants=self.guards.invariants(step),
-            measured=measured.told() if measured else None,
+            measured=measured.to_vector() if measured else None,
             unnamed=measured is not None and measured.has_new_names,
         )
 
@@ -262,7 +262,7 @@ class StepRunner:
                 adjust=self.adjust,
                 spikes=self.spikes,
             )
-        self.recorder.tell(self.program.notices)
+        self.recorder.emit_notices(self.program.notices)
         if self.average is not None and not done.skipped:
             self.average.update()
         for guard in self.guards.at("updated", step):

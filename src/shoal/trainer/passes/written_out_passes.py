@@ -118,7 +118,7 @@ class UserPasses:
             # Free the inputs of finished passes.
             self._at = batch = inputs = targets = None
             self._gradients.check()
-            reducer.passed(one.index != JOINING)
+            reducer.end_backward(one.index != JOINING)
             self._gradients.record_marks()  # under zero2 sums of parts were added
 
     def log(self, measuring: Callable[[], LoggedValues], values: Mapping[str, Any]) -> None:

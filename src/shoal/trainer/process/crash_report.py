@@ -53,7 +53,7 @@ def convert_lost_peer_error(error: BaseException, world: World | None) -> ShoalE
 def close_watch_page() -> None:
     """Report in the watch page that this process ends and prints its own error."""
     if phases.page is not None:
-        phases.page.leave()
+        phases.page.close()
 
 
 def make_crash_recorder(
@@ -66,7 +66,7 @@ def make_crash_recorder(
         itself.
     """
 
-    def tell(error: BaseException | None, code: int) -> None:
+    def report(error: BaseException | None, code: int) -> None:
         if error is not None:
             from traceback import format_exception
 
@@ -78,4 +78,4 @@ def make_crash_recorder(
         if lease is not None:
             lease.release()
 
-    return tell
+    return report

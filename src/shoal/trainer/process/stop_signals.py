@@ -37,7 +37,7 @@ def install_stop_handlers(
         return lambda: None
     first_s: list[float] = []
 
-    def take(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         ask()
         now_s = time.monotonic()
         if own and number == signal.SIGINT and first_s and now_s - first_s[0] > ECHO_S:
@@ -47,7 +47,7 @@ def install_stop_handlers(
     before: dict[int, Any] = {}
     for number in SIGNALS:
         if not (own and signal.getsignal(number) == signal.SIG_IGN):
-            before[number] = signal.signal(number, take)
+            before[number] = signal.signal(number, on_signal)
 
     def put_back() -> None:
         for number, handler in before.items():

@@ -55,11 +55,11 @@ class WatchdogClient:
         if world.group is not None and self._fingerprints is None:
             self._fingerprints = CollectiveRecorder(self.page, 1)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Count a run as closed; after the last one the watch ends."""
         self.runs -= 1
         if self.runs <= 0:
-            self.page.leave()
+            self.page.close()
             if self._fingerprints is not None:
                 self._fingerprints.close()
 
@@ -117,7 +117,7 @@ def start_watchdog(
     page = WatchPage.open({PAGE_VARIABLE: told[mine[0]]["paths"][mine.index(world.rank)]})
     if page is None:
         return None
-    atexit.register(page.leave)  # a process that ends without it was killed
+    atexit.register(page.close)  # a process that ends without it was killed
     attach_page(page)
     start_stack_thread(page)
     page.folder = folder

@@ -154,6 +154,6 @@ def start_folder_writers(
     if plan.remote:
         from shoal.checkpoint.remote.upload import start_uploads
 
-        world, hear, tell = recorder.world, recorder.hear, recorder.notice
+        world, hear, tell = recorder.world, recorder.add_callback, recorder.notice
         ends.append(start_uploads(folder, plan.remote, plan.keep, world, hear, tell))
     return ends

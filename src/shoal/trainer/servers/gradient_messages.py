@@ -49,7 +49,7 @@ class WorkOrder:
     start: int = 0
     stop: int = 0
 
-    def told(self) -> torch.Tensor:
+    def to_tensor(self) -> torch.Tensor:
         """Return the order as a message."""
         return torch.tensor([self.what, self.number, self.start, self.stop])
 
@@ -80,7 +80,7 @@ class GradientMessage:
     lost: int
     used: Sequence[bool]
 
-    def told(self) -> torch.Tensor:
+    def to_tensor(self) -> torch.Tensor:
         """Return the head as a message."""
         numbers = [
             *(self.loss_sum, self.count, self.norm, self.broken, self.loss_broken, self.moved),
@@ -222,7 +222,7 @@ class WorkerChannel(threading.Thread):
             while (given := self._outbox.get()) is not None:
                 reading, weights = given
                 under_way = [
-                    self.pairs.send(reading.told().to(self.pairs.world.device), self.worker)
+                    self.pairs.send(reading.to_tensor().to(self.pairs.world.device), self.worker)
                 ]
                 if reading.what == WORK:
                     under_way += [self.pairs.send(one, self.worker) for one in weights.values()]

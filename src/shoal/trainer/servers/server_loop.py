@@ -76,13 +76,13 @@ class _ServerReducer:
             gradient.copy_(parcel.part(arrived, name).view(gradient.shape))
             one.parameter.grad = gradient
 
-    def begin(self, rounds: int) -> None:
+    def start_step(self, rounds: int) -> None:
         """Do nothing: a server runs no passes."""
 
     def prepare_backward(self, last: bool, once: bool = True) -> None:
         """Do nothing: a server runs no passes."""
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         """Do nothing: a server runs no passes."""
 
     def finish(self) -> None:
@@ -184,7 +184,7 @@ class ParameterServer:
             (), reading.start, reading.stop, total, reading.start // self.loader.samples, (),
             after=self.loader.state(), stream=id(self.loader),
         )  # fmt: skip
-        run.begin(batch, is_own=False)
+        run.begin_step(batch, is_own=False)
         run.step_state.data_wait_s = 0.0  # the worker's wait for data is unknown here
         self.serving.load_gradients(self.parcel, arrived.gradients)
         run.world.traffic.sent_bytes["send"] += arrived.sent_bytes

@@ -90,7 +90,7 @@ def train_with_servers(
     install_stop_handlers(run.request_stop)
     for path in config.train.on:
         hook = import_object("train.on", path)
-        run.hear(hook(folder) if isinstance(hook, type) else hook)
+        run.add_callback(hook(folder) if isinstance(hook, type) else hook)
     run.recorder.events.rank = world.rank
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # run.toml contains them
@@ -195,7 +195,7 @@ class _Worker:
 
     def _send_gradient(self, brought: GradientMessage) -> None:
         """Send the gradient, to the first server last: it orders the others to apply it."""
-        head = brought.told().to(self.pairs.world.device)
+        head = brought.to_tensor().to(self.pairs.world.device)
         gradients = {name: one.parameter.grad for name, one in self.run.program.local.items()}
         for server, parcel in reversed(list(self.parcels.items())):
             parcel.pack(gradients, self.rooms[server])

@@ -105,7 +105,7 @@ class LoggedValues:
         """Return whether this rank has names that the others may not know."""
         return any(name not in self.names for name in self._here)
 
-    def told(self) -> torch.Tensor:
+    def to_vector(self) -> torch.Tensor:
         """Return sums and counts of the names that all ranks know, float64, [2 × names]."""
         return self._vector(self.names)
 

@@ -153,7 +153,7 @@ def begin_passes(
     `forward_backward`.
     """
     _check_frozen(program)
-    reducer_of(program).begin(max(share.rounds, len(share.micro_batches)))
+    reducer_of(program).start_step(max(share.rounds, len(share.micro_batches)))
     for begin in program.on_begin:
         begin()
     sums = torch.zeros(2, dtype=torch.float64, device=program.world.device)
