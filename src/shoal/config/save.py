@@ -97,10 +97,10 @@ def write_derived(path: Path, section: str, **values: Any) -> None:
 
 
 def toml_value(value: Any) -> str:
-    """Return one value as TOML.
+    r"""Return one value as TOML.
 
-    >>> toml_value(True), toml_value(0.1), toml_value("a\\"b"), toml_value((0.9, 0.95))
-    ('true', '0.1', '"a\\\\"b"', '[0.9, 0.95]')
+    >>> toml_value(True), toml_value(0.1), toml_value('a"b'), toml_value((0.9, 0.95))
+    ('true', '0.1', '"a\\"b"', '[0.9, 0.95]')
     """
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -78,9 +78,9 @@ def run_worker(main: Callable[[], int]) -> int:
 
 
 def _shorten_message(text: str) -> str:
-    """Return the first lines of an error message as one line: Dynamo's and CUDA's fill a screen.
+    r"""Return the first lines of an error message as one line: Dynamo's and CUDA's fill a screen.
 
-    >>> _shorten_message("ValueError: a\\n  b\\n\\nmore")
+    >>> _shorten_message("ValueError: a\n  b\n\nmore")
     'ValueError: a b'
     """
     told = " ".join(text.strip().split("\n\n")[0].split())

@@ -240,7 +240,7 @@ DEFAULTS = {
 
 
 class ArgumentSettings:
-    """Arguments as attributes: of an `Accelerator`, a `ProjectConfiguration`, …"""
+    """Arguments as attributes, as of an `Accelerator` or a `ProjectConfiguration`."""
 
     order = ""
 

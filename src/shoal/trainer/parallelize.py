@@ -395,7 +395,6 @@ def _build_model(
 
     If ranks will hold only parts of the model, its builder runs once per machine.
     """
-
     lines: list[str] = []
 
     def build() -> nn.Module:

@@ -40,9 +40,9 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def parse_object(text: str | bytes) -> Record | None:
-    """Parse the JSON object in a line or a file; None if the text has none. Raises nothing.
+    r"""Parse the JSON object in a line or a file; None if the text has none. Raises nothing.
 
-    >>> parse_object('{"step": 1}'), parse_object(b"null"), parse_object(b"\\xff"), parse_object("")
+    >>> parse_object('{"step": 1}'), parse_object(b"null"), parse_object(b"\xff"), parse_object("")
     ({'step': 1}, None, None, None)
     >>> parse_object("[" * 100_000) is None
     True
@@ -90,13 +90,13 @@ def parse_event(text: str | bytes) -> Record | None:
 
 
 def iter_lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the complete lines of a file, newest first, each with its offset and no line break.
+    r"""Yield the complete lines of a file, newest first, each with its offset and no line break.
 
     It reads only the blocks that the caller consumes, so a year of logs does not slow a resume.
     Text after the last line break is an incomplete line and is left out.
 
     >>> import io
-    >>> list(iter_lines_backward(io.BytesIO(b"a\\nbc\\n\\nhalf")))
+    >>> list(iter_lines_backward(io.BytesIO(b"a\nbc\n\nhalf")))
     [(5, b''), (2, b'bc'), (0, b'a')]
     """
     place = file.seek(0, os.SEEK_END)

@@ -33,9 +33,9 @@ def event_text(event: Record) -> str | None:
 
 
 def strip_control_characters(text: str) -> str:
-    """Return text without control characters, since a model may have written it.
+    r"""Return text without control characters, since a model may have written it.
 
-    >>> strip_control_characters("a\\x1b[31mb\\tc")
+    >>> strip_control_characters("a\x1b[31mb\tc")
     'a·[31mb c'
     """
     kept = text.rstrip().expandtabs(4)

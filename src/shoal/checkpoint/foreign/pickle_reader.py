@@ -324,7 +324,7 @@ def _size(*arguments: Any) -> Any:
 
 
 def _tensor(dtype: str | None, *told: Any) -> InertTensor:
-    """Return a tensor from torch's arguments: storage, offset, size, stride, gradient, hooks, …"""
+    """Return a tensor from torch's arguments: storage, offset, size, stride, gradient and hooks."""
     if not 6 <= len(told) <= 7 or not isinstance(told[0], StorageRef):
         raise PickleRefused("a tensor without a storage")
     storage, offset, size, stride = told[:4]

@@ -156,10 +156,10 @@ def visible_points(series: Series, x: AxisScale, y: AxisScale) -> list[tuple[flo
 def plot_lines(
     chart: Chart, width: int = 100, height: int = 14, ascii_only: bool = False
 ) -> list[str]:
-    """Draw the chart as lines of at most `width` columns: title, curves, axis, marks, legend.
+    r"""Draw the chart as lines of at most `width` columns: title, curves, axis, marks, legend.
 
     >>> line = Chart(PlotAxis("x"), PlotAxis("y"), (Series("a", ((0, 0), (4, 4))),))
-    >>> print("\\n".join(plot_lines(line, width=24, height=5)))
+    >>> print("\n".join(plot_lines(line, width=24, height=5)))
     y
     4 ┤                 ●●●
       │            ●●●●●

@@ -6,9 +6,9 @@ import math
 
 
 def number_text(value: float) -> str:
-    """Format a plain number: three digits, thousands separated by a no-break space.
+    r"""Format a plain number: three digits, thousands separated by a no-break space.
 
-    >>> [number_text(v).replace("\\xa0", " ") for v in (16384, 0.0512, 3, 1.5e9, 123456.7)]
+    >>> [number_text(v).replace("\xa0", " ") for v in (16384, 0.0512, 3, 1.5e9, 123456.7)]
     ['16 384', '0.0512', '3', '1.5e9', '123 457']
     """
     if value == 0:
