@@ -179,7 +179,7 @@ class Told:
     def prepare_backward(self, last: bool, once: bool = True) -> None:
         self.armed.append(last)
 
-    def passed(self, counted: bool) -> None:
+    def end_backward(self, counted: bool) -> None:
         self.counted.append(counted)
 
 
