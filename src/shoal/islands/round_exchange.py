@@ -425,10 +425,10 @@ class SaveStatus:
 
         >>> save = SaveStatus(pause_s=0.0)
         >>> save.begin()
-        >>> save.told()
+        >>> save.wait_for_result()
         (None, '')
         >>> save.end("disk full")
-        >>> save.told()
+        >>> save.wait_for_result()
         (False, 'disk full')
         """
         if not self._ended.wait(self.pause_s):
