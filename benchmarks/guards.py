@@ -143,7 +143,7 @@ def watching(seconds: float) -> float:
     while time.monotonic() < until_s:
         step += 1
         for page in pages:
-            page.stepped(step)
+            page.record_step_end(step)
         began_s = time.process_time()
         watch.poll([Rank()] * PROCESSES)
         spent_s += time.process_time() - began_s

@@ -48,16 +48,16 @@ def meet(name):
         time.sleep(0.002)
 
 for step in range(1, STEPS + 1):
-    page.part(DATA)
+    page.record_part(DATA)
     time.sleep(0.02)
-    page.part(PASSES)
+    page.record_part(PASSES)
     if eval(os.environ["WHEN"]):
         exec(os.environ["TROUBLE"])
-    page.begun("all_reduce", 64)
-    page.waits()
+    page.record_collective_start("all_reduce", 64)
+    page.record_wait_start()
     meet(step)
     page.record_wait_end(1)
-    page.stepped(step)
+    page.record_step_end(step)
 page.close()
 if rank == int(os.environ["LINGERS"]):
     time.sleep(4)
@@ -295,7 +295,7 @@ import os, signal
 from shoal.wire.watch_page import WatchPage
 page = WatchPage.open()
 for step in range(1, 8):
-    page.stepped(step)
+    page.record_step_end(step)
 input()
 TROUBLE
 """

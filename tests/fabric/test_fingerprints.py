@@ -30,7 +30,7 @@ def backward() -> None:  # as a thread that Python's threading did not start
 
 _thread.start_new_thread(backward, ())
 done.wait(20)
-page.stepped(1)
+page.record_step_end(1)
 print(watched.calls(())[1].decode())
 """
 

@@ -33,8 +33,8 @@ class Node:
     def steps(self, *numbers: int, ranks: tuple[int, ...] = (0, 1)) -> None:
         for number in numbers:
             for rank in ranks:
-                self.write[rank].part(PASSES)
-                self.write[rank].stepped(number, peak_bytes=1000 * rank + number)
+                self.write[rank].record_part(PASSES)
+                self.write[rank].record_step_end(number, peak_bytes=1000 * rank + number)
 
     def look(self) -> None:
         self.records.append_steps(self.read)
@@ -87,12 +87,12 @@ def test_each_rank_and_step_once(tmp_path: Path, node: Any) -> None:
 def test_seconds_lie_under_their_parts(tmp_path: Path, node: Any) -> None:
     one, page = node(1), None
     page = one.write[0]
-    page.part(DATA)
-    page.unlike([HOOKS])  # ranks have other work there in this step
-    page.stepped(1)
-    page.unlike([DATA], always=True)
-    page.part(PASSES)
-    page.stepped(2)
+    page.record_part(DATA)
+    page.record_unequal_parts([HOOKS])  # ranks have other work there in this step
+    page.record_step_end(1)
+    page.record_unequal_parts([DATA], always=True)
+    page.record_part(PASSES)
+    page.record_step_end(2)
     one.look()
     first, second = read_rank_steps(tmp_path) or ()
     assert first.seconds[PARTS.index("hooks")] == 0.0, "a time all the same"
@@ -175,9 +175,9 @@ def test_steps_of_another_run_of_the_process_are_not_kept(tmp_path: Path, node: 
     one = node(1)
     one.steps(1, 2, ranks=(0,))
     one.write[0].folder = tmp_path
-    one.write[0].stepped(1, folder=tmp_path / "another")
-    one.write[0].stepped(2)
-    one.write[0].stepped(3, folder=tmp_path)
+    one.write[0].record_step_end(1, folder=tmp_path / "another")
+    one.write[0].record_step_end(2)
+    one.write[0].record_step_end(3, folder=tmp_path)
     one.look()
     assert kept(tmp_path) == [(1, 0), (2, 0), (3, 0)]
 

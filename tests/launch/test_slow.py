@@ -48,20 +48,20 @@ class Ranks:
                 self.of = rank
                 for part in (DATA, PASSES, BACKWARD):
                     self._spend(page, part, extra)
-                page.part(SUM)
-                page.begun("all_reduce", 64)
-                page.waits()
+                page.record_part(SUM)
+                page.record_collective_start("all_reduce", 64)
+                page.record_wait_start()
             met_s = max(self.now_s)
             for rank, page in enumerate(self.pages):
                 self.of, self.now_s[rank] = rank, met_s
                 page.record_wait_end(1)
                 self._spend(page, UPDATE, extra)
                 self._spend(page, HOOKS, extra)
-                page.stepped(self.step)
+                page.record_step_end(self.step)
             self.slow.poll(self.watched, [one.read().step for one in self.watched])
 
     def _spend(self, page: WatchPage, part: int, extra: Extra) -> None:
-        page.part(part)
+        page.record_part(part)
         self.now_s[self.of] += OWN_S[part] + extra(self.step, self.of, part)
 
     def named(self) -> list[tuple[int, str]]:
@@ -154,7 +154,7 @@ def test_parts_in_which_ranks_have_other_work_are_not_compared(
 
     def unlike(step: int, rank: int, part: int) -> float:
         if part == UPDATE:
-            run.pages[rank].unlike((PASSES, BACKWARD))
+            run.pages[rank].record_unequal_parts((PASSES, BACKWARD))
         return 0.05 * ((rank, part) == (1, PASSES))
 
     run.run(100, unlike)
@@ -172,7 +172,7 @@ def test_the_short_last_step_of_an_epoch_hides_no_slow_rank(
 
     def short(step: int, rank: int, part: int) -> float:
         if part == UPDATE and step % 6 == 0:
-            run.pages[rank].unlike((DATA, PASSES, BACKWARD))
+            run.pages[rank].record_unequal_parts((DATA, PASSES, BACKWARD))
         return 0.05 * ((rank, part) == (1, DATA))
 
     run.run(49, short)
@@ -187,7 +187,7 @@ def staged(run: Ranks, more: Extra) -> Extra:
     """Work of a pipeline's ranks, of which the last has most."""
 
     def extra(step: int, rank: int, part: int) -> float:
-        run.pages[rank].unlike((PASSES, BACKWARD, UPDATE), always=True)
+        run.pages[rank].record_unequal_parts((PASSES, BACKWARD, UPDATE), always=True)
         return 0.03 * ((rank, part) in STAGES_S) + more(step, rank, part)
 
     return extra
@@ -231,8 +231,8 @@ def test_a_page_keeps_what_each_step_spent_without_waits_and_phases(
     page.record_phases([Phase("save")])
     run.now_s[0] += 7.0
     page.record_phases([])
-    page.part(PASSES)
-    page.waits()
+    page.record_part(PASSES)
+    page.record_wait_start()
     run.now_s[0] += 5.0
     page.record_wait_end(1)
     run.run(1)

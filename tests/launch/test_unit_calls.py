@@ -31,15 +31,15 @@ class Ranks:
 
     def gather(self, rank: int, *units: str, key: int = KEY, part: int = PASSES) -> None:
         page = self.write[rank]
-        page.part(part)
+        page.record_part(part)
         for unit in units:
             number = self.numbers[rank, key] = self.numbers.get((rank, key), 0) + 1
-            page.unit(key, number, unit.encode())
-            page.begun("all_gather", 64)
+            page.record_unit_collective(key, number, unit.encode())
+            page.record_collective_start("all_gather", 64)
 
     def other(self, rank: int, part: int = SUM) -> None:
-        self.write[rank].part(part)
-        self.write[rank].begun("all_reduce", 64)
+        self.write[rank].record_part(part)
+        self.write[rank].record_collective_start("all_reduce", 64)
 
     def unlike(self, kind: str = "step") -> Any:
         told = {rank: page.read() for rank, page in enumerate(self.read)}
@@ -124,9 +124,9 @@ def test_the_watch_names_them_in_the_first_step(
     pages = [WatchPage.open({PAGE_VARIABLE: path}) for path in paths]
     workers = [SimpleNamespace(rank=rank, pid=0, code=None) for rank in range(2)]
     for page in pages:
-        page.part(PASSES)
-        page.unit(KEY, 1, b"trunk")
-        page.begun("all_gather")
+        page.record_part(PASSES)
+        page.record_unit_collective(KEY, 1, b"trunk")
+        page.record_collective_start("all_gather")
     made.poll(workers)
 
     def stands_for(seconds: float) -> Any:
@@ -138,12 +138,12 @@ def test_the_watch_names_them_in_the_first_step(
                 return hang
         return None
 
-    pages[0].unit(KEY, 2, b"head")
-    pages[0].begun("all_gather")
+    pages[0].record_unit_collective(KEY, 2, b"head")
+    pages[0].record_collective_start("all_gather")
     made.poll(workers)
     assert stands_for(90.0) is None, "a slow batch, or a compiler"
-    pages[1].part(SUM)
-    pages[1].begun("all_reduce")
+    pages[1].record_part(SUM)
+    pages[1].record_collective_start("all_reduce")
     made.poll(workers)
     hang = stands_for(10.0)
     assert hang is not None

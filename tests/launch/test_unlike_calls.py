@@ -32,7 +32,7 @@ class Ranks:
         self.numbers = [0] * count
         self.answers: dict[int, dict[str, Any]] = {}
         for page in self.pages:
-            page.part(PASSES)
+            page.record_part(PASSES)
 
     def _tell(self, event: str, **fields: Any) -> None:
         self.told.append({"event": event, **fields})
@@ -40,7 +40,7 @@ class Ranks:
     def call(self, rank: int, *names: str, run: int = RUN) -> None:
         for name in names:
             self.numbers[rank] += 1
-            self.pages[rank].call(run, self.numbers[rank], name.encode())
+            self.pages[rank].record_call_start(run, self.numbers[rank], name.encode())
 
     def differ(self) -> dict[int, str]:
         return compare_calls(dict(enumerate(self.watch.pages)))
@@ -139,10 +139,10 @@ def test_one_rank_alone_in_a_collective_of_the_users_own(ranks: Any) -> None:
     three = ranks(3)
     for rank in range(3):
         three.call(rank, "run.step")
-    three.pages[1].returned()
+    three.pages[1].record_call_end()
     for rank in (0, 2):
         three.call(rank, "run.step")
-        three.pages[rank].waits()
+        three.pages[rank].record_wait_start()
     alone = {"collective": "barrier", "by_user": True, "place": "train.py:7"}
     three.answers = {1: alone, 0: {"place": "train.py:9"}, 2: {"place": "train.py:9"}}
     assert three.stand(7.0) is None
@@ -159,8 +159,8 @@ def test_others_may_still_be_in_a_call_that_one_has_ended(ranks: Any) -> None:
     three = ranks(3)
     for rank in range(3):
         three.call(rank, "run.restore")
-        three.pages[rank].waits()
-    three.pages[1].returned()
+        three.pages[rank].record_wait_start()
+    three.pages[1].record_call_end()
     three.answers = {1: {"collective": "barrier", "by_user": True, "place": "train.py:7"}}
     assert three.stand(100.0) is None
 
@@ -171,7 +171,7 @@ CAUGHT = {"caught": "run.step (ValueError: bad batch)", "place": "train.py:9"}
 def test_an_error_that_one_rank_caught_while_the_other_waits(ranks: Any) -> None:
     both = ranks(2)
     both.call(0, "run.step")
-    both.pages[0].waits()
+    both.pages[0].record_wait_start()
     both.call(1, "run.step", "run.step")
     both.answers = {0: {"place": "train.py:9"}, 1: CAUGHT}
     hang = both.stand(8.0)
@@ -196,7 +196,7 @@ def test_two_ranks_in_one_of_their_own_may_go_on(ranks: Any) -> None:
     """A group of their own may exchange much, while the third one waits."""
     three = ranks(3)
     three.call(0, "run.step")
-    three.pages[0].waits()
+    three.pages[0].record_wait_start()
     own = {"collective": "all_reduce", "by_user": True, "place": "train.py:7"}
     three.answers = {1: own, 2: own}
     assert three.stand(100.0) is None
@@ -205,7 +205,7 @@ def test_two_ranks_in_one_of_their_own_may_go_on(ranks: Any) -> None:
 def test_who_waits_for_whom_is_said_now_and_then(ranks: Any) -> None:
     both = ranks(2)
     both.call(0, "run.step")
-    both.pages[0].waits()
+    both.pages[0].record_wait_start()
     both.answers = {0: {"place": "train.py:7"}, 1: {"place": "plots.py:3"}}
     assert both.stand(29.0) is None
     assert both.lines() == []

@@ -55,15 +55,15 @@ def trouble(step):
     pass
 TROUBLE
 for step in range(1, 31):
-    page.part(DATA)
+    page.record_part(DATA)
     time.sleep(0.02)
-    page.part(PASSES)
+    page.record_part(PASSES)
     trouble(step)
-    page.begun("all_reduce", 64)
-    page.waits()
+    page.record_collective_start("all_reduce", 64)
+    page.record_wait_start()
     meet(step)
     page.record_wait_end(1)
-    page.stepped(step)
+    page.record_step_end(step)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": %d}\\n' % step)
 page.close()
@@ -209,10 +209,10 @@ def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not watched.read().live
     page = WatchPage.open({PAGE_VARIABLE: watched.path})
     assert page is not None
-    page.begun("all_reduce", 4096)
-    page.begun("send", 8)
-    page.waits()
-    page.part(PASSES)
+    page.record_collective_start("all_reduce", 4096)
+    page.record_collective_start("send", 8)
+    page.record_wait_start()
+    page.record_part(PASSES)
     page.record_phases([Phase("proof", of=2, done=1), Phase("build")])
     told = watched.read()
     assert (told.live, told.begun, told.ended, told.last, told.last_bytes) == (
@@ -226,7 +226,7 @@ def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.changed_s == pytest.approx(time.monotonic(), abs=5)
     page.record_wait_end(1)
     assert (watched.read().ended, watched.read().waits) == (1, False)
-    page.stepped(7)
+    page.record_step_end(7)
     told = watched.read()
     assert (told.step, told.part, told.ended, told.changes) == (7, DATA, 2, 7)
     assert watched.answer() is None
@@ -236,7 +236,7 @@ def test_a_page_tells_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert found["place"] == "x.py:1"
     if (pid := os.fork()) == 0:
-        page.stepped(99)
+        page.record_step_end(99)
         os._exit(0)
     os.waitpid(pid, 0)
     assert watched.read().step == 7, "a process that a rank forked writes to nowhere"
@@ -327,7 +327,7 @@ def test_the_watch_stands_still_while_it_gets_no_core(
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
     for step in range(1, 30):
         now_s[0] += 0.11
-        page.stepped(step)
+        page.record_step_end(step)
         assert one.poll(workers) is None
     for _ in range(5):
         now_s[0] += 1000
@@ -354,7 +354,7 @@ def test_steps_that_pass_between_two_looks_are_learnt_from_the_runs_own_record(
     page = WatchPage.open({PAGE_VARIABLE: path})
     assert page is not None
     workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
-    page.stepped(8)
+    page.record_step_end(8)
     for _ in range(100):
         now_s[0] += 0.11
         one.poll(workers)
@@ -378,7 +378,7 @@ def test_an_island_that_runs_and_waits_for_others_is_not_at_fault(
     for step in range(1, 40):
         now_s[0] += 0.11
         page.record_phases([Phase("merge with the other islands")] if step == 20 else [])
-        page.stepped(step)
+        page.record_step_end(step)
         one.poll(workers)
     page.record_phases([Phase("merge with the other islands")])
     asked = page.stack_request
@@ -409,7 +409,7 @@ class OwnLoop:
         self.answered = [0] * ranks
         for step in range(1, 30):
             for page in self.pages:
-                page.stepped(step)
+                page.record_step_end(step)
             self.look()
 
     def look(self, answer: dict[str, Any] | None = None) -> None:
@@ -462,8 +462,8 @@ def test_what_a_loop_of_ones_own_does_between_two_calls_may_take_long(
     """Its own validation stops nobody, unless another rank waits for it in the next step."""
     loop = own_loop(2)
     if waits:
-        loop.pages[1].begun("all_reduce", 64)
-        loop.pages[1].waits()
+        loop.pages[1].record_collective_start("all_reduce", 64)
+        loop.pages[1].record_wait_start()
     began_s = loop.now_s
     while not loop.events:
         loop.look({"stacks": "", "between": True, "compiling": compiles})

@@ -103,7 +103,7 @@ def a_group_that_exists_sends_from_the_device() -> None:
     )
     assert devices.device_of_group() == HERE
     assert devices.supports_host_tensors(None)
-    assert devices.serializes_messages(None, HERE)
+    assert devices.runs_messages_in_order(None, HERE)
     torch.distributed.destroy_process_group()
 
 

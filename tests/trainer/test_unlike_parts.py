@@ -40,7 +40,7 @@ def test_unequal_work_is_marked_in_the_page(
     tally: Any = SimpleNamespace(uneven=uneven)
     with pytest.raises(Exception, match="no reducer"):
         update(program, None, tally, clip=0, scale=1.0)  # type: ignore[arg-type]  # marks first
-    page.stepped(1)
+    page.record_step_end(1)
     kept = watched.steps()[1]
     assert {part for part, spent_s in enumerate(kept) if math.isnan(spent_s)} == unlike
     signs = {part for part, spent_s in enumerate(kept) if math.copysign(1.0, spent_s) < 0}

@@ -31,7 +31,7 @@ from shoal.proof.diagnosis.gradient_sums import (
     find_factor,
     is_near,
     norm_of,
-    solve_sums,
+    solve_micro_batch_shares,
 )
 from shoal.proof.trajectory_record import TrajectoryRecord
 
@@ -170,7 +170,9 @@ def dropped(sums: GradientSums, evidence: Evidence) -> Clue | None:
     if values is None:  # a tied weight mixes what two stages give
         names = _of_one_stage(sums, got)
         values = (
-            accept_shares(solve_sums(replace(sums, names=names), evidence.micro_batch_gradients))
+            accept_shares(
+                solve_micro_batch_shares(replace(sums, names=names), evidence.micro_batch_gradients)
+            )
             if names
             else None
         )

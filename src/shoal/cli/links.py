@@ -241,7 +241,7 @@ def measure_collectives(world: World, asked: Document) -> Document:
 
 
 def links_table(document: Document) -> list[str]:
-    """Return the document as lines of at most 100 columns."""
+    """Format the result of `measure_collectives` as lines of at most 100 columns."""
     machines = len(set(document["hosts"]))
     where = f"{machines} machine{'s' * (machines > 1)}, {document['backend']}, {document['device']}"
     lines = [
@@ -288,7 +288,7 @@ def _seconds_text(seconds: float) -> str:
 
 
 def links_charts(document: Document) -> list[Chart]:
-    """Return one chart per collective: medians as dots and the model's line, for every group."""
+    """Draw one chart per collective: medians as dots and the fitted line, for every group."""
     from shoal.teach.drawings.plot import Chart, PlotAxis, Series
 
     found = []
@@ -315,7 +315,7 @@ def links_charts(document: Document) -> list[Chart]:
 
 
 def links_html(document: Document) -> str:
-    """Return the table and charts as one self-contained HTML document."""
+    """Format the table and the charts as one self-contained HTML document."""
     from shoal.teach.drawings.plot_svg import plot_svg
 
     text = escape("\n".join(links_table(document)))

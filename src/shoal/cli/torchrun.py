@@ -145,11 +145,17 @@ def _settle_on_rank_0(
 def continue_job(
     arguments: list[str], resume: Path | None, environ: Mapping[str, str], attempt: int
 ) -> tuple[list[str], Path | None]:
-    """Return the arguments and the folder to resume of this attempt; a job keeps one folder.
+    """Choose arguments and resume folder for an attempt of a job, whose restarts share a folder.
 
     Args:
+        arguments: configuration file and `key=value` overrides of the command.
+        resume: folder given to --resume; None without one.
+        environ: environment, with the scheduler's job.
         attempt: restarts of the job, the maximum over all ranks; 0 also if the job gained nodes:
             then the folder records that it belongs to this job.
+
+    Returns:
+        (arguments, folder to resume); None: a new run.
 
     Raises:
         ConfigError: a restarted job's folder has no name, so it cannot be found; or a folder of
@@ -191,9 +197,17 @@ def continue_job(
 def continue_single_task_job(
     arguments: list[str], resume: Path | None, environ: Mapping[str, str]
 ) -> tuple[list[str], Path | None]:
-    """Return `continue_job` for a job of one task, whose command starts its processes itself.
+    """Choose arguments and resume folder for a job of one task, which starts its ranks itself.
 
     Only a restart of the same job resumes: one allocation may start many runs, one after another.
+
+    Args:
+        arguments: configuration file and `key=value` overrides of the command.
+        resume: folder given to --resume; None without one.
+        environ: environment, with the scheduler's job and its restarts.
+
+    Returns:
+        (arguments, folder to resume); as given, unless the job restarted and owns the run's folder.
     """
     from shoal.config.load import load_config
 

@@ -111,7 +111,7 @@ def open_source(section: DataSection, seed: int) -> Source:
         from shoal.data.mixed_source import open_mixture  # others do without
 
         def opened(part: DataSection) -> Source:
-            return open_source(_part(part, part.source), seed)
+            return open_source(_make_source_section(part, part.source), seed)
 
         def documents(part: str) -> list[Document]:
             return _documents(section, part, share, "data.source")[0]
@@ -350,14 +350,18 @@ def _open_function(name: str, share: float) -> Source:
     )
 
 
-def _part(section: DataSection, source: str) -> DataSection:
-    """Return the section for one of several sources, with the keys that apply to it."""
+def _make_source_section(section: DataSection, source: str) -> DataSection:
+    """Copy [data] for one of several sources: `dtype` only if it has tokens, no collate.
+
+    Args:
+        source: value of `data.source` for the copy.
+    """
     dtype = section.dtype if reads_tokens(source) else "auto"
     return replace(section, source=source, dtype=dtype, collate="")
 
 
 def _attach_validation(source: Source, section: DataSection, second: str, seed: int) -> Source:
-    """Return the source with another source's training data as validation.
+    """Replace a source's validation data by another source's training data.
 
     Raises a ConfigError if the two do not fit: tokens and samples, or ids beyond the vocabulary.
     """
@@ -371,7 +375,9 @@ def _attach_validation(source: Source, section: DataSection, second: str, seed: 
             f"{where}: text needs the tokenizer that encoded data.source = {section.source}, which "
             f"is none; try: a share such as data.validation=0.05, or tokens:FOLDER"
         )
-    other = pictures or open_source(replace(_part(section, second), validation="0"), seed + 1)
+    other = pictures or open_source(
+        replace(_make_source_section(section, second), validation="0"), seed + 1
+    )
     if other.kind != source.kind:
         raise ConfigError(
             f"{where}: gives {other.kind}, data.source = {section.source} gives {source.kind}"

@@ -73,15 +73,15 @@ def partition_world(world: World, parts: Sequence[tuple[int, ...]]) -> World:
     """
     own = world
     for ranks in parts:
-        part = _part(world, tuple(ranks))
+        part = _make_part_world(world, tuple(ranks))
         if world.rank in ranks:
             own = part
     if not any(world.rank in ranks for ranks in parts):
-        own = _part(world, (world.rank,))
+        own = _make_part_world(world, (world.rank,))
     return own
 
 
-def _part(world: World, ranks: tuple[int, ...]) -> World:
+def _make_part_world(world: World, ranks: tuple[int, ...]) -> World:
     if len(ranks) == world.size:
         return world
     if ranks not in world.parts:

@@ -123,8 +123,18 @@ def supports_host_tensors(group: dist.ProcessGroup | None) -> bool:
     return "cpu" in _backends_by_device_type(group)
 
 
-def serializes_messages(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Return whether a communicator serializes a device's messages, as NCCL's do."""
+def runs_messages_in_order(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return True if the group runs messages from this device one by one, in call order (NCCL).
+
+    Such a group needs one communicator per direction, or a send waits behind a receive.
+
+    Args:
+        group: the process group; None: the default one.
+        device: device of the messages.
+
+    Returns:
+        False for host tensors and on gloo, which run messages concurrently.
+    """
     return is_accelerator(device) and _backends_by_device_type(group).get(device.type) not in (
         None,
         "gloo",

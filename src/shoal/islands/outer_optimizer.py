@@ -66,13 +66,14 @@ class OuterState:
         return self
 
     def propose(self, mean: Mapping[str, Tensor]) -> bool:
-        """Compute W', u' of some parameters; the others stay as they are.
+        """Step the outer optimizer: compute W' and u', which `commit` installs.
 
         Args:
-            mean: D by name, in the shapes of `weights`.
+            mean: parameter → D, the mean message of the merging islands, shaped as in `weights`.
+                Parameters that it lacks keep W and u.
 
         Returns:
-            whether all new numbers are finite.
+            True if all new numbers are finite.
 
         Raises:
             BugError: a step is already proposed, or this rank has no such name.
@@ -87,10 +88,16 @@ class OuterState:
         return self._finite(mean)
 
     def restart(self, weights: Mapping[str, Tensor]) -> bool:
-        """Propose given weights, with an optimizer without state for these parameters.
+        """Propose given weights, and drop the optimizer state of these parameters.
+
+        Args:
+            weights: parameter → new W.
 
         Returns:
-            whether all weights are finite; raises as `propose`.
+            True if all weights are finite.
+
+        Raises:
+            BugError: as `propose`.
         """
         self._open(weights)
         for name, weight in weights.items():

@@ -134,7 +134,7 @@ class SampleStream:
 
     @staticmethod
     def from_json(kept: Any) -> SampleStream:
-        """Parse the value of `to_json`; raise CheckpointError for anything else."""
+        """Parse the JSON values of a checkpoint; raise CheckpointError for anything else."""
         try:
             found = SampleStream(kept["cursor"], tuple(SampleRange(*pair) for pair in kept["open"]))
             ends = [end for span in found.open for end in (span.start, span.stop)]
@@ -211,11 +211,11 @@ def cut_steps(
 
 
 def inner_steps(period: int, speeds: Sequence[float | None]) -> list[int]:
-    """Compute the inner steps of each island in a round, by speed, so that all end together.
+    """Return the inner steps of each island in a round, by its speed; None: as the fastest.
 
     Args:
         period: H, the steps of the fastest island; every island runs at least 1.
-        speeds: steps per second; None or 0: not known yet, counted as the fastest.
+        speeds: measured steps per second of each island; None or 0: not measured yet.
 
     >>> inner_steps(50, [4.0, 1.0, None, 0.01])
     [50, 12, 50, 1]

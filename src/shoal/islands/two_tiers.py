@@ -68,7 +68,7 @@ class TwoTierOuterState(OuterState):
         self._far = _GlobalOuterState(local, build, self)
 
     def at(self, round_number: int) -> OuterState:
-        """See `OuterState.at`."""
+        """Return the tier that a round (from 0) merges: all islands', or the region's."""
         return self._far if is_global_round(round_number, self.far_period) else self
 
     def digest(self) -> str:
@@ -77,7 +77,7 @@ class TwoTierOuterState(OuterState):
         return hashlib.sha256(both.encode()).hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `OuterState.tensors`; the far tier's are "NAME.far" and "NAME.far_KEY"."""
+        """Return committed W and u of both tiers; names of the far tier: NAME.far, NAME.far_KEY."""
         found = super().tensors()
         for path, part in self._far.tensors().items():
             if path in self.weights:
@@ -88,7 +88,7 @@ class TwoTierOuterState(OuterState):
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `OuterState.load`."""
+        """Load both tiers from the result of `tensors`; after an error neither has changed."""
         near: dict[str, Tensor] = {}
         far: dict[str, Tensor] = {}
         for path, part in tensors.items():
@@ -105,24 +105,31 @@ class TwoTierOuterState(OuterState):
 
 
 class _GlobalOuterState(OuterState):
-    """Outer weights of all islands; its steps set the near tier to the same weights."""
+    """Outer weights of all islands; its steps set the weights of the region to the same values."""
 
     def __init__(self, local: Mapping[str, Tensor], build: Build, near: TwoTierOuterState) -> None:
         super().__init__(local, build)
         self._near = near
 
     def propose(self, mean: Mapping[str, Tensor]) -> bool:
-        """See `OuterState.propose`; applies to both tiers."""
+        """Step the outer optimizer of all islands, and propose its W' for the region too.
+
+        Args:
+            mean: parameter → mean message of all islands, as for `OuterState.propose`.
+
+        Returns:
+            True if all new numbers of both tiers are finite.
+        """
         finite = super().propose(mean)
         return self._near.restart({name: self._held[name].detach() for name in mean}) and finite
 
     def commit(self) -> None:
-        """See `OuterState.commit`; applies to both tiers."""
+        """Install the proposed W and u of both tiers."""
         super().commit()
         self._near.commit()
 
     def undo(self) -> None:
-        """See `OuterState.undo`; applies to both tiers."""
+        """Restore both tiers as before `propose`, bit for bit."""
         super().undo()
         self._near.undo()
 

@@ -123,7 +123,7 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _sum_shared_tokens(
     outputs: Any, targets: Tensor, classes: int, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same sum and count on every rank, each from its own tokens.
+    """Compute `token_loss` from the own tokens, and sum it and its count over the sharing ranks.
 
     Args:
         outputs: of this rank's tokens.
@@ -333,7 +333,7 @@ def _multiply_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
 
 
 def _multiply_back(out: Tensor, gradient: Tensor, weight: Tensor) -> None:
-    """Compute out = gradient @ weight, in stripes as above, summed in fp32."""
+    """Compute out = gradient @ weight, summed in fp32, in stripes as `_multiply_into`."""
     if weight.dtype == gradient.dtype:
         if out.dtype == gradient.dtype:
             torch.mm(gradient, weight, out=out)
@@ -394,7 +394,14 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_targets(flat: Tensor, valid: Tensor, classes: int) -> None:
-    """Refuse a target outside the classes; not on CUDA, which would have to wait.
+    """Refuse a target outside 0 … classes − 1, if the targets are on a CPU.
+
+    On a GPU nothing is checked: reading the result would synchronize the device.
+
+    Args:
+        flat: [rows] class indices.
+        valid: [rows] bool; False: an ignored target.
+        classes: size of the vocabulary.
 
     Raises:
         ConfigError: a target is outside the classes.

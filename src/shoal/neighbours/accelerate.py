@@ -231,7 +231,16 @@ class Accelerator(PartialState, ArgumentSettings):
         return self.gradient_accumulation_steps
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the update by the true global norm, and return that norm."""
+        """Make the coming step clip its gradients to the norm over all ranks; return that norm.
+
+        Args:
+            parameters: of a prepared model; they select the run.
+            max_norm: largest Euclidean norm of the mean gradient.
+            norm_type: 2.
+
+        Returns:
+            the norm before clipping; None while gradients accumulate, or for parameters of no run.
+        """
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_: norm_type = {norm_type}; try: 2")
         if not self.sync_gradients:

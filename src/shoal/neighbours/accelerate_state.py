@@ -174,7 +174,11 @@ class PartialState:
     on_last_process = functools.partialmethod(on_process, process_index=-1)
 
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
-        """Return a function that runs on one process of every machine."""
+        """Return `function` made to run only on one process of every machine.
+
+        Args:
+            local_process_index: the process among those of its machine.
+        """
         own = local_process_index == self.local_process_index
         return self.on_process(function, self.process_index if own else None)
 
@@ -183,11 +187,11 @@ class PartialState:
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this process's part of a list, tensor or dict; the first get one more."""
-        yield self._part(inputs, apply_padding)
+        yield self._select_own_items(inputs, apply_padding)
 
-    def _part(self, inputs: Any, padded: bool) -> Any:
+    def _select_own_items(self, inputs: Any, padded: bool) -> Any:
         if isinstance(inputs, dict):
-            return {name: self._part(value, padded) for name, value in inputs.items()}
+            return {name: self._select_own_items(value, padded) for name, value in inputs.items()}
         each, more = divmod(len(inputs), self.num_processes)
         begin = self.process_index * each + min(self.process_index, more)
         mine = inputs[begin : begin + each + (self.process_index < more)]

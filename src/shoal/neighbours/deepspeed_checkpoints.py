@@ -189,7 +189,7 @@ def to_plain_state(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpack_state(value: Any) -> Any:
-    """Return the structure that `_pack_state` converted.
+    """Rebuild tensors, arrays and namespaces from the plain values of `_pack_state`.
 
     >>> unpack_state(_pack_state({"a": [torch.ones(2)], "b": (argparse.Namespace(c=1),)}))
     {'a': [tensor([1., 1.])], 'b': (Namespace(c=1),)}

@@ -316,10 +316,13 @@ class _StrategyMethods:
 
 
 def check_layout(layout: Any) -> None:
-    """Refuse a layout whose passes Lightning's loop cannot make.
+    """Refuse a layout other than data-parallel ones: Lightning's loop runs whole layers.
+
+    Args:
+        layout: one of LAYOUTS, or a dict with keys of DEGREES.
 
     Raises:
-        ConfigError: the layout needs another loop.
+        ConfigError: for tp, pp, cp and unknown names.
 
     >>> check_layout("zero2"), check_layout({"dp_replicate": 2, "dp_shard": 2})
     (None, None)

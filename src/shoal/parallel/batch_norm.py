@@ -69,7 +69,7 @@ class _StatisticsCollector:
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
 
     def __deepcopy__(self, known: dict[int, Any]) -> _StatisticsCollector:
-        """Return the rule for a replica's layers; it writes into the same record."""
+        """Copy the collector for a replica's layers; the copy writes into the same record."""
         twin = _StatisticsCollector(
             [known.get(id(layer), layer) for layer in self.layers], self.world
         )
@@ -120,7 +120,7 @@ class _StatisticsCollector:
 
     @torch.no_grad()
     def commit(self, uneven: bool) -> None:
-        """Gather and apply the statistics of the step.
+        """All-gather the step's statistics and update the running buffers alike on all ranks.
 
         Args:
             uneven: ranks ran unequal numbers of micro-batches, so they first agree on the largest.

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class Reducer(Protocol):
     """Protocol of gradient reduction: sums gradients over all ranks into `local.parameter.grad`.
 
-    Call order of one step, on every rank: `begin` · for each micro-batch `prepare_backward`, its
-    backward pass, `passed` · `finish` · the optimizer's step · `publish`. A rank may have fewer
-    micro-batches than another, or none.
+    Call order of one step, on every rank: `start_step` · for each micro-batch `prepare_backward`,
+    its backward pass, `end_backward` · `finish` · the optimizer's step · `publish`. A rank may have
+    fewer micro-batches than another, or none.
     """
 
     def start_step(self, rounds: int) -> None:
@@ -45,7 +45,7 @@ class Reducer(Protocol):
 
         Args:
             last: this is the step's last backward pass on this rank.
-            once: False: several backward passes may come before `passed`; their gradients add up.
+            once: False: several backward passes may come before `end_backward`, and add up.
         """
 
     def end_backward(self, counted: bool) -> None:

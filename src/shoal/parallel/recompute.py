@@ -131,13 +131,18 @@ class _RecomputedForward(ReplacedForward):
         leaves, structure = pytree.tree_flatten((args, kwargs))
         versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
         call = _BlockCall(self, structure)
-        outputs = checkpoint(call, *leaves, use_reentrant=False, context_fn=self._modes)
+        outputs = checkpoint(call, *leaves, use_reentrant=False, context_fn=self._make_run_contexts)
         if versions != [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]:
             raise self.told.in_place_error(self.name)
         return outputs
 
-    def _modes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of the first and the second run."""
+    def _make_run_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Make the contexts of the forward run and the rerun, for `torch.utils.checkpoint`.
+
+        Returns:
+            (context of the first run, of the second): empty for full recomputation; for selective
+            the first keeps the outputs of matrix products, and the second returns them.
+        """
         if self.told.policy == "full":
             return nullcontext(), nullcontext()
         kept = _SavedProducts(self.unneeded)
@@ -189,7 +194,10 @@ class _ChangingBuffers:
         self.changing: dict[tuple[bool, ...], set[int]] = {}
 
     def snapshot(self) -> _BufferSnapshot:
-        """Return a snapshot of the buffers."""
+        """Return tensors and version counters of all buffers, and copies of those that change.
+
+        The first run in a combination of training modes copies all.
+        """
         modes = tuple(module.training for _, module, _ in self.homes)
         known = [(b, -1 if b is None else b._version) for b in self._values()]
         places = self.changing.get(modes, range(len(known)))
@@ -197,7 +205,13 @@ class _ChangingBuffers:
         return _BufferSnapshot(modes, known, copies)
 
     def changed_since(self, look: _BufferSnapshot) -> dict[int, torch.Tensor | None]:
-        """Return the values before the run of the buffers that the run changed.
+        """Return the buffers that the run changed since `look`, with their values before it.
+
+        Args:
+            look: snapshot before the run.
+
+        Returns:
+            index of a buffer → its value before the run.
 
         Raises:
             PlanError: a buffer changed that never changed before, so its old value is lost.
@@ -222,7 +236,13 @@ class _ChangingBuffers:
 
     @contextmanager
     def restore(self, before: dict[int, torch.Tensor | None]) -> Iterator[None]:
-        """Let the second run see and change copies of the values that the first run saw."""
+        """Set changing buffers to copies of their values before the first run, until it exits.
+
+        A context manager around the second run; on exit the present tensors come back.
+
+        Args:
+            before: index of a buffer → its value, from `changed_since`.
+        """
         kept = {place: self.homes[place][1]._buffers[self.homes[place][2]] for place in before}
         try:
             for place, value in before.items():

@@ -55,12 +55,16 @@ class _BufferWatcher:
         self.told = False
 
     def start_step(self) -> None:
-        """Record the buffers before a step; the user's script changes them alike on all ranks."""
+        """Record each buffer's tensor and version counter, and copy the buffers known to change.
+
+        So `broadcast_changed` finds the buffers that forward passes change. Changes by the user's
+        script between steps are equal on all ranks.
+        """
         self.known = [(getattr(m, name), _version(m, name)) for _, m, name in self.homes]
         self.copies = {place: self._value(place).clone() for place in self.changing}
 
     def moved(self) -> bool:
-        """Return whether this rank's forward passes changed a buffer."""
+        """Return True if a forward pass on this rank changed a buffer in this step."""
         return bool(self._changed())
 
     @torch.no_grad()

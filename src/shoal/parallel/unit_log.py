@@ -58,14 +58,19 @@ class UnitCalls:
         self.names: list[str] = []
 
     def add(self, name: str, code: bytes) -> None:
-        """Add a collective that begins."""
+        """Count a unit's collective that starts now, and add it to checksum and names.
+
+        Args:
+            name: unit and kind of the collective, for messages.
+            code: the same as bytes, for the checksum.
+        """
         self.count += 1
         self.checksum = zlib.crc32(code, self.checksum)
         if len(self.names) < KEPT:
             self.names.append(name)
 
     def clear(self) -> None:
-        """Reset after the ranks were compared."""
+        """Reset checksum and names, after the ranks have compared them."""
         self.checksum, self.names = 0, []
 
 
@@ -95,7 +100,7 @@ class UnitLog:
         """Log a collective that begins, also in the watch page if there is one."""
         calls.add(name, code)
         if (page := self.world.traffic.page) is not None:
-            page.unit(calls.key, calls.count, code[-UNIT_TEXT:])
+            page.record_unit_collective(calls.key, calls.count, code[-UNIT_TEXT:])
 
     def clear(self) -> None:
         """Reset all logs after the ranks were compared."""

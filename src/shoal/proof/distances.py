@@ -37,10 +37,12 @@ class TensorDistances:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add_row(self, expected: Tensors, got: Named, judged: bool = True) -> None:
-        """Compare the gradients of one more step with one process's.
+        """Append the distances of one more step's gradients from those of one process.
 
         Args:
-            judged: False: it is enough that both sides have them.
+            expected: gradients of one process, by name.
+            got: (name, gradient) of the layout.
+            judged: False: record distance 0, and only compare which names have a gradient.
         """
         off, names, scale = _measure_differences(expected, got, judged)
         self.rows.append(

@@ -166,19 +166,28 @@ class _ComparingRecorder:
         return gradient_differs(self.expected, self.found, number, self.bounds)
 
     def _broadcast_finding(self, on_first: bool) -> bool:
-        """Broadcast rank 0's finding."""
+        """Return rank 0's finding on every rank."""
         return bool(self.world.broadcast_json(on_first))
 
 
 def _gather_gradients(label: str, result: StepResult, program: Program) -> Named:
-    """Return a step's gradients on rank 0, as the optimizer saw them: none if it was skipped."""
+    """Gather a step's gradients on rank 0 as the optimizer saw them (collective).
+
+    Args:
+        label: prefix of the names, for a trial of several runs.
+        result: result of the step.
+        program: the run's program.
+
+    Returns:
+        (name, whole gradient) of each used parameter on rank 0; none for a skipped step.
+    """
     each, used = iterate_gradients(program)
     mine = ((n, tensor) for n, tensor in each if n in used and not result.skipped)
     return _prefix_names(label, mine)
 
 
 def _gather_weights(runs: Mapping[str, Run]) -> Named:
-    """Return parameters and buffers of all runs, on rank 0."""
+    """Gather the whole parameters and buffers of all runs on rank 0, one by one (collective)."""
     for label, run in runs.items():
         yield from _prefix_names(label, iterate_weights(run.program))
 
@@ -193,7 +202,7 @@ def _store_final(found: TrajectoryRecord, runs: Mapping[str, Run]) -> None:
 
 
 def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both have the same bits."""
+    """Return True if dtype and all elements of two tensors are equal."""
     return one.dtype == other.dtype and torch.equal(one.cpu(), other)
 
 
@@ -217,7 +226,7 @@ def _prefix_label(label: str, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prefix_names(label: str, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Yield the same values under the names that a record has for them."""
+    """Yield the items with the label and a slash before their names; unchanged without label."""
     return ((f"{label}/{name}" if label else name, value) for name, value in named)
 
 

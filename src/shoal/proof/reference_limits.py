@@ -124,7 +124,7 @@ class TimeBudget:
         self.taken = 0
 
     def step(self) -> None:
-        """Count a step.
+        """Count one finished step, and stop the twin if all its steps will exceed the budget.
 
         Raises:
             CannotProveError: all steps together will exceed the budget.

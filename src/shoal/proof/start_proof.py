@@ -138,13 +138,17 @@ def prove_layout(
 
 
 def _agree_on_attempts(attempts: ProofAttempts, restarted: bool, world: World) -> int | None:
-    """Return on every rank the attempts that did not end; None if nothing is left to prove.
+    """Broadcast rank 0's `count_unfinished` to all ranks.
 
     Raises:
         TrainingError: an attempt before this restart found a difference: an automatic restart must
             not get past it.
     """
-    told = [attempts.begun(restarted), attempts.read_refusal(restarted)] if world.is_first else None
+    told = (
+        [attempts.count_unfinished(restarted), attempts.read_refusal(restarted)]
+        if world.is_first
+        else None
+    )
     begun, refused = world.broadcast_json(told)
     if refused:
         raise TrainingError(refused)
@@ -163,11 +167,15 @@ class ProofAttempts:
     folder: Path
     of: str
 
-    def begun(self, restarted: bool) -> int | None:
-        """Return the attempts that did not end; None if nothing is left to prove.
+    def count_unfinished(self, restarted: bool) -> int | None:
+        """Return how many attempts began and have no verdict; None: no proof is needed.
 
         Args:
-            restarted: by a launcher, with the same code; else the proven code may have changed.
+            restarted: a launcher restarted the run with the same code, so earlier attempts count;
+                False: the code may have changed, and they do not.
+
+        Returns:
+            None if the folder has a checkpoint, or an attempt has a verdict.
         """
         if list_checkpoints(self.folder / "checkpoints"):
             return None
@@ -178,7 +186,7 @@ class ProofAttempts:
             return 0
 
     def read_refusal(self, restarted: bool) -> str:
-        """Return the line of a proof that found a difference before this restart; "" without."""
+        """Return the error line of an attempt before this restart; "" if it found no difference."""
         return str(self._read_attempt(restarted).get("refused", ""))
 
     def _read_attempt(self, restarted: bool) -> dict[str, Any]:

@@ -152,7 +152,14 @@ class _EngineRun:
         return woken
 
     def join_collective(self, lane: _Lane, op: Op) -> list[_Lane]:
-        """Join a collective; the last member releases all of them."""
+        """Add a rank to a collective; the last member ends it on all ranks.
+
+        Returns:
+            the lanes that may go on: those of all members, or [] while one is missing.
+
+        Raises:
+            PlanError: the rank is no member, or joins twice.
+        """
         there = self.met.setdefault(op.key, {})
         if lane.rank not in op.ranks or lane.rank in there:
             wrong = "joins twice" if lane.rank in there else "is a collective of other ranks"

@@ -171,7 +171,7 @@ class MetricsRecorder:
         for listen in self.events.listeners:
             listen({"event": "step", "rank": self.world.rank, **row})
         if phases.page is not None:
-            phases.page.stepped(row["step"], row.get("peak_memory_bytes", 0), self.folder)
+            phases.page.record_step_end(row["step"], row.get("peak_memory_bytes", 0), self.folder)
         if self.trace is not None:
             self.trace.after(row["step"])
         return row

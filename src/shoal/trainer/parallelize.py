@@ -249,7 +249,7 @@ def start_run(
     del look  # its samples are on the device
     trim_heap()  # passes over the whole model, and layers in float64, left free heap
     program = materialise(program, derived)
-    _load_mapped_weights(module, plan.layout)
+    _copy_mapped_tensors(module, plan.layout)
     buckets = plan_buckets(program.plan.placements, program.plan.layout, world.rank)
     program = program.but(buckets=buckets)
     plan, lines = plan_for_optimizer(bound, program)
@@ -426,10 +426,11 @@ def _build_model(
     return module, lines + more + checkpoint_files_notice(module, checkpoint_folder(module))
 
 
-def _load_mapped_weights(module: nn.Module, layout: Layout) -> None:
-    """Move the rest of a memory-mapped module to the process's own memory.
+def _copy_mapped_tensors(module: nn.Module, layout: Layout) -> None:
+    """Copy the module's memory-mapped tensors to the process's own memory.
 
-    Under zero 3 parameters stay in their files until the rank reads its rows.
+    Layouts without tp, pp, ep and zero 3 need no copy. Under zero 3 parameters stay in their files
+    until the rank reads its rows.
     """
     if layout.tp * layout.pp * layout.ep > 1 or layout.zero == 3:
         from shoal.parallel.build.mmap_init import copy_to_memory

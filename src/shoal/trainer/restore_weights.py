@@ -30,7 +30,7 @@ from shoal.wire.phases import phase
 def restore_weights(
     run: Run, folder: Path, step: int | None = None, *, strict: bool = True
 ) -> dict[str, Any] | None:
-    """Copy the weights of the newest complete checkpoint of a folder into the run's model.
+    """Load the model's weights, and nothing else, from the newest checkpoint of a folder.
 
     Every rank must call it.
 

@@ -131,7 +131,7 @@ def _trained_text(steps: list[Record], plan: Record, start: int) -> str:
 
 
 def _duration_text(steps: list[Record], events: list[Record]) -> str:
-    """Return the session's seconds, and its phases that were no steps."""
+    """Format the session's wall time, and its seconds of start, steps and validation."""
     times = [event["time_s"] for event in events if is_number(event.get("time_s"))]
     if len(times) < 2 or not steps:
         return ""

@@ -160,7 +160,7 @@ page: Any = None  # the watch_page.Page of this process, if the launcher made on
 def record_step_part(number: int) -> None:
     """Report to the watch page that part `number` of a step starts (PASSES, SUM, …)."""
     if page is not None:
-        page.part(number)
+        page.record_part(number)
 
 
 def mark_unequal_parts(*parts: int, always: bool = False) -> None:
@@ -170,4 +170,4 @@ def mark_unequal_parts(*parts: int, always: bool = False) -> None:
         always: ranks differ in every step in the same way, so each rank is compared with itself.
     """
     if page is not None:
-        page.unlike(parts, always=always)
+        page.record_unequal_parts(parts, always=always)

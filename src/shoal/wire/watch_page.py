@@ -77,9 +77,8 @@ _ANOTHER = KINDS.index("another")
 class WatchPage:
     """Writer of a watch page: the activity of one rank.
 
-    `begun`, `waits`, `waited` record collectives, `part` and `stepped` record steps, `hear` records
-    phases (a listener of wire/phases.py). Each takes under a microsecond, `hear` a few. A forked
-    process does not write to the page.
+    Each `record_…` method takes under a microsecond; `record_phases`, a listener of wire/phases.py,
+    takes a few. A forked process does not write to the page.
 
     Attributes:
         on_step: called with the number of each finished step.
@@ -117,33 +116,50 @@ class WatchPage:
         finally:
             os.close(file)
 
-    def begun(self, kind: str, payload_bytes: int = 0) -> None:
-        """Record that a collective was enqueued."""
+    def record_collective_start(self, kind: str, payload_bytes: int = 0) -> None:
+        """Record that a collective was enqueued.
+
+        Args:
+            kind: name of the collective, as all_reduce.
+            payload_bytes: bytes of its message.
+        """
         words = self._words
         words[BEGUN] += 1
         words[LAST_BEGUN] = _NUMBERS.get(kind, _ANOTHER)
         words[LAST_BYTES] = payload_bytes
         self._changed()
 
-    def unit(self, key: int, number: int, text: bytes) -> None:
-        """Record collective `number` of units in a group; `text` names the unit."""
+    def record_unit_collective(self, key: int, number: int, text: bytes) -> None:
+        """Record a collective of an fsdp unit, such as a block's all-gather.
+
+        Args:
+            key: identifies the process group (`UnitCalls.key`).
+            number: count of the group's collectives.
+            text: names the unit.
+        """
         at = UNITS_AT + self._units % UNITS * UNIT.size
         self._units += 1
         UNIT.pack_into(self._whole, at, self._words[BEGUN], key, number, text)
 
-    def call(self, key: int, number: int, name: bytes) -> None:
-        """Record the start of call `number` of the run `key`, which every rank must make."""
+    def record_call_start(self, key: int, number: int, name: bytes) -> None:
+        """Record that this rank entered a call that every rank must make, as run.step.
+
+        Args:
+            key: identifies the run.
+            number: count of such calls of the run, from 1.
+            name: name of the call, for messages.
+        """
         slot = self._calls % NAMES
         self._calls += 1
         NAME.pack_into(self._whole, NAMES_AT + slot * NAME.size, key, number, name)
         self._words[INSIDE] = 1 + slot
         self._changed()
 
-    def returned(self) -> None:
-        """Record that this call has returned."""
+    def record_call_end(self) -> None:
+        """Record that the call of `record_call_start` has returned."""
         self._words[INSIDE] = 0
 
-    def waits(self) -> None:
+    def record_wait_start(self) -> None:
         """Record that this rank starts to wait for collectives."""
         self._words[WAITS] += 1
         self._changed()
@@ -156,15 +172,16 @@ class WatchPage:
         words[LAST_ENDED] = words[LAST_BEGUN]
         self._changed()
 
-    def part(self, part: int) -> None:
-        """Record the start of a part of a step."""
+    def record_part(self, part: int) -> None:
+        """Record the start of a part of a step, as DATA or PASSES."""
         self._words[PART] = part
         self._changed()
 
-    def stepped(self, step: int, peak_bytes: int = 0, folder: Path | None = None) -> None:
-        """Record that step `step` is done, with every collective that it started.
+    def record_step_end(self, step: int, peak_bytes: int = 0, folder: Path | None = None) -> None:
+        """Record that a step is done, with every collective that it started.
 
         Args:
+            step: number of the step.
             peak_bytes: peak memory of this rank.
             folder: the run's folder, if it has one.
         """
@@ -183,8 +200,12 @@ class WatchPage:
         self._spent_s, self._apart = [0.0] * (WAIT + 1), 0
         self.on_step(step)
 
-    def unlike(self, parts: Sequence[int], *, always: bool = False) -> None:
-        """Record that ranks have different planned work in these parts of this step, or of all."""
+    def record_unequal_parts(self, parts: Sequence[int], *, always: bool = False) -> None:
+        """Record parts of the step in which ranks have unequal work by plan.
+
+        Args:
+            always: in all later steps, not in this one only.
+        """
         if always:
             self._own = tuple(parts)
             return

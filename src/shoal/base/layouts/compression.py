@@ -67,9 +67,16 @@ class Compression:
         raise ConfigError(f"layout.compress = {text}: {wanted}")
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Return the int8 steps of a run of so many steps; 0 total: unknown number.
+        """Return how many first steps of a run send int8 gradients, before `method` starts.
 
-        Raises a ConfigError if the share of an unknown number is needed.
+        Args:
+            total_steps: optimizer steps of the run; 0: unknown.
+
+        Returns:
+            `early` if it is set, else a third of `total_steps`.
+
+        Raises:
+            ConfigError: a third of an unknown number is needed.
 
         >>> (
         ...     Compression.parse("one-bit").warmup_steps(300),

@@ -118,10 +118,13 @@ def make_server_layout(
 
 
 def check_server_keys(strategy: str, degrees: Mapping[str, int], served: Mapping[str, Any]) -> None:
-    """Refuse a server's keys with another strategy, and degrees with a server.
+    """Refuse parameter-server keys under another strategy, and axis degrees under that one.
 
     Args:
-        served: the values of servers, updates, staleness, serves that the user set.
+        strategy: value of `layout.strategy`.
+        degrees: axis → degree that the user set, as dp_shard → 4.
+        served: servers, updates, staleness and serves of [layout] → the user's value; an empty
+            value counts as unset.
 
     Raises:
         PlanError: a key is refused; with the nearest legal choice.

@@ -48,9 +48,16 @@ def ranks_after_reshard(reshard: str, shards: int, per_node: int, apart: int = 1
 
 
 def check_reshard(reshard: str, zero: int, pp: int) -> None:
-    """Refuse to keep gathered blocks without fsdp, and in a pipeline.
+    """Refuse `fsdp.reshard` = no or node unless the layout is fsdp without a pipeline.
 
-    Raises a PlanError with the nearest legal choice.
+    Args:
+        reshard: yes frees a gathered block after each pass, no keeps it whole, node keeps it
+            sharded over the ranks of a node.
+        zero: ZeRO stage; 3 is fsdp and hsdp.
+        pp: pipeline degree.
+
+    Raises:
+        PlanError: with the nearest legal choice.
     """
     if reshard == "yes":
         return

@@ -211,7 +211,7 @@ class Placement:
         return replace(whole, slices=self.cut.boxes(self.shape, at[self.cut.axis]))
 
     def local_shape(self, at: At) -> tuple[int, ...]:
-        """Return the shape of that part."""
+        """Return the shape of the part with which a rank computes (`shard`)."""
         if self.cut is None:
             return self.shape
         width = sum(stop - start for start, stop in self.cut.spans(at[self.cut.axis]))
@@ -230,7 +230,7 @@ class Placement:
         return replace(part, slices=part.part(start, stop))
 
     def copies_in_model(self, layout: Layout) -> int:
-        """Return the ranks of one copy of the model that hold the same part of it.
+        """Return how many ranks of one model replica hold the same slice of this tensor.
 
         >>> Placement("norm", (8,), "float32").copies_in_model(Layout(tp=4))
         4
@@ -239,7 +239,7 @@ class Placement:
         return inside * layout.cp * len(self.stages)
 
     def copies_of_sum(self, layout: Layout) -> int:
-        """Return the ranks that hold the same element of its summed gradient.
+        """Return how many ranks hold the same element of its summed gradient.
 
         >>> row = Placement("w", (8,), "float32", data="rows")
         >>> row.copies_of_sum(Layout(dp_replicate=2, dp_shard=4, zero=3))

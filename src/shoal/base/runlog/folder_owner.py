@@ -52,7 +52,7 @@ class FolderOwner:
         self._file, self._inode = _file_identity(self.folder / OWNER_FILE), _inode(self.folder)
 
     def state(self) -> str:
-        """Return `OURS`, `DELETED` or `REPLACED`."""
+        """Compare the folder with the recorded one: return `OURS`, `DELETED` or `REPLACED`."""
         stamp = _file_identity(self.folder / OWNER_FILE)
         if self._file == (0, 0):
             self.record_with_owner()
@@ -125,7 +125,7 @@ def _read(path: Path) -> bytes:
 
 
 def _file_identity(path: Path) -> tuple[int, int]:
-    """Return a file's identity without reading it; (0, 0) if it is missing."""
+    """Return (inode, mtime in ns) of a file, without opening it; (0, 0) if it is missing."""
     try:
         found = path.stat()
     except OSError:

@@ -8,7 +8,7 @@ FEW = 8
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Format names of ranks, only the first of many.
+    """Format ranks as "rank 3" or "ranks 0, 2", and only the first of many.
 
     >>> ranks_text([3]), ranks_text([0, 2]), ranks_text(range(10))
     ('rank 3', 'ranks 0, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
@@ -19,7 +19,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def values_text(values: Mapping[int, str]) -> str:
-    """Format which ranks have which value: `values` by rank.
+    """Group the ranks by their value, and format each value with its ranks.
+
+    Args:
+        values: rank → value.
 
     >>> values_text({0: "heads.a", 1: "heads.b", 2: "heads.a"})
     'heads.a on ranks 0, 2, heads.b on rank 1'
@@ -31,11 +34,11 @@ def values_text(values: Mapping[int, str]) -> str:
 
 
 def blocks_line(calls: Mapping[int, str], when: str) -> str:
-    """Format the blocks that ranks run instead of each other, if units are gathered.
+    """Format the error line for ranks that run different fsdp blocks at the same time.
 
     Args:
-        calls: by rank, block and pass, or another activity; empty: unknown.
-        when: "step 3".
+        calls: rank → its block and pass, or another activity; empty if unknown.
+        when: the step, as "step 3".
     """
     said = values_text(calls) or "in another order"
     return (

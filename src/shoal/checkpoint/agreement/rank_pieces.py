@@ -119,9 +119,17 @@ class RankShare:
 
 
 def collect_share(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -> RankShare:
-    """Agree on the writer of each slice, and copy this rank's share to host memory (collective).
+    """Assign each slice to a writer rank, and copy the slices of this rank to host memory.
 
-    Data already in host memory is not copied: it must not change until it is written.
+    Every rank calls it. Data already in host memory is not copied: it must not change until it is
+    written.
+
+    Args:
+        pieces: the shards that this rank holds, with their data.
+        aliases: tied name → name under which its tensor is stored.
+
+    Returns:
+        the slices that this rank must write, and the agreement of all ranks.
 
     Raises:
         RankFailed: on all ranks, for a piece that contradicts its shard or another rank's.

@@ -191,7 +191,7 @@ def read_file(path: Path, key: str) -> ForeignWeights:
 
 
 def select_part(found: ForeignWeights, key: str) -> ForeignWeights:
-    """Return a model's part under `key`, with tied weights that another part stores."""
+    """Return a model's tensors under `key`, with tied weights that another part stores."""
     if not key:
         return found
     leaves: dict[tuple[str, ...], ForeignTensor] = {(n,): t for n, t in found.tensors.items()}
@@ -304,7 +304,10 @@ def check_formats(found: ForeignWeights) -> None:
 
 
 def drop_tied_names(found: ForeignWeights) -> ForeignWeights:
-    """Keep every tensor once: the first of several names for the same bytes."""
+    """Delete duplicate names of tied tensors from `found`, in place, and return it.
+
+    The first of several names for the same storage stays; `aliases` maps the others to it.
+    """
     first: dict[Hashable, str] = {}
     for name, tensor in list(found.tensors.items()):
         if tensor.same is not None and first.setdefault(tensor.same, name) != name:

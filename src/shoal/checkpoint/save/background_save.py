@@ -89,7 +89,16 @@ class _CopiedBlocks:
     def matches_agreement(
         self, known: WriteAgreement | None, shards: list[Shard], aliases: dict[str, str]
     ) -> bool:
-        """Return whether `known` asks for the same blocks as this copy."""
+        """Return True if a new save may copy the same blocks as this one, by the agreement `known`.
+
+        Args:
+            known: the newest agreement on writers; None before the first.
+            shards: this rank's shards in the new save.
+            aliases: its tied name → stored name.
+
+        Returns:
+            False if the agreement, the shards or the aliases have changed since this copy.
+        """
         same = self.agreement is known and not self.changed
         return same and self.shards == shards and self.aliases == aliases
 

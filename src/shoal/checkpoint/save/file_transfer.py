@@ -102,7 +102,7 @@ def transfer_files(
 
 
 def _check_round(sender: _FileSender, receiver: _FileReceiver, *, last: bool) -> None:
-    """Check this rank's sender and receiver at the end of a round.
+    """Raise this rank's read or write error of a round; if `last`, fsync the received file.
 
     Raises:
         OSError: a read or write failed on this rank in the round.
@@ -150,7 +150,7 @@ class _FileSender:
         return parcel.target, piece
 
     def check(self) -> None:
-        """Raise the error of the round, if any.
+        """Raise the error of a failed read, if any.
 
         Raises:
             OSError: a read failed.
@@ -192,7 +192,10 @@ class _FileReceiver:
             self.failure = failure
 
     def check(self, *, last: bool) -> None:
-        """Fsync the file at the end.
+        """Raise a failed write's error; if `last`, fsync the file and drop it from the page cache.
+
+        Args:
+            last: True once all pieces were written.
 
         Raises:
             OSError: a write failed.

@@ -350,7 +350,19 @@ def _choose_newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]]
 def _find_damage(
     final: Path, having: Sequence[int], keepers: Keepers, world: World
 ) -> dict[int, dict[str, str]]:
-    """Return the damage of a checkpoint by keeper; the ranks of each disk share the reading."""
+    """Verify a checkpoint on every disk that has it, and return the faults (collective).
+
+    The ranks that see one disk share the files to hash.
+
+    Args:
+        final: folder of the checkpoint, `step-N`.
+        having: keepers whose disk has the checkpoint. The keeper of a disk is the lowest rank that
+            sees it.
+        keepers: by rank, the keeper of its disk.
+
+    Returns:
+        keeper → fields of its `DamagedFileError`; {} if all copies are intact.
+    """
 
     def verify_own_disk() -> dict[str, str] | None:
         if keepers[world.rank] not in having:

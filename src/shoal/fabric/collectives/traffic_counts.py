@@ -65,14 +65,14 @@ class TrafficCounter:
     def record_start(self, kind: str, payload_bytes: int = 0) -> None:
         """Report a started call to the watch page, also a barrier or a receive."""
         if self.page is not None:
-            self.page.begun(kind, payload_bytes)
+            self.page.record_collective_start(kind, payload_bytes)
 
     @contextmanager
     def waiting(self, count: int = 1) -> Iterator[None]:
         """Count the time inside as exposed; the calls in `count` are complete afterwards."""
         began_s = time.perf_counter()
         if self.page is not None:
-            self.page.waits()
+            self.page.record_wait_start()
         try:
             yield
         finally:

@@ -102,13 +102,14 @@ class PendingSum(Protocol):
 class CompressedSum(Protocol):
     """Interface of a compressed sum: it sums one flat tensor per step, with error feedback.
 
-    send(flat)  start to sum [elements] over all ranks, which all must call it; returns a Flight.
-                `flat` may change as soon as it returns
-    begin()     start a step, and discard the residual of an uncommitted one
-    commit()    commit the step: its encoding error is added to the next message (error feedback)
-    kept()      state for a checkpoint, by name, as of the last commit; not copies
-    take(kept)  load that state
-    nothing()   the same state at the start of a run
+    send(flat)             start to sum [elements] over all ranks, which all must call it; returns a
+                           PendingSum. `flat` may change as soon as it returns
+    begin()                start a step, and discard the residual of an uncommitted one
+    commit()               commit the step: its encoding error is added to the next message (error
+                           feedback)
+    state_dict()           state for a checkpoint, by name, as of the last commit; not copies
+    load_state_dict(kept)  load that state
+    nothing()              the state at the start of a run
     """
 
     def send(self, flat: torch.Tensor) -> PendingSum:
@@ -124,14 +125,14 @@ class CompressedSum(Protocol):
         """Return the state that a checkpoint needs for error feedback, by name; not copies."""
 
     def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
-        """Load the state that `kept` returned."""
+        """Load the state that `state_dict` returned."""
 
     def nothing(self) -> dict[str, Tensor]:
-        """Return the state of `kept` at the start of a run: zero residuals."""
+        """Return `state_dict` as it is at the start of a run: zero residuals."""
 
 
 class ResidualCompressedSum:
-    """Base class of Senders whose state is residuals only: `rests`, by name.
+    """Base class of compressed sums whose state is residuals only: `rests`, by name.
 
     Attributes:
         starts: offsets in each rank's part at which blocks restart (`SegmentedCodec`); (): none.
@@ -142,7 +143,7 @@ class ResidualCompressedSum:
     starts: Sequence[Sequence[int]] = ()
 
     def by(self, code: str) -> None:
-        """Switch to another of CODES; the residuals stay."""
+        """Switch the codec to another of CODES; the residuals stay."""
         self.codec = CODES[code](self.codec.dtype)
 
     def codec_of(self, rank: int) -> Codec:
@@ -159,27 +160,27 @@ class ResidualCompressedSum:
         return found if len(set(lengths)) > 1 else [max(found)] * len(found)
 
     def begin(self) -> None:
-        """See `CompressedSum.begin`."""
+        """Start a step and discard the residuals of an uncommitted one."""
         for rest in self.rests.values():
             rest.begin()
 
     def commit(self) -> None:
-        """See `CompressedSum.commit`."""
+        """Commit the step: its residuals are added to the next message."""
         for rest in self.rests.values():
             rest.commit()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See `CompressedSum.kept`."""
+        """Return the residuals by name, for a checkpoint; not copies."""
         return {name: rest.standing for name, rest in self.rests.items()}
 
     def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
-        """See `CompressedSum.take`."""
+        """Load the residuals that `state_dict` returned, and start a step with them."""
         for name, rest in self.rests.items():
             rest.standing.copy_(kept[name])
             rest.begin()
 
     def nothing(self) -> dict[str, Tensor]:
-        """See `CompressedSum.nothing`; without residuals it is the present state."""
+        """Return the state at the start of a run: `state_dict` with zero residuals."""
         zeros = {name: torch.zeros_like(rest.standing) for name, rest in self.rests.items()}
         return {**self.state_dict(), **zeros}
 
@@ -340,34 +341,34 @@ class FsdpCompressedReduceScatter:
             free_storage(input_tensor)  # as `ScatterGradients` does
 
     def by(self, code: str) -> None:
-        """See `ResidualCompressedSum.by`."""
+        """Switch the codec to another of CODES; the residuals stay."""
         self.code = code
         if self.sum is not None:
             self.sum.by(code)
 
     def begin(self) -> None:
-        """See `CompressedSum.begin`."""
+        """Start a step and discard the residuals of an uncommitted one."""
         if self.sum is not None:
             self.sum.begin()
 
     def commit(self) -> None:
-        """See `CompressedSum.commit`."""
+        """Commit the step: its residuals are added to the next message."""
         if self.sum is not None:
             self.sum.commit()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See `CompressedSum.kept`."""
+        """Return the residuals by name, for a checkpoint; not copies."""
         return dict(self.held) if self.sum is None else self.sum.state_dict()
 
     def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
-        """See `CompressedSum.take`."""
+        """Load what `state_dict` returned; before the first sum it waits in `held`."""
         if self.sum is None:
             self.held = kept
         else:
             self.sum.load_state_dict(kept)
 
     def nothing(self) -> dict[str, Tensor]:
-        """See `CompressedSum.nothing`."""
+        """Return the state at the start of a run: zero residuals; {} before the first sum."""
         return {} if self.sum is None else self.sum.nothing()
 
 

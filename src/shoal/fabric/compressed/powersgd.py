@@ -114,22 +114,22 @@ class PowerSgdAllReduce(ResidualCompressedSum):
         return _PendingPowerSgdAllReduce(self, first, self.world.all_reduce(first, wait=False))
 
     def begin(self) -> None:
-        """See `CompressedSum.begin`."""
+        """Start a step, and discard the residuals and the start of an uncommitted one."""
         super().begin()
         self.next_start = None
 
     def commit(self) -> None:
-        """See `CompressedSum.commit`."""
+        """Commit the step: its residuals, and the start of the next power iteration."""
         super().commit()
         if self.next_start is not None:
             self.start, self.next_start = self.next_start, None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """See `CompressedSum.kept`; the state has the next start of the power iteration too."""
+        """Return the residuals and the start of the next power iteration, by name; not copies."""
         return {**super().state_dict(), "start": self.start}
 
     def load_state_dict(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """See `CompressedSum.take`."""
+        """Load the state that `state_dict` returned."""
         super().load_state_dict(kept)
         self.start, self.next_start = kept["start"].to(self.start, copy=True), None
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric.collectives.traffic_counts import RECEIVE, SEND
-from shoal.fabric.device import serializes_messages
+from shoal.fabric.device import runs_messages_in_order
 from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
 
@@ -64,7 +64,7 @@ class PointToPoint:
     def __init__(self, world: World) -> None:
         self.world = world
         self._directed: tuple[dist.ProcessGroup, ...] = ()
-        if world.group is not None and serializes_messages(world.group, world.device):
+        if world.group is not None and runs_messages_in_order(world.group, world.device):
             self._directed = tuple(
                 dist.new_group(
                     list(world.ranks), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True

@@ -122,7 +122,7 @@ class CompressedExchange:
         return self._products.diagonal().isfinite().tolist()
 
     def run_first_half(self, flat: Tensor, deadline: Deadline) -> None:
-        """Run the first half; see `InterIslandGroup.begin`."""
+        """Encode and exchange all chunks, and compute `gram` and `finite` of the messages."""
 
         def start(chunk: int) -> PendingLinkExchange:
             owners = [0] if self.codec.gathers else range(self.links.count)
@@ -163,7 +163,7 @@ class CompressedExchange:
         if self.codec.gathers:
             for chunk in range(self.cut.chunks):
                 first, last = self.cut.piece(0, chunk)
-                self._sum(chunk, weights, divisor, total[first:last])
+                self._sum_chunk(chunk, weights, divisor, total[first:last])
         else:
             with self.links.deadline_scope(
                 "the second half of an exchange", deadline_s
@@ -174,13 +174,13 @@ class CompressedExchange:
     def _distribute_sums(
         self, weights: Sequence[float], divisor: float, total: Tensor, deadline: Deadline
     ) -> None:
-        """Send all islands the sum of the own part, and decode the other parts, in place."""
+        """Send the sum of the own part to all islands, and decode theirs into `total`."""
         islands = range(self.links.count)
 
         def start(chunk: int) -> PendingLinkExchange:
             first, last = self.cut.piece(self.own, chunk)
             part = torch.empty(last - first, dtype=self.codec.dtype)
-            self._sum(chunk, weights, divisor, part)
+            self._sum_chunk(chunk, weights, divisor, part)
             code = torch.empty(self._size(self.own, chunk), dtype=torch.uint8)
             self._encode(f"{self.tag}/{SUM}/{chunk}", part, code)
             coming = [self._size(owner, chunk) for owner in islands]
@@ -208,7 +208,7 @@ class CompressedExchange:
             self.feedback.encode(tag, self.codec, numbers, out)
 
     def _multiply(self, chunk: int) -> None:
-        """Add the inner products of one received chunk."""
+        """Add the inner products of one received chunk to the Gram matrix."""
         first, last = self.cut.piece(self.own, chunk)
         if first == last:
             return
@@ -219,8 +219,16 @@ class CompressedExchange:
             wide = block.double()
             self._products += wide @ wide.T
 
-    def _sum(self, chunk: int, weights: Sequence[float], divisor: float, out: Tensor) -> None:
-        """Sum one chunk of the own part into `out`, in the order of the islands."""
+    def _sum_chunk(self, chunk: int, weights: Sequence[float], divisor: float, out: Tensor) -> None:
+        """Write Σ weights[i] · message i / divisor, for one chunk of the own part, to `out`.
+
+        The islands' decoded messages are added in order, for equal bits in every run.
+
+        Args:
+            weights: weight of each island; 0 leaves its message out.
+            divisor: the sum is divided by it.
+            out: [elements of the chunk]; zero if all weights are 0.
+        """
         if not out.numel():
             return
         admitted = [island for island, weight in enumerate(weights) if weight]

@@ -165,11 +165,11 @@ class IslandConnections:
     def exchange(
         self, packed: torch.Tensor, to: Sequence[int], of: Sequence[int], deadline: Deadline
     ) -> PendingLinkExchange:
-        """Start to send every member its bytes.
+        """Start to send every member its part of `packed`, and to receive the own parts of all.
 
         Args:
             packed: [sum(to)] uint8: the bytes for member 0, 1, … in order, the own ones included.
-            to, of: bytes to each member, and from each.
+            to, of: number of bytes to each member, and from each.
         """
         if not self.groups:
             return PendingLinkExchange(None, packed, packed)
@@ -188,13 +188,27 @@ class IslandConnections:
     def exchange_all(
         self, message: torch.Tensor, deadline: Deadline, of: Sequence[int] = ()
     ) -> PendingLinkExchange:
-        """Start to send every member the same bytes; `of`: their lengths, if they differ."""
+        """Start to send `message` to every member, and to receive theirs.
+
+        Args:
+            of: bytes of each member's message; (): as many as this one's.
+        """
         size = message.numel()
         copies = message.repeat(self.count)
         return self.exchange(copies, [size] * self.count, of or [size] * self.count, deadline)
 
     def wait(self, flight: PendingLinkExchange, deadline: Deadline) -> torch.Tensor:
-        """Wait for the bytes from all members and return them: [sum(of)] uint8, in their order."""
+        """Wait for a started exchange, and return the bytes received from all members.
+
+        Args:
+            flight: handle that `exchange` returned.
+
+        Returns:
+            uint8, concatenated in the order of the members: member 0 first, the own bytes included.
+
+        Raises:
+            _TransferFailed: a connection broke, or the deadline passed.
+        """
         work, group = flight.work, flight.group
         if work is None or group is None:
             return flight.received
@@ -224,8 +238,9 @@ class IslandConnections:
         """Run many exchanges, as many at a time as the groups allow, so that the link stays busy.
 
         Args:
+            steps: number of exchanges.
             start: encodes step k and starts its exchange.
-            end: called with the received bytes, in order.
+            end: called with k and the received bytes, in order.
         """
         under_way: deque[tuple[int, PendingLinkExchange]] = deque()
         for step in range(steps):

@@ -74,7 +74,16 @@ UNSURE = 0.09
 
 
 class _StepMoment(NamedTuple):
-    """Bytes alive at one moment besides weights and optimizer state; made: share of gradients."""
+    """Bytes alive at one moment of a step, besides weights and optimizer state.
+
+    Attributes:
+        when: "loss", "backward" or "update".
+        made: share of the gradients that exists, 0 … 1.
+        gathered: bytes of gathered weights.
+        buckets: bytes of gradients in flight.
+        activations, loss: bytes of saved activations, and of the loss.
+        working: bytes of temporary tensors.
+    """
 
     when: str
     made: float
@@ -236,7 +245,12 @@ def _step_moments(
     sharded: ShardedBytes,
     pieces: float,
 ) -> list[_StepMoment]:
-    """Return the moments that can be the peak; pieces: bytes of offloaded state in the update."""
+    """List moments of a step that may be its memory peak.
+
+    Args:
+        habits: measured memory constants of the framework.
+        pieces: bytes of offloaded state in the update.
+    """
     held = predict_activations(case, habits, stage)
     way = bytes_in_flight(case, elements)
     carried = persistent_bytes(case, habits)
@@ -303,7 +317,16 @@ def _backward_shares(
 def _step_moments_on_gloo(
     case: PlanningCase, habits: FrameworkMemory, stage: StageUnits, elements: ParameterElements
 ) -> list[_StepMoment]:
-    """Return the moments that can be the peak where zero 3 gathers and sends through gloo."""
+    """List moments of a step that may be its memory peak under zero 3 with gloo.
+
+    Args:
+        habits: measured memory constants of the framework.
+        stage: the units of this pipeline stage.
+        elements: parameter elements of the stage.
+
+    Returns:
+        the loss, the start of backward, the update, and each block's gather or send.
+    """
     held = predict_activations(case, habits, stage)
     way = gloo_moments(case, stage)
     made = 0.0 if _starts_without_gradients(case) else 1.0

@@ -121,7 +121,7 @@ def cluster_from_document(document: dict[str, Any]) -> Cluster:
     links = document["links"]
     near = links.get("inside") or links.get("across")
     far = links.get("across")
-    inside = _link("within this machine", near) if near else GLOO
+    inside = _make_link("within this machine", near) if near else GLOO
     if device.kind == "cpu":
         inside = _slow_down_link(inside)
     return Cluster(
@@ -129,7 +129,7 @@ def cluster_from_document(document: dict[str, Any]) -> Cluster:
         nodes=max(1, int(document["processes"]) // local),
         per_node=local,
         inside=inside,
-        across=_link("between machines", far) if far else BETWEEN_MACHINES,
+        across=_make_link("between machines", far) if far else BETWEEN_MACHINES,
         calibration=Calibration(
             efficiency=_collective_slowdowns(near) if near else {},
             constants_s={
@@ -184,7 +184,7 @@ def _points(found: list[list[float]]) -> list[tuple[float, float]]:
     return points
 
 
-def _link(name: str, found: dict[str, Any]) -> Link:
+def _make_link(name: str, found: dict[str, Any]) -> Link:
     """Return the all-reduce's latency and rate, which gradients use."""
     one = found["all_reduce"]
     return Link(

@@ -197,7 +197,18 @@ def _elements_of_one(case: PlanningCase, unit: UnitFacts) -> float:
 def idle_bytes(
     case: PlanningCase, habits: FrameworkMemory, stage: StageUnits, when: str, sharded: ShardedBytes
 ) -> float:
-    """Return reserved but unused bytes at the peak: pools of other streams, blocks of the loss."""
+    """Predict the bytes that the CUDA allocator has reserved at the peak and no tensor uses.
+
+    Args:
+        habits: measured memory constants of the framework.
+        stage: the units of this pipeline stage.
+        when: moment of the peak: "loss", "backward" or "update"; at the loss, freed logits blocks
+            count too.
+        sharded: its flat weights lie in pools of other streams.
+
+    Returns:
+        bytes; 0.0 on CPUs.
+    """
     if case.cluster.device.kind == "cpu":
         return 0.0
     idle = sharded.flat

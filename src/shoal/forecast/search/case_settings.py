@@ -20,7 +20,7 @@ from shoal.forecast.models.published_models import get_published_shape
 
 
 def case_settings(config: Config) -> dict[str, Any]:
-    """Derive loss, optimizer bytes and proof of a `PlanningCase` from [model] and [optimizer].
+    """Return the fields of `PlanningCase` that follow from [model], [optimizer] and train.prove.
 
     loss             chunked for Shoal's own and published language models, full for all others and
                      under model.build or model.loss

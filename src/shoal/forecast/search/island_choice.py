@@ -169,23 +169,30 @@ def _proposals(
     if policy.method == "streaming-diloco":
         if policy.codec in ("none", "bf16", "int8"):
             found.append(({"codec": "e3m0"}, replace(policy, codec="e3m0")))
-        found += _overlaps({}, policy)
+        found += _list_longer_overlaps({}, policy)
     elif policy.codec in ("none", "bf16"):
         found.append(({"codec": "int8"}, replace(policy, codec="int8")))
     whole = policy.regions > 1  # with two tiers islands merge the whole model at once
     if policy.method == "diloco" and policy.period >= LEAST_STREAMED and not whole:
         streaming = replace(policy, method="streaming-diloco", codec="", fragments=0, overlap=-1)
         keys = {"method": "streaming-diloco"}
-        found += [(keys, streaming), *_overlaps(keys, streaming.resolved())]
+        found += [(keys, streaming), *_list_longer_overlaps(keys, streaming.resolved())]
     if longer is not None:
         found.append(({"period": str(longer)}, replace(policy, period=longer)))
     return found
 
 
-def _overlaps(
+def _list_longer_overlaps(
     keys: dict[str, str], policy: IslandsPolicy
 ) -> list[tuple[dict[str, str], IslandsPolicy]]:
-    """Return policies with more and more inner steps that overlap a fragment's exchange."""
+    """List policies that hide a fragment's exchange behind more inner steps than `policy`.
+
+    Args:
+        keys: keys of [islands] that make `policy`.
+
+    Returns:
+        (keys to type, policy) with 2, 5, 10 and the most steps of overlap, fewest first.
+    """
     most = policy.period // policy.fragments - 1
     return [
         ({**keys, "overlap": str(steps)}, replace(policy, overlap=steps))

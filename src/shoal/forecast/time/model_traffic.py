@@ -23,10 +23,12 @@ from shoal.planning.pipeline_schedules import make_schedule
 
 
 def predict_rank_traffic(case: PlanningCase, travel: CommVolume, rank: int) -> StepTraffic:
-    """Return the bytes that a rank of pipeline rank `rank` sends in one step, by kind.
+    """Predict the bytes that the first rank of a pipeline rank sends in one step, by kind.
 
     Args:
         case: with a plan that has its placements.
+        travel: tp and pp messages of one micro-batch.
+        rank: pipeline rank.
 
     Raises:
         PlanError: the schedule cannot run so many micro-batches.
@@ -57,11 +59,11 @@ def _case_schedule(case: PlanningCase) -> PipelineSchedule:
 
 
 def predict_busiest_traffic(case: PlanningCase, travel: CommVolume) -> StepTraffic:
-    """Return the bytes that the busiest rank sends in one step, by kind of collective.
+    """Predict the bytes that the busiest rank sends in one step, by kind of collective.
 
     Args:
         case: with a plan that has its placements; without them sums and gathers count as 0.
-        travel: tp and pp traffic per micro-batch, as stated when the model was parallelized.
+        travel: tp and pp messages of one micro-batch, as recorded when the model was parallelized.
 
     Raises:
         PlanError: the schedule cannot run so many micro-batches.

@@ -53,7 +53,7 @@ def replica_terms(case: PlanningCase) -> StepTerms:
     launches = 1 + min(others, case.accumulate - 1) * FORWARD_LAUNCHES
     width = max(4, WIDTHS[case.plan.compute])
     weights = max(stage.parameters for stage in terms.stages) * width
-    link = _link(case)
+    link = _select_replica_link(case)
     seconds = others * (link.latency_s + weights / link.bytes_per_s)
     return replace(
         terms,
@@ -63,8 +63,12 @@ def replica_terms(case: PlanningCase) -> StepTerms:
     )
 
 
-def _link(case: PlanningCase) -> Link:
-    """Return the link between a node's devices, or through the host if there is only one."""
+def _select_replica_link(case: PlanningCase) -> Link:
+    """Return the link that gradients and weights of a process's devices use.
+
+    Returns:
+        the node's link between devices; a node with one device: copies through host memory.
+    """
     cluster = case.cluster
     if cluster.per_node > 1:
         return cluster.inside

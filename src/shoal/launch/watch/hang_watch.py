@@ -393,7 +393,7 @@ class HangWatch:
         seen = [
             self.collect_evidence(worker, self._told[worker.rank], answers) for worker in workers
         ]
-        culprit = self._confirm_alone(blame_rank(seen))
+        culprit = self._clear_unconfirmed_alone(blame_rank(seen))
         if culprit and self.twice and all(one.letter == STOPPED for one in seen):
             why = "all processes are stopped, as by Ctrl-Z or a scheduler"
             culprit = replace(culprit, why=why, certain=False)  # and may be continued
@@ -422,10 +422,14 @@ class HangWatch:
         self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)
         return culprit
 
-    def _confirm_alone(self, culprit: BlamedRank | None) -> BlamedRank | None:
-        """Clear `alone` of a culprit unless others have begun a call that it has not.
+    def _clear_unconfirmed_alone(self, culprit: BlamedRank | None) -> BlamedRank | None:
+        """Set `culprit.alone` to None unless that rank's page shows more calls than the culprit's.
 
-        Else they may still receive what it has sent.
+        Otherwise the other rank may still receive what the culprit has sent.
+
+        Args:
+            culprit: its `alone` is a rank that waits in another collective, or None; None passes
+                through.
         """
         if culprit is None or culprit.alone is None:
             return culprit
@@ -435,7 +439,7 @@ class HangWatch:
     def collect_evidence(
         self, worker: WatchedProcess, told: PageSnapshot, answers: Answers
     ) -> RankEvidence:
-        """Return the evidence about a rank."""
+        """Collect the evidence about a rank: process, page, stack replies, kernel state."""
         return RankEvidence(
             worker.rank, worker.pid, told, answers[worker.rank], kernel_state(worker.pid)
         )

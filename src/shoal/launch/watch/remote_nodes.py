@@ -241,7 +241,11 @@ class WatchdogServer(AuthenticatedServer):
             self.serve(left_s)
 
     def handle_request(self, peer: Peer, request: Any) -> None:
-        """Process a node's report.
+        """Copy a node's report into the mirrored pages, and answer with the orders for that node.
+
+        Args:
+            peer: the connection, which belongs to one node.
+            request: JSON: node, now_s, changed pieces of pages, states and ended ranks.
 
         Raises:
             ValueError, KeyError, TypeError: the message is no report of a node.

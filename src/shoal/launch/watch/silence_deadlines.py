@@ -79,7 +79,7 @@ def classify_phase(told: PageSnapshot) -> str:
 class SilenceDeadlines:
     """Learnt deadlines of one run, by kind; they outlive a restart.
 
-    `heard` learns; `deadline_s` and `patience_s` return what was learnt.
+    `learn_silence` learns; `deadline_s` and `patience_s` return what was learnt.
 
     Args:
         first_s: the deadline of kinds that are not learnt yet and have no longer one in FIRST_S.
@@ -105,7 +105,7 @@ class SilenceDeadlines:
         return self.step_deadline_s is not None and (kind == STEP or kind in self.longest_s)
 
     def deadline_s(self, kind: str) -> float:
-        """Return how long all ranks may be silent while one that is not waiting is in `kind`."""
+        """Return the seconds that all ranks may be silent while a busy rank is in `kind`."""
         usual_s = self.step_deadline_s
         if usual_s is None or not self.is_learnt(kind):
             return FIRST_S.get(kind, self.first_s)
@@ -113,9 +113,15 @@ class SilenceDeadlines:
         return max(usual_s, longest_s, self.came_back_s.get(kind, 0.0))
 
     def patience_s(self, kind: str, least_s: float) -> float:
-        """Return the seconds after its deadline in which a rank may still recover.
+        """Return the seconds after its deadline that a busy rank may recover before it is hung.
 
-        An epoch begins as the run's first batch did: the longest wait for data.
+        Args:
+            kind: kind of the rank's phase, from `classify_phase`.
+            least_s: lower bound.
+
+        Returns:
+            for steps, three times the longest wait for data, since an epoch begins as the run's
+            first batch did; else a constant of the phase.
         """
         if kind == STEP:
             return max(least_s, TIMES * self.data_s)
@@ -124,7 +130,7 @@ class SilenceDeadlines:
     def learn_silence(
         self, kinds: Collection[str], silence_s: float, *, in_data: bool = False, told: bool = False
     ) -> None:
-        """Learn from a silence of ranks in `kinds` that ended.
+        """Update the deadlines of `kinds` after a silence of ranks in them has ended.
 
         Args:
             in_data: they waited for data.

@@ -56,7 +56,7 @@ def gather_weights(program: Program, *, only_first: bool = False) -> dict[str, t
 
 
 def iterate_weights(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `gather_weights` on rank 0, one tensor at a time; all ranks iterate together."""
+    """Gather whole weights and persistent buffers one at a time on rank 0; all iterate together."""
     parts = local_state(program)
     return _iterate_tensors(
         _gather_spreads(parts, program.world), parts, program.world, only_first=True
@@ -64,7 +64,12 @@ def iterate_weights(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def iterate_gradients(program: Program) -> tuple[Iterator[tuple[str, torch.Tensor]], set[str]]:
-    """Return `gather_gradients` on rank 0, one at a time: (iterator, names with a gradient)."""
+    """Gather whole gradients one at a time on rank 0; all ranks iterate together.
+
+    Returns:
+        (iterator of (name, gradient), which yields nothing on other ranks; names that have one), as
+        `gather_gradients`.
+    """
     parts, used = _local_gradients(program)
     known = _gather_spreads(parts, program.world)
     return _iterate_tensors(known, parts, program.world, only_first=True), used
@@ -73,12 +78,15 @@ def iterate_gradients(program: Program) -> tuple[Iterator[tuple[str, torch.Tenso
 def gather_gradients(
     program: Program, *, only_first: bool = False
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Gather whole gradients: (by name, on the CPU of every rank; names that have one).
+    """Gather whole gradients on the CPU of every rank, by name (collective).
 
-    Every rank calls it. Under `only_first` only rank 0 gets gradients; all ranks get the names.
-    Before `update`, and after a skipped step, gradients are sums over targets (under fp16 scaled),
-    and all names have one. After `update` they are the clipped mean, and names that no rank used
-    have none. A missing gradient is returned as zeros.
+    Under `only_first` only rank 0 gets gradients; all ranks get the names. Before `update`, and
+    after a skipped step, gradients are sums over targets (under fp16 scaled), and all names have
+    one. After `update` they are the clipped mean, and names that no rank used have none. A missing
+    gradient is returned as zeros.
+
+    Returns:
+        (gradient by name, names that have one).
     """
     parts, used = _local_gradients(program)
     return assemble_tensors(parts, program.world, only_first=only_first), used

@@ -79,7 +79,7 @@ def apply(program: Program) -> Program:
     compiled = [
         _CompiledForward(name, block, checked)
         for name, block in found.values()
-        if not _compiles_inside(name, block, program.notices)
+        if not _compile_replaced_forwards(name, block, program.notices)
         and not _is_hooked(name, block, program.notices)
     ]
 
@@ -120,11 +120,15 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def _compiles_inside(name: str, block: nn.Module, notices: list[str]) -> bool:
-    """Return whether a replaced forward of the block, or of a part of it, compiles by itself.
+def _compile_replaced_forwards(name: str, block: nn.Module, notices: list[str]) -> bool:
+    """Compile the replaced forwards (tp, cp, …) in a block; return True if one compiles itself.
 
     Args:
-        notices: receives a line if nothing is compiled after all.
+        name: name of the block, for error messages.
+        notices: receives a line if a call runs uncompiled after all.
+
+    Returns:
+        True: `torch.compile` must leave the block itself as it is.
     """
     plain = (
         "train.compile = blocks: fp16 is imitated here by rounding around every function, so "

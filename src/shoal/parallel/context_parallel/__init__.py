@@ -43,10 +43,14 @@ from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 def select_attention(context: str) -> Shared | None:
-    """Return the function with which ranks compute attention; None: they gather keys and values.
+    """Return the attention function of `layout.context`: ring, ulysses, or None for gather.
 
     Args:
-        context: value of `layout.context`; auto: ring.
+        context: ring, ulysses, gather, or auto, which is ring.
+
+    Returns:
+        the function with which the ranks compute attention together on sharded queries, keys and
+        values; None: each rank gathers all keys and values.
     """
     if context == "gather":
         return None

@@ -52,10 +52,19 @@ class ContextPrograms(ProgramCache):
         self.notices = notices
         self.whole: set[Hashable] = set()
 
-    def find(
+    def get_program(
         self, kind: Hashable, name: str, block: nn.Module, leaves: list[Any], structure: Any
     ) -> BlockSplit | None:
-        """Return the graph for a kind of input, or None if its tokens do not divide."""
+        """Return the split graph for a kind of inputs, made at first use; None: run it whole.
+
+        Args:
+            kind: key of the inputs from `BlockInternals.kind`.
+            name, block: the layer.
+            leaves, structure: its inputs, flattened by pytree.
+
+        Returns:
+            None if the tokens do not divide over the ranks; `notices` then gets a line.
+        """
         if kind in self.whole:
             return None
         if kind not in self.known:
@@ -96,7 +105,7 @@ class ContextForward(SplitForward):
         """Return the results of the layer's own forward, with tokens in shards."""
         leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
         kind = self.insides.kind(leaves, structure)
-        split = self.programs.find(kind, self.name, self.block, leaves, structure)
+        split = self.programs.get_program(kind, self.name, self.block, leaves, structure)
         if split is None:
             args, kwargs = pytree.tree_unflatten(
                 [gather_if_shard(leaf) for leaf in leaves], structure

@@ -142,7 +142,7 @@ class CompressedSums:
         return PendingCompressedSum(self._send(tensor), own, self._send_second_halves)
 
     def begin(self) -> None:
-        """Start a step, with the first bucket."""
+        """Start a step with the first bucket; the first steps of one-bit use int8."""
         self.sent, self.flying = 0, []
         self.step += 1
         total = self.length.total_steps if self.length else 0
@@ -153,7 +153,7 @@ class CompressedSums:
                 sender.by("int8" if self.step <= early else self.policy.method)
 
     def commit(self, uneven: bool) -> None:
-        """Make the step's rest valid, since the step moved the weights."""
+        """Commit the residuals of all buckets, after the optimizer has stepped."""
         for sender in self.senders:
             sender.commit()
 
@@ -202,7 +202,7 @@ class ErrorFeedbackState:
         return {FEEDBACK: self.whose}
 
     def list_wanted_shards(self, manifest: Any) -> list[Shard]:
-        """Return the shards of a checkpoint that hold this rank's error feedback, if they fit."""
+        """List a checkpoint's shards of this rank's error feedback; [] for another layout."""
         if manifest.record.get(FEEDBACK) != self.whose:
             return []
         return [

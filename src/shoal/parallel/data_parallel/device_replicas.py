@@ -151,7 +151,7 @@ class DeviceReplicas:
             reducer.prepare_backward(first + len(group) == len(ready))
             if self.in_turn or not self.looked:
                 for number, one in enumerate(group):
-                    self._run_alone(number, one)
+                    self._run_exclusively(number, one)
             else:
                 self._run_concurrently(group)
             reducer.end_backward(counted=True)
@@ -181,8 +181,17 @@ class DeviceReplicas:
     def _note_draws(self, *_: object) -> None:
         self.in_turn = self.in_turn or has_drawn(torch.default_generator)
 
-    def _run_alone(self, number: int, one: Pass) -> None:
-        """Run a pass while no other runs; in the first step check whether that is required."""
+    def _run_exclusively(self, number: int, one: Pass) -> None:
+        """Run one replica's pass on its device while the other devices are idle.
+
+        First the buffers that passes change are copied from the replica that ran last. In the first
+        step hooks find out whether passes draw from the host's generators or change buffers; then
+        `in_turn` makes all later passes exclusive too.
+
+        Args:
+            number: index of the replica and its device.
+            one: the pass.
+        """
         self._copy_buffers_to(number)
         module, before, hooks = self.modules[number], self._buffer_versions(number), []
         for name in () if self.looked else self.blocks:

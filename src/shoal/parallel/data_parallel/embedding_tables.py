@@ -262,11 +262,7 @@ class _TableServerReducer(ddp.SumReducer):
         self.answers.open()
 
     def prepare_backward(self, last: bool, once: bool = True) -> None:
-        """Refuse a pass on a server, whose rank has no samples.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: a server has no samples, so it must not run a pass."""
         raise own_batches_error(self.layout)
 
     def finish(self) -> None:
@@ -284,11 +280,13 @@ class _TableServerReducer(ddp.SumReducer):
 
 
 def check_optimizer(layout: Layout, allowed: Any) -> None:
-    """Refuse an optimizer that needs all of a weight, or all weights.
+    """Refuse an optimizer that steps by whole matrices, or by all parameters of the model.
+
+    Servers hold columns of the tables, and no rank holds all parameters.
 
     Args:
-        allowed: the ways in which the optimizer lets weights be divided
-            (`optim/elementwise_probe.py`): flat, apart.
+        allowed: two reasons of the optimizer, "" if it has none (`optim/elementwise_probe.py`):
+            flat, against cut weights; apart, against parameters on several ranks.
 
     Raises:
         PlanError: the optimizer needs whole weights, or all weights on one rank.

@@ -338,7 +338,7 @@ class _WorkerThread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Answer requests, session by session."""
+        """Answer the worker's requests for table rows, until the server closes."""
         while self.tokens.get():
             try:
                 self.done.put((self.worker, self._answer_session()))

@@ -30,7 +30,7 @@ from shoal.wire import phases
 
 
 def apply(program: Program) -> Program:
-    """Give the program a reducer that sends gradients and weights between workers and servers."""
+    """Return the program with a reducer that pushes gradients to servers and pulls new weights."""
     weights = FlatWeights(program)
     servers = program.plan.layout.servers
     links = ServerLinks(PointToPoint(program.world), servers)
@@ -135,7 +135,10 @@ class _ParameterServerReducer(BucketReducer):
         self.worlds = [links for _ in self.worlds]  # type: ignore[misc]  # as a World does
 
     def prepare_backward(self, last: bool, once: bool = True) -> None:
-        """Refuse a pass on a server, whose rank has no samples.
+        """Prepare a backward pass on a worker; refuse it on a server, which has no samples.
+
+        Args:
+            last, once: as for `Reducer.prepare_backward`.
 
         Raises:
             ConfigError: this rank is a server and brought a batch.

@@ -74,7 +74,7 @@ class ThreadReplicas:
             reducer.prepare_backward(first + len(group) == len(passes))
             if self.in_turn or not self.looked:
                 for module, one in zip(modules, group, strict=False):
-                    self._run_alone(module, one)
+                    self._run_exclusively(module, one)
             else:
                 before = [one.get_state() for one in self.generators]
                 works = [
@@ -99,8 +99,16 @@ class ThreadReplicas:
         yield
         self._note_draws()
 
-    def _run_alone(self, module: nn.Module, one: Pass) -> None:
-        """Run one pass alone; in the first step also check whether its blocks draw."""
+    def _run_exclusively(self, module: nn.Module, one: Pass) -> None:
+        """Run one pass in the calling thread, while no other thread runs one.
+
+        In the first step hooks find out whether blocks draw random numbers; then `in_turn` makes
+        all later passes exclusive too. Replicas share one device, so nothing is copied.
+
+        Args:
+            module: the replica of the module.
+            one: the pass.
+        """
         hooks = []
         for name in () if self.looked else self.blocks:
             block = module.get_submodule(name)

@@ -133,7 +133,10 @@ class FlatWeights:
         return found
 
     def restore_masters(self) -> None:
-        """Replace narrow copies in the module by whole masters; all ranks call it."""
+        """Set the narrow (bf16) parameters to the whole masters, all-gathered in their dtype.
+
+        Every rank calls it.
+        """
         for number, (flat, master, bucket) in enumerate(self._each_bucket()):
             if not bucket.compute:
                 continue

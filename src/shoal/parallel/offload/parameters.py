@@ -78,7 +78,7 @@ class BlockWeights:
 
 
 class HostWeights:
-    """Weights on the host that are brought to the device unit by unit, in block order."""
+    """Weights in host memory that are copied to the device unit by unit, in block order."""
 
     def __init__(self, program: Program, lane: CopyStream) -> None:
         self.lane, self.module = lane, program.module
@@ -112,7 +112,12 @@ class HostWeights:
             ]
 
     def wait_for_unit(self, place: int, then: int) -> None:
-        """Wait for a unit that compute needs now; prefetch the one `then` places on."""
+        """Wait until a unit's weights are on the device, and prefetch its neighbour's.
+
+        Args:
+            place: index of the unit, in block order.
+            then: offset of the unit to prefetch: 1 in forward passes, −1 in backward passes.
+        """
         self._prefetch_unit(place)
         unit = self.units[place]
         for event in unit.arriving:
@@ -156,7 +161,11 @@ class HostWeights:
         return events
 
     def copy_to_host(self, master: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
-        """Send a stepped master home, and the copy of it that forward passes read."""
+        """Start the copies of a stepped master, and of its cast for forward passes, to the host.
+
+        Returns:
+            (tensor on the device, event of its copy) of each.
+        """
         one, stepped = self.by_master[id(master)], master.data
         self.stepped = True
         home, gradient = self.homes.pop(id(master))
@@ -313,12 +322,12 @@ class StreamedGradients:
         return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Return norms of sums, taken on the device: of buckets, or uncast parameters."""
+        """Return the norms of this rank's gradient sums: by bucket, or by parameter if uncast."""
         order = self.summed_names() if self.narrow else self.parameters
         return [self.norms[name] for name in order if name in self.norms]
 
     def sums(self) -> list[torch.Tensor]:
-        """Return the sums, on the host."""
+        """Return the buckets' gradient sums, in host memory."""
         return self.hosts
 
     def summed_names(self) -> list[str]:
@@ -373,7 +382,7 @@ class StreamedGradients:
         return ready
 
     def _send_bucket(self, number: int, *, then: bool) -> None:
-        """Send a bucket's sum to the host; then: prefetch the next bucket's sum meanwhile."""
+        """Start to copy a bucket's sum to the host; if `then`, prefetch the next bucket's sum."""
         one = self.staged.pop(number)
         if self.last:
             names = self.plan[number].names

@@ -55,12 +55,12 @@ class BlockInternals:
         )
 
     def tensor(self, name: str) -> Tensor:
-        """Return a parameter or buffer."""
+        """Return the block's present parameter or buffer of a dotted name."""
         found: Tensor = getattr(*self.homes[name])
         return found
 
     def kind(self, leaves: list[Any], structure: Any) -> Hashable:
-        """Return a key for all that a graph depends on, except numbers."""
+        """Return a key for all that a traced graph depends on: shapes, dtypes, modes, …."""
         told = tuple(
             (leaf.shape, leaf.dtype, leaf.device)
             if isinstance(leaf, Tensor)

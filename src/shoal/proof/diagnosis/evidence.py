@@ -14,7 +14,7 @@ from shoal.proof.diagnosis.clue import Clue
 from shoal.proof.diagnosis.gradient_sums import (
     GradientSums,
     accept_shares,
-    solve_sums,
+    solve_micro_batch_shares,
     undo_clipping,
 )
 from shoal.proof.diagnosis.micro_batch_gradients import (
@@ -75,7 +75,11 @@ class Evidence:
     @cached_property
     def shares(self) -> GradientShares | None:
         """Shares of the micro-batches' gradients in the wrong gradients, if solvable."""
-        return None if self.sums is None else solve_sums(self.sums, self.micro_batch_gradients)
+        return (
+            None
+            if self.sums is None
+            else solve_micro_batch_shares(self.sums, self.micro_batch_gradients)
+        )
 
     @cached_property
     def weights(self) -> tuple[float, ...] | None:

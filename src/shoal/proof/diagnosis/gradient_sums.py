@@ -58,7 +58,10 @@ def clip_coefficient(norm: float | None, clip: float) -> float:
 
 
 def undo_clipping(expected: TrajectoryRecord, got: TrajectoryRecord, number: int) -> GradientSums:
-    """Return both sides' sums at row `number`; parameters unused on one side are zero there."""
+    """Return the gradient sums of both sides at row `number`, with clipping and mean undone.
+
+    Parameters unused on one side are zero there.
+    """
     mine, given = expected.gradients[number], got.gradients[number]
     right = ScaledTensors(mine, _unclip_factor(expected, number), given)
     wrong = ScaledTensors(given, _unclip_factor(got, number), mine)
@@ -82,7 +85,15 @@ def undo_clipping(expected: TrajectoryRecord, got: TrajectoryRecord, number: int
 
 
 def _unclip_factor(side: TrajectoryRecord, number: int) -> float:
-    """Return the factor from a clipped mean to a sum, by that side's own divisors."""
+    """Return the factor that turns a step's clipped mean gradient into the sum over targets.
+
+    Args:
+        side: record of one process, or of the layout.
+        number: row of the step in the record.
+
+    Returns:
+        the step's number of targets / its clipping coefficient.
+    """
     row = side.rows[number]
     return row.targets / clip_coefficient(row.grad_norm, side.clip)
 
@@ -92,8 +103,20 @@ def norm_of(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-def solve_sums(sums: GradientSums, atoms: MicroBatchGradients | None) -> GradientShares | None:
-    """Return shares of the wrong gradients by micro-batch, or by rank if those are too similar."""
+def solve_micro_batch_shares(
+    sums: GradientSums, atoms: MicroBatchGradients | None
+) -> GradientShares | None:
+    """Solve for the factor of each micro-batch's gradient in the layout's wrong sum.
+
+    If the micro-batches' gradients are too similar, one factor per rank is solved.
+
+    Args:
+        sums: the right and the wrong gradients of the step.
+        atoms: right gradient of each micro-batch; None: unknown.
+
+    Returns:
+        factors and residual, which may be large (`accept_shares`); None without atoms.
+    """
     if atoms is None or not atoms.gradients:
         return None
     solved = solve_shares(sums.wrong, atoms, sums.names)
@@ -108,14 +131,14 @@ def solve_sums(sums: GradientSums, atoms: MicroBatchGradients | None) -> Gradien
 
 
 def accept_shares(solved: GradientShares | None) -> tuple[float, ...] | None:
-    """Return the shares, if they explain the gradient."""
+    """Return the factors by micro-batch, or None if their residual exceeds TOLERANCE."""
     if solved is None or solved.values is None or solved.residual > TOLERANCE:
         return None
     return solved.values
 
 
 def is_near(value: float, wanted: float) -> bool:
-    """Return whether two values are equal within the precision of the solution for shares."""
+    """Return True if two solved factors are equal within TOLERANCE."""
     return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
@@ -142,7 +165,7 @@ def group_values(
 
 
 def find_factor(sums: GradientSums, names: Sequence[str]) -> float | None:
-    """Return f if wrong = f · right, else None."""
+    """Return f if the wrong gradients are f times the right ones, else None."""
     dot = math.fsum(float((sums.wrong[n] * sums.right[n]).sum()) for n in names)
     square = math.fsum(norm_of(sums.right[n]) ** 2 for n in names)
     if not square or not math.isfinite(dot):

@@ -87,10 +87,11 @@ def largest_quantile_s(times: StepTimes, devices: int, share: float) -> float:
 
 
 def largest_mean_s(times: StepTimes, devices: int) -> float:
-    """Return the mean seconds of a step of n devices: ∫ Q(u^(1/n)) du, with u = exp(−exp(−g)).
+    """Return the expected seconds of the slowest of n devices in a synchronous step.
 
-    In g the integrand decays doubly exponentially, so a step width of 1 % gives all digits.
-    Exponential tails have the closed form mean + s·(H_n − 1), which the integral reproduces.
+    E[max] = ∫ Q(u^(1/n)) du, with the quantiles Q of one device and u = exp(−exp(−g)). In g the
+    integrand decays doubly exponentially, so a step width of 1 % gives all digits. Exponential
+    tails have the closed form mean + s·(H_n − 1), which the integral reproduces.
 
     >>> round(largest_mean_s(StepTimes(1.0, 0.1), 2), 6) == round(1 + 0.1 / math.sqrt(math.pi), 6)
     True

@@ -92,7 +92,13 @@ def timeline_lines(
 
 
 def columns_per_second(timelines: Sequence[Timeline], columns: int) -> float:
-    """Return columns per second: whole columns per shortest common duration if they fit.
+    """Return the scale of the drawn timelines: terminal columns per second.
+
+    If they fit, the shortest common duration of the spans gets a whole number of columns.
+
+    Args:
+        timelines: drawn on one scale.
+        columns: width of the longest one.
 
     >>> columns_per_second(
     ...     [

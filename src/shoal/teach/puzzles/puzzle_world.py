@@ -76,7 +76,19 @@ class _RankScheduler:
         return True
 
     def answer_request(self, ask: RankRequest) -> bool:
-        """Answer a request: post a message, or deliver one; `meet` answers collectives."""
+        """Do the send or receive that a rank requests, if possible now.
+
+        `run_collective` answers collectives.
+
+        Args:
+            ask: the request; its `answer` is set.
+
+        Returns:
+            True if it has an answer, so that the rank can go on.
+
+        Raises:
+            PlanError: the mailbox holds the message of another rank.
+        """
         if ask.what == "send" and ask.thing is not None:
             box = self.mailbox(ask.rank, ask.peer)
             if not (self.one and box):
@@ -96,7 +108,11 @@ class _RankScheduler:
         return self.mail.setdefault((0 if self.one else sender, taker), [])
 
     def run_collective(self) -> bool:
-        """Run the collective that all ranks request, if all request the same one."""
+        """Run the collective that all ranks request; return False if some rank requests none.
+
+        Raises:
+            PlanError: ranks request different collectives.
+        """
         asks = [ask for ask in self.asks.values() if ask is not None and ask.thing is not None]
         meeting = [ask for ask in asks if ask.what not in ("send", "receive") and not ask.answer]
         if len(meeting) < self.ranks:

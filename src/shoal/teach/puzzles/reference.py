@@ -118,7 +118,7 @@ def own_layers(m: PuzzleRank) -> range:
 
 
 async def pipeline(m: PuzzleRank) -> None:
-    """Solve puzzle 5: layers split over ranks, all batches travel together."""
+    """Solve puzzle 5: a pipeline of stages, through which the whole batch goes at once."""
     layers = own_layers(m)
     for layer in layers:
         m.load(layer)

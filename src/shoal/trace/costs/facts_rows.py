@@ -182,7 +182,11 @@ class UnitRows:
         return self.rows.setdefault("inputs", _Row("inputs", count=1, block=ROOT))
 
     def _claim(self, path: str, parameters: Any) -> tuple[int, int, int, str]:
-        """Count trained, plain, frozen elements not counted yet; name the owner of the others."""
+        """Count trained, plain (1-d) and frozen elements that no unit owns yet.
+
+        Returns:
+            (trained, plain, frozen, path of the unit that owns tied ones or "").
+        """
         trained = plain = frozen = 0
         tied_to = ""
         for parameter in parameters:
@@ -196,8 +200,8 @@ class UnitRows:
                 frozen += parameter.numel()
         return trained, plain, frozen, tied_to
 
-    def _claim_rest(self) -> None:
-        """Count parameters outside of units (positions, class tokens) and of uncalled units."""
+    def _claim_remaining_parameters(self) -> None:
+        """Add parameters that no call counted: outside of units, or of units never called."""
         inside = {id(p) for _, module in self.units for p in module.parameters()}
         loose = [p for p in self.twin.parameters() if id(p) not in inside]
         if loose:
@@ -230,7 +234,7 @@ class UnitRows:
 
     def model_facts(self, name: str, element_bytes: int, source: str) -> ModelFacts:
         """Convert the rows to facts, per unit and sample."""
-        self._claim_rest()
+        self._claim_remaining_parameters()
         self._blocks_by_calls()
         keys = sorted(self.rows, key=lambda key: key != "inputs")
         rows = [self.rows[key] for key in keys]

@@ -83,7 +83,7 @@ def guess_blocks(module: nn.Module) -> list[str]:
 
 
 class TrunkSearch:
-    """Walk from the root inwards, with the calls of one forward pass."""
+    """Search for a model's repeated blocks from its root inwards, by the calls of one pass."""
 
     def __init__(self, module: nn.Module, heard: Mapping[str, Sequence[torch.Size]]) -> None:
         self.module, self.heard = module, heard
@@ -96,7 +96,11 @@ class TrunkSearch:
         self.opened: set[Any] = set()
 
     def search(self) -> tuple[list[str], bool]:
-        """Return (names of the blocks, whether they are leaves)."""
+        """Find the repeated blocks of the module, else its single layers with parameters.
+
+        Returns:
+            (names of the blocks, True if they are single layers).
+        """
         while True:
             blocks, leaves = self.frontier(self.module)
             stacks = {

@@ -70,7 +70,11 @@ class KnownValues:
             del self._values[tensor]
 
     def _to_cpu(self, leaf: Any) -> Any:
-        """Return the same argument on the CPU."""
+        """Convert an argument to run its operation on the CPU: meta tensors to known values.
+
+        Args:
+            leaf: a meta tensor, a device or another value, which stays as it is.
+        """
         if isinstance(leaf, torch.Tensor):
             return self._values[leaf]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

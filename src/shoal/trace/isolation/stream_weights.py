@@ -70,7 +70,7 @@ def stream_weights(
 
 @contextmanager
 def share_first_weights(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Let layers of a list that have equal shapes all compute with the first layer's weights.
+    """Give equal layers of a list the first layer's parameter storage, until the context exits.
 
     For traces of dependencies, which would otherwise read all weights of a checkpoint. Each layer's
     tensors stay objects and storages of their own. Attributes do not count: layers with weights of

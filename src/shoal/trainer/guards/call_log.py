@@ -68,7 +68,7 @@ class CollectiveCallLog:
         if not self.depth:
             self.turn += 1
             if page is not None and self.size > 1:
-                page.call(self._page_key, self.turn, name.encode())
+                page.record_call_start(self._page_key, self.turn, name.encode())
             # In `finally: run.close()` the error is propagating already.
             if self._failed is not None and (name != "run.close" or sys.exc_info()[1] is None):
                 self._check_failed()
@@ -84,7 +84,7 @@ class CollectiveCallLog:
         finally:
             self.depth -= 1
             if page is not None and not self.depth:
-                page.returned()
+                page.record_call_end()
 
     @contextmanager
     def record_passes(self, *, alike: bool) -> Iterator[None]:

@@ -193,7 +193,7 @@ class ExternalWriteGuard(Guard):
         return {"uncounted": [float(self._uncounted)], "drift": self.drift.sums()}
 
     def invariants(self, step: int) -> Sequence[Invariant]:
-        """Return values that must be equal on ranks that train one model.
+        """Return the values that must be equal on all ranks that train one model.
 
         Written weights are read whole; others in part, in steps 1, 2, 4, 8, …
         """
@@ -214,10 +214,14 @@ class ExternalWriteGuard(Guard):
         return [*found, *self.drift.invariants()]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Check whether all ranks train the same model.
+        """Refuse the update if ranks hold different models, or if other code wrote to weights.
+
+        Args:
+            step: number of the step, from 1; 0: an evaluation.
+            numbers: the all-reduced `sums` and `invariants` of all ranks.
 
         Raises:
-            ConfigError: they do not; the same on all ranks.
+            ConfigError: the same on all ranks.
         """
         for one in [each for each in _all if each is not self]:  # losses may run other runs' models
             one._gradients = read_gradient_marks(one.checked_parameters)

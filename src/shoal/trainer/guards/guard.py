@@ -48,10 +48,14 @@ class Guard:
         return ()
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Check the sums of all ranks before the update.
+        """Check the all-reduced numbers of a step, and raise the same error on all ranks.
+
+        Args:
+            step: number of the step, from 1; 0: an evaluation.
+            numbers: the `sums` and `invariants` of all guards on all ranks.
 
         Raises:
-            ShoalError: a mistake was found; the same on all ranks.
+            ShoalError: a mistake was found, before the update.
         """
 
     def between(self, step: int) -> None:

@@ -83,7 +83,10 @@ def _describe_fullest_pool(run: Run) -> str:
 
 
 def _count_until_timeout(run: Run, times: int) -> Iterator[int]:
-    """Yield numbers below `times`, at least one, until the time limit (rank 0's, if all write)."""
+    """Yield 0, 1, … below `times`, and stop once SAMPLE_S seconds have passed.
+
+    At least one number comes. If all ranks generate together, rank 0's clock decides.
+    """
     began_s = time.perf_counter()
     for number in iter_with_progress("sample", times, range(times)):
         yield number

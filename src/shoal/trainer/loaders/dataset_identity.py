@@ -49,12 +49,17 @@ class LoadersView(Protocol):
 def replace_finished_loader(
     feed: LoadersView, loader: Any, dataset: Any, workers: int, collate: Any
 ) -> bool:
-    """Replace a loader that ended its epoch by a new loader over the same samples, if possible.
+    """Continue an ended loader's stream of samples with a new loader over the same samples.
 
     Every rank calls it. One rank compares the samples, and all ranks follow its decision.
 
+    Args:
+        feed: the run's loaders; the new loader takes the place of the ended one.
+        loader: the new loader over `dataset`.
+        dataset, workers, collate: its settings; all must equal those of the ended loader.
+
     Returns:
-        Whether the new loader continues the stream of an earlier one.
+        True if `loader` continues an earlier stream; False: it is a new stream.
     """
     if not isinstance(loader, IndexedLoader):
         return False

@@ -221,7 +221,10 @@ class RunLoaders:
         )
 
     def skip_samples(self, batch: StepBatch) -> tuple[int, int]:
-        """Exclude the samples from the loader's position to the end of a batch.
+        """Exclude the samples from the loader's position to a batch's end; return their start.
+
+        Args:
+            batch: a batch of one of the loaders.
 
         Returns:
             (first excluded position, samples of an epoch).
@@ -257,7 +260,7 @@ class RunLoaders:
     def held_out_batches(
         self, data: Any, workers: int, collate: Any, micro_batch: int = 0
     ) -> MicroBatches:
-        """Return micro-batches as `validation`, for a dataset, a list, or an iterable of samples.
+        """Return this rank's micro-batches of held-out data: a dataset, a list, or samples.
 
         Args:
             micro_batch: samples per forward pass; 0: as in training, or fewer if some ranks would

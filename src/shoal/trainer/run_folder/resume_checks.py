@@ -219,7 +219,7 @@ def digest_samples(dataset: Any, workers: int) -> list[str]:
 def read_in_fork(
     read: Callable[[Any], list[Any]], dataset: Any, workers: int, at_most_s: float = LOOK_AT_MOST_S
 ) -> list[Any]:
-    """Return the JSON result of `read` on a dataset; [] if it needs a process that cannot start.
+    """Return the JSON list of `read(dataset)`, run in a fork if the loader uses workers.
 
     Args:
         read: reads some samples.
@@ -228,6 +228,9 @@ def read_in_fork(
             too, since a dataset may open its files at the first read, and workers must find them
             closed.
         at_most_s: seconds to wait for that process.
+
+    Returns:
+        []: no process can be forked, or `read` failed or took longer than `at_most_s`.
     """
     if not workers:
         return read(dataset)

@@ -342,7 +342,16 @@ class ParameterServer:
         return self._finish_run(stopped=run.step_count < self.total)
 
     def _handle_arrival(self, arrived: Arrival, acks: dict[int, int]) -> None:
-        """Handle the arrival of a gradient, here or on another server, or the loss of a worker."""
+        """Process a message of the first server's inbox: a gradient has arrived, or a worker died.
+
+        Args:
+            arrived: worker, and its gradient here or the note of another server; `why`: it died.
+            acks: worker → number of servers that have its gradient, updated in place. Once all
+                have it, the gradient may be applied.
+
+        Raises:
+            ClusterError: another server failed, or no worker is left.
+        """
         worker = arrived.worker
         if worker < 0:
             raise ClusterError(arrived.why)

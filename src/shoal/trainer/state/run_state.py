@@ -271,7 +271,7 @@ def restore_run(run: CheckpointedRun, folder: Path, step: int | None = None) -> 
 
         _check_record(manifest, folder)
         with explain_config_changes(run, manifest.record):
-            _check_names(manifest, here, known)
+            _check_model_tensors(manifest, here, known)
             shards = _list_wanted_shards(manifest, here, local)
         if run.average is not None and "average_updates" in manifest.record:
             shards += _list_average_shards(manifest, local)
@@ -452,12 +452,15 @@ def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: 
     return bool(shape) and shape == shard.global_shape
 
 
-def _check_names(manifest: Manifest, here: dict[str, Part], known: set[str]) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the tensors of the whole model.
+def _check_model_tensors(manifest: Manifest, here: dict[str, Part], known: set[str]) -> None:
+    """Refuse a checkpoint unless its model tensors have this model's names, shapes and dtypes.
 
     Args:
         here: this rank's parts.
         known: names on all ranks: stages of a pipeline hold different ones.
+
+    Raises:
+        CheckpointError: names the first tensor that differs.
     """
     stored = {n.removeprefix(MODEL) for n in manifest.tensors if n.startswith(MODEL)}
     for name in sorted(stored ^ known):

@@ -94,7 +94,16 @@ class Experiment:
     def rank_inputs(
         self, labels: Sequence[Label], once: frozenset[int], rank: int, degree: int
     ) -> list[Tensor]:
-        """Return a rank's part of every tensor."""
+        """Make a rank's inputs of the call from the whole tensors, as the labels say.
+
+        Args:
+            labels: label of each tensor: split, whole, or a summand over the ranks.
+            once: positions of the tensors that rank 0 has whole, and the other ranks as zeros.
+            rank, degree: rank on the axis, and number of its ranks.
+
+        Returns:
+            one tensor per label.
+        """
         held = []
         for k, (value, label) in enumerate(zip(self.values, labels, strict=True)):
             if k in once:
@@ -108,7 +117,7 @@ class Experiment:
     def rerun(
         self, template: Any, held: list[Tensor], labels: Sequence[Label], rank: int, degree: int
     ) -> Any:
-        """Return a rank's result; None if it fails or leaves other values in buffers."""
+        """Return the call's result on a rank's inputs; None if it fails or leaves other buffers."""
         mine = _copy_mutable(self.call, held)
         result = run_call(self.call, template, mine)
         if result is None:

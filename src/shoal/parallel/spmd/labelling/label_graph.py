@@ -185,7 +185,7 @@ class Labelling:
     def rule_for(
         self, node: fx.Node, wants: Sequence[Label], once: frozenset[int] = frozenset()
     ) -> LabelRule | None:
-        """Return the rule for an operation whose inputs have these labels."""
+        """Return the rule for an operation whose inputs have the labels `wants`; None: none."""
         if all(label == WHOLE for label in wants) and not once:
             value: Any = node.meta.get("val")
             many = isinstance(value, list | tuple)
@@ -231,7 +231,7 @@ class Labelling:
         return OperationStep(wants, rule)
 
     def _keep_partial(self, node: fx.Node, slots: list[fx.Node]) -> bool:
-        """Keep sums that only go into other sums partial; return whether it did."""
+        """Keep the result of summands only (Partial) a summand too; return True if that is done."""
         if not all(isinstance(self.label(one), Partial) for one in slots):
             return False
         if any(len(one.users) > 1 for one in slots) or is_in_place(node):
@@ -252,14 +252,14 @@ class Labelling:
         if undecided:
             if is_opaque(node.target):
                 from shoal.parallel.spmd.labelling.opaque_weights import (
-                    choose,  # few models have such parts
+                    choose_parameter_labels,  # few models have such parts
                 )
             else:
                 from shoal.parallel.spmd.labelling.weight_cuts import (
-                    choose,  # under cp all weights are whole: none is undecided
+                    choose_parameter_labels,  # under cp all weights are whole: none is undecided
                 )
 
-            step = choose(self, node, values, undecided)
+            step = choose_parameter_labels(self, node, values, undecided)
             if step is not None:
                 return step
         self.parameters.update(dict.fromkeys(undecided, WHOLE))
@@ -335,7 +335,14 @@ class Labelling:
             self._record_costly_sum(node, used)
 
     def _record_costly_sum(self, node: fx.Node, used: list[fx.Node]) -> None:
-        """Record a conflict for a sum that no weight needs, unless it is small (mean of a norm)."""
+        """Count a sum over ranks that no weight requires, and record a conflict if it is large.
+
+        Large is more than 1 / SMALL of its largest split input; the mean of a norm is smaller.
+
+        Args:
+            node: the operation whose result is a summand on each rank.
+            used: its inputs that are not whole.
+        """
         size = self.problem.size(node)
         split = [one for one in used if isinstance(self.label(one), Split | Tiled)]
         self.summed += size if split else 0

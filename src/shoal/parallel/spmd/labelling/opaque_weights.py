@@ -38,13 +38,13 @@ MOST_PARAMETERS = 6
 """Largest number of parameters; a part with more is split by its children."""
 
 
-def choose(
+def choose_parameter_labels(
     labelling: WeightLabelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
 ) -> OperationStep | None:
-    """Choose the labels of all parameters of an opaque part; None: the parameters stay whole.
+    """Choose labels of all parameters of an opaque part by trials; None: leave them whole.
 
     Args:
-        values, undecided: as for `weight_cuts.choose`.
+        values, undecided: as for `weight_cuts.choose_parameter_labels`.
     """
     slots = labelling.problem.input_nodes(node)
     wants = [

@@ -150,7 +150,15 @@ def list_segments(labels: Sequence[Label | None]) -> list[Groups]:
 
 
 def _candidate_segments(size: int, known: Sequence[Groups]) -> list[Groups]:
-    """Return segments to try: the known ones, then the divisors of a part's size."""
+    """List segmentations to try for a cut dim: the known ones, then equal segments.
+
+    Args:
+        size: size of a rank's part of the dim.
+        known: segmentations of the inputs: a count, or relative sizes.
+
+    Returns:
+        those by which `size` divides, each once.
+    """
     every = [g for g in range(1, size + 1) if size % g == 0][:MOST_GROUPS]
     return [g for g in dict.fromkeys([*known, *every]) if segment_sizes(size, g)]
 

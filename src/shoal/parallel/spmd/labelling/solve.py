@@ -156,7 +156,7 @@ class _Search:
         ]
 
     def _candidate_segments(self, name: str) -> list[Groups]:
-        """Return the segments in which a fused weight is tried."""
+        """List segmentations to try for a fused weight (QKV): those of the layer, then SEGMENTS."""
         shape = self.problem.by_name[name].meta["val"].shape
         told = [groups for size in shape for groups in self.taken_apart.get(size, ())]
         return list(dict.fromkeys([*told, *SEGMENTS]))

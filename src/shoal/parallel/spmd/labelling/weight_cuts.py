@@ -45,14 +45,19 @@ class WeightLabelling(Protocol):
         """Return whether gathering this value costs little."""
 
 
-def choose(
+def choose_parameter_labels(
     labelling: WeightLabelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
 ) -> OperationStep | None:
-    """Choose labels of an operation's undecided parameters; None: whole parameters are better.
+    """Choose labels of an operation's undecided weights by trials; None: leave them whole.
 
     Args:
+        labelling: receives the chosen labels.
+        node: the operation.
         values: labels of the operation's tensors, None for weights.
         undecided: shapes of the undecided parameters, by name.
+
+    Returns:
+        the operation's step with these labels.
     """
     matrices = {name: shape for name, shape in undecided.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in undecided.items() if len(shape) <= 1}
@@ -122,7 +127,7 @@ def resolve_slot_labels(
 def _try_labels(
     labelling: WeightLabelling, node: fx.Node, values: list[Any], given: Mapping[str, Label | None]
 ) -> OperationStep | None:
-    """Keep these labels of parameters if there is a rule for them."""
+    """Record these labels of parameters and return the step, if there is a rule for them."""
     slots = labelling.problem.input_nodes(node)
     labels = {name: label or WHOLE for name, label in given.items()}
     if (asked := resolve_slot_labels(labelling, slots, values, given)) is None:
