@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.base import moved_modules
 
-__version__ = "0.1.1"
+__version__ = "0.2.0"
 
 _HOMES = {
     "CheckpointError": "shoal.base.errors",

@@ -65,7 +65,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "deadlines": ("python benchmarks/deadlines.py",),
     "tests": ("heavy -m pytest -m proof",),
     "counts": ("python tests/proof/hf_counts.py",),
-    "versions": ("make test-versions",),
+    "versions": ("make test-versions", "heavy tests/proof/public_names.py"),
+    "touch": ("python tests/touch/touch_map.py",),
+    "mends": ("python tests/proof/mends.py",),
 }
 """Name of a part → its commands. `faults`: also the siblings of each silent fault that was mended."""
 

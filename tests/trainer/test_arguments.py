@@ -78,7 +78,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     [
         ({"batch_size": 4}, "run.loader has no argument batch_size; try: shoal.parallelize(…, batch=…)"),
         ({"num_workers": 4}, "run.loader has no argument num_workers; try: workers"),
-        ({"shuffle": True}, "run.loader has no argument shuffle; try: the order is drawn anew every epoch, by the seed of shoal.parallelize"),
+        ({"shuffle": True}, "run.loader has no argument shuffle; leave it out: the order is drawn anew every epoch, by the seed of shoal.parallelize"),
         ({"pin_memory": True}, "run.loader has no argument pin_memory; there are dataset, workers, collate"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -88,12 +88,16 @@ LONGEST = 80
 
 
 def shorten(text: str) -> str:
-    """Truncate a text of over 80 characters to 80 and a note of its length.
+    """Truncate a text of over 100 characters to 80 and a note of its length.
 
     >>> shorten("bf16"), shorten("x" * 5000)[-24:]
     ('bf16', 'xxxxx… (5000 characters)')
     """
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= LONGEST + len("… (5000 characters)") + 1
+        else f"{text[:LONGEST]}… ({len(text)} characters)"
+    )
 
 
 def format_choice_error(

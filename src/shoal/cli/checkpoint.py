@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from shoal.wire.phases import phase
 if TYPE_CHECKING:  # these modules import torch
     from shoal.checkpoint.export.export_file import ExportTensors
     from shoal.checkpoint.export.export_folder import HubTranslation
+    from shoal.checkpoint.foreign.import_weights import ImportResult
 
 app = typer.Typer(
     help="List, verify and export the checkpoints of a run; import other tools'.",
@@ -35,6 +36,7 @@ OUT = typer.Argument(
 AVERAGED = typer.Option(False, "--average", help="The averaged weights (optimizer.average).")
 ADAPTER = typer.Option(False, "--adapter", help="The adapters of peft alone, as peft's folder.")
 
+JSON = typer.Option(False, "--json", help="One JSON document instead of lines.")
 SOURCE = typer.Argument(
     ...,
     help="A folder of transformers, DCP or DeepSpeed, or one file of safetensors or torch.save.",
@@ -44,45 +46,68 @@ KEY = typer.Option("", help="Which part is the model, where several could be, as
 
 
 @app.command("list")
-def list_(path: Path = RUN) -> None:
+def list_(path: Path = RUN, as_json: bool = JSON) -> None:
     """Show the complete checkpoints of a run, newest first, then those of its tags."""
     from shoal.base.text.units import bytes_text
     from shoal.checkpoint.format.listing import read_manifest
 
+    rows: list[dict[str, object]] = []
     for step_folder in list_run_checkpoints(path, tags=True):
         try:
             manifest = read_manifest(step_folder)
         except CheckpointError as failure:
-            typer.echo(f"{step_folder}  damaged: {failure}")
+            rows.append({"path": str(step_folder), "damaged": str(failure)})
+            if not as_json:
+                typer.echo(f"{step_folder}  damaged: {failure}")
             continue
-        record = manifest.record
-        typer.echo(
-            f"{step_folder}  step {manifest.step}  {bytes_text(manifest.size_bytes)}  "
-            f"{len(manifest.tensors)} tensors  {record.get('layout', '')}"
+        layout = manifest.record.get("layout", "")
+        rows.append(
+            {
+                "path": str(step_folder),
+                "step": manifest.step,
+                "bytes": manifest.size_bytes,
+                "tensors": len(manifest.tensors),
+                "layout": layout,
+            }
         )
+        if not as_json:
+            typer.echo(
+                f"{step_folder}  step {manifest.step}  {bytes_text(manifest.size_bytes)}  "
+                f"{len(manifest.tensors)} tensors  {layout}"
+            )
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
 
 
 @app.command()
-def verify(path: Path = RUN) -> None:
+def verify(path: Path = RUN, as_json: bool = JSON) -> None:
     """Read every byte, of tags too, and compare with its hash; exit status 2 if any differs."""
     from shoal.checkpoint.format import listing
     from shoal.checkpoint.format.checkpoint_faults import short_path
 
-    damaged = 0
+    found: dict[str, list[str]] = {}
     for step_folder in list_run_checkpoints(path, tags=True):
-        problems = listing.verify(step_folder)
-        damaged += bool(problems)
-        for problem in problems:
-            typer.echo(problem.replace(short_path(step_folder), str(step_folder), 1))
-        if not problems:
-            typer.echo(f"{step_folder}: every byte is as it was written")
-    if damaged:
+        short = short_path(step_folder)
+        found[str(step_folder)] = problems = [
+            problem.replace(short, str(step_folder), 1) for problem in listing.verify(step_folder)
+        ]
+        if not as_json:
+            for line in problems or [f"{step_folder}: every byte is as it was written"]:
+                typer.echo(line)
+    if as_json:
+        told = [{"path": one, "problems": problems} for one, problems in found.items()]
+        typer.echo(json.dumps(told, indent=1))
+    if any(found.values()):
         raise typer.Exit(2)
 
 
 @app.command()
 def export(
-    path: Path = RUN, out: Path = OUT, average: bool = AVERAGED, adapter: bool = ADAPTER
+    path: Path = RUN,
+    out: Path = OUT,
+    average: bool = AVERAGED,
+    adapter: bool = ADAPTER,
+    as_json: bool = JSON,
 ) -> None:
     """Write the model of the newest checkpoint as a folder for from_pretrained, or as one file.
 
@@ -96,17 +121,19 @@ def export(
 
     _check_export_path(out)
     newest = list_run_checkpoints(path)[0]
-    with show_phases(sys.stdout):
-        told = (
+    with show_phases(sys.stderr if as_json else sys.stdout):
+        line, facts = (
             _export_adapter(newest, out, average)
             if adapter
             else _export_model(newest, out, average)
         )
-    typer.echo(told)
+    typer.echo(json.dumps({"path": str(out), "from": str(newest), **facts}) if as_json else line)
 
 
 @app.command("import")
-def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> None:
+def import_(
+    source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY, as_json: bool = JSON
+) -> None:
     """Write the weights that another tool saved as model.safetensors, bit for bit.
 
     Pickles are read as data: nothing in them is executed. The configuration and the tokenizer of
@@ -117,8 +144,11 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
     from shoal.checkpoint.foreign.import_weights import import_weights
     from shoal.view.phase_lines import show_phases
 
-    with show_phases(sys.stdout):
+    with show_phases(sys.stderr if as_json else sys.stdout):
         done = import_weights(source, folder, key)
+    if as_json:
+        typer.echo(json.dumps(_import_facts(done)))
+        return
     for line in done.said:
         typer.echo(line)
     typer.echo(
@@ -134,17 +164,28 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
         )
 
 
-def _export_model(newest: Path, out: Path, average: bool) -> str:
-    """Export a checkpoint's model and return the line that reports it."""
+def _import_facts(done: ImportResult) -> dict[str, object]:
+    """Return the result of an import as --json prints it."""
+    return {
+        "path": str(done.file),
+        "bytes": done.size_bytes,
+        "tensors": done.tensors,
+        "kind": done.kind,
+        "beside": sorted(done.beside),
+        "notices": list(done.said),
+    }
+
+
+def _export_model(newest: Path, out: Path, average: bool) -> tuple[str, dict[str, Any]]:
+    """Export a checkpoint's model; return the lines that report it, and the facts for --json."""
     from shoal.base.text.units import bytes_text
 
     with phase("import"):
         from shoal.checkpoint.export import export_file, export_folder
     if out.suffix == ".safetensors" and not out.is_dir():
-        return (
-            f"{out}: {bytes_text(export_file.export_file(newest, out, average=average))} "
-            f"from {newest}"
-        )
+        size_bytes = export_file.export_file(newest, out, average=average)
+        line = f"{out}: {bytes_text(size_bytes)} from {newest}"
+        return line, {"bytes": size_bytes, "files": [out.name], "notices": []}
     from shoal.checkpoint.format.hub_folder import TOKENIZER
 
     translated = _translate_llama(newest)
@@ -153,21 +194,24 @@ def _export_model(newest: Path, out: Path, average: bool) -> str:
         newest, out, average=average, translated=translated, merged=whole
     )
     line = f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
+    notice = ""
     if written.has_config and TOKENIZER in written.files and translated is None:
         from shoal.models.huggingface import describe_tokenizer_mismatch
 
         with phase("tokenizer"):
-            return "\n".join(filter(None, (line, describe_tokenizer_mismatch(out))))
-    if written.has_config:
-        return line
-    return (
-        f"{line}\nno config.json: the run keeps none in hub/, as its model is none of transformers "
-        f"(or was saved by an earlier Shoal); the weights have the names of its own module"
-    )
+            notice = describe_tokenizer_mismatch(out)
+    elif not written.has_config:
+        notice = (
+            "no config.json: the run keeps none in hub/, as its model is none of transformers "
+            "(or was saved by an earlier Shoal); the weights have the names of its own module"
+        )
+    facts = {"bytes": written.size_bytes, "files": list(written.files)}
+    notices = [notice] if notice else []
+    return "\n".join([line, *notices]), {**facts, "notices": notices}
 
 
-def _export_adapter(newest: Path, out: Path, average: bool) -> str:
-    """Export a checkpoint's adapters and return the line that reports it.
+def _export_adapter(newest: Path, out: Path, average: bool) -> tuple[str, dict[str, Any]]:
+    """Export a checkpoint's adapters; return the line that reports it, and the facts for --json.
 
     Raises:
         ConfigError: `out` is one file; adapters are written as a folder.
@@ -181,7 +225,8 @@ def _export_adapter(newest: Path, out: Path, average: bool) -> str:
     with phase("import"):
         from shoal.checkpoint.export.export_adapter import export_adapter
     written = export_adapter(newest, out, average=average)
-    return f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
+    line = f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
+    return line, {"bytes": written.size_bytes, "files": list(written.files), "notices": []}
 
 
 def _merge_adapters(newest: Path, average: bool) -> ExportTensors | None:

@@ -37,6 +37,7 @@ OUT = typer.Option(Path("run.toml"), "--out", metavar="FILE", help="What to writ
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """ZeRO stages → names of layouts in run.toml."""
 
+JSON = typer.Option(False, "--json", help="Path, values and report as one JSON document.")
 FACADE = "the facade's own"
 
 
@@ -46,7 +47,13 @@ def options() -> None:
 
 
 @app.command("import")
-def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: Path = OUT) -> None:
+def import_(
+    file: str = FILE,
+    processes: int = PROCESSES,
+    era: str = ERA,
+    out: Path = OUT,
+    as_json: bool = JSON,
+) -> None:
     """Write DeepSpeed's or Accelerate's configuration as a run.toml; tell what became of each key.
 
     Exit status: 0 written, 2 a key or a value that is not here, with the nearest that is.
@@ -63,6 +70,9 @@ def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: P
     words = {key: toml_value(value) for key, value in values.items()}
     load_config(None, [f"{key}={word}" for key, word in words.items()])  # refuses bad values
     write_atomically(out, _toml_text(words))
+    if as_json:
+        typer.echo(json.dumps({"path": str(out), "values": values, "report": lines}))
+        return
     for line in lines:
         typer.echo(line)
     typer.echo(f"{out}: {' '.join(f'{key}={word}' for key, word in words.items())}")

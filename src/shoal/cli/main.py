@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from shoal import __version__
 from shoal.base.errors import ShoalError
@@ -22,6 +24,7 @@ from shoal.cli import (
     compare,
     config_import,
     diagnose,
+    docs,
     doctor,
     find,
     launch,
@@ -35,9 +38,52 @@ from shoal.cli import (
 )
 from shoal.cli.terminal import GOES_ON, OutputLostError, Terminal, check_encoding, output_lost_text
 
+HEADINGS = {
+    "Train": {
+        "train": "Train a model, from run.toml and section.key=value.",
+        "run": "Run a script of Accelerate, DeepSpeed or Lightning as it is.",
+        "sample": "Write on from a prompt with a run's newest checkpoint.",
+    },
+    "Before a run": {
+        "plan": "Rank layouts: step time, memory, what fills it.",
+        "find": "Try learning rates, or the largest micro-batch.",
+        "compare": "Measure layouts × process counts in one table.",
+        "prove": "Compare a layout with one process, on your model.",
+        "simulate": "Draw a technique, or calculate a formula.",
+    },
+    "The machine": {
+        "doctor": "Check clock, disk, memory, processes and devices.",
+        "links": "Measure the collectives between processes.",
+    },
+    "After a run": {
+        "diagnose": "Name what went wrong, on which rank, what to try.",
+        "checkpoint": "List, verify, export and import checkpoints.",
+    },
+    "Other tools": {
+        "launch": "Write a job for Slurm or Kubernetes, or start by SSH.",
+        "config": "Import a configuration of DeepSpeed or Accelerate.",
+        "docs": "List the pages of the documentation, or print one.",
+    },
+}
+"""Heading of `shoal --help` → its verbs in the order in which a user meets them, in a line each."""
+
+
+class GroupedVerbs(TyperGroup):
+    """The verbs of `shoal --help` under their headings."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each heading with its verbs."""
+        width = max(map(len, self.commands))
+        for heading, verbs in HEADINGS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(verb.ljust(width), line) for verb, line in verbs.items()])
+
+
 app = typer.Typer(
+    cls=GroupedVerbs,
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
-    "First run: shoal train (a small Llama on the Python standard library's source text).",
+    "First run: shoal train (a small Llama on the Python standard library's source text).\n\n"
+    "Pages: shoal docs. One verb: shoal VERB --help.",
     rich_markup_mode=None,
     add_completion=False,
     no_args_is_help=True,
@@ -92,6 +138,7 @@ def _keys_help() -> str | None:
 app.command("train", epilog=_keys_help())(train.train)
 app.command("compare")(compare.compare)
 app.command("diagnose")(diagnose.diagnose)
+app.command("docs")(docs.docs)
 app.command("doctor")(doctor.doctor)
 app.command("links")(links.links)
 app.command("plan")(plan.plan)
@@ -112,7 +159,9 @@ for _name, _group in GROUPS.items():
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"shoal {__version__}")
+        from shoal.base.runlog.environment import package_digest
+
+        typer.echo(f"shoal {__version__} (source {package_digest()[:12]})")
         raise typer.Exit
 
 

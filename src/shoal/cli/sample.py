@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ SEED = typer.Option(0, "--seed", help="Of the draws.")
 CHAT = typer.Option(
     False, "--chat", help="The prompt is a user's turn; given is the answer (data.source=jsonl:…)."
 )
+JSON = typer.Option(False, "--json", help="Prompt, text and checkpoint as one JSON document.")
 AVERAGED = typer.Option(False, "--average", help="The averaged weights (optimizer.average).")
 
 
@@ -31,6 +33,7 @@ def sample(
     seed: int = SEED,
     chat: bool = CHAT,
     average: bool = AVERAGED,
+    as_json: bool = JSON,
     trust: bool = TRUST,
 ) -> None:
     """Open the newest checkpoint of a run on text, and write on from a prompt.
@@ -62,4 +65,8 @@ def sample(
             chat=chat,
             average=average,
         )
-    typer.echo(text)
+    if as_json:
+        told = {"checkpoint": str(checkpoint), "prompt": prompt, "text": text}
+        typer.echo(json.dumps(told))
+    else:
+        typer.echo(text)

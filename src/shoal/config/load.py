@@ -28,7 +28,9 @@ from shoal.base.layouts.policies import (
     check_value,
 )
 from shoal.base.layouts.schedule_names import canonical_schedule
+from shoal.base.pretrained_folders import TOKENIZER, has_weights
 from shoal.base.validation_size import check_validation_samples
+from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, keys
 
 ALIASES = {
@@ -105,10 +107,46 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> LoadedConfi
             )
         _set_key(loaded, section, key, _parse_value(value_text), "command line")
     _apply_strategy_override(loaded)
+    _apply_length_override(loaded)
+    _take_model_tokenizer(loaded)
     if loaded.config.data.packing == "on":  # packed rows pass their positions by name
         loaded.replace("model", "of data.packing", call="kwargs")
     _check_values(loaded.config)
     return loaded
+
+
+def _apply_length_override(loaded: LoadedConfig) -> None:
+    """Reset the file's train.epochs if the command line has train.steps, or the reverse."""
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        said = loaded.origins.get(f"train.{key}") == "command line"
+        held = loaded.origins.get(f"train.{other}", "command line") != "command line"
+        if said and held and getattr(loaded.config.train, key):
+            loaded.replace("train", "default", **{other: 0})
+
+
+def _take_model_tokenizer(loaded: LoadedConfig) -> None:
+    """Set data.tokenizer to that of a pretrained `hf:FOLDER`, whose weights know no other ids.
+
+    A tokenizer that the user gives stays; a notice names one that is trained anew.
+    """
+    config = loaded.config
+    name = config.model.name
+    source = config.data.source.partition(":")[0]
+    if config.model.build or not name.startswith("hf:") or source not in (*TEXTS, "mix"):
+        return
+    folder = Path(name.removeprefix("hf:")).expanduser()
+    if not has_weights(folder):
+        return
+    path, spec = folder / TOKENIZER, config.data.tokenizer
+    if "data.tokenizer" not in loaded.origins and path.is_file():
+        loaded.replace("data", "of model.name", tokenizer=str(path))
+        loaded.notices.append(f"data.tokenizer = {path}: the one of the weights in {folder}")
+    elif spec.startswith("bpe:"):
+        nearest = str(path) if path.is_file() else "the tokenizer.json of that model"
+        loaded.notices.append(
+            f"data.tokenizer = {spec}: is trained on this text, and the weights in {folder} know "
+            f"other ids; try: data.tokenizer={nearest}"
+        )
 
 
 SHAPES = (*(axis for axis in AXES[1:]), "ep", "zero", "threads", "schedule", "chunks")

@@ -138,7 +138,12 @@ class World:
         return self.rank == (self.keepers[self.rank] if self.keepers else 0)
 
     def all_reduce(self, tensor: torch.Tensor, *, wait: bool = True) -> dist.Work | None:
-        """All-reduce a tensor by sum, in place; `wait=False` returns the pending work."""
+        """All-reduce a tensor by sum, in place; `wait=False` returns the pending work.
+
+        Args:
+            tensor: overwritten by the sum; the same shape and dtype on all ranks.
+            wait: return when the sum is there; False: return the pending work.
+        """
         if self.group is None:
             return None
         self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
@@ -166,7 +171,12 @@ class World:
         return reduce_scatter(tensor, cuts, self.rank, self.group)
 
     def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> dist.Work | None:
-        """All-gather a flat tensor in place, of which each rank holds a part; may be unequal."""
+        """All-gather a flat tensor in place, of which each rank holds a part; may be unequal.
+
+        Args:
+            tensor: flat, [n]; this rank's part is filled, and the others are overwritten.
+            cuts: boundaries of the ranks' parts, size + 1 of them, from 0 to n.
+        """
         if self.group is None:
             return None
         from shoal.fabric.collectives.uneven_collectives import all_gather_parts
@@ -175,7 +185,11 @@ class World:
         return all_gather_parts(tensor, cuts, self.rank, self.group)
 
     def all_reduce_max(self, number: int) -> int:
-        """All-reduce a number by maximum over ranks."""
+        """All-reduce a number by maximum over ranks.
+
+        Args:
+            number: this rank's.
+        """
         if self.group is None:
             return number
         told = torch.tensor([number], device=self.messages)
@@ -185,7 +199,11 @@ class World:
         return int(told.item())
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gather one equal-shaped tensor of every rank: [...] → [size, ...]."""
+        """All-gather one equal-shaped tensor of every rank: [...] → [size, ...].
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+        """
         if self.group is None:
             return tensor.unsqueeze(0).clone()
         out = tensor.new_empty(self.size * tensor.numel())
@@ -195,7 +213,11 @@ class World:
         return out.view(self.size, *tensor.shape)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Gather one equal-shaped tensor of every rank: [size, ...] on rank 0, else None."""
+        """Gather one equal-shaped tensor of every rank: [size, ...] on rank 0, else None.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+        """
         if self.group is None:
             return tensor.unsqueeze(0).clone()
         out = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
@@ -207,7 +229,12 @@ class World:
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Overwrite a tensor with that of rank `source`, in place."""
+        """Overwrite a tensor with that of rank `source`, in place.
+
+        Args:
+            tensor: read on rank `source`, overwritten on the others.
+            source: a rank of this world.
+        """
         if self.group is None:
             return
         size_bytes = tensor.numel() * tensor.element_size()
@@ -216,7 +243,11 @@ class World:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
     def all_reduce_min(self, tensor: torch.Tensor) -> None:
-        """All-reduce a tensor by minimum over ranks, in place."""
+        """All-reduce a tensor by minimum over ranks, in place.
+
+        Args:
+            tensor: overwritten by the minimum.
+        """
         if self.group is not None:
             self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
             with self.traffic.waiting():
@@ -227,27 +258,47 @@ class World:
 
         Use it for short messages that differ between ranks. Compare (`differing`) or broadcast
         (`broadcast_json`) messages that grow with the model and are equal on all ranks.
+
+        Args:
+            message: what JSON can hold; lengths may differ between ranks.
         """
         if self.group is None:
             return [json.loads(json.dumps(message))]
         return json_messages.gather_json(self, message)
 
     def broadcast_json(self, message: Any, source: int = 0) -> Any:
-        """Broadcast rank `source`'s JSON message and return it on every rank."""
+        """Broadcast rank `source`'s JSON message and return it on every rank.
+
+        Args:
+            message: what JSON can hold; read on rank `source` alone.
+            source: a rank of this world.
+        """
         if self.group is None:
             return json.loads(json.dumps(message))
         return json_messages.broadcast_json(self, message, source)
 
     def find_differing_rank(self, message: Any) -> tuple[int, Any, Any] | None:
-        """Return (rank, rank 0's message, its own) of the first rank that differs, else None."""
+        """Return (rank, rank 0's message, its own) of the first rank that differs, else None.
+
+        Args:
+            message: what JSON can hold; its hash is compared first.
+        """
         return None if self.group is None else json_messages.find_differing_rank(self, message)
 
     def find_differing_indices(self, numbers: Sequence[int]) -> list[int]:
-        """Return the indices at which ranks' integers differ; every rank must pass as many."""
+        """Return the indices at which ranks' integers differ; every rank must pass as many.
+
+        Args:
+            numbers: integers of 64 bits, as many on every rank.
+        """
         return [] if self.group is None else json_messages.find_differing_indices(self, numbers)
 
     def all_true(self, flag: bool) -> bool:
-        """Return whether the flag is true on every rank; all ranks get the same answer."""
+        """Return whether the flag is true on every rank; all ranks get the same answer.
+
+        Args:
+            flag: this rank's.
+        """
         if self.group is None:
             return flag
         falses = torch.tensor([0 if flag else 1], device=self.messages)
@@ -259,6 +310,9 @@ class World:
 
         Use it for work that is prepared once per machine (data, a cache) and may take hours. The
         other ranks wait at the store, since the deadline of a collective is for peers that hang.
+
+        Args:
+            work: a function without arguments.
         """
         if self.size == 1 or self.store is None:
             return self._local_first_by_barrier(work)
@@ -275,6 +329,9 @@ class World:
         """Run `work()` on each machine's local rank 0; return its JSON value on all ranks there.
 
         It may take hours, as in `run_local_first`; if it raises, the others get None.
+
+        Args:
+            work: a function without arguments, whose value JSON can hold.
         """
         first = self.rank - self.local_rank
         if self.size == 1 or self.store is None:

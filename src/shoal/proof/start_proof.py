@@ -34,6 +34,7 @@ from shoal.base.errors import ShoalError, TrainingError
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import cache_folder, write_atomically
 from shoal.base.runlog.damaged_lines import read_object
+from shoal.base.runlog.environment import package_digest
 from shoal.base.text.units import seconds_text
 from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.config.sections import Config
@@ -306,7 +307,7 @@ def proof_key(case: ProofCase, module: nn.Module, world: World) -> str:
         hash_source(case.loss),
         hash_source(case.collate),
         min(case.plan.micro_batch, 2),
-        hash_own_source(),
+        package_digest(),
         layout if isinstance(layout, str) else dict(layout),
         dict(case.policies),
         world.size,
@@ -329,14 +330,6 @@ def model_parts(module: nn.Module) -> list[Any]:
         for part in module.modules()
     ]
     return [tensors, repr(module), code, settings]
-
-
-def hash_own_source() -> str:
-    """Return a hash of Shoal's own source: an edited layout is another layout."""
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def hash_source(thing: Any) -> str:

@@ -27,18 +27,93 @@ COUNTS: Mapping[str, int] = {"batch": DEFAULT_BATCH, "micro_batch": 4}
 
 OF_THE_OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"
 
+LEAVE_OUT = "leave it out"
+
 ELSEWHERE = {
-    "batch_size": "batch",
-    "train_batch_size": "batch",
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), OF_THE_OPTIMIZER),
-    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "for epoch in run.epochs(…)"),
-    **dict.fromkeys(("num_workers", "workers", "shuffle"), "run.loader(dataset, …)"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "micro_batch"),
+    **dict.fromkeys(
+        ("lr", "learning_rate", "weight_decay", "betas", "momentum", "optim"), OF_THE_OPTIMIZER
+    ),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "max_epochs", "num_train_epochs"), "for epoch in run.epochs(…)"
+    ),
+    **dict.fromkeys(
+        ("num_workers", "workers", "shuffle", "collate_fn", "collate", "drop_last", "dataset",
+         "data", "dataloader", "train_dataset", "train_loader", "sampler"),
+        "run.loader(dataset, …)",
+    ),
+    **dict.fromkeys(
+        ("eval_dataset", "val_loader", "validation", "eval_loader"), "run.evaluate(dataset)"
+    ),
     **dict.fromkeys(("steps", "max_steps"), "total_steps, for a schedule; the loop is yours"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip", "clip_norm"), "clip"),
-    "gradient_accumulation_steps": "batch and micro_batch",
-    **dict.fromkeys(("mixed_precision", "dtype", "fp16", "bf16"), "precision"),
-    "strategy": "layout",
-}
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clipping", "grad_clip", "clip_norm", "clip_grad_norm",
+         "clip_grad", "gradient_clip_val", "max_norm"),
+        "clip",
+    ),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum",
+         "accumulation_steps", "accumulate"),
+        "batch and micro_batch",
+    ),
+    **dict.fromkeys(
+        ("mixed_precision", "dtype", "fp16", "bf16", "amp", "autocast", "half", "torch_dtype"),
+        "precision",
+    ),
+    **dict.fromkeys(
+        ("strategy", "parallel", "parallelism", "ddp", "fsdp", "zero", "tp", "pp",
+         "tensor_parallel", "pipeline_parallel", "sharding", "mesh", "device_mesh"),
+        'layout="fsdp", or layout={"tp": 2, "dp_shard": 2}',
+    ),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function", "objective"), "loss"),
+    **dict.fromkeys(("ema", "ema_decay", "swa", "moving_average"), "average=0.999"),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler", "lr_schedule"),
+        "set the rate in the loop, or schedule=shoal.OptimizerPolicy(…) with total_steps",
+    ),
+    "warmup_steps": "schedule=shoal.OptimizerPolicy(schedule=…, warmup_steps=…) with total_steps",
+    **dict.fromkeys(
+        ("world_size", "nproc", "num_processes", "processes", "gpus", "num_gpus", "devices",
+         "num_nodes", "nodes", "rank", "local_rank"),
+        "torchrun --nproc-per-node N, which says how many processes there are",
+    ),
+    **dict.fromkeys(
+        ("device", "backend", "accelerator"),
+        f"{LEAVE_OUT}: a run uses the accelerator that is visible, else the CPU",
+    ),
+    **dict.fromkeys(
+        ("checkpoint", "checkpoint_dir", "output_dir", "save_dir", "log_dir", "run_dir", "path",
+         "logging_dir", "save_path", "ckpt", "ckpt_path", "checkpoint_path"),
+        'folder="runs/x", then run.save() and run.restore()',
+    ),
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint", "resume_from", "load", "restore"),
+        'run.restore(), with folder="runs/x"',
+    ),
+    **dict.fromkeys(
+        ("save_every", "save_steps", "save_interval", "save_total_limit", "checkpoint_every"),
+        "run.save() in the loop; keep=N keeps the newest N",
+    ),
+    **dict.fromkeys(
+        ("wandb", "tensorboard", "logger", "loggers", "callbacks", "callback", "log", "report_to",
+         "log_with", "tracker"),
+        "run.add_callback(function), which gets each step's numbers",
+    ),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing", "checkpoint_activations",
+         "remat"),
+        "recompute",
+    ),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_params"), "offload"),
+    **dict.fromkeys(("random_seed", "manual_seed", "seed_everything"), "seed"),
+    **dict.fromkeys(("torch_compile", "compile_model", "jit"), "compile"),
+    **dict.fromkeys(
+        ("find_unused_parameters", "sync_bn", "sync_batchnorm", "static_graph"),
+        f"{LEAVE_OUT}: a run does this by itself",
+    ),
+    **dict.fromkeys(("net", "module", "network"), "model"),
+}  # fmt: skip
 """Names that other libraries use for these arguments, or for settings that another call takes."""
 
 
@@ -46,9 +121,9 @@ OF_A_LOADER = {
     **dict.fromkeys(("batch_size", "batch"), "shoal.parallelize(…, batch=…)"),
     "num_workers": "workers",
     "collate_fn": "collate",
-    **dict.fromkeys(("shuffle", "sampler", "generator"), "the order is drawn anew every epoch, by "
-                    "the seed of shoal.parallelize"),
-    "drop_last": "nothing is dropped: the last step is smaller, and weighed by its count",
+    **dict.fromkeys(("shuffle", "sampler", "generator"), f"{LEAVE_OUT}: the order is drawn "
+                    "anew every epoch, by the seed of shoal.parallelize"),
+    "drop_last": f"{LEAVE_OUT}: nothing is dropped, the last step weighs by its own count",
 }  # fmt: skip
 """Arguments of a DataLoader, and how the user sets each of them in Shoal."""
 
@@ -78,6 +153,7 @@ def refuse_unknown(
     for name in unknown:
         close = elsewhere.get(name) or nearest_word(name, names)
         hint = f"try: {close}" if close else f"there are {', '.join(names)}"
+        hint = close if close and close.startswith(LEAVE_OUT) else hint
         raise ConfigError(f"{where} has no argument {name}; {hint}")
 
 

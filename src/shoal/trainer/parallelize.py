@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shoal import __version__
 from shoal.base.errors import ConfigError, ShoalError, UserError
 from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.layouts.layout import Layout
@@ -26,6 +27,7 @@ from shoal.base.layouts.policies import POLICIES, OptimizerPolicy
 from shoal.base.operating_systems import untested_system_warning
 from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
+from shoal.base.text.units import count_text
 from shoal.data.loading.sample_seeds import preserved_rng, seed_draws
 from shoal.fabric import World, start_world
 from shoal.fabric.collectives.json_messages import check_sums
@@ -178,9 +180,32 @@ def parallelize(
     )  # fmt: skip
     run.metrics = metrics or {}
     run.tokenizer = tokenizer
-    if run.world.size > 1 and leaves_layout_open(plan, said):
-        run.recorder.notice(run.plan.why)
+    if world is None:
+        _print_greeting(run, run.world.size > 1 and leaves_layout_open(plan, said))
     return run
+
+
+def _print_greeting(run: Run, is_chosen: bool) -> None:
+    """Print two lines about a run that starts: layout and batch, then why, or what is kept.
+
+    Args:
+        run: the run.
+        is_chosen: Shoal chose the layout: the second line says why, and stays in events.jsonl.
+    """
+    plan, size, folder = run.plan, run.world.size, run.recorder.folder
+    processes = f" on {size} processes" if size > 1 else ""
+    run.recorder.warn(
+        f"{__version__}, {plan.layout.text()}{processes}, {count_text(plan.parameters)} parameters "
+        f"in {plan.compute}; run.loader gives {plan.arithmetic()}"
+    )
+    if is_chosen:
+        run.recorder.notice(plan.why)
+    elif folder is not None:
+        run.recorder.warn(f"{folder}: run.save() writes here, run.restore() resumes from here")
+    else:
+        run.recorder.warn(
+            'no folder, so nothing is kept; try: shoal.parallelize(…, folder="runs/x")'
+        )
 
 
 def start_run(

@@ -86,7 +86,11 @@ class Run(StepRunner):
             self.recorder.add_callback(hook)
 
     def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
-        """Call `add_callback`, the name since 0.2; this one goes in 0.3."""
+        """Call `add_callback`, the name since 0.2; this one goes in 0.3.
+
+        Args:
+            hooks: as in `add_callback`.
+        """
         warnings.warn("run.hear is run.add_callback since 0.2", DeprecationWarning, stacklevel=2)
         self.add_callback(*hooks)
 
@@ -144,8 +148,11 @@ class Run(StepRunner):
 
         One iteration of the loop is an epoch. A checkpoint from the middle of an epoch resumes
         there.
+
+        Args:
+            count: epochs of the whole run, those before a `restore` among them.
         """
-        return self.epochs_done.iter_epochs(count, lambda: self.stopping)
+        return self.epochs_done.iter_epochs(count, lambda: self.stopping, self.recorder.warn)
 
     @collective_call("run.step")
     def step(self, batch: Any) -> StepResult:
@@ -165,6 +172,11 @@ class Run(StepRunner):
     def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
         """Run `step` over one epoch of a dataset, split over ranks, or of this rank's batches.
 
+        Args:
+            data: a dataset, or an iterable of this rank's own batches.
+            workers: processes that load samples of a dataset; 0: none.
+            collate: list of samples → a batch; default: torch's.
+
         Raises:
             ConfigError: as in `step`; or a DataLoader shows every rank the whole dataset.
             TrainingError: as in `step`.
@@ -173,13 +185,21 @@ class Run(StepRunner):
             yield self.step(batch)
 
     def print(self, *values: object) -> None:
-        """Print a line on standard output, from rank 0 alone."""
+        """Print a line on standard output, from rank 0 alone.
+
+        Args:
+            values: as of the built-in `print`.
+        """
         if self.world.is_first:
             write_output(" ".join(map(str, values)))
 
     @collective_call("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
-        """Run the first half of `step`: the loss sum's gradients, summed over ranks, in `.grad`."""
+        """Run the first half of `step`: the loss sum's gradients, summed over ranks, in `.grad`.
+
+        Args:
+            batch: as in `step`.
+        """
         self.run_passes(batch)
         self.guards.writes.after()
 
@@ -238,13 +258,24 @@ class Run(StepRunner):
 
     @collective_call("run.total")
     def total(self, count: Any) -> float:
-        """Sum a count over all ranks that have samples of their own: a step's denominator."""
+        """Sum a count over all ranks that have samples of their own: a step's denominator.
+
+        Args:
+            count: a number, or a tensor of one element: this rank's own.
+
+        Returns:
+            The sum over ranks.
+        """
         own = torch.as_tensor(count, dtype=torch.float64).reshape(1).to(self.world.device)
         self.program.data.all_reduce(own)
         return float(own)
 
     def log(self, **values: tuple[Any, Any]) -> None:
-        """Add (sum, count) by names to the step's metrics, in a loop over `micro_batches`."""
+        """Add (sum, count) by names to the step's metrics, in a loop over `micro_batches`.
+
+        Args:
+            values: name → (sum, count) of this rank's micro-batch; reported is sum / count of all.
+        """
         self._require_user_passes("log", "shoal.parallelize(…, metrics={…})").log(
             self.metric_sums, values
         )
@@ -257,7 +288,12 @@ class Run(StepRunner):
         return self.step_state.written
 
     def begin_step(self, batch: Any, *, is_own: bool = True) -> None:
-        """Begin a step, after a check of the run folder; arguments as in `StepRunner.begin`."""
+        """Begin a step, after a check of the run folder; arguments as in `StepRunner.begin`.
+
+        Args:
+            batch: the batch of this rank for the step.
+            is_own: the user made the batch; False: `run.loader` did.
+        """
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
         if (folder := self.recorder.folder) is not None and folder not in self._restored:
@@ -413,6 +449,8 @@ class Run(StepRunner):
         self.rate.reset()
         self.guards.writes.updated(self.step_count)
         self.recorder.restart_clock()
+        if found and "configuration" not in self.extra_record:  # `shoal train` says it itself
+            self.recorder.warn(f"{chosen}: resumed from step {self.step_count}")
         return found
 
     @collective_call("run.state_dict")

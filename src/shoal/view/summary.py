@@ -295,7 +295,16 @@ def _validation(events: list[Record]) -> str:
     beside = f", {name} {number_text(entropy, 4)}" if entropy is not None else ""
     right = found[-1].get("accuracy")
     share = f", accuracy {right:.1%}" if right is not None else ""
-    return f"loss {number_text(loss, 4)}{beside}{share}"
+    return f"loss {number_text(loss, 4)}{beside}{share}{_best_validation(found)}"
+
+
+def _best_validation(found: list[Record]) -> str:
+    """Return the best of several validations, if the last one is worse."""
+    losses = [(e["loss"], e["step"]) for e in found if is_number(e.get("loss")) and "step" in e]
+    best, step = min(losses, default=(0.0, 0))
+    if not losses or losses[-1][0] <= best:
+        return ""
+    return f"; best {number_text(best, 4)} at step {step}"
 
 
 def _checkpoints(run: RunFolder, events: list[Record]) -> str:

@@ -56,11 +56,15 @@ PIPELINES = ("pp", "gpipe", "afab", "1f1b", "interleaved", "zero-bubble", "zbv",
 class Layout:
     """Degrees of all axes: the number of parts into which each splits the work; all 1: one process.
 
-    islands … tp   degrees of the axes, outermost first; their product is the number of processes:
-              pp pipeline ranks, dp_replicate replicas, dp_shard ranks that shard one replica's
-              states, cp parts of a sequence, tp parts of layers
+    The product of `islands` … `tp`, outermost first, is the number of processes.
 
     Attributes:
+        islands: groups of ranks that train alone and merge now and then.
+        pp: ranks of a pipeline.
+        dp_replicate: replicas of the weights.
+        dp_shard: ranks that shard the states of one replica.
+        cp: parts of a sequence.
+        tp: parts of a layer.
         ep: data-parallel ranks that share the experts; not a factor of the number of processes.
         zero: ZeRO stage over `dp_shard`: 0 nothing is split, 1 optimizer state, 2 gradients too, 3
             parameters too.
@@ -92,6 +96,9 @@ class Layout:
     @staticmethod
     def of(degrees: Mapping[str, int]) -> Layout:
         """Return the layout with these degrees and no other.
+
+        Args:
+            degrees: axis, or another field of a layout → its value.
 
         >>> Layout.of({"tp": 2, "dp_replicate": 2}).processes
         4
@@ -127,6 +134,9 @@ class Layout:
     def can_share_experts(self, ep: int) -> bool:
         """Return whether data-parallel ranks can share experts among `ep` of them: whole shards.
 
+        Args:
+            ep: ranks that share one copy of the experts.
+
         >>> layout = Layout(dp_replicate=2, dp_shard=4)
         >>> [ep for ep in range(1, 9) if layout.can_share_experts(ep)]
         [1, 2, 4, 8]
@@ -157,6 +167,9 @@ class Layout:
 
     def at(self, rank: int) -> dict[str, int]:
         """Return a rank's index along every axis, experts' included; tp neighbours are consecutive.
+
+        Args:
+            rank: a rank of the run, from 0.
 
         >>> {axis: n for axis, n in Layout(pp=2, dp_replicate=2, tp=2).at(5).items() if n}
         {'tp': 1, 'pp': 1}

@@ -16,6 +16,7 @@ from typing import Any
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import POLICIES, Policies, lists_as_tuples
 from shoal.base.plans.placement import Placement, parse_placements
+from shoal.base.text.units import count_text
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,32 @@ class Plan(Policies):
             f"{self.batch} samples per step"
         )
 
+    def __str__(self) -> str:
+        """Return the plan in five lines: layout, batch, formats, policies that are set, the reason.
+
+        >>> print(Plan(Layout(dp_replicate=2), 16, 4, 2, "ddp: asked for", 1200, clip=1.0))
+        layout      ddp (dp_replicate = 2)
+        batch       2 ranks × 2 micro-batches × 4 samples = 16 samples per step
+        parameters  1.2K in auto, 0 tensors in 0 buckets
+        policies    clip=1.0
+        why         ddp: asked for
+        """
+        said = {
+            name: getattr(self, name)
+            for name, policy in POLICIES.items()
+            if getattr(self, name) != policy.default and name != "compute"
+        }
+        buckets = f"{len(self.buckets)} bucket{'s' if len(self.buckets) != 1 else ''}"
+        rows = {
+            "layout": self.layout.text(),
+            "batch": self.arithmetic() if self.accumulate else f"{self.batch} samples per step",
+            "parameters": f"{count_text(self.parameters)} in {self.compute}, "
+            f"{len(self.placements)} tensors in {buckets}",
+            "policies": " ".join(f"{key}={value}" for key, value in said.items()) or "defaults",
+            "why": self.why or "given",
+        }
+        return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
+
     def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
         """Return the plan as indented JSON; `from_json` restores an equal plan.
 
@@ -102,6 +129,9 @@ class Plan(Policies):
     @staticmethod
     def from_json(text: str) -> Plan:
         """Parse the JSON of `to_json`; entries outside the plan are ignored.
+
+        Args:
+            text: JSON of `to_json`, of this version or of an earlier one.
 
         Raises a ValueError, KeyError or TypeError for a text that is no plan.
 

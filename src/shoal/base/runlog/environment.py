@@ -20,6 +20,9 @@ LIBRARIES = ("torch", "numpy", "shoal")
 """Libraries that are always recorded; others only if loaded."""
 IF_LOADED = ("transformers", "peft", "datasets", "tokenizers", "webdataset", "torchvision", "timm")
 
+PACKAGE = Path(__file__).resolve().parents[2]
+"""Folder of the package `shoal`."""
+
 Code = dict[str, list[str]]
 """Module → [path, from the working folder if inside it; digest of its source]."""
 
@@ -59,9 +62,8 @@ def find_user_code() -> Code:
     Returns:
         the file and digest of each; the script itself is `__main__`.
     """
-    here = Path(__file__).resolve().parents[2]
     theirs = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")]
-    outside = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (*theirs, str(here)))
+    outside = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (*theirs, str(PACKAGE)))
     found: Code = {}
     known: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
@@ -100,6 +102,17 @@ def source_digest(path: Path) -> str:
         return ""
     said = _TOKENS.sub(lambda found: found[1] or b"", text)
     return hashlib.blake2b(said, digest_size=12).hexdigest()
+
+
+def package_digest() -> str:
+    """Hash the source of Shoal itself, in hexadecimal digits: an edited layout is another layout.
+
+    Only the package's own folder is read. Beside it, in site-packages, lie all other libraries.
+    """
+    found = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def find_changed_code(

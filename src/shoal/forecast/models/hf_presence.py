@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest_word
+from shoal.base.pretrained_folders import has_weights
 
 PREFIX = "hf:"
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""File names of transformers' weights: one file, or the index of several."""
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """Names of the number of layers in transformers configurations."""
@@ -69,7 +67,7 @@ def resolve_hf_config(name: str, arguments: Mapping[str, Any] | None = None) -> 
         )
     if path == given:
         return path, False
-    stored = any((given / weights).exists() for weights in WEIGHTS)
+    stored = has_weights(given)
     pickled = [weights for weights in PICKLES if (given / weights).exists()]
     if pickled and not stored:
         raise ConfigError(

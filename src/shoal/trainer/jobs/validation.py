@@ -40,6 +40,9 @@ from shoal.trainer.step.call_contract import IGNORED_TARGET
 SAME = 1e-5
 """Relative difference of two losses that rounding explains, in any of Shoal's formats."""
 
+FEW = 16
+"""Held-out samples whose mean loss says little of other samples: a line says so."""
+
 FORWARD_SHARE = 1 / 3
 """Share of a training step's work that is its forward pass."""
 
@@ -247,6 +250,8 @@ def _format_notice(
     text = f"validation {when}: {what}, {size}"
     if by_default and (reading.samples != reading.held or reading.held is None):
         text += " (all: train.validate_samples=all)"
+    if reading.samples is not None and reading.samples < FEW and config.data.validation:
+        text += "; so few say little, try: data.validation=0.1 or a file of its own"
     if not is_number(step_s) or reading.samples is None:
         return text
     each_s = step_s * reading.samples / run.plan.batch * FORWARD_SHARE

@@ -41,8 +41,15 @@ class EpochCounter:
         """Finished turns; without `turns`, how often the first loader reached its end."""
         return self.done if self.used else self.feed.count_epochs()
 
-    def iter_epochs(self, count: int, stopping: Callable[[], bool]) -> Iterator[int]:
+    def iter_epochs(
+        self, count: int, stopping: Callable[[], bool], notice: Callable[[str], None]
+    ) -> Iterator[int]:
         """Yield the numbers of the remaining turns out of `count`.
+
+        Args:
+            count: turns of the whole run.
+            stopping: returns whether a stop was requested.
+            notice: is called with a line if a restored run has no turn left.
 
         Raises:
             ConfigError: `count` is no count.
@@ -52,6 +59,11 @@ class EpochCounter:
         if not self.used:
             self.used, self.done, self.steps = True, self.feed.count_epochs(), 0
         self._stopping = stopping
+        if self.done >= count > 0:
+            notice(
+                f"run.epochs({count}): {self.done} of them are trained already, so nothing is left; to "
+                f"train on, try: run.epochs({self.done + count})"
+            )
         while self.done < count and not stopping():
             yield self.done
             if self._is_cut_short():

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError, ShoalError
+from shoal.base.errors import ConfigError, ShoalError, shorten
 from shoal.trainer._torch import pytree
 
 Loss = Callable[[Any, Any], Any]
@@ -107,6 +107,15 @@ def _diagnose_call(module: nn.Module, inputs: Any, call: str, error: Exception) 
         return (
             f"model: forward() takes {takes} by name and was given one dict "
             f'({type(error).__name__}: {error}); try: call="kwargs" (model.call=kwargs)'
+        )
+    if isinstance(inputs, Mapping) and isinstance(error, TypeError | AttributeError):
+        if "dict" not in str(error):
+            return ""
+        pair = ", ".join(f'batch["{key}"]' for key in list(inputs)[:2])
+        return (
+            f"model: forward({', '.join(names)}) was given the batch's whole dict "
+            f"({shorten(', '.join(map(str, inputs)))}), as is the loss; try: a collate function "
+            f"for run.loader(data, collate=…) that returns a pair ({pair})"
         )
     missing = isinstance(error, TypeError) and "missing" in str(error) and "forward()" in str(error)
     if missing and isinstance(inputs, tuple | list) and len(inputs) > 1:

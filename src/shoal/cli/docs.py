@@ -1,0 +1,112 @@
+"""`shoal docs`: list the pages of the documentation, and print one of them.
+
+The wheel holds them (`shoal/pages`, a link to docs/ in the repository). So a machine without
+network has the pages of the version that it runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import ConfigError
+
+PAGES = Path(__file__).resolve().parents[1] / "pages"
+FOLDERS = {
+    "start": "Start",
+    "recipes": "Recipes",
+    "how-it-works": "How it works",
+    "reference": "Reference",
+    "proof": "Proof",
+}
+"""Folder → its heading, in the order of reading."""
+
+PAGE = typer.Argument(None, metavar="[PAGE]", help="A page by its name, as own-loop.")
+WHERE = typer.Option(False, "--path", help="Print the file's path instead of its text.")
+JSON = typer.Option(False, "--json", help="One JSON document: the list, or the page.")
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of the documentation.
+
+    Args:
+        name: what `shoal docs` takes: the file's name without its ending.
+        folder: one of FOLDERS.
+        title: its first heading.
+        path: its file.
+    """
+
+    name: str
+    folder: str
+    title: str
+    path: str
+
+
+def docs(words: list[str] = PAGE, path: bool = WHERE, as_json: bool = JSON) -> None:
+    """List the pages of the documentation, or print one.
+
+    Exit status: 0, or 2 for a page that does not exist, with the nearest name.
+    """
+    pages = list_pages()
+    if words:
+        page = find_page("-".join(words), pages)
+        text = Path(page.path).read_text(encoding="utf-8")
+        if as_json:
+            typer.echo(json.dumps({**asdict(page), "text": text}))
+        else:
+            typer.echo(page.path if path else text.rstrip("\n"))
+    elif as_json:
+        typer.echo(json.dumps([asdict(page) for page in pages], indent=1))
+    else:
+        typer.echo("\n".join(list_lines(pages)))
+
+
+def list_pages(root: Path = PAGES) -> list[Page]:
+    """Return all pages, in the order of reading.
+
+    Raises:
+        ConfigError: this installation has no pages.
+    """
+    found = []
+    for folder in FOLDERS:
+        paths = sorted((root / folder).glob("*.md"))
+        for path in (p for p in paths if p.stem != "README" and not p.name.endswith("template.md")):
+            with path.open(encoding="utf-8") as file:
+                title = file.readline().strip("# \n")
+            found.append(Page(path.stem, folder, title, str(path.resolve())))
+    if not found:
+        raise ConfigError(f"docs: no pages in {root}; try: pip install --force-reinstall shoal")
+    return found
+
+
+def find_page(word: str, pages: list[Page]) -> Page:
+    """Return the page of a name, as own-loop, own-loop.md or proof/any-module.
+
+    Raises:
+        ConfigError: no page has that name, with the nearest one.
+    """
+    words = word.lower().removeprefix("docs/").removesuffix(".md").replace("_", "-")
+    folder, _, name = words.rpartition("/")
+    for page in pages:
+        if page.name == name and folder in ("", page.folder):
+            return page
+    inside = [page.name for page in pages if name in page.name or name in page.title.lower()]
+    near = inside or difflib.get_close_matches(name, [page.name for page in pages], 3, 0.5)
+    hint = f"try: shoal docs {near[0]}" if near else "all pages: shoal docs"
+    raise ConfigError(f"docs {word}: no such page; {hint}")
+
+
+def list_lines(pages: list[Page]) -> list[str]:
+    """Return the list as lines of a terminal, grouped by folder."""
+    width = max(len(page.name) for page in pages)
+    lines = []
+    for folder, heading in FOLDERS.items():
+        lines.append(f"{heading}:")
+        lines += [f"  {p.name:<{width}}  {p.title}" for p in pages if p.folder == folder]
+        lines.append("")
+    return [*lines, "Print one: shoal docs own-loop"]

@@ -1,0 +1,71 @@
+"""Weights that were pretrained get the ids of their own tokenizer, in every verb that loads a run.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.config.load import load_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder as transformers saves it; its files are only looked for."""
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def loaded(model: Path, *more: str, source: str = "jsonl:chats.jsonl") -> tuple[str, str]:
+    """The tokenizer, and the notices."""
+    found = load_config(None, [f"model.name=hf:{model}", f"data.source={source}", *more])
+    return found.config.data.tokenizer, "\n".join(found.notices)
+
+
+@pytest.mark.parametrize("source", ["jsonl:chats.jsonl", "stdlib", "text:*.md", "mix:1*stdlib"])
+def test_the_folders_own_tokenizer_is_the_default(model: Path, source: str) -> None:
+    own = str(model / "tokenizer.json")
+    assert loaded(model, source=source) == (
+        own,
+        f"data.tokenizer = {own}: the one of the weights in {model}",
+    )
+
+
+def test_an_index_of_several_files_are_weights_too(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model.safetensors.index.json")
+    assert loaded(model)[0] == str(model / "tokenizer.json")
+
+
+def test_a_tokenizer_that_is_given_stays_with_a_line(model: Path) -> None:
+    spec, told = loaded(model, "data.tokenizer=bpe:512")
+    assert spec == "bpe:512"
+    assert told.endswith(
+        f"the weights in {model} know other ids; try: data.tokenizer={model}/tokenizer.json"
+    )
+    assert loaded(model, "data.tokenizer=mine.json") == ("mine.json", "")
+
+
+def test_a_folder_without_a_tokenizer_gets_a_line(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    spec, told = loaded(model)
+    assert spec == "bpe:2048"
+    assert "try: data.tokenizer=the tokenizer.json of that model" in told
+
+
+def test_new_weights_and_other_data_keep_the_default(model: Path) -> None:
+    assert loaded(model, source="tokens:somewhere") == ("bpe:2048", "")
+    assert loaded(model / "config.json") == ("bpe:2048", "")
+    (model / "model.safetensors").unlink()
+    assert loaded(model) == ("bpe:2048", "")
+
+
+def test_the_length_of_the_command_line_wins(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nepochs = 10\n")
+    train = load_config(tmp_path / "run.toml", ["train.steps=300"]).config.train
+    assert (train.steps, train.epochs) == (300, 0)
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 10\n")
+    train = load_config(tmp_path / "run.toml", ["train.epochs=3"]).config.train
+    assert (train.steps, train.epochs) == (0, 3)
