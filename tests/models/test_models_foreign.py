@@ -281,7 +281,7 @@ def test_shoal_trains_it_on_text_samples_it_and_exports_it(
     done = programs.run("-m", "shoal", "train", *words, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in (tmp_path / "runs/run/events.jsonl").open()]
-    (validated,) = [event for event in events if event["event"] == "validated"]
+    *_, validated = [event for event in events if event["event"] == "validated"]
     assert validated["loss"] == pytest.approx(math.log(512), rel=0.05)
     with safe_open(tmp_path / "runs/run/checkpoints/step-2/rank-0.safetensors", "pt") as file:
         stored = [key for key in list(file.keys()) if key.startswith("model.")]

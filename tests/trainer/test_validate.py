@@ -245,6 +245,16 @@ def test_a_held_out_stream_that_every_rank_reads_whole_is_told(degree: int) -> N
     assert "iterated" not in validate._format_notice(run, some, Config(), None)
 
 
+@pytest.mark.parametrize(("samples", "told"), [(3, True), (15, True), (16, False)])
+def test_few_held_out_samples_are_told(samples: int, told: bool) -> None:
+    plan: Any = SimpleNamespace(batch=4, micro_batch=2, layout=SimpleNamespace(data_degree=1))
+    run: Any = SimpleNamespace(plan=plan)
+    line = validate._format_notice(
+        run, ValidationData(Labels(), samples, samples, 2, ""), Config(), None
+    )
+    assert ("so few say little, try: data.validation=0.1 or a file of its own" in line) == told
+
+
 def test_the_sample_of_text_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(nn.Linear(4, 3), sgd)
     assert list(run_end._count_until_timeout(run, 12)) == list(range(12))

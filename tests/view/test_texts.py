@@ -11,7 +11,7 @@ import pytest
 
 from shoal.base.runlog.events import EVENTS, EventLog, append_line
 from shoal.base.text.event_sentences import SENTENCES, event_text
-from shoal.view import summarise_run
+from shoal.view import summarise_run, summary
 
 
 @pytest.mark.parametrize(
@@ -192,3 +192,23 @@ def test_summary_of_runs_that_did_not_finish(tmp_path: Path) -> None:
              traceback="Traceback:\nValueError: boom")  # fmt: skip
     head = summarise_run(tmp_path).splitlines()[0]
     assert head == "failed at step 4: rank 1 (pid 9): exit code 1: ValueError: boom"
+
+
+@pytest.mark.parametrize(
+    ("losses", "line"),
+    [
+        ({10: 4.5}, "loss 4.5000"),
+        ({0: 6.2, 10: 4.5}, "loss 4.5000 (6.2000 before training)"),
+        ({10: 4.5, 20: 4.2}, "loss 4.2000"),
+        ({10: 4.2, 20: 4.5}, "loss 4.5000; best 4.2000 at step 10"),
+        (
+            {0: 6.2, 10: 4.2, 20: 4.5},
+            "loss 4.5000 (6.2000 before training); best 4.2000 at step 10",
+        ),
+        ({10: None, 20: 4.5}, "loss 4.5000"),
+        ({10: 4.5, 20: None}, "loss –"),
+    ],
+)
+def test_validation_beside_its_first_and_its_best(losses: dict[int, Any], line: str) -> None:
+    found = [{"event": "validated", "step": step, "loss": loss} for step, loss in losses.items()]
+    assert summary._validation(found) == line

@@ -104,6 +104,7 @@ def print_forecast(prepared: PreparedRun) -> None:
         f"layout: {prepared.plan.layout.text()} on {where}{each}; {train.batch} samples per step, "
         f"micro-batches of {train.micro_batch}"
     )
+    loaded.origins.setdefault("data.sequence", "default")  # a run's length, not a published one
     try:
         subject = resolve_subject(loaded, "")
         # A plan would search over recompute; a run recomputes what its configuration sets.
@@ -113,7 +114,10 @@ def print_forecast(prepared: PreparedRun) -> None:
         return
     step_s = best.time.step_s
     memory = bytes_text(best.memory.peak_bytes)
-    typer.echo(f"foreseen: {seconds_text(step_s)} per step, {memory} per process at the peak")
+    beside = "" if subject.case.cluster.device.kind != "cpu" else ", beside Python and torch"
+    typer.echo(
+        f"foreseen: {seconds_text(step_s)} per step, {memory} per process at the peak{beside}"
+    )
     if islands.on and count > 1:
         facts = IslandsFacts(
             subject.case.model.trainable,

@@ -28,7 +28,7 @@ from shoal.base.layouts.policies import (
     check_value,
 )
 from shoal.base.layouts.schedule_names import canonical_schedule
-from shoal.base.pretrained_folders import TOKENIZER, has_weights
+from shoal.base.pretrained_folders import TOKENIZER, pretrained_folder
 from shoal.base.validation_size import check_validation_samples
 from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, keys
@@ -108,7 +108,7 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> LoadedConfi
         _set_key(loaded, section, key, _parse_value(value_text), "command line")
     _apply_strategy_override(loaded)
     _apply_length_override(loaded)
-    _take_model_tokenizer(loaded)
+    _apply_model_tokenizer(loaded)
     if loaded.config.data.packing == "on":  # packed rows pass their positions by name
         loaded.replace("model", "of data.packing", call="kwargs")
     _check_values(loaded.config)
@@ -124,18 +124,15 @@ def _apply_length_override(loaded: LoadedConfig) -> None:
             loaded.replace("train", "default", **{other: 0})
 
 
-def _take_model_tokenizer(loaded: LoadedConfig) -> None:
+def _apply_model_tokenizer(loaded: LoadedConfig) -> None:
     """Set data.tokenizer to that of a pretrained `hf:FOLDER`, whose weights know no other ids.
 
     A tokenizer that the user gives stays; a notice names one that is trained anew.
     """
     config = loaded.config
-    name = config.model.name
     source = config.data.source.partition(":")[0]
-    if config.model.build or not name.startswith("hf:") or source not in (*TEXTS, "mix"):
-        return
-    folder = Path(name.removeprefix("hf:")).expanduser()
-    if not has_weights(folder):
+    folder = pretrained_folder(config.model.name)
+    if config.model.build or folder is None or source not in (*TEXTS, "mix"):
         return
     path, spec = folder / TOKENIZER, config.data.tokenizer
     if "data.tokenizer" not in loaded.origins and path.is_file():

@@ -22,6 +22,7 @@ from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
 from shoal.base.estimates.facts import usable_cores
 from shoal.base.layouts.policies import CompilePolicy
 from shoal.base.plans.plan import Plan
+from shoal.base.pretrained_folders import pretrained_folder
 from shoal.base.runlog.atomic_files import cache_folder
 from shoal.config.load import load_config
 from shoal.config.resolve import collect_layout_keys, make_plan
@@ -195,6 +196,8 @@ def _run_steps(run: Run, source: Source, config: Config, total_steps: int) -> in
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
     validate = make_validator(run, source, config)
     began_s, first_step = time.perf_counter(), run.step_count
+    if _is_fresh_pretrained(run, config) and validate() is None and run.stopping:
+        return _stop_run(run)
     run.recorder.restart_clock()
     while run.step_count < total_steps:
         for batch in loader:
@@ -229,6 +232,12 @@ def _run_steps(run: Run, source: Source, config: Config, total_steps: int) -> in
     emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
     run.close()
     return 0 if saved else UNSAVED_CODE
+
+
+def _is_fresh_pretrained(run: Run, config: Config) -> bool:
+    """Return whether a run begins with pretrained weights, whose loss is worth a validation."""
+    name = "" if config.model.build else config.model.name
+    return run.step_count == 0 and pretrained_folder(name) is not None
 
 
 def _stop_run(run: Run, saved: Path | None = None) -> int:

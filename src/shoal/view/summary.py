@@ -295,7 +295,10 @@ def _validation(events: list[Record]) -> str:
     beside = f", {name} {number_text(entropy, 4)}" if entropy is not None else ""
     right = found[-1].get("accuracy")
     share = f", accuracy {right:.1%}" if right is not None else ""
-    return f"loss {number_text(loss, 4)}{beside}{share}{_best_validation(found)}"
+    before = ""
+    if len(found) > 1 and found[0].get("step") == 0:
+        before = f" ({number_text(found[0].get('loss'), 4)} before training)"
+    return f"loss {number_text(loss, 4)}{before}{beside}{share}{_best_validation(found)}"
 
 
 def _best_validation(found: list[Record]) -> str:

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError, nearest_word
-from shoal.base.pretrained_folders import has_weights
-
-PREFIX = "hf:"
+from shoal.base.pretrained_folders import HF, has_weights
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """Names of the number of layers in transformers configurations."""
@@ -36,7 +34,7 @@ def is_hf_name(name: str) -> bool:
     >>> is_hf_name("hf:models/mine"), is_hf_name("llama")
     (True, False)
     """
-    return name.startswith(PREFIX)
+    return name.startswith(HF)
 
 
 def resolve_hf_config(name: str, arguments: Mapping[str, Any] | None = None) -> tuple[Path, bool]:
@@ -57,7 +55,7 @@ def resolve_hf_config(name: str, arguments: Mapping[str, Any] | None = None) -> 
             f"model.name = {name}: needs transformers, which is not installed; "
             f"try: pip install 'shoal[hf]'"
         )
-    given = Path(name.removeprefix(PREFIX)).expanduser()
+    given = Path(name.removeprefix(HF)).expanduser()
     path = given if given.suffix == ".json" else given / "config.json"
     _check_file(name, path)
     if arguments:
@@ -73,7 +71,7 @@ def resolve_hf_config(name: str, arguments: Mapping[str, Any] | None = None) -> 
         raise ConfigError(
             f"model.name = {name}: {pickled[0]} is a pickle, which runs code when it is read; "
             f"try: shoal checkpoint import {given} {given}, which runs none, or "
-            f"{PREFIX}{path} for new weights"
+            f"{HF}{path} for new weights"
         )
     return path, stored
 
@@ -98,7 +96,7 @@ def _check_file(name: str, path: Path) -> None:
     if not path.is_file():
         folders = [*path.parent.glob("*/config.json"), *path.parent.parent.glob("*/config.json")]
         close = nearest_word(str(path.parent), [str(found.parent) for found in folders])
-        hint = f"try: {PREFIX}{close}" if close else "give a folder with a config.json"
+        hint = f"try: {HF}{close}" if close else "give a folder with a config.json"
         raise ConfigError(f"model.name = {name}: there is no file {path}; {hint}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.tensor_shards import Shard
+from shoal.base.pretrained_folders import HF
 from shoal.checkpoint.export.export_file import select_tensors
 from shoal.checkpoint.format.hub_folder import ADAPTER_CONFIG, CONFIG, HUB, TOKENIZER
 from shoal.checkpoint.load.read import load_from
@@ -26,7 +27,7 @@ from shoal.config.sections import Config, DataSection
 from shoal.data.text.chat_examples import find_template, load_template, plain_question
 from shoal.data.text.text_files import END_OF_TEXT
 from shoal.fabric.device import accelerator_type
-from shoal.forecast.models.hf_presence import PREFIX, is_hf_name
+from shoal.forecast.models.hf_presence import is_hf_name
 from shoal.models.catalog import build
 from shoal.models.generate import generate
 from shoal.trainer.jobs.configured_run import call_builder
@@ -157,14 +158,14 @@ def _load_tokenizer(folder: Path, is_own: bool) -> Any:
 def _build_model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
     """Build the run's model, with any weights."""
     if config is None:
-        return build(f"{PREFIX}{folder / HUB / CONFIG}", {})
+        return build(f"{HF}{folder / HUB / CONFIG}", {})
     section = config.model
     add_working_folder()
     if section.build:
         return call_builder(section.build, section.arguments)
     name = section.name
     if is_hf_name(name) and (folder / HUB / CONFIG).is_file():
-        name = f"{PREFIX}{folder / HUB / CONFIG}"
+        name = f"{HF}{folder / HUB / CONFIG}"
     model = build(name, section.arguments, vocabulary=vocabulary, sequence=config.data.sequence)
     if config.tune.adapter == "none":
         return model

@@ -61,8 +61,8 @@ class EpochCounter:
         self._stopping = stopping
         if self.done >= count > 0:
             notice(
-                f"run.epochs({count}): {self.done} of them are trained already, so nothing is left; to "
-                f"train on, try: run.epochs({self.done + count})"
+                f"run.epochs({count}): {self.done} of them are trained already, so nothing is "
+                f"left; to train on, try: run.epochs({self.done + count})"
             )
         while self.done < count and not stopping():
             yield self.done
