@@ -122,7 +122,18 @@ def options(command: Any) -> set[str]:
 
 
 FACTS = (
-    *("compare", "diagnose", "docs", "doctor", "links", "plan", "prove", "sample", "simulate"),
+    *(
+        "compare",
+        "diagnose",
+        "docs",
+        "doctor",
+        "links",
+        "plan",
+        "prove",
+        "runs",
+        "sample",
+        "simulate",
+    ),
     *("checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint import"),
     *("config import", "find lr", "find micro-batch"),
 )

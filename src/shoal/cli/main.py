@@ -32,6 +32,7 @@ from shoal.cli import (
     plan,
     prove,
     run,
+    runs,
     sample,
     simulate,
     train,
@@ -55,7 +56,8 @@ HEADINGS = {
         "doctor": "Check clock, disk, memory, processes and devices.",
         "links": "Measure the collectives between processes.",
     },
-    "After a run": {
+    "A run's folder": {
+        "runs": "List runs: state, step, loss, rate, last sign of life.",
         "diagnose": "Name what went wrong, on which rank, what to try.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },
@@ -144,6 +146,7 @@ app.command("links")(links.links)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("run")(run.run)
+app.command("runs")(runs.runs)
 app.command("sample")(sample.sample)
 app.command("simulate")(simulate.simulate)
 GROUPS = {

@@ -63,12 +63,16 @@ class Owner:
         )
 
     @property
-    def has_ended(self) -> bool:
-        """Return whether this process is known to have ended; False if that is unknown."""
+    def is_here(self) -> bool:
+        """Return whether this process ran on this machine since it was started."""
         here = Owner.this_process("")
         # The host too: containers of one machine share the boot id and have pids of their own.
-        same_machine = bool(here.boot) and (here.boot, here.host) == (self.boot, self.host)
-        return same_machine and _read_start_ticks(self.pid) != self.born
+        return bool(here.boot) and (here.boot, here.host) == (self.boot, self.host)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether this process is known to have ended; False if that is unknown."""
+        return self.is_here and _read_start_ticks(self.pid) != self.born
 
     def text(self) -> str:
         """Return the owner as messages name it."""
