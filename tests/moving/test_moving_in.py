@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from forks import Forks
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "start" / "moving-in.md"
+PAGE = HERE.parents[1] / "docs" / "reference" / "moving-in.md"
 KINDS = {
     "ddp": {"torch.nn.parallel"},
     "accelerate": {"accelerate"},
@@ -73,7 +73,7 @@ def test_the_page_shows_these_scripts(kind: str) -> None:
     lines = ["…" if line.startswith("@@") else line.rstrip() for line in difference(kind, 3)]
     wanted = "\n".join(lines[1:]).strip("\n") + "\n"
     assert shown is not None
-    assert shown[1] == wanted, f"docs/start/moving-in.md should show:\n{wanted}"
+    assert shown[1] == wanted, f"docs/reference/moving-in.md should show:\n{wanted}"
 
 
 def test_the_page_quotes_a_loop_written_out() -> None:
@@ -84,7 +84,7 @@ def test_the_page_quotes_a_loop_written_out() -> None:
     wanted = "\n".join("…" if line.startswith("@@") else line.rstrip() for line in lines) + "\n"
     shown = re.search(r"<!-- written out -->\n+```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert shown is not None
-    assert shown[1] == wanted, f"docs/start/moving-in.md should show:\n{wanted}"
+    assert shown[1] == wanted, f"docs/reference/moving-in.md should show:\n{wanted}"
 
 
 @pytest.mark.proof

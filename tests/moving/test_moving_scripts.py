@@ -22,7 +22,7 @@ from shoal.data.loading.sample_order import permute
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGE = ROOT / "docs" / "start" / "moving-in.md"
+PAGE = ROOT / "docs" / "reference" / "moving-in.md"
 SHORT = ("--short", "--float64")
 NUMBER = re.compile(r"\d+\.\d{4,}(?:e-\d+)?")
 """Of a line: what is printed to its last digit."""
@@ -55,7 +55,7 @@ def test_the_page_shows_the_change(name: str) -> None:
     shown = re.search(rf"<!-- {name} -->\n+```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
     wanted = change(name)
     assert shown is not None
-    assert shown[1] == wanted, f"docs/start/moving-in.md should show:\n{wanted}"
+    assert shown[1] == wanted, f"docs/reference/moving-in.md should show:\n{wanted}"
 
 
 @pytest.mark.parametrize("name", SHOWN)
