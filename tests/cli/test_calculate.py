@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import PlanError
-from shoal.teach.calculate import CALCULATORS, MAY_BE_ZERO, SCREENS, calculate
+from shoal.teach.calculate import MAY_BE_ZERO, SCREENS, calculate
 from shoal.teach.calculators import collectives_costs, goodput
 from shoal.teach.drawings.screen import table_lines
 
@@ -41,13 +41,13 @@ def record_of(capsys: pytest.CaptureFixture[str], word: str, *arguments: str) ->
 
 
 def test_the_words_are_these() -> None:
-    assert tuple(CALCULATORS) == WORDS
+    assert tuple(SCREENS) == WORDS
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_one_screen_of_100_columns(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    what, command = CALCULATORS[word]
-    command()
+    what, _ = SCREENS[word]
+    calculate(word)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert 20 <= len(lines) <= 45
@@ -78,13 +78,6 @@ def test_options_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["results"]["seconds"]["ring"] == collectives_costs.ring_all_reduce_s(
         16, 2**20, 10e-6, 1e-9
     )
-
-
-def test_keyword_arguments_are_the_same_as_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    CALCULATORS["bubble"][1](["ranks=4", "micro_batches=8"])
-    texts = capsys.readouterr().out
-    CALCULATORS["bubble"][1](ranks="4", micro_batches=8)
-    assert capsys.readouterr().out == texts
 
 
 def test_a_measured_speed_up_gives_the_serial_share(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ import pytest
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError, TrainingError, UserError
 from shoal.launch import run_worker
 from shoal.launch.guardian import collect_leftover_groups
-from shoal.launch.worker_errors import format_user_traceback
 from shoal.launch.worker_failures import read_report
 
 
@@ -93,7 +92,7 @@ def test_lost_peers_are_marked(report_path: Path) -> None:
         assert report.lost_peer is lost
 
 
-def test_a_long_traceback_keeps_its_end_and_its_causes() -> None:
+def test_a_long_traceback_keeps_its_end_and_its_causes(report_path: Path) -> None:
     def deep(n: int) -> None:
         if n:
             other(n - 1)
@@ -102,18 +101,21 @@ def test_a_long_traceback_keeps_its_end_and_its_causes() -> None:
     def other(n: int) -> None:
         deep(n)
 
-    try:
+    def main() -> int:
         try:
             deep(20)
         except KeyError as cause:
             raise ValueError("top") from cause
-    except ValueError as failure:
-        text = format_user_traceback(failure)
-    lines = text.splitlines()
+        return 0
+
+    run_worker(main)
+    report = read_report(report_path)
+    assert report is not None
+    lines = report.traceback.splitlines()
     assert len(lines) == 26
     assert lines[0].endswith("lines above are in the log)")
     assert lines[-1] == "ValueError: top"
-    assert "KeyError: 'bottom'" in text
+    assert "KeyError: 'bottom'" in report.traceback
 
 
 def test_a_report_that_cannot_be_written_still_gives_the_code(

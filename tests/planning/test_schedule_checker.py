@@ -134,4 +134,3 @@ def test_what_is_kept_until_the_weights_gradient() -> None:
     count = check_schedule(lists("F0@0 F1@0 I0@0 I1@0 F2@0 I2@0 W0@0 W1@0 W2@0", batches=3))
     assert count.in_flight == (3,)
     assert count.open_inputs == (2,)
-    assert count.stage_flight == (3,)

@@ -8,7 +8,6 @@ import pytest
 from critical_path import critical_path_s
 
 from shoal.base.errors import PlanError
-from shoal.base.estimates.cluster import Link
 from shoal.base.layouts.schedule_names import SCHEDULES
 from shoal.planning.pipeline_bubble import bubble_s
 from shoal.planning.pipeline_schedules import make_schedule
@@ -119,14 +118,6 @@ def test_critical_path_is_reached_where_nothing_can_be_moved() -> None:
         assert critical_path_s(schedule, 1, 2, 0.5) == near((count.makespan_s, count.bubble_s))
 
 
-def test_messages_take_their_time_on_the_link() -> None:
-    link = Link("wire", 0.25, 8.0)
-    table = AnalyticalCosts.for_pipeline(1, 1, 1, link)
-    line = simulate_schedule(make_schedule("gpipe", 2, 1), table, message_bytes=2)
-    assert line.end_s == near(1 + 0.5 + 1 + 2 + 0.5 + 2)
-    assert [(s.start_s, s.end_s) for s in line.spans if s.lane == "link"] == [(1, 1.5), (4.5, 5)]
-
-
 def test_memory_on_the_timeline_is_the_checkers_count() -> None:
     for name in ("1f1b", "zero-bubble", "zbv"):
         schedule = make_schedule(name, 4, 9)
@@ -135,24 +126,6 @@ def test_memory_on_the_timeline_is_the_checkers_count() -> None:
         )
         peaks = tuple(line.peak_bytes(rank) for rank in range(4))
         assert peaks == tuple(10 * kept for kept in check_schedule(schedule).in_flight)
-
-
-def test_the_optimizers_barrier_takes_back_what_zbv_gained_between_steps() -> None:
-    table = AnalyticalCosts({**AnalyticalCosts.for_pipeline(1, 1, 1).unit_s, "update": 0.5})
-    schedule = make_schedule("zbv", 4, 8)
-    line = simulate_schedule(schedule, table, barrier=True)
-    assert line.facts["bubble"] == "0.0 ms"
-    assert timeline_bubble(line) == 0
-    ends = {s.rank: s.start_s for s in line.spans if s.kind == "update"}
-    assert set(ends.values()) == {8 * 3 + 3 * 0.5}  # the last rank starts three half forwards late
-    assert line.facts["makespan"] == "25.5 s"
-    assert line.facts["makespan with the optimizer's barrier"] == "26.0 s"
-
-
-def test_an_uneven_stage_sets_the_pace() -> None:
-    table = AnalyticalCosts.for_pipeline(1, 1, 1)
-    line = simulate_schedule(make_schedule("1f1b", 2, 50), table, stage_scale=(1, 2))
-    assert line.end_s == near(1 + 50 * 6 + 2)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from shoal.teach.calculators import (
     pipeline,
     scaling,
     stragglers,
-    zero_costs,
 )
 from shoal.teach.calculators import utilisation as used
 
@@ -71,12 +70,6 @@ def test_two_levels_of_equal_links_cost_a_ring_s_bytes() -> None:
     assert collectives_costs.hierarchical_all_reduce_s(
         8, 8, 1e8, 0.0, BETA, 0.0, BETA
     ) == pytest.approx(flat)
-
-
-def test_small_messages_take_few_rounds_and_large_ones_few_bytes() -> None:
-    assert collectives_costs.fastest_all_reduce(6, 8.0, ALPHA, BETA)[0] == "tree"
-    assert collectives_costs.fastest_all_reduce(6, 1e9, ALPHA, BETA)[0] == "ring"
-    assert collectives_costs.fastest_all_reduce(8, 1e5, ALPHA, BETA)[0] == "halving-doubling"
 
 
 def test_amdahl_and_the_serial_share_undo_each_other() -> None:
@@ -166,43 +159,10 @@ def test_pipelines_reach_the_share_and_one_fewer_does_not() -> None:
         assert pipeline.bubble_of_step(name, 8, count - unit, chunks=2) > 0.05
 
 
-def test_model_flops_meet_parameters_times_six() -> None:
-    """Megatron's count of a GPT and 6·N + 12·L·h·s are the same arithmetic."""
-    layers, hidden, vocabulary, sequence, batch = 24, 2048, 51200, 1024, 3
-    in_matrices = layers * 12 * hidden**2 + vocabulary * hidden
-    per_token = used.flops_per_token(in_matrices, layers, hidden, sequence)
-    megatron = used.megatron_step_flops(layers, hidden, vocabulary, sequence, batch)
-    assert megatron == pytest.approx(per_token * batch * sequence)
-    full = used.megatron_step_flops(layers, hidden, 0, sequence, batch, "full")
-    assert full / used.megatron_step_flops(layers, hidden, 0, sequence, batch) == pytest.approx(
-        4 / 3
-    )
-    blocks = layers * 12 * hidden**2
-    scores = used.flops_per_token(blocks, layers, hidden, sequence) - 6 * blocks
-    selective = used.megatron_step_flops(layers, hidden, 0, sequence, batch, "selective")
-    factor = used.recompute_factor("selective", 6 * blocks, scores)
-    assert selective / (full * 3 / 4) == pytest.approx(factor)
-
-
 def test_diloco_published_factors() -> None:
     assert diloco.traffic_reduction(100, 8, 32) == diloco.traffic_reduction(100, 4, 16) == 400
     for seconds, share in ((103, 95.7), (382, 85.6), (469, 83.0)):
         assert 100 * diloco.utilisation(2280, seconds) == pytest.approx(share, abs=0.1)
-
-
-def test_the_memory_table_with_all_states() -> None:
-    rows = zero_costs.copied_memory_rows((8, 64))
-    known = {
-        7e9: (112, (26.3, 15.5), (14, 1.75)),
-        13e9: (208, (48.8, 28.8), (26, 3.25)),
-        70e9: (1120, (262.5, 155.3), (140, 17.5)),
-    }
-    for row in rows:
-        single, second, third = known[row.parameters]
-        assert row.single_gb == pytest.approx(single)
-        assert row.zero2_gb == pytest.approx(second, abs=0.06)
-        assert row.zero3_gb == pytest.approx(third)
-        assert row.folk_gb[0] * 4 == row.single_gb, "4 of the 16 bytes: fp32 weights alone"
 
 
 @pytest.mark.parametrize("name", stragglers.DISTRIBUTIONS)
@@ -215,8 +175,6 @@ def test_the_largest_of_64_as_64_draws_have_it(name: str) -> None:
     mean = stragglers.largest_mean_s(one, 64)
     assert abs(statistics.mean(largest) - mean) < 4 * error
     assert abs(stragglers.simulate_steps(one, 64, 3000)[0] - mean) < 4 * error
-    median = stragglers.largest_quantile_s(one, 64, 0.5)
-    assert abs(sum(value < median for value in largest) / 3000 - 0.5) < 4 * 0.5 / math.sqrt(3000)
 
 
 @pytest.mark.parametrize("name", stragglers.DISTRIBUTIONS)
@@ -261,7 +219,6 @@ WRONG = {
     "period": lambda: diloco.traffic_reduction(0, 4, 16),
     "bits": lambda: diloco.bytes_per_outer_step(1e9, 2, 0),
     "bytes_per_s": lambda: diloco.outer_step_s(1e9, 2, 4, 0),
-    "zero": lambda: zero_costs.state_bytes(1e9, 4, 8),
     "distribution": lambda: stragglers.StepTimes(1.0, 0.1, "gaussian"),
     "spread": lambda: stragglers.StepTimes(1.0, 3.0),
     "every": lambda: stragglers.waiting_share(stragglers.StepTimes(1.0, 0.1), 2, 0),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import PipelineStages
 from shoal.parallel.pipeline.stage_messages import StageMessage, StageMessenger, derive_route
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.schedule_checks import check_schedule
+from shoal.planning.schedule_checks import CLOSES, check_schedule
 from shoal.trace.flow.forward_record import ForwardRecord
 
 WIDTH = 6
@@ -292,10 +293,16 @@ def equality(
         "counted": reducer.counted.count(True),
     }
     if not planted:
-        flight = check_schedule(given).stage_flight
-        told["planned"] = {str(s): flight[s] for s in modules}
+        told["planned"] = {str(s): most_in_flight(given, s) for s in modules}
         told["payload"] = payload_bytes(world, runtime, given, frozen)
     return told
+
+
+def most_in_flight(given: PipelineSchedule, stage: int) -> int:
+    """Most micro-batches of a stage that are open at once: from F until B or W."""
+    acts = [act for act in given.ranks[given.stage_rank[stage]] if act.stage == stage]
+    changes = ((act.kind == "F") - (act.kind in CLOSES) for act in acts)
+    return max(accumulate(changes))
 
 
 def both_copies(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from guards import INPUTS, TARGETS, linear, message, run_of, sgd, share, squares
 from shoal.fabric import World
 from shoal.optim.muon import MuonWithAdamW
-from shoal.parallel.build.full_state import gather_gradients, gather_weights
+from shoal.parallel.build.full_state import assemble_tensors, gather_weights
 
 
 class Rows:
@@ -185,6 +185,13 @@ def first_step_without_samples(world: World, layout: str, kind: str = "pair") ->
     return max(float((weights[n] - p).detach().abs().max()) for n, p in twin.named_parameters())
 
 
+def whole_gradients(run: Any) -> dict[str, torch.Tensor]:
+    """Gather every rank's parts of the gradients."""
+    local = run.program.local.items()
+    parts = {name: (one.parameter.grad.detach(), one.shard) for name, one in local}
+    return assemble_tensors(parts, run.program.world)
+
+
 def gradients_after_a_step(world: World, layout: str) -> dict[str, Any]:
     """Which `.grad` a user finds, and whether the parts hold the sum of everybody's."""
     model = Stack()
@@ -194,7 +201,7 @@ def gradients_after_a_step(world: World, layout: str) -> dict[str, Any]:
     run.step((x, y))
     rows = 4 * world.size
     (squares(twin(INPUTS[:rows]), TARGETS[:rows]).sum() / (2 * rows)).backward()
-    found, _ = gather_gradients(run.program)
+    found = whole_gradients(run)
     return {
         "none": [p.grad is None for p in model.parameters()],
         "parts": sum(p.shard.elements for p in run.program.local.values()),
@@ -316,7 +323,7 @@ def channels_last(world: World, layout: str) -> list[float]:
         plain.zero_grad()
         F.mse_loss(twin(images), TARGETS[:8]).backward()
         plain.step()
-    weights, (gradients, _) = gather_weights(run.program), gather_gradients(run.program)
+    weights, gradients = gather_weights(run.program), whole_gradients(run)
     apart = []
     for name, p in twin.named_parameters():
         apart.append(float((weights[name] - p.detach()).abs().max()))

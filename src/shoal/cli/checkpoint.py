@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.text.units import bytes_text
 from shoal.wire.phases import phase
 
 if TYPE_CHECKING:  # these modules import torch
@@ -48,7 +49,6 @@ KEY = typer.Option("", help="Which part is the model, where several could be, as
 @app.command("list")
 def list_(path: Path = RUN, as_json: bool = JSON) -> None:
     """Show the complete checkpoints of a run, newest first, then those of its tags."""
-    from shoal.base.text.units import bytes_text
     from shoal.checkpoint.format.listing import read_manifest
 
     rows: list[dict[str, object]] = []
@@ -139,7 +139,6 @@ def import_(
     Pickles are read as data: nothing in them is executed. The configuration and the tokenizer of
     transformers come along, so that model.name=hf:FOLDER trains from it.
     """
-    from shoal.base.text.units import bytes_text
     from shoal.checkpoint.foreign.foreign_weights import format_count
     from shoal.checkpoint.foreign.import_weights import import_weights
     from shoal.view.phase_lines import show_phases
@@ -178,8 +177,6 @@ def _import_facts(done: ImportResult) -> dict[str, object]:
 
 def _export_model(newest: Path, out: Path, average: bool) -> tuple[str, dict[str, Any]]:
     """Export a checkpoint's model; return the lines that report it, and the facts for --json."""
-    from shoal.base.text.units import bytes_text
-
     with phase("import"):
         from shoal.checkpoint.export import export_file, export_folder
     if out.suffix == ".safetensors" and not out.is_dir():
@@ -216,8 +213,6 @@ def _export_adapter(newest: Path, out: Path, average: bool) -> tuple[str, dict[s
     Raises:
         ConfigError: `out` is one file; adapters are written as a folder.
     """
-    from shoal.base.text.units import bytes_text
-
     if out.suffix == ".safetensors" and not out.is_dir():
         raise ConfigError(
             f"{out}: adapters are written as peft's folder; try: --adapter {out.with_suffix('')}"

@@ -8,7 +8,6 @@ the remaining rows.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shoal.cli.compare_rows import (
     memory_shortage_text,
     training_state_bytes,
 )
-from shoal.cli.workers.worker import worker_imports
+from shoal.cli.workers.worker import worker_environment, worker_imports
 from shoal.config.load import LoadedConfig
 from shoal.config.save import to_toml
 from shoal.launch import supervise
@@ -163,9 +162,7 @@ def _run_world(
 
 def _worker_environment(comparison: LayoutComparison) -> dict[str, str]:
     """Return the workers' environment, with the same number of threads per process in every row."""
-    environ = dict(os.environ)
-    paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
-    environ["PYTHONPATH"] = ":".join(path for path in paths if path)
+    environ = worker_environment()
     most = max(row.parts for row in comparison.rows)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, comparison.machine.cores // most)))
     return environ

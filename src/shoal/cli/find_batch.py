@@ -10,7 +10,6 @@ If a rank dies of anything else, the search ends with that rank's error.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -193,7 +192,7 @@ def _run_trial(loaded: LoadedConfig, plan: Plan, folder: Path, asked: dict[str, 
     Raises:
         UserError, ClusterError: a rank died of anything but memory.
     """
-    from shoal.cli.workers.worker import worker_imports
+    from shoal.cli.workers.worker import worker_environment, worker_imports
     from shoal.config.save import to_toml
     from shoal.launch import supervise
 
@@ -207,16 +206,13 @@ def _run_trial(loaded: LoadedConfig, plan: Plan, folder: Path, asked: dict[str, 
             deaths.append(fields)
         log.emit(event, **fields)
 
-    environ = dict(os.environ)
-    paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
-    environ["PYTHONPATH"] = ":".join(path for path in paths if path)
     outcome = supervise(
         [sys.executable, "-m", "shoal.cli.workers.find_batch_worker", str(folder)],
         processes=loaded.config.launch.processes,
         folder=folder,
         restarts=0,
         emit=emit,
-        environ=environ,
+        environ=worker_environment(),
         imports=worker_imports(loaded.config.model.name, plan.layout),
     )
     if outcome.status == "finished":

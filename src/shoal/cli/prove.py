@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import typer
 
 from shoal import __version__
+from shoal.base.errors import BugError, ConfigError
 from shoal.cli.words import TRUST
 
 ARGUMENTS = typer.Argument(
@@ -54,7 +54,6 @@ def prove(
     one of each kind and the ends.
     Exit status: 0 equal, 3 different, 1 not proven (the reason is told), 2 something to correct.
     """
-    from shoal.base.errors import ConfigError
     from shoal.cli import torchrun
 
     if torchrun.is_launched():
@@ -77,9 +76,8 @@ def _run_proof(
     arguments: list[str], modes: list[str], *, quiet: bool, trust: bool
 ) -> dict[str, Any]:
     """Start the processes and return the report that they wrote."""
-    from shoal.base.errors import BugError
     from shoal.cli.start import prepare_run, write_run_folder
-    from shoal.cli.workers.worker import worker_imports
+    from shoal.cli.workers.worker import worker_environment, worker_imports
     from shoal.config.load import load_config
     from shoal.launch import supervise
     from shoal.view.phase_lines import PhaseLine, read_current_phases
@@ -99,9 +97,6 @@ def _run_proof(
                 f"process{'es' if count > 1 else ''} against one, in float64"
             )
             sys.stdout.flush()
-        environ = dict(os.environ)
-        known = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
-        environ["PYTHONPATH"] = ":".join(path for path in known if path)
         waiting = PhaseLine(sys.stderr if quiet else sys.stdout)
         outcome = supervise(
             [sys.executable, "-m", "shoal.cli.workers.prove_worker", str(folder), *modes],
@@ -112,7 +107,7 @@ def _run_proof(
             first_s=FIRST_S,
             patience_s=PATIENCE_S,
             on_tick=lambda: waiting.show(read_current_phases(folder)),
-            environ=environ,
+            environ=worker_environment(),
             imports=worker_imports(config.model.name, prepared.plan.layout),
         )
         waiting.finish()

@@ -30,7 +30,7 @@ from shoal.cli.ending import SessionEnding, error_text, islands_exit_status, nex
 from shoal.cli.islands import check_islands_resumable, island_folder, island_folders, launch_islands
 from shoal.cli.job_file import write_job_name
 from shoal.cli.words import split_arguments
-from shoal.cli.workers.worker import worker_imports
+from shoal.cli.workers.worker import worker_environment, worker_imports
 from shoal.config.differences import (
     compare_configurations,
     compare_environments,
@@ -381,8 +381,7 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str]) -> int:
             typer.echo(next_lines(folder, code, how, SessionEnding.of(folder).saved))
             return code
         view = LiveView(folder, stream=sys.stdout, colour=True)
-        paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
-        environ["PYTHONPATH"] = ":".join(path for path in paths if path)
+        environ.update(worker_environment(environ))
         try:
             outcome = supervise(
                 [sys.executable, "-m", "shoal.cli.workers.worker", str(folder)],

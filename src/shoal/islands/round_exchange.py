@@ -309,7 +309,8 @@ class _ExchangeTask:
         """
         plane = self.merger.plane
         digests = self.merger.inner.gather_json([self.outer.digest(), self.outer.vote_digest()])
-        whole, agreed = (_hash_of_all([told[k] for told in digests]) for k in range(2))
+        of_all = ("".join(told[k] for told in digests) for k in range(2))
+        whole, agreed = (hashlib.sha256(one.encode()).hexdigest() for one in of_all)
         began_s = time.monotonic()
         while True:
             own = self._ballot(finite, agreed, verdict)
@@ -378,11 +379,6 @@ def _select_products(
     """Return the inner products of the admitted partners."""
     places = [place for place, island in enumerate(partners) if island in admitted]
     return [[gram[a][b] for b in places] for a in places]
-
-
-def _hash_of_all(digests: Sequence[str]) -> str:
-    """Return one digest of the digests of an island's ranks."""
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _sum_matrices(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

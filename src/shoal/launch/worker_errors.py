@@ -87,11 +87,6 @@ def _shorten_message(text: str) -> str:
     return told if len(told) <= LINE_LETTERS else f"{told[:LINE_LETTERS]}…"
 
 
-def format_user_traceback(failure: BaseException) -> str:
-    """Return the end of a traceback without the frames that do not concern the user's mistake."""
-    return _keep_last_lines(_format_traceback(failure))
-
-
 def _format_traceback(failure: BaseException) -> str:
     found = traceback.TracebackException.from_exception(failure)
     link: traceback.TracebackException | None = found

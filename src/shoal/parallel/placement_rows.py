@@ -110,7 +110,10 @@ def derive_placements(
 
         rows = tensor_parallel.place(rows, derived.split)
     if plan.layout.cp > 1:
-        rows = {name: _add_sum_axis(row, "cp") for name, row in rows.items()}
+        rows = {
+            name: replace(row, sum_over=(*row.sum_over, "cp")) if row.trains else row
+            for name, row in rows.items()
+        }
     if derived.cut is not None:
         from shoal.parallel import pipeline
 
@@ -172,10 +175,6 @@ def _assign_units(rows: Rows, module: nn.Module, plan: Plan, called: BlockCalls)
     if gathers_all_blocks(blocks, elements, plan.names_blocks):
         found |= {row.name: replace(row, unit="", calls=1) for row in dealt}
     return found
-
-
-def _add_sum_axis(row: Placement, axis: str) -> Placement:
-    return replace(row, sum_over=(*row.sum_over, axis)) if row.trains else row
 
 
 def _add_data_axes(row: Placement, layout: Layout) -> Placement:

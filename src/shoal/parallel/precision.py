@@ -91,7 +91,7 @@ def apply(program: Program) -> Program:
         return program
     if device.type == "cpu" and program.plan.layout.zero == 3:
         allow_narrow_norm_weights()  # fsdp gathers a unit's vectors in the dtype of its matrices
-    autocast = _autocast(device.type, NARROW[compute])
+    autocast = functools.partial(torch.autocast, device.type, dtype=NARROW[compute])
     own = _DirectCallAutocast(autocast, device.type)
     hooks = [
         program.module.register_forward_pre_hook(own.enter, prepend=True),
@@ -154,10 +154,6 @@ class _DirectCallAutocast:
         context = self.entered.pop() if self.entered else None
         if context is not None:
             context.__exit__(None, None, None)
-
-
-def _autocast(device_type: str, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: torch.autocast(device_type, dtype=dtype)
 
 
 def _cast_floats(dtype: torch.dtype) -> Callable[[Any], Any]:

@@ -12,13 +12,14 @@ Source: Li et al. 2020 (PyTorch Distributed), §3.2; measured in docs/lab-log.md
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.placement import Placement
 from shoal.base.plans.plan import Bucket
 
+T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -53,7 +54,7 @@ def plan_buckets(
             Bucket(names, total, first.dtype, first.element_bytes, compute=first.compute)
         )
 
-    for row in reversed(list(_stage_parameters(rows, at["pp"]))):
+    for row in reversed([row for row in rows if row.trains and at["pp"] in row.stages]):
         kind = row.dtype, row.compute, row.bucket_key(layout)
         size = math.prod(row.local_shape(at))
         held = open_rows.get(kind, [])
@@ -66,6 +67,17 @@ def plan_buckets(
     return tuple(buckets)
 
 
-def _stage_parameters(rows: Iterable[Placement], stage: int) -> Iterator[Placement]:
-    """Return the trainable parameters of one pipeline stage."""
-    return (row for row in rows if row.trains and stage in row.stages)
+def pack_messages(
+    items: Sequence[T], sizes_bytes: Sequence[int], most_bytes: int
+) -> Iterator[list[T]]:
+    """Yield items that share a message, in order: at most `most_bytes`, or one item."""
+    message: list[T] = []
+    held_bytes = 0
+    for item, size_bytes in zip(items, sizes_bytes, strict=True):
+        if message and held_bytes + size_bytes > most_bytes:
+            yield message
+            message, held_bytes = [], 0
+        message.append(item)
+        held_bytes += size_bytes
+    if message:
+        yield message

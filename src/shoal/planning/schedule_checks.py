@@ -30,20 +30,16 @@ class ScheduleCounts:
     Attributes:
         in_flight: per rank: most micro-batches whose activations the rank keeps at once.
         open_inputs: the same if the gradient of the input freed all activations.
-        stage_flight: per stage, in micro-batches of that stage.
         actions: number of actions of each kind, over all ranks.
         makespan_s: first start to last end.
         bubble_s: as defined at the head of the module.
-        rank_bubble_s: per rank.
     """
 
     in_flight: tuple[float, ...]
     open_inputs: tuple[float, ...]
-    stage_flight: tuple[int, ...]
     actions: dict[str, int]
     makespan_s: float
     bubble_s: float
-    rank_bubble_s: tuple[float, ...]
 
 
 def check_schedule(
@@ -87,13 +83,9 @@ def check_schedule(
     }
     block_s = forward_s + input_s + weight_s if pair_s is None else pair_s
     bubbles, makespan = _execute(schedule, seconds, block_s * share if blocks else None)
-    kept, open_inputs, stages = _peak_in_flight(schedule, share)
+    kept, open_inputs = _peak_in_flight(schedule, share)
     actions = Counter(act.kind for acts in schedule.ranks for act in acts)
-    return ScheduleCounts(kept, open_inputs, stages, dict(actions), makespan, max(bubbles), bubbles)
-
-
-def _locate_action(schedule: PipelineSchedule, rank: int, position: int, act: Action) -> str:
-    return f"schedule {schedule.name}: rank {rank}, position {position}, {act.text()}"
+    return ScheduleCounts(kept, open_inputs, dict(actions), makespan, max(bubbles))
 
 
 def _check_stage_map(schedule: PipelineSchedule) -> None:
@@ -117,7 +109,9 @@ def _check_rank(schedule: PipelineSchedule, rank: int, acts: tuple[Action, ...])
     for position, act in enumerate(acts):
         wrong = _action_error(schedule, rank, act, seen)
         if wrong:
-            raise PlanError(f"{_locate_action(schedule, rank, position, act)}: {wrong}")
+            raise PlanError(
+                f"schedule {schedule.name}: rank {rank}, position {position}, {act.text()}: {wrong}"
+            )
         seen.add((act.kind, act.stage, act.micro_batch))
 
 
@@ -279,20 +273,15 @@ def _check_deadlock(schedule: PipelineSchedule, clocks: list[_RankClock]) -> Non
 
 def _peak_in_flight(
     schedule: PipelineSchedule, share: float
-) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-    """Return the most activations open at once: per rank until B or W, or B or I, and per stage."""
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the most activations of each rank open at once: until B or W, and until B or I."""
     most, most_inputs = [], []
-    stage_most = [0] * schedule.stages
     for acts in schedule.ranks:
         opened = inputs = peak = peak_inputs = 0
-        per_stage: Counter[int] = Counter()
         for act in acts:
-            change = (act.kind == "F") - (act.kind in CLOSES)
-            opened += change
+            opened += (act.kind == "F") - (act.kind in CLOSES)
             inputs += (act.kind == "F") - (act.kind in "BI")
-            per_stage[act.stage] += change
             peak, peak_inputs = max(peak, opened), max(peak_inputs, inputs)
-            stage_most[act.stage] = max(stage_most[act.stage], per_stage[act.stage])
         most.append(peak * share)
         most_inputs.append(peak_inputs * share)
-    return tuple(most), tuple(most_inputs), tuple(stage_most)
+    return tuple(most), tuple(most_inputs)

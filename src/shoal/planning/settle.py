@@ -294,3 +294,15 @@ def leaves_layout_open(plan: Plan, said: Words) -> bool:
     (True, False)
     """
     return is_layout_open({"strategy": "auto", **split_policies(plan, said)[1]})
+
+
+def shards_model(plan: Plan, said: Words | None) -> bool:
+    """Return whether ranks will hold only parts of the model, so that none must hold it all."""
+    if said is None:
+        return plan.layout.tp * plan.layout.pp * plan.layout.ep > 1 or plan.layout.zero == 3
+    words: Mapping[str, Any] = {"strategy": said} if isinstance(said, str) else said
+    if words.get("strategy", "auto") != "auto":
+        named = words["strategy"]
+        return named in ("tp", "3d", *PIPELINES) or STAGES.get(named) == 3
+    cut = any(words.get(axis, 1) != 1 for axis in ("tp", "pp", "ep"))
+    return cut or (words.get("dp_shard", 1) != 1 and words.get("zero") in (None, 3))

@@ -11,7 +11,6 @@ which saves its plot. An unknown key or a bad value raises one line that names t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import json as json_text
 import math
@@ -232,18 +231,3 @@ def _can_encode_plot(encoding: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def _run_calculator(
-    word: str, arguments: Sequence[str] = (), *, json: bool = False, **options: object
-) -> None:
-    calculate(word, arguments, json=json, options=options)
-
-
-CALCULATORS: dict[str, tuple[str, Callable[..., None]]] = {
-    word: (what, functools.partial(_run_calculator, word)) for word, (what, _) in SCREENS.items()
-}
-"""Entries of `shoal simulate`: name → help line, and a function that prints the answer.
-
-It takes a list of `key=value` texts, or the same as keyword arguments, and `json=True`.
-"""

@@ -60,9 +60,6 @@ class Costs(Protocol):
     def seconds(self, op: Op) -> float:
         """Return the duration for which the operation occupies its lane."""
 
-    def travel_s(self, op: Op) -> float:
-        """Return the delay from the end of a send until its message can be received."""
-
 
 @dataclass
 class _Lane:
@@ -141,12 +138,7 @@ class _EngineRun:
                 raise PlanError(
                     f"rank {lane.rank}, operation {index}: {_op_text(op)} is sent twice"
                 )
-            travel_s = self.costs.travel_s(op)
-            self.messages[op.key] = end + travel_s
-            if travel_s > 0:
-                self.spans.append(
-                    TimelineSpan(lane.rank, end, end + travel_s, op.what, op.label, "link")
-                )
+            self.messages[op.key] = end
             woken += self.waiting.pop(("message", op.key), [])
         self.end(lane, op, start, end, woken)
         return woken

@@ -2,13 +2,10 @@
 
 Actions run in the order of the list; between stages on different ranks the output (forward) or its
 gradient (backward) travels as a message that blocks nobody but its receiver. F allocates the
-micro-batch's activations, B or W frees them, as the checker counts. After its last action a rank
-joins the optimizer's barrier (the all-reduced norm, with the decision to skip), then updates.
+micro-batch's activations, B or W frees them, as the checker counts.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
 from shoal.base.plans.timeline import Timeline, TimelineSpan
@@ -23,27 +20,19 @@ def simulate_schedule(
     schedule: PipelineSchedule,
     costs: Costs,
     *,
-    message_bytes: float = 0.0,
     activation_bytes: float = 0.0,
-    stage_scale: Sequence[float] = (),
-    barrier: bool = False,
     blocks: bool = True,
-    norm_bytes: float = 8.0,
 ) -> Timeline:
     """Simulate one step of a pipeline and return its timeline.
 
     Args:
-        message_bytes: of one micro-batch between two stages.
         activation_bytes: that one rank keeps per micro-batch, all its chunks together; 0: not
             drawn.
-        stage_scale: work of each stage relative to the mean stage; (): all equal.
-        barrier: draw the optimizer's barrier and update too (`costs` must know "update").
         blocks: run the schedule's pairs as one block, see check_schedule.check.
 
     Returns:
         a timeline; its facts: makespan (first start to last end), bubble (largest last end − first
-            start − work over ranks), its share, most in flight; with `barrier` the makespan with
-            the barrier too.
+            start − work over ranks), its share, most in flight.
 
     Raises:
         PlanError: a list that is no step; the message names the place.
@@ -62,10 +51,7 @@ def simulate_schedule(
         pairs = set(schedule.pairs[rank]) if blocks and schedule.pairs else set()
         held: list[list[Op]] = []
         for position, act in enumerate(acts):
-            scale = share * (
-                stage_scale[act.stage % schedule.stages_per_copy] if stage_scale else 1.0
-            )
-            parts = _action_ops(schedule, rank, act, scale, message_bytes, activation_bytes)
+            parts = _action_ops(schedule, rank, act, share, activation_bytes)
             if position in pairs:
                 held = parts
                 continue
@@ -73,13 +59,6 @@ def simulate_schedule(
                 program += (held[part] if held else []) + parts[part]
             held = []
         programs.append(program)
-    if barrier:
-        everyone = range(len(schedule.ranks))
-        for program in programs:
-            program.append(
-                Op("collective", "all-reduce", "norm", "norm", everyone, amount=norm_bytes)
-            )
-            program.append(Op("compute", "update", "update", amount=1.0))
     line = run_ops(programs, costs, f"{schedule.name}, {len(programs)} ranks")
     if activation_bytes:
         line.facts["peak"] = bytes_text(max(held.held_bytes for held in line.memory))
@@ -90,8 +69,6 @@ def simulate_schedule(
     line.facts["bubble"] = seconds_text(bubble)
     line.facts["bubble share"] = f"{100 * bubble / (last - first):.1f} %" if last > first else "0 %"
     line.facts["in flight"] = f"{max(counts.in_flight):g} micro-batches"
-    if barrier:
-        line.facts["makespan with the optimizer's barrier"] = seconds_text(line.end_s - first)
     return line
 
 
@@ -100,7 +77,6 @@ def _action_ops(
     rank: int,
     act: Action,
     scale: float,
-    message_bytes: float,
     activation_bytes: float,
 ) -> list[list[Op]]:
     """Return an action's operations: receive inputs; compute, keep or free activations; send."""
@@ -120,7 +96,7 @@ def _action_ops(
     taker = _receiver_rank(schedule, act)
     if taker is not None and taker != rank:
         gave = ("F" if act.kind == "F" else "B", act.stage, act.micro_batch)
-        send.append(Op("send", "send", f"of {act.text()}", gave, peer=taker, amount=message_bytes))
+        send.append(Op("send", "send", f"of {act.text()}", gave, peer=taker))
     return [receive, ops, send]
 
 

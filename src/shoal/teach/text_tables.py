@@ -27,10 +27,12 @@ from shoal.forecast.models.published_models import SHAPES, published_shape
 from shoal.forecast.models.transformer_costs import transformer_facts
 from shoal.forecast.time.step_time import predict_time
 from shoal.teach.calculators.scaling import FOLK_GPUS, FOLK_SPEEDUPS
-from shoal.teach.calculators.zero_costs import FOLK_MEMORY_GB
 
 SIZES = {"7b": "llama-2-7b", "13b": "llama-2-13b", "70b": "llama-2-70b"}
 """Sizes as the copied table names them."""
+
+FOLK_MEMORY_GB = {7e9: (28, 14, 7), 13e9: (52, 26, 13), 70e9: (280, 140, 70)}
+"""Parameters → GB in the widely copied table for one device, ZeRO-2 and ZeRO-3."""
 
 COPIED_GB = {
     f"llama-2-{round(parameters / 1e9)}b": dict(zip(("single", "zero2", "fsdp"), row, strict=True))

@@ -35,6 +35,7 @@ from shoal.machine.process_memory import trim_heap
 from shoal.optim.optimizer_support import check_user_optimizer
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import (
+    SampleForward,
     materialise,
     offload_optimizer,
     place,
@@ -44,7 +45,14 @@ from shoal.parallel.compose import (
 )
 from shoal.parallel.program import trainable_parameters
 from shoal.planning.gradient_buckets import plan_buckets
-from shoal.planning.settle import Words, layout_keys, leaves_layout_open, settle_batch, settle_plan
+from shoal.planning.settle import (
+    Words,
+    layout_keys,
+    leaves_layout_open,
+    settle_batch,
+    settle_plan,
+    shards_model,
+)
 from shoal.trainer.argument_checks import (
     DEFAULT_BATCH,
     ELSEWHERE,
@@ -52,7 +60,7 @@ from shoal.trainer.argument_checks import (
     plan_from_arguments,
     refuse_unknown,
 )
-from shoal.trainer.autotune.sample_forward import build_sample_forward, shards_model
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.model_checks import (
     check_hooks,
     list_hooked_weights,
@@ -152,9 +160,9 @@ def parallelize(
     check_arguments(locals())
     said: Words = layout
     if plan is not None:
-        from shoal.trainer.guards.reports.start_report import refuse_plan_conflicts
-
-        refuse_plan_conflicts(plan, locals(), inspect.signature(parallelize).parameters)
+        reports.start_report.refuse_plan_conflicts(
+            plan, locals(), inspect.signature(parallelize).parameters
+        )
         said, batch, micro_batch = layout_keys(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_from_arguments(precision, policies)
@@ -268,7 +276,7 @@ def start_run(
     hooks = list_hooked_weights(parameters)
     if not module.training:  # from_pretrained returns models in evaluation mode
         module.train()
-    look = build_sample_forward(sample, plan, world)
+    look = _make_sample_forward(sample, plan, world)
     program = prepare(module, plan, world)
     program, derived = place(program, record_forward(program, look), look.samples if look else 0)
     del look  # its samples are on the device
@@ -366,9 +374,7 @@ def _auxiliary_loss_notices(module: nn.Module, loss: Loss) -> list[str]:
     """Return a notice about auxiliary losses of a transformers model that `loss` leaves out."""
     if "transformers" not in sys.modules:
         return []
-    from shoal.trainer.guards.reports.model_notices import auxiliary_loss_lines
-
-    return auxiliary_loss_lines(module, loss)
+    return reports.model_notices.auxiliary_loss_lines(module, loss)
 
 
 def _list_unheld_weights(
@@ -379,9 +385,7 @@ def _list_unheld_weights(
     unheld = {name for name, p in parameters.items() if id(p) not in held}
     if not unheld:
         return (), ()
-    from shoal.trainer.guards.reports.model_notices import list_forgotten_weights
-
-    return unheld, list_forgotten_weights(module, unheld)
+    return unheld, reports.model_notices.list_forgotten_weights(module, unheld)
 
 
 def _attach_folder(folder: Path, run: Run, *, is_chosen: bool) -> None:
@@ -449,6 +453,18 @@ def _build_model(
     from shoal.parallel.build.pretrained import checkpoint_files_notice, checkpoint_folder
 
     return module, lines + more + checkpoint_files_notice(module, checkpoint_folder(module))
+
+
+def _make_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward | None:
+    """Return a forward pass on a few samples if a technique traces the model with it, else None.
+
+    zero 3 works without a sample: it then assumes that each block is called once.
+    """
+    if not plan.layout.is_derived and (plan.layout.zero < 3 or sample is None):
+        return None
+    from shoal.trainer.autotune.sample_forward import build_sample_forward
+
+    return build_sample_forward(sample, plan, world)
 
 
 def _copy_mapped_tensors(module: nn.Module, layout: Layout) -> None:
@@ -546,9 +562,7 @@ def narrow_weight_notices(parameters: Mapping[str, nn.Parameter], compute: str) 
     narrow = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
     if not narrow:
         return []
-    from shoal.trainer.guards.reports.model_notices import narrow_line
-
-    return [narrow_line(narrow, parameters, compute)]
+    return [reports.model_notices.narrow_line(narrow, parameters, compute)]
 
 
 def _refuse_untrainable(

@@ -9,20 +9,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.format.manifest import Manifest
 from shoal.checkpoint.load.read import open_newest
-from shoal.parallel.program import Part
 from shoal.trainer.run import Run
-from shoal.trainer.state.run_state import MODEL, collect_model_shards
+from shoal.trainer.state.run_state import MODEL, check_model_tensors, collect_model_shards
 from shoal.wire.phases import phase
 
 
@@ -53,9 +50,14 @@ def restore_weights(
 
     def wanted(manifest: Manifest) -> list[Shard]:
         stored = {name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
-        if strict:
-            _check_names(manifest, stored, known)
-        _check_shapes(manifest, {name: here[name] for name in here if name in stored})
+        check_model_tensors(
+            manifest,
+            {name: here[name] for name in here if name in stored},
+            known if strict else stored,
+            added=" (step {step}); try: the model as it was built then, or "
+            "load_module_strict=False",
+            changed="; try: the model as it was built then",
+        )
         return [
             replace(shard, name=MODEL + name)
             for name, (_, shard) in here.items()
@@ -74,33 +76,3 @@ def restore_weights(
         run.program.reducer.publish()
     run.guards.writes.updated(run.step_count)
     return dict(loaded.manifest.record)
-
-
-def _check_names(manifest: Manifest, stored: set[str], known: set[str]) -> None:
-    """Compare the names of a checkpoint with those of all ranks' models.
-
-    Raises:
-        CheckpointError: one of them has a name that the other lacks.
-    """
-    for name in sorted(stored ^ known):
-        where = "the checkpoint" if name in stored else "this model"
-        raise CheckpointError(
-            f"model.{name}: only in {where} (step {manifest.step}); try: the model as it was built "
-            f"then, or load_module_strict=False"
-        )
-
-
-def _check_shapes(manifest: Manifest, here: Mapping[str, Part]) -> None:
-    """Compare the shapes and dtypes of a checkpoint with those of the model.
-
-    Raises:
-        CheckpointError: a tensor differs.
-    """
-    for name, (_, shard) in here.items():
-        stored = manifest.tensors[MODEL + name]
-        if tuple(stored.shape) != shard.global_shape or stored.dtype != shard.dtype:
-            raise CheckpointError(
-                f"model.{name}: {list(stored.shape)} {stored.dtype} in the checkpoint, "
-                f"{list(shard.global_shape)} {shard.dtype} in this model; try: the model as it was "
-                f"built then"
-            )

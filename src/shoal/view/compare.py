@@ -147,7 +147,9 @@ def _columns(record: Record, *, wide: bool) -> list[Column]:
     if wide:
         columns += [Column(kind, unit, held(kind)) for kind in KINDS]
         columns += [Column("rest", unit, held("rest"))]
-        columns += [Column(_short_kind(kind), f"{sent_unit}/step", sent(kind)) for kind in kinds]
+        columns += [
+            Column(kind.replace("_", "-"), f"{sent_unit}/step", sent(kind)) for kind in kinds
+        ]
     else:
         columns += [Column("states", unit, held(*KINDS)), Column("rest", unit, held("rest"))]
         columns += [Column("sent", f"{sent_unit}/step", sent(*kinds))]
@@ -200,10 +202,6 @@ def fullest_rank_memory(row: Record) -> dict[str, int]:
 def _unit(largest_bytes: float) -> tuple[str, int]:
     """Return the unit in which the largest figure of a column has a digit before the point."""
     return next((unit for unit in UNITS if largest_bytes >= unit[1]), UNITS[-1])
-
-
-def _short_kind(kind: str) -> str:
-    return kind.replace("_", "-")
 
 
 def bar_lines(rows: list[Record], width: int) -> list[Line]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shoal.forecast.time.island_costs import IslandsCost
 
 Record = dict[str, Any]
-WIDTH = 80
-NAME_WIDTH, CELL_WIDTH = 30, 14
 DISCARDED = "round_discarded"
 _SUMMED = ("steps", "seconds", "compute_s", "exposed_s", "exchange_s", "sent_bytes", "tokens")
 
@@ -145,36 +143,6 @@ def islands_summary_line(
     return ", ".join(parts)
 
 
-def islands_lines(
-    events: Sequence[Record], predicted: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Return the table of a run's islands, at most 80 columns; [] for a run without rounds.
-
-    Args:
-        predicted: figures of `planner.islands.IslandsCost` by name, its utilisation too; or None.
-    """
-    found = sum_rounds(events)
-    if found is None:
-        return []
-    figures, said = found.figures(), _finite_figures(predicted)
-    lines = [
-        f"{'islands':<{NAME_WIDTH}}{'predicted':>{CELL_WIDTH}}{'measured':>{CELL_WIDTH}}",
-        _line("rounds committed", "", f"{found.rounds}"),
-        _line("rounds discarded", "", f"{found.discarded}"),
-        _line("changes refused", "", f"{sum(found.refused.values())}", _refused_text(found)),
-    ]
-    if found.spread is not None:
-        lines.append(_line("weights apart, last merge", "", f"{found.spread:.2%}"))
-    for name, label, text in _FIGURES:
-        one, other = said.get(name), figures.get(name)
-        if one is None and other is None:
-            continue
-        left, right = ("" if value is None else text(value) for value in (one, other))
-        apart = f"{other / one - 1:+.0%}" if one and other is not None else ""
-        lines.append(_line(label, left, right, apart))
-    return lines
-
-
 def link_lines(costs: Sequence[tuple[float, IslandsCost]]) -> list[str]:
     """Format the predicted cost of islands on each of several links: a table, a head and lines.
 
@@ -196,32 +164,9 @@ def link_lines(costs: Sequence[tuple[float, IslandsCost]]) -> list[str]:
     return lines
 
 
-_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("utilisation", "utilisation", lambda share: f"{share:.1%}"),
-    ("round_s", "a round", seconds_text),
-    ("waited_s", "of it not in inner steps", seconds_text),
-    ("exposed_s", "of it waiting for others", seconds_text),
-    ("exchange_s", "its exchanges", seconds_text),
-    ("bytes_per_token", "sent per token and island", bytes_text),
-    ("mean_bytes_per_s", "mean rate, Mbit/s", lambda rate: f"{rate * 8e-6:.1f}"),
-    ("peak_bytes_per_s", "peak rate, Mbit/s", lambda rate: f"{rate * 8e-6:.1f}"),
-)
-"""Name of a figure, its label, its format."""
-
-
 def _refused_islands(event: Record) -> list[str]:
     refused = event.get("refused")
     return [str(island) for island in refused] if isinstance(refused, dict | list) else []
-
-
-def _refused_text(found: RoundTotals) -> str:
-    times = [f"{island}" + (f" ×{n}" if n > 1 else "") for island, n in found.refused.items()]
-    return f"island {', '.join(times)}" if times else ""
-
-
-def _line(label: str, one: str, other: str, after: str = "") -> str:
-    line = f"  {label:<{NAME_WIDTH - 2}}{one:>{CELL_WIDTH}}{other:>{CELL_WIDTH}}  {after}".rstrip()
-    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
 
 
 def _number(event: Record, key: str) -> float:

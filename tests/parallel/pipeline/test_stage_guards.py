@@ -61,8 +61,8 @@ def called(module: nn.Module, batch: int = 2) -> Any:
     return module(samples(batch))
 
 
-def cut_of(model: nn.Module, stages: int = 2, costs: Any = None) -> StageCut:
-    return cut_stages(ForwardRecord(model, called), stages, costs)
+def cut_of(model: nn.Module, stages: int = 2) -> StageCut:
+    return cut_stages(ForwardRecord(model, called), stages)
 
 
 def refused(glue: Glue, *texts: str) -> None:
@@ -423,16 +423,6 @@ def test_bare_parameters_live_where_they_matter() -> None:
         return h
 
     assert equal(late, 3).ties == {"gain": (0, 2)}
-
-
-def test_costs_decide() -> None:
-    model = made(lambda: Model(chained))
-    even = {f"blocks.{place}": 1.0 for place in range(4)}
-    assert cut_of(model, 2, even).blocks(0) == ["blocks.0", "blocks.1"]
-    assert cut_of(model, 2, {**even, "enter": 3.0}).blocks(0) == ["blocks.0"]
-    late = cut_of(model, 2, {**even, "leave": 2.5})
-    assert late.blocks(0) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert late.costs == (3.0, 3.5)
 
 
 def test_a_stage_holds_its_share() -> None:

@@ -34,11 +34,9 @@ from shoal.checkpoint.format.checkpoint_faults import (
     short_path,
 )
 from shoal.checkpoint.format.listing import (
-    CheckpointEntry,
     list_checkpoints,
     read_manifest,
     step_folder,
-    verify,
 )
 from shoal.checkpoint.format.manifest import Manifest, StoredSlice, StoredTensor
 from shoal.checkpoint.format.stored_shard import StoredShardReader
@@ -46,16 +44,6 @@ from shoal.checkpoint.load import shared_read
 from shoal.checkpoint.load.shared_read import Key, ReadTarget, copy_to_targets
 from shoal.fabric import World
 from shoal.wire.phases import phase
-
-__all__ = [
-    "CheckpointEntry",
-    "LoadedCheckpoint",
-    "list_checkpoints",
-    "load",
-    "open_newest",
-    "read_manifest",
-    "verify",
-]
 
 
 @dataclass(frozen=True)

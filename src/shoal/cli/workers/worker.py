@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.base.layouts.layout import Layout
@@ -34,6 +35,12 @@ def worker_imports(model: str, layout: Layout | None = None) -> tuple[str, ...]:
     if layout is not None:
         own = (*own, *list_technique_modules(layout))
     return (*own, "transformers.modeling_utils") if is_hf_name(model) else own
+
+
+def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return an environment for workers, which also import from the current folder."""
+    paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
+    return {**environ, "PYTHONPATH": ":".join(path for path in paths if path)}
 
 
 def main() -> int:

@@ -18,7 +18,9 @@ from typing import Any
 
 from shoal.base.errors import ConfigError, nearest_word, shorten
 from shoal.config.paths import fixed_folder, glob_files
+from shoal.data.files import row_files
 from shoal.data.files.documents import Document, hash_fraction, spread_ranges
+from shoal.data.text import hf_rows
 
 TEXT, PAIR, CHAT = ("text",), ("prompt", "completion"), ("messages",)
 FORMS = (CHAT, PAIR, TEXT)
@@ -30,18 +32,12 @@ Reader = Callable[[str, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]
 
 
 def _reader(kind: str) -> Reader:
-    """Return the reader of a kind of files; imports its library only then."""
+    """Return the reader of a kind of files."""
     if kind == "parquet":
-        from shoal.data.files.row_files import read_parquet
-
-        return read_parquet
+        return row_files.read_parquet
     if kind == "hf":
-        from shoal.data.text.hf_rows import read_hf
-
-        return read_hf
-    from shoal.data.files.row_files import read_objects
-
-    return lambda path, _: read_objects(path)
+        return hf_rows.read_hf
+    return lambda path, _: row_files.read_objects(path)
 
 
 def row_text(row: dict[str, Any], key: str, place: str) -> str:
@@ -146,9 +142,7 @@ def _first(document: Document) -> Iterator[tuple[str, dict[str, Any]]]:
     The smallest read of a column is a row group, and every rank does this.
     """
     if isinstance(document, TextRows) and document.kind == "parquet":
-        from shoal.data.files.row_files import parquet_columns
-
-        return parquet_columns(document.path)
+        return row_files.parquet_columns(document.path)
     return iter_rows(document)
 
 
@@ -166,22 +160,18 @@ def iter_rows_at(
     """
     kind = documents[0].kind
     if kind == "hf":
-        from shoal.data.text.hf_rows import read_spread
-
         for document in documents:
-            yield from read_spread(document.path, keys, wanted / document.size_bytes)
+            yield from hf_rows.read_spread(document.path, keys, wanted / document.size_bytes)
     elif kind == "parquet":
-        from shoal.data.files.row_files import read_row_groups
-
-        yield from read_row_groups([(d.path, d.size_bytes) for d in documents], keys, wanted)
+        yield from row_files.read_row_groups(
+            [(d.path, d.size_bytes) for d in documents], keys, wanted
+        )
     else:
-        from shoal.data.files.row_files import read_lines_at
-
         places: dict[str, list[tuple[int, int]]] = {}
         for document, start, stop in spread_ranges(documents, count, wanted):
             places.setdefault(document.path, []).append((start, stop))
         for path, some in places.items():
-            yield from read_lines_at(path, some)
+            yield from row_files.read_lines_at(path, some)
 
 
 def iter_texts_at(documents: Sequence[TextRows], count: int, wanted: int) -> Iterator[str]:
@@ -205,9 +195,7 @@ def split_row_documents(
         ConfigError: no file matches; with the nearest path.
     """
     if kind == "hf":
-        from shoal.data.text.hf_rows import document_fields
-
-        files = [document_fields(argument, where)]
+        files = [hf_rows.document_fields(argument, where)]
     else:
         folder = fixed_folder(argument)
         files = [_fields(path, folder) for path in glob_files(argument, where, kind)]

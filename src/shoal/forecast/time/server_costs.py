@@ -117,14 +117,12 @@ class ServerPace:
     Attributes:
         steps_per_s: updates of the weights per second.
         staleness, largest: mean and largest number of updates that an applied gradient lacked.
-        by_worker: applied gradients of each worker.
         held_share: share of the workers' time in which they wait for a turn.
     """
 
     steps_per_s: float
     staleness: float
     largest: int
-    by_worker: tuple[int, ...]
     held_share: float
 
 
@@ -167,7 +165,7 @@ def simulate_pace(
     if synchronous:
         step_s = max(worker_s) / count + apply_s
         held = 1 - sum(worker_s) / count**2 / step_s
-        return ServerPace(1 / step_s, 0.0, 0, (steps,) * count, held)
+        return ServerPace(1 / step_s, 0.0, 0, held)
     if bound is not None and bound < count - 1:
         raise PlanError(
             f"staleness = {bound}: {count} workers need at least {count - 1}; try: "
@@ -177,7 +175,6 @@ def simulate_pace(
     arrive = [(seconds, worker) for worker, seconds in enumerate(worker_s)]
     heapq.heapify(arrive)
     came_s: dict[int, float] = {}
-    made = [0] * count
     for worker in range(count):
         turns.read(worker)
     while turns.step < steps:
@@ -190,9 +187,8 @@ def simulate_pace(
         now_s += apply_s
         held_s += now_s - apply_s - came_s[worker]
         turns.record_applied(worker)
-        made[worker] += 1
         turns.read(worker)
         heapq.heappush(arrive, (now_s + worker_s[worker], worker))
     total = sum(turns.counts.values())
     mean = sum(late * often for late, often in turns.counts.items()) / total
-    return ServerPace(steps / now_s, mean, max(turns.counts), tuple(made), held_s / (now_s * count))
+    return ServerPace(steps / now_s, mean, max(turns.counts), held_s / (now_s * count))

@@ -215,11 +215,6 @@ class PageReader:
         at_ms = int((time.monotonic() + TOGETHER_S) * 1e3)
         struct.pack_into("=q", self.memory, 8 * EXIT, at_ms << 8 | 1 + status)
 
-    @property
-    def gathers_units(self) -> bool:
-        """Return whether the rank gathers units."""
-        return any(self.memory[UNITS_AT : UNITS_AT + UNIT.size])
-
     def close(self) -> None:
         """Free the memory."""
 

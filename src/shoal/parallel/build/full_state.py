@@ -1,7 +1,7 @@
 """This rank's parts of a program's state, and whole tensors gathered from all ranks.
 
 Other packages never see distributed tensors: checkpoints are written from `local_state`, proofs and
-exports read `gather_weights` and `gather_gradients`.
+exports read `gather_weights` and `iterate_gradients`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.plans.tensor_shards import Box, Shard
 from shoal.fabric import World
 from shoal.parallel.program import Part, Program, dtype_of
+from shoal.planning.gradient_buckets import pack_messages
 
 
 def local_state(program: Program) -> dict[str, Part]:
@@ -67,29 +68,14 @@ def iterate_gradients(program: Program) -> tuple[Iterator[tuple[str, torch.Tenso
     """Gather whole gradients one at a time on rank 0; all ranks iterate together.
 
     Returns:
-        (iterator of (name, gradient), which yields nothing on other ranks; names that have one), as
-        `gather_gradients`.
+        (iterator of (name, gradient), which yields nothing on other ranks; names that have one).
+        Before `update`, and after a skipped step, gradients are sums over targets (under fp16
+        scaled), and all names have one. After `update` they are the clipped mean, and names that
+        no rank used have none. A missing gradient is yielded as zeros.
     """
     parts, used = _local_gradients(program)
     known = _gather_spreads(parts, program.world)
     return _iterate_tensors(known, parts, program.world, only_first=True), used
-
-
-def gather_gradients(
-    program: Program, *, only_first: bool = False
-) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Gather whole gradients on the CPU of every rank, by name (collective).
-
-    Under `only_first` only rank 0 gets gradients; all ranks get the names. Before `update`, and
-    after a skipped step, gradients are sums over targets (under fp16 scaled), and all names have
-    one. After `update` they are the clipped mean, and names that no rank used have none. A missing
-    gradient is returned as zeros.
-
-    Returns:
-        (gradient by name, names that have one).
-    """
-    parts, used = _local_gradients(program)
-    return assemble_tensors(parts, program.world, only_first=only_first), used
 
 
 def _local_gradients(program: Program) -> tuple[dict[str, Part], set[str]]:
@@ -208,16 +194,8 @@ def _group_messages(
     for name in names:
         by_kind.setdefault(known[name].dtype, []).append(name)
     for run in by_kind.values():
-        message: list[str] = []
-        size_bytes = 0
-        for name in run:
-            one_bytes = math.prod(known[name].shape) * known[name].kind.itemsize
-            if message and size_bytes + one_bytes > MESSAGE_BYTES:
-                yield message
-                message, size_bytes = [], 0
-            message.append(name)
-            size_bytes += one_bytes
-        yield message
+        sizes = [math.prod(known[name].shape) * known[name].kind.itemsize for name in run]
+        yield from pack_messages(run, sizes, MESSAGE_BYTES)
 
 
 def _pack_message(

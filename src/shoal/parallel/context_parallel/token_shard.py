@@ -69,9 +69,10 @@ class Sharing:
 
     def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Sum a total and a count over the ranks; the total is differentiable."""
-        whole: Tensor = _Sum.apply(total, self.deal.axis)
+        axis = self.deal.axis
+        whole = autograd_collectives.reduce(autograd_collectives.enter(total, axis), axis)
         counted = count.clone()
-        self.deal.axis.all_reduce(counted)
+        axis.all_reduce(counted)
         return whole, counted
 
 
@@ -168,20 +169,3 @@ def _run_dropout(value: Any, p: float = 0.5, training: bool = True, inplace: boo
         value.local, deal.axis, labels=(Split(deal.dim),), probability=p, order=order
     )
     return wrap_shard(dropped, deal, ContextShard)
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _all_reduced_copy(value, axis)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced_copy(upstream, ctx.axis), None
-
-
-def _all_reduced_copy(value: Tensor, axis: Axis) -> Tensor:
-    total = value.clone(memory_format=torch.contiguous_format)
-    axis.all_reduce(total)
-    return total

@@ -36,62 +36,37 @@ def ulysses_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Attend by heads; with a mask or heads that do not divide, run `ring_attention`."""
-    if mask is not None or q.dim() != 4 or not heads_divide(q.shape[1], axis.size):
+    if mask is not None or q.dim() != 4 or q.shape[1] % axis.size:
         return ring_attention(q, axis, k, v, mask, causal=causal, scale=scale)
     q, k, v = cast_to_autocast(q, k, v)
     kv_heads = k.shape[1]
     repeats = math.lcm(kv_heads, axis.size) // kv_heads
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    mine = [_ToHeads.apply(one, axis) for one in (q, k, v)]
+    mine = [_Exchange.apply(one, axis, 1, 2) for one in (q, k, v)]
     grouped = mine[0].shape[1] != mine[1].shape[1]
     out = F.scaled_dot_product_attention(
         mine[0], mine[1], mine[2], is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    back: Tensor = _ToTokens.apply(out, axis)
+    back: Tensor = _Exchange.apply(out, axis, 2, 1)
     return back
 
 
-def heads_divide(heads: int, degree: int) -> bool:
-    """Return whether the query heads divide evenly over the ranks.
-
-    >>> heads_divide(6, 4)
-    False
-    """
-    return heads % degree == 0
-
-
-def _to_heads(tokens: Tensor, axis: ContextAxis) -> Tensor:
-    """All-to-all from [batch, heads, own tokens, dim] to [batch, own heads, tokens, dim]."""
-    rows = torch.stack(tokens.chunk(axis.size, 1))
+def _exchange(value: Tensor, axis: ContextAxis, split: int, join: int) -> Tensor:
+    """All-to-all that splits dim `split` over the ranks and joins their parts along dim `join`."""
+    rows = torch.stack(value.chunk(axis.size, split))
     came = axis.all_to_all_rows(rows, [1] * axis.size, [1] * axis.size)
-    return torch.cat(came.unbind(0), 2)
+    return torch.cat(came.unbind(0), join)
 
 
-def _to_tokens(heads: Tensor, axis: ContextAxis) -> Tensor:
-    """All-to-all from [batch, own heads, tokens, dim] to [batch, heads, own tokens, dim]."""
-    rows = torch.stack(heads.chunk(axis.size, 2))
-    came = axis.all_to_all_rows(rows, [1] * axis.size, [1] * axis.size)
-    return torch.cat(came.unbind(0), 1)
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, axis: ContextAxis) -> Tensor:
-        ctx.axis = axis
-        return _to_heads(tokens, axis)
+class _Exchange(torch.autograd.Function):
+    """From [batch, heads, own tokens, dim] to [batch, own heads, tokens, dim] or back."""
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(upstream, ctx.axis), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, axis: ContextAxis) -> Tensor:
-        ctx.axis = axis
-        return _to_tokens(heads, axis)
+    def forward(ctx: Any, value: Tensor, axis: ContextAxis, split: int, join: int) -> Tensor:
+        ctx.axis, ctx.split, ctx.join = axis, split, join
+        return _exchange(value, axis, split, join)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(upstream, ctx.axis), None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(upstream, ctx.axis, ctx.join, ctx.split), None, None, None

@@ -36,7 +36,12 @@ from shoal.base.plans.plan import Plan
 from shoal.fabric.collectives.traffic_counts import BROADCAST, SEND
 from shoal.fabric.device import is_accelerator
 from shoal.parallel._torch import BatchNorm, pytree, version_counter
-from shoal.parallel.data_parallel.thread_replicas import LATE, AddedGradients, has_drawn
+from shoal.parallel.data_parallel.thread_replicas import (
+    LATE,
+    AddedGradients,
+    has_drawn,
+    hook_blocks,
+)
 from shoal.parallel.program import (
     Pass,
     Program,
@@ -193,15 +198,9 @@ class DeviceReplicas:
             one: the pass.
         """
         self._copy_buffers_to(number)
-        module, before, hooks = self.modules[number], self._buffer_versions(number), []
-        for name in () if self.looked else self.blocks:
-            block = module.get_submodule(name)
-            # Before the hooks that reseed the generators, which would hide a draw.
-            hooks.append(block.register_forward_pre_hook(self._note_draws, prepend=True))
-            hooks.append(block.register_forward_hook(self._note_draws, prepend=True))
-        self._run_on_device(number, one)
-        for hook in hooks:
-            hook.remove()
+        module, before = self.modules[number], self._buffer_versions(number)
+        with hook_blocks(module, () if self.looked else self.blocks, self._note_draws):
+            self._run_on_device(number, one)
         self.moving.update(self._changed(number, before))
         self.in_turn = self.in_turn or bool(self.moving)
 

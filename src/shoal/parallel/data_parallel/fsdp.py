@@ -58,6 +58,7 @@ from shoal.parallel._torch import (
 )
 from shoal.parallel.build.mmap_init import copy_rows, copy_to_memory, is_mapped, mmap_init
 from shoal.parallel.data_parallel.buckets import expert_parameters, reduce_dtype
+from shoal.parallel.data_parallel.shared_parameters import all_reduce_message
 from shoal.parallel.mutated_weights import watch_unit_weights
 from shoal.parallel.program import LocalParameter, Program, frozen_parameters, trainable_parameters
 from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
@@ -492,11 +493,7 @@ class ShardedGradients:
         for names, world in self.undealt:
             gradients = [grad for n in names if (grad := self.local[n].parameter.grad) is not None]
             self.norms += [torch.linalg.vector_norm(gradient) for gradient in gradients]
-            total = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            world.all_reduce(total)
-            parts = total.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            all_reduce_message(world, gradients)
 
     def publish(self) -> None:
         """Reshard all units, so that the next pass gathers the new weights."""

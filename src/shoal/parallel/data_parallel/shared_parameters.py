@@ -19,13 +19,11 @@ holder steps the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from shoal.fabric import World
 from shoal.parallel.program import Program, Reducer
-from shoal.planning.gradient_buckets import BUCKET_BYTES
+from shoal.planning.gradient_buckets import BUCKET_BYTES, pack_messages
 
 
 def all_reduce_shared_gradients(program: Program, reducer: Reducer) -> None:
@@ -49,26 +47,11 @@ def all_reduce_shared_gradients(program: Program, reducer: Reducer) -> None:
     # In the same order on every rank, so that no two ranks deadlock.
     for key in sorted(wanted):
         world, tensors = wanted[key]
-        for message in _pack_messages(tensors):
-            _all_reduce_message(world, message)
+        for message in pack_messages(tensors, [t.nbytes for t in tensors], BUCKET_BYTES):
+            all_reduce_message(world, message)
 
 
-def _pack_messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors that share a message, in order: at most a bucket's bytes, or one tensor."""
-    message: list[torch.Tensor] = []
-    held_bytes = 0
-    for tensor in tensors:
-        size_bytes = tensor.numel() * tensor.element_size()
-        if message and held_bytes + size_bytes > BUCKET_BYTES:
-            yield message
-            message, held_bytes = [], 0
-        message.append(tensor)
-        held_bytes += size_bytes
-    if message:
-        yield message
-
-
-def _all_reduce_message(world: World, tensors: list[torch.Tensor]) -> None:
+def all_reduce_message(world: World, tensors: list[torch.Tensor]) -> None:
     """Sum tensors over a world, in place, as one message."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         world.all_reduce(tensors[0])

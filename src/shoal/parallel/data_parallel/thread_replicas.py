@@ -13,7 +13,7 @@ whether there are random operations: it checks whether a generator still has its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +23,7 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import BatchNorm, get_generators
+from shoal.parallel.data_parallel.single import LocalGradients
 from shoal.parallel.program import Pass, Program, Reducer, tied_aliases, whole_local_parameters
 from shoal.trace.isolation.module_copies import copy_module
 
@@ -78,7 +79,7 @@ class ThreadReplicas:
             else:
                 before = [one.get_state() for one in self.generators]
                 works = [
-                    self.pool.submit(_run_in_thread, one, module)
+                    self.pool.submit(one, module, alone=False)
                     for module, one in zip(modules, group, strict=False)
                 ]
                 for work in works:
@@ -109,29 +110,34 @@ class ThreadReplicas:
             module: the replica of the module.
             one: the pass.
         """
-        hooks = []
-        for name in () if self.looked else self.blocks:
-            block = module.get_submodule(name)
-            # Before the hooks that reseed the generators, which would hide a draw.
-            hooks.append(block.register_forward_pre_hook(self._note_draws, prepend=True))
-            hooks.append(block.register_forward_hook(self._note_draws, prepend=True))
-        one(module)
-        for hook in hooks:
-            hook.remove()
+        with hook_blocks(module, () if self.looked else self.blocks, self._note_draws):
+            one(module)
 
     def _note_draws(self, *_: object) -> None:
         if not self.looked:
             self.in_turn = self.in_turn or any(map(has_drawn, self.generators))
 
 
+@contextmanager
+def hook_blocks(
+    module: nn.Module, names: Iterable[str], note: Callable[..., None]
+) -> Iterator[None]:
+    """Call `note` before and after the forward pass of each of these blocks."""
+    hooks = []
+    for name in names:
+        block = module.get_submodule(name)
+        # Before the hooks that reseed the generators, which would hide a draw.
+        hooks.append(block.register_forward_pre_hook(note, prepend=True))
+        hooks.append(block.register_forward_hook(note, prepend=True))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
 def has_drawn(now: torch.Generator) -> bool:
     """Return whether a generator has left the state that its seed set."""
     seeded = torch.Generator(now.device).manual_seed(now.initial_seed())
     return not torch.equal(now.get_state(), seeded.get_state())
-
-
-def _run_in_thread(one: Pass, module: nn.Module) -> None:
-    one(module, alone=False)
 
 
 def _make_replica(program: Program) -> nn.Module:
@@ -145,11 +151,11 @@ def _make_replica(program: Program) -> nn.Module:
     return copy_module(program.module, shared)
 
 
-class AddedGradients:
+class AddedGradients(LocalGradients):
     """Reducer of `dp`: gradients of all replicas, added in their order."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], replicas: list[nn.Module]) -> None:
-        self.parameters = parameters
+        super().__init__(parameters)
         second = tied_aliases(replicas[0]) if replicas else {}
         self.replicas = [
             {
@@ -166,12 +172,6 @@ class AddedGradients:
             for parameter in parameters.values():
                 parameter.grad = None
 
-    def prepare_backward(self, last: bool, once: bool = True) -> None:
-        """Do nothing: replicas share the process."""
-
-    def end_backward(self, counted: bool) -> None:
-        """Do nothing: replicas share the process."""
-
     def finish(self) -> None:
         """Add the replicas' gradients to the module's own."""
         for replica in self.replicas:
@@ -182,22 +182,3 @@ class AddedGradients:
                 came = parameter.grad.to(own.device, non_blocking=True)
                 own.grad = came if own.grad is None else own.grad.add_(came)
                 parameter.grad = None
-
-    def used_parameters(self) -> list[bool]:
-        """Return per parameter whether it got a gradient."""
-        return [p.grad is not None for p in self.parameters.values()]
-
-    def local_norms(self) -> list[torch.Tensor]:
-        """Return the norms of all gradients, by one call per dtype and device."""
-        return list(torch._foreach_norm(self.sums())) if self.sums() else []
-
-    def sums(self) -> list[torch.Tensor]:
-        """Return the gradients themselves."""
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
-
-    def summed_names(self) -> list[str]:
-        """Return the names of the parameters that have a gradient."""
-        return [name for name, p in self.parameters.items() if p.grad is not None]
-
-    def publish(self) -> None:
-        """Do nothing: replicas share the weights' memory."""

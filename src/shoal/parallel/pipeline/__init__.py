@@ -155,11 +155,7 @@ def _schedules(plan: Plan) -> Callable[[int], PipelineSchedule]:
     layout = plan.layout
     # zbv and dualpipe always hold two stages per rank.
     chunks = layout.chunks if layout.schedule == "interleaved" else 1
-    return partial(_make_schedule, layout.schedule, layout.pp, chunks)
-
-
-def _make_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> PipelineSchedule:
-    return make_schedule(name, ranks, micro_batches, chunks)
+    return partial(make_schedule, layout.schedule, layout.pp, chunks=chunks)
 
 
 def free_other_stages(module: nn.Module, keep: AbstractSet[str]) -> None:

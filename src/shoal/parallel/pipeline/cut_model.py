@@ -17,7 +17,7 @@ All steps run the real module on real inputs, under no_grad, and leave no trace 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,14 +38,10 @@ FILLS = (math.nan, 0.7)
 """NaN spreads to every result, but torch.where can hide it; 0.7 equals no usual value by chance."""
 
 
-def cut_stages(
-    record: ForwardRecord, stages: int, costs: Mapping[str, float] | None = None
-) -> StageCut:
+def cut_stages(record: ForwardRecord, stages: int) -> StageCut:
     """Cut a model into `stages` between the blocks of its trunk, and check the cut.
 
-    Args:
-        costs: of units by name (blocks, embedding, head), in any unit; absent ones cost nothing.
-            None: by FLOP and parameters.
+    Stages cost about the same, by FLOP and parameters.
 
     Returns:
         The stage of each call, the crossing tensors, and the weights of each stage; the same on
@@ -57,10 +53,10 @@ def cut_stages(
     """
     # The checks of a stage need the attributes that its blocks set in the sample.
     with preserve_attributes(record.module), in_training(record.module):
-        return _cut(record, stages, costs)
+        return _cut(record, stages)
 
 
-def _cut(record: ForwardRecord, stages: int, costs: Mapping[str, float] | None) -> StageCut:
+def _cut(record: ForwardRecord, stages: int) -> StageCut:
     module = record.module
     flow = trace_flow(record)
     with _evaluation_mode(module):
@@ -68,7 +64,7 @@ def _cut(record: ForwardRecord, stages: int, costs: Mapping[str, float] | None) 
         both = have_same_calls(
             flow, evaluated
         )  # if not, an evaluation that calls other blocks raises
-    cut = assign_stages(module, merge_flows(flow, evaluated) if both else flow, stages, costs)
+    cut = assign_stages(module, merge_flows(flow, evaluated) if both else flow, stages)
     verify_cut(record, cut, flow)
     if both:
         with _evaluation_mode(module):

@@ -15,7 +15,7 @@ block: the one before it if it depends on any block (last norm, head), else the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,6 @@ class StageCut:
         ties: parameters that several stages need → these stages.
         between: parameters that code between units reads; on stages that do not need them their
             values do not matter, but their shapes do.
-        costs: per stage.
         twin: the model on the meta device, for shapes.
     """
 
@@ -71,7 +70,6 @@ class StageCut:
     keep: tuple[frozenset[str], ...]
     ties: dict[str, tuple[int, ...]]
     between: frozenset[str]
-    costs: tuple[float, ...]
     twin: nn.Module
 
     @property
@@ -99,7 +97,7 @@ class StageCut:
         except TypeError:
             return None
         keep, between = [sorted(names) for names in self.keep], sorted(self.between)
-        return [calls, self.crossings, keep, self.ties, between, self.costs]
+        return [calls, self.crossings, keep, self.ties, between]
 
     @staticmethod
     def from_json(told: Any, module: nn.Module, device: torch.device) -> StageCut:
@@ -108,7 +106,7 @@ class StageCut:
         Args:
             device: of this rank; it replaces the other rank's device of the same type.
         """
-        calls, crossings, keep, ties, between, costs = told
+        calls, crossings, keep, ties, between = told
         return StageCut(
             tuple(
                 CallPlan(
@@ -124,7 +122,6 @@ class StageCut:
             tuple(map(frozenset, keep)),
             {name: tuple(where) for name, where in ties.items()},
             frozenset(between),
-            tuple(costs),
             copy_to_meta(module),
         )
 
@@ -184,15 +181,12 @@ def _decode_tree(told: Any) -> Any:
     return (tuple if kind == "tuple" else list)(map(_decode_tree, parts))
 
 
-def assign_stages(
-    module: nn.Module, flow: Flow, stages: int, costs: Mapping[str, float] | None = None
-) -> StageCut:
+def assign_stages(module: nn.Module, flow: Flow, stages: int) -> StageCut:
     """Cut a module into stages, by the data flow of its forward pass.
 
     Args:
         flow: of `module`'s forward pass.
         stages: number of stages.
-        costs: of units by name (blocks, embedding, head), in any unit; absent ones cost nothing.
 
     Raises:
         PlanError: more stages than block calls, or a block whose result is read later otherwise
@@ -205,7 +199,7 @@ def assign_stages(
             f"{type(module).__name__}; try: layout.pp={max(1, len(blocks))}"
         )
     goes_with = _attach_to_blocks(flow, blocks)
-    each = _call_costs(module, flow, costs)
+    each = _call_costs(module, flow)
     chain = [0.0] * len(blocks)
     for number, place in enumerate(goes_with):
         chain[place] += each[number]
@@ -223,9 +217,6 @@ def assign_stages(
         where = tuple(stage for stage in range(stages) if name in keep[stage])
         if len(where) > 1:
             ties[name] = where
-    summed = [0.0] * stages
-    for stage, cost in zip(stage_of, each, strict=True):
-        summed[stage] += cost
     return StageCut(
         tuple(
             _make_call_plan(call, stage)
@@ -235,7 +226,6 @@ def assign_stages(
         keep,
         ties,
         flow.between,
-        tuple(summed),
         copy_to_meta(module),
     )
 
@@ -253,10 +243,8 @@ def _attach_to_blocks(flow: Flow, blocks: list[int]) -> list[int]:
     return goes_with
 
 
-def _call_costs(module: nn.Module, flow: Flow, given: Mapping[str, float] | None) -> list[float]:
-    """Return the cost of each call, the outputs included."""
-    if given is not None:
-        return [given.get(call.name, 0.0) for call in flow.calls]
+def _call_costs(module: nn.Module, flow: Flow) -> list[float]:
+    """Return the cost of each call by FLOP and parameters, the outputs included."""
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     flops = max(1, sum(call.flops for call in flow.calls))
     elements = max(1, sum(sizes.values()))

@@ -125,12 +125,16 @@ class PipelineStage:
         return outputs
 
 
-class UnitForward(ReplacedForward):
-    """Replacement of a unit's forward."""
+class _StageForward(ReplacedForward):
+    """Replaced forward that knows the stages on this rank."""
 
     def __init__(self, name: str, block: nn.Module, held: PipelineStages) -> None:
         self.held = held
         super().__init__(name, block)
+
+
+class UnitForward(_StageForward):
+    """Replacement of a unit's forward."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Let the running stage handle this call.
@@ -150,12 +154,8 @@ class UnitForward(ReplacedForward):
         return passage.call(self, inputs, named)
 
 
-class RootForward(ReplacedForward):
+class RootForward(_StageForward):
     """Replacement of the model's own forward; returns the departures if a stage ends early."""
-
-    def __init__(self, name: str, block: nn.Module, held: PipelineStages) -> None:
-        self.held = held
-        super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's outputs, or the departures."""

@@ -265,12 +265,7 @@ class _SlicePart(torch.autograd.Function):
         return _all_gather(upstream, ctx.axis, ctx.split), None, None
 
 
-class _CountGradientOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return value.view_as(value)
-
+class _CountGradientOnce(_Enter):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         return (upstream if ctx.axis.rank == 0 else torch.zeros_like(upstream)), None

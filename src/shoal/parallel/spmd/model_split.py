@@ -389,6 +389,3 @@ def keep_blocks_whole(
         notices=tuple(notices),
         scattered=list_scattered_embeddings(kept, split.tables, split.calls),
     )
-
-
-__all__ = ["BlockClass", "ModelSplit", "ParameterSplit", "keep_blocks_whole", "plan_split"]

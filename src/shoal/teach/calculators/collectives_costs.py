@@ -1,4 +1,4 @@
-"""Seconds of all-reduce, all-gather, all-to-all and broadcast on n ranks, by algorithm.
+"""Seconds of all-reduce and all-gather on n ranks, by algorithm.
 
 Every message costs α seconds to start and β seconds per byte (β = 1 / bandwidth of one rank's
 link, in one direction), and a rank sends and receives at the same time.
@@ -6,7 +6,6 @@ link, in one direction), and a rank sends and receives at the same time.
     algorithm                       time for M bytes on n ranks
     ring all-reduce                 2(n−1)·α + 2(n−1)/n·M·β
     ring all-gather, reduce-scatter  (n−1)·α +  (n−1)/n·M·β     M: the whole, gathered message
-    pairwise all-to-all              (n−1)·α +  (n−1)/n·M·β     M: what one rank holds
     tree all-reduce, pipelined      2·log2(n)·α + 2·M·β
     halving and doubling            2·log2(n)·α + 2(n−1)/n·M·β
     hierarchical, g per node        reduce-scatter(g, M) + all-reduce(G, M/g) + all-gather(g, M)
@@ -66,15 +65,6 @@ def ring_all_gather_s(
     return ring_all_reduce_s(ranks, message_bytes, alpha_s, beta_s_per_byte) / 2
 
 
-def all_to_all_s(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Return the seconds of a pairwise all-to-all, in which each rank holds M bytes.
-
-    >>> all_to_all_s(4, 100.0, 1.0, 1.0)
-    78.0
-    """
-    return ring_all_gather_s(ranks, message_bytes, alpha_s, beta_s_per_byte)
-
-
 def tree_all_reduce_s(
     ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
@@ -89,15 +79,6 @@ def tree_all_reduce_s(
     if ranks == 1:
         return 0.0
     return 2 * broadcast_rounds(ranks) * alpha_s + 2 * message_bytes * beta_s_per_byte
-
-
-def broadcast_s(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Return the seconds of a broadcast of M bytes to n ranks, along a pipelined tree.
-
-    >>> broadcast_s(8, 100.0, 1.0, 1.0)
-    103.0
-    """
-    return tree_all_reduce_s(ranks, message_bytes, alpha_s, beta_s_per_byte) / 2
 
 
 def halving_doubling_s(
@@ -170,16 +151,3 @@ ALL_REDUCES: dict[str, Callable[[int, float, float, float], float]] = {
     "halving-doubling": halving_doubling_s,
 }
 """Flat algorithms by name: ranks, bytes, α, β → seconds."""
-
-
-def fastest_all_reduce(
-    ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
-) -> tuple[str, float]:
-    """Return the name and the seconds of the fastest flat all-reduce; the ring wins ties.
-
-    >>> fastest_all_reduce(6, 8.0, 1e-5, 1e-9)[0], fastest_all_reduce(6, 1e9, 1e-5, 1e-9)[0]
-    ('tree', 'ring')
-    """
-    times = {n: f(ranks, message_bytes, alpha_s, beta_s_per_byte) for n, f in ALL_REDUCES.items()}
-    name = min(times, key=lambda key: times[key])
-    return name, times[name]

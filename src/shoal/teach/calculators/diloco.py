@@ -48,14 +48,8 @@ def bytes_per_step(parameters: float, workers: int, wire_bits: float, period: in
     return bytes_per_outer_step(parameters, workers, wire_bits) / period
 
 
-def outer_step_s(
-    parameters: float,
-    workers: int,
-    wire_bits: float,
-    bytes_per_s: float,
-    latency_s: float = 0.0,
-) -> float:
-    """Return the seconds of the ring all-reduce of one outer step; `latency_s` is per message.
+def outer_step_s(parameters: float, workers: int, wire_bits: float, bytes_per_s: float) -> float:
+    """Return the seconds of the ring all-reduce of one outer step, without latency.
 
     10B parameters in int8 between 14 workers of 4 Gbit/s take 37 s. INTELLECT-1 measured 103 s
     within one country and 469 s across three continents: slow members, not bytes, dominated there.
@@ -65,10 +59,7 @@ def outer_step_s(
     """
     if bytes_per_s <= 0:
         raise PlanError(f"bytes_per_s = {bytes_per_s:g}: must be more than 0; try: 125e6")
-    if latency_s < 0:
-        raise PlanError(f"latency_s = {latency_s:g}: must be 0 or more; try: latency_s=0")
-    sent = bytes_per_outer_step(parameters, workers, wire_bits)
-    return sent / bytes_per_s + 2 * (workers - 1) * latency_s
+    return bytes_per_outer_step(parameters, workers, wire_bits) / bytes_per_s
 
 
 def utilisation(compute_s: float, waiting_s: float) -> float:

@@ -26,14 +26,6 @@ from shoal.base.errors import PlanError
 
 HOUR = 3600.0
 
-PUBLISHED_MTBF = (
-    (1_024, 7.9 * HOUR, "Meta RSC (Kokolis et al. 2024), A100"),
-    (16_384, 3.1 * HOUR, "Llama-3 405B (2024), H100: 419 unexpected stops in 54 days"),
-    (16_384, 1.8 * HOUR, "Meta RSC (Kokolis et al. 2024), projected"),
-    (131_072, 14 * 60.0, "Meta RSC (Kokolis et al. 2024), projected"),
-)
-"""Mean seconds between failures of a whole job: devices, seconds, source."""
-
 
 def mtbf_s(devices: int, device_mtbf_s: float) -> float:
     """Return the mean time between failures of n devices of which any one stops the run: M₁/n.

@@ -45,7 +45,7 @@ def amdahl_speedup(serial: float, devices: int) -> float:
         raise PlanError(
             f"serial = {serial:g}: a share, 0 to 1; try: serial={min(1.0, max(0.0, serial)):g}"
         )
-    _check_devices(devices)
+    check_devices(devices)
     return 1 / (serial + (1 - serial) / devices)
 
 
@@ -95,7 +95,7 @@ def common_step_s(
     >>> common_step_s(8.0, 4, 100.0, 0.1, 0.01)
     3.1
     """
-    _check_devices(devices)
+    check_devices(devices)
     if devices == 1:
         return single_s
     return single_s / devices + alpha_s + beta_s_per_byte * message_bytes
@@ -126,7 +126,7 @@ def ring_step_s(
     >>> ring_step_s(8.0, 4, 100.0, 0.1, 0.01, overlap=1.0) == 2.0 + 0.1
     True
     """
-    _check_devices(devices)
+    check_devices(devices)
     if not 0 <= overlap <= 1:
         raise PlanError(
             f"overlap = {overlap:g}: a share, 0 to 1; try: overlap={min(1.0, max(0.0, overlap)):g}"
@@ -186,6 +186,7 @@ def speedup_table(
     return tuple(rows)
 
 
-def _check_devices(devices: int) -> None:
+def check_devices(devices: int) -> None:
+    """Refuse less than 1 device."""
     if devices < 1:
         raise PlanError(f"gpus = {devices}: at least 1; try: gpus=1")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from shoal.base.errors import PlanError, format_choice_error
+from shoal.teach.calculators.scaling import check_devices
 
 DISTRIBUTIONS = ("normal", "lognormal", "exponential")
 """All with the same mean and standard deviation; their tails differ."""
@@ -74,18 +75,6 @@ class StepTimes:
         return self.mean_s * math.exp(math.sqrt(variance) * z - variance / 2)
 
 
-def largest_quantile_s(times: StepTimes, devices: int, share: float) -> float:
-    """Return the seconds below which a share of the steps of n devices stays: Q(p^(1/n)).
-
-    >>> round(largest_quantile_s(StepTimes(1.0, 0.05), 100_000, 0.5), 3)
-    1.217
-    """
-    _check(devices)
-    if not 0 < share < 1:
-        raise PlanError(f"share = {share:g}: between 0 and 1, both out; try: share=0.5")
-    return times.upper_quantile_s(-math.expm1(math.log(share) / devices))
-
-
 def largest_mean_s(times: StepTimes, devices: int) -> float:
     """Return the expected seconds of the slowest of n devices in a synchronous step.
 
@@ -98,7 +87,7 @@ def largest_mean_s(times: StepTimes, devices: int) -> float:
     >>> round(largest_mean_s(StepTimes(1.0, 0.5, "exponential"), 4), 6)
     1.541667
     """
-    _check(devices)
+    check_devices(devices)
     if times.spread == 0:
         return times.mean_s
     step, total, mass = 0.05, 0.0, 0.0
@@ -137,7 +126,7 @@ def chance_of_slow(devices: int, slow_share: float) -> float:
     >>> round(chance_of_slow(16_384, 1e-4), 3)
     0.806
     """
-    _check(devices)
+    check_devices(devices)
     if not 0 <= slow_share <= 1:
         raise PlanError(f"slow_share = {slow_share:g}: a share, 0 to 1; try: slow_share=0.001")
     return 1.0 if slow_share == 1 else -math.expm1(devices * math.log1p(-slow_share))
@@ -154,7 +143,7 @@ def simulate_steps(
     >>> abs(mean / largest_mean_s(StepTimes(1.0, 0.05), 100_000) - 1) < 0.002
     True
     """
-    _check(devices)
+    check_devices(devices)
     if not 1 <= steps <= MOST_STEPS:
         near = 1000 if steps < 1 else MOST_STEPS
         raise PlanError(f"steps = {steps}: 1 to {MOST_STEPS} are drawn; try: steps={near}")
@@ -164,8 +153,3 @@ def simulate_steps(
         for _ in range(steps)
     )
     return sum(seconds) / steps, seconds[steps // 2], seconds[min(steps - 1, steps * 99 // 100)]
-
-
-def _check(devices: int) -> None:
-    if devices < 1:
-        raise PlanError(f"gpus = {devices}: at least 1; try: gpus=1")

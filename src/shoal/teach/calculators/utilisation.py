@@ -68,34 +68,3 @@ def mfu(tokens_per_s: float, flops_token: float, devices: int, peak_flops_per_s:
             f"try: gpus=1 peak_tflops=989"
         )
     return tokens_per_s * flops_token / (devices * peak_flops_per_s)
-
-
-def megatron_step_flops(
-    layers: int, hidden: int, vocabulary: int, sequence: int, batch: int, recompute: str = "none"
-) -> float:
-    """Return the FLOP of one step of a GPT with ffn = 4·hidden, as Megatron's papers count them.
-
-    none       72·B·s·L·h²·(1 + s/(6h) + V/(12·L·h)) · full  96·…·(1 + s/(6h) + V/(16·L·h))
-    selective  attention's s/(6h) times 4/3: its forward runs twice (also quoted as s/(3h), which
-               is more than one forward)
-
-    References:
-        Narayanan et al. 2021, §5.1; Korthikanti et al. 2022, appendix A.
-
-    GPT-3 175B, batch 1536 of 2048 tokens: 3.4 EFLOP per step without, 4.5 with recompute.
-
-    >>> [
-    ...     round(megatron_step_flops(96, 12288, 51200, 2048, 1536, r) / 1e18, 2)
-    ...     for r in ("none", "full")
-    ... ]
-    [3.39, 4.51]
-    """
-    repeats = {"none": (1.0, 1.0), "selective": (1.0, 4 / 3), "full": (4 / 3, 4 / 3)}
-    if recompute not in repeats:
-        raise PlanError(
-            f"recompute = {recompute}: not one of none, selective, full; try: recompute=none"
-        )
-    matrices, attention = repeats[recompute]
-    unit = 72 * batch * sequence * layers * hidden**2
-    head = vocabulary / (12 * layers * hidden)
-    return unit * (matrices + attention * sequence / (6 * hidden) + head)

@@ -174,20 +174,20 @@ def fsdp_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
     Args:
         module: the whole module; shapes are enough.
     """
-    homes: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            homes[id(parameter)] = homes.get(id(parameter), 0) + 1
+    homes = _count_homes(module)
     found = {}
     for name, block in detect_blocks(module, policy).items():
-        here: dict[int, int] = {}
-        for part in block.modules():
-            for parameter in part.parameters(recurse=False):
-                here[id(parameter)] = here.get(id(parameter), 0) + 1
+        here = _count_homes(block)
         shared = any(homes[key] != count for key, count in here.items())
         if here and not shared and any(block.children()):
             found[name] = block
     return found
+
+
+def _count_homes(module: nn.Module) -> Counter[int]:
+    """Return in how many submodules each parameter lies, by its id."""
+    parts = module.modules()
+    return Counter(id(p) for part in parts for p in part.parameters(recurse=False))
 
 
 @dataclass(frozen=True)

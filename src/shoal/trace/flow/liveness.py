@@ -94,7 +94,8 @@ class Flow:
 def list_units(module: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
     """Return the trunk's blocks and the outermost other called modules with state, by name."""
     blocks = set(trunk.blocks)
-    holders = {name[:end] for name in blocks for end in _dots(name)} | {""}
+    ends = {name: [place for place, letter in enumerate(name) if letter == "."] for name in blocks}
+    holders = {name[:end] for name in blocks for end in ends[name]} | {""}
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -110,10 +111,6 @@ def list_units(module: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
 
     visit("", module)
     return found
-
-
-def _dots(name: str) -> list[int]:
-    return [place for place, letter in enumerate(name) if letter == "."]
 
 
 def _has_state(part: nn.Module) -> bool:
@@ -140,12 +137,16 @@ def trace_flow(record: ForwardRecord) -> Flow:
     return followed.make_flow(outputs)
 
 
-class _RootForward(ReplacedForward):
-    """Replaced forward of the model itself, which marks the model's inputs."""
+class _FollowedForward(ReplacedForward):
+    """Replaced forward that knows the calls of the watched pass."""
 
     def __init__(self, name: str, block: nn.Module, followed: _FlowTrace) -> None:
         self.followed = followed
         super().__init__(name, block)
+
+
+class _RootForward(_FollowedForward):
+    """Replaced forward of the model itself, which marks the model's inputs."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Mark the inputs and run the model's own forward."""
@@ -155,12 +156,8 @@ class _RootForward(ReplacedForward):
         return self.forward(*inputs, **named)
 
 
-class _UnitForward(ReplacedForward):
+class _UnitForward(_FollowedForward):
     """Replaced forward of a unit, which numbers its call and marks its outputs."""
-
-    def __init__(self, name: str, block: nn.Module, followed: _FlowTrace) -> None:
-        self.followed = followed
-        super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the unit's own forward as one call, or as a part of the unit around it."""

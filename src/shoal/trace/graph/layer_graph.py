@@ -185,6 +185,16 @@ def _show_whole_attention(masks: bool) -> AbstractContextManager[None]:
     return opaque_ops()
 
 
+def record_call(tracer: Any, operation: Any, args: Any, out: Any) -> None:
+    """Add a call of an operation to the graph that is being traced, with its results `out`."""
+
+    def proxy_of(leaf: Any) -> Any:
+        return get_proxy_slot(leaf, tracer).proxy if isinstance(leaf, Tensor) else leaf
+
+    proxy = tracer.create_proxy("call_function", operation, pytree.tree_map(proxy_of, args), {})
+    track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+
+
 @contextmanager
 def _record_autograd_functions() -> Iterator[None]:
     """Record a custom autograd.Function as one operation, so that its backward is kept."""
@@ -198,15 +208,7 @@ def _record_autograd_functions() -> Iterator[None]:
             return original(cls, *args)
         with disable_proxy_modes_tracing():
             out = original(cls, *args)
-        tracer = mode.tracer
-
-        def proxy_of(leaf: Any) -> Any:
-            return get_proxy_slot(leaf, tracer).proxy if isinstance(leaf, Tensor) else leaf
-
-        proxy = tracer.create_proxy(
-            "call_function", _plain_function(cls), pytree.tree_map(proxy_of, args), {}
-        )
-        track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+        record_call(mode.tracer, _plain_function(cls), args, out)
         return out
 
     function.apply = classmethod(noted)

@@ -27,11 +27,15 @@ from shoal.trace.graph._torch_graph import (
     FakeTensorMode,
     disable_proxy_modes_tracing,
     get_proxy_mode,
-    get_proxy_slot,
-    track_tensor_tree,
     unset_fake_temporarily,
 )
-from shoal.trace.graph.layer_graph import FUNCTION, LayerGraph, UntraceableLayer, trace_layer
+from shoal.trace.graph.layer_graph import (
+    FUNCTION,
+    LayerGraph,
+    UntraceableLayer,
+    record_call,
+    trace_layer,
+)
 from shoal.trace.isolation.layer_calls import copy_without_numbers
 from shoal.trace.isolation.lifted_casts import LiftedCasts
 
@@ -228,13 +232,7 @@ def _record_operation(
                 for leaf in first[0]
             ]
     out = pytree.tree_unflatten(leaves, first[1])
-    tracer = mode.tracer
-
-    def proxy_of(leaf: Any) -> Any:
-        return get_proxy_slot(leaf, tracer).proxy if isinstance(leaf, Tensor) else leaf
-
-    proxy = tracer.create_proxy("call_function", operation, pytree.tree_map(proxy_of, given), {})
-    track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+    record_call(mode.tracer, operation, given, out)
     return out
 
 

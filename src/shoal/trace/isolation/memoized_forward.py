@@ -39,17 +39,6 @@ class Log(Protocol):
         """Record some entries again, for other modules: name → the other's name."""
 
 
-class NoLog:
-    """Log without listeners inside of layers."""
-
-    def __len__(self) -> int:
-        """Return 0: nothing is recorded."""
-        return 0
-
-    def again(self, said: slice, names: Mapping[str, str]) -> None:
-        """Record nothing."""
-
-
 def run_memoized(look: Callable[[bool], T]) -> T:
     """Return `look(True)`, which may reuse equal layers' results, or `look(False)` on failure."""
     try:

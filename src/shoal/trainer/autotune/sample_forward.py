@@ -5,7 +5,6 @@ Every rank runs the same samples: a fact that one rank derives about the model m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.layouts.layout import PIPELINES, STAGES
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.parallel.compose import SampleForward
 from shoal.parallel.program import Program, dtype_of
-from shoal.planning.settle import Words
 from shoal.trainer._torch import pytree
 from shoal.trainer.step.call_contract import (
     batch_length,
@@ -35,33 +32,18 @@ SHORT = 256
 """Tokens of a sample in the forward pass, for models of token ids with longer sequences."""
 
 
-def shards_model(plan: Plan, said: Words | None) -> bool:
-    """Return whether ranks will hold only parts of the model, so that none must hold it all."""
-    if said is None:
-        return plan.layout.tp * plan.layout.pp * plan.layout.ep > 1 or plan.layout.zero == 3
-    words: Mapping[str, Any] = {"strategy": said} if isinstance(said, str) else said
-    if words.get("strategy", "auto") != "auto":
-        named = words["strategy"]
-        return named in ("tp", "3d", *PIPELINES) or STAGES.get(named) == 3
-    cut = any(words.get(axis, 1) != 1 for axis in ("tp", "pp", "ep"))
-    return cut or (words.get("dp_shard", 1) != 1 and words.get("zero") in (None, 3))
-
-
-def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward | None:
-    """Return a forward pass on a few samples, for techniques that trace the model, or None.
+def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward:
+    """Return a forward pass on a few samples, for techniques that trace the model.
 
     Args:
-        sample: a batch, or a function that returns one. zero 3 works without: it then assumes that
-            each block is called once.
+        sample: a batch, or a function that returns one.
         plan: the settled plan.
         world: all ranks.
 
     Raises:
-        ConfigError: there is no sample, and the layout needs one.
+        ConfigError: there is no sample.
     """
     layout = plan.layout
-    if not layout.is_derived and (layout.zero < 3 or sample is None):
-        return None
     if sample is None:
         raise ConfigError(
             f"layout = {layout.text()}: is derived from what the model does with a few samples; "

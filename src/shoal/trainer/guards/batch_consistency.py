@@ -20,6 +20,7 @@ from shoal.base.errors import ConfigError
 from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.call_contract import batch_length
 
@@ -70,9 +71,7 @@ class BatchConsistencyGuard(Guard):
         samples = {(one["place"], one["hash"]) for one in told}
         unlike = len(samples) > len({one["place"] for one in told})
         if mixed or unlike or any(one["probe"] != told[0]["probe"] for one in told):
-            from shoal.trainer.guards.reports.batch_report import refuse_different_data
-
-            refuse_different_data(step, told, self.program.plan.layout.text())
+            reports.batch_report.refuse_different_data(step, told, self.program.plan.layout.text())
         if loaded:
             return
         shares = list({one["place"]: one for one in told}.values())
@@ -113,19 +112,15 @@ class BatchConsistencyGuard(Guard):
         self._alike_bits += min(one["bits"] for one in shares)
         by_chance = not self._alike or self._alike_bits < CHANCE_BITS
         if shares[0]["loaders"] or not by_chance:
-            from shoal.trainer.guards.reports.batch_report import refuse_duplicate_samples
-
-            refuse_duplicate_samples(step, shares, by_chance=by_chance)
+            reports.batch_report.refuse_duplicate_samples(step, shares, by_chance=by_chance)
 
     def _check_size(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
         """Raise ConfigError if the ranks' samples do not add up to the batch that the user set."""
         brought = sum(one["samples"] for one in shares)
         if not self.batch or brought == self.batch:
             return
-        from shoal.trainer.guards.reports.batch_report import batch_size_line
-
         may_be = brought < self.batch and brought != self._short
-        line = batch_size_line(step, self.batch, shares, may_be=may_be)
+        line = reports.batch_report.batch_size_line(step, self.batch, shares, may_be=may_be)
         if not may_be:
             raise ConfigError(line)
         if self.looks == 1:  # the last step of an epoch may be short

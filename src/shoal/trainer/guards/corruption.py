@@ -29,6 +29,7 @@ from shoal.base.plans.placement import Placement
 from shoal.fabric.device import is_accelerator, synchronize
 from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.checksums import WEIGHT, ChecksumReader, ChecksumSnapshot, Key, local_part
 from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.step.step_vector import Invariant, InvariantCheck, InvariantGroup, StepNumbers
@@ -140,9 +141,7 @@ class CorruptionCheck:
         self.every = max(1, math.ceil(every / self.program.world.size))  # ranks check together
         self._next = look.step + self.every
         if changed:
-            from shoal.trainer.guards.reports.corruption_report import raise_memory_corruption
-
-            raise_memory_corruption(self, look, alone=alone)
+            reports.corruption_report.raise_memory_corruption(self, look, alone=alone)
         if not alone:
             self._compare_replicas(look, numbers.invariants)
             self.taken = None
@@ -162,9 +161,7 @@ class CorruptionCheck:
         own = [Invariant("changed", len(look.changed), None), *self.invariants()]
         found = InvariantCheck(own, [1.0], self.program.world.gather_json)  # 1.0: always compare
         if any(found.by_rank("changed")):
-            from shoal.trainer.guards.reports.corruption_report import raise_memory_corruption
-
-            raise_memory_corruption(self, look)
+            reports.corruption_report.raise_memory_corruption(self, look)
         self._compare_replicas(look, found)
 
     def replica_axes(self, row: Placement, what: str) -> Axes:
@@ -241,9 +238,7 @@ class CorruptionCheck:
     def _compare_replicas(self, look: ChecksumSnapshot, found: InvariantCheck) -> None:
         for number in range(len(self.kinds)):
             if found.differs(f"held alike {number}"):
-                from shoal.trainer.guards.reports.corruption_report import raise_replica_mismatch
-
-                raise_replica_mismatch(self, look, number)
+                reports.corruption_report.raise_replica_mismatch(self, look, number)
 
     def _clock(self) -> float:
         """Return the present time in seconds; for ranks on the CPU, this thread's processor time.

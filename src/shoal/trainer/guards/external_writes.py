@@ -20,6 +20,7 @@ from torch import nn
 from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
 from shoal.trainer._torch import get_step_pre_hooks
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.checksums import (
     Marks,
     fingerprint,
@@ -84,7 +85,8 @@ class ExternalWriteGuard(Guard):
         self._told, self._step = False, 0
         self._halves: HalfStepGradients | None = None
         pieces = {id(one.parameter): one.parameter for one in program.local.values()}
-        pieces.update({id(p): p for p in self._module_weights()})
+        if program.plan.layout.zero < 3:  # under zero 3 torch makes them anew in every pass
+            pieces.update({id(p): p for p in program.parameters.values()})
         self.pieces: list[nn.Parameter] = list(pieces.values())
         pieces.update({id(p): p for p in program.parameters.values()})
         self.graded: list[nn.Parameter] = list(pieces.values())
@@ -121,25 +123,17 @@ class ExternalWriteGuard(Guard):
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
         if not failed and has_nonzero_gradient(self._changed_gradients()):
             self._under_way = False
-            from shoal.trainer.guards.gradient_halves import foreign_change_error
-
-            raise foreign_change_error()
+            raise reports.writes_report.foreign_change_error()
         if self._closely and (held := self._parameter_owners()) != self._held:
-            from shoal.trainer.guards.reports.writes_report import refuse_changed_modules
-
-            refuse_changed_modules(self._held, held)
+            reports.writes_report.refuse_changed_modules(self._held, held)
         if self._closely and (trains := self._count_trainable()) != self._training:
             self._training = trains
             if self.program.plan.layout.zero == 3:  # else the step's all-reduce finds it
-                from shoal.trainer.guards.reports.writes_report import refuse_changed_trainable
-
-                refuse_changed_trainable(step, trains, self._agreed)
+                reports.writes_report.refuse_changed_trainable(step, trains, self._agreed)
         now = self._read_counters()
         self.weights_written = now != self._weights
         if self.weights_written:
-            from shoal.trainer.guards.reports.writes_report import refuse_moved_weights
-
-            refuse_moved_weights(self.program, self._weights, now)
+            reports.writes_report.refuse_moved_weights(self.program, self._weights, now)
         self._uncounted = False
         if not self.weights_written and is_value_check_step(
             step
@@ -155,15 +149,13 @@ class ExternalWriteGuard(Guard):
         regraded = self._changed_gradients() if self.watching else []
         changed = self._halves is not None and self._halves.close()
         if regraded:
-            from shoal.trainer.guards.gradient_halves import refuse_dropped_gradients
-
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            refuse_dropped_gradients(held, self._gradients, self._step, "run.forward_backward")
+            reports.writes_report.refuse_dropped_gradients(
+                held, self._gradients, self._step, "run.forward_backward"
+            )
         if not self._told and (changed or has_nonzero_gradient(regraded)):
             self._told = True
-            from shoal.trainer.guards.gradient_halves import CHANGED
-
-            self.notice(CHANGED)
+            self.notice(reports.writes_report.CHANGED)
 
     @contextmanager
     def mark_own_step(self) -> Iterator[None]:
@@ -210,7 +202,8 @@ class ExternalWriteGuard(Guard):
         if self._closely:
             found.append(Invariant("trainable", self._count_trainable(), replicas))
         if is_value_check_step(step):
-            found.append(Invariant("layers", self._layers_checksum(), replicas))
+            layers = zlib.crc32("\n".join(describe_layers(program.module)).encode())
+            found.append(Invariant("layers", layers, replicas))
         return [*found, *self.drift.invariants()]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
@@ -230,9 +223,9 @@ class ExternalWriteGuard(Guard):
         # First the certain bit flips: they must not be reported as the user's mistake.
         self.drift.agree(numbers, alone=True)
         if numbers.sums("uncounted")[0] or numbers.invariants.differs(*COMPARED):
-            from shoal.trainer.guards.reports.writes_report import refuse_rank_differences
-
-            refuse_rank_differences(self, step, numbers.invariants, refuse_different_layers)
+            reports.writes_report.refuse_rank_differences(
+                self, step, numbers.invariants, refuse_different_layers
+            )
         self.drift.agree(numbers)
 
     def after(self, following: int = 0) -> None:
@@ -271,9 +264,6 @@ class ExternalWriteGuard(Guard):
         if self._halves is not None:
             self._halves.release()
 
-    def _layers_checksum(self) -> int:
-        return zlib.crc32("\n".join(describe_layers(self.program.module)).encode())
-
     def _parameter_owners(self) -> Holders:
         """Return a parameter's name → ids of its layer, and of itself if no pass replaces it."""
         stays = self.program.plan.layout.zero < 3
@@ -287,10 +277,6 @@ class ExternalWriteGuard(Guard):
     def _count_trainable(self) -> int:
         return sum(p.requires_grad for p in self.program.parameters.values())
 
-    def _module_weights(self) -> list[nn.Parameter]:
-        """Return the module's own weights, or none if torch makes them anew in every pass."""
-        return [] if self.program.plan.layout.zero == 3 else list(self.program.parameters.values())
-
     def _read_counters(self) -> Counters:
         some = self.pieces if self._closely else _sample_tensors(self.pieces)
         return {id(p): (version_counter(p), p.data_ptr(), p.dtype) for p in some}
@@ -300,9 +286,7 @@ class ExternalWriteGuard(Guard):
 
     def _refuse_foreign_step(self, *_what: object) -> None:
         if self.watching and not self.ours:
-            from shoal.trainer.guards.reports.writes_report import foreign_step_error
-
-            raise foreign_step_error()
+            raise reports.writes_report.foreign_step_error()
 
 
 def _sample_tensors(tensors: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -31,6 +31,7 @@ from shoal.base.errors import ConfigError, PlanError
 from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel.program import Program
 from shoal.trainer._torch import count_gradient_hooks, pytree
+from shoal.trainer.guards import reports
 from shoal.trainer.step.call_contract import (
     IGNORED_TARGET,
     Loss,
@@ -75,13 +76,9 @@ class FirstStepLoss:
             ConfigError: a mean is returned as a sum.
         """
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
-            from shoal.trainer.guards.reports.first_step_report import refuse_targets
-
-            refuse_targets(targets)
+            reports.first_step_report.refuse_targets(targets)
         if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
-            from shoal.trainer.guards.reports.model_notices import list_dropped_losses
-
-            self.dropped |= list_dropped_losses(outputs)
+            self.dropped |= reports.model_notices.list_dropped_losses(outputs)
         outputs = pytree.tree_map(
             _without_hooks, forbid_double_backward(outputs, self.once) if self.once else outputs
         )
@@ -112,9 +109,7 @@ class FirstStepLoss:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
         if self.dropped or self.asked or self.together or self.compared:
-            from shoal.trainer.guards.reports.first_step_report import print_findings
-
-            print_findings(self, notice)
+            reports.first_step_report.print_findings(self, notice)
 
     def _check_connected(self, result: Any) -> None:
         total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
@@ -317,9 +312,7 @@ def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
     shapes = {tuple(outputs.shape), tuple(targets.shape)}
     rows = len(losses) if losses.ndim == 2 else 0
     if rows > 1 and losses.shape[1] == rows and shapes == {(rows,), (rows, 1)}:
-        from shoal.trainer.guards.reports.first_step_report import refuse_broadcast
-
-        refuse_broadcast(rows, outputs, targets)
+        reports.first_step_report.refuse_broadcast(rows, outputs, targets)
 
 
 def refuse_mean(
@@ -358,9 +351,7 @@ def evaluation_mode_notice(module: nn.Module) -> str:
     """Return the notice for a model that trains in evaluation mode; "" if no layer cares."""
     if module.training or not any(isinstance(part, DRAWS) for part in module.modules()):
         return ""
-    from shoal.trainer.guards.reports.first_step_report import EVALUATES
-
-    return EVALUATES
+    return reports.first_step_report.EVALUATES
 
 
 def describe_single_backward(program: Program) -> str:

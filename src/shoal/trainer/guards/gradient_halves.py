@@ -22,57 +22,8 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import intercept_gradient_clipping, make_gradient_placeholder
-from shoal.trainer.guards.checksums import (
-    NO_GRADIENT,
-    Marks,
-    has_nonzero_gradient,
-    is_value_check_step,
-    local_part,
-)
-
-CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
-CHANGED = (
-    "gradients were changed between run.forward_backward and run.update, where they are sums over "
-    f"the step's targets, and no means; to clip, {CLIP}"
-)
-
-
-def refuse_dropped_gradients(
-    stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str
-) -> None:
-    """Raise ConfigError if user code removed all gradients of the update.
-
-    Args:
-        stepped: parameters that the optimizer steps, or those that it steps parts of.
-        before: marks when the run's last call ended, of all of them or of some.
-        step: the current step.
-        call: the call that made the gradients.
-
-    Raises:
-        ConfigError: all gradients that were there are None or zero now.
-    """
-    held = [p for p in stepped if before.get(id(p), NO_GRADIENT) != NO_GRADIENT]
-    if not held or has_nonzero_gradient(stepped):
-        return
-    raise dropped_gradients_error(step, call)
-
-
-def dropped_gradients_error(step: int, call: str) -> ConfigError:
-    """Return the error for gradients that were all set to None or zero."""
-    return ConfigError(
-        f"step {step}: gradients were set to None or zero between {call} and run.update (by "
-        f"optimizer.zero_grad(), model.zero_grad() or p.grad = None), so no weight would move; "
-        f"try: leave it out, each step begins without gradients"
-    )
-
-
-def foreign_change_error() -> ConfigError:
-    """Return the error for gradients that were changed after an update and before the next step."""
-    return ConfigError(
-        "gradients were changed beside the run (by loss.backward(), or by clipping after "
-        "run.step), and the next step begins with none: try: one loss for run.step, "
-        "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
-    )
+from shoal.trainer.guards import reports
+from shoal.trainer.guards.checksums import is_value_check_step, local_part
 
 
 class HalfStepGradients:
@@ -130,7 +81,7 @@ class HalfStepGradients:
         for parameter in self._stand_ins:
             parameter.grad = None
         if gone and len(gone) == len(held):
-            raise dropped_gradients_error(self.step, "run.forward_backward")
+            raise reports.writes_report.dropped_gradients_error(self.step, "run.forward_backward")
         if gone or others:
             raise self._change_error("set to None" if gone else "replaced")
         return changed
@@ -152,28 +103,19 @@ class HalfStepGradients:
     def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
         """Raise ConfigError for torch's clipping if it would change nothing."""
         if self._over:
-            raise foreign_change_error()
+            raise reports.writes_report.foreign_change_error()
         if self._stand_ins:
             raise self._change_error(f"given to {name}")
         if self._is_part and "norm" in name:
-            raise ConfigError(
-                f"step {self.step}: gradients were given to {name} between run.forward_backward "
-                f"and run.update, where under {self.layout.text()} a rank has some of them, so "
-                f"that its norm is another one than all gradients'; {CLIP}"
-            )
+            raise reports.writes_report.partial_norm_error(self.step, name, self.layout.text())
 
     def _write_error(self, operation: str) -> ConfigError:
         if operation == "zero_":
-            return dropped_gradients_error(self.step, "run.forward_backward")
+            return reports.writes_report.dropped_gradients_error(self.step, "run.forward_backward")
         return self._change_error("changed")
 
     def _change_error(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"step {self.step}: gradients were {what} between run.forward_backward and run.update, "
-            f"where under {self.layout.text()} the update steps other tensors, so it would change "
-            f"nothing; {CLIP}; a factor or a mask: weight.register_hook(…); parts that shall rest: "
-            f"requires_grad_(False) before shoal.parallelize"
-        )
+        return reports.writes_report.half_step_change_error(self.step, what, self.layout.text())
 
 
 class ClippingWatcher(Protocol):

@@ -36,12 +36,11 @@ from shoal.trainer.guards.checksums import (
     local_part,
     read_gradient_marks,
 )
-from shoal.trainer.guards.gradient_halves import (
+from shoal.trainer.guards.gradient_halves import WATCHED, watch_clipping
+from shoal.trainer.guards.reports.writes_report import (
     CLIP,
-    WATCHED,
     dropped_gradients_error,
     refuse_dropped_gradients,
-    watch_clipping,
 )
 
 REDUCTIONS = frozenset(

@@ -33,6 +33,7 @@ from shoal.fabric import World
 from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
 from shoal.trainer._torch import count_gradient_hooks
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.step_vector import StepNumbers
@@ -63,9 +64,7 @@ def refuse_unready(module: nn.Module) -> None:
         )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter) or hasattr(parameter, "device_mesh") or parameter.is_meta:
-            from shoal.trainer.guards.reports.start_report import refuse_parameter
-
-            refuse_parameter(name, parameter)
+            reports.start_report.refuse_parameter(name, parameter)
 
 
 def describe_layers(module: nn.Module) -> list[str]:
@@ -93,9 +92,7 @@ def refuse_different_layers(module: nn.Module, world: World, step: int = 0) -> N
     unlike = world.find_differing_rank(describe_layers(module))
     if unlike is None:
         return
-    from shoal.trainer.guards.reports.start_report import refuse_layers
-
-    refuse_layers(unlike, world.ranks, step)
+    reports.start_report.refuse_layers(unlike, world.ranks, step)
 
 
 def list_hooked_weights(parameters: Mapping[str, nn.Parameter]) -> list[str]:
@@ -120,14 +117,10 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
             continue  # it trains on another rank, with its hook
         divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
         if divided or not count_gradient_hooks(here):
-            from shoal.trainer.guards.reports.start_report import refuse_hook
-
-            refuse_hook(name, layout.text())
+            reports.start_report.refuse_hook(name, layout.text())
     if not names:
         return []
-    from shoal.trainer.guards.reports.start_report import hooks_line
-
-    return [hooks_line(list(names))]
+    return [reports.start_report.hooks_line(list(names))]
 
 
 class ModelGuard(Guard):
@@ -173,10 +166,8 @@ class ModelGuard(Guard):
         plan = self.program.plan
         is_cut = plan.micro_batch * plan.layout.data_degree < plan.batch
         if self.cut_by_default and is_cut and isinstance(batch, StepBatch):
-            from shoal.trainer.guards.reports.model_notices import batch_norm_line
-
             self.cut_by_default = False
-            if line := batch_norm_line(module, plan):
+            if line := reports.model_notices.batch_norm_line(module, plan):
                 self.notice(line)
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:

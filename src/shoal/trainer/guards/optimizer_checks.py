@@ -16,6 +16,7 @@ from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.base.plans.tensor_shards import check_savable
 from shoal.optim.named_state import count_parameters, split_state
 from shoal.parallel.program import Program, dtype_of
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
 
 
@@ -62,10 +63,10 @@ class LearningRateSetter:
         groups = self.optimizer.param_groups
         if policy is not None:
             if total < 1:
-                raise import_report().endless_schedule_error(policy.schedule, total)
+                raise reports.optimizer_report.endless_schedule_error(policy.schedule, total)
             now = [float(group["lr"]) for group in groups]
             if self._last and now != self._last:
-                raise import_report().changed_rate_error(policy.schedule, now[0])
+                raise reports.optimizer_report.changed_rate_error(policy.schedule, now[0])
             from shoal.optim.schedule import lr_factor
 
             factor = lr_factor(policy, step, total)
@@ -118,7 +119,7 @@ class OptimizerGuard(Guard):
             self.notice("optimizer: every learning rate is 0, so nothing trains yet")
         held = count_parameters(self.optimizer)
         if held != self._held:
-            raise import_report().changed_groups_error(held, self._held)
+            raise reports.optimizer_report.changed_groups_error(held, self._held)
 
     def updated(self, step: int, *, skipped: bool) -> None:
         """Check the first update.
@@ -129,7 +130,7 @@ class OptimizerGuard(Guard):
         if skipped:
             return
         if not self.movement.done and self.movement.moved() is False:
-            raise import_report().no_movement_error()
+            raise reports.optimizer_report.no_movement_error()
         if not self.state_checked:
             names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
             names.update({p: n for n, p in self.program.frozen.items()})
@@ -144,18 +145,7 @@ class OptimizerGuard(Guard):
             self._loading.remove()
 
     def _refuse_state(self, *_what: object) -> None:
-        raise import_report().sharded_state_error(self.program.plan.layout.text())
-
-
-def import_report() -> Any:
-    """Import the module of error texts, which is rarely needed."""
-    from shoal.trainer.guards.reports import optimizer_report as optimizer
-
-    return optimizer
-
-
-def _stepped_parameters(program: Program) -> list[nn.Parameter]:
-    return [local.parameter for local in program.local.values()]
+        raise reports.optimizer_report.sharded_state_error(self.program.plan.layout.text())
 
 
 class MovementCheck:
@@ -180,7 +170,8 @@ class MovementCheck:
         for group in optimizer.param_groups:
             lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
         self.before = []
-        for parameter in sorted(_stepped_parameters(program), key=lambda p: p.numel()):
+        stepped = [local.parameter for local in program.local.values()]
+        for parameter in sorted(stepped, key=lambda p: p.numel()):
             gradient, lr = parameter.grad, lr_of.get(id(parameter), 0.0)
             if gradient is None or not parameter.numel():
                 continue

@@ -28,6 +28,7 @@ from torch import nn
 from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.step_vector import StepNumbers
 
@@ -81,11 +82,9 @@ class UntrainedWeightsGuard(Guard):
         used = [count > 0 for count in numbers.sums("used")]
         self.steps += 1
         if self.steps == 1 and self.forgotten:
-            from shoal.trainer.guards.reports.model_notices import unheld_line
-
             pairs = zip(self.program.names, used, strict=True)
             got = [name for name, has in pairs if has and name in self.forgotten]
-            if line := unheld_line(got, self.program.parameters):
+            if line := reports.model_notices.unheld_line(got, self.program.parameters):
                 self.notice(line)
         self.never = [place for place in self.never if not used[place]]
         if self.steps > 1 or not self.never or "cut_off" not in numbers.slices:
@@ -93,18 +92,14 @@ class UntrainedWeightsGuard(Guard):
         names, found = self.program.names, numbers.sums("cut_off")
         lost = [names[place] for place in self.never if found[place]]
         if lost:
-            from shoal.trainer.guards.reports.model_notices import cut_off_line
-
-            self.notice(cut_off_line(lost))
+            self.notice(reports.model_notices.cut_off_line(lost))
 
     def close(self) -> None:
         """Print the weights that got no gradient in any step."""
         names = [self.program.names[place] for place in self.never] if self.steps else []
         if names:
             self.never = []
-            from shoal.trainer.guards.reports.model_notices import untrained_line
-
-            self.notice(untrained_line(names, self.steps))
+            self.notice(reports.model_notices.untrained_line(names, self.steps))
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return the context of hooks around the passes of the first step; None in later ones."""

@@ -79,7 +79,8 @@ def make_validator(run: Run, source: Source, config: Config) -> Callable[[], Val
     if run.world.writes_files and run.step_count == 0:
         text = _format_notice(run, reading, config, foreseen.get("step_s"), asked.by_default)
         run.recorder.events.emit("notice", text=text)
-    unsure = reading.micro_batch > run.plan.micro_batch and not _is_shoal_model(config)
+    is_own = not config.model.build and family_of(config.model.name) in FAMILIES
+    unsure = reading.micro_batch > run.plan.micro_batch and not is_own
 
     def validate() -> Values | None:
         nonlocal reading, unsure
@@ -196,10 +197,6 @@ def _split_for_all_ranks(run: Run, reading: ValidationData) -> ValidationData:
         )
     why = f"{samples} samples, a part for each of {ranks} ranks"
     return replace(reading, micro_batch=samples // ranks, why=why)
-
-
-def _is_shoal_model(config: Config) -> bool:
-    return not config.model.build and family_of(config.model.name) in FAMILIES
 
 
 def _check_larger_micro_batch(

@@ -271,7 +271,7 @@ def restore_run(run: CheckpointedRun, folder: Path, step: int | None = None) -> 
 
         _check_record(manifest, folder)
         with explain_config_changes(run, manifest.record):
-            _check_model_tensors(manifest, here, known)
+            check_model_tensors(manifest, here, known)
             shards = _list_wanted_shards(manifest, here, local)
         if run.average is not None and "average_updates" in manifest.record:
             shards += _list_average_shards(manifest, local)
@@ -306,7 +306,7 @@ def restore_run(run: CheckpointedRun, folder: Path, step: int | None = None) -> 
     run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
     _load_model(run, here, loaded.tensors)
     state = {
-        n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if _is_optimizer_tensor(n)
+        n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if n.startswith(OPTIMIZER)
     }
     stepped = {name: piece.parameter for name, piece in local.items()}
     if run.average is not None:
@@ -414,10 +414,6 @@ def _check_record(manifest: Manifest, folder: Path) -> None:
         )
 
 
-def _is_optimizer_tensor(name: str) -> bool:
-    return name.startswith(OPTIMIZER)
-
-
 def _list_wanted_shards(
     manifest: Manifest, here: dict[str, Part], local: Mapping[str, LocalParameter]
 ) -> list[Shard]:
@@ -452,12 +448,22 @@ def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: 
     return bool(shape) and shape == shard.global_shape
 
 
-def _check_model_tensors(manifest: Manifest, here: dict[str, Part], known: set[str]) -> None:
+def check_model_tensors(
+    manifest: Manifest,
+    here: Mapping[str, Part],
+    known: set[str],
+    *,
+    added: str = "; the model was built with other arguments than at step {step}: compare [model] "
+    "with the run.toml of that run",
+    changed: str = "; compare [model] and [precision] with the run.toml of that run",
+) -> None:
     """Refuse a checkpoint unless its model tensors have this model's names, shapes and dtypes.
 
     Args:
         here: this rank's parts.
         known: names on all ranks: stages of a pipeline hold different ones.
+        added: advice for a name that only one of model and checkpoint has.
+        changed: advice for another shape or dtype.
 
     Raises:
         CheckpointError: names the first tensor that differs.
@@ -465,15 +471,11 @@ def _check_model_tensors(manifest: Manifest, here: dict[str, Part], known: set[s
     stored = {n.removeprefix(MODEL) for n in manifest.tensors if n.startswith(MODEL)}
     for name in sorted(stored ^ known):
         where = "the checkpoint" if name in stored else "this model"
-        raise CheckpointError(
-            f"model.{name}: only in {where}; the model was built with other arguments than at step "
-            f"{manifest.step}: compare [model] with the run.toml of that run"
-        )
+        raise CheckpointError(f"model.{name}: only in {where}{added.format(step=manifest.step)}")
     for name, (_, shard) in here.items():
         kept = manifest.tensors[MODEL + name]
         if tuple(kept.shape) != shard.global_shape or kept.dtype != shard.dtype:
             raise CheckpointError(
                 f"model.{name}: {list(kept.shape)} {kept.dtype} in the checkpoint, "
-                f"{list(shard.global_shape)} {shard.dtype} in this model; compare [model] and "
-                f"[precision] with the run.toml of that run"
+                f"{list(shard.global_shape)} {shard.dtype} in this model{changed}"
             )

@@ -10,11 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.policies import OffloadPolicy
 from shoal.parallel.program import Program
-from shoal.trainer.guards.checksums import ChecksumSnapshot
+from shoal.trainer.guards.checksums import (
+    NO_GRADIENT,
+    ChecksumSnapshot,
+    Marks,
+    has_nonzero_gradient,
+)
 from shoal.trainer.guards.reports.corruption_report import (
     CorruptionCheckFields,
     check_single_element,
@@ -165,4 +171,74 @@ def foreign_step_error() -> ConfigError:
         "optimizer.step() was called beside the run: each rank would step on its own samples' "
         "gradients, and ranks drift apart; try: run.step(batch) in the place of backward() and "
         "step(), or run.forward_backward(batch) and run.update()"
+    )
+
+
+CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
+CHANGED = (
+    "gradients were changed between run.forward_backward and run.update, where they are sums over "
+    f"the step's targets, and no means; to clip, {CLIP}"
+)
+
+
+def refuse_dropped_gradients(
+    stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str
+) -> None:
+    """Raise ConfigError if user code removed all gradients of the update.
+
+    Args:
+        stepped: parameters that the optimizer steps, or those that it steps parts of.
+        before: marks when the run's last call ended, of all of them or of some.
+        step: the current step.
+        call: the call that made the gradients.
+
+    Raises:
+        ConfigError: all gradients that were there are None or zero now.
+    """
+    held = [p for p in stepped if before.get(id(p), NO_GRADIENT) != NO_GRADIENT]
+    if not held or has_nonzero_gradient(stepped):
+        return
+    raise dropped_gradients_error(step, call)
+
+
+def dropped_gradients_error(step: int, call: str) -> ConfigError:
+    """Return the error for gradients that were all set to None or zero."""
+    return ConfigError(
+        f"step {step}: gradients were set to None or zero between {call} and run.update (by "
+        f"optimizer.zero_grad(), model.zero_grad() or p.grad = None), so no weight would move; "
+        f"try: leave it out, each step begins without gradients"
+    )
+
+
+def foreign_change_error() -> ConfigError:
+    """Return the error for gradients that were changed after an update and before the next step."""
+    return ConfigError(
+        "gradients were changed beside the run (by loss.backward(), or by clipping after "
+        "run.step), and the next step begins with none: try: one loss for run.step, "
+        "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
+    )
+
+
+def half_step_change_error(step: int, what: str, layout: str) -> ConfigError:
+    """Return the error for gradients that were changed where ranks step parts of the sums.
+
+    Args:
+        step: the current step.
+        what: the change, as a participle.
+        layout: the layout, as a line.
+    """
+    return ConfigError(
+        f"step {step}: gradients were {what} between run.forward_backward and run.update, "
+        f"where under {layout} the update steps other tensors, so it would change "
+        f"nothing; {CLIP}; a factor or a mask: weight.register_hook(…); parts that shall rest: "
+        f"requires_grad_(False) before shoal.parallelize"
+    )
+
+
+def partial_norm_error(step: int, name: str, layout: str) -> ConfigError:
+    """Return the error for a clipping function that would take a part's norm for the whole one."""
+    return ConfigError(
+        f"step {step}: gradients were given to {name} between run.forward_backward "
+        f"and run.update, where under {layout} a rank has some of them, so "
+        f"that its norm is another one than all gradients'; {CLIP}"
     )
