@@ -151,6 +151,12 @@ def test_who_could_not_save_stops_all() -> None:
     assert not decide_commit([ONE, ONE, other, ONE], (2, 3)).committed
 
 
+def test_an_island_that_did_not_save_has_voted_no() -> None:
+    """Also where its sums agree with all others."""
+    unsaved = replace(ONE, saved=False, why="its disk is full")
+    assert count_ballots([ONE, unsaved]) == VoteResult(False, "island 1: its disk is full", ())
+
+
 def test_names() -> None:
     assert name_islands([4]) == "island 4"
     assert name_islands(range(3)) == "islands 0, 1 and 2"

@@ -175,7 +175,7 @@ def test_steps_of_another_run_of_the_process_are_not_kept(tmp_path: Path, node: 
     one = node(1)
     one.steps(1, 2, ranks=(0,))
     one.write[0].folder = tmp_path
-    one.write[0].record_step_end(1, folder=tmp_path / "another")
+    one.write[0].record_step_end(7, folder=tmp_path / "another")
     one.write[0].record_step_end(2)
     one.write[0].record_step_end(3, folder=tmp_path)
     one.look()

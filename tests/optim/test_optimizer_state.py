@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.optim.lamb import LAMB
-from shoal.optim.named_state import merge_records, sliced_keys, split_state
-from shoal.optim.restore_state import check_optimizer_class, restore_lr, restore_optimizer_state
+from shoal.optim.named_state import (
+    group_settings,
+    list_changed_settings,
+    merge_records,
+    sliced_keys,
+    split_state,
+)
+from shoal.optim.restore_state import (
+    check_optimizer_class,
+    restore_group_settings,
+    restore_optimizer_state,
+)
 
 
 def stepped(make, *shapes: tuple[int, ...]):
@@ -116,10 +128,55 @@ def test_learning_rates_come_back_also_where_a_group_is_empty() -> None:
     optimizer = torch.optim.SGD(
         [{"params": [a]}, {"params": [b], "lr": torch.tensor(1.0)}, {"params": []}], lr=1.0
     )
-    restore_lr(optimizer, {a: "a", b: "b"}, record)
+    restore_group_settings(optimizer, {a: "a", b: "b"}, record)
     assert [float(g["lr"]) for g in optimizer.param_groups] == pytest.approx([0.2, 0.3, 0.1])
     assert isinstance(optimizer.param_groups[1]["lr"], torch.Tensor)
     assert optimizer.param_groups[1]["initial_lr"] == 0.9
+
+
+def cycled(betas: tuple[float, float] = (0.9, 0.999)) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+    """An optimizer as a script makes it."""
+    a = nn.Parameter(torch.ones(2))
+    return torch.optim.AdamW([a], lr=0.1, betas=betas, weight_decay=0.5), a
+
+
+def test_what_a_run_changed_comes_back_and_what_it_did_not_is_the_scripts() -> None:
+    """OneCycleLR changes betas; the next start's script says another weight decay."""
+    optimizer, a = cycled()
+    start = group_settings(optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    record = split_state(optimizer, {a: "a"})[1]
+    record["changed"] = list_changed_settings(optimizer, start)
+    record = json.loads(json.dumps(record))
+    kept = optimizer.param_groups[0]
+    assert kept["betas"] != (0.9, 0.999)
+    again, b = cycled()
+    again.param_groups[0]["weight_decay"] = 0.25
+    restore_group_settings(again, {b: "a"}, record)
+    now = again.param_groups[0]
+    assert (now["betas"], now["lr"], now["max_momentum"]) == (
+        kept["betas"],
+        kept["lr"],
+        kept["max_momentum"],
+    )
+    assert (type(now["betas"]), now["weight_decay"]) == (tuple, 0.25)
+    assert list_changed_settings(again, start)[0].count("betas") == 1
+
+
+def test_a_checkpoint_that_does_not_say_what_changed_brings_back_what_cycles() -> None:
+    optimizer, a = cycled((0.7, 0.99))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    record = split_state(optimizer, {a: "a"})[1]
+    again, b = cycled()
+    restore_group_settings(again, {b: "a"}, record)
+    assert again.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+    plain, a = cycled((0.7, 0.99))
+    record = split_state(plain, {a: "a"})[1]
+    restore_group_settings(again, {b: "a"}, record)
+    assert again.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"], "as the script has"
 
 
 def test_memory_format_of_whole_parameters_comes_back() -> None:

@@ -211,6 +211,19 @@ def test_numpy_is_keyed_and_the_users_stream_goes_on(drawn: str) -> None:
     assert later.seen == always.seen[-8:], "its first draws are those of who always drew"
 
 
+def test_numpys_draws_in_a_model_do_not_hang_on_the_users_stream() -> None:
+    """They are keyed by step and micro-batch: two runs after other draws see the same numbers."""
+    seen = []
+    for start in (1, 2):
+        np.random.seed(start)
+        model = Scaled()
+        run = run_of(model)
+        run.step(batch())
+        run.step(batch())
+        seen.append(list(model.seen))
+    assert seen[0] == seen[1]
+
+
 def test_numpy_keeps_another_bit_generator_of_the_users() -> None:
     """numpy cannot seed such a one anew; it says so, and its state is put back."""
     kept = np.random.get_bit_generator()

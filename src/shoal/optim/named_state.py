@@ -58,15 +58,8 @@ def split_state(
                     f"{type(value).__name__}; tensors and numbers can be saved"
                 )
     groups = [
-        {
-            "names": [names[p] for p in group["params"]],
-            **{
-                k: to_json_value(v)
-                for k, v in group.items()
-                if k != "params" and _is_json_value(to_json_value(v))
-            },
-        }
-        for group in optimizer.param_groups
+        {"names": [names[p] for p in group["params"]], **settings}
+        for group, settings in zip(optimizer.param_groups, group_settings(optimizer), strict=True)
     ]
     record = {
         "class": type(optimizer).__name__,
@@ -75,6 +68,35 @@ def split_state(
         "sliced": sorted(sliced_keys(optimizer)),
     }
     return tensors, record
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the hyper-parameters of each group as JSON values, without its parameters."""
+    return [
+        {
+            key: to_json_value(value)
+            for key, value in group.items()
+            if key != "params" and _is_json_value(to_json_value(value))
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def list_changed_settings(
+    optimizer: torch.optim.Optimizer, initial: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    """Return the hyper-parameters of each group that are not what they were at the start.
+
+    Args:
+        initial: `group_settings` at the start of the run.
+    """
+    now = group_settings(optimizer)
+    then = [*initial, *([{}] * (len(now) - len(initial)))]
+    missing = object()
+    return [
+        [key for key, value in group.items() if old.get(key, missing) != value]
+        for group, old in zip(now, then, strict=False)
+    ]
 
 
 def count_parameters(optimizer: torch.optim.Optimizer) -> int:

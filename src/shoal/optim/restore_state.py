@@ -6,7 +6,7 @@ A run keeps its current hyper-parameters; a line reports each that differs from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def restore_optimizer_state(
 
     Returns:
         Lines for the user on hyper-parameters that differ: the current ones stay. Learning rates
-        are not compared (`restore_lr`).
+        are not compared (`restore_group_settings`).
 
     Raises:
         CheckpointError: another optimizer class wrote the checkpoint.
@@ -68,10 +68,18 @@ def restore_optimizer_state(
     return _changed_settings(optimizer, record["groups"], parameters)
 
 
-def restore_lr(
+RATES = ("lr", "initial_lr")
+"""Settings of a group that are a run's own state; torch's schedulers read the second one."""
+CYCLED = ("momentum", "betas")
+"""Settings that OneCycleLR and CyclicLR change; checkpoints before 0.2 do not say what changed."""
+
+
+def restore_group_settings(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str], record: Mapping[str, Any]
 ) -> None:
-    """Restore saved learning rates in the groups, for runs whose rate is the user's own state.
+    """Restore the groups' learning rates, and what else the saved run had changed since its start.
+
+    A setting that the run never changed is the script's: a resume may begin with another one.
 
     Args:
         names: of the parameters or pieces that the optimizer holds.
@@ -79,21 +87,31 @@ def restore_lr(
 
     Note:
         A group is found by the name of a member; one that is empty on this rank by its position.
-        `initial_lr` is restored too: torch's own schedulers need it.
     """
     groups = record["groups"]
-    then = {name: group for group in groups for name in group["names"]}
+    place_of = {name: place for place, group in enumerate(groups) for name in group["names"]}
     same_groups = len(groups) == len(optimizer.param_groups)
     for place, group in enumerate(optimizer.param_groups):
-        known = [then[names[p]] for p in group["params"] if names.get(p) in then]
-        old: Mapping[str, Any] = known[0] if known else {}
-        if not group["params"] and same_groups:
-            old = groups[place]
-        for key in ("lr", "initial_lr"):
-            if key in old and isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(old[key])
-            elif key in old:
-                group[key] = old[key]
+        known = [place_of[names[p]] for p in group["params"] if names.get(p) in place_of]
+        if not known and (group["params"] or not same_groups):
+            continue
+        then = known[0] if known else place
+        for key in (*RATES, *_changed_keys(record, then)):
+            if key not in groups[then]:
+                continue
+            value, now = groups[then][key], group.get(key)
+            if isinstance(now, torch.Tensor):
+                now.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _changed_keys(record: Mapping[str, Any], place: int) -> Sequence[str]:
+    """Return the settings of a saved group that its run changed."""
+    if "changed" in record:
+        changed: Sequence[str] = record["changed"][place]
+        return changed
+    return CYCLED if "max_momentum" in record["groups"][place] else ()
 
 
 def _to_parameter_layout(
@@ -119,7 +137,7 @@ def _changed_settings(
             continue
         old = then[known[0]]
         for key, value in group.items():
-            if key in ("params", "lr", "initial_lr") or key not in old:
+            if key in ("params", *RATES) or key not in old:
                 continue
             if to_json_value(value) != old[key]:
                 lines.append(

@@ -449,7 +449,8 @@ class Run(StepRunner):
         self.rate.reset()
         self.guards.writes.updated(self.step_count)
         self.recorder.restart_clock()
-        if found and "configuration" not in self.extra_record:  # `shoal train` says it itself
+        # `shoal train` says it itself, and a door has a folder of its own that no user knows.
+        if found and chosen == self.recorder.folder and "configuration" not in self.extra_record:
             self.recorder.warn(f"{chosen}: resumed from step {self.step_count}")
         return found
 

@@ -224,7 +224,11 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
             found += [("or", fix["set"]) for fix in fixes[1:]]
         else:
             found.append(
-                ("make it fit", "more devices, or a smaller model; nothing else is enough")
+                (
+                    "make it fit",
+                    "more devices, a smaller model, or other values of keys that were given; "
+                    "no open key is enough",
+                )
             )
     elif best["why"]:
         found.append(("why 1", best["why"]))

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.base.plans.tensor_shards import check_savable
-from shoal.optim.named_state import count_parameters, split_state
+from shoal.optim.named_state import count_parameters, group_settings, split_state
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
@@ -40,6 +40,10 @@ class LearningRateSetter:
         optimizer: the run's.
         length: of the run, and its schedule.
 
+    Attributes:
+        initial_settings: hyper-parameters of each group when the run began; what differs from them
+            at a save is the run's own state.
+
     Raises:
         ConfigError: a group has no rate.
     """
@@ -47,6 +51,7 @@ class LearningRateSetter:
     def __init__(self, optimizer: torch.optim.Optimizer, length: ScheduleLength) -> None:
         self.optimizer, self.length = optimizer, length
         self._last: list[float] = []
+        self.initial_settings = group_settings(optimizer)
         if any("lr" not in group for group in optimizer.param_groups):
             raise ConfigError("optimizer: a group has no lr; try: defaults of its class with 'lr'")
         if length.schedule is not None:

@@ -40,9 +40,9 @@ def format_disks_notice(folder: Path, world: World) -> str:
     """Return the line that reports how a run without a shared folder stores its checkpoints."""
     disks = sorted(set(world.keepers))
     return (
-        f"run.folder = {folder}: lies on {len(disks)} disks (of ranks {', '.join(map(str, disks))} "
-        f"and who sees the same), so every checkpoint is sent to all and kept whole on each; a "
-        f"folder that all nodes share needs one"
+        f"run.folder = {folder}: lies on {len(disks)} disks (those of ranks "
+        f"{', '.join(map(str, disks))}), so each of them gets every checkpoint whole; a folder "
+        f"that all nodes share needs one copy"
     )
 
 

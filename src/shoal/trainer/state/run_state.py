@@ -29,8 +29,12 @@ from shoal.checkpoint.format.manifest import FILE_NAME, Manifest
 from shoal.checkpoint.load.read import open_newest
 from shoal.checkpoint.save.write import Piece
 from shoal.optim.average import WeightAverage
-from shoal.optim.named_state import merge_records, split_state
-from shoal.optim.restore_state import check_optimizer_class, restore_lr, restore_optimizer_state
+from shoal.optim.named_state import list_changed_settings, merge_records, split_state
+from shoal.optim.restore_state import (
+    check_optimizer_class,
+    restore_group_settings,
+    restore_optimizer_state,
+)
 from shoal.parallel.build.full_state import local_state
 from shoal.parallel.build.mmap_init import mmap_init
 from shoal.parallel.program import LocalParameter, Part, Program, dtype_of
@@ -177,6 +181,8 @@ def collect_run_state(run: CheckpointedRun) -> tuple[dict[str, Part], dict[str, 
     names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
     names.update({p: name for name, p in run.program.frozen.items()})
     state, optimizer_record = split_state(run.optimizer, names)
+    changed = list_changed_settings(run.optimizer, run.rate.initial_settings)
+    optimizer_record["changed"] = changed
     layout = run.program.plan.layout
     if layout.zero or layout.serves or run.program.pipe.size > 1:
         optimizer_record = merge_records(run.program.world.gather_json(optimizer_record))
@@ -312,12 +318,12 @@ def restore_run(run: CheckpointedRun, folder: Path, step: int | None = None) -> 
     if run.average is not None:
         kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
         run.average.load(kept, int(record.get("average_updates", 0)))
+    if run.rate.length.schedule is None:  # before the state: it compares what is left
+        names = {parameter: name for name, parameter in stepped.items()}
+        restore_group_settings(run.optimizer, names, record["optimizer"])
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
         rates = restore_optimizer_state(run.optimizer, stepped, state, record["optimizer"])
         differences, changes = differences + rates, changes or bool(rates)
-    if run.rate.length.schedule is None:
-        names = {parameter: name for name, parameter in stepped.items()}
-        restore_lr(run.optimizer, names, record["optimizer"])
     if run.loss_scale is not None and "loss_scale" in record:
         run.loss_scale.load(record["loss_scale"])
     run.spikes.load(record)

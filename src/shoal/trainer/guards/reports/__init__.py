@@ -12,28 +12,29 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from shoal.trainer.guards.reports import (
-        batch_report as batch_report,
+        batch_report,
+        corruption_report,
+        first_step_report,
+        model_notices,
+        optimizer_report,
+        start_report,
+        writes_report,
     )
-    from shoal.trainer.guards.reports import (
-        corruption_report as corruption_report,
-    )
-    from shoal.trainer.guards.reports import (
-        first_step_report as first_step_report,
-    )
-    from shoal.trainer.guards.reports import (
-        model_notices as model_notices,
-    )
-    from shoal.trainer.guards.reports import (
-        optimizer_report as optimizer_report,
-    )
-    from shoal.trainer.guards.reports import (
-        start_report as start_report,
-    )
-    from shoal.trainer.guards.reports import (
-        writes_report as writes_report,
-    )
-else:
+
+__all__ = [
+    "batch_report",
+    "corruption_report",
+    "first_step_report",
+    "model_notices",
+    "optimizer_report",
+    "start_report",
+    "writes_report",
+]
+
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
         """Import a module of error texts."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(f"{__name__}.{name}")

@@ -32,10 +32,10 @@ def refuse_different_data(step: int, told: Told, layout: str) -> None:
         if one["probe"] != probe:
             raise ConfigError(
                 f"run.loader: the data differ between rank 0 ({_format_probe(probe)}) and rank "
-                f"{rank} "
-                f"({_format_probe(one['probe'])}): every rank must give the same dataset, which "
-                f"run.loader deals out. Was it made without a seed (torch.manual_seed), or dealt "
-                f"to ranks already? Such batches of your own go to run.step(batch)"
+                f"{rank} ({_format_probe(one['probe'])}): every rank must give the same dataset, "
+                f"which run.loader splits over ranks; try: one seed on all ranks before the data "
+                f"are made (torch.manual_seed, np.random.default_rng(0)); a dataset that is split "
+                f"over ranks already goes to run.step(batch)"
             )
     for rank, one in enumerate(told):
         other = first.setdefault(one["place"], rank)
