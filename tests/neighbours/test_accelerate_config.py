@@ -205,7 +205,7 @@ def test_the_same_run_as_by_hand(
     source, out, hand = (tmp_path / one for one in ("default_config.yaml", "run.toml", "hand.toml"))
     source.write_text(WRITTEN.format(kind=kind, block=block))
     hand.write_text(HAND.format(ranks=8) + text)
-    import_(str(source), 0, "", out)
+    import_(str(source), 0, "", out, as_json=False)
     assert load_config(out).config == load_config(hand).config
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith('kept     distributed_type = "')
@@ -221,7 +221,7 @@ def test_a_file_of_deepspeeds_inside_says_the_rest(
     block: dict[str, Any] = {"deepspeed_config_file": str(inside)}
     config = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": block}
     source.write_text(json.dumps(config))
-    import_(str(source), 0, "", out)
+    import_(str(source), 0, "", out, as_json=False)
     found = load_config(out).config
     assert (found.train.batch, found.precision.compute) == (32, "bf16")
     assert (found.launch.processes, found.layout.strategy) == (4, "ddp")
@@ -272,7 +272,7 @@ def test_what_is_refused_is_one_line_and_writes_nothing(
     source, out = tmp_path / "default_config.yaml", tmp_path / "run.toml"
     source.write_text(text)
     with pytest.raises(ConfigError) as failure:
-        import_(str(source), 0, "", out)
+        import_(str(source), 0, "", out, as_json=False)
     assert line in str(failure.value)
     assert "\n" not in str(failure.value)
     assert not out.exists()

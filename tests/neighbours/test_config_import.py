@@ -129,7 +129,7 @@ def test_the_same_plan_as_by_hand(
     source, out, hand = (tmp_path / one for one in ("ds_config.json", "run.toml", "hand.toml"))
     source.write_text(json.dumps(config))
     hand.write_text(f"{text}[launch]\nprocesses = 8\n")
-    import_(str(source), 8, "0.19.8", out)
+    import_(str(source), 8, "0.19.8", out, as_json=False)
     assert load_config(out).config == load_config(hand).config
     assert make_plan(load_config(out).config) == make_plan(load_config(hand).config)
     assert planned(out) == planned(hand)
@@ -146,7 +146,7 @@ def test_plans_tell_these_files_apart(tmp_path: Path) -> None:
         source, out = tmp_path / "ds_config.json", tmp_path / "run.toml"
         source.write_text(json.dumps(config))
         out.unlink(missing_ok=True)
-        import_(str(source), 8, "0.19.8", out)
+        import_(str(source), 8, "0.19.8", out, as_json=False)
         record = planned(out)
         found.add(json.dumps(record, sort_keys=True, default=str))
     assert len(found) >= 8
@@ -196,7 +196,7 @@ def test_what_is_refused_writes_nothing(
     source, out = tmp_path / "ds_config.json", tmp_path / "run.toml"
     source.write_text(json.dumps({"train_batch_size": 8, **config}))
     with pytest.raises(ConfigError) as failure:
-        import_(str(source), 2, era, out)
+        import_(str(source), 2, era, out, as_json=False)
     assert line in str(failure.value)
     assert failure.value.exit_code == 2
     assert not out.exists()
@@ -207,7 +207,7 @@ def test_nothing_of_the_users_is_replaced(tmp_path: Path) -> None:
     source.write_text('{"train_batch_size": 8}')
     out.write_text("[train]\n")
     with pytest.raises(ConfigError, match="exists"):
-        import_(str(source), 2, "0.19.8", out)
+        import_(str(source), 2, "0.19.8", out, as_json=False)
     with pytest.raises(ConfigError, match="no folder"):
-        import_(str(source), 2, "0.19.8", tmp_path / "none" / "run.toml")
+        import_(str(source), 2, "0.19.8", tmp_path / "none" / "run.toml", as_json=False)
     assert out.read_text() == "[train]\n"

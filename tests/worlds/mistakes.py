@@ -210,7 +210,7 @@ def dealt_dataset(world: World, layout: str) -> None:
         run.step(batch)
 
 
-@mistake("every rank must give the same dataset, which run.loader deals out. Was it made without a")
+@mistake("every rank must give the same dataset, which run.loader splits over ranks; try: one seed")
 def unseeded_dataset(world: World, layout: str) -> None:
     run = begin(world, layout, batch=8)
     torch.manual_seed(world.rank)
@@ -942,7 +942,7 @@ def seed_of_the_rank(world: World, layout: str) -> None:
     begin(world, layout, seed=world.rank)
 
 
-@mistake("shoal.parallelize: optimizer is SGD [{'lr': 0.1")
+@mistake("shoal.parallelize: optimizer group 0: weight_decay is 0 on rank 0 and 1 on rank 1")
 def weight_decay_of_the_rank(world: World, layout: str) -> None:
     begin(world, layout, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=world.rank))
 
@@ -1362,7 +1362,7 @@ def rate_set_on_rank_0(world: World, layout: str) -> None:
     run.step(share(world, 1))
 
 
-@mistake("every rank must give the same dataset, which run.loader deals out. Was it made without a")
+@mistake("every rank must give the same dataset, which run.loader splits over ranks; try: one seed")
 def files_listed_in_other_order(world: World, layout: str) -> None:
     order = torch.randperm(32, generator=torch.Generator().manual_seed(world.rank))
     run = begin(world, layout, batch=8)

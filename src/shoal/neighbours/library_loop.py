@@ -16,7 +16,7 @@ from shoal.base.errors import ConfigError
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
 from shoal.neighbours.final_saves import rescue_refused_saves
 from shoal.trainer.full_state_dict import GIVE_COPIES
-from shoal.trainer.parallelize import parallelize
+from shoal.trainer.parallelize import describe_run, parallelize
 from shoal.trainer.passes.free_passes import FreePasses
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import StepResult
@@ -36,6 +36,7 @@ def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: An
     """
     trains = model.training
     run = parallelize(model, optimizer, **how)
+    run.recorder.warn(f"{describe_run(run)}; batches are those of the script's loaders")
     if not trains:
         run.model.eval()
     if run.plan.layout.zero == 3:

@@ -32,6 +32,7 @@ from shoal.data.loading.sample_seeds import preserved_rng, seed_draws
 from shoal.fabric import World, start_world
 from shoal.fabric.collectives.json_messages import check_sums
 from shoal.machine.process_memory import trim_heap
+from shoal.optim.named_state import group_settings
 from shoal.optim.optimizer_support import check_user_optimizer
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import (
@@ -200,20 +201,24 @@ def _print_greeting(run: Run, is_chosen: bool) -> None:
         run: the run.
         is_chosen: Shoal chose the layout: the second line says why, and stays in events.jsonl.
     """
-    plan, size, folder = run.plan, run.world.size, run.recorder.folder
-    processes = f" on {size} processes" if size > 1 else ""
-    run.recorder.warn(
-        f"{__version__}, {plan.layout.text()}{processes}, {count_text(plan.parameters)} parameters "
-        f"in {plan.compute}; run.loader gives {plan.arithmetic()}"
-    )
+    folder = run.recorder.folder
+    run.recorder.warn(f"{describe_run(run)}; run.loader gives {run.plan.arithmetic()}")
     if is_chosen:
-        run.recorder.notice(plan.why)
+        run.recorder.notice(run.plan.why)
     elif folder is not None:
         run.recorder.warn(f"{folder}: run.save() writes here, run.restore() resumes from here")
     else:
         run.recorder.warn(
             'no folder, so nothing is kept; try: shoal.parallelize(…, folder="runs/x")'
         )
+
+
+def describe_run(run: Run) -> str:
+    """Return version, layout, processes, parameters and format of a run, as part of a line."""
+    plan, size = run.plan, run.world.size
+    processes = f" on {size} processes" if size > 1 else ""
+    parameters = f"{count_text(plan.parameters)} parameters in {plan.compute}"
+    return f"{__version__}, {plan.layout.text()}{processes}, {parameters}"
 
 
 def start_run(
@@ -264,9 +269,7 @@ def start_run(
     )
     _refuse_untrainable(module, parameters, world)
     bound = check_user_optimizer(optimizer, module, parameters)
-    _check_equal_arguments(
-        world, {"optimizer": describe_optimizer(bound), "loss": _describe_function(loss)}
-    )
+    _check_equal_arguments(world, {**describe_optimizer(bound), "loss": _describe_function(loss)})
     unheld = _list_unheld_weights(module, parameters, bound)
     plan = _fill_batch_size(plan, parameters)
     share = None
@@ -496,9 +499,9 @@ def _check_equal_arguments(world: World, said: Mapping[str, Any]) -> None:
         return
     rank, first, other = unlike
     for name, value in first.items():
-        if other[name] != value:
+        if other.get(name) != value:
             raise ConfigError(
-                f"shoal.parallelize: {name} is {value} on rank 0 and {other[name]} on rank "
+                f"shoal.parallelize: {name} is {value} on rank 0 and {other.get(name)} on rank "
                 f"{rank}; every rank must say the same, and run.loader deals the samples"
             )
 
@@ -537,13 +540,14 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
     return built
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's class and the numbers of its groups, as text."""
-    groups = [
-        {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)}
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} {groups}"
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the optimizer's class, and each setting of its groups, by what a message calls it."""
+    settings = {
+        f"optimizer group {number}: {key}": str(value)
+        for number, group in enumerate(group_settings(optimizer))
+        for key, value in group.items()
+    }
+    return {"optimizer": type(optimizer).__name__, **settings}
 
 
 def _describe_function(function: Any) -> str:

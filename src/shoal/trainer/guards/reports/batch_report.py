@@ -34,8 +34,8 @@ def refuse_different_data(step: int, told: Told, layout: str) -> None:
                 f"run.loader: the data differ between rank 0 ({_format_probe(probe)}) and rank "
                 f"{rank} ({_format_probe(one['probe'])}): every rank must give the same dataset, "
                 f"which run.loader splits over ranks; try: one seed on all ranks before the data "
-                f"are made (torch.manual_seed, np.random.default_rng(0)); a dataset that is split "
-                f"over ranks already goes to run.step(batch)"
+                f"are made (torch.manual_seed, np.random.default_rng(0)), files in sorted order; a "
+                f"dataset that is split over ranks already goes to run.step(batch)"
             )
     for rank, one in enumerate(told):
         other = first.setdefault(one["place"], rank)
