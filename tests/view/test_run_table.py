@@ -176,7 +176,7 @@ def test_tables_fit(width: int) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "runs" / "a", START, END)
-    make(tmp_path / "runs" / "deep" / "er" / "b", START, owner=AWAY)
+    make(tmp_path / "runs" / "deep" / "er" / "b", START, owner=AWAY, age_s=-3600)
     monkeypatch.chdir(tmp_path)
     told = json.loads(CliRunner().invoke(app, ["runs", "--json"]).stdout)
     assert {(row["name"], row["state"], row["rate"]) for row in told} == {
