@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,8 @@ def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
     if status == 0:
         source = str(islands[0] if islands else folder)
         export = shell_command("shoal", "checkpoint", "export", source, f"{folder.name}-exported")
-        longer = shell_command("shoal", "train", "--resume", str(folder), "train.steps=N")
+        unit = "epochs" if _trains_epochs(folder) else "steps"
+        longer = shell_command("shoal", "train", "--resume", str(folder), f"train.{unit}=N")
         return f"{shown}{export}\nor train longer: {longer}"
     held = saved is not None or bool(islands)
     if how == "unsaved":
@@ -155,6 +157,15 @@ def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
     if how == "stopped":
         return f"{shown}to begin again: {again}"
     return f"{shown}mend the above, then start a new run"
+
+
+def _trains_epochs(folder: Path) -> bool:
+    """Return whether the run's length is given in epochs."""
+    try:
+        train = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8")).get("train", {})
+    except (OSError, ValueError):
+        return False
+    return isinstance(train, dict) and bool(train.get("epochs"))
 
 
 def error_text(text: str) -> str:

@@ -259,12 +259,11 @@ def _nearest_key(section: str, key: str) -> str:
     everywhere = {f"{f.name}.{k}" for f in fields(Config) for k in _keys(f.name)}
     # Names of other projects are understood, so a slip in one of them means ours.
     others = {name: ours for name, ours in ALIASES.items() if ours.startswith(f"{section}.")}
+    if elsewhere := _section_of(key):  # the very name, in another section
+        return f"; try: {elsewhere}.{key}"
     here = nearest_word(key, [*_keys(section), *others])
     if here:
         return f"; try: {others.get(here) or f'{section}.{here}'}"
-    elsewhere = _section_of(key)
-    if elsewhere:
-        return f"; try: {elsewhere}.{key}"
     close = nearest_word(f"{section}.{key}", everywhere)
     return f"; try: {close}" if close else f"; keys: {', '.join(sorted(_keys(section)))}"
 

@@ -38,7 +38,7 @@ def to_toml(loaded: LoadedConfig) -> str:
             pairs += list(values.arguments.items())
         for key, value in pairs:
             origin = loaded.origins.get(f"{section.name}.{key}", "default")
-            lines.append(f"{f'{key} = {toml_value(value)}':<40}# {origin}")
+            lines.append(f"{f'{key} = {toml_value(value)}':<39} # {origin}")
         lines.append("")
     return "\n".join(lines)
 

@@ -167,7 +167,8 @@ class LiveView:
         if name == "restarting":
             self.phase, self.began_s = "restarting", time.monotonic()
         elif name == "validated":
-            self.progress.add_validation(event.get("loss"))
+            if event.get("step") != 0:  # a pretrained model's before training: no progress
+                self.progress.add_validation(event.get("loss"))
         elif name == "stop_requested":
             self.phase = "stopping"
         if name == "worker_died":

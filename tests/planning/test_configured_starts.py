@@ -1,4 +1,4 @@
-"""Weights that were pretrained get the ids of their own tokenizer, in every verb that loads a run.toml."""
+"""What a run.toml means for a start: pretrained weights, lengths, keys of another section, differences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.base.errors import ConfigError
+from shoal.cli.ending import next_lines
+from shoal.config.differences import compare_configurations
 from shoal.config.load import load_config
 
 
@@ -69,3 +72,25 @@ def test_the_length_of_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[train]\nsteps = 10\n")
     train = load_config(tmp_path / "run.toml", ["train.epochs=3"]).config.train
     assert (train.steps, train.epochs) == (0, 3)
+
+
+def test_a_key_of_another_section_is_named_there() -> None:
+    with pytest.raises(ConfigError, match=r"train.recompute: no such key; try: memory.recompute"):
+        load_config(None, ["train.recompute=none"])
+
+
+def test_a_number_that_shoal_chose_is_no_difference() -> None:
+    texts = [f'[train]\nvalidate_samples = "{n}"\nepochs = 3\n' for n in ("auto", "64", "32")]
+    assert compare_configurations(texts[0], texts[1]) == []
+    assert compare_configurations(texts[1], texts[0]) == []
+    assert [one.key for one in compare_configurations(*texts[1:])] == ["train.validate_samples"]
+
+
+@pytest.mark.parametrize(("length", "key"), [("steps = 5", "steps"), ("epochs = 3", "epochs")])
+def test_the_next_line_lengthens_by_the_runs_own_unit(
+    tmp_path: Path, length: str, key: str
+) -> None:
+    (tmp_path / "run.toml").write_text(f"[train]\n{length}\n")
+    assert next_lines(tmp_path, 0, "completed", 5).endswith(f" train.{key}=N")
+    (tmp_path / "run.toml").write_text("[train\n")
+    assert next_lines(tmp_path, 0, "completed", 5).endswith(" train.steps=N")
