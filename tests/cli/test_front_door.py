@@ -16,8 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 import shoal
+from shoal.base import package_source
 from shoal.base.errors import ConfigError
-from shoal.base.runlog import environment
 from shoal.cli import docs, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def test_every_verb_stands_under_a_heading() -> None:
 
 
 def test_the_version_names_the_source(tmp_path: Path) -> None:
-    digest = environment.package_digest()
+    digest = package_source.package_digest()
     assert answer("--version") == f"shoal {shoal.__version__} (source {digest[:12]})\n"
 
 
@@ -54,13 +54,13 @@ def test_the_digest_is_that_of_the_package_alone(
     (tmp_path / "shoal" / "base").mkdir(parents=True)
     (tmp_path / "shoal" / "base" / "one.py").write_text("1")
     (tmp_path / "other.py").write_text("1")
-    assert Path(shoal.__file__).parent == environment.PACKAGE
-    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "shoal")
-    before = environment.package_digest()
+    assert Path(shoal.__file__).parent == package_source.PACKAGE
+    monkeypatch.setattr(package_source, "PACKAGE", tmp_path / "shoal")
+    before = package_source.package_digest()
     (tmp_path / "other.py").write_text("2")
-    assert environment.package_digest() == before
+    assert package_source.package_digest() == before
     (tmp_path / "shoal" / "base" / "one.py").write_text("2")
-    assert environment.package_digest() != before
+    assert package_source.package_digest() != before
 
 
 def test_docs_lists_and_prints_pages() -> None:

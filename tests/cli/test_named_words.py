@@ -20,7 +20,7 @@ from shoal.forecast.models.model_facts import FAMILIES
 from shoal.trainer.run import Run
 
 ROOT = Path(__file__).parent.parent.parent
-HISTORY = ("decisions", "lab-log.md", "proof")
+HISTORY = ("decisions", "lab-log.md", "history.md", "proof")
 """Pages of docs/ that tell what was tried, and by what name."""
 
 VERB = re.compile(r"(?<![\w./-])shoal ([a-z][a-z-]*)(?: ([a-z][a-z_-]++)(?![=./]))?")
@@ -40,6 +40,7 @@ OF_OTHERS = {
     *("--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--max-restarts"),
     *("--kill-on-bad-exit", "--ntasks-per-node", "--requeue", "--signal", "--shm-size", "--sort"),
     *("--local-dir", "--repo-type", "--load", "--deepspeed", "--alive", "--node", "--stdin"),
+    *("--no-python", "--master-addr", "--master-port", "--node-rank", "--run", "--why"),
     *("--limits", "--against", "--convert-to", "--pty"),
 }
 """Options of torchrun, Slurm, Docker and others; of a worker of `shoal launch`; of our scripts."""

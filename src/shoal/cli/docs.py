@@ -80,7 +80,7 @@ def list_pages(root: Path = PAGES) -> list[Page]:
                 title = file.readline().strip("# \n")
             found.append(Page(path.stem, folder, title, str(path.resolve())))
     if not found:
-        raise ConfigError(f"docs: no pages in {root}; try: pip install --force-reinstall shoal")
+        raise ConfigError(f"docs: no pages in {root}; try: reinstall it")
     return found
 
 

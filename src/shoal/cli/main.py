@@ -162,7 +162,7 @@ for _name, _group in GROUPS.items():
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from shoal.base.runlog.environment import package_digest
+        from shoal.base.package_source import package_digest
 
         typer.echo(f"shoal {__version__} (source {package_digest()[:12]})")
         raise typer.Exit

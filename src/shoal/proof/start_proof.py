@@ -31,10 +31,10 @@ from torch import nn
 
 from shoal import __version__
 from shoal.base.errors import ShoalError, TrainingError
+from shoal.base.package_source import package_digest
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import cache_folder, write_atomically
 from shoal.base.runlog.damaged_lines import read_object
-from shoal.base.runlog.environment import package_digest
 from shoal.base.text.units import seconds_text
 from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.config.sections import Config

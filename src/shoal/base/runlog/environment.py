@@ -16,12 +16,11 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from shoal.base.package_source import PACKAGE
+
 LIBRARIES = ("torch", "numpy", "shoal")
 """Libraries that are always recorded; others only if loaded."""
 IF_LOADED = ("transformers", "peft", "datasets", "tokenizers", "webdataset", "torchvision", "timm")
-
-PACKAGE = Path(__file__).resolve().parents[2]
-"""Folder of the package `shoal`."""
 
 Code = dict[str, list[str]]
 """Module → [path, from the working folder if inside it; digest of its source]."""
@@ -102,17 +101,6 @@ def source_digest(path: Path) -> str:
         return ""
     said = _TOKENS.sub(lambda found: found[1] or b"", text)
     return hashlib.blake2b(said, digest_size=12).hexdigest()
-
-
-def package_digest() -> str:
-    """Hash the source of Shoal itself, in hexadecimal digits: an edited layout is another layout.
-
-    Only the package's own folder is read. Beside it, in site-packages, lie all other libraries.
-    """
-    found = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def find_changed_code(
