@@ -1,4 +1,4 @@
-"""Where Shoal's own source lies, and its hash; it imports little, since `shoal --version` does."""
+"""Folder and hash of Shoal's own source; `shoal --version` imports no more than this."""
 
 from __future__ import annotations
 
