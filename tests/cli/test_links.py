@@ -1,7 +1,7 @@
 """`shoal links`: every collective, group and pair is measured, shown as table, pictures and JSON.
 
 How the page's commands run, and what is refused before any process starts. What is measured of
-whom: `tests/worlds/test_machine_links.py`.
+whom: `tests/worlds/machines/test_machine_links.py`.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
 
-from faults import DEADLINE_S, KINDS, LAYOUTS, ONCE, WHOLE, one  # noqa: E402
 from kept_trials import run_trials  # noqa: E402
 
 from cli_run import CommandLine  # noqa: E402
 from fault_runs import command  # noqa: E402
+from faults import DEADLINE_S, KINDS, LAYOUTS, ONCE, WHOLE, one  # noqa: E402
 from forks import shared  # noqa: E402
 
 TARGET = HERE.parents[1] / "proof" / "results" / "diagnosed.json"

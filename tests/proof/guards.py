@@ -32,8 +32,8 @@ from guard_off import VARIABLE, guard_classes  # noqa: E402
 
 TARGET = ROOT / "proof" / "results" / "guards.json"
 POOL = (
-    *("tests/worlds/test_mistakes.py", "tests/worlds/test_unlike_ranks.py"),
-    *("tests/worlds/test_drift.py", "tests/worlds/test_guards.py"),
+    *("tests/worlds/own_loops/test_mistakes.py", "tests/worlds/proofs/test_unlike_ranks.py"),
+    *("tests/worlds/faults/test_drift.py", "tests/worlds/own_loops/test_guards.py"),
     *("tests/trainer/test_touched.py", "tests/trainer/test_carried.py"),
     *("tests/trainer/test_untrained_weights.py", "tests/trainer/test_model_notices.py"),
     *("tests/trainer/test_optimizers.py", "tests/trainer/test_suspicions.py"),

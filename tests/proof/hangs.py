@@ -27,7 +27,11 @@ import psutil
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
-sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
+sys.path[:0] = [
+    str(HERE.parent / "worlds"),
+    str(HERE.parent / "worlds" / "faults"),
+    str(HERE.parent),
+]
 
 from kept_trials import run_trials  # noqa: E402
 

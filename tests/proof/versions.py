@@ -36,8 +36,8 @@ SAMPLE = [
     "tests/parallel/test_recompute.py",
     "tests/checkpoint/test_checkpoint_damage.py",
     "tests/launch/test_fork_server.py",
-    "tests/worlds/test_equality.py",
-    "tests/worlds/test_any_module.py",
+    "tests/worlds/layouts/test_equality.py",
+    "tests/worlds/layouts/test_any_module.py",
 ]
 LIGHT = "not 4 and not 8 and not hf"
 

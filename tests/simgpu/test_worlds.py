@@ -104,7 +104,11 @@ LONG = {
 
 def passed(environ: dict[str, str], names: list[str], seed: int) -> int:
     """How many tests passed: all of these, or the assertion says what pytest said."""
-    tests = [str(ROOT / "tests" / "worlds" / f"test_{name}") for name in names]
+    tests = []
+    for name in names:  # "islands.py::test_…"
+        file, _, test = name.partition("::")
+        (path,) = (ROOT / "tests" / "worlds").rglob(f"test_{file}")
+        tests.append(f"{path}::{test}" if test else str(path))
     with subprocess.Popen(
         [
             sys.executable,

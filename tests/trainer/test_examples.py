@@ -77,7 +77,7 @@ def test_digits_are_learnt(tmp_path: Path) -> None:
     assert right > 95
 
 
-@pytest.mark.proof  # two losses of unlike counts: tests/worlds/test_own_passes.py
+@pytest.mark.proof  # two losses of unlike counts: tests/worlds/own_loops/test_own_passes.py
 def test_distillation_is_the_same_on_two_processes(tmp_path: Path, programs: Forks) -> None:
     """Two losses of unlike counts, in float64, to the last digits."""
     pattern = r"loss ([\d.]+), right ([\d.]+)%"

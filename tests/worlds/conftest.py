@@ -11,6 +11,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+sys.path.insert(0, str(Path(__file__).parent / "resumes"))
 
 from worlds import Islands, Members, close_all
 

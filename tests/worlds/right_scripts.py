@@ -370,7 +370,7 @@ def a_rank_without_samples(world: World, layout: str) -> float:
     run = begin(world, layout, net(), batch=8, micro_batch=4)
     for batch in run.loader(TensorDataset(X[:20], Y[:20])):  # the last step: one micro-batch
         run.step(batch)
-    return 0.0  # numbers: tests/worlds/test_equality.py; here only silence is held
+    return 0.0  # numbers: tests/worlds/layouts/test_equality.py; here only silence is held
 
 
 # ---- models
@@ -489,4 +489,4 @@ def groups_that_gather_different_blocks(world: World, layout: Any) -> float:
     run = begin(world, layout, net(Chain), batch=16, micro_batch=4)
     for batch in run.loader(TensorDataset(X, Y)):
         run.step(batch)
-    return 0.0  # numbers: tests/worlds/test_equality.py; here only silence is held
+    return 0.0  # numbers: tests/worlds/layouts/test_equality.py; here only silence is held

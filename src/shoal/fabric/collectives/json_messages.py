@@ -15,8 +15,8 @@ At start, ranks also sum numbers whose sum is known (`check_sums`). Links and ca
 exist, and vendors' diagnostics passed on them (SemiAnalysis, on NVLS).
 
 Before that, the members of a group authenticate each other. gloo does not: a stranger that connects
-while ranks do, and sends a small number, becomes that rank (tests/worlds/test_hijack.py). So each
-pair exchanges the MAC of "group:i>j", under a key derived from the store's random word; only
+while ranks do, and sends a small number, becomes that rank (tests/worlds/faults/test_hijack.py). So
+each pair exchanges the MAC of "group:i>j", under a key derived from the store's random word; only
 members of the store can compute it. A stranger cannot relay the MAC: the true rank's connection is
 its own, and nobody answers there. If a pair fails, the start fails within PROOF_S with an error
 that names the pair.

@@ -28,7 +28,7 @@ proof as the run does, if one process cannot hold it or it would take over 30 s 
 
 Source: shoal.parallel.build.shared_build, trainer.parallelize, checkpoint.read,
 checkpoint.hostcopy, proof.battery; torch: FSDPParam (_init_sharded_param);
-tests/worlds/test_peak.py, test_build.py
+tests/worlds/memory/test_peak.py, test_build.py
 """
 
 from __future__ import annotations

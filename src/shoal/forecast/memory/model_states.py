@@ -12,8 +12,8 @@ pipeline). Weights that no product reads (embeddings, and heads tied to them) ha
 same expert. Megatron's distributed optimizer is zero1.
 
 Source: Rajbhandari et al. 2020 (ZeRO, 1910.02054) §3; Shoal's own tensors, counted in
-tests/worlds/test_states.py and test_divided_memory.py; Megatron: theoretical_memory_usage.py
-(6 + 12/d).
+tests/worlds/resumes/test_states.py and memory/test_divided_memory.py; Megatron:
+theoretical_memory_usage.py (6 + 12/d).
 """
 
 from __future__ import annotations

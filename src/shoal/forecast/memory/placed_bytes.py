@@ -2,7 +2,7 @@
 
 A search uses sums over units of a model (`model_states`, `step_sync`). A plan with placements lists
 every tensor, so the figures here are exact: a run's counters and its live storages agree to the
-byte (tests/worlds/test_placed.py).
+byte (tests/worlds/layouts/test_placed.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 
 from known_machine import write_machine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "src" / "shoal"
 
 POLICY = '''

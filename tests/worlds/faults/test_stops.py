@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "proof"))
 
 import stops
 

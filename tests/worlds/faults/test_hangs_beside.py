@@ -24,7 +24,7 @@ from shoal.base.runlog.rank_records import read_rank_steps
 from shoal.launch.processes import free_port
 from test_hangs import WHY
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def start(folder: Path, asked: dict[str, Any]) -> subprocess.Popen[str]:

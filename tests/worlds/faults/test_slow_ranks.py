@@ -12,7 +12,7 @@ import pytest
 from cli_run import CommandLine
 from shoal.view.diagnose import diagnose
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 ARGUMENTS = [
     "model.build=dawdling:build", "data.source=dawdling:data", "train.batch=4",
     "train.micro_batch=2", "train.steps=90", "precision.compute=fp32", "train.prove=off",

@@ -82,7 +82,7 @@ def test_tables_on_a_server_survive_bit_for_bit(tmp_path: Path, victim: int) -> 
 
 @pytest.mark.proof
 def test_the_pages_example_runs(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "how-it-works" / "parameter-server.md"
+    page = Path(__file__).parents[3] / "docs" / "how-it-works" / "parameter-server.md"
     line = page.read_text().split("```\n")[1].strip()
     words = line.removeprefix("shoal train ").split()
     command = CommandLine(tmp_path, *words)

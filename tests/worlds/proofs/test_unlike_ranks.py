@@ -172,7 +172,7 @@ run.step(({{"x": X[:4], "task": torch.full((4,), rank)}}, Y[:4]))
 )
 def test_a_loop_of_ones_own_is_named_from_outside(tmp_path: Path, skip: str, wide: str) -> None:
     """In step 1, after seconds: ranks wait for each other, or gloo ends the process."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     folders = ", ".join(repr(str(one)) for one in (here, here.parent))
     (tmp_path / "loop.py").write_text(ALONE.format(folders=folders, skip=skip, wide=wide))
     words = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]

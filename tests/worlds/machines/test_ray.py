@@ -15,7 +15,7 @@ import pytest
 from cli_run import OWN_LOOP, final_hashes, trajectory
 
 pytestmark = pytest.mark.proof
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 SCRIPT = (
     OWN_LOOP
     + """

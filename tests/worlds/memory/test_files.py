@@ -13,7 +13,7 @@ import pytest
 
 from memory_cgroup import Cgroup, memory_cgroup
 
-CASE = Path(__file__).parent / "files_case.py"
+CASE = Path(__file__).parents[1] / "files_case.py"
 MODEL = {"dim": 1024, "layers": 6, "steps": 2, "folder": "", "restore": False, "limit_bytes": 0}
 IN_FILES = {"offload": "parameters", "to": "files"}
 IN_MEMORY = {"offload": "none", "to": "host"}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.proof
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RELEASE = {(3, 11): "bookworm", (3, 13): "trixie"}
 MIRROR = "http://deb.debian.org/debian"
 

@@ -16,7 +16,7 @@ import pytest
 from shoal.base.errors import UserError
 from shoal.cli import start
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "proof"))
 from compositions_drawn import draw, furnish
 from compositions_reasons import reason_of
 

@@ -12,7 +12,7 @@ import pytest
 
 from cli_run import CommandLine
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 ARGUMENTS = [
     "model.build=hanging:build", "data.source=hanging:data", "train.batch=8",
     "train.micro_batch=2", "train.steps=40", "checkpoint.every=8", "precision.compute=fp32",

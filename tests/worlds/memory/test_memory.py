@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "memory.py"
 LIMIT, DEADLINE_S = 1.03, 120
 PARAMETER_BYTES = 4 * 27_795_968  # of the benchmark's model, fp32
 
