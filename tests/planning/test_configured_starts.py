@@ -67,8 +67,9 @@ def test_new_weights_and_other_data_keep_the_default(model: Path) -> None:
 
 def test_the_length_of_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[train]\nepochs = 10\n")
-    train = load_config(tmp_path / "run.toml", ["train.steps=300"]).config.train
-    assert (train.steps, train.epochs) == (300, 0)
+    found = load_config(tmp_path / "run.toml", ["train.steps=300"])
+    assert (found.config.train.steps, found.config.train.epochs) == (300, 0)
+    assert found.notices == ["train.steps = 300: takes the place of train.epochs = 10 in the file"]
     (tmp_path / "run.toml").write_text("[train]\nsteps = 10\n")
     train = load_config(tmp_path / "run.toml", ["train.epochs=3"]).config.train
     assert (train.steps, train.epochs) == (0, 3)

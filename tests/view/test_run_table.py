@@ -205,5 +205,7 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
 
 def test_a_lock_table_of_another_form_names_nothing(tmp_path: Path) -> None:
     assert run_table.read_held_locks(tmp_path / "missing") == set()
-    (tmp_path / "locks").write_text("1: POSIX ADVISORY WRITE 7 08:01:1 0 EOF\n2: FLOCK\n")
+    (tmp_path / "locks").write_text(
+        "1: POSIX ADVISORY WRITE 7 08:01:1 0 EOF\n2: FLOCK\n3: FLOCK ADVISORY WRITE 7 <none>:0 0 EOF\n"
+    )
     assert run_table.read_held_locks(tmp_path / "locks") == set()

@@ -120,8 +120,12 @@ def _apply_length_override(loaded: LoadedConfig) -> None:
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         said = loaded.origins.get(f"train.{key}") == "command line"
         held = loaded.origins.get(f"train.{other}", "command line") != "command line"
-        if said and held and getattr(loaded.config.train, key):
+        value, replaced = (getattr(loaded.config.train, name) for name in (key, other))
+        if said and held and value and replaced:
             loaded.replace("train", "default", **{other: 0})
+            loaded.notices.append(
+                f"train.{key} = {value}: takes the place of train.{other} = {replaced} in the file"
+            )
 
 
 def _apply_model_tokenizer(loaded: LoadedConfig) -> None:

@@ -103,7 +103,8 @@ def restore_group_settings(
             if isinstance(now, torch.Tensor):
                 now.fill_(value)
             else:
-                group[key] = tuple(value) if isinstance(value, list) else value
+                is_tuple = isinstance(value, list) and not isinstance(now, list)
+                group[key] = tuple(value) if is_tuple else value  # JSON knows lists only
 
 
 def _changed_keys(record: Mapping[str, Any], place: int) -> Sequence[str]:

@@ -17,7 +17,6 @@ another machine, or a copied one, only the age of its files is known.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -99,22 +98,22 @@ def list_runs(folder: Path, now_s: float | None = None) -> list[RunRow]:
     return sorted(rows, key=lambda row: (-row.last_sign_s, row.name))
 
 
-def read_held_locks(table: Path = Path("/proc/locks")) -> set[tuple[int, int]]:
-    """Return (device, inode) of the files that processes of this machine hold a flock on."""
-    found = set()
+def read_held_locks(table: Path = Path("/proc/locks")) -> set[int]:
+    """Return the inodes of the files that processes of this machine hold a flock on.
+
+    Devices are not compared: btrfs and overlay file systems name another one there than `stat`.
+    """
     try:
-        lines = table.read_text(encoding="ascii").splitlines()
+        lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
-    for line in lines:  # 1: FLOCK  ADVISORY  WRITE 1234 08:01:131074 0 EOF
-        words = line.split()
-        if "FLOCK" in words and len(words) > 5:
-            major, minor, inode = words[-3].split(":")
-            found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
-    return found
+    # 1: FLOCK  ADVISORY  WRITE 1234 08:01:131074 0 EOF, or <none>:0 for what has no inode
+    words = [line.split() for line in lines if " FLOCK " in line]
+    inodes = [row[-3].rpartition(":")[2] for row in words if len(row) > 5]
+    return {int(inode) for inode in inodes if inode.isdecimal() and inode != "0"}
 
 
-def read_row(path: Path, root: Path, now_s: float, held: set[tuple[int, int]]) -> RunRow:
+def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
     """Return the row of one run folder, whatever is missing or damaged in it."""
     plan = read_object(path / "plan.json")
     events = _read_session(path / "events.jsonl")
@@ -208,12 +207,11 @@ def _stepped_since(events: list[Record], steps: list[Record], name: str) -> bool
     return bool(steps) and (not resumed or steps[-1]["step"] > resumed[-1])
 
 
-def _is_held(path: Path, held: set[tuple[int, int]]) -> bool:
+def _is_held(path: Path, held: set[int]) -> bool:
     try:
-        stat = path.stat()
+        return path.stat().st_ino in held
     except OSError:
         return False
-    return (stat.st_dev, stat.st_ino) in held
 
 
 def _changed_s(path: Path) -> float:
