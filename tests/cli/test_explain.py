@@ -136,6 +136,21 @@ def test_flops_by_module_are_the_plans(
         assert explain_model(looking.config, Layout(dp_replicate=2)).flops == explained.flops
 
 
+@pytest.mark.parametrize("words", [[], ["data.sequence=16"]], ids=["open", "given"])
+def test_a_model_of_ones_own_is_planned_on_rows_that_are_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ids.py").write_text(
+        "from torch import nn\n\n\ndef build():\n"
+        "    return nn.Sequential(nn.Embedding(2048, 8), nn.Linear(8, 2048))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded = load_config(None, ["launch.processes=1", "model.build=ids:build", *words])
+    notes = resolve_subject(loaded, "1xRTX4090-24GB").notes
+    line = "data.source and data.sequence not given: text rows of 128 tokens"
+    assert (line in notes) == (not words)
+
+
 IN_TURNS = """
 import torch
 from torch import nn

@@ -283,3 +283,18 @@ def test_time_on_the_way_to_experts_has_a_name() -> None:
     assert 0 < ours.time.parts["experts"] < ours.time.step_s
     assert not ours.time.parts.keys() - PART_WORDS.keys()
     assert "ep 8" in layout_text(replace(ours.case.layout, ep=8))
+
+
+def test_of_tight_layouts_those_below_the_limit_come_first() -> None:
+    """A row that would probably end out of memory is no first row, and a surer setting is named."""
+    cluster = parse_machines("2x8xH100-80GB")
+    facts = transformer_facts(published_shape("llama-3-70b"), 8192, 2)
+    found = search_layouts(case_of(facts, Layout(), cluster, 512, 1), SearchSpace())
+    margins = [c.verdict.margin_bytes for c in found if c.verdict.word == "tight"]
+    assert not any(c.verdict.word == "fits" for c in found)
+    assert margins[0] > 0 > margins[-1]
+    assert [m >= 0 for m in margins] == sorted((m >= 0 for m in margins), reverse=True)
+    record = plan_record(found, SearchSpace(), top=2, notes=[])
+    assert " over, which would be " in record["layouts"][0]["why"]
+    assert record["guide"].endswith("over, so overruled")
+    assert [fix["set"] for fix in record["fixes"]][:1] == ["memory.offload=optimizer"]

@@ -128,6 +128,9 @@ def resolve_model_facts(
 
         check_tune(config)
     if section.build or tuned or (section.name in FAMILIES and not by_arithmetic):
+        if section.build and not {"data.source", "data.sequence"} & set(loaded.origins):
+            length = config.data.sequence
+            notes.append(f"data.source and data.sequence not given: text rows of {length} tokens")
         return _trace_model_facts(config, cluster, element_bytes)
     sequence = config.data.sequence
     if section.name in FAMILIES:

@@ -210,19 +210,19 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if record["starting"]:
         found.append(("start", f"no: {record['starting']}"))
-    if best["after"] == "no":
+    if best["after"] != "fits":
         fixes = record["fixes"]
         if fixes:
             first = fixes[0]
             found.append(
                 (
-                    "make it fit",
+                    "make it fit" if best["after"] == "no" else "fits surely",
                     f"{first['set']}: {bytes_text(first['peak_bytes'])}, "
                     f"{seconds_text(first['step_s'])} per step",
                 )
             )
             found += [("or", fix["set"]) for fix in fixes[1:]]
-        else:
+        elif best["after"] == "no":
             found.append(
                 (
                     "make it fit",
@@ -230,7 +230,7 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
                     "no open key is enough",
                 )
             )
-    elif best["why"]:
+    if best["after"] != "no" and best["why"]:
         found.append(("why 1", best["why"]))
     if best["dies_first"]:
         found.append(("fills most", best["dies_first"]))

@@ -108,6 +108,11 @@ def explain_order(first: LayoutCandidate, second: LayoutCandidate) -> str:
     if first.verdict.after == "fits" and second.verdict.after == "tight":
         faster = f", which would be {-ratio:.0%} faster" if ratio < -SAME else ""
         return f"fits for sure, unlike {layout_text(second.case.layout)}{faster}"
+    margin, other = first.verdict.margin_bytes, second.verdict.margin_bytes
+    if first.verdict.after == second.verdict.after == "tight" and other < 0 <= margin:
+        faster = f", which would be {-ratio:.0%} faster" if ratio < -SAME else ""
+        over = bytes_text(-other)
+        return f"{layout_text(second.case.layout)} is estimated {over} over{faster}"
     if abs(ratio) <= SAME or ratio < 0:
         said = f"within {max(SAME, -ratio):.0%}"
         if first.verdict.after == second.verdict.after:
@@ -236,6 +241,9 @@ def compare_with_guide(
     took = seconds_text(other.time.step_s)
     if other.verdict.after == "tight" and best.verdict.after == "fits":
         return f"{words}: {took}, but its memory is tight, so overruled", other
+    if other.verdict.margin_bytes < 0 <= best.verdict.margin_bytes:
+        over = bytes_text(-other.verdict.margin_bytes)
+        return f"{words}: {took}, but estimated {over} over, so overruled", other
     if slower <= SAME:
         return f"{words}: as fast, {took}", other
     return f"{words}: {slower:.0%} slower ({took}), so overruled", other

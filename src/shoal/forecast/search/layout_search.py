@@ -11,6 +11,7 @@ Source: the legality rules are those of docs/how-it-works/plan.md, each with its
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -93,9 +94,10 @@ class LayoutCandidate:
 def search_layouts(case: PlanningCase, space: SearchSpace) -> list[LayoutCandidate]:
     """Predict every legal layout that `space` leaves open; return the candidates, best first.
 
-    Layouts that fit come first, by step time, then those that are tight. Then follow those whose
-    steps fit but whose start does not. Last are those that do not fit, by peak memory. Within each
-    group the simplest layout within 2 % of the fastest leads.
+    Layouts that fit come first, by step time, then those that are tight: first those whose estimate
+    is below the capacity, then the others. Then follow those whose steps fit but whose start does
+    not. Last are those that do not fit, by peak memory. Within each group the simplest layout
+    within 2 % of the fastest leads.
 
     Args:
         case: model, cluster, and the plan whose open fields `space` lists.
@@ -193,10 +195,8 @@ def rank_candidates(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """
     others = sorted((c for c in found if not c.runs), key=lambda c: c.memory.peak_bytes)
     ordered: list[LayoutCandidate] = []
-    for starts, word in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
-        like = (
-            c for c in found if c.runs and (c.verdict.starts, _ranking_word(c)) == (starts, word)
-        )
+    for group in itertools.product((True, False), RANKING_WORDS):
+        like = (c for c in found if c.runs and (c.verdict.starts, _ranking_word(c)) == group)
         same = sorted(like, key=lambda c: c.time.step_s)
         if same:
             bound_s = same[0].time.step_s * (1 + SAME)
@@ -205,9 +205,15 @@ def rank_candidates(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     return ordered + others
 
 
+RANKING_WORDS = ("fits", "tight", "over")
+"""Groups of candidates, best first: "over" is tight, with an estimate above the capacity."""
+
+
 def _ranking_word(candidate: LayoutCandidate) -> str:
     """Return the worst verdict of a run that reaches its steps; else that of the steps."""
-    return candidate.verdict.word if candidate.verdict.starts else candidate.verdict.after
+    verdict = candidate.verdict
+    word = verdict.word if verdict.starts else verdict.after
+    return "over" if word == "tight" and verdict.margin_bytes < 0 else word
 
 
 def _complexity(candidate: LayoutCandidate) -> tuple[int, int, int, int, float]:

@@ -49,7 +49,7 @@ def plan_record(
 ) -> dict[str, Any]:
     """Make the JSON document of a search: the best candidate of each of the `top` best layouts.
 
-    Also predicts the field's guide, and `suggest_settings` if no layout's steps fit. Schema: head
+    Also predicts the field's guide, and `suggest_settings` if no layout's steps surely fit. Schema: head
     of this module.
 
     Args:
@@ -76,11 +76,13 @@ def plan_record(
         "fixes": [],
         "layouts": [],
     }
-    if not best.runs:
+    if not best.runs or best.verdict.after == "tight":
+        found = suggest_settings(case)
         record["fixes"] = [
             {"set": text, "step_s": made.time.step_s, "peak_bytes": made.memory.peak_bytes}
-            for text, made in suggest_settings(case)[:3]
-        ]
+            for text, made in found
+            if not best.runs or made.verdict.after == "fits"
+        ][:3]
     for place, candidate in enumerate(shown):
         row = candidate_record(candidate)
         row["rank"] = place + 1
