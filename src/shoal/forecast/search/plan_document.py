@@ -49,8 +49,8 @@ def plan_record(
 ) -> dict[str, Any]:
     """Make the JSON document of a search: the best candidate of each of the `top` best layouts.
 
-    Also predicts the field's guide, and `suggest_settings` if no layout's steps surely fit. Schema: head
-    of this module.
+    Also predicts the field's guide, and `suggest_settings` if no layout's steps surely fit. Schema:
+    head of this module.
 
     Args:
         candidates: not empty, best first.
