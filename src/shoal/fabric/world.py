@@ -266,6 +266,29 @@ class World:
             return [json.loads(json.dumps(message))]
         return json_messages.gather_json(self, message)
 
+    def collect_json(self, message: Any, *, here: bool) -> list[Any] | None:
+        """Collect every rank's JSON message on some ranks; the other ranks do not wait.
+
+        The messages travel through the store: no collective, whatever the number of ranks. Every
+        rank calls it.
+
+        Args:
+            message: what JSON can hold.
+            here: whether this rank wants the messages.
+
+        Returns:
+            The messages by rank; None on other ranks than those.
+        """
+        if self.size == 1 or self.store is None:
+            return self.gather_json(message)
+        turn = next(self._turns)
+        keys = [f"collected/{turn}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps(message))
+        if not here:
+            return None
+        _wait(self.store, keys, COLLECTIVE_TIMEOUT)
+        return [json.loads(self.store.get(key)) for key in keys]
+
     def broadcast_json(self, message: Any, source: int = 0) -> Any:
         """Broadcast rank `source`'s JSON message and return it on every rank.
 

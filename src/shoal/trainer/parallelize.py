@@ -401,6 +401,7 @@ def _attach_folder(folder: Path, run: Run, *, is_chosen: bool) -> None:
     """
     from shoal.trainer.process.crash_report import make_crash_recorder
     from shoal.trainer.run_folder.folder_lease import acquire_folder
+    from shoal.trainer.run_folder.rank_list import write_rank_list
     from shoal.trainer.state.replaced_folder import RunFolderGuard
     from shoal.trainer.state.run_state import collect_model_shards
 
@@ -411,6 +412,8 @@ def _attach_folder(folder: Path, run: Run, *, is_chosen: bool) -> None:
     install_excepthook().last_word = make_crash_recorder(run.recorder, run.lease)
     if beside := sys.modules.get("shoal.trainer.process.watchdog_client"):
         beside.report_own_disk(run.world)
+    if run.world.ranks[0] == 0:  # else servers, whose workers are in the list too
+        write_rank_list(folder, run.world, writes=run.world.writes_files)
     run.checkpoint_saver.prepare()
     collect_model_shards(run)  # refuses now what the first save could not write
     from shoal.trainer.run_folder.resume_checks import CHOSEN, collect_run_facts

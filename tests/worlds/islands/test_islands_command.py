@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -41,6 +42,10 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     assert rounds[-1] == 9
     assert len(events(run, 0, "island_lost")) == 1
     assert events(run, 0, "island_lost")[0]["islands"] == [1]
+    lists = [json.loads((run / f"island-{n}" / "ranks.json").read_text()) for n in (0, 1)]
+    assert [[one["rank"] for one in told["ranks"]] for told in lists] == [[0], [0]]
+    started = events(run, 1, "worker_started")[-1]["pid"]
+    assert lists[1]["ranks"][0]["pid"] == started, "of the newest start"
     assert same_merged(run, 2)
     more = CommandLine(
         tmp_path, "--resume", str(run), "islands.count=3", "train.steps=48", "checkpoint.every=4"

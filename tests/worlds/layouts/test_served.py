@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ def test_a_worker_that_dies_is_left_out_and_no_gradient_is_too_stale(tmp_path: P
     assert not command.events("worker_died")
     (left_out,) = command.events("worker_left_out")
     assert (left_out["rank"], left_out["left"]) == (1, [0, 2])
+    ranks = json.loads((command.run / "ranks.json").read_text())["ranks"]
+    assert [one["rank"] for one in ranks] == [0, 1, 2, 3, 4], "workers too, which keep no folder"
+    assert len({one["pid"] for one in ranks}) == 5
     assert "rank 1 was killed by SIGKILL, and the others go on without it" in output
     told = case.staleness(command.run)
     assert told["largest"] == told["largest_of_rows"] <= told["bound"] == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +58,13 @@ def test_under_torchrun(tmp_path: Path) -> None:
     started = {e["rank"]: e["pid"] for e in events if e["event"] == "worker_started"}
     assert sorted(started) == [0, 1]
     assert len(set(started.values())) == 2
+    ranks = json.loads((tmp_path / "runs" / "run" / "ranks.json").read_text())["ranks"]
+    assert [(one["rank"], one["local_rank"], one["pid"]) for one in ranks] == [
+        (0, 0, started[0]),
+        (1, 1, started[1]),
+    ]
+    about = {(one["host"], one["device"], one["device_name"]) for one in ranks}
+    assert about == {(socket.gethostname(), "cpu", "")}
 
 
 @pytest.mark.proof

@@ -5,6 +5,7 @@ A node is a network namespace, and the run folder a mount of its own there (elas
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,9 @@ def test_who_is_left_goes_on_and_who_comes_back_gets_what_it_lacks(
 
     together(8)
     assert whole(here) == whole(there)
+    lists = [json.loads((disk / "ranks.json").read_text())["ranks"] for disk in (here, there)]
+    assert lists[0] == lists[1], "each disk has the whole list"
+    assert [one["rank"] for one in lists[0]] == [0, 1]
     assert len(told(here, "lies on 2 disks")) == len(told(there, "lies on 2 disks")) == 1
     left = programs.run(*words(16), cwd=nodes[1])
     assert left.returncode == 0, left.stderr

@@ -39,6 +39,7 @@ from shoal.trainer.jobs.configured_run import import_object, open_run
 from shoal.trainer.process.stop_signals import install_stop_handlers
 from shoal.trainer.run import Run
 from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
+from shoal.trainer.run_folder.rank_list import write_rank_list
 from shoal.trainer.servers import gradient_messages
 from shoal.trainer.servers.gradient_messages import (
     Arrival,
@@ -79,6 +80,7 @@ def train_with_servers(
     alone = replace(plan, layout=inner, accumulate=passes, drift="off" if serves else plan.drift)
     with phase("set up"):
         run = open_run(config, source, own, alone, folder=folder if serves else None)
+    write_rank_list(folder, world, writes=serves and own.writes_files)
     _check_supported(run, source)
     names = len(run.program.names)
     spans = world.gather_json(gradient_messages.list_own_spans(run.program) if serves else [])
