@@ -137,7 +137,7 @@ FACTS = (
     *("checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint import"),
     *("config import", "find lr", "find micro-batch"),
 )
-ACTS = ("train", "run", "launch slurm", "launch kubernetes", "launch ssh")
+ACTS = ("train", "run", "serve", "launch slurm", "launch kubernetes", "launch ssh")
 """Verbs that start something, or write a job for a person to submit."""
 
 

@@ -23,6 +23,7 @@ from shoal.cli import (
     checkpoint,
     compare,
     config_import,
+    data,
     diagnose,
     docs,
     doctor,
@@ -34,6 +35,7 @@ from shoal.cli import (
     run,
     runs,
     sample,
+    serve,
     simulate,
     train,
 )
@@ -51,6 +53,7 @@ HEADINGS = {
         "compare": "Measure layouts × process counts in one table.",
         "prove": "Compare a layout with one process, on your model.",
         "simulate": "Draw a technique, or calculate a formula.",
+        "data": "See rows as the model gets them, or those of a step.",
     },
     "The machine": {
         "doctor": "Check clock, disk, memory, processes and devices.",
@@ -64,6 +67,7 @@ HEADINGS = {
     "Other tools": {
         "launch": "Write a job for Slurm or Kubernetes, or start by SSH.",
         "config": "Import a configuration of DeepSpeed or Accelerate.",
+        "serve": "Serve the metrics of all runs, for Prometheus.",
         "docs": "List the pages of the documentation, or print one.",
     },
 }
@@ -95,7 +99,7 @@ STARTING = ("train", "compare", "doctor", "links", "prove")
 """Verbs that start processes, and so need features that only some systems have."""
 
 
-KEEPING = ("train", "compare", "prove", "find")
+KEEPING = ("train", "compare", "prove", "find", "data")
 """Verbs that keep tokens, measurements and proofs in the cache folder."""
 BUILDING = (*KEEPING, "plan", "run", "sample")
 """Verbs that build models, for which torch may import its compiler and make its cache folder."""
@@ -148,10 +152,12 @@ app.command("prove")(prove.prove)
 app.command("run")(run.run)
 app.command("runs")(runs.runs)
 app.command("sample")(sample.sample)
+app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)
 GROUPS = {
     "checkpoint": checkpoint.app,
     "config": config_import.app,
+    "data": data.app,
     "find": find.app,
     "launch": launch.app,
 }
