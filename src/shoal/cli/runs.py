@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,9 @@ import typer
 
 from shoal.base.errors import ConfigError
 
-FOLDER = typer.Argument(Path("runs"), metavar="[FOLDER]", help="Holds run folders; default: runs.")
+FOLDER = typer.Argument(
+    Path("runs"), metavar="[FOLDER|RUN]", help="Holds run folders, or is one; default: runs."
+)
 ALIVE_ONLY = typer.Option(False, "--alive", help="Only runs that have not ended.")
 AS_JSON = typer.Option(False, "--json", help="One JSON document: a list of rows.")
 
@@ -20,17 +23,37 @@ AS_JSON = typer.Option(False, "--json", help="One JSON document: a list of rows.
 def runs(folder: Path = FOLDER, alive: bool = ALIVE_ONLY, as_json: bool = AS_JSON) -> None:
     """List the runs of a folder: state, step, loss, validation, rate, layout, last sign of life.
 
-    Reads the folders only, also while their runs write. Exit status: 0, or 2 without a folder.
+    Reads the folders only, also while their runs write. A terminal shows the columns that fit, a
+    pipe all of them. Exit status: 0, or 2 without a folder.
     """
-    from shoal.view.run_table import ALIVE, list_runs, table_lines
+    from shoal.view.run_table import hidden_columns_line, list_runs, table_lines, worst_line
 
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; try: shoal runs FOLDER, or shoal train first")
+    _check_folder(folder)
     now_s = time.time()
-    rows = [row for row in list_runs(folder, now_s) if not alive or row.state in ALIVE]
+    rows = [row for row in list_runs(folder, now_s) if not alive or row.alive]
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
     elif rows:
-        typer.echo("\n".join(table_lines(rows, shutil.get_terminal_size().columns, now_s)))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        lines = table_lines(rows, width, now_s)
+        lines += filter(None, [hidden_columns_line(rows, width, now_s), worst_line(rows)])
+        typer.echo("\n".join(lines))
     else:
         typer.echo(f"{folder}: no runs{' that go on' if alive else ''}")
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a path that is no folder.
+
+    Raises:
+        ConfigError: names what is there instead.
+    """
+    from shoal.view.diagnosis.run_folders import explain_no_run
+
+    if folder.is_dir():
+        return
+    if folder == Path("runs") and not folder.exists():
+        raise ConfigError(
+            f"no folder runs/ in {Path.cwd()}; try: shoal runs FOLDER, or shoal train first"
+        )
+    raise ConfigError(explain_no_run(folder))

@@ -1,0 +1,102 @@
+"""Run folders below a folder, found by their files; and why a path is none."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from difflib import get_close_matches
+from pathlib import Path
+
+from shoal.base.text.event_sentences import strip_control_characters
+
+MARKS = ("events.jsonl", "metrics.jsonl", "owner.lock", "owner.json", "plan.json")
+"""Files of which each run folder has one."""
+INSIDE = ("checkpoints", "logs", "rank_steps", "tags", "hub")
+"""Folders of a run that hold no runs."""
+DEPTH = 3
+NAMED = 3
+"""Runs that a message names."""
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return whether a path is a folder with files of a run."""
+    return any((path / name).exists() for name in MARKS)
+
+
+def find_run_folders(folder: Path) -> list[Path]:
+    """Return a run folder itself, and those below it, at most DEPTH folders deep.
+
+    Beside other runs, or in a folder called runs, an empty folder and one with only a run.toml
+    count too: somebody made it for a run.
+    """
+    found = [folder] if is_run_folder(folder) else []
+    for path in _list_folders(folder):
+        found += _find_below(path, DEPTH - 1)
+    if folder.absolute().name == "runs" or any(one.parent == folder for one in found):
+        made = (path for path in _list_folders(folder) if path not in found)
+        found += [path for path in made if folder not in found and _is_unstarted(path)]
+    return found
+
+
+def _find_below(path: Path, depth: int) -> list[Path]:
+    found = [path] if is_run_folder(path) else []
+    below = [one for one in _list_folders(path) if not (found and one.name in INSIDE)]
+    return found + [run for one in below if depth for run in _find_below(one, depth - 1)]
+
+
+def _is_unstarted(path: Path) -> bool:
+    """Return whether a folder is empty, unreadable, or holds only a configuration."""
+    try:
+        names = {one.name for one in os.scandir(path)}
+    except OSError:
+        return True
+    return names <= {"run.toml", "logs"}
+
+
+def _list_folders(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(path / one.name for one in entries if one.is_dir())
+    except OSError:
+        return []
+
+
+def explain_no_run(path: Path) -> str:
+    """Return why a path is no run folder, with what to type instead: "PATH: …; try: …"."""
+    shown = strip_control_characters(str(path))
+    if path.is_dir():
+        runs = [one for one in find_run_folders(path) if one != path]
+        if not runs:
+            near = _find_above(path)
+            hint = f"try: {near}" if near else "try: shoal runs, which lists the runs in runs/"
+            return f"{shown}: holds no run; {hint}"
+        names = ", ".join(strip_control_characters(str(one)) for one in runs[:NAMED])
+        more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
+        hint = f"try: {_quote(runs[0])}, or shoal runs {_quote(path)}"
+        return f"{shown}: is no run, and holds {names}{more}; {hint}"
+    if path.exists() or path.is_symlink():
+        near = _find_above(path)
+        hint = f"try: {near}" if near else "try: the folder of a run, which shoal runs lists"
+        return (
+            f"{shown}: is {'a file' if path.is_file() else 'no folder'}, and no run folder; {hint}"
+        )
+    return f"{shown}: does not exist; {_suggest_run(path)}"
+
+
+def _find_above(path: Path) -> str:
+    above = next((one for one in path.parents if is_run_folder(one)), None)
+    return _quote(above) if above else ""
+
+
+def _suggest_run(path: Path) -> str:
+    """Return the existing run with the nearest name, else how to list the runs."""
+    parent = path.parent if path.parent.is_dir() else Path("runs")
+    runs = {one.name: one for one in find_run_folders(parent) if one.parent == parent}
+    near = get_close_matches(path.name, runs, 1, 0.5)
+    if near:
+        return f"try: {_quote(runs[near[0]])}"
+    return f"try: shoal runs {_quote(parent)}" if runs else "try: shoal runs, or shoal train first"
+
+
+def _quote(path: Path) -> str:
+    return strip_control_characters(shlex.quote(str(path)))
