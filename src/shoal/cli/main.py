@@ -32,12 +32,14 @@ from shoal.cli import (
     links,
     plan,
     prove,
+    report,
     run,
     runs,
     sample,
     serve,
     simulate,
     train,
+    watch,
 )
 from shoal.cli.terminal import GOES_ON, OutputLostError, Terminal, check_encoding, output_lost_text
 
@@ -61,6 +63,8 @@ HEADINGS = {
     },
     "A run's folder": {
         "runs": "List runs: state, step, loss, rate, last sign of life.",
+        "watch": "Show a run live: ranks, curves, waits, events.",
+        "report": "Write one HTML file: verdict, curves, ranks, history.",
         "diagnose": "Name what went wrong, on which rank, what to try.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },
@@ -149,11 +153,13 @@ app.command("doctor")(doctor.doctor)
 app.command("links")(links.links)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
+app.command("report")(report.report)
 app.command("run")(run.run)
 app.command("runs")(runs.runs)
 app.command("sample")(sample.sample)
 app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)
+app.command("watch")(watch.watch)
 GROUPS = {
     "checkpoint": checkpoint.app,
     "config": config_import.app,

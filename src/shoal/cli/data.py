@@ -1,0 +1,145 @@
+"""`shoal data look`: show the rows of a run as its model gets them, and those of one step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shoal.base.errors import ConfigError, shorten
+from shoal.cli.words import TRUST, split_arguments
+
+if TYPE_CHECKING:  # these import torch, or their checks are of this verb alone
+    from shoal.config.load import LoadedConfig
+
+app = typer.Typer(help="See the rows that a model gets.", no_args_is_help=True)
+ARGUMENTS = typer.Argument(
+    None,
+    metavar="[RUN.TOML|RUN] [SECTION.KEY=VALUE …]",
+    help="A configuration or a run folder, and overrides.",
+)
+STEP = typer.Option(None, "--step", min=1, help="The samples of this step of a run folder.")
+ROWS = typer.Option(None, "--rows", min=0, help="So many rows; default: 3, of a step 10.")
+IDS = typer.Option(False, "--ids", help="List tokens with ids, positions and labels in columns.")
+CHANGED = typer.Option(False, "--changed", help="Show a step although its data has changed.")
+NO_LOSS = typer.Option(False, "--no-loss", help="Load no checkpoint for the samples' losses.")
+JSON = typer.Option(False, "--json", help="One JSON document; of a step with all its rows.")
+
+
+@app.callback()
+def options() -> None:
+    """See the rows that a model gets."""
+
+
+@app.command("look")
+def show_rows(
+    arguments: list[str] = ARGUMENTS,
+    step: int = STEP,
+    rows: int = ROWS,
+    ids: bool = IDS,
+    changed: bool = CHANGED,
+    no_loss: bool = NO_LOSS,
+    as_json: bool = JSON,
+    trust: bool = TRUST,
+) -> None:
+    """Show data as the model gets it: decoded, packed, cut, with the learnt tokens marked.
+
+    Without --step: sizes, lengths and shares of the data, and its first rows. With --step N of a
+    run folder: the samples that this step consumed, each with its source and text, by loss under
+    the newest checkpoint before the step. It uses the run's own loader on one process, and writes
+    nothing but the cache of tokens that a run would write.
+    """
+    from shoal.cli.data_lines import RowStyle, data_lines
+    from shoal.view.phase_lines import show_phases
+
+    path, overrides = split_arguments(arguments or [])
+    folder = path if path is not None and path.is_dir() else None
+    found = _find_step(folder, path, step)
+    loaded = _load(path, folder, overrides, trust=trust)
+    with show_phases(sys.stderr):
+        document = _collect(loaded, path, folder, found, rows, changed, not no_loss)
+    if as_json:
+        typer.echo(json.dumps(document))
+        return
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    style = RowStyle(
+        width=shutil.get_terminal_size().columns,
+        coloured=coloured,
+        with_ids=ids,
+        encoding=getattr(sys.stdout, "encoding", None) or "utf-8",
+    )
+    most = rows if rows is not None else 3 if step is None else 10
+    sys.stdout.write("\n".join(data_lines(document, style, most)) + "\n")
+
+
+def _load(
+    path: Path | None, folder: Path | None, overrides: list[str], *, trust: bool
+) -> LoadedConfig:
+    """Load the configuration of the command line.
+
+    Raises:
+        ConfigError: as `load_trusted`; a folder without a run.toml.
+    """
+    from shoal.config.trust import load_trusted
+
+    file = path if folder is None else folder / "run.toml"
+    if folder is not None and file is not None and not file.is_file():
+        if not any(one.startswith("data.source=") for one in overrides):
+            raise ConfigError(
+                f"{folder}: has no run.toml, so its data is not known here; try: shoal data look "
+                f"{folder} data.source=SOURCE, with the further keys of its shoal.open_data"
+            )
+        file = None
+    if file is not None and not file.exists():
+        raise ConfigError(f"{file}: no such file; a run.toml or a run folder is wanted")
+    return load_trusted(file, overrides, trust=trust)
+
+
+def _find_step(folder: Path | None, path: Path | None, step: int | None) -> dict[str, Any] | None:
+    """Return the line of a step in metrics.jsonl; None if no step is wanted.
+
+    Raises:
+        ConfigError: no run folder, or a step that was not run.
+    """
+    if step is None:
+        return None
+    if folder is None:
+        raise ConfigError(f"--step {step}: goes with a run folder; try: shoal data look RUN")
+    from shoal.cli.data_lines import find_step_row
+
+    return find_step_row(folder, step)
+
+
+def _collect(
+    loaded: LoadedConfig,
+    path: Path | None,
+    folder: Path | None,
+    row: dict[str, Any] | None,
+    rows: int | None,
+    changed: bool,
+    with_loss: bool,
+) -> dict[str, Any]:
+    from shoal.config.save import MICRO_BATCH
+    from shoal.trainer.jobs import data_inspection
+
+    name = str(path) if path is not None else "defaults"
+    is_cut_by_user = loaded.origins.get(MICRO_BATCH, "derived") != "derived"
+    data = data_inspection.open_inspected(loaded, folder)
+    document: dict[str, Any] = {"of": name, "data": data_inspection.describe_data(data)}
+    if row is None:
+        document["rows"] = data_inspection.inspect_rows(
+            data, 3 if rows is None else rows, is_cut_by_user
+        )
+    else:
+        start, stop = row["samples"]
+        step = data_inspection.InspectedStep(row, start, stop)
+        document["step"] = {key: row.get(key) for key in ("step", "loss", "grad_norm", "skipped")}
+        document["step"] |= {"samples": [start, stop]}
+        document["rows"] = data_inspection.inspect_step(data, step, is_cut_by_user)
+    document["notices"] = [shorten(line) for line in data.notices]
+    return document

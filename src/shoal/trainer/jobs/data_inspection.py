@@ -1,0 +1,212 @@
+"""The document of `shoal data look`: facts of a run's data, and some of its rows.
+
+loaded run.toml ──open_source──> facts          (data/inspection/source_facts.py)
+                ──run's loader──> joined micro-batches ──> rows of tokens or tensors
+step N ──metrics.jsonl: samples [from, to)──> the same loader at `from`
+
+The document is JSON; `cli/data_lines.py` draws it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError
+from shoal.base.plans.batches import default_turn
+from shoal.base.plans.plan import Plan
+from shoal.base.pretrained_folders import TOKENIZER, pretrained_folder
+from shoal.checkpoint.format.hub_folder import HUB
+from shoal.config.load import LoadedConfig
+from shoal.config.paths import add_working_folder
+from shoal.config.resolve import make_plan, resolve_batch
+from shoal.config.sections import Config
+from shoal.data.inspection.decoded_text import decode_segments, token_text
+from shoal.data.inspection.sample_fields import count_misplaced, mark_tokens
+from shoal.data.inspection.sample_origins import SampleOrigins
+from shoal.data.inspection.source_facts import measure_source
+from shoal.data.sources import Source, open_source
+from shoal.data.text.text_files import load_tokenizer
+from shoal.trainer.jobs.data_samples import (
+    describe_samples,
+    first_batches,
+    open_stream,
+    step_batch,
+)
+from shoal.trainer.run_folder.resume_checks import compare_digests, digest_samples
+
+
+@dataclass(frozen=True)
+class InspectedStep:
+    """A step of a run whose samples are wanted.
+
+    Attributes:
+        row: its line in metrics.jsonl.
+        start, stop: its samples in the stream.
+    """
+
+    row: dict[str, Any]
+    start: int
+    stop: int
+
+
+@dataclass
+class InspectedData:
+    """Opened data of a run, for its facts and its rows.
+
+    Attributes:
+        folder: of the run; None: a configuration alone.
+        notices: lines for the user.
+    """
+
+    config: Config
+    plan: Plan
+    source: Source
+    tokenizer: Any
+    tokenizer_path: str
+    folder: Path | None
+    notices: list[str]
+
+
+def open_inspected(loaded: LoadedConfig, folder: Path | None) -> InspectedData:
+    """Open the data of a configuration as a run does, on this process.
+
+    Args:
+        loaded: the configuration; its batch is settled in place.
+        folder: of the run that trained with it, whose micro-batch counts; None: no run.
+
+    Raises:
+        ConfigError: all errors of the data that `shoal train` reports.
+    """
+    plan = settle_plan(loaded, folder)
+    config = loaded.config
+    add_working_folder()
+    source = open_source(config.data, config.train.seed)
+    tokenizer, path = source.tokenizer, config.data.tokenizer
+    if tokenizer is None:
+        path, tokenizer = _find_tokenizer(config, folder, source)
+    return InspectedData(config, plan, source, tokenizer, path, folder, [])
+
+
+def settle_plan(loaded: LoadedConfig, folder: Path | None) -> Plan:
+    """Return the plan by which the run cuts its samples; an open micro-batch gets its default."""
+    ran = _read_plan(folder)
+    resolve_batch(loaded, 1)
+    plan = make_plan(loaded.config)
+    if ran is not None:
+        return replace(plan, batch=ran.batch, micro_batch=ran.micro_batch, seed=ran.seed)
+    return plan if plan.micro_batch else replace(plan, micro_batch=default_turn(plan.batch))
+
+
+def _read_plan(folder: Path | None) -> Plan | None:
+    """Return the plan of a run that started; None if its file is missing or no plan."""
+    if folder is None:
+        return None
+    try:
+        plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = (plan.batch, plan.micro_batch, plan.seed)
+    usable = all(type(one) is int for one in whole) and min(whole[:2]) > 0
+    return plan if usable else None
+
+
+def _find_tokenizer(config: Config, folder: Path | None, source: Source) -> tuple[str, Any]:
+    """Return path and tokenizer for tokens whose source has none: the run's, or the model's."""
+    if source.kind != "tokens":
+        return "", None
+    pretrained = pretrained_folder("" if config.model.build else config.model.name)
+    places = [folder / HUB / TOKENIZER] if folder is not None else []
+    places += [Path(pretrained) / TOKENIZER] if pretrained is not None else []
+    for path in places:
+        if path.is_file():
+            return str(path), load_tokenizer(path)
+    return "", None
+
+
+def describe_data(data: InspectedData) -> dict[str, Any]:
+    """Return the head of the document: names, sizes, lengths, shares, parts."""
+    config, source = data.config, data.source
+    head: dict[str, Any] = {
+        "source": config.data.source,
+        "description": source.description,
+        "kind": source.kind,
+        "batch": data.plan.batch,
+        "micro_batch": data.plan.micro_batch,
+        "seed": data.plan.seed,
+        "classes": list(source.classes),
+    }
+    if source.kind == "tokens":
+        head |= {
+            "sequence": config.data.sequence,
+            "packing": config.data.packing,
+            "tokenizer": data.tokenizer_path,
+            "vocabulary": source.vocabulary,
+        }
+    return head | measure_source(source, config.data.source)
+
+
+def inspect_rows(data: InspectedData, rows: int, is_cut_by_user: bool) -> list[dict[str, Any]]:
+    """Return the first rows of the stream of training samples."""
+    if rows < 1:
+        return []
+    loader = open_stream(data.source, data.plan, data.notices, is_cut_by_user)
+    found: list[dict[str, Any]] = []
+    for batch in first_batches(loader, rows):
+        found += describe_samples(batch, rows - len(found))
+    return complete_rows(data, found)
+
+
+def inspect_step(
+    data: InspectedData, step: InspectedStep, is_cut_by_user: bool
+) -> list[dict[str, Any]]:
+    """Return all samples of a step."""
+    loader = open_stream(data.source, data.plan, data.notices, is_cut_by_user)
+    return complete_rows(data, describe_samples(step_batch(loader, step.start, step.stop)))
+
+
+def complete_rows(data: InspectedData, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add origin, decoded text and counts to described samples, in place."""
+    origins = SampleOrigins(data.source, data.config.data)
+    for row in rows:
+        row |= origins.find(row["sample"])
+        if row["kind"] != "tokens":
+            continue
+        tokens = mark_tokens(row)
+        row["tokens"] = tokens
+        row["learnt"] = sum(token["learnt"] for token in tokens)
+        row["documents"] = 1 + tokens[-1]["document"]
+        row["misplaced"] = count_misplaced(row)
+        if data.tokenizer is not None:
+            row["segments"] = decode_segments(tokens, data.tokenizer)
+            for token in tokens:
+                token["text"] = token_text(token["id"], data.tokenizer)
+    return rows
+
+
+def compare_with_saved(data: InspectedData, record: dict[str, Any]) -> str:
+    """Return a line if the data is not what a checkpoint was trained on; "" if it is.
+
+    Args:
+        record: of the checkpoint.
+    """
+    states = record.get("data")
+    state = states[0] if isinstance(states, list) and states else {}
+    if not isinstance(state, dict):
+        return ""
+    train = data.source.train
+    saved, here = state.get("samples"), len(train) if hasattr(train, "__len__") else None
+    if isinstance(saved, int) and here is not None and saved != here:
+        return f"the data has {here} samples now, and had {saved} when the run was saved"
+    if found := compare_digests(state.get("seen"), digest_samples(train, 0)):
+        return f"the data has changed since the run was saved: {found.line}"
+    return ""
+
+
+def refuse_changed_data(where: str, line: str) -> None:
+    """Raise ConfigError for samples that are not those of the run."""
+    raise ConfigError(
+        f"{where}: {line}, so its samples are not those of this step; try: the data as it was, or "
+        f"--changed to see what lies there now"
+    )
