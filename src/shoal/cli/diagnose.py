@@ -33,6 +33,9 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
             for one in found:
                 typer.echo(json.dumps({"run": str(folder), **one.record()}))
         else:
+            from shoal.report.verdict import find_verdict
+
             typer.echo(findings_text(folder, found))
+            typer.echo(f"verdict: {find_verdict(folder).line()}")
     if wrong:
         raise typer.Exit(1)

@@ -1,0 +1,131 @@
+"""Replay of steps without one of their costs: which ranks wait, and how long a step would be.
+
+Ranks meet at the sum of gradients. Between two sums a rank works for its own time; the one that
+works longest makes the others wait. So with the own times w of ranks r, and a common part c (the
+least that any rank waits: the communication itself),
+
+    step  T = max over r of w_r + c
+    step without a cost, of which w' are the own times:  T' = T − (max w_r − max w'_r)
+
+T is the measured step, so all that the replay does not know stays in T'. Updates and hooks of a
+step come after its sum: they count towards the next one. Means are taken over blocks of steps, and
+the median over blocks: a cost of every tenth step counts, one long step does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.report.verdict.step_seconds import (
+    BACKWARD,
+    DATA,
+    HOOKS,
+    OTHER,
+    PASSES,
+    UPDATE,
+    WAITING,
+    StepSeconds,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+BLOCKS, BLOCK_STEPS = 16, 10
+"""Most blocks of steps · fewest steps of a block."""
+LATE_SHARE = 0.02
+"""Share of a step from which one rank's part counts as later than the others'."""
+
+
+@dataclass(frozen=True)
+class StepReplay:
+    """Measured steps, ready to be replayed without some cost.
+
+    Attributes:
+        own_s: [steps, ranks, parts] seconds of own work between two sums; no `other`, no waiting.
+        wait_s: [steps, ranks] seconds of waiting.
+        step_s: [steps] seconds of the step, without `other`.
+        ranks: the ranks.
+        has_backward: backward passes are recorded by themselves.
+        by_rank: as in `StepSeconds`.
+    """
+
+    own_s: Array
+    wait_s: Array
+    step_s: Array
+    ranks: tuple[int, ...]
+    has_backward: bool
+    by_rank: bool
+
+    def without(self, own_s: Array, common_s: Array | float = 0.0) -> Array:
+        """Return the seconds of each step with other own times, and less of the common part."""
+        import numpy as np
+
+        now_s, then_s = self.own_s.sum(axis=2).max(axis=1), own_s.sum(axis=2).max(axis=1)
+        return np.maximum(self.step_s - (now_s - then_s) - common_s, 0.0)
+
+    def mean_s(self, step_s: Array) -> float:
+        """Return the median over blocks of a block's mean step."""
+        import numpy as np
+
+        return float(np.median(self.block_means_s(step_s)))
+
+    def block_means_s(self, step_s: Array) -> Array:
+        """Return the mean step of each block."""
+        import numpy as np
+
+        count = max(1, min(BLOCKS, len(step_s) // BLOCK_STEPS))
+        return np.array([block.mean() for block in np.array_split(step_s, count)])
+
+
+def prepare_replay(times: StepSeconds) -> StepReplay:
+    """Return steps for a replay."""
+    import numpy as np
+
+    seconds = times.seconds.astype(np.float64)
+    own_s = seconds.copy()
+    own_s[:, :, [OTHER, WAITING]] = 0.0
+    for part in (UPDATE, HOOKS):  # after the sum of a step: before the next one
+        own_s[1:, :, part] = own_s[:-1, :, part].copy()
+    step_s = np.median(seconds.sum(axis=2) - seconds[:, :, OTHER], axis=1)
+    return StepReplay(
+        own_s,
+        seconds[:, :, WAITING],
+        step_s,
+        times.ranks,
+        bool((seconds[:, :, BACKWARD] > 0).any()),
+        times.by_rank,
+    )
+
+
+def find_late_ranks(replay: StepReplay, part: int) -> Array:
+    """Return a mask of ranks that take longer than the others in a part of most blocks of steps.
+
+    At most half of the ranks are late. Of two ranks the longer one is.
+    """
+    import numpy as np
+
+    own_s = replay.own_s[:, :, part]
+    count = own_s.shape[1]
+    mean_s = np.array([replay.block_means_s(own_s[:, rank]) for rank in range(count)])
+    usual_s = np.sort(mean_s, axis=0)[(count - 1) // 2]  # [blocks]
+    least_s = LATE_SHARE * replay.mean_s(replay.step_s)
+    spread_s = np.median(np.abs(mean_s - usual_s)) if count > 4 else 0.0
+    late = (mean_s - usual_s > max(least_s, 4.0 * float(spread_s))).mean(axis=1) >= 0.75
+    return late if late.sum() <= count / 2 else np.zeros(count, bool)
+
+
+def replace_late_part(replay: StepReplay, late: Array, part: int) -> Array:
+    """Return own times in which late ranks take as long in a part as the others in the median."""
+    import numpy as np
+
+    own_s = replay.own_s.copy()
+    usual_s = np.median(own_s[:, ~late, part], axis=1)
+    own_s[:, late, part] = np.minimum(own_s[:, late, part], usual_s[:, None])
+    return own_s
+
+
+COMPARED = (DATA, PASSES, BACKWARD, UPDATE, HOOKS)
+"""Parts in which ranks of equal work are compared."""
