@@ -61,9 +61,9 @@ def count_sent(world: World) -> list[tuple[str, int, int]]:
     calls: list[tuple[str, int, int]] = []
     count = world.traffic.count
 
-    def noting(kind: str, payload_bytes: int, degree: int) -> None:
+    def noting(kind: str, payload_bytes: int, degree: int, *axis: str) -> None:
         calls.append((kind, payload_bytes, degree))
-        count(kind, payload_bytes, degree)
+        count(kind, payload_bytes, degree, *axis)
 
     world.traffic.count = noting  # an instance's own name goes before its class's
     return calls
@@ -101,7 +101,8 @@ def measure(
         run.step((x, x))
         world.barrier()
         least_bytes = min(least_bytes, lo_sent_bytes() - before)
-        told_bytes = json.loads(metrics.read_text().splitlines()[-1])["comm_bytes"]
+        row = json.loads(metrics.read_text().splitlines()[-1])
+        told_bytes = row["comm_bytes"]
         # A busy machine makes TCP send small segments; headers only ever add to what is sent.
         if world.broadcast_json(least_bytes < USUAL * world.size * told_bytes):
             break
@@ -116,5 +117,7 @@ def measure(
         "zero": run.plan.layout.zero,
         "kernel_bytes": least_bytes,
         "metrics_bytes": told_bytes,
+        "by_kind": row["comm_bytes_by_kind"],
+        "by_axis": row["comm_bytes_by_axis"],
         "calls": calls,
     }

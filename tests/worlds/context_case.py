@@ -185,10 +185,10 @@ def travels(world: World, context: str) -> dict[str, Any]:
     calls: list[tuple[str, int]] = []
     count = world.traffic.count
 
-    def counting(kind: str, payload_bytes: int, degree: int) -> None:
+    def counting(kind: str, payload_bytes: int, degree: int, *axis: str) -> None:
         if degree > 1:
             calls.append((kind, payload_bytes))
-        count(kind, payload_bytes, degree)
+        count(kind, payload_bytes, degree, *axis)
 
     world.traffic.count = counting
     run.step(batch)

@@ -101,10 +101,10 @@ def _sent(run: Run, batch: Any) -> list[tuple[str, int, int]]:
     world = run.program.world
     count = world.traffic.count
 
-    def counting(kind: str, payload_bytes: int, degree: int) -> None:
+    def counting(kind: str, payload_bytes: int, degree: int, *axis: str) -> None:
         if degree > 1:
             calls.append((kind, payload_bytes, degree))
-        count(kind, payload_bytes, degree)
+        count(kind, payload_bytes, degree, *axis)
 
     world.traffic.count = counting
     run.step(batch)

@@ -424,9 +424,11 @@ def counted(world: World, layout: dict[str, Any]) -> dict[str, Any]:
     sent: Counter[str] = Counter()
     count = TrafficCounter.count
 
-    def heard(traffic: TrafficCounter, kind: str, payload_bytes: int, degree: int) -> None:
+    def heard(
+        traffic: TrafficCounter, kind: str, payload_bytes: int, degree: int, *axis: str
+    ) -> None:
         sent[kind] += payload_bytes
-        count(traffic, kind, payload_bytes, degree)
+        count(traffic, kind, payload_bytes, degree, *axis)
 
     with mock.patch.object(TrafficCounter, "count", heard):
         run.step(next(iter(loader)))

@@ -141,10 +141,10 @@ def gathered(world: World, name: str, starts: int) -> dict[str, Any]:
     sizes: set[int] = set()
     count = world.traffic.count
 
-    def counting(kind: str, payload_bytes: int, degree: int) -> None:
+    def counting(kind: str, payload_bytes: int, degree: int, *axis: str) -> None:
         if kind == "all_gather" and payload_bytes > 4096:  # less is what ranks agree on in words
             sizes.add(payload_bytes // 4)
-        count(kind, payload_bytes, degree)
+        count(kind, payload_bytes, degree, *axis)
 
     world.traffic.count = counting
     run.step(samples_)

@@ -122,12 +122,12 @@ def _heard(run: Run, batch: Any) -> Counter[tuple[str, int, int]]:
     traffic = run.program.world.traffic
     count = traffic.count
 
-    def hear(kind: str, payload_bytes: int, degree: int) -> None:
+    def hear(kind: str, payload_bytes: int, degree: int, *axis: str) -> None:
         callers = [sys._getframe(n).f_globals["__name__"] for n in range(1, 4)]
         asked = any(caller.startswith(SUMMING) for caller in callers)
         if asked and degree > 1:
             found[kind, payload_bytes, degree] += 1
-        count(kind, payload_bytes, degree)
+        count(kind, payload_bytes, degree, *axis)
 
     traffic.count = hear
     run.step(batch)

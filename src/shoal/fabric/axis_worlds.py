@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import BugError
 from shoal.fabric.collectives.json_messages import authenticate_peers
+from shoal.fabric.collectives.traffic_counts import WORLD
 from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
@@ -41,6 +42,39 @@ def list_axis_groups(degrees: Mapping[str, int], names: Sequence[str]) -> list[t
         others = tuple(p for p, axis in zip(place, degrees, strict=True) if axis not in names)
         found.setdefault(others, []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def name_axes(ranks: Sequence[int], degrees: Mapping[str, int]) -> str:
+    """Return the axes along which ranks differ, joined by "+"; "" if there are none.
+
+    Args:
+        ranks: of a group.
+        degrees: of all axes, outermost first.
+
+    >>> degrees = {"pp": 2, "dp_shard": 2, "tp": 2}
+    >>> [name_axes(ranks, degrees) for ranks in ((0, 1), (0, 2), (1, 3, 5, 7), (4,))]
+    ['tp', 'dp_shard', 'pp+dp_shard', '']
+    """
+    stride, found = 1, list[str]()
+    for axis, degree in reversed(degrees.items()):
+        if len({rank // stride % degree for rank in ranks}) > 1:
+            found.append(axis)
+        stride *= degree
+    return "+".join(reversed(found))
+
+
+def label_axes(world: World, degrees: Mapping[str, int]) -> None:
+    """Set the axis under which the traffic of a world, and of each of its parts, is counted.
+
+    Args:
+        world: of all processes.
+        degrees: of the layout that runs next, outermost first; a later call replaces an earlier.
+    """
+    world.degrees = dict(degrees)
+    several = sum(degree > 1 for degree in degrees.values()) > 1
+    world.axis = WORLD if several else name_axes(world.ranks, degrees) or WORLD
+    for ranks, part in world.parts.items():
+        part.axis = name_axes(ranks, degrees) or WORLD
 
 
 def axis_world(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> World:
@@ -99,6 +133,7 @@ def _make_part_world(world: World, ranks: tuple[int, ...]) -> World:
         )
         part.ranks, part.backend = ranks, world.backend
         part.traffic, part.key = world.traffic, world.key
+        part.axis = name_axes(ranks, world.degrees) or WORLD
         world.parts[ranks] = part
     return world.parts[ranks]
 

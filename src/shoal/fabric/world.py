@@ -48,6 +48,7 @@ from shoal.fabric.collectives.traffic_counts import (
     BROADCAST,
     REDUCE_SCATTER,
     SEND,
+    WORLD,
     TrafficCounter,
 )
 from shoal.fabric.device import (
@@ -94,6 +95,7 @@ class World:
         backend: backend of its sub-worlds; None: torch's choice for the device.
         parts, meshes: cached sub-worlds and meshes (see `axis_worlds.py`).
         traffic: counters of sent bytes and waiting time.
+        axis, degrees: axis of its traffic, and degrees of the layout (see `axis_worlds.py`).
         key: key by which members of its groups authenticate (collectives/json_messages.py).
         keepers: by rank, the first rank that sees the same disk; () if all ranks share one.
     """
@@ -120,6 +122,7 @@ class World:
         self.store = store
         self.traffic = TrafficCounter()
         self.key, self.keepers = b"", tuple[int, ...]()
+        self.axis, self.degrees = WORLD, dict[str, int]()
         self._turns = itertools.count()
         self.backend: str | None = None
         self.ranks = tuple(range(place.size))
@@ -146,7 +149,7 @@ class World:
         """
         if self.group is None:
             return None
-        self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
+        self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size, self.axis)
         if wait:
             with self.traffic.waiting():
                 dist.all_reduce(tensor, group=self.group)
@@ -167,7 +170,9 @@ class World:
 
         if self.group is None:
             return PendingFlatReduceScatter(None, tensor.clone().unsqueeze(0), tensor)
-        self.traffic.count(REDUCE_SCATTER, tensor.numel() * tensor.element_size(), self.size)
+        self.traffic.count(
+            REDUCE_SCATTER, tensor.numel() * tensor.element_size(), self.size, self.axis
+        )
         return reduce_scatter(tensor, cuts, self.rank, self.group)
 
     def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> dist.Work | None:
@@ -181,7 +186,7 @@ class World:
             return None
         from shoal.fabric.collectives.uneven_collectives import all_gather_parts
 
-        self.traffic.count(ALL_GATHER, tensor.numel() * tensor.element_size(), self.size)
+        self.traffic.count(ALL_GATHER, tensor.numel() * tensor.element_size(), self.size, self.axis)
         return all_gather_parts(tensor, cuts, self.rank, self.group)
 
     def all_reduce_max(self, number: int) -> int:
@@ -193,7 +198,7 @@ class World:
         if self.group is None:
             return number
         told = torch.tensor([number], device=self.messages)
-        self.traffic.count(ALL_REDUCE, told.numel() * told.element_size(), self.size)
+        self.traffic.count(ALL_REDUCE, told.numel() * told.element_size(), self.size, self.axis)
         with self.traffic.waiting():
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         return int(told.item())
@@ -207,7 +212,7 @@ class World:
         if self.group is None:
             return tensor.unsqueeze(0).clone()
         out = tensor.new_empty(self.size * tensor.numel())
-        self.traffic.count(ALL_GATHER, out.numel() * out.element_size(), self.size)
+        self.traffic.count(ALL_GATHER, out.numel() * out.element_size(), self.size, self.axis)
         with self.traffic.waiting():
             all_gather_single(out, tensor.reshape(-1), group=self.group)
         return out.view(self.size, *tensor.shape)
@@ -222,7 +227,7 @@ class World:
             return tensor.unsqueeze(0).clone()
         out = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
         size_bytes = 0 if self.is_first else tensor.numel() * tensor.element_size()
-        self.traffic.count(SEND, size_bytes, self.size)
+        self.traffic.count(SEND, size_bytes, self.size, self.axis)
         with self.traffic.waiting():
             rows = None if out is None else list(out.unbind())
             dist.gather(tensor.contiguous(), rows, group=self.group, group_dst=0)
@@ -238,7 +243,9 @@ class World:
         if self.group is None:
             return
         size_bytes = tensor.numel() * tensor.element_size()
-        self.traffic.count(BROADCAST, size_bytes if self.rank == source else 0, self.size)
+        self.traffic.count(
+            BROADCAST, size_bytes if self.rank == source else 0, self.size, self.axis
+        )
         with self.traffic.waiting():
             dist.broadcast(tensor, group_src=source, group=self.group)
 
@@ -249,7 +256,9 @@ class World:
             tensor: overwritten by the minimum.
         """
         if self.group is not None:
-            self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
+            self.traffic.count(
+                ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size, self.axis
+            )
             with self.traffic.waiting():
                 dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
 

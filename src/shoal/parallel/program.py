@@ -21,7 +21,7 @@ from shoal.base.plans.placement import DATA_AXES, DimCut, Placement
 from shoal.base.plans.plan import Plan
 from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import World
-from shoal.fabric.axis_worlds import axis_world, list_axis_groups, partition_world
+from shoal.fabric.axis_worlds import axis_world, label_axes, list_axis_groups, partition_world
 from shoal.trace.find.blocks import detect_blocks
 
 if TYPE_CHECKING:
@@ -272,6 +272,7 @@ class Program:
 def make_undivided_program(module: nn.Module, plan: Plan, world: World) -> Program:
     """Return a program of the whole module, with no technique applied yet."""
     degrees, workers = plan.layout.degrees, plan.layout.processes - plan.layout.servers
+    label_axes(world, degrees)
     return Program(
         module,
         world,

@@ -1,8 +1,8 @@
 """Write one JSON line per step to metrics.jsonl, by rank 0 (`World.keeps`).
 
 Keys every line has: step loss grad_norm lr tokens step_s tokens_per_s mfu peak_memory_bytes
-comm_bytes comm_exposed_s data_wait_s. A line also has bytes by kind of collective, the peak of
-every rank, the stream positions [from, to) that the step consumed, and whether it was skipped.
+comm_bytes comm_exposed_s data_wait_s. A line also has bytes by kind of collective and by axis, the
+peak of every rank, the stream positions [from, to) that the step consumed, and whether it was skipped.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class MetricsRecorder:
         now_s = time.perf_counter()
         step_s = now_s - self.waiting_since_s
         self.waiting_since_s = now_s
+        by_axis = self.world.traffic.bytes_by_axis()
         sent, exposed_s = self.world.traffic.pop_counts()
         mfu = self._compute_mfu(samples, step_s)
         row = {
@@ -157,6 +158,7 @@ class MetricsRecorder:
             "mfu": mfu,
             "comm_bytes": sum(sent.values()),
             "comm_bytes_by_kind": sent,
+            "comm_bytes_by_axis": by_axis,
             "comm_exposed_s": exposed_s,
             "gpu_utilisation": device_utilisation(self.world.device),
         }

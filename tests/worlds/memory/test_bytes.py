@@ -113,6 +113,32 @@ def test_counters_say_what_theory_says(counted: dict[Case, Any], case: Case) -> 
 
 
 @pytest.mark.parametrize("case", SHOWN, ids=names)
+def test_axes_say_what_theory_says(counted: dict[Case, Any], case: Case) -> None:
+    """Parts are summed over replicas, all else over shards; the step's numbers over all ranks."""
+    measured, expected = counted[case], theory(case, counted[case])
+    by_axis = {axis: dict(kinds) for axis, kinds in measured["by_axis"].items()}
+    summed: Counter[str] = Counter()
+    for kinds in by_axis.values():
+        summed.update(kinds)
+    assert summed == {kind: n for kind, n in measured["by_kind"].items() if n}
+    inside = {
+        "all_gather": expected.all_gather_bytes,
+        "reduce_scatter": expected.reduce_scatter_bytes,
+    }
+    across = expected.all_reduce_bytes
+    if len(measured["degrees"]) > 1:
+        assert by_axis.keys() == {"dp_replicate", "dp_shard", "world"}
+        assert by_axis["dp_replicate"] == {"all_reduce": across}
+        assert by_axis["dp_shard"] == inside
+        assert sum(by_axis["world"].values()) < TALLY_BYTES
+        return
+    (axis,) = measured["degrees"]
+    assert by_axis.keys() == {axis}
+    for kind, size_bytes in {**inside, "all_reduce": across}.items():
+        assert 0 <= by_axis[axis].get(kind, 0) - size_bytes < TALLY_BYTES, kind
+
+
+@pytest.mark.parametrize("case", SHOWN, ids=names)
 def test_metrics_say_what_the_kernel_counted(counted: dict[Case, Any], case: Case) -> None:
     measured = counted[case]
     told_bytes = case[0] * measured["metrics_bytes"]

@@ -19,6 +19,7 @@ from shoal.fabric.collectives.traffic_counts import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
+    WORLD,
     TrafficCounter,
 )
 from shoal.fabric.collectives.uneven_collectives import free_storage, reduce_scatter
@@ -64,7 +65,7 @@ class BufferCache:
 
 
 class GatherParameters:
-    """All-gather for `FSDPModule.set_custom_all_gather`; `GatherParameters(traffic)`.
+    """All-gather for `FSDPModule.set_custom_all_gather`; `GatherParameters(traffic, axis)`.
 
     `allocate(size, *, dtype, device)` makes a buffer. A call runs the collective on a group and
     adds the bytes that this rank sends, (n−1)/n of the whole, to `traffic`; if it waits, its time
@@ -72,8 +73,8 @@ class GatherParameters:
     since the kernel zeroes newly allocated memory page by page.
     """
 
-    def __init__(self, traffic: TrafficCounter) -> None:
-        self.traffic = traffic
+    def __init__(self, traffic: TrafficCounter, axis: str = WORLD) -> None:
+        self.traffic, self.axis = traffic, axis
         self._kept: list[torch.Tensor] = []
         self._last: tuple[Any, ...] = ()
 
@@ -107,7 +108,7 @@ class GatherParameters:
     ) -> dist.Work | None:
         """Run the all-gather and count its traffic."""
         gathered_bytes = output_tensor.numel() * output_tensor.element_size()
-        self.traffic.count(ALL_GATHER, gathered_bytes, group.size())
+        self.traffic.count(ALL_GATHER, gathered_bytes, group.size(), self.axis)
         if async_op:
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
         with self.traffic.waiting():
@@ -121,6 +122,7 @@ class ScatterGradients:
         traffic: counter of its bytes and waits.
         replicas: ranks over which `fully_shard` sums each part afterwards (hsdp), to count that
             all-reduce too.
+        axes: axis of the group and, if there are replicas, theirs before it.
 
     Attributes:
         norms: norms of this rank's inputs, one per call; the reducer empties it at the start of a
@@ -131,8 +133,10 @@ class ScatterGradients:
         the input's memory for the next unit of its size. On CUDA it is NCCL's collective.
     """
 
-    def __init__(self, traffic: TrafficCounter, replicas: int) -> None:
-        self.traffic = traffic
+    def __init__(
+        self, traffic: TrafficCounter, replicas: int, axes: Sequence[str] = (WORLD,)
+    ) -> None:
+        self.traffic, self.axes = traffic, axes
         self.replicas = replicas
         self.norms: list[torch.Tensor] = []
         self._sent, self._received = BufferCache(), BufferCache()
@@ -161,9 +165,9 @@ class ScatterGradients:
         """Reduce-scatter by sum over the group; `op` is ignored, FSDP passes a sum."""
         self.norms.append(torch.linalg.vector_norm(input_tensor))
         input_bytes = input_tensor.numel() * input_tensor.element_size()
-        self.traffic.count(REDUCE_SCATTER, input_bytes, group.size())
+        self.traffic.count(REDUCE_SCATTER, input_bytes, group.size(), self.axes[-1])
         own_bytes = output_tensor.numel() * output_tensor.element_size()
-        self.traffic.count(ALL_REDUCE, own_bytes, self.replicas)
+        self.traffic.count(ALL_REDUCE, own_bytes, self.replicas, self.axes[0])
         if is_accelerator(input_tensor.device):
             return dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, group=group, async_op=async_op

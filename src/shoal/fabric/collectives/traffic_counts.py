@@ -1,9 +1,12 @@
-"""Traffic of a rank: bytes sent by kind of collective, and seconds spent waiting.
+"""Traffic of a rank: bytes sent by kind of collective and by axis, and seconds spent waiting.
 
 Bytes follow what gloo and NCCL put on the wire per rank (checked against the kernel's counters in
 `tests/worlds`): all-reduce 2(n−1)/n · M, all-gather (n−1)/n of the gathered whole,
 reduce-scatter (n−1)/n of the whole that is summed, broadcast M, a message to one rank M, all-to-all
 what is for other ranks.
+
+The axis of a collective is that of its group (`fabric/axis_worlds.py`): the axes of the layout
+along which the group's ranks differ, joined by "+"; "world" for all ranks of several axes.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
 REDUCE_SCATTER = "reduce_scatter"
 SEND, RECEIVE = "send", "receive"
 ALL_TO_ALL = "all_to_all"
+WORLD = "world"
+"""Axis of collectives over all ranks of a layout of several axes."""
 
 
 def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
@@ -42,25 +47,46 @@ class TrafficCounter:
 
     Attributes:
         sent_bytes: bytes by kind of collective.
+        axis_bytes: the same bytes by (axis, kind).
         exposed_s: seconds spent waiting; `take()` returns both since the last call, and sets them
             to zero.
         calls: collectives started since the beginning.
 
-    `count(kind, payload_bytes, degree)` adds one collective; `with waiting():` adds the time
+    `count(kind, payload_bytes, degree, axis)` adds one collective; `with waiting():` adds the time
     inside.
     """
 
     def __init__(self, *, watched: bool = True) -> None:
         self.page = phases.page if watched else None
         self.sent_bytes: Counter[str] = Counter()
+        self.axis_bytes: Counter[tuple[str, str]] = Counter()
         self.exposed_s = 0.0
         self.calls = 0
 
-    def count(self, kind: str, payload_bytes: int, degree: int) -> None:
+    def count(self, kind: str, payload_bytes: int, degree: int, axis: str = WORLD) -> None:
         """Add one collective to the counts."""
         self.calls += 1
         self.record_start(kind, payload_bytes)
-        self.sent_bytes[kind] += round(wire_bytes(kind, payload_bytes, degree))
+        self.add_sent(kind, round(wire_bytes(kind, payload_bytes, degree)), axis)
+
+    def add_sent(self, kind: str, sent_bytes: int, axis: str = WORLD) -> None:
+        """Add bytes that were sent otherwise than by a collective of a `World`."""
+        self.sent_bytes[kind] += sent_bytes
+        self.axis_bytes[axis, kind] += sent_bytes
+
+    def bytes_by_axis(self) -> dict[str, dict[str, int]]:
+        """Return the bytes since the last `pop_counts` by axis and kind, without zeros.
+
+        >>> traffic = TrafficCounter()
+        >>> traffic.count(ALL_REDUCE, 1000, 2, "dp_replicate")
+        >>> traffic.bytes_by_axis()
+        {'dp_replicate': {'all_reduce': 1000}}
+        """
+        found: dict[str, dict[str, int]] = {}
+        for (axis, kind), sent_bytes in self.axis_bytes.items():
+            if sent_bytes:
+                found.setdefault(axis, {})[kind] = sent_bytes
+        return found
 
     def record_start(self, kind: str, payload_bytes: int = 0) -> None:
         """Report a started call to the watch page, also a barrier or a receive."""
@@ -83,6 +109,6 @@ class TrafficCounter:
     def pop_counts(self) -> tuple[dict[str, int], float]:
         """Return (bytes by kind, exposed seconds) since the last call, and reset both."""
         totals = dict(self.sent_bytes), self.exposed_s
-        self.sent_bytes = Counter()
+        self.sent_bytes, self.axis_bytes = Counter(), Counter()
         self.exposed_s = 0.0
         return totals

@@ -75,7 +75,7 @@ def start_encoded_all_to_all(world: World, packed: Tensor, sizes: Sequence[int])
     """
     if world.group is None:
         return PendingExchange(None, packed.unsqueeze(0), packed)
-    world.traffic.count(REDUCE_SCATTER, packed.numel(), world.size)
+    world.traffic.count(REDUCE_SCATTER, packed.numel(), world.size, world.axis)
     own = sizes[world.rank]
     received = packed.new_empty(world.size * own)
     work = dist.all_to_all_single(

@@ -77,7 +77,8 @@ class PointToPoint:
         whole = tensor.detach().contiguous()
         sent = Transfer(whole, self.world)
         if whole.numel():
-            self.world.traffic.count(SEND, whole.numel() * whole.element_size(), self.world.size)
+            world, sent_bytes = self.world, whole.numel() * whole.element_size()
+            world.traffic.count(SEND, sent_bytes, world.size, world.axis)
             group = self._group(self.world.rank, peer)
             sent.work = dist.isend(_bytes(whole), group=group, group_dst=peer)
         return sent

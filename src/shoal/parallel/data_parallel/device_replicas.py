@@ -343,14 +343,14 @@ class GatheredGradients(AddedGradients):
     def start_step(self, rounds: int) -> None:
         """Drop all gradients and send the first device's weights to the replicas."""
         super().start_step(rounds)
-        self.traffic.sent_bytes[BROADCAST] += self.follow()
+        self.traffic.add_sent(BROADCAST, self.follow(), "threads")
 
     def finish(self) -> None:
         """Receive the replicas' gradients and add them to the first device's."""
         gradients = [p.grad for one in self.replicas for p in one.values() if p.grad is not None]
         size = sum(one.numel() * one.element_size() for one in gradients)
         del gradients  # so that each is freed once it was added
-        self.traffic.sent_bytes[SEND] += size
+        self.traffic.add_sent(SEND, size, "threads")
         super().finish()
 
 

@@ -302,7 +302,8 @@ class RowServer:
                     raise brought
                 found[worker] = brought
         for line in self._lines:
-            self.world.traffic.sent_bytes[SEND] += line.traffic.pop_counts()[0].get(SEND, 0)
+            sent_bytes = line.traffic.pop_counts()[0].get(SEND, 0)
+            self.world.traffic.add_sent(SEND, sent_bytes, "servers")
         return [found[worker] for worker in sorted(found)]
 
     def close(self) -> None:
@@ -382,7 +383,7 @@ class _WorkerThread(threading.Thread):
 def host_message_world(world: World) -> World:
     """Copy a world with the same processes and counters, for messages through host memory."""
     same = copy.copy(world)
-    same.device = world.messages
+    same.device, same.axis = world.messages, "servers"
     return same
 
 

@@ -81,15 +81,15 @@ def apply(program: Program) -> Program:
         + _scalars_notice(program)
         + _small_blocks_notice(program, units)
     )
-    scatter = ScatterGradients(world.traffic, layout.dp_replicate)
+    scatter = ScatterGradients(world.traffic, layout.dp_replicate, axes)
     detours = []
     log = UnitLog(world)
     comms = _UnitComms(program, layout.degrees, axes, scatter, log)
     gathers, scatters = [comms.gather], [scatter]
     if layout.ep > 1 and layout.expert_shard > 1:  # also on ranks without experts: equal logs
-        scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
         over = [*among, "expert_shard"]
+        scatters.append(ScatterGradients(world.traffic, layout.expert_replicate, over))
         own = [name for name in program.parameters if program.is_expert(name)]
         of_experts = _UnitComms(program, layout.expert_degrees, over, scatters[1], log)
         gathers.append(of_experts.gather)
@@ -251,7 +251,7 @@ class _UnitComms:
         self.mesh = build_device_mesh(program.world, degrees, axes)
         self.kept, split = _post_forward_state(program, degrees, axes[-1])
         self.scatter, self.log = scatter, log
-        self.gather = GatherParameters(program.world.traffic)
+        self.gather = GatherParameters(program.world.traffic, axes[-1])
         shard = log.add_axis(degrees, axes[-1])
         self.gathers = [shard, *([log.add_axis(split, "node")] if split else [])]
         self.scatters = [shard, *(log.add_axis(degrees, axis) for axis in axes[:-1])]

@@ -28,6 +28,7 @@ from shoal.fabric import World
 from shoal.fabric.exchanges.all_to_all import all_to_all_rows
 from shoal.parallel._torch import pytree
 from shoal.parallel.expert_parallel.expert_load import ExpertLoads
+from shoal.parallel.expert_parallel.token_routing import EXPERT_AXIS
 from shoal.trace.find.listed_experts import ListedExperts
 from shoal.trace.isolation.replaced_forward import ReplacedForward
 
@@ -185,11 +186,11 @@ class _RowExchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, chain: Tensor, axis: World, sent: list[int], received: list[int]
     ) -> tuple[Tensor, Tensor]:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return all_to_all_rows(axis, rows, sent, received), chain.clone()
+        return all_to_all_rows(axis, rows, sent, received, EXPERT_AXIS), chain.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, chain: Tensor) -> tuple[Tensor | None, ...]:
-        back = all_to_all_rows(ctx.axis, gradient.contiguous(), ctx.received, ctx.sent)
+        back = all_to_all_rows(ctx.axis, gradient.contiguous(), ctx.received, ctx.sent, EXPERT_AXIS)
         return back, chain, None, None, None
 
 

@@ -23,6 +23,9 @@ from torch import Tensor
 from shoal.fabric import World
 from shoal.fabric.exchanges.all_to_all import all_to_all_rows, exchange_counts
 
+EXPERT_AXIS = "ep"
+"""Axis under which the traffic of tokens is counted; its ranks differ along dp axes too."""
+
 
 @dataclass(frozen=True)
 class TokenRoute:
@@ -48,7 +51,7 @@ def plan_route(chosen: Tensor, experts: int, axis: World) -> TokenRoute:
     counts = torch.zeros(experts + 1, dtype=torch.long, device=places.device)
     counts = counts.scatter_add(0, places, torch.ones_like(places))
     going = counts[:experts].view(axis.size, experts // axis.size)
-    coming = exchange_counts(axis, going)
+    coming = exchange_counts(axis, going, EXPERT_AXIS)
     sent, received = torch.stack([going.sum(1), coming.sum(1)]).tolist()  # waits for the device
     own = torch.arange(coming.shape[1], device=places.device).repeat(axis.size)
     return TokenRoute(
@@ -93,8 +96,13 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, axis: World, sent: list[int], received: list[int]
     ) -> Tensor:
         ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return all_to_all_rows(axis, rows, sent, received)
+        return all_to_all_rows(axis, rows, sent, received, EXPERT_AXIS)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all_rows(ctx.axis, gradient, ctx.received, ctx.sent), None, None, None
+        return (
+            all_to_all_rows(ctx.axis, gradient, ctx.received, ctx.sent, EXPERT_AXIS),
+            None,
+            None,
+            None,
+        )

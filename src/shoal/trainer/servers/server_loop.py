@@ -187,7 +187,7 @@ class ParameterServer:
         run.begin_step(batch, is_own=False)
         run.step_state.data_wait_s = 0.0  # the worker's wait for data is unknown here
         self.serving.load_gradients(self.parcel, arrived.gradients)
-        run.world.traffic.sent_bytes["send"] += arrived.sent_bytes
+        run.world.traffic.add_sent("send", arrived.sent_bytes, "servers")
         run.step_state.written = _WorkerPasses(self._tally(worker, head, batch))
         run.step_state.values = {"staleness": staleness, "worker": worker}  # into the step's row
         self.serving.between = True
