@@ -133,6 +133,7 @@ FACTS = (
         "runs",
         "sample",
         "simulate",
+        "watch",
     ),
     *("checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint import"),
     *("config import", "find lr", "find micro-batch"),

@@ -114,7 +114,7 @@ class RunProgress:
         words = [
             ("step", "step {}"),
             ("loss", "loss {}"),
-            ("validation", self._validation_form()),
+            ("validation", self.validation_form()),
             ("grad_norm", "grad {}"),
             (f"{unit}_per_s", f"{count_text(rate or 0)} {unit}/s"),
             ("mfu", "MFU {}"),
@@ -125,7 +125,8 @@ class RunProgress:
         ]
         return fit_words([form.format(found[name]) for name, form in words if name in found], width)
 
-    def _validation_form(self) -> str:
+    def validation_form(self) -> str:
+        """Return the format of the newest validation, with the best one if that is older."""
         best = min(self.validations, default=0.0)
         is_best = not self.validations or self.validations[-1] <= best
         return "val {}" if is_best else f"val {{}} (best {best:.4f})"

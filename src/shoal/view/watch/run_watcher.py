@@ -1,0 +1,370 @@
+"""Read what a screen shows of a run folder, again and again, while its run writes it.
+
+A folder may not exist yet, be deleted, replaced by another run's, or copied; its logs may be
+truncated by a resume. Each file is read on from where the last reading ended. The row of `shoal
+runs` is read more rarely the longer its reading takes.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.base.runlog.damaged_lines import (
+    Record,
+    is_number,
+    iter_lines_backward,
+    parse_event,
+    read_object,
+)
+from shoal.base.runlog.rank_records import RankStep
+from shoal.base.text.event_sentences import DAMAGED, died_text, event_text
+from shoal.base.text.units import bytes_text, seconds_text
+from shoal.view.island_lines import sum_rounds
+from shoal.view.live import STYLES
+from shoal.view.phase_lines import read_current_phases
+from shoal.view.progress import RunProgress
+from shoal.view.run_folder_reader import RunFolder, last_session_events
+from shoal.view.run_table import RunRow, read_held_locks, read_row
+from shoal.view.watch.loss_history import LossHistory
+from shoal.view.watch.rank_tail import RankTail, compute_lateness_s
+from shoal.view.watch.styled_lines import clean_text
+from shoal.view.watch.watch_state import EventLine, IslandState, RankState, WatchedRun
+
+EVENTS = 500
+"""Events that are kept, the newest ones."""
+ROW_EVERY_S = 2.0
+ROW_SHARE = 0.01
+"""Share of a core that reading the row of `shoal runs` may take."""
+VALIDATIONS = 200
+
+
+class RunWatcher:
+    """Reader of one run folder; call `read` again and again.
+
+    Args:
+        path: the folder; it may not exist yet.
+        name: shown for it; default: the folder's name.
+    """
+
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.path = path
+        self.name = clean_text(name or path.resolve().name)
+        self._identity: tuple[int, int] | None = None
+        self._seen = False
+
+    def read(self) -> WatchedRun:
+        """Read what is new, and return the state of the run."""
+        identity = _read_identity(self.path)
+        if identity is None or not (self.path / "events.jsonl").exists():
+            if self._seen:
+                return replace(self._compose(), message=f"{self.path} was deleted; its last state:")
+            there = "no run in it yet" if identity else "no such folder yet"
+            return WatchedRun(self.name, message=clean_text(f"waiting for {self.path}: {there}"))
+        if identity != self._identity:
+            self._identity, self._seen = identity, True
+            self._open()
+        self._read_logs()
+        return self._compose()
+
+    def _open(self) -> None:
+        """Start with a folder that is new, or another than before."""
+        self.folder = RunFolder(self.path)
+        self.progress = RunProgress(None)
+        self.history, self.tail = LossHistory(), RankTail(self.path)
+        self.events: deque[Record] = deque(maxlen=EVENTS)
+        self.lateness_s: dict[int, float] = {}
+        self.hosts: dict[int, tuple[str, str]] = {}
+        self.ranks: list[RankState] = []
+        self._versions: dict[str, tuple[int, int, int]] = {}
+        self._row: RunRow | None = None
+        self._row_due_s = 0.0
+        self.folder.metrics.skip()
+        self.folder.events.skip()
+        self.events.extend(_read_newest_events(self.path / "events.jsonl"))
+        self.history.read(self.path / "metrics.jsonl")
+        self.progress.add(self.folder.last_steps(20), cut_back=False)
+
+    def _read_logs(self) -> None:
+        events, replaced = self.folder.events.read()
+        if replaced:
+            self.events.clear()
+        self.events.extend(events)
+        steps, cut_back = self.folder.metrics.read()
+        self.progress.add(steps, cut_back)
+        self.history.add(steps)
+        if self._is_changed("plan.json"):
+            self.progress.plan = self.folder.plan()
+            total = self.progress.plan.get("steps")
+            self.progress.total_steps = total if isinstance(total, int) else None
+        if self._is_changed("ranks.json"):
+            self.hosts = _read_hosts(self.path / "ranks.json")
+        if self.tail.read():
+            self.lateness_s = compute_lateness_s(self.tail.rows)
+        if time.monotonic() >= self._row_due_s or any(e["event"] in ENDS for e in events):
+            began_s = time.process_time()
+            self._row = read_row(self.path, self.path, time.time(), read_held_locks())
+            cost_s = time.process_time() - began_s
+            self._row_due_s = time.monotonic() + max(ROW_EVERY_S, cost_s / ROW_SHARE)
+
+    def _is_changed(self, name: str) -> bool:
+        try:
+            status = os.stat(self.path / name)
+        except OSError:
+            return False
+        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        changed = self._versions.get(name) != version
+        self._versions[name] = version
+        return changed
+
+    def _compose(self) -> WatchedRun:
+        events = list(self.events)
+        session = last_session_events(events)
+        validations = [
+            (float(e["step"]), float(e["loss"]))
+            for e in events
+            if e["event"] == "validated" and is_number(e.get("loss")) and is_number(e.get("step"))
+        ][-VALIDATIONS:]
+        self.progress.validations = [loss for step, loss in validations if step]
+        since_s = max((e["time_s"] for e in session if _is_start(e)), default=0.0)
+        phases = read_current_phases(self.path, since_s)
+        over = self._row is not None and self._row.state in ("ended", "stopped", "killed")
+        return WatchedRun(
+            self.name,
+            row=self._row,
+            progress=self.progress,
+            phases=replace(phases, phases=()) if over else phases,
+            points=self.history.points,
+            validations=validations,
+            ranks=self._rank_states(session),
+            forecast=_forecast_texts(self.progress, self.tail.rows),
+            waits=_wait_texts(self.progress),
+            events=[line for e in events if (line := _event_line(e)) is not None],
+        )
+
+    def _rank_states(self, session: Sequence[Record]) -> list[RankState]:
+        notes = _rank_notes(session, self.tail.rows)
+        found = []
+        for rank in sorted(self.tail.rows.keys() | notes.keys()):
+            rows = self.tail.rows.get(rank)
+            last = rows[-1] if rows else RankStep(0, rank, 1, 0.0, 0, (0.0,) * 8)
+            host, device = self.hosts.get(rank, (f"node {self.tail.nodes.get(rank, 0)}", ""))
+            found.append(
+                RankState(
+                    str(rank),
+                    host,
+                    device,
+                    _role(rank, self.progress.plan),
+                    last.step,
+                    last.seconds,
+                    self.lateness_s.get(rank, 0.0),
+                    last.peak_memory_bytes,
+                    notes.get(rank, ""),
+                )
+            )
+        return found
+
+    def island(self, state: WatchedRun) -> IslandState | None:
+        """Return the run as an island of a larger one; None before its folder exists."""
+        if state.row is None:
+            return None
+        try:
+            totals = sum_rounds(self.events)
+        except DAMAGED:
+            totals = None
+        share = totals.exposed_s / totals.seconds if totals and totals.seconds else None
+        rounds, discarded = (totals.rounds, totals.discarded) if totals else (0, 0)
+        return IslandState(state.row, rounds, discarded, share)
+
+
+ENDS = ("run_started", "run_finished", "worker_died", "hang", "restarting")
+"""Events after which the state of a run may be another."""
+
+
+class IslandsWatcher:
+    """Reader of a run folder, and of the islands in it if there are any; like `RunWatcher`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.whole = path, RunWatcher(path)
+        self.members: dict[str, RunWatcher] = {}
+
+    def read(self) -> WatchedRun:
+        """Read what is new, and return the state of the run with its islands."""
+        state = self.whole.read()
+        for folder in sorted(self.path.glob("island-*/"), key=_island_number):
+            if (folder / "events.jsonl").exists() and folder.name not in self.members:
+                self.members[folder.name] = RunWatcher(folder)
+        if not self.members:
+            return state
+        watched = {name: (one, one.read()) for name, one in self.members.items()}
+        islands = [i for one, found in watched.values() if (i := one.island(found)) is not None]
+        first = next(iter(watched.values()))[1]
+        ranks = [
+            replace(rank, name=f"{name.rpartition('-')[2]}/{rank.name}")
+            for name, (_, found) in watched.items()
+            for rank in found.ranks
+        ]
+        events = [
+            replace(event, text=f"{name}: {event.text}")
+            for name, (_, found) in watched.items()
+            for event in found.events
+        ]
+        merged = sorted([*state.events, *events], key=lambda event: event.time_s)[-EVENTS:]
+        return replace(
+            first,
+            name=self.whole.name,
+            message=state.message,
+            row=_worst_row(islands) or first.row,
+            ranks=ranks,
+            events=merged,
+            islands=islands,
+        )
+
+
+WORST = ("hung", "killed", "silent", "abandoned", "starting", "running", "stopped", "ended")
+
+
+def _worst_row(islands: Sequence[IslandState]) -> RunRow | None:
+    known = [island.row for island in islands if island.row.state in WORST]
+    return min(known, key=lambda row: WORST.index(row.state), default=None)
+
+
+def _island_number(path: Path) -> tuple[int, str]:
+    digits = path.name.rpartition("-")[2]
+    return (int(digits) if digits.isdecimal() else 1 << 30, path.name)
+
+
+def _read_identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _read_newest_events(path: Path) -> list[Record]:
+    """Return the newest EVENTS events, oldest of them first."""
+    found: list[Record] = []
+    try:
+        with path.open("rb") as file:
+            for _, line in iter_lines_backward(file):
+                if (event := parse_event(line)) is not None:
+                    found.append(event)
+                if len(found) == EVENTS:
+                    break
+    except OSError:
+        return []
+    return found[::-1]
+
+
+def _read_hosts(path: Path) -> dict[int, tuple[str, str]]:
+    """Return host and device by rank, from ranks.json."""
+    rows = read_object(path).get("ranks")
+    found = {}
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, dict) and is_number(row.get("rank")):
+            device = row.get("device_name") or row.get("device") or ""
+            found[int(row["rank"])] = (clean_text(row.get("host") or "?"), clean_text(device))
+    return found
+
+
+def _is_start(event: Record) -> bool:
+    starts = event["event"] in ("run_started", "restarting")
+    return starts and is_number(event.get("time_s"))
+
+
+def _role(rank: int, plan: Record) -> str:
+    """Return what a rank does that others do not: a server, or a pipeline stage."""
+    degrees = plan.get("layout")
+    if not isinstance(degrees, dict):
+        return ""
+    sizes = {key: value for key, value in degrees.items() if isinstance(value, int) and value > 0}
+    count = 1
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        count *= sizes.get(axis, 1)
+    servers, stages = sizes.get("servers", 0), sizes.get("pp", 1)
+    if servers and rank >= count - servers:
+        return "server"
+    if stages > 1:
+        return f"stage {rank * stages // count}" if rank < count else ""
+    return "worker" if servers else ""
+
+
+def _rank_notes(session: Sequence[Record], rows: dict[int, deque[RankStep]]) -> dict[int, str]:
+    """Return dead and hung ranks, from the events of a session."""
+    notes: dict[int, str] = {}
+    for event in session:
+        name, rank = event["event"], event.get("rank")
+        if name == "restarting":
+            notes.clear()
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            continue
+        if name == "worker_died":
+            notes[rank] = "dead"
+        elif name == "worker_started":
+            notes.pop(rank, None)
+        elif name == "hang" and not _went_on(event, rows.get(rank)):
+            notes.setdefault(rank, "hung")
+    return notes
+
+
+def _went_on(event: Record, rows: deque[RankStep] | None) -> bool:
+    at_s = event.get("time_s")
+    return bool(rows) and is_number(at_s) and rows is not None and rows[-1].end_s > at_s
+
+
+def _event_line(event: Record) -> EventLine | None:
+    try:
+        dead = event["event"] == "worker_died"
+        text = died_text(event) if dead else event_text(event)
+    except DAMAGED:
+        return None
+    if text is None:
+        return None
+    time_s = float(event["time_s"]) if is_number(event.get("time_s")) else 0.0
+    return EventLine(time_s, clean_text(text), STYLES.get(event["event"], ""))
+
+
+def _forecast_texts(progress: RunProgress, rows: dict[int, deque[RankStep]]) -> list[str]:
+    """Return the planner's figures and the measured ones."""
+    said = progress.plan.get("predicted")
+    if not isinstance(said, dict) or progress.last is None:
+        return []
+    recent = list(progress.recent)
+    peaks = [own[-1].peak_memory_bytes for own in rows.values() if own]
+    measured = {
+        "step_s": [r["step_s"] for r in recent if is_number(r.get("step_s"))],
+        "peak_memory_bytes": [max(peaks)] if peaks else _values(recent, "peak_memory_bytes")[-1:],
+        "sent_bytes": _values(recent, "comm_bytes"),
+    }
+    parts = []
+    for key, word, text in (
+        ("step_s", "step", seconds_text),
+        ("peak_memory_bytes", "memory", bytes_text),
+        ("sent_bytes", "sent", bytes_text),
+    ):
+        foreseen, found = said.get(key), measured[key]
+        if is_number(foreseen) and foreseen > 0 and found:
+            now = statistics.median(found)
+            parts.append(f"{word} {text(foreseen)} → {text(now)} ({now / foreseen - 1:+.0%})")
+    return parts
+
+
+def _wait_texts(progress: RunProgress) -> list[str]:
+    step_s = progress.mean("step_s")
+    if not step_s:
+        return []
+    return [
+        f"{word} {seconds_text(value)} ({value / step_s:.0%})"
+        for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data"))
+        if (value := progress.mean(key)) is not None
+    ]
+
+
+def _values(records: Sequence[Record], key: str) -> list[float]:
+    return [r[key] for r in records if is_number(r.get(key))]

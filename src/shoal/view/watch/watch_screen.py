@@ -1,0 +1,299 @@
+"""Screen of a watched run: a pure function of its state and a terminal's size.
+
+top        name, state, step, time left, loss, validation; progress, layout, rates
+middle     curves, ranks, events: all three, or one of them alone
+bottom     foreseen beside measured, waits, keys
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shoal.base.text.event_sentences import number_text
+from shoal.base.text.units import count_text, seconds_text
+from shoal.view.watch.letter_curves import draw_curve
+from shoal.view.watch.rank_table import draw_ranks
+from shoal.view.watch.styled_lines import Line, Span, cut_line, fit_spans, pad_text
+from shoal.view.watch.watch_state import EventLine, IslandState, WatchedRun
+
+VIEWS = ("all", "curves", "ranks", "events")
+STATE_STYLES = {
+    "running": "bold green",
+    "ended": "bold cyan",
+    "starting": "bold",
+    "silent": "bold yellow",
+    "stopped": "bold yellow",
+    "hung": "bold red",
+    "killed": "bold red",
+    "abandoned": "bold yellow",
+}
+KEYS = "q quit  tab next view  ↑↓ scroll  l log axis  p pause  ? help"
+SIGN_S = 10.0
+"""Seconds without a sign of life after which the screen says so."""
+HELP = (
+    "q, Ctrl-C     quit; the run goes on",
+    "tab           next view: all, curves, ranks, events",
+    "arrows, PgUp, PgDn, Home   scroll ranks or events",
+    "l             logarithmic axis of the curves, or linear",
+    "p, space      pause the screen, and go on",
+    "?             this help, and back",
+    "",
+    "late          how long the others wait for a rank in a usual step",
+    "foreseen      the planner's figures before the start, beside the measured ones",
+    "bar           a rank's last step by part; the letters are in the table's heading",
+)
+
+
+@dataclass(frozen=True)
+class ScreenOptions:
+    """Choices of the person who watches.
+
+    Attributes:
+        view: one of VIEWS.
+        log: logarithmic axes.
+        first: rows that were scrolled away.
+        paused: the screen shows an older moment.
+        help: show the keys instead.
+        braille: the terminal has braille letters.
+    """
+
+    view: str = "all"
+    log: bool = False
+    first: int = 0
+    paused: bool = False
+    help: bool = False
+    braille: bool = True
+
+
+def render_screen(
+    run: WatchedRun, width: int, height: int, options: ScreenOptions, now_s: float
+) -> list[Line]:
+    """Return a screen of exactly `height` lines of at most `width` columns.
+
+    Args:
+        now_s: the time, seconds since 1970.
+    """
+    top = _top_lines(run, width, now_s)
+    bottom = [cut_line([(_keys_text(options), "reverse")], width)]
+    if options.help:
+        middle: list[Line] = [cut_line([(text, "")], width) for text in HELP]
+    else:
+        figures = _figure_lines(run, width)
+        room = height - len(top) - len(figures) - len(bottom)
+        middle = [*_middle_lines(run, width, max(0, room), options), *figures]
+    room = max(0, height - len(top) - len(bottom))
+    lines = [*top, *middle[:room], *([()] * (room - len(middle))), *bottom]
+    return lines[: max(1, height)] if height > len(top) else lines[:height]
+
+
+def render_snapshot(
+    run: WatchedRun, width: int, options: ScreenOptions, now_s: float
+) -> list[Line]:
+    """Return the state of a run as lines for a pipe: as many as it needs, without keys."""
+    lines = _top_lines(run, width, now_s)
+    if run.points:
+        lines += _curve_lines(run, width, 9, options)
+    lines += _island_lines(run.islands, width)
+    lines += draw_ranks(run.ranks, width, 34)
+    lines += _figure_lines(run, width)
+    lines += _event_lines(run.events, width, 8)
+    return lines
+
+
+def _keys_text(options: ScreenOptions) -> str:
+    paused = "paused  " if options.paused else ""
+    view = "" if options.view == "all" else f"[{options.view}]  "
+    return f" {paused}{view}{KEYS} "
+
+
+def _top_lines(run: WatchedRun, width: int, now_s: float) -> list[Line]:
+    if run.row is None:
+        return [cut_line([(run.message, "bold")], width)]
+    lines = [cut_line([(run.message, "bold yellow")], width)] if run.message else []
+    row, found = run.row, dict(run.progress.fields())
+    state: Span = (row.state, STATE_STYLES.get(row.state, ""))
+    over = row.state in ("ended", "stopped", "killed", "abandoned")
+    words: list[Span] = [(run.name, "bold"), state]
+    if "step" in found:
+        words.append((f"step {found['step']}", ""))
+    if "left" in found and not over:
+        words.append((f"{found['left']} left", ""))
+    if "loss" in found:
+        words.append((f"loss {found['loss']}", "bold"))
+    if "validation" in found:
+        words.append((run.progress.validation_form().format(found["validation"]), "bold"))
+    lines.append(fit_spans(words, width))
+    lines.append(_progress_line(run, width, found))
+    silent_s = now_s - row.last_sign_s
+    third: list[Span] = []
+    if row.how:
+        third.append((row.how, STATE_STYLES.get(row.state, "")))
+    if run.phases.phases:
+        third += [(text, "cyan") for text in run.phases.text_pieces()]
+    if row.last_sign_s and silent_s > SIGN_S:
+        third.append(
+            (f"last sign of life {seconds_text(silent_s)} ago", "yellow" if not over else "dim")
+        )
+    elif row.last_sign_s and silent_s < -SIGN_S:
+        third.append((f"its clock is {seconds_text(-silent_s)} ahead", "dim"))
+    lines.append(fit_spans(third, width))
+    return lines
+
+
+def _progress_line(run: WatchedRun, width: int, found: dict[str, str]) -> Line:
+    fraction, row = run.progress.fraction, run.row
+    spans: list[Span] = []
+    if fraction is not None:
+        bar = max(10, min(40, width // 4))
+        full = round(fraction * bar)
+        spans = [("━" * full, "cyan"), ("─" * (bar - full), "dim"), (f" {fraction:.0%}  ", "")]
+    room = width - sum(len(text) for text, _ in spans)
+    rate = run.progress.rate()
+    words: list[Span] = [(row.layout if row else "", "")]
+    if run.ranks:
+        words.append((f"{len(run.ranks)} ranks", ""))
+    if run.islands:
+        words.append((f"{len(run.islands)} islands", ""))
+    if rate is not None and row:
+        words.append((f"{count_text(rate)} {row.unit}/s", ""))
+    for key, form in (("mfu", "MFU {}"), ("matmul", "{} of matmul rate"), ("gpu", "GPU {}")):
+        if key in found:
+            words.append((form.format(found[key]), ""))
+    if "grad_norm" in found:
+        words.append((f"grad {found['grad_norm']}", ""))
+    if "lr" in found:
+        words.append((f"lr {found['lr']}", ""))
+    return (*spans, *fit_spans(words, room))
+
+
+def _figure_lines(run: WatchedRun, width: int) -> list[Line]:
+    """Return foreseen and measured figures, and the waits of a step."""
+    rows = (("foreseen → now", run.forecast), ("waits in a step", run.waits))
+    return [
+        fit_spans([(f"{label:<15}", "dim"), *((text, "") for text in texts)], width, "  ")
+        for label, texts in rows
+        if texts
+    ]
+
+
+def _middle_lines(run: WatchedRun, width: int, room: int, options: ScreenOptions) -> list[Line]:
+    if options.view == "curves":
+        return _all_curves(run, width, room, options)
+    islands = _island_lines(run.islands, width)
+    if options.view == "ranks":
+        ranks = draw_ranks(run.ranks, width, room - len(islands), first=options.first)
+        return [*islands, *(ranks or _no_ranks(run))]
+    if options.view == "events":
+        return _event_lines(run.events, width, room, options.first)
+    islands = islands[: max(0, room // 4)]
+    events = min(max(2, room // 4), 12, max(1, len(run.events)))
+    rank_rows = len(run.ranks) + 1 if run.ranks else 1
+    ranks_h = max(0, min(rank_rows, (room - len(islands)) * 2 // 5))
+    curve_h = room - len(islands) - events - ranks_h
+    most = max(8, width // 5)
+    if curve_h > most:
+        ranks_h = min(rank_rows, ranks_h + curve_h - most)
+        curve_h = min(most, room - len(islands) - events - ranks_h)
+        events = room - len(islands) - ranks_h - curve_h
+    lines = _curve_lines(run, width, curve_h, options) if curve_h >= 3 else []
+    lines += islands
+    lines += draw_ranks(run.ranks, width, ranks_h) or _no_ranks(run)[:ranks_h]
+    return lines + _event_lines(run.events, width, room - len(lines))
+
+
+def _no_ranks(run: WatchedRun) -> list[Line]:
+    if run.row is None:
+        return []
+    return [(("no rank has made a step, or the run has no watchdog that records them", "dim"),)]
+
+
+def _curve_lines(run: WatchedRun, width: int, height: int, options: ScreenOptions) -> list[Line]:
+    return draw_curve(
+        [(point.step, point.loss) for point in run.points],
+        width,
+        height,
+        braille=options.braille,
+        log=options.log,
+        marks=run.validations,
+    )
+
+
+def _all_curves(run: WatchedRun, width: int, room: int, options: ScreenOptions) -> list[Line]:
+    """Return the loss, and in high terminals the gradient norm and the seconds of a step."""
+    names = {
+        "loss (o: validation)": "loss",
+        "gradient norm": "grad_norm",
+        "seconds a step": "step_s",
+    }
+    count = max(1, min(len(names), room // 9))
+    lines: list[Line] = []
+    for place, (title, key) in enumerate(list(names.items())[:count]):
+        height = room * (place + 1) // count - room * place // count
+        points = [(point.step, getattr(point, key)) for point in run.points]
+        marks = run.validations if key == "loss" else ()
+        lines.append(((title, "dim"),))
+        lines += draw_curve(
+            points, width, height - 1, braille=options.braille, log=options.log, marks=marks
+        )
+    return lines
+
+
+def _island_lines(islands: Sequence[IslandState], width: int) -> list[Line]:
+    if not islands:
+        return []
+    head = (
+        f"{'island':<12}{'state':<11}{'step':>12}{'loss':>10}{'rate':>14}{'merged':>8}{'waits':>7}"
+    )
+    lines: list[Line] = [cut_line([(head, "dim")], width)]
+    for one in islands:
+        row = one.row
+        of = f"{row.step}/{row.steps}" if row.steps else str(row.step)
+        rate = f"{count_text(row.rate)} {row.unit[:3]}/s" if row.rate else "–"
+        share = "–" if one.exposed_share is None else f"{one.exposed_share:.0%}"
+        merged = f"{one.rounds}" + (f"-{one.discarded}" if one.discarded else "")
+        spans: list[Span] = [
+            (pad_text(row.name, 11) + " ", ""),
+            (pad_text(row.state, 11), STATE_STYLES.get(row.state, "")),
+            (f"{of:>12}{number_text(row.loss, 4):>10}{rate:>14}{merged:>8}{share:>7}", ""),
+        ]
+        lines.append(cut_line(spans, width))
+    return lines
+
+
+def _event_lines(events: Sequence[EventLine], width: int, room: int, first: int = 0) -> list[Line]:
+    """Return the newest events, wrapped, oldest of them first; `first` of them scrolled away."""
+    if room <= 0:
+        return []
+    found: list[Line] = []
+    shown = events[: len(events) - first] if first else events
+    for event in reversed(shown):
+        clock = time.strftime("%H:%M:%S ", time.localtime(event.time_s)) if event.time_s else ""
+        lines = _wrap_event(event, clock, width)
+        if found and len(found) + len(lines) > room:
+            break
+        found = lines + found
+    return found[:room]
+
+
+MOST_LINES = 6
+
+
+def _wrap_event(event: EventLine, clock: str, width: int) -> list[Line]:
+    pieces = textwrap.wrap(
+        event.text[: MOST_LINES * width], max(10, width - len(clock)), break_on_hyphens=False
+    ) or [""]
+    pieces = pieces[:MOST_LINES]
+    blank = " " * len(clock)
+    return [
+        cut_line([(clock if not k else blank, "dim"), (piece, event.style)], width)
+        for k, piece in enumerate(pieces)
+    ]
+
+
+def next_view(options: ScreenOptions) -> ScreenOptions:
+    """Return the options with the next of VIEWS, unscrolled."""
+    place = (VIEWS.index(options.view) + 1) % len(VIEWS)
+    return replace(options, view=VIEWS[place], first=0)
