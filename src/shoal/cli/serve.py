@@ -32,12 +32,12 @@ def serve(
     Reads the folders only, also while their runs write. Ctrl-C ends it, with exit status 0.
     """
     from shoal.base.runlog.atomic_files import write_atomically
-    from shoal.view.metrics_server.run_metrics import format_page
+    from shoal.view.metrics_server.run_metrics import RunMetrics
 
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; try: shoal serve FOLDER")
     if write is not None:
-        write_atomically(write, format_page(folder))
+        write_atomically(write, RunMetrics(folder).format_page())
         return
     from shoal.view.metrics_server.http_server import MetricsServer, is_loopback
 
@@ -50,7 +50,7 @@ def serve(
     try:
         server = MetricsServer(
             (host, port),
-            lambda: format_page(folder),
+            RunMetrics(folder).format_page,
             token,
             lambda line: typer.echo(line, err=True),
         )

@@ -75,15 +75,14 @@ def label_text(labels: Mapping[str, str]) -> str:
     r"""Return labels in braces, their values escaped; "" for none.
 
     >>> print(label_text({"run": 'a"b\n\\c'}))
-    {run="a\"b·\\c"}
+    {run="a\"b\n\\c"}
     """
     pairs = [f'{name}="{_escape(value)}"' for name, value in labels.items()]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
 def _escape(value: str) -> str:
-    plain = label_value(value)
-    return plain.replace("\\", r"\\").replace('"', r"\"")
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def label_value(text: str) -> str:

@@ -17,6 +17,7 @@ import io
 import ipaddress
 import socket
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -89,7 +90,7 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         make: returns the page.
         token: requests must bear it; None: no request needs one, and only a request to a loopback
             name is answered, so that no web page can read the metrics through the browser.
-        warn: gets a line for each failure to make the page.
+        warn: gets a line for each failure of the server's own.
 
     Raises:
         OSError: the address is in use, or not one of this machine.
@@ -117,7 +118,11 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a thread of its own, or at once that all are in use."""
         if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except RuntimeError:  # this system starts no further thread
+                self._slots.release()
+                self.shutdown_request(request)
             return
         request.setblocking(False)
         with contextlib.suppress(OSError):
@@ -132,7 +137,10 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: a connection that breaks is the client's affair."""
+        """Warn in one line, and not at all of a connection that broke."""
+        failure = sys.exception()
+        if not isinstance(failure, OSError):
+            self.warn(f"a request was not answered: {type(failure).__name__}: {failure}")
 
 
 class MetricsHandler(BaseHTTPRequestHandler):
@@ -183,6 +191,10 @@ class MetricsHandler(BaseHTTPRequestHandler):
             return None
         return HTTPStatus.UNAUTHORIZED, PLAIN, b"Authorization: Bearer TOKEN is needed\n"
 
+    def handle_expect_100(self) -> bool:
+        """Answer at once: no request has a body that is read."""
+        return True
+
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a malformed request without a word of it; an unknown method is 405."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == 501 else HTTPStatus(code)
@@ -190,6 +202,7 @@ class MetricsHandler(BaseHTTPRequestHandler):
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.close_connection = True
+        self.request_version = self.protocol_version  # else 0.9 gets no status line
         self.connection.settimeout(DEADLINE_S)
         self.send_response_only(status)
         self.send_header("Content-Type", kind)
