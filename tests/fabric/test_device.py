@@ -30,7 +30,7 @@ MAY = {
     "trainer/step_trace.py": "a snapshot of memory that CUDA's allocator alone gives",
     "machine/device_pool.py": "a setting of CUDA's own allocator, and the only kind that has it",
     "trace/isolation/stream_weights.py": "names of the properties by which a tensor says where it is",
-    "view/diagnose.py": "the settings of its allocator, in a command to type; the room knows no torch",
+    "view/diagnosis/death_rules.py": "the settings of its allocator, in a command to type; the room knows no torch",
     "neighbours/without_cuda.py": "answers what scripts ask of it where it is not",
     "neighbours/deepspeed.py": "the same, by DeepSpeed's names for it",
     "neighbours/accelerate.py": "the name of the file above",

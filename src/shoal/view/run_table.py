@@ -15,8 +15,9 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import number_text, strip_control_characters
 from shoal.base.text.units import count_text, seconds_text
+from shoal.view.diagnosis.folder_evidence import read_evidence, read_held_locks
+from shoal.view.diagnosis.folder_state import WRONG, decide_state
 from shoal.view.diagnosis.run_folders import find_run_folders
-from shoal.view.diagnosis.folder_state import WRONG, decide_state, read_evidence, read_held_locks
 from shoal.view.progress import count_unit, step_amount
 
 __all__ = (

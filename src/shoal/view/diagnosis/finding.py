@@ -1,0 +1,56 @@
+"""Finding of `shoal diagnose`: one failure of a run, or one cause that makes it slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.base.runlog.damaged_lines import Record
+
+
+@dataclass(frozen=True)
+class RunFinding:
+    """One failure of a run, or one cause that makes it slower than need be.
+
+    Attributes:
+        kind: an event's name, "killed", or of advice "communication", "data" or "fragmentation".
+        what: the failure, with its rank.
+        why: the evidence.
+        command: the next command to type; "" none.
+        rank, step: where known.
+        over: whether the run continued after it by itself.
+        advice: nothing is wrong: the run could be faster, or differs from before (a resume).
+    """
+
+    kind: str
+    what: str
+    why: str
+    command: str
+    rank: int | None = None
+    step: int | None = None
+    over: bool = False
+    advice: bool = False
+
+    def record(self) -> Record:
+        """Return the finding as a JSON object."""
+        return asdict(self)
+
+
+EventDiagnosis = Callable[[Record, list[Record], Path], RunFinding | None]
+"""(an event, the events after it, the run folder) → finding; None: nothing is wrong."""
+
+
+def step_of(event: Record) -> int | None:
+    """Return an event's step, or None if it has none."""
+    step = event.get("step")
+    return step if isinstance(step, int) else None
+
+
+def rank_of(event: Record) -> int | None:
+    """Return the first rank that an event names, or None."""
+    ranks = event.get("ranks")
+    if isinstance(ranks, list) and ranks and isinstance(ranks[0], int):
+        return ranks[0]
+    rank = event.get("rank")
+    return rank if isinstance(rank, int) else None
