@@ -1,0 +1,260 @@
+"""Seconds of each rank's steps from `rank_steps/`, as means by rank and lateness by step and rank.
+
+    lateness of a rank in a step = median of the other ranks' waits − its own wait, at least 0
+
+So it is the time by which half of the others wait longer for other ranks than this one does: of a
+rank that makes all wait, its delay. Files are read in blocks: 1,024 ranks of 10⁴ steps are 655 MB,
+of which a matrix of waits (41 MB) is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.runlog.rank_records import FOLDER, HEADER, MAGIC, PARTS, ROW
+from shoal.report.verdict.step_seconds import LONGEST_S, ROW_FIELDS, WAITING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+BLOCK_ROWS = 1 << 17
+MOST_RANKS, MOST_CELLS = 1 << 16, 1 << 25
+"""Largest rank number · pairs of step and rank that are held; of more, the newest steps."""
+MOST_COLUMNS = 640
+"""Columns of a heat map."""
+SHOWN_MOMENTS = 24
+
+
+@dataclass(frozen=True)
+class LateMoment:
+    """One step of one rank for which the others waited long.
+
+    Attributes:
+        step, rank: the moment; of a row of means its last step.
+        late_s: lateness.
+        part: name of the part with the largest excess over the median of the other ranks.
+        part_s, usual_s: seconds in that part, and the median of the others.
+    """
+
+    step: int
+    rank: int
+    late_s: float
+    part: str = ""
+    part_s: float = 0.0
+    usual_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Times of a run's steps by rank.
+
+    Attributes:
+        ranks: rank numbers, ascending.
+        first_step, last_step: of the steps that all ranks recorded.
+        steps: number of them (rows of means count once).
+        mean_s: [ranks, parts] mean seconds of a step, parts as in `PARTS`.
+        late_s, worst_s: [ranks] mean and largest lateness.
+        columns: last step of each column of the map.
+        late_map: [ranks, columns] largest lateness within each column.
+        moments: the largest lateness of all, each rank at most a few times.
+    """
+
+    ranks: tuple[int, ...]
+    first_step: int
+    last_step: int
+    steps: int
+    mean_s: Array
+    late_s: Array
+    worst_s: Array
+    columns: tuple[int, ...]
+    late_map: Array
+    moments: tuple[LateMoment, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step, over ranks."""
+        return float(self.mean_s.sum(axis=1).mean())
+
+
+def read_rank_times(folder: Path) -> RankTimes | None:
+    """Return a run's times by rank; None if no watchdog recorded any."""
+    files = sorted((folder / FOLDER).glob("node-*.bin"))
+    if not files:
+        return None
+    import numpy as np
+
+    steps, ranks = _find_steps_and_ranks(files)
+    if not len(steps):
+        return None
+    steps = steps[-max(1, MOST_CELLS // len(ranks)) :]
+    waits = np.full((len(steps), len(ranks)), np.nan, np.float32)
+    totals = np.zeros((len(PARTS), len(ranks)))
+    counts = np.zeros(len(ranks))
+    for rows in _iter_rows(files):
+        rows = rows[rows["step"] >= steps[0]]
+        if not len(rows):
+            continue
+        at, rank = _indices(rows["step"], steps), np.searchsorted(ranks, rows["rank"])
+        waits[at, rank] = rows["seconds"][:, WAITING]
+        weights = rows["steps"].astype(np.float64)
+        counts += np.bincount(rank, weights, len(ranks))
+        for part in range(len(PARTS)):
+            seconds = rows["seconds"][:, part] * weights
+            totals[part] += np.bincount(rank, seconds, len(ranks))
+    whole = ~np.isnan(waits).any(axis=1)
+    steps, waits = steps[whole], (waits if whole.all() else waits[whole])
+    if not len(steps):
+        return None
+    late, moments = _reduce_lateness(waits, steps, ranks)
+    mean_late_s, worst_s, columns, late_map = late
+    return RankTimes(
+        tuple(int(one) for one in ranks),
+        int(steps[0]),
+        int(steps[-1]),
+        len(steps),
+        (totals / np.maximum(counts, 1)).T,
+        mean_late_s,
+        worst_s,
+        columns,
+        late_map,
+        _explain_moments(files, moments),
+    )
+
+
+def _iter_rows(files: Sequence[Path]) -> Iterator[Array]:
+    """Yield the sound rows of all files in blocks."""
+    import numpy as np
+
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                if stream.read(HEADER.size)[: len(MAGIC)] != MAGIC:
+                    continue
+                while block := stream.read(BLOCK_ROWS * ROW.size):
+                    rows = np.frombuffer(block, np.dtype(ROW_FIELDS), len(block) // ROW.size)
+                    with np.errstate(invalid="ignore"):
+                        sound = (np.abs(rows["seconds"]) < LONGEST_S).all(axis=1)
+                    sound &= (rows["step"] > 0) & (rows["step"] < 1 << 53) & (rows["steps"] > 0)
+                    sound &= rows["rank"] < MOST_RANKS
+                    yield rows if sound.all() else rows[sound]
+        except OSError:
+            continue
+
+
+def _find_steps_and_ranks(files: Sequence[Path]) -> tuple[Array, Array]:
+    """Return the numbers of all steps and ranks, ascending."""
+    import numpy as np
+
+    found, seen = [np.empty(0, np.uint64)], np.zeros(MOST_RANKS, bool)
+    for rows in _iter_rows(files):
+        seen[rows["rank"]] = True
+        steps = rows["step"]
+        found.append(np.unique(steps[_changes(steps)]))
+    return np.unique(np.concatenate(found)), np.flatnonzero(seen)
+
+
+def _changes(values: Array) -> Array:
+    """Return a mask of the values that differ from the one before: steps come in runs."""
+    import numpy as np
+
+    mask = np.ones(len(values), bool)
+    mask[1:] = values[1:] != values[:-1]
+    return mask
+
+
+def _indices(values: Array, known: Array) -> Array:
+    """Return the index of each value in `known`, looked up once for each run of equal values."""
+    import numpy as np
+
+    mask = _changes(values)
+    return np.searchsorted(known, values[mask])[np.cumsum(mask) - 1]
+
+
+def lateness(waits: Array) -> Array:
+    """Return the lateness of each rank in each step.
+
+    Args:
+        waits: [steps, ranks] seconds in which each rank waited for others.
+
+    >>> import numpy as np
+    >>> lateness(np.array([[0.25, 0.25, 0.0, 0.5]])).tolist()
+    [[0.0, 0.0, 0.25, 0.0]]
+    """
+    import numpy as np
+
+    count = waits.shape[1]
+    if count < 2:
+        return np.zeros_like(waits)
+    # The median of the others: of all sorted waits, those in the middle without one's own.
+    low, high = (count - 2) // 2, (count - 1) // 2
+    places = sorted({low, low + 1, high, min(high + 1, count - 1)})
+    ordered = np.partition(waits, places, axis=1)
+
+    def other(place: int) -> Array:
+        here, after = ordered[:, place, None], ordered[:, min(place + 1, count - 1), None]
+        return np.where(waits <= here, after, here)
+
+    return np.maximum((other(low) + other(high)) / 2 - waits, 0.0)
+
+
+def _reduce_lateness(
+    waits: Array, steps: Array, ranks: Array
+) -> tuple[tuple[Array, Array, tuple[int, ...], Array], list[LateMoment]]:
+    """Return ((mean, worst, columns, map), moments), a group of steps at a time."""
+    import numpy as np
+
+    count = min(MOST_COLUMNS, len(steps))
+    edges = [len(steps) * number // count for number in range(count + 1)]
+    total, worst = np.zeros(len(ranks)), np.zeros(len(ranks), np.float32)
+    late_map = np.zeros((count, len(ranks)), np.float32)
+    moments: list[LateMoment] = []
+    for column, (first, end) in enumerate(zip(edges, edges[1:], strict=False)):
+        late = lateness(waits[first:end])
+        total += late.sum(axis=0, dtype=np.float64)
+        late_map[column] = late.max(axis=0)
+        worst = np.maximum(worst, late_map[column])
+        most = min(SHOWN_MOMENTS, late.size)
+        for place in np.argpartition(late, late.size - most, axis=None)[-most:]:
+            step, rank = divmod(int(place), len(ranks))
+            late_s = float(late[step, rank])
+            if late_s > 0:
+                moments.append(LateMoment(int(steps[first + step]), int(ranks[rank]), late_s))
+        moments = sorted(moments, key=lambda one: -one.late_s)[:SHOWN_MOMENTS]
+    columns = tuple(int(steps[end - 1]) for end in edges[1:])
+    return (total / len(steps), worst, columns, late_map.T), moments
+
+
+def _explain_moments(
+    files: Sequence[Path], moments: Sequence[LateMoment]
+) -> tuple[LateMoment, ...]:
+    """Return moments with the part of the step in which the rank was late."""
+    import numpy as np
+
+    wanted = np.array(sorted({one.step for one in moments}), np.uint64)
+    if not len(wanted):
+        return ()
+    found: dict[int, dict[int, Array]] = {}
+    for rows in _iter_rows(files):
+        if not len(rows) or rows["step"].max() < wanted[0] or rows["step"].min() > wanted[-1]:
+            continue
+        for row in rows[np.isin(rows["step"], wanted)]:
+            found.setdefault(int(row["step"]), {})[int(row["rank"])] = np.abs(row["seconds"])
+    explained = []
+    for one in moments:
+        by_rank = found[one.step]
+        own = by_rank[one.rank]
+        usual = np.median([s for rank, s in by_rank.items() if rank != one.rank], axis=0)
+        excess = own - usual
+        excess[WAITING] = -1.0
+        part = int(excess.argmax())
+        explained.append(
+            LateMoment(
+                one.step, one.rank, one.late_s, PARTS[part], float(own[part]), float(usual[part])
+            )
+        )
+    return tuple(explained)

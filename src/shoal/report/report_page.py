@@ -1,0 +1,125 @@
+"""One HTML file about runs: sections in order, styles and scripts inside, nothing loaded.
+
+    verdict  curves  spikes  ranks  communication  forecast  goodput  layout  experts  history  …
+
+The page opens from a disk without network. Its content security policy allows one inline style and
+one inline script, by their SHA-256, and images as data: URLs. Without JavaScript it shows the same
+numbers; with it, curves get zoom, smoothing, logarithmic axes, and tokens or time below.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+
+from shoal import __version__
+from shoal.base.errors import ConfigError
+from shoal.base.runlog.atomic_files import write_atomically
+from shoal.report.markup import Markup, clean_text, json_script, tag
+from shoal.report.run_contents import RunContents, read_run
+from shoal.report.sections.curves import curve_data, curves_section, spikes_section
+from shoal.report.sections.history import history_section, provenance_section
+from shoal.report.sections.overview import overview_section
+
+REPORT_FILE = "report.html"
+LEAST_STEPS = 20
+"""Steps from which the end of a run writes a report."""
+SECTIONS: tuple[Callable[[RunContents], Markup], ...] = (
+    overview_section,
+    curves_section,
+    spikes_section,
+    history_section,
+    provenance_section,
+)
+"""Sections of one run, in the order of the page; an empty one is left out."""
+
+
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write the report of a run folder; return its path.
+
+    Args:
+        folder: a run folder, also of a run that goes on.
+        out: the file; None: report.html in the run folder, or in the folder for temporary files
+            if the run folder cannot be written.
+
+    Raises:
+        ConfigError: no run folder, or `out` cannot be written.
+    """
+    text = make_page(read_run(folder))
+    path = out or folder / REPORT_FILE
+    try:
+        write_atomically(path, text)
+    except OSError as failure:
+        if out is not None:
+            raise ConfigError(
+                f"--out = {out}: cannot be written: {failure.strerror}; try: a folder that exists "
+                "and that you may write"
+            ) from failure
+        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in folder.resolve().name)
+        path = Path(tempfile.mkdtemp(prefix="shoal-report-")) / f"{name or 'run'}.html"
+        try:
+            write_atomically(path, text)
+        except OSError as second:
+            raise ConfigError(
+                f"{folder}: report cannot be written there ({failure.strerror}), nor at {path}: "
+                f"{second.strerror}; try: --out FILE"
+            ) from second
+    return path
+
+
+def make_page(run: RunContents) -> str:
+    """Return the page of one run."""
+    sections = [section for make in SECTIONS if (section := make(run))]
+    return assemble_page(f"{clean_text(run.label)} – Shoal report", sections, curve_data([run]))
+
+
+def assemble_page(title: str, sections: Sequence[Markup], data: object) -> str:
+    """Return an HTML document around sections.
+
+    Args:
+        title: of the window.
+        sections: each a `section` element.
+        data: read by the script, JSON.
+    """
+    style = _asset("uplot.min.css") + _asset("report.css")
+    script = _asset("uplot.min.js") + _asset("report.js")
+    policy = (
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
+        f"script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"
+    )
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+        tag("style", Markup(style)),
+    ]
+    body = [
+        tag("main", sections),
+        tag("footer", f"shoal {__version__}, {made}. One file; it loads nothing."),
+        json_script("data", data),
+        tag("script", Markup(script)),
+    ]
+    page = tag("html", tag("head", head), "\n", tag("body", body), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _asset(name: str) -> str:
+    return resources.files("shoal.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether a report can be written into a folder."""
+    return os.access(folder, os.W_OK)

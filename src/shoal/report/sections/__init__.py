@@ -1,0 +1,1 @@
+"""Sections of a report: each a function from what a run folder holds to HTML."""

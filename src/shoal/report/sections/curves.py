@@ -1,0 +1,213 @@
+"""Curves of a run over steps, and its spikes with what was in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.text.event_sentences import event_text
+from shoal.report.markup import Markup, clean_text, table, tag
+from shoal.report.metric_series import SampledSeries, sample_knots, sample_series
+from shoal.report.run_contents import RunContents
+from shoal.report.svg_charts import ChartLine, byte_label, line_chart, number_label
+from shoal.view.progress import count_unit
+
+MOST_SOURCES = 12
+SHOWN_SPIKES = 40
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One chart: its title with the unit, and a series per line.
+
+    Attributes:
+        key: names it in the page.
+        series: (label, points) of each line.
+        form: "number" or "bytes", of the y axis.
+    """
+
+    key: str
+    title: str
+    series: tuple[tuple[str, SampledSeries], ...]
+    form: str = "number"
+
+
+LABELS: dict[str, Callable[[float], str]] = {"number": number_label, "bytes": byte_label}
+
+
+def list_curves(runs: Sequence[RunContents]) -> list[Curve]:
+    """Return the charts of one run or several; a series per run, or per source of data."""
+    unit = count_unit(runs[0].plan) if runs else "tokens"
+    columns = [
+        ("loss", "training loss", "number"),
+        ("lr", "learning rate", "number"),
+        ("grad_norm", "gradient norm, before clipping", "number"),
+        ("tokens_per_s", f"{'tokens' if unit == 'tokens' else 'targets'} per second", "number"),
+        ("step_s", "time of a step, s", "number"),
+        ("peak_memory_bytes", "peak memory of rank 0", "bytes"),
+        ("mfu", "model FLOP utilisation", "number"),
+    ]
+    own = dict.fromkeys(
+        name for run in runs for name in run.metrics.columns if name.startswith("metrics.")
+    )
+    columns += [(name, name.removeprefix("metrics."), "number") for name in own]
+    curves = []
+    for name, title, form in columns:
+        series = [(run.label, sample_series(*run.metrics.column(name))) for run in runs]
+        curves.append(Curve(name, title, tuple(one for one in series if one[1].count), form))
+    curves[1:1] = [
+        Curve("validation", "validation loss", _validation_series(runs)),
+        Curve("sources", "validation loss by source", _source_series(runs)),
+    ]
+    return [curve for curve in curves if curve.series]
+
+
+def _validation_series(runs: Sequence[RunContents]) -> tuple[tuple[str, SampledSeries], ...]:
+    series = [(run.label, _points(run.named("validated"), _loss_of)) for run in runs]
+    return tuple(one for one in series if one[1].count)
+
+
+def _source_series(runs: Sequence[RunContents]) -> tuple[tuple[str, SampledSeries], ...]:
+    found = []
+    for run in runs:
+        events = run.named("validated")
+        names = dict.fromkeys(
+            name for e in events if isinstance(e.get("by_source"), dict) for name in e["by_source"]
+        )
+        for name in list(names)[:MOST_SOURCES]:
+            points = _points(events, partial(_loss_of_source, name))
+            label = name if len(runs) == 1 else f"{run.label}: {name}"
+            found.append((clean_text(label), points))
+    return tuple(one for one in found if one[1].count)
+
+
+def _loss_of(event: Record) -> Any:
+    return event.get("loss")
+
+
+def _loss_of_source(name: str, event: Record) -> Any:
+    sources = event.get("by_source")
+    row = sources.get(name) if isinstance(sources, dict) else None
+    return row.get("loss") if isinstance(row, dict) else None
+
+
+def _points(events: Sequence[Record], value_of: Callable[[Record], Any]) -> SampledSeries:
+    """Return the values of events over their steps; a repeated step counts once, its last value."""
+    found = {}
+    for event in events:
+        step, value = event.get("step"), value_of(event)
+        if is_number(step) and is_number(value) and 0 <= step < 1 << 53:
+            found[int(step)] = float(value)
+    steps = sorted(found)
+    return sample_series(steps, [found[step] for step in steps])
+
+
+def curves_section(run: RunContents) -> Markup:
+    """Return the charts of a run; a script of the page replaces each by one that zooms."""
+    charts = [_chart(curve, run) for curve in list_curves([run])]
+    if not charts:
+        return tag("section", tag("h2", "Curves"), tag("p", "No step was recorded yet."))
+    controls = tag("div", id="controls", hidden="hidden")
+    return tag(
+        "section", [tag("h2", "Curves"), controls, tag("div", charts, class_="grid2")], id="curves"
+    )
+
+
+def _chart(curve: Curve, run: RunContents) -> Markup:
+    lines = [ChartLine(label, one.steps, one.values) for label, one in curve.series]
+    marks = run.marked_steps if curve.key in ("loss", "grad_norm") else ()
+    drawn = line_chart(curve.title, lines, x_title="step", y_label=LABELS[curve.form], marks=marks)
+    return tag("div", drawn, class_="curve", data_curve=curve.key)
+
+
+def curve_data(runs: Sequence[RunContents]) -> Record:
+    """Return the charts as JSON for the page's script."""
+    curves = [
+        {
+            "key": clean_text(curve.key),
+            "title": clean_text(curve.title),
+            "form": curve.form,
+            "series": [
+                {
+                    "label": clean_text(label),
+                    "x": list(one.steps),
+                    "y": [_short(value) for value in one.values],
+                    "mx": list(one.mean_steps),
+                    "my": [_short(value) for value in one.means],
+                }
+                for label, one in curve.series
+            ],
+        }
+        for curve in list_curves(runs)
+    ]
+    knots = [
+        [
+            [step, _short(tokens), _short(seconds)]
+            for step, tokens, seconds in sample_knots(run.metrics)
+        ]
+        for run in runs
+    ]
+    return {"curves": curves, "knots": knots, "marks": [run.marked_steps for run in runs]}
+
+
+def _short(value: float) -> float | int:
+    """Return a number with seven digits, which JSON writes short."""
+    found = float(f"{value:.7g}")
+    return int(found) if found == int(found) and abs(found) < 1e15 else found
+
+
+def spikes_section(run: RunContents) -> Markup:
+    """Return a table of the steps with a spike, a skip or a rewind, and what was in each."""
+    events = run.named("spike", "step_skipped", "rewound")
+    if not events:
+        return Markup("")
+    rows = []
+    for event in events[-SHOWN_SPIKES:]:
+        step = event.get("step")
+        at = int(step) if is_number(step) else -1
+        row = run.metrics.marked.get(at, {})
+        before = run.metrics.marked.get(at - 1, {})
+        after = run.metrics.marked.get(at + 1, {})
+        samples = row.get("samples")
+        span = (
+            f"{samples[0]:,} – {samples[1] - 1:,}"
+            if isinstance(samples, list) and len(samples) == 2 and all(map(is_number, samples))
+            else "–"
+        )
+        rows.append(
+            [
+                f"{at:,}" if at >= 0 else "–",
+                str(event["event"]).replace("_", " "),
+                *(_cell(one.get("loss")) for one in (before, row, after)),
+                _cell(row.get("grad_norm")),
+                _cell(row.get("lr")),
+                span,
+                _culprits(event),
+                str(event.get("reason") or event_text(event) or ""),
+            ]
+        )
+    head = [
+        "step", "event", "loss before", "loss", "loss after", "gradient norm", "learning rate",
+        "samples", "ranks", "reason",
+    ]  # fmt: skip
+    more = len(events) - len(rows)
+    note = tag("p", f"{more} earlier ones are not shown.", class_="note") if more > 0 else None
+    return tag(
+        "section",
+        [tag("h2", "Spikes and skipped steps"), table(head, rows, numeric="n nnnnnn w"), note],
+        id="spikes",
+    )
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if is_number(value) else "–"
+
+
+def _culprits(event: Record) -> str:
+    found = event.get("culprits")
+    culprits = found if isinstance(found, list) else [event]
+    ranks = [one.get("rank") for one in culprits if isinstance(one, dict)]
+    return ", ".join(str(rank) for rank in ranks[:8] if is_number(rank)) or "–"
