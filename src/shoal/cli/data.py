@@ -137,9 +137,12 @@ def _collect(
         )
     else:
         start, stop = row["samples"]
-        step = data_inspection.InspectedStep(row, start, stop)
+        step = data_inspection.InspectedStep(row, start, stop, changed)
         document["step"] = {key: row.get(key) for key in ("step", "loss", "grad_norm", "skipped")}
         document["step"] |= {"samples": [start, stop]}
-        document["rows"] = data_inspection.inspect_step(data, step, is_cut_by_user)
+        document["rows"], losses = data_inspection.inspect_step(
+            data, step, is_cut_by_user, with_losses=with_loss
+        )
+        document["step"] |= losses
     document["notices"] = [shorten(line) for line in data.notices]
     return document

@@ -6,6 +6,7 @@ control character is escaped.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ def find_step_row(folder: Path, step: int) -> dict[str, Any]:
                 if here < step:
                     break
     except OSError as failure:
+        if islands := sorted(folder.glob("island-*/metrics.jsonl")):
+            raise ConfigError(
+                f"{folder}: is a run of islands, each with steps of its own; try: shoal data look "
+                f"{islands[0].parent} --step {step}"
+            ) from None
         raise ConfigError(
             f"{folder}/metrics.jsonl: cannot be read ({failure.strerror}), so no step of this run "
             f"is known; a run folder has one"
@@ -100,10 +106,10 @@ def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator
     if "step" in document:
         yield ""
         yield from step_lines(document)
-    rows = document["rows"]
+    rows = sorted(document["rows"], key=lambda row: -row.get("loss", -math.inf))
     for row in rows[:most]:
         yield ""
-        yield row_title(row, "step" in document)
+        yield row_title(row, "step" in document, "by_source" in document["data"])
         yield from row_lines(row, style)
     if len(rows) > most:
         yield ""
@@ -195,10 +201,17 @@ def step_lines(document: dict[str, Any]) -> Iterator[str]:
         f"step {step['step']}: samples {start} … {stop - 1} of the stream"
         f"{''.join(f', {one}' for one in numbers)}{skipped}"
     )
+    if "checkpoint" in step:
+        number, whole = step["checkpoint_step"], step["checkpoint_loss"]
+        trained = ", which has trained on them already" if number >= step["step"] else ""
+        mean = f": {whole:.4g} on the whole" if isinstance(whole, float) else ""
+        yield escape_text(f"losses by {step['checkpoint']}{trained}{mean}; the largest first")
+    elif "why_no_loss" in step:
+        yield escape_text(f"losses of samples: none, {step['why_no_loss']}")
 
 
-def row_title(row: dict[str, Any], of_step: bool) -> str:
-    """Return the line above a row."""
+def row_title(row: dict[str, Any], of_step: bool, is_mixture: bool) -> str:
+    """Return the line above a row: its loss, number, place in the step, origin and length."""
     parts = [f"sample {row['sample']}"]
     if "whole_micro_batch" in row:
         parts = [f"micro-batch {row['micro_batch']}: {row['whole_micro_batch']} samples, joined"]
@@ -206,12 +219,16 @@ def row_title(row: dict[str, Any], of_step: bool) -> str:
         parts.insert(0, f"loss {row['loss']:.4f}")
     if of_step:
         parts.append(f"micro-batch {row['micro_batch']}, position {row['position']}")
-    if row.get("source"):
-        parts.append(f"{row['source']}{' ' + row['origin'] if row.get('origin') else ''}")
+    if is_mixture or not row.get("origin"):
+        parts.append(row["source"])
+    if row.get("origin"):
+        parts.append(row["origin"])
     if row["kind"] == "tokens":
         count = row["documents"]
         documents = f" in {count} documents" if count > 1 else ""
-        parts.append(f"{len(row['input_ids'])} tokens{documents}, {row['learnt']} learnt")
+        padding = f", {row['padding']} padding" if row["padding"] else ""
+        size = f"{len(row['input_ids'])} tokens{documents}{padding}"
+        parts.append(f"{size}, {row['learnt']} learnt")
     return escape_text(" · ".join(parts))
 
 
@@ -243,13 +260,20 @@ def text_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
                 paint += SPECIAL if segment["special"] and segment["learnt"] else ""
             elif segment["learnt"]:
                 wrapper.add(before)
-            wrapper.add(escape_text(segment["text"], keep_breaks=True), paint)
+            wrapper.add(escape_text(_segment_text(segment), keep_breaks=True), paint)
             if segment["learnt"] and not style.coloured:
                 wrapper.add(after)
         lines += wrapper.finish()
     yield from lines[:MOST_LINES]
     if len(lines) > MOST_LINES:
         yield f"  … {len(lines) - MOST_LINES} more lines"
+
+
+def _segment_text(segment: dict[str, Any]) -> str:
+    """Return the text of a segment; a repeated special token once, with its count."""
+    text, count = segment["text"], segment["tokens"]
+    name = text[: len(text) // count]
+    return f"{name}×{count}" if segment["special"] and count > 2 and name * count == text else text
 
 
 def id_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:

@@ -114,7 +114,7 @@ def open_source(section: DataSection, seed: int) -> Source:
             return open_source(_make_source_section(part, part.source), seed)
 
         def documents(part: str) -> list[Document]:
-            return _documents(section, part, share, "data.source")[0]
+            return list_documents(section, part, share, "data.source")[0]
 
         source, second = open_mixture(section, argument, second, documents, opened), ""
     elif kind == "tokens":
@@ -167,7 +167,7 @@ def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
     return open_source(section, seed)
 
 
-def _documents(
+def list_documents(
     section: DataSection, source: str, share: float, where: str
 ) -> tuple[list[Document], list[Document]]:
     """Return the training texts of a source, and its held-out texts."""
@@ -190,9 +190,9 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
             return Source(**found, collate=None, kind="tokens"), ""
         if section.packing == "on":
             refuse_packing(section.source)
-    train, held = _documents(section, section.source, share, "data.source")
+    train, held = list_documents(section, section.source, share, "data.source")
     if second and split_source(second)[0] in TEXTS:
-        held, second = _documents(section, second, 0.0, "data.validation")[0], ""
+        held, second = list_documents(section, second, 0.0, "data.validation")[0], ""
     tail = share if by_row or not held else 0.0
     corpus = open_corpus(train, held, section.tokenizer, tail)
     name = section.source.partition(":")[2] or "Python standard library"

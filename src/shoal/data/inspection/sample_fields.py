@@ -163,6 +163,18 @@ def count_misplaced(row: Mapping[str, Any]) -> int:
     )
 
 
+def count_padding(tokens: list[dict[str, Any]]) -> int:
+    """Return how many equal tokens without a loss end a row, if they are two or more."""
+    if not tokens:
+        return 0
+    count = 0
+    for token in reversed(tokens):
+        if token["learnt"] or token["id"] != tokens[-1]["id"]:
+            break
+        count += 1
+    return count if 1 < count < len(tokens) else 0
+
+
 def _fields(name: str, value: Any) -> list[dict[str, Any]]:
     """Return one entry per tensor, number or text of a nested value."""
     if isinstance(value, Mapping):

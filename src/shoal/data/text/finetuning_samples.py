@@ -222,6 +222,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
     Attributes:
         cut: examples longer than sequence + 1, whose end is left out.
         left_out: examples without an answer in their first sequence + 1 tokens.
+        numbers: of each example among all rows of the source's files.
 
     Raises:
         ConfigError: no example is left; the message names the `part`.
@@ -249,7 +250,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
                 f"data.sequence = {sequence}: no example of the {part} part has an answer within "
                 f"its first {sequence + 1} tokens; try: data.sequence={max(1, longest - 1)}"
             )
-        self.starts, self.stops = starts[kept], most[kept]
+        self.numbers, self.starts, self.stops = kept, starts[kept], most[kept]
         sizes = (self.stops - self.starts - 1).tolist()
         rows = best_fit(sizes, sequence) if packed else [[n] for n in range(len(kept))]
         self.row_ends = np.cumsum([len(row) for row in rows])

@@ -9,23 +9,27 @@ The document is JSON; `cli/data_lines.py` draws it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
 from shoal.base.pretrained_folders import TOKENIZER, pretrained_folder
 from shoal.checkpoint.format.hub_folder import HUB
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.config.load import LoadedConfig
 from shoal.config.paths import add_working_folder
 from shoal.config.resolve import make_plan, resolve_batch
 from shoal.config.sections import Config
 from shoal.data.inspection.decoded_text import decode_segments, token_text
-from shoal.data.inspection.sample_fields import count_misplaced, mark_tokens
-from shoal.data.inspection.sample_origins import SampleOrigins
+from shoal.data.inspection.sample_fields import count_misplaced, count_padding, mark_tokens
+from shoal.data.inspection.sample_origins import find_origins
 from shoal.data.inspection.source_facts import measure_source
+from shoal.data.loading.dataset_kind import is_indexed
+from shoal.data.loading.step_samples import StepBatch
 from shoal.data.sources import Source, open_source
 from shoal.data.text.text_files import load_tokenizer
 from shoal.trainer.jobs.data_samples import (
@@ -34,6 +38,7 @@ from shoal.trainer.jobs.data_samples import (
     open_stream,
     step_batch,
 )
+from shoal.trainer.jobs.sample_losses import compute_losses, describe_failure, find_checkpoint
 from shoal.trainer.run_folder.resume_checks import compare_digests, digest_samples
 
 
@@ -44,11 +49,13 @@ class InspectedStep:
     Attributes:
         row: its line in metrics.jsonl.
         start, stop: its samples in the stream.
+        despite_changes: show what lies at these positions now, also if the data has changed.
     """
 
     row: dict[str, Any]
     start: int
     stop: int
+    despite_changes: bool = False
 
 
 @dataclass
@@ -159,24 +166,66 @@ def inspect_rows(data: InspectedData, rows: int, is_cut_by_user: bool) -> list[d
 
 
 def inspect_step(
-    data: InspectedData, step: InspectedStep, is_cut_by_user: bool
-) -> list[dict[str, Any]]:
-    """Return all samples of a step."""
-    loader = open_stream(data.source, data.plan, data.notices, is_cut_by_user)
-    return complete_rows(data, describe_samples(step_batch(loader, step.start, step.stop)))
+    data: InspectedData, step: InspectedStep, is_cut_by_user: bool, *, with_losses: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return all samples of a step in the order of the stream, and the facts of their losses.
+
+    Args:
+        with_losses: compute each sample's loss under the checkpoint that is nearest, if any.
+
+    Returns:
+        Rows, and {"checkpoint", "checkpoint_step", "checkpoint_loss"} or {"why_no_loss"}.
+    """
+    states = read_loader_states(data.folder)
+    state = states[0] if states else None
+    if state is not None and (line := compare_with_saved(data.source.train, state)):
+        if not step.despite_changes:
+            refuse_changed_data(f"--step {step.row['step']}", line)
+        data.notices.append(line)
+    loader = open_stream(data.source, data.plan, data.notices, is_cut_by_user, state)
+    batch = step_batch(loader, step.start, step.stop, states)
+    rows = complete_rows(data, describe_samples(batch))
+    return rows, _add_losses(data, step, batch, rows) if with_losses else {}
+
+
+def _add_losses(
+    data: InspectedData, step: InspectedStep, batch: StepBatch, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Add the loss of each row in place; return which checkpoint it is of."""
+    number = int(step.row["step"])
+    near = find_checkpoint(data.folder, number) if data.folder is not None else None
+    if near is None or data.folder is None:
+        return {"why_no_loss": "the run keeps no checkpoint"}
+    try:
+        losses = compute_losses(data.config, data.source, data.plan, data.folder, near.path, batch)
+    except Exception as error:  # a model of the user's may raise anything
+        return {"why_no_loss": f"{near.path}: {describe_failure(error)}"}
+    found = [one for micro_batch in losses for one in micro_batch]
+    for row, one in zip(rows, found, strict=True):
+        row |= {"loss": one.loss, "targets": one.count} if one is not None else {}
+    counted = [one for one in found if one is not None]
+    targets = sum(one.count for one in counted)
+    whole = sum(one.loss * one.count for one in counted) / targets if targets else None
+    return {
+        "checkpoint": str(near.path),
+        "checkpoint_step": near.step,
+        "checkpoint_loss": whole,
+    }
 
 
 def complete_rows(data: InspectedData, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add origin, decoded text and counts to described samples, in place."""
-    origins = SampleOrigins(data.source, data.config.data)
-    for row in rows:
-        row |= origins.find(row["sample"])
+    samples = [row["sample"] for row in rows]
+    origins = find_origins(data.source, data.config.data, samples)
+    for row, origin in zip(rows, origins, strict=True):
+        row |= origin
         if row["kind"] != "tokens":
             continue
         tokens = mark_tokens(row)
         row["tokens"] = tokens
         row["learnt"] = sum(token["learnt"] for token in tokens)
-        row["documents"] = 1 + tokens[-1]["document"]
+        row["padding"] = count_padding(tokens)
+        row["documents"] = 1 + tokens[-1 - row["padding"]]["document"]
         row["misplaced"] = count_misplaced(row)
         if data.tokenizer is not None:
             row["segments"] = decode_segments(tokens, data.tokenizer)
@@ -185,19 +234,28 @@ def complete_rows(data: InspectedData, rows: list[dict[str, Any]]) -> list[dict[
     return rows
 
 
-def compare_with_saved(data: InspectedData, record: dict[str, Any]) -> str:
-    """Return a line if the data is not what a checkpoint was trained on; "" if it is.
+def read_loader_states(folder: Path | None) -> list[dict[str, Any]]:
+    """Return the states of the run's first loader in its readable checkpoints, newest first."""
+    states = []
+    for entry in list_checkpoints(folder / "checkpoints") if folder is not None else ():
+        try:
+            loaders = read_manifest(entry.path).record.get("data")
+        except CheckpointError:
+            continue
+        if isinstance(loaders, list) and loaders and isinstance(loaders[0], dict):
+            states.append(loaders[0])
+    return states
+
+
+def compare_with_saved(train: Any, state: Mapping[str, Any]) -> str:
+    """Return a line if data is not what a checkpoint was trained on; "" if it is.
 
     Args:
-        record: of the checkpoint.
+        train: the opened training data.
+        state: of the run's loader in the checkpoint.
     """
-    states = record.get("data")
-    state = states[0] if isinstance(states, list) and states else {}
-    if not isinstance(state, dict):
-        return ""
-    train = data.source.train
-    saved, here = state.get("samples"), len(train) if hasattr(train, "__len__") else None
-    if isinstance(saved, int) and here is not None and saved != here:
+    saved, here = state.get("samples"), len(train) if is_indexed(train) else None
+    if type(saved) is int and here is not None and saved != here:
         return f"the data has {here} samples now, and had {saved} when the run was saved"
     if found := compare_digests(state.get("seen"), digest_samples(train, 0)):
         return f"the data has changed since the run was saved: {found.line}"

@@ -7,7 +7,7 @@ input. The layout decides only which rank fetches a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -47,7 +47,13 @@ class LoadedSample:
     value: Any
 
 
-def open_stream(source: Source, plan: Plan, notices: list[str], is_cut_by_user: bool = True) -> Any:
+def open_stream(
+    source: Source,
+    plan: Plan,
+    notices: list[str],
+    is_cut_by_user: bool = True,
+    state: Mapping[str, Any] | None = None,
+) -> Any:
     """Open the run's own loader of training samples, with one data rank.
 
     Args:
@@ -55,11 +61,15 @@ def open_stream(source: Source, plan: Plan, notices: list[str], is_cut_by_user: 
         plan: of the run; its layout is replaced by one process.
         notices: receives the loader's lines.
         is_cut_by_user: the user fixed the micro-batch, which is then the turn of sharded data.
+        state: of the run's loader in a checkpoint, whose turn counts; None: no checkpoint.
     """
     given = ("batch", "micro_batch") if is_cut_by_user else ("batch",)
     alone = replace(plan, layout=Layout())
     world = World(ProcessInfo(), torch.device("cpu"), None)
     loaders = RunLoaders(alone, world, notices.append, given=given)
+    turn = (state or {}).get("turn")
+    if isinstance(turn, int) and turn > 0:
+        loaders.turn = turn
     return loaders.open(source.train, 0, source.collate)
 
 
@@ -76,29 +86,45 @@ def first_batches(loader: Any, samples: int) -> Iterator[StepBatch]:
             return
 
 
-def step_batch(loader: Any, start: int, stop: int) -> StepBatch:
+def step_batch(
+    loader: Any, start: int, stop: int, states: Sequence[Mapping[str, Any]] = ()
+) -> StepBatch:
     """Return the step from stream position `start` to `stop`.
 
-    A dataset with an index is read there at once; an iterable is read from its beginning.
+    A dataset with an index is read there at once. An iterable is read from the newest state of a
+    checkpoint before `start`, or from its beginning.
+
+    Args:
+        states: of the run's loader in its checkpoints.
 
     Raises:
-        ConfigError: the data ends before.
+        ConfigError: the data ends before, or has no step there.
     """
     if isinstance(loader, Loader):
         return next(loader.over([(start, stop)]))
-    while True:
-        seen = -1
+    before = [
+        one for one in states if is_position(one.get("position")) and one["position"] <= start
+    ]
+    if before:
+        loader.restore(dict(max(before, key=lambda one: one["position"])))
+    while loader.position <= start:
+        seen = loader.position
         for batch in iter(loader):
-            seen = batch.position
             if batch.position == start:
                 return batch
             if batch.position > start:
                 break
-        if seen < 0 or seen > start:
-            raise ConfigError(
-                f"data.source: no step begins at sample {start} of this stream; it has changed "
-                f"since the run"
-            )
+        if loader.position == seen:
+            break
+    raise ConfigError(
+        f"data.source: no step begins at sample {start} of this stream; its data has changed "
+        f"since the run, or another batch size cuts it"
+    )
+
+
+def is_position(value: Any) -> bool:
+    """Return whether a value of a checkpoint is a position in a stream."""
+    return type(value) is int and value >= 0
 
 
 def iter_samples(batch: StepBatch) -> Iterator[LoadedSample]:

@@ -73,7 +73,7 @@ def generate_text(
         raise ConfigError("--prompt: is empty, and there is nothing to go on from; try: 'The'")
     device = torch.device(accelerator_type() or "cpu")
     model: Any = _build_model(config, folder, tokenizer.get_vocab_size())
-    _load_weights(model, checkpoint, average)
+    load_weights(model, checkpoint, average)
     model.to(device).eval()
     begun = torch.tensor([ids], device=device)
     longest = _context_length(model, config)
@@ -175,7 +175,7 @@ def _build_model(config: Config | None, folder: Path, vocabulary: int) -> nn.Mod
 
 
 @torch.no_grad()
-def _load_weights(model: nn.Module, checkpoint: Path, average: bool) -> None:
+def load_weights(model: nn.Module, checkpoint: Path, average: bool) -> None:
     """Copy a checkpoint's weights into a model.
 
     Raises:
