@@ -115,3 +115,13 @@ class EvenSubset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         """Return sample `index` of this part; raises IndexError and the dataset's own errors."""
         return self.dataset[self.whole_index(index)]
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Return the names of the sources of a mixture; () for other datasets."""
+        return tuple(getattr(self.dataset, "source_names", ()))
+
+    def source_of(self, whole_index: int) -> str:
+        """Return the name of the source of a sample of a mixture, by its `whole_index`."""
+        name: str = self.dataset.source_of(whole_index)
+        return name

@@ -6,7 +6,8 @@ alone, and weighted_mixture.py selects the part of every sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +39,20 @@ Documents = Callable[[str], list[Document]]
 
 
 class ConcatenatedParts(ConcatDataset[Any]):
-    """Concatenated held-out parts, with a marker whether reading them draws at random."""
+    """Concatenated held-out parts, with a marker whether reading them draws at random.
 
-    def __init__(self, datasets: list[Any]) -> None:
+    Attributes:
+        source_names: name of each part's source.
+    """
+
+    def __init__(self, datasets: list[Any], source_names: Sequence[str] = ()) -> None:
         super().__init__(datasets)
         self.draws_nothing = all(draws_nothing(dataset) for dataset in datasets)
+        self.source_names = tuple(source_names)
+
+    def source_of(self, index: int) -> str:
+        """Return the name of the source of sample `index`."""
+        return self.source_names[bisect.bisect_right(self.cumulative_sizes, index)]
 
 
 def open_mixture(
@@ -69,7 +79,8 @@ def open_mixture(
     first = sources[0]
     for (_, name), source in zip(parts, sources, strict=True):
         _check(parts[0][1], first, name, source)
-    train = WeightedMixture([source.train for source in sources], [part for part, _ in parts])
+    names = [name for _, name in parts]
+    train = WeightedMixture([s.train for s in sources], [part for part, _ in parts], names)
     if second:
         other = opened(replace(section, source=second, validation="0"))
         if other.kind != first.kind:
@@ -80,7 +91,9 @@ def open_mixture(
         validation, read = other.train, None
     else:
         kept = [source for source in sources if source.validation is not None]
-        validation = ConcatenatedParts([source.validation for source in kept]) if kept else None
+        kept_names = [n for n, s in zip(names, sources, strict=True) if s.validation is not None]
+        held_out = [source.validation for source in kept]
+        validation = ConcatenatedParts(held_out, kept_names) if kept else None
         read = sum(s.validation_samples or len(s.validation) for s in kept) or None
     told = " + ".join(
         f"{part}/{sum(p for p, _ in parts)} of {source.description}"

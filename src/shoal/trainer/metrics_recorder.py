@@ -1,8 +1,8 @@
 """Write one JSON line per step to metrics.jsonl, by rank 0 (`World.keeps`).
 
 Keys every line has: step loss grad_norm lr tokens step_s tokens_per_s mfu peak_memory_bytes
-comm_bytes comm_exposed_s data_wait_s. A line also has bytes by kind of collective and by axis, the
-peak of every rank, the stream positions [from, to) that the step consumed, and whether it was skipped.
+comm_bytes comm_exposed_s data_wait_s. A line also has bytes by kind of collective and by axis,
+the stream positions [from, to) that the step consumed, and whether it was skipped.
 """
 
 from __future__ import annotations
@@ -86,12 +86,15 @@ class MetricsRecorder:
 
         self.events.listeners.append(listen)
 
-    def log_validation(self, step: int, values: Mapping[str, float]) -> None:
+    def log_validation(
+        self, step: int, values: Mapping[str, float], by_source: Mapping[str, Any]
+    ) -> None:
         """Emit the results of an evaluation in the user's own loop, by rank 0."""
         if self.world.writes_files:
             numbers = {"loss": values["loss"], "targets": values["targets"]}
             named = {name: value for name, value in values.items() if name not in numbers}
-            self.events.emit("validated", step=step, **numbers, metrics=named)
+            parts = {"by_source": dict(by_source)} if by_source else {}
+            self.events.emit("validated", step=step, **numbers, metrics=named, **parts)
 
     def notice(self, text: str) -> None:
         """Emit one line for the user by rank 0: as an event, and through `logging` for scripts."""

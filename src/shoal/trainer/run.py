@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.format.lease import RunLease
     from shoal.data.loading.iterable import IterableLoader
     from shoal.data.loading.loader import Loader
+    from shoal.trainer.passes.source_losses import SourceLoss
     from shoal.trainer.passes.written_out_passes import UserMicroBatch, UserPasses
     from shoal.trainer.state.run_state import ExtraState
     from shoal.trainer.step.call_contract import Metric
@@ -54,6 +55,7 @@ class Run(StepRunner):
         plan: the settled plan.
         extra_state: further tensors that checkpoints keep.
         extra: what the last `save` stored as `extra`, or the restored checkpoint.
+        validated_by_source: loss and targets by source, if `evaluate` last read a mixture.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Run(StepRunner):
         self.extra_record: dict[str, Any] = {}
         self.tokenizer: Any = None
         self.tells_validation = True
+        self.validated_by_source: dict[str, SourceLoss] = {}
         self._closed = False
         self.lease: RunLease | None = None
         self._restored: set[Path] = set()
@@ -354,11 +357,20 @@ class Run(StepRunner):
         batches = self.feed.validation(data, workers, collate)
         stop = (lambda: self.stop_wanted) if stops else None
         with self._averaged_weights():
-            values = evaluate(self.program, batches, self.loss, metrics, self.plan.call, stop=stop)
+            self.validated_by_source = {}
+            values = evaluate(
+                self.program,
+                batches,
+                self.loss,
+                metrics,
+                self.plan.call,
+                stop=stop,
+                by_source=self.validated_by_source,
+            )
         self.stopping = self.stopping or not values
         self.guards.writes.after(self.step_count + 1)
         if values and self.tells_validation:
-            self.recorder.log_validation(self.step_count, values)
+            self.recorder.log_validation(self.step_count, values, self.validated_by_source)
         self.recorder.restart_clock()
         return values
 

@@ -40,7 +40,7 @@ EVENTS = {
     "spike": "loss or gradient norm leapt out, the update was made: reason, samples by rank",
     "rewound": "back to a checkpoint: to (its step), left_out (samples of the stream), reason",
     "loss_scale_lowered": "fp16 overflowed, the weights did not move: ranks, the new scale",
-    "validated": "validation loss: value, targets counted",
+    "validated": "validation loss: value, targets counted, by_source (of a mixture)",
     "stop_requested": "a signal asked the run to save and stop: which, rank, steps made, step_s",
     "memory_peaks": "the most memory that each rank held until its run ended: bytes by rank",
     "run_finished": "the run ended: how, steps",
@@ -49,7 +49,7 @@ EVENTS = {
     "round_discarded": "a merge did not happen, on no island: round, why",
     "island_refused": "a change did not count: island, why",
     "island_lost": "others are silent and this island stops: islands, after_s, round",
-    "notice": "one line for the user, also shown in the terminal: text",
+    "notice": "one line for the user: text; opening: importance before the first step, short",
 }
 """Every event by name, with its fields; `emit` refuses others so that no reader is surprised."""
 

@@ -57,11 +57,17 @@ class WeightedMixture(Dataset[Any]):
 
     `len()` is an epoch: the samples before the first dataset would repeat. Indices run over all
     datasets, concatenated; `stream_order` maps position p to an index for the loader.
+
+    Attributes:
+        source_names: name of each dataset's source, if given.
     """
 
-    def __init__(self, datasets: Sequence[Any], parts: Sequence[int]) -> None:
+    def __init__(
+        self, datasets: Sequence[Any], parts: Sequence[int], source_names: Sequence[str] = ()
+    ) -> None:
         self.datasets = list(datasets)
         self.parts = list(parts)
+        self.source_names = tuple(source_names)
         self.sizes = [len(dataset) for dataset in self.datasets]
         self.firsts = list(itertools.accumulate(self.sizes, initial=0))
         self.draws_nothing = all(draws_nothing(dataset) for dataset in self.datasets)
@@ -82,8 +88,15 @@ class WeightedMixture(Dataset[Any]):
         """Return sample `index` of the concatenated datasets; may raise IndexError."""
         if not 0 <= index < self.firsts[-1]:
             raise IndexError(f"sample {index} of {self.firsts[-1]}")
-        source = bisect.bisect_right(self.firsts, index) - 1
+        source = self._number_of(index)
         return self.datasets[source][index - self.firsts[source]]
+
+    def source_of(self, index: int) -> str:
+        """Return the name of the source of sample `index` of the concatenated datasets."""
+        return self.source_names[self._number_of(index)]
+
+    def _number_of(self, index: int) -> int:
+        return bisect.bisect_right(self.firsts, index) - 1
 
     def stream_order(
         self, start: int, stop: int, seed: int, *, shuffle: bool = True

@@ -78,7 +78,7 @@ def make_validator(run: Run, source: Source, config: Config) -> Callable[[], Val
     reading = _split_for_all_ranks(run, _choose_validation_data(run, source, asked.samples, fits))
     if run.world.writes_files and run.step_count == 0:
         text = _format_notice(run, reading, config, foreseen.get("step_s"), asked.by_default)
-        run.recorder.events.emit("notice", text=text)
+        run.recorder.events.emit("notice", text=text, opening=6)
     is_own = not config.model.build and family_of(config.model.name) in FAMILIES
     unsure = reading.micro_batch > run.plan.micro_batch and not is_own
 
@@ -112,6 +112,7 @@ def make_validator(run: Run, source: Source, config: Config) -> Callable[[], Val
                 unigram_entropy=source.unigram_entropy,
                 baseline=baseline,
                 seconds=time.perf_counter() - began_s,
+                **({"by_source": sources} if (sources := run.validated_by_source) else {}),
             )
         return values
 

@@ -280,7 +280,10 @@ class RunLoaders:
             shuffle=False,
             **{**self._rank_settings(), "micro_batch": micro_batch},
         )
-        return MicroBatches(loader, len(loader) if isinstance(loader, Loader) else 0)
+        if not isinstance(loader, Loader):
+            return MicroBatches(loader, 0)
+        names = tuple(dict.fromkeys(getattr(data, "source_names", ())))
+        return MicroBatches(loader, len(loader), names, data.source_of if names else None)
 
     def _rank_settings(self) -> dict[str, Any]:
         return {
@@ -309,20 +312,37 @@ def _count_batches(batches: Iterable[Any]) -> int:
         return 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatches:
-    """Micro-batches of one rank; `most`: the count of the busiest rank, 0 if it is unknown."""
+    """Micro-batches of one rank.
+
+    Attributes:
+        most: the count of the busiest rank, 0 if it is unknown.
+        source_names: of a mixture, else ().
+        source_of: returns the name of the source of a sample, by its entry in `sample_ids`.
+        sample_ids: as in `StepBatch`, of the micro-batch that was yielded last.
+    """
 
     batches: Iterable[Any]
     most: int
+    source_names: tuple[str, ...] = ()
+    source_of: Callable[[int], str] | None = None
+    sample_ids: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield one micro-batch after another, from step batches or from the user's own batches."""
         for batch in self.batches:
             if isinstance(batch, StepBatch):
-                yield from (m.value for m in batch.micro_batches)
+                for micro, self.sample_ids in zip(
+                    batch.micro_batches, batch.sample_ids, strict=True
+                ):
+                    yield micro.value
             else:
                 yield batch
+
+    def sources(self) -> list[str]:
+        """Return the source of each sample of the micro-batch that was yielded last."""
+        return [self.source_of(one) for one in self.sample_ids] if self.source_of else []
 
 
 def is_hf_stream(dataset: Any) -> bool:

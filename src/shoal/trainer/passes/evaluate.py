@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from shoal.trainer.step.logged_values import LoggedValues, check_metrics
 from shoal.trainer.step.micro_batch import MicroBatch
 from shoal.trainer.step.step_vector import StepVector
 from shoal.wire.phases import iter_with_progress
+
+if TYPE_CHECKING:  # only mixtures have several sources
+    from shoal.trainer.passes.source_losses import SourceLoss
 
 NONE, MORE, STOP = 0, 1, 2
 """Messages of a rank before each of its micro-batches; the largest value of all ranks applies."""
@@ -41,6 +44,7 @@ def evaluate(
     call: str,
     *,
     stop: Callable[[], bool] | None = None,
+    by_source: dict[str, SourceLoss] | None = None,
 ) -> dict[str, float]:
     """Return means over all samples of all ranks.
 
@@ -51,6 +55,7 @@ def evaluate(
         metrics: name → function(outputs, targets) giving (sum, count) or unreduced values.
         call: as `call_model`.
         stop: called before every micro-batch; if it returns True on any rank, all ranks stop.
+        by_source: filled with the loss of each source if the batches are of a mixture.
 
     Returns:
         `loss`, one value per name, and `targets`, the denominator of the loss; {} after a stop.
@@ -61,6 +66,11 @@ def evaluate(
     check_metrics(metrics, "run.evaluate")
     measured = LoggedValues(program, metrics)
     totals = torch.zeros(2, dtype=torch.float64, device=program.world.device)
+    sources = None
+    if by_source is not None and getattr(batches, "source_names", ()):
+        from shoal.trainer.passes.source_losses import SourceLosses  # of mixtures only
+
+        sources = SourceLosses(program, loss, batches)
     most = getattr(batches, "most", 0)
     with evaluation_mode(program) as stopped:
         for batch, counted in iter_with_progress(
@@ -77,7 +87,10 @@ def evaluate(
                 if counted:
                     measured.add(result, outputs, targets)
             if counted:
-                totals += torch.stack([total.double(), count.to(totals)]) * program.speaks
+                both = torch.stack([total.double(), count.to(totals)]) * program.speaks
+                totals += both
+                if sources is not None:
+                    sources.add(outputs, targets, both)
     if stopped:
         return {}
     vector = StepVector()
@@ -92,6 +105,8 @@ def evaluate(
     for guard in guards.at("agree", 0):
         guard.agree(0, numbers)
     loss_sum, targets = numbers.sums("loss_and_count")
+    if sources is not None and by_source is not None:
+        by_source |= sources.all_reduce()
     values = measured.values([], program.world.size > 1 or measured.has_new_names)
     return {"loss": loss_sum / targets if targets else math.nan, **values, "targets": targets}
 

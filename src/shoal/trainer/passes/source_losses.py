@@ -1,0 +1,103 @@
+"""Loss by source of a mixture, in a validation.
+
+The held-out samples of a mixture lie source by source, so most micro-batches are of one source and
+cost nothing more. In a micro-batch of several, the loss is computed again on the samples of each
+source but the last, which gets the rest: sums over sources equal the sums of the whole. Order of
+samples, micro-batches and the loss of the whole stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.program import Program
+from shoal.trainer._torch import pytree
+from shoal.trainer.step.call_contract import Loss, sum_and_count
+from shoal.trainer.step.optimizer_step import as_count
+
+SourceLoss = dict[str, float | None]
+"""{"loss": mean over the targets of a source, None without any, "targets": their number}."""
+
+
+class MixtureBatches(Protocol):
+    """Micro-batches of a mixture, which know the sources of the last one."""
+
+    source_names: tuple[str, ...]
+
+    def sources(self) -> list[str]:
+        """Return the source of each sample of the micro-batch that was yielded last."""
+
+
+class SourceLosses:
+    """Sums of loss and targets by source on this rank, until they are summed over ranks."""
+
+    def __init__(self, program: Program, loss: Loss, batches: Any) -> None:
+        self.program, self.loss = program, loss
+        self.batches: MixtureBatches = batches
+        self.names = self.batches.source_names
+        device = program.world.device
+        self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=device)
+        self.is_complete = True
+
+    def add(self, outputs: Any, targets: Any, both: Tensor) -> None:
+        """Add a micro-batch.
+
+        Args:
+            outputs, targets: of the micro-batch.
+            both: its loss sum and count, [2] float64.
+        """
+        rows_of: dict[str, list[int]] = {}
+        for row, name in enumerate(sources := self.batches.sources()):
+            rows_of.setdefault(name, []).append(row)
+        *others, last = rows_of or [""]
+        if others and not _have_rows(targets, len(sources)):
+            self.is_complete = False  # its samples do not lie along dim 0
+            return
+        for name in others:
+            part = self._sum_rows(outputs, targets, rows_of[name], len(sources))
+            self.sums[self.names.index(name)] += part
+            both = both - part
+        if last:
+            self.sums[self.names.index(last)] += both
+
+    def all_reduce(self) -> dict[str, SourceLoss]:
+        """Return the losses over all ranks; {} if some micro-batch could not be divided."""
+        world = self.program.world
+        lacking = self.sums.new_tensor([float(not self.is_complete)])
+        told = torch.cat((self.sums.flatten(), lacking))
+        world.all_reduce(told)
+        *sums, lacking_ranks = told.tolist()
+        if lacking_ranks:
+            return {}
+        pairs = zip(self.names, sums[::2], sums[1::2], strict=True)
+        return {
+            name: {"loss": s / n if n else None, "targets": as_count(n)} for name, s, n in pairs
+        }
+
+    def _sum_rows(self, outputs: Any, targets: Any, rows: list[int], count: int) -> Tensor:
+        """Return loss sum and count of some samples of a micro-batch of `count`."""
+        own = [_select_rows(tree, rows, count) for tree in (outputs, targets)]
+        with self.program.autocast():
+            total, targets_count = sum_and_count(self.loss(*own), own[1])
+        both = torch.stack([total.double(), targets_count.to(self.sums)])
+        return both * self.program.speaks
+
+
+def _have_rows(tree: Any, count: int) -> bool:
+    """Return whether all tensors of a tree have one row for each of `count` samples."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(t.dim() > 0 and len(t) == count for t in tensors)
+
+
+def _select_rows(tree: Any, rows: list[int], count: int) -> Any:
+    """Return a tree whose tensors with a row for each sample have the given rows alone."""
+
+    def select(leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count):
+            return leaf
+        return leaf.index_select(0, torch.tensor(rows, device=leaf.device))
+
+    return pytree.tree_map(select, tree)
