@@ -77,9 +77,17 @@ def island_folders(folder: Path) -> list[Path]:
 
 
 def launch_islands(
-    loaded: LoadedConfig, plan: Plan, folder: Path, environ: Mapping[str, str], events: EventLog
+    loaded: LoadedConfig,
+    plan: Plan,
+    folder: Path,
+    environ: Mapping[str, str],
+    events: EventLog,
+    most_opening_lines: int | None = None,
 ) -> list[RunOutcome]:
     """Run all islands to the end, or until one fails for good; return the outcome of each.
+
+    Args:
+        most_opening_lines: notices that are shown before the first step; None: all.
 
     Raises:
         ClusterError: an island cannot be started at all.
@@ -88,7 +96,8 @@ def launch_islands(
     count, restarts = config.islands.count, config.launch.restarts
     if not read_token(environ):  # every user of this machine can connect to their port
         environ = {**environ, TOKEN: new_token()}
-    view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
+    first = island_folder(folder, 0)
+    view = LiveView(first, stream=sys.stdout, colour=True, most_opening_lines=most_opening_lines)
     for old, new in _rename_surplus_islands(folder, count):
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:

@@ -64,7 +64,7 @@ from shoal.planning.layout_guide import check_cores
 from shoal.planning.pipeline_bubble import describe_bubble
 from shoal.planning.recorded_plan import restore_choice
 from shoal.planning.settle import settle_batch, settle_layout
-from shoal.view.live import LiveView
+from shoal.view.live import OPENING_LINES, LiveView
 from shoal.view.summary import summarise_run
 
 
@@ -357,8 +357,13 @@ def _check_resumable(folder: Path) -> None:
         )
 
 
-def launch_run(prepared: PreparedRun, environ: dict[str, str]) -> int:
-    """Supervise the workers to the end; return the exit code."""
+def launch_run(prepared: PreparedRun, environ: dict[str, str], *, verbose: bool = False) -> int:
+    """Supervise the workers to the end; return the exit code.
+
+    Args:
+        verbose: show all lines before the first step.
+    """
+    most = None if verbose else OPENING_LINES - 1
     folder, config = prepared.folder, prepared.loaded.config
     folder.mkdir(parents=True, exist_ok=True)
     with RunLease(folder, config.run.name):
@@ -372,7 +377,7 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str]) -> int:
         write_job_name(folder, environ)
         environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not prepared.force else ""
         if _has_island_folders(config.islands, folder):
-            outcomes = launch_islands(prepared.loaded, prepared.plan, folder, environ, events)
+            outcomes = launch_islands(prepared.loaded, prepared.plan, folder, environ, events, most)
             code, how, lines = islands_exit_status(folder, outcomes)
             if code == ConfigError.exit_code:
                 _restore_files(before)
@@ -380,7 +385,7 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str]) -> int:
             typer.echo(summarise_run(island_folder(folder, 0)))
             typer.echo(next_lines(folder, code, how, SessionEnding.of(folder).saved))
             return code
-        view = LiveView(folder, stream=sys.stdout, colour=True)
+        view = LiveView(folder, stream=sys.stdout, colour=True, most_opening_lines=most)
         environ.update(worker_environment(environ))
         try:
             outcome = supervise(

@@ -40,20 +40,28 @@ def is_launched() -> bool:
 
 
 def train_as_worker(
-    arguments: list[str], resume: Path | None, *, force: bool = False, trust: bool = False
+    arguments: list[str],
+    resume: Path | None,
+    *,
+    force: bool = False,
+    trust: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Train as one of the launcher's processes; return the exit code.
 
     Args:
         force: resume although differences change the result, as a restart of the same job always
             does.
+        verbose: show all lines before the first step.
     """
     from shoal.launch import run_worker
 
-    return run_worker(lambda: _train_worker(arguments, resume, force, trust))
+    return run_worker(lambda: _train_worker(arguments, resume, force, trust, verbose))
 
 
-def _train_worker(arguments: list[str], resume: Path | None, force: bool, trust: bool) -> int:
+def _train_worker(
+    arguments: list[str], resume: Path | None, force: bool, trust: bool, verbose: bool
+) -> int:
     from shoal.cli.ending import UNSAVED_STATUS, SessionEnding
     from shoal.fabric import start_world
     from shoal.launch import RunOutcome
@@ -90,7 +98,7 @@ def _train_worker(arguments: list[str], resume: Path | None, force: bool, trust:
     log.emit("worker_started", pid=os.getpid(), attempt=attempt)
     stop = None
     if world.is_first:
-        stop = _start_live_view(folder)
+        stop = _start_live_view(folder, verbose)
         write_phases_to_folder(folder)
     try:
         code = train(folder, prove_run, world=world)
@@ -221,11 +229,12 @@ def continue_single_task_job(
     return continue_job(arguments, resume, environ, attempt)
 
 
-def _start_live_view(folder: Path) -> Any:
+def _start_live_view(folder: Path, verbose: bool) -> Any:
     """Draw the run from its folder in a thread; return the function that ends the thread."""
-    from shoal.view.live import LiveView
+    from shoal.view.live import OPENING_LINES, LiveView
 
-    view = LiveView(folder, stream=sys.stdout, colour=True)
+    most = None if verbose else OPENING_LINES
+    view = LiveView(folder, stream=sys.stdout, colour=True, most_opening_lines=most)
     ended = threading.Event()
 
     def tick() -> None:

@@ -33,6 +33,9 @@ FORCE = typer.Option(
     "--force",
     help="With --resume: go on with settings, code or data that change the result.",
 )
+VERBOSE = typer.Option(
+    False, "-v", "--verbose", help="Print all lines before the first step, not five at most."
+)
 DRY_RUN = typer.Option(
     False, "--dry-run", help="Check everything, say what is foreseen, and start nothing."
 )
@@ -44,6 +47,7 @@ def train(
     force: bool = FORCE,
     dry_run: bool = DRY_RUN,
     trust: bool = TRUST,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Train a model. Without arguments: a small Llama on the Python standard library's source text.
 
@@ -59,23 +63,30 @@ def train(
 
     if torchrun.is_launched():
         raise typer.Exit(
-            torchrun.train_as_worker(arguments or [], resume, force=force, trust=trust)
+            torchrun.train_as_worker(
+                arguments or [], resume, force=force, trust=trust, verbose=verbose
+            )
         )
     if force and resume is None:
         raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
     words, folder = torchrun.continue_single_task_job(arguments or [], resume, os.environ)
     force = force or folder != resume  # a restart of the same job resumes despite any difference
-    typer.echo(f"shoal {__version__}: {'resuming ' + str(folder) if folder else 'preparing a run'}")
+    typer.echo(f"shoal {__version__}: {f'resuming {folder}' if folder else 'preparing a run'}", nl=False)
     sys.stdout.flush()
+    where = ""
     try:
         prepared = start.prepare_run(words, folder, force=force, trust=trust)
+        where = "" if folder else f" in {prepared.folder}"
+        where += f"; to watch it: shoal watch {prepared.folder}"
     except KeyboardInterrupt:
         sys.stderr.write("shoal: stopped by Ctrl-C before the run began\n")
         raise typer.Exit(1) from None
+    finally:
+        typer.echo("" if dry_run else where)
     if dry_run:
         print_forecast(prepared)
         raise typer.Exit(0)
-    raise typer.Exit(start.launch_run(prepared, dict(os.environ)))
+    raise typer.Exit(start.launch_run(prepared, dict(os.environ), verbose=verbose))
 
 
 def print_forecast(prepared: PreparedRun) -> None:

@@ -128,8 +128,9 @@ def _prepare(
     with phase("set up"):
         given = not is_derived(folder / "run.toml", MICRO_BATCH)
         run = open_run(config, source, world, plan, said, folder=folder, is_cut_by_user=given)
-    for line in filter(None, (sized, proven) if world.writes_files else ()):
-        run.recorder.events.emit("notice", text=line)
+    for line, importance in ((sized, 5), (proven, 4)) if world.writes_files else ():
+        if line:
+            run.recorder.events.emit("notice", text=line, opening=importance)
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.add_callback(hook(folder) if isinstance(hook, type) else hook)

@@ -12,6 +12,7 @@ import math
 import os
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,10 +31,15 @@ from shoal.view.run_folder_reader import RunFolder, last_session_events
 
 Record = dict[str, Any]
 PIPE_EVERY_S = 2.0
+OPENING_PHASE_S = 30.0
+"""Seconds of a phase before the first step after which a pipe gets a line about it."""
 PIPE_SHARE = 1 / 25
 """Share of the run's time so far: after a day, a line every two seconds would be too many."""
 PIPE_AT_MOST_S = 60.0
 DRAW_EVERY_S = 0.25
+OPENING_LINES = 5
+"""Lines of `shoal train` before its first step line, of which the command itself prints one."""
+ENDS_OPENING = ("compute_started", "worker_died", "restarting", "hang", "run_finished")
 STYLES = {
     "worker_died": "red",
     "checkpoint_damaged": "red",
@@ -51,6 +57,56 @@ STYLES = {
 """Emphasis only: the text carries the same information without colour."""
 
 
+class OpeningLines:
+    """Choice of the notices that are shown before a run's first step.
+
+    A notice with `opening`, its importance (1: the most), waits until the model starts to compute;
+    then the most important ones fill the room that other lines left. Lines without it, as a
+    warning, are always shown, at once.
+
+    Args:
+        most: lines before the first step; None: all, and whole instead of `short`.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self.most, self.shown = most, 0
+        self.waiting: list[Record] | None = []
+
+    def select(self, events: Sequence[Record]) -> list[Record]:
+        """Return the events to show now, in the order of time."""
+        if self.most is None:
+            return list(events)
+        found: list[Record] = []
+        for event in events:
+            if event.get("event") == "notice" and is_number(event.get("opening")):
+                if self.waiting is None:
+                    found += self._fill([event])
+                else:
+                    self.waiting.append(event)
+                continue
+            if event.get("event") in ENDS_OPENING:
+                found += self.flush()
+            found.append(event)
+            text = event_text(event)
+            self.shown += 0 if text is None else 1 + text.count("\n")
+        return found
+
+    def flush(self) -> list[Record]:
+        """Return the waiting notices that still have room."""
+        waiting, self.waiting = self.waiting, None
+        return self._fill(waiting or [])
+
+    def _fill(self, notices: list[Record]) -> list[Record]:
+        room = max(0, (self.most or 0) - self.shown)
+        chosen = sorted(notices, key=lambda event: float(event["opening"]))[:room]
+        self.shown += len(chosen)
+        return [
+            {**event, "text": event.get("short") or event.get("text")}
+            for event in notices
+            if event in chosen
+        ]
+
+
 class LiveView:
     """Live display of the run in `folder` on `stream`; call `tick()` often and `finish()` once.
 
@@ -63,11 +119,19 @@ class LiveView:
         total_steps: length of the run; None: `steps` of plan.json, if present.
         stream: where to write; in place only if it is a terminal.
         colour: False: no colours even on a terminal; never through a pipe, nor if NO_COLOR is set.
+        most_opening_lines: notices before the first step; None: all of them.
     """
 
     def __init__(
-        self, folder: Path, *, total_steps: int | None = None, stream: TextIO, colour: bool = True
+        self,
+        folder: Path,
+        *,
+        total_steps: int | None = None,
+        stream: TextIO,
+        colour: bool = True,
+        most_opening_lines: int | None = None,
     ) -> None:
+        self.opening = OpeningLines(most_opening_lines)
         self.folder = RunFolder(folder)
         self.untold = last_session_events(self.folder.events.read()[0])
         self.folder.metrics.skip()
@@ -117,7 +181,7 @@ class LiveView:
         self._add_steps(*self.folder.metrics.read())
         if self.progress.fraction == 1 and not self._is_drawn():
             self._draw_last()
-        for event in events:
+        for event in self.opening.select(events):
             self._write_event(event)
         if self.on_terminal:
             self._draw_in_place()
@@ -126,6 +190,8 @@ class LiveView:
 
     def _finish(self) -> None:
         self._tick()
+        for event in self.opening.flush():
+            self._write_event(event)
         if self.live is not None:
             self.live.stop()
             self.live = None
@@ -206,12 +272,20 @@ class LiveView:
     def _draw_line(self) -> None:
         now_s = time.monotonic()
         if self._is_drawn() or (self.drawn_step and now_s - self.drawn_s < self._pause_s(now_s)):
-            if line := self.silence.line(self._current_phases()):
+            doing = self._current_phases()
+            if self._is_quiet(doing.seconds):
+                return
+            if line := self.silence.line(doing):
                 self.stream.write(f"{line}\n")
                 self.stream.flush()
             return
         self._draw_last()
         self.drawn_s = now_s
+
+    def _is_quiet(self, seconds: float) -> bool:
+        """Return whether a phase before the first step is too short for a line of its own."""
+        early = self.opening.most is not None and self.progress.last is None
+        return early and seconds < OPENING_PHASE_S
 
     def _pause_s(self, now_s: float) -> float:
         """Return the seconds between lines through a pipe."""

@@ -10,8 +10,11 @@ from collections import deque
 
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.units import bytes_text, count_text, seconds_text
+from shoal.view.watch.letter_curves import draw_sparkline
 
 WINDOW_STEPS = 20
+CURVE_WIDTH, CURVE_STEPS = 8, 512
+"""Columns of the loss curve in the step line, and the values that it is drawn from at most."""
 LEAST_SHARE = 0.005
 """Share of the matrix rate below which a model is too small for the figure to mean anything."""
 
@@ -21,6 +24,7 @@ class RunProgress:
 
     Attributes:
         plan: plan.json, once it exists.
+        losses: of all steps that were added, averaged in pairs where they are many.
     """
 
     def __init__(self, total_steps: int | None) -> None:
@@ -28,12 +32,18 @@ class RunProgress:
         self.plan: Record = {}
         self.recent: deque[Record] = deque(maxlen=WINDOW_STEPS)
         self.validations: list[float] = []
+        self.losses: list[float] = []
 
     def add(self, records: list[Record], cut_back: bool) -> None:
         """Add new steps; after a cut, drop the steps that were rolled back."""
         if cut_back:
             self.recent.clear()
+            self.losses.clear()
         self.recent.extend(record for record in records if "step" in record)
+        self.losses += [record["loss"] for record in records if is_number(record.get("loss"))]
+        while len(self.losses) > CURVE_STEPS:
+            pairs = zip(self.losses[::2], self.losses[1::2], strict=False)
+            self.losses = [(one + other) / 2 for one, other in pairs]
 
     def add_validation(self, loss: object) -> None:
         """Add the loss of a validation."""
@@ -113,7 +123,7 @@ class RunProgress:
         rate = self.rate()
         words = [
             ("step", "step {}"),
-            ("loss", "loss {}"),
+            ("loss", f"loss {{}}{self._curve()}"),
             ("validation", self.validation_form()),
             ("grad_norm", "grad {}"),
             (f"{unit}_per_s", f"{count_text(rate or 0)} {unit}/s"),
@@ -124,6 +134,11 @@ class RunProgress:
             ("lr", "lr {}"),
         ]
         return fit_words([form.format(found[name]) for name, form in words if name in found], width)
+
+    def _curve(self) -> str:
+        """Return the losses as a small curve with a blank before it; "" of too few steps."""
+        curve = draw_sparkline(self.losses, CURVE_WIDTH)
+        return f" {curve}" if len(curve) == CURVE_WIDTH else ""
 
     def validation_form(self) -> str:
         """Return the format of the newest validation, with the best one if that is older."""

@@ -29,13 +29,17 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[CommandLine, str]:
 
 
 def test_it_says_what_was_chosen_and_how_it_ended(first: tuple[CommandLine, str]) -> None:
-    _, output = first
+    command, output = first
     assert output.startswith("shoal ")
+    opening = output[: output.index("step=1/30 ")].splitlines()
+    assert len([line for line in opening if not line.startswith("phase=")]) <= 5, opening
+    assert "; to watch it: shoal watch runs/run" in opening[0]
     assert "data: Python standard library: " in output
     assert "files held out" in output
-    assert re.search(r"auto: \w+ on 2 processes: [\d.]+ m?s per step foreseen; also pos", output)
-    assert "one process may be as fast" in output
-    assert "also possible: " in output
+    assert re.search(r"auto: \w+ on 2 processes: [\d.]+ m?s per step foreseen\n", output)
+    whole = " ".join(event["text"] for event in command.events("notice"))
+    assert "one process may be as fast" in whole
+    assert "also possible: " in whole
     assert "16 samples per step" in output
     assert "loss=" in output
     assert "tokens_per_s=" in output
@@ -43,7 +47,7 @@ def test_it_says_what_was_chosen_and_how_it_ended(first: tuple[CommandLine, str]
     assert "left=" in output
     assert "unigram entropy" in output
     bounded = r"validation at the end: 72 of \d+ held-out samples, \d+ at a time"
-    assert re.search(bounded, output), "0.15 of what 30 steps of 16 read"
+    assert re.search(bounded, whole), "0.15 of what 30 steps of 16 read"
     assert "a sample of what it writes" in output
     assert "run folder: runs/run" in output
     assert "next: shoal checkpoint export runs/run" in output

@@ -53,15 +53,18 @@ def write_opening(
     formats = _collect_formats(run)
     emit = run.recorder.events.emit
     if run.step_count == 0:
-        emit("notice", text=f"data: {source.description}")
-        emit("notice", text=plan.why)
+        short = plan.why.partition("; ")[0]
+        emit("notice", text=f"data: {source.description}", opening=2)
+        emit("notice", text=plan.why, short=short, opening=3)
         emit(
             "notice",
+            opening=1,
             text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
             f"{plan.arithmetic()}; {total_steps} steps",
         )
         emit(
             "notice",
+            opening=9,
             text=f"formats: products {run.plan.compute}, weights read as {formats['read']} and "
             f"stepped as {formats['stepped']}, gradients summed in {formats['summed']}",
         )

@@ -99,7 +99,7 @@ def train_with_servers(
     if source.tokenizer is not None and run.world.writes_files:
         write_hub_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     if proven and run.world.writes_files:
-        run.recorder.events.emit("notice", text=proven)
+        run.recorder.events.emit("notice", text=proven, opening=4)
     inbox: queue.Queue[Arrival] = queue.Queue()
     told, hearing = gradient_messages.make_arrival_handler(pairs, servers, inbox)
     lines = {

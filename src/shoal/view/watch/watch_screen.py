@@ -16,7 +16,7 @@ from shoal.base.text.event_sentences import number_text
 from shoal.base.text.units import count_text, seconds_text
 from shoal.view.watch.letter_curves import draw_curve
 from shoal.view.watch.rank_table import draw_ranks
-from shoal.view.watch.styled_lines import Line, Span, cut_line, fit_spans, pad_text
+from shoal.view.watch.styled_lines import Line, Span, cut_line, cut_text, fit_spans, pad_text
 from shoal.view.watch.watch_state import EventLine, IslandState, WatchedRun
 
 VIEWS = ("all", "curves", "ranks", "events")
@@ -86,7 +86,7 @@ def render_screen(
         middle = [*_middle_lines(run, width, max(0, room), options), *figures]
     room = max(0, height - len(top) - len(bottom))
     lines = [*top, *middle[:room], *([()] * (room - len(middle))), *bottom]
-    return lines[: max(1, height)] if height > len(top) else lines[:height]
+    return [cut_line(line, width) for line in lines[:height]]
 
 
 def render_snapshot(
@@ -139,6 +139,10 @@ def _top_lines(run: WatchedRun, width: int, now_s: float) -> list[Line]:
         )
     elif row.last_sign_s and silent_s < -SIGN_S:
         third.append((f"its clock is {seconds_text(-silent_s)} ahead", "dim"))
+    elif row.started_s and not third:
+        clock = time.strftime("%m-%d %H:%M", time.localtime(row.started_s))
+        ago = seconds_text(max(0.0, now_s - row.started_s))
+        third.append((f"started {clock}, {ago} ago", "dim"))
     lines.append(fit_spans(third, width))
     return lines
 
@@ -187,9 +191,9 @@ def _middle_lines(run: WatchedRun, width: int, room: int, options: ScreenOptions
         ranks = draw_ranks(run.ranks, width, room - len(islands), first=options.first)
         return [*islands, *(ranks or _no_ranks(run))]
     if options.view == "events":
-        return _event_lines(run.events, width, room, options.first)
+        return _event_lines(run.events, width, room, options.first, room)
     islands = islands[: max(0, room // 4)]
-    events = min(max(2, room // 4), 12, max(1, len(run.events)))
+    events = len(_event_lines(run.events, width, min(12, max(3, room // 4))))
     rank_rows = len(run.ranks) + 1 if run.ranks else 1
     ranks_h = max(0, min(rank_rows, (room - len(islands)) * 2 // 5))
     curve_h = room - len(islands) - events - ranks_h
@@ -263,32 +267,40 @@ def _island_lines(islands: Sequence[IslandState], width: int) -> list[Line]:
     return lines
 
 
-def _event_lines(events: Sequence[EventLine], width: int, room: int, first: int = 0) -> list[Line]:
-    """Return the newest events, wrapped, oldest of them first; `first` of them scrolled away."""
+def _event_lines(
+    events: Sequence[EventLine], width: int, room: int, first: int = 0, most: int = 3
+) -> list[Line]:
+    """Return the newest events, wrapped, oldest of them first.
+
+    Args:
+        room: lines for all events.
+        first: newest events that were scrolled away.
+        most: lines of one event.
+    """
     if room <= 0:
         return []
     found: list[Line] = []
     shown = events[: len(events) - first] if first else events
     for event in reversed(shown):
         clock = time.strftime("%H:%M:%S ", time.localtime(event.time_s)) if event.time_s else ""
-        lines = _wrap_event(event, clock, width)
+        lines = _wrap_event(event, clock, width, min(most, room))
         if found and len(found) + len(lines) > room:
             break
         found = lines + found
     return found[:room]
 
 
-MOST_LINES = 6
-
-
-def _wrap_event(event: EventLine, clock: str, width: int) -> list[Line]:
-    pieces = textwrap.wrap(
-        event.text[: MOST_LINES * width], max(10, width - len(clock)), break_on_hyphens=False
-    ) or [""]
-    pieces = pieces[:MOST_LINES]
+def _wrap_event(event: EventLine, clock: str, width: int, most: int) -> list[Line]:
+    """Return an event in at most `most` lines; a cut one ends with an ellipsis."""
+    columns = max(10, width - len(clock))
+    text = event.text[: most * columns]
+    pieces = textwrap.wrap(text, columns, break_on_hyphens=False) or [""]
+    if len(pieces) > most or text != event.text:
+        pieces = pieces[:most]
+        pieces[-1] = cut_text(f"{pieces[-1]}{' ' * columns}", columns)
     blank = " " * len(clock)
     return [
-        cut_line([(clock if not k else blank, "dim"), (piece, event.style)], width)
+        cut_line([(blank if k else clock, "dim"), (piece, event.style)], width)
         for k, piece in enumerate(pieces)
     ]
 
