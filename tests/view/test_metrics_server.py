@@ -23,12 +23,12 @@ from hostile_requests import check, draw, send
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from shoal.base.runlog.log_tails import EventCounts
 from shoal.base.runlog.rank_records import RankStep, encode_header
 from shoal.cli import serve
 from shoal.cli.main import app
 from shoal.view.metrics_server import http_server, run_metrics
 from shoal.view.metrics_server.http_server import MetricsServer, PageCache
-from shoal.view.metrics_server.log_tails import EventCounts
 from shoal.view.metrics_server.run_metrics import STATES, RunMetrics
 
 LONGEST = 200 + len("~") + 12

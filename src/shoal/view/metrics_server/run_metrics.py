@@ -21,14 +21,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record, is_number
-from shoal.view.metrics_server.exposition import MetricFamily, SamplePage, label_value
-from shoal.view.metrics_server.log_tails import (
+from shoal.base.runlog.log_tails import (
     EventCounts,
     find_worst_rank,
     read_devices,
     read_rank_medians,
     read_steps,
 )
+from shoal.view.metrics_server.exposition import MetricFamily, SamplePage, label_value
 from shoal.view.run_table import RunRow, list_runs
 
 MOST_RUNS = 200

@@ -1,7 +1,7 @@
 """Newest parts of a run's logs, each read with a limit of bytes: events, ranks, devices.
 
 A run folder may be damaged, huge or hostile: a log that is no regular file counts as absent, a line
-that is no record is left out, and no read is longer than its limit.
+that is no record is left out, and no read is longer than its limit. Readers: `shoal serve`, sinks.
 
     EventCounts          counts by kind of event; each call reads only what the log has gained
     read_steps           rows of the newest steps
@@ -43,11 +43,11 @@ from shoal.base.runlog.rank_records import (
 CALL_BYTES = 1 << 24
 """Bytes of events that one call of `EventCounts.update` reads."""
 RANK_BYTES = 1 << 20
-"""Bytes of rank records that a page reads of a run, over all its nodes."""
+"""Bytes of rank records that are read of a run, over all its nodes."""
 LEAST_ROWS = 64
 MOST_NODES = 1024
 STEP_BYTES, DEVICE_BYTES = 1 << 20, 1 << 18
-"""Bytes at the end of metrics.jsonl and devices.jsonl that a page reads."""
+"""Bytes at the end of metrics.jsonl and devices.jsonl that are read."""
 WINDOW_STEPS = 20
 """Newest steps of which waits are medians."""
 DEVICE_AGE_S = 60.0
@@ -143,15 +143,20 @@ class RankMedians:
     peak_memory_bytes: int
 
 
-def read_rank_medians(folder: Path) -> list[RankMedians]:
-    """Return the medians of each rank over the run's newest steps, by rank; [] without records."""
+def read_rank_medians(folder: Path, most_bytes: int = RANK_BYTES) -> list[RankMedians]:
+    """Return the medians of each rank over the run's newest steps, by rank; [] without records.
+
+    Args:
+        folder: the run's folder.
+        most_bytes: to read of all nodes' files, and at least 64 rows of each.
+    """
     try:
         files = sorted((folder / FOLDER).glob("node-*.bin"))[:MOST_NODES]
     except OSError:
         return []
     rows: list[RankStep] = []
     for path in files:
-        rows += _read_rank_tail(path, max(RANK_BYTES // len(files), LEAST_ROWS * ROW.size))
+        rows += _read_rank_tail(path, max(most_bytes // len(files), LEAST_ROWS * ROW.size))
     rows = [row for row in rows if all(0 <= part < math.inf for part in row.seconds)]
     newest = max((row.step for row in rows), default=0)
     by_rank: dict[int, list[RankStep]] = {}
