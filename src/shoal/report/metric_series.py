@@ -203,9 +203,8 @@ def _make_decoder() -> Callable[[bytes], Decoded]:
             return _decode_lines(block)
         columns = _own_columns(metrics)
         for name, values in zip(NUMBERS, numbers, strict=True):
-            if None in values:
-                values = [math.nan if value is None else value for value in values]
-            columns[name] = values
+            missing = None in values
+            columns[name] = [math.nan if v is None else v for v in values] if missing else values
         return steps, columns, 0
 
     return decode

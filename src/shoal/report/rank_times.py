@@ -9,7 +9,7 @@ of which a matrix of waits (41 MB) is held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,78 +84,132 @@ class RankTimes:
 def read_rank_times(folder: Path) -> RankTimes | None:
     """Return a run's times by rank; None if no watchdog recorded any."""
     files = sorted((folder / FOLDER).glob("node-*.bin"))
-    if not files:
-        return None
-    import numpy as np
-
-    steps, ranks = _find_steps_and_ranks(files)
+    blocks, steps, ranks = _find_blocks(files)
     if not len(steps):
         return None
     steps = steps[-max(1, MOST_CELLS // len(ranks)) :]
-    waits = np.full((len(steps), len(ranks)), np.nan, np.float32)
-    totals = np.zeros((len(PARTS), len(ranks)))
-    counts = np.zeros(len(ranks))
-    for rows in _iter_rows(files):
-        rows = rows[rows["step"] >= steps[0]]
-        if not len(rows):
-            continue
-        at, rank = _indices(rows["step"], steps), np.searchsorted(ranks, rows["rank"])
-        waits[at, rank] = rows["seconds"][:, WAITING]
-        weights = rows["steps"].astype(np.float64)
-        counts += np.bincount(rank, weights, len(ranks))
-        for part in range(len(PARTS)):
-            seconds = rows["seconds"][:, part] * weights
-            totals[part] += np.bincount(rank, seconds, len(ranks))
-    whole = ~np.isnan(waits).any(axis=1)
-    steps, waits = steps[whole], (waits if whole.all() else waits[whole])
+    sums = _sum_blocks(blocks, steps, ranks)
+    if not _is_sound(sums):
+        sums = _sum_blocks(blocks, steps, ranks, strict=True)
+    whole = (sums.waits == sums.waits).all(axis=1)
+    steps, waits = steps[whole], (sums.waits if whole.all() else sums.waits[whole])
     if not len(steps):
         return None
-    late, moments = _reduce_lateness(waits, steps, ranks)
-    mean_late_s, worst_s, columns, late_map = late
+    (late_s, worst_s, columns, late_map), moments = _reduce_lateness(waits, steps, ranks)
     return RankTimes(
         tuple(int(one) for one in ranks),
         int(steps[0]),
         int(steps[-1]),
         len(steps),
-        (totals / np.maximum(counts, 1)).T,
-        mean_late_s,
+        (sums.totals / sums.counts.clip(1)).T,
+        late_s,
         worst_s,
         columns,
         late_map,
-        _explain_moments(files, moments),
+        _explain_moments(blocks, moments),
     )
 
 
-def _iter_rows(files: Sequence[Path]) -> Iterator[Array]:
-    """Yield the sound rows of all files in blocks."""
+@dataclass(frozen=True)
+class _Block:
+    """Rows of a file that are read together, with their first and last step."""
+
+    file: Path
+    offset: int
+    first: int
+    last: int
+
+    def read(self) -> Array:
+        """Return the rows that name a step and a rank."""
+        import numpy as np
+
+        row = np.dtype(ROW_FIELDS)
+        try:
+            with self.file.open("rb") as stream:
+                stream.seek(self.offset)
+                block = stream.read(BLOCK_ROWS * ROW.size)
+        except OSError:
+            return np.empty(0, row)
+        rows = np.frombuffer(block, row, len(block) // ROW.size)
+        named = (rows["step"] - 1 < (1 << 53)) & (rows["rank"] < MOST_RANKS) & (rows["steps"] > 0)
+        return rows if named.all() else rows[named]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over all rows: [steps, ranks] waits, [parts, ranks] seconds, [ranks] steps."""
+
+    waits: Array
+    totals: Array
+    counts: Array
+
+
+def _find_blocks(files: Sequence[Path]) -> tuple[list[_Block], Array, Array]:
+    """Return the blocks of all files, and the numbers of all steps and ranks, ascending."""
     import numpy as np
 
+    found, seen, blocks = [np.empty(0, np.uint64)], np.zeros(MOST_RANKS, bool), []
     for file in files:
         try:
+            size = file.stat().st_size
             with file.open("rb") as stream:
-                if stream.read(HEADER.size)[: len(MAGIC)] != MAGIC:
-                    continue
-                while block := stream.read(BLOCK_ROWS * ROW.size):
-                    rows = np.frombuffer(block, np.dtype(ROW_FIELDS), len(block) // ROW.size)
-                    with np.errstate(invalid="ignore"):
-                        sound = (np.abs(rows["seconds"]) < LONGEST_S).all(axis=1)
-                    sound &= (rows["step"] > 0) & (rows["step"] < 1 << 53) & (rows["steps"] > 0)
-                    sound &= rows["rank"] < MOST_RANKS
-                    yield rows if sound.all() else rows[sound]
+                size *= stream.read(len(MAGIC)) == MAGIC
         except OSError:
             continue
+        for offset in range(HEADER.size, size, BLOCK_ROWS * ROW.size):
+            rows = _Block(file, offset, 0, 0).read()
+            if len(rows):
+                seen[rows["rank"]] = True
+                found.append(np.unique(rows["step"][_changes(rows["step"])]))
+                blocks.append(_Block(file, offset, int(found[-1][0]), int(found[-1][-1])))
+    return blocks, np.unique(np.concatenate(found)), np.flatnonzero(seen)
 
 
-def _find_steps_and_ranks(files: Sequence[Path]) -> tuple[Array, Array]:
-    """Return the numbers of all steps and ranks, ascending."""
+def _sum_blocks(
+    blocks: Sequence[_Block], steps: Array, ranks: Array, *, strict: bool = False
+) -> _Sums:
+    """Return the sums of all rows of `steps`.
+
+    Args:
+        strict: leave out rows with seconds that are no time; slower.
+    """
     import numpy as np
 
-    found, seen = [np.empty(0, np.uint64)], np.zeros(MOST_RANKS, bool)
-    for rows in _iter_rows(files):
-        seen[rows["rank"]] = True
-        steps = rows["step"]
-        found.append(np.unique(steps[_changes(steps)]))
-    return np.unique(np.concatenate(found)), np.flatnonzero(seen)
+    waits = np.full((len(steps), len(ranks)), np.nan, np.float32)
+    totals, counts = np.zeros((len(PARTS), len(ranks))), np.zeros(len(ranks))
+    for block in blocks:
+        if block.last < steps[0]:
+            continue
+        rows = block.read()
+        rows = rows[rows["step"] >= steps[0]] if block.first < steps[0] else rows
+        if strict:
+            with np.errstate(invalid="ignore"):
+                rows = rows[(np.abs(rows["seconds"]) < LONGEST_S).all(axis=1)]
+        rank, regular = np.searchsorted(ranks, rows["rank"]), 0
+        if (rows["steps"] == 1).all():
+            regular = len(rows) // len(ranks) * len(ranks)
+            order = rank[:regular].reshape(-1, len(ranks))
+            regular *= bool((order == np.arange(len(ranks))).all())
+        at = _indices(rows["step"], steps)
+        waits[at, rank] = rows["seconds"][:, WAITING]
+        if regular:  # rank after rank, step after step: no rank has to be looked up
+            table = rows["seconds"][:regular].reshape(-1, len(ranks), len(PARTS))
+            totals += table.sum(axis=0, dtype=np.float64).T
+            counts += len(table)
+        rest, rank = rows[regular:], rank[regular:]
+        weights = rest["steps"].astype(np.float64)
+        counts += np.bincount(rank, weights, len(ranks))
+        for part in range(len(PARTS) if len(rest) else 0):
+            totals[part] += np.bincount(rank, rest["seconds"][:, part] * weights, len(ranks))
+    return _Sums(waits, totals, counts)
+
+
+def _is_sound(sums: _Sums) -> bool:
+    """Return whether no row had seconds that are no time, as far as sums show it."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        return bool((np.abs(sums.totals) <= LONGEST_S * sums.counts).all())
 
 
 def _changes(values: Array) -> Array:
@@ -230,20 +284,20 @@ def _reduce_lateness(
 
 
 def _explain_moments(
-    files: Sequence[Path], moments: Sequence[LateMoment]
+    blocks: Sequence[_Block], moments: Sequence[LateMoment]
 ) -> tuple[LateMoment, ...]:
     """Return moments with the part of the step in which the rank was late."""
     import numpy as np
 
-    wanted = np.array(sorted({one.step for one in moments}), np.uint64)
-    if not len(wanted):
-        return ()
-    found: dict[int, dict[int, Array]] = {}
-    for rows in _iter_rows(files):
-        if not len(rows) or rows["step"].max() < wanted[0] or rows["step"].min() > wanted[-1]:
+    wanted = sorted({one.step for one in moments})
+    found: dict[int, dict[int, Array]] = {step: {} for step in wanted}
+    for block in blocks:
+        here = [step for step in wanted if block.first <= step <= block.last]
+        if not here:
             continue
-        for row in rows[np.isin(rows["step"], wanted)]:
-            found.setdefault(int(row["step"]), {})[int(row["rank"])] = np.abs(row["seconds"])
+        rows = block.read()
+        for row in rows[np.isin(rows["step"], here)]:
+            found[int(row["step"])][int(row["rank"])] = np.abs(row["seconds"])
     explained = []
     for one in moments:
         by_rank = found[one.step]
@@ -252,9 +306,6 @@ def _explain_moments(
         excess = own - usual
         excess[WAITING] = -1.0
         part = int(excess.argmax())
-        explained.append(
-            LateMoment(
-                one.step, one.rank, one.late_s, PARTS[part], float(own[part]), float(usual[part])
-            )
-        )
+        seconds = float(own[part]), float(usual[part])
+        explained.append(LateMoment(one.step, one.rank, one.late_s, PARTS[part], *seconds))
     return tuple(explained)

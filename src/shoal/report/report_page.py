@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +18,23 @@ from importlib import resources
 from pathlib import Path
 
 from shoal import __version__
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, ShoalError
 from shoal.base.runlog.atomic_files import write_atomically
+from shoal.base.text.event_sentences import DAMAGED
 from shoal.report.markup import Markup, clean_text, json_script, tag
 from shoal.report.run_contents import RunContents, read_run
 from shoal.report.sections.curves import curve_data, curves_section, spikes_section
+from shoal.report.sections.expert_tokens import experts_section
 from shoal.report.sections.history import history_section, provenance_section
+from shoal.report.sections.measured_costs import (
+    devices_section,
+    forecast_section,
+    traffic_section,
+)
 from shoal.report.sections.overview import overview_section
+from shoal.report.sections.pipeline_timeline import pipeline_section
+from shoal.report.sections.rank_heat import ranks_section
+from shoal.report.sections.rank_layout import layout_section
 
 REPORT_FILE = "report.html"
 LEAST_STEPS = 20
@@ -34,6 +43,13 @@ SECTIONS: tuple[Callable[[RunContents], Markup], ...] = (
     overview_section,
     curves_section,
     spikes_section,
+    ranks_section,
+    traffic_section,
+    forecast_section,
+    layout_section,
+    pipeline_section,
+    experts_section,
+    devices_section,
     history_section,
     provenance_section,
 )
@@ -75,8 +91,18 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 def make_page(run: RunContents) -> str:
     """Return the page of one run."""
-    sections = [section for make in SECTIONS if (section := make(run))]
+    sections = [section for make in SECTIONS if (section := _make_section(make, run))]
     return assemble_page(f"{clean_text(run.label)} – Shoal report", sections, curve_data([run]))
+
+
+def _make_section(make: Callable[[RunContents], Markup], run: RunContents) -> Markup:
+    """Return a section; of damaged records a line that says so, and the others stay."""
+    try:
+        return make(run)
+    except (*DAMAGED, ArithmeticError, RecursionError, ShoalError):
+        name = make.__name__.removesuffix("_section").replace("_", " ")
+        text = f"The section “{name}” is left out: its records in {run.folder} are damaged."
+        return tag("section", tag("p", text, class_="note"))
 
 
 def assemble_page(title: str, sections: Sequence[Markup], data: object) -> str:
@@ -118,8 +144,3 @@ def _asset(name: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
-
-
-def is_writable(folder: Path) -> bool:
-    """Return whether a report can be written into a folder."""
-    return os.access(folder, os.W_OK)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shoal.base.runlog.damaged_lines import (
     read_object,
 )
 from shoal.report.metric_series import StepMetrics, iter_blocks, read_step_metrics
+from shoal.report.rank_times import RankTimes, read_rank_times
 
 MOST_EVENTS = 2_000
 """Events of one name that are kept: the newest."""
@@ -65,6 +67,11 @@ class RunContents:
     event_counts: dict[str, int] = field(default_factory=dict)
     ranks: list[Record] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+
+    @cached_property
+    def rank_times(self) -> RankTimes | None:
+        """Times by rank; None if no watchdog recorded any. Read at the first use."""
+        return read_rank_times(self.folder)
 
     def named(self, *names: str) -> list[Record]:
         """Return the events of some names, by time."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.report.markup import Child, Markup, tag
+from shoal.report.metric_series import SampledSeries
 
 WIDTH, HEIGHT = 1000, 300
 """Units of a plot, stretched to the frame."""
@@ -98,6 +99,13 @@ def spread_marks(least: float, most: float, count: int = 4) -> list[Mark]:
     return [((value - least) / (most - least), value) for value in inside]
 
 
+def sampled_lines(label: str, series: SampledSeries) -> list[ChartLine]:
+    """Return the lines of a series: its points, or faint extremes and the mean of groups."""
+    points = ChartLine(label, series.steps, series.values, faint=bool(series.means))
+    mean = ChartLine(label, series.mean_steps, series.means)
+    return [points, mean] if series.means else [points]
+
+
 def line_chart(
     title: str,
     lines: Sequence[ChartLine],
@@ -129,7 +137,9 @@ def line_chart(
     y_marks = [(1 - (value - low) / tall, value) for value in ticks]
     parts = [_grid_line(position) for position, _ in y_marks]
     parts += [_mark_line((x - left) / wide) for x in marks if left <= x <= right]
-    for number, line in enumerate(shown):
+    names = list(dict.fromkeys(line.label for line in shown))
+    for line in shown:
+        number = names.index(line.label)
         points = " ".join(
             f"{(x - left) / wide * WIDTH:.0f},{(1 - (y - low) / tall) * HEIGHT:.0f}"
             for x, y in zip(line.xs, line.ys, strict=True)
@@ -140,9 +150,9 @@ def line_chart(
             points = f"0,{y:.0f} {WIDTH},{y:.0f}"
         parts.append(tag("polyline", class_=look, points=points))
     legend = [
-        tag("span", tag("i", class_=f"key s{number % 8}"), line.label)
-        for number, line in enumerate(shown)
-        if len(shown) > 1
+        tag("span", tag("i", class_=f"key s{number % 8}"), name)
+        for number, name in enumerate(names)
+        if len(names) > 1
     ]
     plot = tag(
         "svg", parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", role="img",

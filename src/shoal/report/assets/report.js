@@ -5,7 +5,8 @@
   var data = JSON.parse(source.textContent);
   var state = { x: "step", log: false, smooth: 0 };
   var units = { step: "step", tokens: "tokens", time: "seconds of steps" };
-  var charts = [];
+  var charts = [], powers = [];
+  for (var power = 0; power < 60; power++) powers.push(Math.pow(2, power));
 
   function colour(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -55,9 +56,9 @@
       var at = function (step) { return place(run, step); };
       var raw = [one.x.map(at), one.y];
       var base = one.mx.length ? [one.mx.map(at), one.my] : raw;
-      if (state.smooth > 0) {
+      if (state.smooth > 0 || one.mx.length) {
         found.push({ label: one.label, points: raw, number: number, faint: true });
-        found.push({ label: one.label + ", smoothed", points: [base[0], smooth(base[1])], number: number });
+        found.push({ label: one.label + (state.smooth > 0 ? ", smoothed" : ", mean"), points: [base[0], smooth(base[1])], number: number, over: true });
       } else {
         found.push({ label: one.label, points: raw, number: number });
       }
@@ -74,7 +75,7 @@
     var series = [{ label: units[state.x], value: function (u, v) { return short(v); } }];
     lines.forEach(function (one) {
       series.push({
-        label: alone ? (one.faint || state.smooth === 0 ? "value" : "smoothed") : one.label,
+        label: alone ? (one.over ? (state.smooth > 0 ? "smoothed" : "mean of steps around") : "value") : one.label,
         stroke: colour("--c" + one.number % 8), width: one.faint ? 1 : 1.5, alpha: one.faint ? 0.35 : 1,
         spanGaps: true, points: { show: one.points[0].length < 3 },
         value: function (u, v) { return short(v, curve.form); }
@@ -89,7 +90,7 @@
       scales: { x: { time: false }, y: { distr: state.log && positive ? 3 : 1 } },
       axes: [
         Object.assign({}, axis, { size: 24, values: function (u, vs) { return vs.map(function (v) { return short(v); }); } }),
-        Object.assign({}, axis, { size: 58, values: function (u, vs) { return vs.map(function (v) { return v == null ? "" : short(v, curve.form); }); } })
+        Object.assign({}, axis, { size: 58, incrs: curve.form === "bytes" ? powers : undefined, values: function (u, vs) { return vs.map(function (v) { return v == null ? "" : short(v, curve.form); }); } })
       ],
       hooks: { draw: [function (u) {
         u.ctx.save();

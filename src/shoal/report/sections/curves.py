@@ -12,7 +12,7 @@ from shoal.base.text.event_sentences import event_text
 from shoal.report.markup import Markup, clean_text, table, tag
 from shoal.report.metric_series import SampledSeries, sample_knots, sample_series
 from shoal.report.run_contents import RunContents
-from shoal.report.svg_charts import ChartLine, byte_label, line_chart, number_label
+from shoal.report.svg_charts import byte_label, line_chart, number_label, sampled_lines
 from shoal.view.progress import count_unit
 
 MOST_SOURCES = 12
@@ -117,7 +117,7 @@ def curves_section(run: RunContents) -> Markup:
 
 
 def _chart(curve: Curve, run: RunContents) -> Markup:
-    lines = [ChartLine(label, one.steps, one.values) for label, one in curve.series]
+    lines = [line for label, one in curve.series for line in sampled_lines(label, one)]
     marks = run.marked_steps if curve.key in ("loss", "grad_norm") else ()
     drawn = line_chart(curve.title, lines, x_title="step", y_label=LABELS[curve.form], marks=marks)
     return tag("div", drawn, class_="curve", data_curve=curve.key)

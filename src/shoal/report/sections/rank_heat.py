@@ -1,0 +1,248 @@
+"""Time of a step by rank and part, and lateness by rank and step as a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.runlog.damaged_lines import is_number
+from shoal.base.runlog.rank_records import PARTS
+from shoal.base.text.units import seconds_text
+from shoal.report.markup import Child, Markup, table, tag
+from shoal.report.png_image import png_data_url
+from shoal.report.rank_times import RankTimes
+from shoal.report.run_contents import RunContents
+from shoal.report.svg_charts import chart_frame, number_label, second_label, stacked_bar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+MOST_ROWS, WORST_ROWS = 256, 32
+"""Ranks up to which each has a row of the map · of more ranks, the latest that have one."""
+BAR_ROWS = 32
+"""Ranks up to which each has a bar; of more ranks, the latest."""
+PERCENTILES = (50, 90, 99, 100)
+LEVELS = 48
+"""Shades of a map: fewer compress better."""
+LEAST_SHARE = 0.005
+"""Share of a step below which a rank is not late."""
+LOOKS = ("s6", "s1", "s0", "s4", "s3", "s5", "s2", "wait")
+"""Colour of each part, in the order of `PARTS`."""
+NAMES = (
+    "other calls", "data", "passes", "sum", "update", "callbacks", "backward", "waiting",
+)  # fmt: skip
+SHOWN_MOMENTS = 12
+
+
+def ranks_section(run: RunContents) -> Markup:
+    """Return bars by rank, the map of lateness, and its worst moments."""
+    times = run.rank_times
+    parts: list[Child] = [tag("h2", "Ranks")]
+    if times is None:
+        why = (
+            "No times by rank were recorded: this run had no watchdog (macOS, some own loops), or "
+            "its version wrote none. The curves show rank 0."
+        )
+        return tag("section", [*parts, tag("p", why)], id="ranks")
+    parts += [_bars(run, times), _means_note(times)]
+    if len(times.ranks) > 1:
+        parts += [_late_map(times), _moments(run, times)]
+    return tag("section", parts, id="ranks")
+
+
+def _means_note(times: RankTimes) -> Markup:
+    count = f"{times.steps:,} rows of steps {times.first_step:,} – {times.last_step:,}"
+    return tag("p", f"Means of {count}, times of the host.", class_="note")
+
+
+def _bars(run: RunContents, times: RankTimes) -> Markup:
+    """Return a table with a bar of parts for each rank, or for the latest of many."""
+    shown = list(range(len(times.ranks)))
+    caption = ""
+    if len(shown) > BAR_ROWS:
+        shown = sorted(sorted(shown, key=lambda at: -times.late_s[at])[:BAR_ROWS])
+        caption = f"The {BAR_ROWS} latest of {len(times.ranks):,} ranks."
+    means = times.mean_s
+    longest_s = float(means[shown].sum(axis=1).max())
+    used = [part for part in (1, 2, 6, 3, 4, 5, 0, 7) if means[:, part].max() > longest_s / 1000]
+    rows: list[Sequence[Child]] = []
+    hosts = _hosts_by_rank(run)
+    if len(times.ranks) > 1:
+        rows.append(_bar_row("mean", means.mean(axis=0), used, longest_s, None, None, ""))
+    for at in shown:
+        late_s, worst_s = float(times.late_s[at]), float(times.worst_s[at])
+        name = f"{times.ranks[at]:,}"
+        host = hosts.get(times.ranks[at], "")
+        rows.append(_bar_row(name, means[at], used, longest_s, late_s, worst_s, host))
+    head = ["rank", "seconds of a step by part", "step", "waiting", "late, mean", "late, most"]
+    if not any(hosts.values()):
+        rows = [row[:-1] for row in rows]
+    else:
+        head.append("host")
+    legend = [tag("span", tag("i", class_=f"key {LOOKS[part]}"), NAMES[part]) for part in used]
+    return tag(
+        "figure",
+        [
+            tag("figcaption", "time of a step by part and rank"),
+            tag("div", legend, class_="legend"),
+            table(head, rows, numeric="nbnnnn", caption=caption),
+        ],
+    )
+
+
+def _bar_row(
+    name: str,
+    seconds: Array,
+    used: Sequence[int],
+    longest_s: float,
+    late_s: float | None,
+    worst_s: float | None,
+    host: str,
+) -> list[Child]:
+    told = ", ".join(f"{NAMES[part]} {seconds_text(float(seconds[part]))}" for part in used)
+    bar = stacked_bar([(LOOKS[part], float(seconds[part])) for part in used], longest_s, told)
+    late = [("–" if one is None else seconds_text(one)) for one in (late_s, worst_s)]
+    whole, waits = float(seconds.sum()), float(seconds[-1])
+    return [name, bar, seconds_text(whole), seconds_text(waits), *late, host]
+
+
+def _hosts_by_rank(run: RunContents) -> dict[int, str]:
+    found = {}
+    for one in run.ranks:
+        if is_number(one.get("rank")) and isinstance(one.get("host"), str):
+            found[int(one["rank"])] = str(one["host"])
+    return found
+
+
+def shade_cells(values: Array, most: float, least: float = 0.0) -> list[bytes]:
+    """Return cells of a map as rows of bytes: 0 below `least`, 255 at `most`, by square roots.
+
+    Args:
+        values: [rows, columns], not negative.
+        most: darkest value.
+        least: values below are left white.
+
+    >>> import numpy as np
+    >>> [list(row) for row in shade_cells(np.array([[0.0, 1.0, 4.0]]), 4.0)]
+    [[0, 130, 255]]
+    """
+    import numpy as np
+
+    share = np.sqrt(np.clip(values / (most or 1.0), 0.0, 1.0))
+    levels = np.ceil(share * LEVELS) * (values > least)
+    # A cell of the largest value is the darkest, whatever was rounded.
+    cells = np.rint(levels * (255 / LEVELS)).astype(np.uint8)
+    return [row.tobytes() for row in cells]
+
+
+def map_figure(
+    title: str,
+    values: Array,
+    most: float,
+    least: float,
+    y_marks: Sequence[tuple[float, str]],
+    x_marks: Sequence[tuple[float, str]],
+    text: str,
+    labels: Sequence[str],
+) -> Markup:
+    """Return a heat map with its scale.
+
+    Args:
+        title: with the unit.
+        values: [rows, columns].
+        most, least: darkest value, and the largest that stays white.
+        y_marks, x_marks: positions and texts at the axes.
+        text: for screen readers.
+        labels: of the scale: none, a quarter, all of `most`.
+    """
+    rows = len(values)
+    image = tag("img", src=Markup(png_data_url(shade_cells(values, most, least))), alt=text)
+    ramp = tag("img", src=Markup(png_data_url([bytes(range(0, 256, 3))])), alt="scale")
+    size = "low" if rows <= 4 else "mid" if rows <= 16 else "tall" if rows <= 64 else "high"
+    scale = tag("div", labels[0], ramp, " · ".join(labels[1:]), class_="ramp")
+    frame = chart_frame(title, image, y_marks, x_marks, x_title="step", size=size)
+    return tag("div", frame, scale)
+
+
+def _late_map(times: RankTimes) -> Markup:
+    """Return the map of lateness: a row per rank, or percentiles and the latest ranks."""
+    import numpy as np
+
+    values, names = times.late_map, [f"{rank:,}" for rank in times.ranks]
+    if len(times.ranks) > MOST_ROWS:
+        worst = np.sort(np.argsort(-times.late_s, kind="stable")[:WORST_ROWS])
+        levels = np.percentile(values, PERCENTILES, axis=0)
+        height = 4  # rows of the image for each percentile, so that they can be seen
+        values = np.concatenate([np.repeat(levels, height, axis=0), values[worst]])
+        named = ["median", "90 %", "99 %", "latest"]
+        names = [name for name in named for _ in range(height)]
+        names += [f"{times.ranks[at]:,}" for at in worst]
+    most = float(values.max())
+    least = times.step_s * LEAST_SHARE
+    if most <= least:
+        text = f"No rank was later than the others by more than {seconds_text(least)} in any step."
+        return tag("p", text)
+    text = (
+        f"Lateness of {len(times.ranks)} ranks over steps {times.first_step} to "
+        f"{times.last_step}, at most {seconds_text(most)}"
+    )
+    note = (
+        "Lateness: the median of the others' waits less the rank's own wait. A cell shows the "
+        "largest one of its steps. Pipeline stages wait by plan."
+    )
+    drawn = map_figure(
+        "how long the others wait for a rank, by rank and step",
+        values,
+        most,
+        least,
+        _row_marks(names),
+        _column_marks(times.columns),
+        text,
+        ("0", f"dark {second_label(most)}", f"middle {second_label(most / 4)}"),
+    )
+    return tag("div", drawn, tag("p", note, class_="note"))
+
+
+def _row_marks(names: Sequence[str]) -> list[tuple[float, str]]:
+    """Return names of some rows, at the middles of their rows; each name once."""
+    first: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        first.setdefault(name, []).append(at)
+    middles = [((rows[0] + rows[-1] + 1) / 2 / len(names), name) for name, rows in first.items()]
+    every = max(1, -(-len(middles) // 16))
+    numbered = [pair for at, pair in enumerate(middles) if at % every == 0]
+    words = [pair for pair in middles if not pair[1].replace(",", "").isdigit()]
+    return words + [pair for pair in numbered if pair not in words] if words else numbered
+
+
+def _column_marks(columns: Sequence[int]) -> list[tuple[float, str]]:
+    """Return step numbers below some columns of a map; columns have equally many steps."""
+    count = len(columns)
+    places = sorted({0, count // 4, count // 2, 3 * count // 4, count - 1})
+    return [((at + 0.5) / count, number_label(columns[at])) for at in places]
+
+
+def _moments(run: RunContents, times: RankTimes) -> Child:
+    """Return the moments with the largest lateness, exact."""
+    if not times.moments:
+        return None
+    hosts = _hosts_by_rank(run)
+    rows = [
+        [
+            f"{one.step:,}",
+            f"{one.rank:,}",
+            seconds_text(one.late_s),
+            NAMES[PARTS.index(one.part)],
+            seconds_text(one.part_s),
+            seconds_text(one.usual_s),
+            hosts.get(one.rank, ""),
+        ]
+        for one in times.moments[:SHOWN_MOMENTS]
+    ]
+    head = ["step", "rank", "late", "in", "its seconds there", "median of the others", "host"]
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    summary = "The longest waits for one rank, exact"
+    return tag("figure", tag("figcaption", summary), table(head, rows, numeric="nnn nn"))
