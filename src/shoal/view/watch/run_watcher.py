@@ -65,7 +65,7 @@ class RunWatcher:
             if self._seen:
                 return replace(self._compose(), message=f"{self.path} was deleted; its last state:")
             there = "no run in it yet" if identity else "no such folder yet"
-            return WatchedRun(self.name, message=clean_text(f"waiting for {self.path}: {there}"))
+            return WatchedRun(self.name, message=clean_text(f"{there}; waiting for {self.path}"))
         if identity != self._identity:
             self._identity, self._seen = identity, True
             self._open()

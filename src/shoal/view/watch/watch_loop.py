@@ -43,7 +43,7 @@ def watch_run(
     Args:
         read: returns the run's state of the moment.
     """
-    state, due_s, size = read(), 0.0, (0, 0)
+    state, due_s = WatchedRun(""), 0.0
     while True:
         now_s, began_s = time.monotonic(), time.process_time()
         is_due = now_s >= due_s
