@@ -210,10 +210,15 @@ def test_the_rank_that_hangs_is_told_by_its_own_node(nodes: TwoNodes) -> None:
 @pytest.mark.parametrize("nodes", [case("", 0, disks=True)], indirect=True)
 @pytest.mark.parametrize("lingers", [0, 1])
 def test_who_goes_on_is_not_told_of_and_a_stranger_changes_nothing(
-    nodes: TwoNodes, lingers: int
+    nodes: TwoNodes, lingers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor who has more to do after the last step than the others."""
+    """Nor who has more to do after the last step than the others; each disk has its devices."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, NVIDIA H200, 83, 1024, 143771, [N/A], 61'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     nodes.lingers = lingers
+    nodes.disks[1].mkdir()
     nodes.start()
     with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
         stranger.sendall(b"\0" * 64 + b'{"node": 1}')
@@ -224,6 +229,12 @@ def test_who_goes_on_is_not_told_of_and_a_stranger_changes_nothing(
         assert nodes.told(node) == []
         assert nodes.told(node, "notice") == []
     assert "it does not know the token" in nodes.logs[0].read_text()
+    files = [(disk / "devices.jsonl").read_text().splitlines() for disk in nodes.disks]
+    samples = [[json.loads(line) for line in lines] for lines in files]
+    hosts = [{one["host"] for one in own} for own in samples]
+    assert hosts == [{os.uname().nodename, "host1"}, {"host1"}], "node 0 has both"
+    assert samples[0][0].keys() == {"time_s", "host", "devices"}
+    assert {one["devices"][0]["utilisation"] for own in samples for one in own} == {0.83}
 
 
 @pytest.mark.parametrize("nodes", [case("", 0, disks=True)], indirect=True)

@@ -97,6 +97,31 @@ def to_self(number: int) -> Callable[[], None]:
 UP = "(folder / f'up-{rank}').touch()\n"
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_devices_are_recorded_and_a_hanging_program_holds_nothing_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """By the supervisor; what it started ends with it."""
+    program, pid = run.folder / "nvidia-smi", run.folder / "pid"
+    then = "exec sleep 600" if hangs else "echo '0, NVIDIA H200, 83, 1024, 143771, 612.3, 61'"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}\n{then}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{run.folder}{os.pathsep}{os.environ['PATH']}")
+    path = pid if hangs else run.folder / "devices.jsonl"
+    outcome = run(f"while not Path({str(path)!r}).exists(): time.sleep(0.01)", processes=1)
+    assert outcome == RunOutcome("finished", 0, 1, "")
+    assert (run.folder / "devices.jsonl").exists() != hangs
+    if hangs:
+        child = int(pid.read_text())
+        until_s = time.monotonic() + 10
+        while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    else:
+        (line,) = path.read_text().splitlines()
+        assert json.loads(line)["devices"][0]["power_w"] == 612.3
+
+
 @BOTH
 def test_all_workers_finish_and_their_words_are_in_their_logs(run: Run) -> None:
     outcome = run("print('hello from', rank)\nprint('to stderr', file=sys.stderr)")

@@ -56,7 +56,7 @@ def name_axes(ranks: Sequence[int], degrees: Mapping[str, int]) -> str:
     ['tp', 'dp_shard', 'pp+dp_shard', '']
     """
     stride, found = 1, list[str]()
-    for axis, degree in reversed(degrees.items()):
+    for axis, degree in reversed(list(degrees.items())):
         if len({rank // stride % degree for rank in ranks}) > 1:
             found.append(axis)
         stride *= degree

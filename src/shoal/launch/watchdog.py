@@ -205,6 +205,7 @@ def main() -> int:
     else:
         _watch_node(watch, ranks, teller, said)
     watch.records.append_steps(watch.own)
+    watch.sampler.close()
     return 0
 
 
@@ -332,8 +333,14 @@ def _run_follower(
     said: CommandInput,
 ) -> None:
     """Report this node's ranks to node 0, on every other node."""
+    unwritten = None  # devices, until this node is known to own a disk
     while not follower.over and any(rank.code is None for rank in ranks):
         watch.records.append_steps(watch.own)
+        if (found := watch.sampler.poll()) is not None:
+            follower.sample = unwritten = found
+        if teller.keeps and unwritten is not None:
+            watch.devices.append_sample(follower.nodes[follower.number].host, unwritten)
+            unwritten = None
         if not said.ended and (told := said.read_line()) is not None:
             teller.keeps = bool(told.get("keeps"))
         try:

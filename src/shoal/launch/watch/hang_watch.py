@@ -44,6 +44,7 @@ from shoal.launch.watch.call_mismatch import (
     has_fewer_calls,
 )
 from shoal.launch.watch.collective_mismatch import compare_collectives
+from shoal.launch.watch.device_records import DeviceRecordFile, DeviceSampler
 from shoal.launch.watch.page_reader import OwnedPage, PageReader, PageSnapshot
 from shoal.launch.watch.silence_deadlines import (
     BETWEEN,
@@ -129,7 +130,8 @@ class HangWatch:
         self.slow = SlowRankDetector(emit)
         self.pages: list[PageReader] = []
         self.own: Mapping[int, PageReader] = {}
-        self.records = StepRecordFile(folder)
+        self.records, self.sampler = StepRecordFile(folder), DeviceSampler()
+        self.devices = DeviceRecordFile(folder)
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
         self._told: list[PageSnapshot] = []
@@ -160,11 +162,15 @@ class HangWatch:
         """Set the ranks of the pages, once they are known, and the run's folder."""
         self.folder = folder or Path(os.devnull)
         self.own = dict(zip(ranks, self.pages, strict=True))
-        self.records = StepRecordFile(self.folder, node)
+        self.records, self.devices = (
+            StepRecordFile(self.folder, node),
+            DeviceRecordFile(self.folder),
+        )
 
     def close(self) -> None:
         """Close the pages."""
         self.records.append_steps(self.own)
+        self.sampler.close()
         for page in self.pages:
             page.close()
         self.pages, self.own = [], {}
@@ -177,6 +183,7 @@ class HangWatch:
             return None
         self._looked_s = now_s
         self.clock_s += min(passed_s, LONGEST_TICK_S)
+        self.record_devices()
         told = [page.read() for page in self.pages]
         if told != self._told:
             self.records.append_steps(self.own)
@@ -188,6 +195,13 @@ class HangWatch:
             self.slow.poll(self.pages, [one.step for one in told])
             return self.compare(workers)
         return self._handle_silence([worker for worker in workers if worker.code is None])
+
+    def record_devices(self) -> None:
+        """Write the devices of this machine if a sample of them is due; it waits for nothing."""
+        if self.sampler.path is None or not self.folder.is_dir():
+            return
+        if (found := self.sampler.poll()) is not None:
+            self.devices.append_sample(os.uname().nodename, found)
 
     def left(self, workers: Sequence[WatchedProcess]) -> dict[int, str]:
         """Return the positions of ranks that ended with status 0 without closing their page."""

@@ -184,6 +184,7 @@ class WatchdogServer(AuthenticatedServer):
         far: their processes.
         came: nodes that have reported.
         gone: nodes whose watchdog, or its connection, has ended.
+        samples: host and devices of each sample that came, until it is written.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, nodes: Sequence[Node]) -> None:
@@ -195,6 +196,7 @@ class WatchdogServer(AuthenticatedServer):
         self._heard_s = dict.fromkeys(range(1, len(nodes)), self._began_s)
         self._orders: dict[int, list[dict[str, Any]]] = {number: [] for number in self._heard_s}
         self._of: dict[Peer, int] = {}
+        self.samples: list[tuple[str, list[dict[str, Any]]]] = []
         self.mirrors: dict[int, MirroredPage] = {}
         self.far: dict[int, RemoteRank] = {}
         for number in self._heard_s:
@@ -263,6 +265,8 @@ class WatchdogServer(AuthenticatedServer):
             self.mirrors[rank].state = state
         for local in request["ended"]:
             self.far[node.ranks[local]].code = 0
+        if isinstance(devices := request.get("devices"), list):
+            self.samples = [*self.samples[-len(self.nodes) :], (node.host, devices)]
         orders, self._orders[number] = self._orders[number], []
         self.answer(peer, orders)
 
@@ -296,6 +300,14 @@ class MultiNodeWatch(HangWatch):
         both: dict[int, PageReader] = {**own, **hub.mirrors}
         self.pages = [both[rank] for rank in sorted(both)]
 
+    def record_devices(self) -> None:
+        """Write the devices of all machines, as far as samples have come."""
+        super().record_devices()
+        if self.hub is not None:
+            samples, self.hub.samples = self.hub.samples, []
+            for host, devices in samples:
+                self.devices.append_sample(host, devices)
+
     def collect_evidence(
         self, worker: WatchedProcess, told: PageSnapshot, answers: Answers
     ) -> RankEvidence:
@@ -315,6 +327,7 @@ class NodeReporter:
         number: of this node.
         ranks: its processes.
         say: reports an event of an order.
+        sample: devices of this machine, until they are reported.
         over: node 0 watches no more.
     """
 
@@ -333,6 +346,7 @@ class NodeReporter:
         self.heard_s = self._changed_s = time.monotonic()
         self._said_s, self._waits, self._asked = 0.0, False, False
         self.over = False
+        self.sample: list[dict[str, Any]] | None = None
         self._away: Hang | None = None
         self._changes: list[PageSnapshot] = []
 
@@ -378,6 +392,8 @@ class NodeReporter:
         ]
         ended = [local for local, rank in enumerate(self.ranks) if rank.code is not None]
         words = {"node": self.number, "now_s": time.monotonic(), "pages": pages, "ended": ended}
+        if self.sample is not None:
+            words["devices"], self.sample = self.sample, None
         if self._asked:
             self._asked = False
             words["states"] = [kernel_state(rank.pid) for rank in self.ranks]

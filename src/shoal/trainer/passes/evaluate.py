@@ -67,7 +67,7 @@ def evaluate(
     measured = LoggedValues(program, metrics)
     totals = torch.zeros(2, dtype=torch.float64, device=program.world.device)
     sources = None
-    if by_source is not None and getattr(batches, "source_names", ()):
+    if by_source is not None and getattr(batches, "source_names", None):
         from shoal.trainer.passes.source_losses import SourceLosses  # of mixtures only
 
         sources = SourceLosses(program, loss, batches)
