@@ -37,6 +37,7 @@ from shoal.data.digits import EvenSubset, open_digits
 from shoal.data.files.documents import Document, glob_documents, hold_out, stdlib_documents
 from shoal.data.files.token_files import SyntheticTokens, TokenDataset, open_folder
 from shoal.data.loading.dataset_kind import Collate, is_indexed
+from shoal.data.text.encodings import Encoding, record_encoding
 from shoal.data.text.text_files import open_corpus
 from shoal.wire.phases import phase
 
@@ -129,6 +130,15 @@ def open_source(section: DataSection, seed: int) -> Source:
         source = _attach_validation(source, section, second, seed)
     if section.collate:
         source = replace(source, collate=load_function(section.collate, "data.collate"))
+    return _record_encoding(source, section)
+
+
+def _record_encoding(source: Source, section: DataSection) -> Source:
+    """Record how the training tokens of a source were made; return the source."""
+    if source.kind == "tokens" and source.vocabulary:
+        spec = section.tokenizer if source.tokenizer is not None else ""
+        encoding = Encoding(section.source, spec, source.vocabulary, source.tokenizer)
+        record_encoding(source.train, encoding)
     return source
 
 

@@ -70,6 +70,7 @@ from shoal.trainer.guards.model_checks import (
     refuse_unready,
 )
 from shoal.trainer.guards.optimizer_checks import ScheduleLength
+from shoal.trainer.guards.tokenizer_match import TokenizerCheck, describe_vocabulary
 from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.process.excepthook import install_excepthook
 from shoal.trainer.rebind_optimizer import plan_for_optimizer, shard_param_groups
@@ -189,6 +190,8 @@ def parallelize(
     )  # fmt: skip
     run.metrics = metrics or {}
     run.tokenizer = tokenizer
+    if tokenizer is not None and run.tokenizer_check is not None:
+        run.tokenizer_check.check_tokenizer(tokenizer)
     if world is None:
         _print_greeting(run, run.world.size > 1 and leaves_layout_open(plan, said))
     return run
@@ -263,6 +266,7 @@ def start_run(
     _check_equal_arguments(world, _compared_arguments(plan, said, length))
     plan = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
     module, notices = _build_model(model, plan, said, world)
+    vocabulary = describe_vocabulary(module) if plan.guards == "on" else None
     parameters = trainable_parameters(module)
     notices += narrow_weight_notices(parameters, plan.compute) + _auxiliary_loss_notices(
         module, loss
@@ -306,6 +310,9 @@ def start_run(
         ends += start_folder_writers(plan, folder, recorder)
     program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given, unheld)
+    if vocabulary is not None:
+        run.tokenizer_check = TokenizerCheck(vocabulary, recorder.notice)
+        run.feed.check_dataset = run.tokenizer_check.check_dataset
     if share is not None:
         run.feed.choose = lambda *data: share().choose(run, *data)
     if beside is not None and own:  # `shoal train` does so with its first step

@@ -24,6 +24,7 @@ from shoal.parallel.program import Program
 from shoal.trainer.argument_checks import OF_A_LOADER, refuse_unknown
 from shoal.trainer.guards.call_log import collective_call
 from shoal.trainer.guards.optimizer_checks import ScheduleLength
+from shoal.trainer.guards.tokenizer_match import TokenizerCheck
 from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.passes.step_runner import StepRunner, StepState
 from shoal.trainer.step.call_contract import Loss
@@ -73,6 +74,7 @@ class Run(StepRunner):
         self.extra: dict[str, Any] = {}
         self.extra_record: dict[str, Any] = {}
         self.tokenizer: Any = None
+        self.tokenizer_check: TokenizerCheck | None = None
         self.tells_validation = True
         self.validated_by_source: dict[str, SourceLoss] = {}
         self._closed = False

@@ -73,6 +73,7 @@ class RunLoaders:
         self.loaders: list[AnyLoader] = []
         self.settings: list[tuple[Any, int, Any]] = []
         self.choose: Callable[[Any, Any, int], None] | None = None
+        self.check_dataset: Callable[[Any], None] | None = None
         self.opened_at: list[int] = []
         self.told_of_another = False
         self._own_under_way = False
@@ -106,6 +107,8 @@ class RunLoaders:
         for known, (of, by, joined) in zip(self.loaders, self.settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
+        if self.check_dataset is not None:
+            self.check_dataset(dataset)
         if self.choose is not None:  # choose the micro-batch by the memory of one sample
             choose, self.choose = self.choose, None
             choose(dataset, collate, workers)
@@ -183,6 +186,8 @@ class RunLoaders:
         if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
             return self.open(data, workers, collate)
         _refuse_collate("run.steps", data, collate)
+        if self.check_dataset is not None:
+            self.check_dataset(data)
         from shoal.trainer.guards.reports.own_loaders import identify_unsharded_data
 
         entry = identify_unsharded_data(
