@@ -6,10 +6,12 @@ import base64
 import hashlib
 import json
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hostile_folders import hostile_strings, plain_strings, write_hostile_folder
 
 from shoal.report.report_page import make_page, write_report
 from shoal.report.run_contents import read_run
@@ -119,3 +121,79 @@ def test_a_folder_that_cannot_be_written_gets_its_page_elsewhere(
     assert path.name == "mine.html"
     assert tmp_path in path.parents
     assert "<!doctype html>" in path.read_text()
+
+
+def test_no_element_or_attribute_comes_from_the_folder(tmp_path: Path) -> None:
+    """A page of hostile texts has the elements of the same page with plain ones, and no others."""
+    pages = {}
+    for kind, strings in (("hostile", hostile_strings()), ("plain", plain_strings())):
+        folder = write_hostile_folder(tmp_path / kind, strings)
+        run = read_run(folder)
+        run.label = strings[0]
+        pages[kind] = Elements(make_page(run))
+    shapes = {
+        kind: [(tag, tuple(attributes)) for tag, attributes in page.elements]
+        for kind, page in pages.items()
+    }
+    assert shapes["hostile"] == shapes["plain"]
+    text = "".join(pages["hostile"].text)
+    assert "left out: its records" not in text
+    assert text.count("onerror=") > 20, "the texts stand in the page, as texts"
+    for letter in "\x00\x1b\u202e\u2066\x85":
+        assert letter not in text
+    data = json.loads(pages["hostile"].inside["application/json"])
+    assert {curve["key"] for curve in data["curves"]} > {"loss", "sources"}
+
+
+def test_every_place_of_a_folder_is_tried(tmp_path: Path) -> None:
+    """All hostile strings reach the page: a place that drops its text would test nothing."""
+    strings = [f"<i>{number}</i>" for number in range(200)]
+    page = make_page(read_run(write_hostile_folder(tmp_path / "run", strings)))
+    assert [one for one in strings if escape(one) not in page] == []
+    assert "<i>" not in page
+
+
+DAMAGE = {
+    "empty": {"metrics.jsonl": b"", "events.jsonl": b""},
+    "torn": {
+        "metrics.jsonl": b'{"step":1,"loss":2.0,"lr":0.1}\n{"step":2,"lo',
+        "events.jsonl": b"{",
+    },
+    "binary": {"metrics.jsonl": bytes(range(256)) * 40, "events.jsonl": bytes(range(256)) * 40},
+    "other types": {
+        "metrics.jsonl": b'{"step":1,"loss":"x","lr":[],"tokens":{},"step_s":true,"samples":"ab"}\n'
+        b'{"step":2,"loss":1e999,"grad_norm":null,"metrics":[1],"comm_bytes_by_axis":{"a":3}}\n',
+        "events.jsonl": b'{"event":"spike","step":"x","culprits":{"a":1}}\n'
+        b'{"event":"validated","step":[],"loss":"y","by_source":[1]}\n{"event":"resumed"}\n',
+        "plan.json": b'{"layout":{"dp_replicate":"x"},"placements":[3],"steps":"y","predicted":7}',
+        "ranks.json": b'{"ranks":{"a":1}}',
+        "experts.jsonl": b'{"step":1,"layers":{"a":[1,"x"],"b":[0,0],"c":7}}\n[]\n',
+        "devices.jsonl": b'{"devices":[1,{"index":{}}]}\n',
+        "rank_steps/node-0.bin": b"SHOALRS1" + b"\xff" * 200,
+    },
+    "huge numbers": {
+        "metrics.jsonl": b'{"step":9007199254740993,"loss":1}\n{"step":1,"loss":1e308,"tokens":1e308}\n'
+        b'{"step":2,"loss":-1e308,"tokens":1e308,"step_s":1e308}\n{"step":3,"loss":5e-324}\n',
+        "events.jsonl": b'{"event":"run_started","time_s":1e300}\n{"event":"validated","step":1e308,'
+        b'"loss":1e308}\n',
+        "plan.json": b'{"layout":{"dp_replicate":1000000000,"pp":1000},"batch":1e9,"accumulate":9}',
+    },
+    "deep": {"metrics.jsonl": b"[" * 100_000 + b"\n", "events.jsonl": b'{"event":"notice"}\n'},
+    "out of order": {
+        "metrics.jsonl": b'{"step":3,"loss":1}\n{"step":1,"loss":2}\n{"step":3,"loss":4}\n',
+        "events.jsonl": b"",
+    },
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_has_a_page(name: str, tmp_path: Path) -> None:
+    for file, content in DAMAGE[name].items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(content)
+    found = Elements(make_page(read_run(tmp_path)))
+    assert tmp_path.name in "".join(found.text)
+    data = json.loads(found.inside["application/json"])
+    if name == "out of order":
+        [series] = data["curves"][0]["series"]
+        assert (series["x"], series["y"]) == ([1, 3], [2, 4])

@@ -114,6 +114,8 @@ def sample_knots(metrics: StepMetrics, knots: int = BUCKETS) -> list[tuple[int, 
     count = len(metrics.steps)
     if not count or len(tokens) != count or len(seconds) != count:
         return []
+    if not math.isfinite(tokens[-1] + seconds[-1]):
+        return []
     places = sorted({*range(0, count, max(1, count // knots)), count - 1})
     return [(metrics.steps[at], tokens[at], seconds[at]) for at in places]
 
