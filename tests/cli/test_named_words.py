@@ -42,6 +42,7 @@ OF_OTHERS = {
     *("--local-dir", "--repo-type", "--load", "--deepspeed", "--alive", "--node", "--stdin"),
     *("--no-python", "--master-addr", "--master-port", "--node-rank", "--run", "--why"),
     *("--limits", "--against", "--convert-to", "--pty"),
+    *("--backend-store-uri", "--logdir"),  # of MLflow and TensorBoard
 }
 """Options of torchrun, Slurm, Docker and others; of a worker of `shoal launch`; of our scripts."""
 

@@ -66,7 +66,7 @@ class WandB(ScalarSink):
 class Trackio(ScalarSink):
     """A hook that logs to trackio, in a local folder; rank 0 writes, and a resume goes on.
 
-        TRACKIO_DIR=FOLDER/trackio trackio show --project shoal
+        TRACKIO_DIR=FOLDER/trackio trackio show
 
     Args:
         folder: its database goes into FOLDER/trackio, or into TRACKIO_DIR if that is set; the name
