@@ -12,22 +12,24 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from operator import lt
+from operator import attrgetter, lt
 from pathlib import Path
 from typing import Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number, parse_step
 
 NUMBERS = (
-    "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes",
-    "comm_exposed_s", "data_wait_s",
+    "loss", "grad_norm", "lr", "tokens", "step_s", "peak_memory_bytes", "mfu", "comm_exposed_s",
+    "data_wait_s",
 )  # fmt: skip
 """Fields of a row that become columns."""
+MAIN = NUMBERS[:6]
+"""Those of a run of half a million steps."""
 BLOCK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 24
 """Bytes of a line that is dropped unread: no step has as many."""
-SMALL_BYTES = 1 << 20
-"""Size up to which a file is read without msgspec, whose import takes longer."""
+SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 27
+"""Size up to which msgspec is not worth its import · from which only `MAIN` is read."""
 BUCKETS = 400
 MOST_OWN = 8
 """Metrics of the user's own that are read."""
@@ -40,7 +42,7 @@ class StepMetrics:
 
     Attributes:
         steps: step numbers, ascending.
-        columns: name → a value for each step; NaN where a row has none.
+        columns: name → a value for each step; NaN where a row has none. `tokens_per_s` is computed.
         marked: rows of the steps that the reader was asked to keep, whole.
         damaged: lines that are no row.
     """
@@ -53,7 +55,7 @@ class StepMetrics:
     def column(self, name: str) -> tuple[Sequence[int], Sequence[float]]:
         """Return the steps and the values of a column, without those that are missing."""
         values = self.columns.get(name, array("d"))
-        if not any(map(math.isnan, values)):
+        if not values or not math.isnan(sum(values)):  # a sum is NaN if a value is, else at most ∞
             return (self.steps if values else array("q")), values
         pairs = [pair for pair in zip(self.steps, values, strict=True) if pair[1] == pair[1]]
         return array("q", [step for step, _ in pairs]), array("d", [value for _, value in pairs])
@@ -61,7 +63,9 @@ class StepMetrics:
     def running_sum(self, name: str) -> array[float]:
         """Return the sum of a column up to each step; a missing value adds nothing."""
         values = self.columns.get(name, array("d"))
-        return array("d", accumulate(0.0 if v != v else v for v in values))
+        if math.isnan(sum(values)):
+            return array("d", accumulate(0.0 if v != v else v for v in values))
+        return array("d", accumulate(values))
 
 
 @dataclass(frozen=True)
@@ -87,24 +91,27 @@ def sample_series(
     """Reduce a series to the extremes and the mean of each of `buckets` groups of equal size.
 
     >>> sample_series(range(8), [1, 1, 9, 1, 1, 1, 0, 1], buckets=2).values
-    [1, 9, 1, 0]
+    [1.0, 9.0, 1.0, 0.0]
     """
     count = len(values)
     if count <= 3 * buckets:
         return SampledSeries(list(steps), list(values), count=count)
+    import numpy as np
+
+    numbers, places = np.asarray(values, np.float64), np.asarray(steps, np.int64)
     edges = [count * number // buckets for number in range(buckets + 1)]
     kept: list[int] = []
-    mean_steps, means = [], []
+    means = []
     for first, end in pairwise(edges):
-        part = values[first:end]
-        least, most = min(part), max(part)
-        ends = {first + part.index(least), first + part.index(most)}
+        part = numbers[first:end]
+        ends = {first + int(part.argmin()), first + int(part.argmax())}
         kept += sorted(ends)
-        mean_steps.append(steps[end - 1])
-        mean = sum(part) / len(part)
-        means.append(mean if math.isfinite(mean) else most)
+        with np.errstate(over="ignore"):
+            mean = float(part.mean())
+        means.append(mean if math.isfinite(mean) else float(part[0]))
+    last = [end - 1 for end in edges[1:]]
     return SampledSeries(
-        [steps[at] for at in kept], [values[at] for at in kept], mean_steps, means, count
+        places[kept].tolist(), numbers[kept].tolist(), places[last].tolist(), means, count
     )
 
 
@@ -130,15 +137,15 @@ def iter_blocks(path: Path, limit_bytes: int = 1 << 40) -> Iterator[bytes]:
         with path.open("rb") as file:
             while limit_bytes > 0 and (block := file.read(BLOCK_BYTES)):
                 limit_bytes -= len(block)
-                head, line_break, tail = block.rpartition(b"\n")
-                if not line_break:
+                end = block.rfind(b"\n") + 1
+                if not end:
                     skips = skips or len(rest) > LONGEST_LINE
                     rest = b"" if skips else rest + block
                     continue
-                whole = rest + head + line_break
+                whole = b"".join((rest, memoryview(block)[:end]))
                 if skips:
                     whole, skips = whole[whole.find(b"\n") + 1 :], False
-                rest = tail
+                rest = block[end:]
                 if whole:
                     yield whole
     except OSError:
@@ -153,11 +160,13 @@ def read_step_metrics(path: Path, keep: Iterable[int] = ()) -> StepMetrics:
         keep: steps whose rows are kept whole.
     """
     found, marks = StepMetrics(), set(keep)
-    found.columns = {name: array("d") for name in NUMBERS}
     try:
-        decode = _make_decoder() if path.stat().st_size > SMALL_BYTES else _decode_lines
+        size = path.stat().st_size
     except OSError:
         return found
+    names = MAIN if size > LARGE_BYTES else NUMBERS
+    found.columns = {name: array("d") for name in names}
+    decode = _make_decoder(names) if size > SMALL_BYTES else _decode_lines
     for block in iter_blocks(path):
         steps, columns, damaged = decode(block)
         _append_rows(found, steps, columns)
@@ -167,6 +176,11 @@ def read_step_metrics(path: Path, keep: Iterable[int] = ()) -> StepMetrics:
     found.columns = {name: values for name, values in found.columns.items() if _is_known(values)}
     if not all(map(lt, found.steps, found.steps[1:])):
         _sort_rows(found)
+    amounts, seconds = found.columns.get("tokens"), found.columns.get("step_s")
+    if amounts is not None and seconds is not None:
+        pairs = zip(amounts, seconds, strict=True)
+        rates = array("d", [tokens / s if s > 0 else math.nan for tokens, s in pairs])
+        found.columns["tokens_per_s"] = rates
     return found
 
 
@@ -185,26 +199,26 @@ def _decode_lines(block: bytes) -> Decoded:
     return [int(row["step"]) for row in rows], columns, len(lines) - len(rows)
 
 
-def _make_decoder() -> Callable[[bytes], Decoded]:
-    """Return a decoder that is ten times as fast for blocks without damage."""
+def _make_decoder(names: Sequence[str]) -> Callable[[bytes], Decoded]:
+    """Return a decoder of some columns that is ten times as fast for blocks without damage."""
     import msgspec
 
-    kinds = [(name, float | None, None) for name in NUMBERS]
-    row = msgspec.defstruct("row", [("step", int), *kinds, ("metrics", Any, None)], gc=False)
-    decoder = msgspec.json.Decoder(row)
+    kinds = [(name, float | None, None) for name in names]
+    own = [("metrics", Any, None)] if len(names) == len(NUMBERS) else []
+    row = msgspec.defstruct("row", [("step", int), *kinds, *own], gc=False)
+    decoder, getters = msgspec.json.Decoder(row), [(name, attrgetter(name)) for name in names]
 
     def decode(block: bytes) -> Decoded:
         try:
             rows: list[Any] = decoder.decode_lines(block)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _decode_lines(block)
-        if not rows:
+        steps = list(map(attrgetter("step"), rows))
+        if not rows or min(steps) < 0 or max(steps) >= LARGEST_STEP:
             return _decode_lines(block)
-        steps, *numbers, metrics = zip(*map(msgspec.structs.astuple, rows), strict=True)
-        if min(steps) < 0 or max(steps) >= LARGEST_STEP:
-            return _decode_lines(block)
-        columns = _own_columns(metrics)
-        for name, values in zip(NUMBERS, numbers, strict=True):
+        columns = _own_columns(list(map(attrgetter("metrics"), rows))) if own else {}
+        for name, getter in getters:
+            values = list(map(getter, rows))
             missing = None in values
             columns[name] = [math.nan if v is None else v for v in values] if missing else values
         return steps, columns, 0

@@ -27,7 +27,13 @@ from shoal.base.runlog.damaged_lines import (
     read_newest_steps,
     read_object,
 )
-from shoal.report.metric_series import StepMetrics, iter_blocks, read_step_metrics
+from shoal.report.metric_series import (
+    SampledSeries,
+    StepMetrics,
+    iter_blocks,
+    read_step_metrics,
+    sample_series,
+)
 from shoal.report.rank_times import RankTimes, read_rank_times
 
 MOST_EVENTS = 2_000
@@ -67,6 +73,13 @@ class RunContents:
     event_counts: dict[str, int] = field(default_factory=dict)
     ranks: list[Record] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+    _sampled: dict[str, SampledSeries] = field(default_factory=dict, repr=False)
+
+    def sample(self, name: str) -> SampledSeries:
+        """Return a column of metrics.jsonl with as many points as a chart shows."""
+        if name not in self._sampled:
+            self._sampled[name] = sample_series(*self.metrics.column(name))
+        return self._sampled[name]
 
     @cached_property
     def rank_times(self) -> RankTimes | None:

@@ -56,7 +56,7 @@ def list_curves(runs: Sequence[RunContents]) -> list[Curve]:
     columns += [(name, name.removeprefix("metrics."), "number") for name in own]
     curves = []
     for name, title, form in columns:
-        series = [(run.label, sample_series(*run.metrics.column(name))) for run in runs]
+        series = [(run.label, run.sample(name)) for run in runs]
         curves.append(Curve(name, title, tuple(one for one in series if one[1].count), form))
     curves[1:1] = [
         Curve("validation", "validation loss", _validation_series(runs)),

@@ -140,6 +140,6 @@ def _load_map(layers: Sequence[LayerLoad]) -> Child:
     places = sorted({0, columns // 2, columns - 1})
     x_marks = [((k + 0.5) / columns, number_label(steps[k])) for k in places]
     most = float(values.max())
-    labels = ("0", f"dark {most:.2f} ×", f"middle {most / 4:.2f} ×")
+    labels = ("0", f"{most:.2f} ×; in the middle {most / 4:.2f} ×")
     text = f"Load of the experts of {len(layers)} layers, at most {most:.2f} times a fair share"
     return map_figure(title, values, most, 0.0, y_marks, x_marks, text, labels)

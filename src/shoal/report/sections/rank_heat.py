@@ -26,6 +26,8 @@ BAR_ROWS = 32
 PERCENTILES = (50, 90, 99, 100)
 LEVELS = 48
 """Shades of a map: fewer compress better."""
+DARKEST = 99.8
+"""Percentile of the cells from which all are darkest."""
 LEAST_SHARE = 0.005
 """Share of a step below which a rank is not late."""
 LOOKS = ("s6", "s1", "s0", "s4", "s3", "s5", "s2", "wait")
@@ -109,11 +111,12 @@ def _bar_row(
 
 
 def _hosts_by_rank(run: RunContents) -> dict[int, str]:
+    """Return the host of each rank; {} for one host, which needs no column."""
     found = {}
     for one in run.ranks:
         if is_number(one.get("rank")) and isinstance(one.get("host"), str):
             found[int(one["rank"])] = str(one["host"])
-    return found
+    return found if len(set(found.values())) > 1 else {}
 
 
 def shade_cells(values: Array, most: float, least: float = 0.0) -> list[bytes]:
@@ -126,7 +129,7 @@ def shade_cells(values: Array, most: float, least: float = 0.0) -> list[bytes]:
 
     >>> import numpy as np
     >>> [list(row) for row in shade_cells(np.array([[0.0, 1.0, 4.0]]), 4.0)]
-    [[0, 130, 255]]
+    [[0, 128, 255]]
     """
     import numpy as np
 
@@ -155,13 +158,13 @@ def map_figure(
         most, least: darkest value, and the largest that stays white.
         y_marks, x_marks: positions and texts at the axes.
         text: for screen readers.
-        labels: of the scale: none, a quarter, all of `most`.
+        labels: at the ends of the scale.
     """
     rows = len(values)
     image = tag("img", src=Markup(png_data_url(shade_cells(values, most, least))), alt=text)
     ramp = tag("img", src=Markup(png_data_url([bytes(range(0, 256, 3))])), alt="scale")
     size = "low" if rows <= 4 else "mid" if rows <= 16 else "tall" if rows <= 64 else "high"
-    scale = tag("div", labels[0], ramp, " · ".join(labels[1:]), class_="ramp")
+    scale = tag("div", labels[0], ramp, labels[1], class_="ramp")
     frame = chart_frame(title, image, y_marks, x_marks, x_title="step", size=size)
     return tag("div", frame, scale)
 
@@ -179,14 +182,15 @@ def _late_map(times: RankTimes) -> Markup:
         named = ["median", "90 %", "99 %", "latest"]
         names = [name for name in named for _ in range(height)]
         names += [f"{times.ranks[at]:,}" for at in worst]
-    most = float(values.max())
+    # A few moments of a second would make all others white: the table has them.
     least = times.step_s * LEAST_SHARE
-    if most <= least:
+    most = max(float(np.percentile(values, DARKEST, method="lower")), least)
+    if float(values.max()) <= least:
         text = f"No rank was later than the others by more than {seconds_text(least)} in any step."
         return tag("p", text)
     text = (
         f"Lateness of {len(times.ranks)} ranks over steps {times.first_step} to "
-        f"{times.last_step}, at most {seconds_text(most)}"
+        f"{times.last_step}, at most {seconds_text(float(values.max()))}"
     )
     note = (
         "Lateness: the median of the others' waits less the rank's own wait. A cell shows the "
@@ -200,7 +204,7 @@ def _late_map(times: RankTimes) -> Markup:
         _row_marks(names),
         _column_marks(times.columns),
         text,
-        ("0", f"dark {second_label(most)}", f"middle {second_label(most / 4)}"),
+        ("0", f"{second_label(most)} and more; in the middle {second_label(most / 4)}"),
     )
     return tag("div", drawn, tag("p", note, class_="note"))
 
