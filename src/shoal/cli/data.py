@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from shoal.base.errors import ConfigError, shorten
+from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_step
 from shoal.cli.words import TRUST, split_arguments
 
 if TYPE_CHECKING:  # these import torch, or their checks are of this verb alone
@@ -92,7 +93,7 @@ def _load(
         if not any(one.startswith("data.source=") for one in overrides):
             raise ConfigError(
                 f"{folder}: has no run.toml, so its data is not known here; try: shoal data look "
-                f"{folder} data.source=SOURCE, with the further keys of its shoal.open_data"
+                f"{folder} data.source=SOURCE, with the further keys of its open_data"
             )
         file = None
     if file is not None and not file.exists():
@@ -110,9 +111,55 @@ def _find_step(folder: Path | None, path: Path | None, step: int | None) -> dict
         return None
     if folder is None:
         raise ConfigError(f"--step {step}: goes with a run folder; try: shoal data look RUN")
-    from shoal.cli.data_lines import find_step_row
+    return _find_step_row(folder, step)
 
-    return find_step_row(folder, step)
+
+def _find_step_row(folder: Path, step: int) -> dict[str, Any]:
+    """Return the newest line of a step in a run's metrics.jsonl, with its samples.
+
+    Raises:
+        ConfigError: no such file, no such step, or a line without samples.
+    """
+    first = last = None
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            for _, line in iter_lines_backward(file):
+                row = parse_step(line)
+                if row is None:
+                    continue
+                here = int(row["step"])
+                first, last = here, here if last is None else last
+                if here == step:
+                    return _with_samples(folder, row)
+                if here < step:
+                    break
+    except OSError as failure:
+        if islands := sorted(folder.glob("island-*/metrics.jsonl")):
+            raise ConfigError(
+                f"{folder}: is a run of islands, each with steps of its own; try: shoal data look "
+                f"{islands[0].parent} --step {step}"
+            ) from None
+        raise ConfigError(
+            f"{folder}/metrics.jsonl: cannot be read ({failure.strerror}), so no step of this run "
+            f"is known; a run folder has one"
+        ) from None
+    if last is None:
+        raise ConfigError(f"--step {step}: {folder} has run no step yet")
+    near = last if step > last else first
+    raise ConfigError(
+        f"--step {step}: {folder} has no line of it; its newest step is {last}; try: --step {near}"
+    )
+
+
+def _with_samples(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    span = row.get("samples")
+    spans = span if isinstance(span, list) and len(span) == 2 else [0, 0]
+    if not all(type(n) is int for n in spans) or not 0 <= spans[0] < spans[1]:
+        raise ConfigError(
+            f"--step {row['step']}: its line in {folder}/metrics.jsonl names no samples: the "
+            f"batches came from your own loop, not from run.loader"
+        )
+    return row
 
 
 def _collect(

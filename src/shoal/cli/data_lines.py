@@ -7,19 +7,17 @@ control character is escaped.
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
-from shoal.base.errors import ConfigError
-from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_step
 from shoal.base.text.units import count_text
+from shoal.cli.wrapped_text import TextWrapper, escape_text
 
 NAME_WIDTH = 12
-LEARNT, SPECIAL, FAINT, PLAIN = "\x1b[32;4m", "\x1b[35m", "\x1b[2m", "\x1b[0m"
-LETTERS = {"\t": "\\t", "\r": "\\r", "\\": "\\\\"}
+LEARNT, SPECIAL = "\x1b[4;32m", "\x1b[35m"
+RAMP = " .:-=+*#%@"
 MOST_LINES = 40
 """Lines of one row's text; the rest is counted."""
 
@@ -43,61 +41,11 @@ class RowStyle:
     @property
     def marks(self) -> tuple[str, str]:
         """Text before and after learnt tokens."""
-        if self.coloured:
-            return LEARNT, PLAIN
         try:
             "⟦⟧".encode(self.encoding)
         except (UnicodeEncodeError, LookupError):
             return "[[", "]]"
         return "⟦", "⟧"
-
-
-def find_step_row(folder: Path, step: int) -> dict[str, Any]:
-    """Return the newest line of a step in a run's metrics.jsonl, with its samples.
-
-    Raises:
-        ConfigError: no such file, no such step, or a line without samples.
-    """
-    first = last = None
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            for _, line in iter_lines_backward(file):
-                row = parse_step(line)
-                if row is None:
-                    continue
-                here = int(row["step"])
-                first, last = here, here if last is None else last
-                if here == step:
-                    return _with_samples(folder, row)
-                if here < step:
-                    break
-    except OSError as failure:
-        if islands := sorted(folder.glob("island-*/metrics.jsonl")):
-            raise ConfigError(
-                f"{folder}: is a run of islands, each with steps of its own; try: shoal data look "
-                f"{islands[0].parent} --step {step}"
-            ) from None
-        raise ConfigError(
-            f"{folder}/metrics.jsonl: cannot be read ({failure.strerror}), so no step of this run "
-            f"is known; a run folder has one"
-        ) from None
-    if last is None:
-        raise ConfigError(f"--step {step}: {folder} has run no step yet")
-    near = last if step > last else first
-    raise ConfigError(
-        f"--step {step}: {folder} has no line of it; its newest step is {last}; try: --step {near}"
-    )
-
-
-def _with_samples(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
-    span = row.get("samples")
-    spans = span if isinstance(span, list) and len(span) == 2 else [0, 0]
-    if not all(type(n) is int for n in spans) or not 0 <= spans[0] < spans[1]:
-        raise ConfigError(
-            f"--step {row['step']}: its line in {folder}/metrics.jsonl names no samples: the "
-            f"batches came from your own loop, not from run.loader"
-        )
-    return row
 
 
 def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator[str]:
@@ -141,6 +89,8 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "step", f"{data['batch']} samples, in micro-batches of {data['micro_batch']}"
     if data["kind"] == "tokens":
         yield from _token_facts(data)
+    if "learnt_share" in data:
+        yield from _learnt_facts(data)
     if shapes := data.get("fields"):
         for field in shapes:
             yield "field", _field_fact(field)
@@ -171,10 +121,16 @@ def _token_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{data['cut']} examples longer than {data['sequence'] + 1} tokens; {data['left_out']} "
             f"left out, with no answer within these",
         )
-    if "learnt_share" in data:
-        documents = data.get("documents_per_row")
-        packed = f", {documents:.1f} documents a row" if documents else ""
-        yield "learnt", f"{data['learnt_share']:.0%} of the targets have a loss{packed}"
+
+
+def _learnt_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is learnt in rows of tokens, also in those of the user's own dataset."""
+    if data["kind"] != "tokens":
+        lengths = data["row_lengths"]
+        yield "rows", f"{lengths['least']} … {lengths['most']} tokens, {lengths['p50']} half"
+    documents = data.get("documents_per_row")
+    packed = f", {documents:.1f} documents a row" if documents else ""
+    yield "learnt", f"{data['learnt_share']:.0%} of the targets have a loss{packed}"
     if data.get("misplaced"):
         yield "labels", f"{data['misplaced']} are neither −100 nor the token that follows"
 
@@ -182,7 +138,7 @@ def _token_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _field_fact(field: dict[str, Any]) -> str:
     shapes = ", ".join(f"{shape}" for shape, _ in field["shapes"][:4])
     more = ", …" if len(field["shapes"]) > 4 else ""
-    ranged = f", {field['least']:g} … {field['most']:g}" if "least" in field else ""
+    ranged = f", {field['least']:.4g} … {field['most']:.4g}" if "least" in field else ""
     bad = f", {field['not_finite']} not finite" if field.get("not_finite") else ""
     return f"{field['name'] or 'value'}: {'/'.join(field['dtypes'])} {shapes}{more}{ranged}{bad}"
 
@@ -236,153 +192,102 @@ def row_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
     """Yield the lines of one row."""
     if row["kind"] != "tokens":
         for field in row["fields"]:
-            yield f"  {_value_text(field, style.width - 2)}"
-    elif style.with_ids or "segments" not in row:
-        yield from id_lines(row, style)
+            yield f"  {_value_text(field)}"[: style.width]
+            for shades in field.get("shades", ()):
+                yield "    " + "".join(RAMP[int(one)] for one in shades)
+    elif style.with_ids:
+        yield from id_lines(row)
     else:
-        yield from text_lines(row, style)
+        yield from text_lines(row if "segments" in row else _with_id_segments(row), style)
+
+
+def _with_id_segments(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose tokens nobody can decode, with their ids as its text."""
+    segments: list[dict[str, Any]] = []
+    runs = groupby(row["tokens"], key=lambda token: (token["document"], token["learnt"]))
+    for (document, learnt), run in runs:
+        ids = [str(token["id"]) for token in run]
+        between = " " if segments and segments[-1]["document"] == document else ""
+        entry = {
+            "learnt": learnt,
+            "special": False,
+            "ids": True,
+            "document": document,
+            "tokens": len(ids),
+        }
+        segments.append({**entry, "text": between + " ".join(ids)})
+    return {**row, "segments": segments}
 
 
 def text_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
     """Yield the decoded text of a row, wrapped, a new line per document."""
-    before, after = style.marks
     lines: list[str] = []
-    documents = 1 + max((one["document"] for one in row["segments"]), default=0)
-    for number in range(documents):
-        title = f"{number:>2} │ " if documents > 1 else "  │ "
-        wrapper = TextWrapper(title, "   │ " if documents > 1 else "  │ ", style.width)
-        for segment in row["segments"]:
-            if segment["document"] != number:
-                continue
-            paint = ""
-            if style.coloured:
-                paint = LEARNT if segment["learnt"] else SPECIAL if segment["special"] else ""
-                paint += SPECIAL if segment["special"] and segment["learnt"] else ""
-            elif segment["learnt"]:
-                wrapper.add(before)
-            wrapper.add(escape_text(_segment_text(segment), keep_breaks=True), paint)
-            if segment["learnt"] and not style.coloured:
-                wrapper.add(after)
+    count = 1 + max((one["document"] for one in row["segments"]), default=0)
+    for number in range(count):
+        segments = [one for one in row["segments"] if one["document"] == number]
+        title = f"{number:>2} │ " if count > 1 else "  │ "
+        wrapper = TextWrapper(title, "   │ " if count > 1 else "  │ ", style.width)
+        if style.coloured:
+            for segment in segments:
+                wrapper.add(_segment_text(segment), _paint(segment), by_words="ids" in segment)
+        else:
+            _add_marked(wrapper, segments, *style.marks)
         lines += wrapper.finish()
     yield from lines[:MOST_LINES]
     if len(lines) > MOST_LINES:
         yield f"  … {len(lines) - MOST_LINES} more lines"
 
 
+def _paint(segment: dict[str, Any]) -> str:
+    """Return the colours of a segment."""
+    return (LEARNT if segment["learnt"] else "") + (SPECIAL if segment["special"] else "")
+
+
+def _add_marked(
+    wrapper: TextWrapper, segments: list[dict[str, Any]], before: str, after: str
+) -> None:
+    """Add the text of a document, with marks around its learnt stretches."""
+    for learnt, stretch in groupby(segments, key=lambda segment: segment["learnt"]):
+        wrapper.add(before if learnt else "")
+        for segment in stretch:
+            wrapper.add(_segment_text(segment), by_words="ids" in segment)
+        wrapper.add(after if learnt else "")
+
+
 def _segment_text(segment: dict[str, Any]) -> str:
-    """Return the text of a segment; a repeated special token once, with its count."""
+    """Return the text of a segment, escaped; a repeated special token once, with its count."""
     text, count = segment["text"], segment["tokens"]
     name = text[: len(text) // count]
-    return f"{name}×{count}" if segment["special"] and count > 2 and name * count == text else text
+    if segment["special"] and count > 2 and name * count == text:
+        text = f"{name}×{count}"
+    return escape_text(text, keep_breaks=True)
 
 
-def id_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
-    """Yield the tokens of a row in columns: position, id, learnt, label, text."""
-    yield f"{'doc':>5} {'pos':>6} {'id':>8} {'label':>8} learnt  token"
+def id_lines(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the tokens of a row in columns: document, position, id, target, learnt, text."""
+    yield f"{'doc':>5} {'position':>8} {'id':>8} {'target':>8} learnt  token"
     for token in row["tokens"]:
         position = "–" if token["position"] is None else token["position"]
-        label = "–" if token["label"] is None else token["label"]
-        mark = "  ✓   " if token["learnt"] else "      "
+        target = "–" if token["label"] is None else token["label"]
+        mark = "✓" if token["learnt"] else ""
         text = escape_text(token.get("text", ""))
-        yield f"{token['document']:>5} {position:>6} {token['id']:>8} {label:>8} {mark}  {text}"
+        columns = f"{token['document']:>5} {position:>8} {token['id']:>8} {target:>8} {mark:^6}"
+        yield f"{columns}  {text}".rstrip()
 
 
-def _value_text(field: dict[str, Any], width: int) -> str:
+def _value_text(field: dict[str, Any]) -> str:
+    """Return dtype, shape and values or ranges of a field."""
     name = f"{field['name']}: " if field["name"] else ""
-    head = f"{name}{field['dtype']} {field['shape']}"
-    if "text" in field:
-        return escape_text(f"{head} {field['text']}")[:width]
-    if "values" in field:
-        return escape_text(f"{head} = {', '.join(str(v) for v in field['values'])}")
-    if "least" not in field:
-        return escape_text(head)
+    head = f"{name}{field['dtype']} {field['shape'] if field['shape'] else ''}".rstrip()
     bad = f", {field['not_finite']} not finite" if field.get("not_finite") else ""
-    return escape_text(
-        f"{head} {field['least']:.4g} … {field['most']:.4g}, mean {field['mean']:.4g}, std "
-        f"{field['std']:.4g}{bad}"
+    if "text" in field:
+        return escape_text(f"{head} {field['text']}")
+    if "values" in field:
+        class_name = f" ({field['class']})" if "class" in field else ""
+        return escape_text(f"{head} = {', '.join(map(str, field['values']))}{class_name}{bad}")
+    if "least" not in field:
+        return escape_text(f"{head}{bad}")
+    return (
+        f"{escape_text(head)} {field['least']:.4g} … {field['most']:.4g}, mean "
+        f"{field['mean']:.4g}, std {field['std']:.4g}{bad}"
     )
-
-
-def escape_text(text: str, *, keep_breaks: bool = False) -> str:
-    r"""Return text with control and format characters as escapes.
-
-    Args:
-        text: of the user's data.
-        keep_breaks: a line break stays, behind ↵.
-
-    >>> escape_text("a\x1b[1m\u202eb\n"), escape_text("a\n", keep_breaks=True)
-    ('a\\x1b[1m\\u202eb\\n', 'a↵\n')
-    """
-    return "".join(map(_escape_breaks if keep_breaks else _escape_letter, text))
-
-
-def _escape_breaks(letter: str) -> str:
-    return "↵\n" if letter == "\n" else _escape_letter(letter)
-
-
-def _escape_letter(letter: str) -> str:
-    if letter in LETTERS:
-        return LETTERS[letter]
-    if letter == "\n":
-        return "\\n"
-    if unicodedata.category(letter)[0] != "C" and letter not in "\u2028\u2029":
-        return letter
-    number = ord(letter)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
-
-
-def cell_width(letter: str) -> int:
-    """Return the columns that a letter takes in a terminal.
-
-    >>> cell_width("a"), cell_width("漢"), cell_width("\u0301")
-    (1, 2, 0)
-    """
-    if unicodedata.combining(letter):
-        return 0
-    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
-class TextWrapper:
-    """Wrapper of painted text to the width of a terminal, letter by letter.
-
-    Args:
-        first, other: what stands before the first line and the others.
-        width: columns of the terminal.
-    """
-
-    def __init__(self, first: str, other: str, width: int) -> None:
-        self.prefix, self.other = first, other
-        self.room = max(8, width - len(first) - 1)
-        self.lines: list[str] = []
-        self.line: list[str] = []
-        self.used = 0
-
-    def add(self, text: str, paint: str = "") -> None:
-        """Append text, in a colour."""
-        open_paint = False
-        for letter in text:
-            wide = 0 if letter == "\n" else cell_width(letter)
-            if self.used + wide > self.room:
-                self._break(open_paint)
-                open_paint = False
-            if letter == "\n":
-                self._break(open_paint)
-                open_paint = False
-                continue
-            if paint and not open_paint:
-                self.line.append(paint)
-                open_paint = True
-            self.line.append(letter)
-            self.used += wide
-        if open_paint:
-            self.line.append(PLAIN)
-
-    def finish(self) -> list[str]:
-        """Return the lines."""
-        if self.line or not self.lines:
-            self._break(False)
-        return self.lines
-
-    def _break(self, painted: bool) -> None:
-        self.lines.append(self.prefix + "".join(self.line) + (PLAIN if painted else ""))
-        self.prefix, self.line, self.used = self.other, [], 0

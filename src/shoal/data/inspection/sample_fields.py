@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 IGNORED_LABEL = -100
 MOST_VALUES = 8
 """Most elements of a tensor that a description lists one by one."""
-UNKNOWN = -1
-"""Id of a token that no input and no label holds."""
+SHADE_COLUMNS = 48
+"""Most columns of an image that is drawn in letters."""
 
 
 def split_joined(value: Any, count: int) -> list[Any] | None:
@@ -201,17 +202,44 @@ def _tensor_facts(tensor: torch.Tensor) -> dict[str, Any]:
     if not tensor.numel() or tensor.is_complex():
         return facts
     flat = tensor.detach().reshape(-1)
-    if flat.numel() <= MOST_VALUES:
-        facts["values"] = [_json_number(one) for one in flat.tolist()]
-        return facts
     numbers = flat.double()
     finite = numbers[numbers.isfinite()]
-    if finite.numel():
-        facts |= {"least": finite.min().item(), "most": finite.max().item()}
-        facts |= {"mean": finite.mean().item(), "std": finite.std(correction=0).item()}
     if bad := numbers.numel() - finite.numel():
         facts["not_finite"] = bad
+    if flat.numel() <= MOST_VALUES:
+        facts["values"] = [_json_number(one) for one in flat.tolist()]
+    elif finite.numel():
+        facts |= {"least": finite.min().item(), "most": finite.max().item()}
+        facts |= {"mean": finite.mean().item(), "std": finite.std(correction=0).item()}
+        if not bad and (shades := shade_image(tensor.detach())):
+            facts["shades"] = shades
     return facts
+
+
+def shade_image(tensor: torch.Tensor) -> list[str]:
+    """Return the brightness of an image as rows of figures 0 … 9, [] for other tensors.
+
+    Args:
+        tensor: floats [1 or 3, height, width] or [height, width], of 4 pixels or more a side.
+
+    >>> shade_image(torch.eye(4))[0]
+    '99000000'
+    """
+    if not tensor.is_floating_point():
+        return []
+    if tensor.ndim == 3 and tensor.shape[0] in (1, 3):
+        tensor = tensor.mean(0)
+    if tensor.ndim != 2 or min(tensor.shape) < 4:
+        return []
+    height, width = tensor.shape
+    columns = min(2 * width, SHADE_COLUMNS)
+    rows = max(1, round(columns / 2 * height / width))  # a letter is twice as high as wide
+    if rows > SHADE_COLUMNS:
+        return []
+    small = nn.functional.adaptive_avg_pool2d(tensor.float()[None], (rows, columns))[0]
+    least, most = small.min(), small.max()
+    scaled = (small - least) / (most - least).clamp(min=1e-12) * 9
+    return ["".join(str(int(one)) for one in row) for row in scaled.round().tolist()]
 
 
 def _json_number(value: Any) -> Any:

@@ -98,7 +98,7 @@ def _index_facts(train: Any, tokenizer: Any) -> dict[str, Any]:
             "room": len(train) * train.sequence,
             "cut": train.cut,
             "left_out": train.left_out,
-            "lengths": sizes,
+            "lengths": train.lengths,
             "lengths_of": "examples",
         }
     if isinstance(train, TokenDataset):
@@ -178,6 +178,7 @@ def _label_shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "learnt_share": sum(label != IGNORED_LABEL for label in labels) / max(1, len(labels)),
         "misplaced": sum(count_misplaced(row) for row in rows),
+        "row_lengths": length_percentiles([len(row["input_ids"]) for row in rows]),
     }
     if any(row["position_ids"] for row in rows):
         documents = [1 + max(token["document"] for token in tokens) for tokens in marked]

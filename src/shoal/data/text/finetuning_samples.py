@@ -223,6 +223,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
         cut: examples longer than sequence + 1, whose end is left out.
         left_out: examples without an answer in their first sequence + 1 tokens.
         numbers: of each example among all rows of the source's files.
+        lengths: tokens of each example, before any cut.
 
     Raises:
         ConfigError: no example is left; the message names the `part`.
@@ -251,6 +252,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
                 f"its first {sequence + 1} tokens; try: data.sequence={max(1, longest - 1)}"
             )
         self.numbers, self.starts, self.stops = kept, starts[kept], most[kept]
+        self.lengths = stops[kept] - starts[kept]
         sizes = (self.stops - self.starts - 1).tolist()
         rows = best_fit(sizes, sequence) if packed else [[n] for n in range(len(kept))]
         self.row_ends = np.cumsum([len(row) for row in rows])

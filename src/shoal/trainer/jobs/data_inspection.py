@@ -9,7 +9,7 @@ The document is JSON; `cli/data_lines.py` draws it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +220,7 @@ def complete_rows(data: InspectedData, rows: list[dict[str, Any]]) -> list[dict[
     for row, origin in zip(rows, origins, strict=True):
         row |= origin
         if row["kind"] != "tokens":
+            _name_classes(row, data.source.classes)
             continue
         tokens = mark_tokens(row)
         row["tokens"] = tokens
@@ -232,6 +233,14 @@ def complete_rows(data: InspectedData, rows: list[dict[str, Any]]) -> list[dict[
             for token in tokens:
                 token["text"] = token_text(token["id"], data.tokenizer)
     return rows
+
+
+def _name_classes(row: dict[str, Any], classes: Sequence[str]) -> None:
+    """Add the name of the class to the target of an image."""
+    for entry in row["fields"]:
+        label = entry.get("values", [None])[0]
+        if entry["name"] == "targets" and type(label) is int and 0 <= label < len(classes):
+            entry["class"] = classes[label]
 
 
 def read_loader_states(folder: Path | None) -> list[dict[str, Any]]:
