@@ -252,3 +252,23 @@ def test_a_run_that_starts_again_begins_anew(ranks: Callable[[int], Ranks]) -> N
     run.slow.reset()
     run.run(60, late)
     assert run.named() == 2 * [(1, "data")]
+
+
+def test_lateness_that_flips_between_ranks_is_told_once_as_a_busy_machine(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    """Bursts of 40 to 60 steps, each of a rank and a part drawn anew, with pauses between."""
+    run, drawn = ranks(2), random.Random(1)
+    parts = (DATA, PASSES, BACKWARD, UPDATE)
+    for number in range(16):
+        late = number % 2, drawn.choice(parts)
+        rise_s = drawn.uniform(0.03, 0.05)
+        run.run(drawn.randint(40, 60), lambda _, r, p, late=late, s=rise_s: s * ((r, p) == late))
+        run.run(drawn.randint(32, 80))
+    notices = [one["text"] for one in run.told if one["event"] == "notice"]
+    assert len(notices) == 1, "once"
+    assert "the machine is busy" in notices[0]
+    assert len(run.told) <= 2, "besides it the first rank at most, before another one was late"
+    run.run(200, lambda _, r, p: 0.05 * ((r, p) == (1, DATA)))
+    assert run.told[-1]["event"] == "slow_rank", "this one stays late"
+    assert (run.told[-1]["rank"], run.told[-1]["phase"]) == (1, "data")

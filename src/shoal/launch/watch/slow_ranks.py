@@ -19,6 +19,11 @@ A rank that stands out in two windows in a row is reported once, and again only 
 the others for as long. One long step changes no median, and a disturbance of all ranks makes none
 wait least.
 
+On a machine with more to do than cores, now one rank is late and now another. A rank that stands
+out briefly (`LASTS`) and recovers is late by turns. As soon as another one is late after it, one
+notice says that the machine is busy. From then on, only a rank that stays late is reported. A rank
+whose excess is in fewer than `STEADY` of its steps waits for as long, too.
+
 Limits   the sum over ranks counts as waiting, whole · steps in which ranks have unequal numbers
          of micro-batches are not compared where that counts · on a GPU the host's time counts:
          ranks wait for slow kernels in the sum, unseen · a delay in fewer than half of the steps
@@ -44,8 +49,17 @@ STEPS, WINDOWS = 16, 2
 SHARE, LEAST_S, WAITED = 0.15, 0.002, 0.5
 """Share of a step, and seconds per step, worth a report · the share of them that others wait."""
 
+LASTS, LASTS_S, STEADY = 4, 5.0, 0.75
+"""Windows, and seconds, from which a rank stays late · share of steps with half the excess."""
+
 CALM, ROSE = 8, 0.25
 """Windows without a slow rank, of which a stage's usual times are made · see above."""
+
+BUSY = (
+    "ranks are late by turns, now one and now another: the machine is busy with other work, or has "
+    "fewer cores than the ranks need; from now on only a rank that stays late is reported; "
+    "try: ps -eo pid,psr,pcpu,comm --sort=-pcpu | head"
+)
 
 Row = Sequence[float]
 """A step of one rank: seconds by part without waiting, then waiting; signs as in a page."""
@@ -55,12 +69,17 @@ Usual = Sequence[Row]
 
 @dataclass(frozen=True)
 class SlowPart:
-    """A slow rank and its slow part: by seconds per step, and as a share of its step."""
+    """A slow rank and its slow part: by seconds per step, and as a share of its step.
+
+    Attributes:
+        steady: share of the steps that have at least half of `extra_s`.
+    """
 
     rank: int
     part: int
     extra_s: float
     share: float
+    steady: float = 1.0
 
 
 def detect_slow_ranks(
@@ -90,20 +109,23 @@ def detect_slow_ranks(
             if any(row[part] != row[part] for row in now):
                 continue  # NaN: not to be compared
             if part not in differ:
-                extra_s = median(
+                extras_s = [
                     step[rank][part] - median(step[other][part] for other in others)
                     for step in window
                     if all(row[part] == row[part] for row in step)
-                )
+                ]
+                extra_s = median(extras_s)
                 waited = least and waited_s > WAITED * extra_s
                 waited = waited or (bool(differ) and rose_s > WAITED * extra_s)
             elif usual:
                 extra_s = own[part] - load * usual[rank][part]
+                extras_s = [abs(step[rank][part]) - load * usual[rank][part] for step in window]
                 waited = rose_s > ROSE * extra_s
             else:
                 continue
             if waited and extra_s > max(LEAST_S, SHARE * whole_s):
-                found.append(SlowPart(rank, part, extra_s, extra_s / whole_s))
+                steady = sum(one > extra_s / 2 for one in extras_s) / len(extras_s)
+                found.append(SlowPart(rank, part, extra_s, extra_s / whole_s, steady))
     return sorted(found, key=lambda one: -one.extra_s)
 
 
@@ -154,6 +176,8 @@ class SlowRankDetector:
         """Reset at a start of the ranks."""
         self.told: set[tuple[int, int]] = set()
         self._in_a_row: dict[tuple[int, int], int] = {}
+        self._late: dict[tuple[int, int], tuple[int, float]] = {}  # windows, seconds in a row
+        self._turns, self._is_busy = set[int](), False
         self._calm: deque[Usual] = deque(maxlen=CALM)
         self._next = 0
         self._hosts: list[str] = []
@@ -186,11 +210,14 @@ class SlowRankDetector:
             before = self._in_a_row.get(key, 0)
             now = (max(0, before) + 1) if key in found else (min(0, before) - 1)
             self._in_a_row[key] = now
+            if key in found:
+                self._late[key] = now, now * STEPS * found[key].extra_s / found[key].share
             if now <= -WINDOWS:
                 self.told.discard(key)
                 del self._in_a_row[key]
+                self._note_recovery(key)
         for key, one in found.items():
-            if self._in_a_row[key] < WINDOWS or key in self.told:
+            if self._in_a_row[key] < WINDOWS or key in self.told or self._is_turn(one):
                 continue
             self.told.add(key)
             self.emit(
@@ -202,3 +229,27 @@ class SlowRankDetector:
                 extra_s=round(one.extra_s, 6),
                 share=round(one.share, 4),
             )
+
+    def _note_recovery(self, key: tuple[int, int]) -> None:
+        """Remember a rank that was late briefly; forget such ranks after one that stayed late."""
+        windows, seconds = self._late.pop(key, (0, 0.0))
+        if self._has_lasted(windows, seconds):
+            self._turns.clear()
+            self._is_busy = False
+        elif windows >= WINDOWS:
+            self._turns.add(key[0])
+
+    def _has_lasted(self, windows: int, seconds: float) -> bool:
+        """Return whether a rank stays late; on a busy machine that takes twice as long."""
+        times = 2 if self._is_busy else 1
+        return windows >= times * LASTS and seconds >= times * LASTS_S
+
+    def _is_turn(self, one: SlowPart) -> bool:
+        """Return whether a late rank may be one of several by turns; report that once."""
+        if self._has_lasted(*self._late[one.rank, one.part]):
+            return False
+        by_turns = bool(self._turns - {one.rank})
+        if by_turns and not self._is_busy:
+            self._is_busy = True
+            self.emit("notice", text=BUSY)
+        return by_turns or self._is_busy or one.steady < STEADY

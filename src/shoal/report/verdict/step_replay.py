@@ -14,15 +14,14 @@ the median over blocks: a cost of every tenth step counts, one long step does no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.report.verdict.step_seconds import (
     BACKWARD,
-    DATA,
     HOOKS,
     OTHER,
-    PASSES,
     UPDATE,
     WAITING,
     StepSeconds,
@@ -74,10 +73,14 @@ class StepReplay:
 
     def block_means_s(self, step_s: Array) -> Array:
         """Return the mean step of each block."""
+        return self.block_values(step_s, lambda block: block.mean())
+
+    def block_values(self, step_s: Array, value: Callable[[Array], float]) -> Array:
+        """Return a value of each block of steps."""
         import numpy as np
 
         count = max(1, min(BLOCKS, len(step_s) // BLOCK_STEPS))
-        return np.array([block.mean() for block in np.array_split(step_s, count)])
+        return np.array([value(block) for block in np.array_split(step_s, count)])
 
 
 def prepare_replay(times: StepSeconds) -> StepReplay:
@@ -125,7 +128,3 @@ def replace_late_part(replay: StepReplay, late: Array, part: int) -> Array:
     usual_s = np.median(own_s[:, ~late, part], axis=1)
     own_s[:, late, part] = np.minimum(own_s[:, late, part], usual_s[:, None])
     return own_s
-
-
-COMPARED = (DATA, PASSES, BACKWARD, UPDATE, HOOKS)
-"""Parts in which ranks of equal work are compared."""

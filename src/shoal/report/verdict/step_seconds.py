@@ -86,7 +86,7 @@ def _read_rank_records(folder: Path) -> StepSeconds | None:
     end_s = np.full((len(steps), len(ranks)), np.nan)
     at = np.searchsorted(steps, rows["step"]), np.searchsorted(ranks, rows["rank"])
     seconds[at], end_s[at] = rows["seconds"], rows["end_s"]
-    whole = ~np.isnan(seconds).any(axis=(1, 2))
+    whole: Any = ~np.isnan(seconds).any(axis=(1, 2))
     if not whole.any():
         return None
     numbers = tuple(int(one) for one in ranks)

@@ -1,0 +1,291 @@
+"""Avoidable costs of a step, each with its evidence, its cure, and the steps without it.
+
+    slow_rank      a part in which few ranks take longer than the others, who wait at the sum; or
+                   lateness that changes between ranks: the machine is busy
+    late_stage     passes of one pipeline stage that take longer than those of the others
+    input          data that all ranks wait for
+    communication  the least that every rank waits
+    callbacks      callbacks of all ranks after each step
+    device_costs.py   compute, small kernels, memory, micro-batch
+
+Each cost is what the others do not explain: the excess of a late rank is no input of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.text.units import seconds_text
+from shoal.report.verdict.run_facts import RunFacts
+from shoal.report.verdict.step_replay import (
+    StepReplay,
+    find_late_ranks,
+    replace_late_part,
+)
+from shoal.report.verdict.step_seconds import BACKWARD, DATA, HOOKS, PASSES, UPDATE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+PART_NAMES = {
+    DATA: "data", PASSES: "passes", BACKWARD: "backward pass", UPDATE: "optimizer update",
+    HOOKS: "callbacks",
+}  # fmt: skip
+FETCH_S = 0.001
+"""Seconds per step in which a rank takes a batch from its loader's processes."""
+MOST_WORKERS = 16
+SHOWN_RANKS = 4
+STEADY = 25.0
+"""Percentile of the waiting that is communication: a busy machine makes some waits longer."""
+LEAST_COMMUNICATION = 0.12
+"""Share of a step from which waiting of all ranks is reported: small messages always wait a bit."""
+FLIP_SHARE, FLIP_STEPS = 0.15, 0.1
+"""Lateness of a step that counts, as a share of it · share of the steps in which each of at least
+two ranks is late by that."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One avoidable cost of a step.
+
+    Attributes:
+        kind: as of a verdict.
+        cause: in a few words.
+        without_s: [steps] seconds of each step without it.
+        evidence: sentences with the measurements.
+        command: the cure.
+        least_share: share of a step from which it is reported.
+        now_s: [steps] seconds of each step with it; None: as measured, without pauses.
+    """
+
+    kind: str
+    cause: str
+    without_s: Array
+    evidence: tuple[str, ...]
+    command: str
+    least_share: float = 0.0
+    now_s: Array | None = None
+
+
+def list_step_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
+    """Yield the costs that the ranks' parts and waiting show."""
+    import numpy as np
+
+    staged = facts.stages > 1
+    parts = (DATA, HOOKS) if staged else (DATA, PASSES, BACKWARD, UPDATE, HOOKS)
+    late = {part: find_late_ranks(replay, part) for part in parts}
+    for part in parts:
+        if late[part].any():
+            yield _slow_rank_cost(replay, facts, late[part], part)
+    if staged:
+        yield from _late_stage_costs(replay, facts)
+    else:
+        yield from _communication_costs(replay, facts)
+        if not any(one.any() for one in late.values()):
+            yield from _flip_costs(replay)
+    yield _input_cost(replay, facts, late[DATA])
+    common_s = np.median(replay.own_s[:, ~late[HOOKS], HOOKS], axis=1)
+    own_s = _subtract_part(replay, HOOKS, common_s)
+    share = _share_text(replay, common_s)
+    yield StepCost(
+        "callbacks",
+        "callbacks of all ranks",
+        replay.without(own_s),
+        (f"Callbacks after each step take {share} on every rank.",),
+        "less work in train.on, or every n-th step" if not facts.is_script else
+        "less work in the callbacks, or every n-th step",
+    )  # fmt: skip
+
+
+def _share_text(replay: StepReplay, part_s: Array) -> str:
+    each_s, step_s = replay.mean_s(part_s), replay.mean_s(replay.step_s)
+    return f"{seconds_text(each_s)} of {seconds_text(step_s)}"
+
+
+def _subtract_part(replay: StepReplay, part: int, common_s: Array) -> Array:
+    import numpy as np
+
+    own_s = replay.own_s.copy()
+    own_s[:, :, part] = np.maximum(own_s[:, :, part] - common_s[:, None], 0.0)
+    return own_s
+
+
+# ---- ranks
+
+
+def _ranks_text(replay: StepReplay, mask: Array) -> str:
+    ranks = [replay.ranks[at] for at in mask.nonzero()[0]]
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    return f"ranks {shown}{' …' if len(ranks) > SHOWN_RANKS else ''}"
+
+
+def _slow_rank_cost(replay: StepReplay, facts: RunFacts, late: Array, part: int) -> StepCost:
+    import numpy as np
+
+    name = "forward pass" if part == PASSES and replay.has_backward else PART_NAMES[part]
+    who = _ranks_text(replay, late)
+    late_s = replay.mean_s(replay.own_s[:, late, part].mean(axis=1))
+    usual_s = replay.mean_s(np.median(replay.own_s[:, ~late, part], axis=1))
+    waits_s = replay.mean_s(np.median(replay.wait_s[:, ~late], axis=1))
+    least_s = replay.mean_s(replay.wait_s[:, late].mean(axis=1))
+    evidence = (
+        f"{who}: {seconds_text(late_s)} a step in its {name}; the others: {seconds_text(usual_s)}.",
+        f"The others wait {seconds_text(waits_s)} a step, {who} {seconds_text(least_s)}.",
+    )
+    if part == DATA:
+        command = input_cure(facts, late_s, replay.mean_s(replay.step_s))[0]
+    elif part == HOOKS:
+        command = "the same callbacks on all ranks, or less work in them"
+    else:
+        command = "shoal doctor on its host: another process, a hot or a slow processor"
+    own_s = replace_late_part(replay, late, part)
+    return StepCost("slow_rank", f"{who}'s {name}", replay.without(own_s), evidence, command)
+
+
+def _flip_costs(replay: StepReplay) -> Iterator[StepCost]:
+    """Yield the cost of lateness that changes between ranks, step by step."""
+    import numpy as np
+
+    own_s = replay.own_s.sum(axis=2)
+    count = own_s.shape[1]
+    if count < 2:
+        return
+    usual_s = np.sort(own_s, axis=1)[:, (count - 1) // 2]
+    lateness_s = own_s.max(axis=1) - usual_s
+    late = lateness_s > FLIP_SHARE * np.median(replay.step_s)
+    shares = np.bincount(own_s.argmax(axis=1)[late], minlength=count) / len(late)
+    often = shares >= FLIP_STEPS / (count / 2)
+    if often.sum() < 2 or late.mean() < 2 * FLIP_STEPS:
+        return
+    text = f"One rank is late in {late.mean():.0%} of the steps, by "
+    text += f"{seconds_text(float(np.median(lateness_s[late])))}, and not always the same one."
+    yield StepCost(
+        "slow_rank",
+        "ranks that are late by turns: the machine is busy",
+        np.maximum(replay.step_s - np.where(late, lateness_s, 0.0), 0.0),
+        (text, f"Late most often: {_ranks_text(replay, often)}."),
+        "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head",
+        2 * FLIP_STEPS / 2,
+    )
+
+
+def _late_stage_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
+    """Yield the cost of the pipeline stage whose passes take longest.
+
+    If the plan gave the stage more work, it would take the mean after a better cut. Else its own
+    code or its machine is slow, and it would take as long as the others.
+    """
+    import numpy as np
+
+    if len(replay.ranks) % facts.stages or replay.ranks != tuple(range(len(replay.ranks))):
+        return
+    stages = facts.stages
+    both_s = replay.own_s[:, :, PASSES] + replay.own_s[:, :, BACKWARD]
+    by_stage_s = both_s.reshape(len(both_s), stages, -1).mean(axis=2)  # [steps, stages]
+    means_s = np.array([replay.mean_s(by_stage_s[:, stage]) for stage in range(stages)])
+    late = int(means_s.argmax())
+    others = np.arange(stages) != late
+    usual_s = float(np.median(means_s[others]))
+    work = facts.stage_work or (1.0,) * stages
+    by_plan = work[late] > 1.2 * max(
+        1.0, float(np.mean([work[one] for one in others.nonzero()[0]]))
+    )
+    if by_plan:
+        # m micro-batches follow each other through the late stage, and one through all others.
+        mean_s, count = float(means_s.mean()), facts.accumulate
+        gain_s = (means_s[late] - mean_s) - float((mean_s - means_s[others]).sum()) / count
+        without_s = replay.step_s - gain_s
+        command = "layout.pp with another cut: fewer layers in that stage"
+    else:
+        excess_s = np.maximum(by_stage_s[:, late] - np.median(by_stage_s[:, others], axis=1), 0.0)
+        without_s = np.maximum(replay.step_s - excess_s, 0.0)
+        command = "shoal doctor on its host; its blocks' own code"
+    parts = []
+    for part, name in ((PASSES, "forward"), (BACKWARD, "backward")):
+        part_s = replay.own_s[:, :, part].reshape(len(both_s), stages, -1).mean(axis=2)
+        mine_s, rest_s = part_s[:, late], np.median(part_s[:, others], axis=1)
+        if replay.mean_s(mine_s - rest_s) > 0.25 * (means_s[late] - usual_s):
+            parts.append(name)
+    what = f"{' and '.join(parts) or 'passes'} pass{'es' * (len(parts) != 1)}"
+    evidence = (
+        f"stage {late}: {seconds_text(means_s[late])} a step in its passes; "
+        f"the others: {seconds_text(usual_s)}.",
+        "Its share of the layers is larger." if by_plan else "Its share of the layers is as large.",
+    )
+    yield StepCost("late_stage", f"stage {late}'s {what}", without_s, evidence, command)
+
+
+# ---- all ranks
+
+
+def input_cure(facts: RunFacts, data_s: float, step_s: float) -> tuple[str, float]:
+    """Return the cure of slow data, and the seconds per step that its loader then needs."""
+    if facts.is_script:
+        cure = "workers=4 of run.loader or the DataLoader, and less work between two steps"
+        return cure, 0.0
+    if facts.workers:
+        return f"data.workers={2 * facts.workers}", step_s / 2
+    rest_s, workers = step_s - data_s, 2
+    while workers < MOST_WORKERS and data_s / workers > rest_s / 2:
+        workers *= 2
+    return f"data.workers={workers}", data_s / workers
+
+
+def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
+    """Return the cost of data that all ranks wait for, without the excess of a late rank."""
+    import numpy as np
+
+    common_s = np.median(replay.own_s[:, ~late, DATA], axis=1)
+    each_s, step_s = replay.mean_s(common_s), replay.mean_s(replay.step_s)
+    command, loader_s = input_cure(facts, each_s, step_s)
+    if late.any():
+        own_s = _subtract_part(replay, DATA, np.maximum(common_s - FETCH_S, 0.0))
+    else:
+        own_s = replay.own_s.copy()
+        own_s[:, :, DATA] = np.minimum(own_s[:, :, DATA], FETCH_S)
+    without_s = np.maximum(replay.without(own_s), loader_s)
+    evidence = [f"All ranks wait for data: {_share_text(replay, common_s)}."]
+    long = common_s > 2 * np.median(common_s) + 0.1 * step_s
+    if 0 < long.mean() < 0.4 and common_s[long].sum() > 0.5 * common_s.sum():
+        evidence.append(
+            f"Most of it is in {long.mean():.0%} of the steps: "
+            f"{seconds_text(float(np.median(common_s[long])))} in each of them."
+        )
+    if facts.utilisation is not None:
+        evidence.append(f"The devices are busy for {facts.utilisation:.0%} of the time.")
+    what = "data, or the loop's own code between two steps" if facts.is_script else "data"
+    return StepCost("input", f"all ranks wait for {what}", without_s, tuple(evidence), command)
+
+
+def _communication_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
+    """Yield the cost of communication that computation does not hide: the least of all waits."""
+    import numpy as np
+
+    least_s = replay.wait_s.min(axis=1)
+    steady_s = float(np.median(replay.block_values(least_s, lambda b: np.percentile(b, STEADY))))
+    # A foreseen part that is small beside it stays; else the link is as slow as foreseen.
+    stays_s = facts.sent_s if facts.sent_s < 0.2 * steady_s else 0.0
+    if len(replay.ranks) < 2 and replay.by_rank:
+        return
+    evidence = [
+        f"Every rank waits at least {seconds_text(steady_s)} of "
+        f"{seconds_text(replay.mean_s(replay.step_s))} for sums and gathers."
+    ]
+    if facts.sent_s:
+        evidence.append(f"Foreseen for this layout and link: {seconds_text(facts.sent_s)}.")
+    yield StepCost(
+        "communication",
+        "communication that computation does not hide",
+        np.maximum(replay.step_s - np.minimum(least_s, steady_s - stays_s), 0.0),
+        tuple(evidence),
+        f"train.accumulate={2 * facts.accumulate}, or a layout that sends less "
+        f"(shoal plan --top 5)" if not facts.is_script else
+        "more samples a step, or a layout that sends less",
+        LEAST_COMMUNICATION,
+    )  # fmt: skip
