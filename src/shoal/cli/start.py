@@ -26,7 +26,13 @@ from shoal.base.runlog.events import EventLog
 from shoal.base.runlog.truncate_logs import quarantine_damage
 from shoal.checkpoint.format.lease import RunLease
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
-from shoal.cli.ending import SessionEnding, error_text, islands_exit_status, next_lines
+from shoal.cli.ending import (
+    SessionEnding,
+    error_text,
+    islands_exit_status,
+    next_lines,
+    write_end_report,
+)
 from shoal.cli.islands import check_islands_resumable, island_folder, island_folders, launch_islands
 from shoal.cli.job_file import write_job_name
 from shoal.cli.words import split_arguments
@@ -419,6 +425,8 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str], *, verbose: bool 
         return outcome.exit_code
     if ending.made or prepared.resumed:
         typer.echo(summarise_run(folder, view.console.width if view.on_terminal else 80))
+        if line := write_end_report(folder):
+            typer.echo(line)
     typer.echo(ending.next_command_lines(outcome))
     return ending.status(outcome)
 

@@ -80,7 +80,7 @@ def round_ticks(least: float, most: float, count: int = 5, base: float = 10.0) -
     """
     if not math.isfinite(most - least):
         return [least, most]
-    if most <= least:
+    if most - least <= 1e-9 * abs(most):  # equal, or closer than labels can tell
         pad = abs(least) * 0.2 or 1.0
         return [float(least - pad), float(least), float(least + pad)]
     rough = max((most - least) / count, 1e-300)

@@ -1,0 +1,65 @@
+"""The report that the end of `shoal train` writes: when, where, and that it never fails a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli import ending
+from shoal.cli.main import app
+
+
+def write_rows(folder: Path, steps: int, step_s: float) -> Path:
+    rows = [{"step": n, "loss": 1.0, "step_s": step_s, "tokens": 8} for n in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "events.jsonl").write_text('{"event": "run_started", "time_s": 1.8e9}\n')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_s", "written"), [(40, 0.2, True), (19, 9.0, False), (40, 0.01, False)]
+)
+def test_a_run_of_some_seconds_ends_with_its_report(
+    steps: int, step_s: float, written: bool, tmp_path: Path
+) -> None:
+    line = ending.write_end_report(write_rows(tmp_path, steps, step_s))
+    path = tmp_path / "report.html"
+    assert line == (f"report: {path}" if written else "")
+    assert path.exists() == written
+
+
+def test_a_huge_run_is_told_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "REPORT_BYTES", 100)
+    assert (
+        ending.write_end_report(write_rows(tmp_path, 40, 1.0)) == f"report: shoal report {tmp_path}"
+    )
+
+
+def test_a_report_that_fails_is_no_failure_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> Path:
+        raise RuntimeError("of any kind")
+
+    monkeypatch.setattr("shoal.report.report_page.write_report", fail)
+    assert ending.write_end_report(write_rows(tmp_path, 40, 1.0)) == ""
+    assert ending.write_end_report(tmp_path / "nothing") == ""
+
+
+def test_the_command_says_where_the_page_is_and_refuses_other_folders(tmp_path: Path) -> None:
+    folder = write_rows(tmp_path, 30, 0.1)
+    done = CliRunner().invoke(app, ["report", str(folder), "--json"])
+    found = json.loads(done.stdout)
+    assert found["path"] == str(folder / "report.html")
+    assert found["bytes"] == (folder / "report.html").stat().st_size
+    assert found["verdict"].startswith("nothing")
+    done = CliRunner().invoke(
+        app, ["report", str(folder), "--out", str(tmp_path / "no" / "x.html")]
+    )
+    assert "cannot be written" in str(done.exception)
+    assert "try: " in str(done.exception)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "no")])
+    assert f"{tmp_path / 'no'}: no such folder; try: shoal runs" in str(done.exception)
