@@ -1,0 +1,76 @@
+"""Goodput: the parts of a run's wall time add up, whatever the folder has."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.report.goodput import compute_goodput
+
+
+def event(time_s: float, name: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
+    return {"time_s": time_s, "event": name, "step": step, **fields}
+
+
+KILLED = [
+    event(100.0, "run_started", processes=4),
+    event(110.0, "compute_started", 0),
+    event(130.0, "checkpoint_saved", 10, seconds=0.1),
+    event(141.0, "worker_died", rank=1),
+    event(142.0, "restarting", saved=10),
+    event(147.0, "resumed", 10),
+    event(150.0, "compute_started", 10),
+    event(165.0, "validated", 15, loss=1.0, seconds=5.0),
+    event(175.0, "run_finished", 20),
+    # the next session, an hour later
+    event(3775.0, "run_started", processes=4, resumed=True),
+    event(3785.0, "resumed", 20),
+    event(3785.0, "compute_started", 20),
+    event(3806.0, "run_finished", 30),
+]
+
+
+def write(folder: Path, events: list[dict[str, Any]], steps: int = 30, step_s: Any = 2.0) -> None:
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    rows = [{"step": step, "loss": 1.0, "step_s": step_s} for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def test_the_wall_time_of_a_killed_and_resumed_run_is_divided(tmp_path: Path) -> None:
+    write(tmp_path, KILLED)
+    found = compute_goodput(tmp_path)
+    assert found.parts() == pytest.approx({
+        "committed": 60.0, "skipped": 0.0, "start": 10.0 + 8.0 + 10.0, "validation": 5.0,
+        "saves": 0.0, "lost": 11.0, "between": 1.0 + 3600.0, "other": 1.0,
+    })  # fmt: skip
+    assert found.wall_s == pytest.approx(3806.0 - 100.0)
+    assert (found.steps, found.starts, found.ranks) == (30, 3, 4)
+    assert found.lost_steps == 6, "11 s at 2 s a step"
+    assert found.share == pytest.approx(60.0 / 3706.0)
+    assert found.device_hours == pytest.approx(4 * 105.0 / 3600)
+
+
+def test_skipped_steps_are_not_committed(tmp_path: Path) -> None:
+    skips = [event(120.0 + step, "step_skipped", step) for step in (3, 4)]
+    write(tmp_path, [*KILLED[:2], *skips, event(175.0, "run_finished", 30)])
+    parts = compute_goodput(tmp_path).parts()
+    assert (parts["committed"], parts["skipped"], parts["lost"]) == (56.0, 4.0, 0.0)
+
+
+def test_parts_add_up_for_damaged_and_hostile_folders(tmp_path: Path) -> None:
+    assert compute_goodput(tmp_path).wall_s == 0.0
+    drawn = random.Random(3)
+    odd = [None, [], {}, "x", -1, 1e308, True, 10**400, float("nan"), 7]
+    for _ in range(60):
+        events = [dict(one) for one in KILLED]
+        for one in drawn.sample(events, 4):
+            one[drawn.choice(["step", "seconds", "time_s", "processes"])] = drawn.choice(odd)
+        drawn.shuffle(events)
+        write(tmp_path, events, step_s=drawn.choice([2.0, 1e6, "x", None, -3.0]))
+        found = compute_goodput(tmp_path)
+        assert found.wall_s == pytest.approx(sum(found.parts().values()))
+        assert all(seconds >= 0 for seconds in found.parts().values())
