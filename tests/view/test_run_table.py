@@ -141,7 +141,8 @@ def test_a_damaged_folder_is_a_row(tmp_path: Path) -> None:
     for name in ("plan.json", "metrics.jsonl", "events.jsonl", "owner.json"):
         (folder / name).write_bytes(b'{"event": \xff\x00 "step": [1\n{"step": "x"}\n')
     [row] = list_runs(tmp_path, NOW_S)
-    assert (row.step, row.loss, row.layout) == (0, None, "")
+    assert (row.state, row.step, row.loss, row.layout) == ("damaged", 0, None, "")
+    assert row.how == "events.jsonl: no line of it can be read"
     assert "\x1b" not in "\n".join(table_lines([row], 80, NOW_S))
 
 

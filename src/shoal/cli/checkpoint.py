@@ -314,11 +314,28 @@ def list_run_checkpoints(path: Path, tags: bool = False) -> list[Path]:
     ]
     if found or (tags and tagged):
         return [*found, *(tagged if tags else ())]
-    from shoal.cli.islands import island_folders
+    raise ConfigError(_explain_no_checkpoint(path, [one.parent.parent for one in tagged]))
 
-    others = [*island_folders(path), *(one.parent.parent for one in tagged)]
-    near = f"try: {others[0]}" if others else "a run folder keeps them in checkpoints/"
-    raise ConfigError(f"{path}: no complete checkpoint there; {near}")
+
+def _explain_no_checkpoint(path: Path, tagged: list[Path]) -> str:
+    """Return why a path has no complete checkpoint, with what to type instead.
+
+    Args:
+        tagged: tags of the run that have one.
+    """
+    from shoal.cli.islands import island_folders
+    from shoal.view.diagnosis.run_folders import explain_no_run, is_run_folder
+
+    others = [*island_folders(path), *tagged]
+    if not others and not is_run_folder(path) and not (path / "checkpoints").is_dir():
+        return explain_no_run(path)
+    if others:
+        near = f"try: {others[0]}"
+    elif is_run_folder(path):
+        near = f"it has not saved one yet; try: shoal diagnose {shlex.quote(str(path))}"
+    else:
+        near = "a run folder keeps them in checkpoints/"
+    return f"{path}: no complete checkpoint there; {near}"
 
 
 def _check_export_path(out: Path) -> None:

@@ -15,22 +15,24 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.runlog.damaged_lines import Record, is_number, read_newest_steps
+from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import DAMAGED, strip_control_characters
 from shoal.base.text.units import seconds_text
 from shoal.view.diagnosis.death_rules import ALLOCATOR, WATCHED
-from shoal.view.diagnosis.end_rules import diagnose_end
+from shoal.view.diagnosis.end_rules import diagnose_damage, diagnose_end
 from shoal.view.diagnosis.event_rules import LEFT_OUT, LOOKS
 from shoal.view.diagnosis.finding import RunFinding
 from shoal.view.diagnosis.folder_evidence import (
+    FolderEvidence,
     read_event_history,
     read_evidence,
     read_held_locks,
+    read_step_rows,
 )
 from shoal.view.diagnosis.folder_state import decide_state
 from shoal.view.script_lines import is_repeated_death, is_user_script, script_command
@@ -47,7 +49,25 @@ MUCH = 0.2
 
 def diagnose(folder: Path) -> list[RunFinding]:
     """Return the findings about a run, oldest first; advice comes last."""
-    events = read_event_history(folder)
+    evidence = read_evidence(folder, time.time(), read_held_locks())
+    state, is_script = decide_state(evidence), is_user_script(folder)
+    found = _merge_repeats(_drop_repeated_errors(_diagnose_events(evidence, is_script)))
+    kinds = {one.kind for one in found}
+    ends = [one for one in diagnose_end(evidence, state) if not kinds & KNOWN.get(one.kind, set())]
+    found += [*ends, *diagnose_damage(evidence, state)]
+    found += _find_advice(folder, {one.kind for one in found})
+    if is_script:
+        found = [replace(one, command=script_command(one.command)) for one in found]
+    return found
+
+
+KNOWN = {"unsaved": {"stop_requested", "checkpoint_failed"}}
+"""State → findings from events that describe it already."""
+
+
+def _diagnose_events(evidence: FolderEvidence, is_script: bool) -> list[RunFinding]:
+    """Return the findings from the events of all sessions."""
+    folder, events = evidence.folder, read_event_history(evidence.folder)
     found: list[RunFinding] = []
     for place, event in enumerate(events):
         name = str(event.get("event"))
@@ -58,22 +78,8 @@ def diagnose(folder: Path) -> list[RunFinding]:
         except DAMAGED:
             seen = RunFinding(name, f"{name}: its line in events.jsonl is damaged", "", "")
         if seen is not None:
-            found.append(seen)
-    found = _merge_repeats(_drop_repeated_errors(found))
-    evidence = read_evidence(folder, time.time(), read_held_locks())
-    known = {one.kind for one in found}
-    found += [
-        one for one in diagnose_end(evidence, decide_state(evidence)) if not _is_known(one, known)
-    ]
-    found += _find_advice(folder, {one.kind for one in found})
-    if is_user_script(folder):
-        found = [replace(one, command=script_command(one.command)) for one in found]
+            found.append(replace(seen, over=seen.over or (is_script and evidence.met_since(event))))
     return found
-
-
-def _is_known(end: RunFinding, kinds: set[str]) -> bool:
-    """Return whether an event's finding describes an end already."""
-    return end.kind == "unsaved" and "stop_requested" in kinds
 
 
 def findings_text(folder: Path, found: list[RunFinding]) -> str:
@@ -127,16 +133,16 @@ def _merge_repeats(found: Iterable[RunFinding]) -> list[RunFinding]:
 
 
 def _find_advice(folder: Path, kinds: set[str]) -> list[RunFinding]:
-    steps = read_newest_steps(folder / "metrics.jsonl", 10 * LEAST_STEPS)
+    steps = read_step_rows(folder, 10 * LEAST_STEPS)
     if len(steps) < LEAST_STEPS or kinds & {"slow_rank"}:
         return []  # waiting for a slow rank looks like waiting for the network
-    whole_s = sum(_values(steps, "step_s"))
-    toml = shlex.quote(str(folder / "run.toml"))
+    step_s, toml = _values(steps, "step_s"), shlex.quote(str(folder / "run.toml"))
+    key_name = "" if is_user_script(folder) else " (train.accumulate)"
     asked = {
         "comm_exposed_s": (
             "communication",
-            "ranks wait for sums and gathers longer than these can hide behind computation: more "
-            "samples a step (train.accumulate) or a layout that sends less",
+            f"ranks wait for sums and gathers longer than these can hide behind computation: more "
+            f"samples a step{key_name} or a layout that sends less",
             f"shoal plan {toml} --top 5",
         ),
         "data_wait_s": (
@@ -148,11 +154,17 @@ def _find_advice(folder: Path, kinds: set[str]) -> list[RunFinding]:
     found = []
     for key, (kind, why, command) in asked.items():
         waits = _values(steps, key)
-        if whole_s and sum(waits) > MUCH * whole_s:
-            share, each_s = sum(waits) / whole_s, statistics.median(waits)
-            what = f"{kind} takes {share:.0%} of a step ({seconds_text(each_s)})"
+        whole, usual = _share(waits, step_s, sum), _share(waits, step_s, statistics.median)
+        if min(whole, usual) > MUCH:  # both: one long wait is no habit
+            what = f"{kind} takes {usual:.0%} of a step ({seconds_text(statistics.median(waits))})"
             found.append(RunFinding(kind, what, why, command, advice=True))
     return found
+
+
+def _share(waits: list[float], step_s: list[float], total: Callable[[list[float]], float]) -> float:
+    """Return the share of the waits in the time of the steps, 0.0 without either."""
+    whole_s = total(step_s) if step_s else 0.0
+    return total(waits) / whole_s if waits and whole_s else 0.0
 
 
 def _values(steps: list[Record], key: str) -> list[float]:

@@ -29,6 +29,15 @@ def diagnose_end(seen: FolderEvidence, state: FolderState) -> list[RunFinding]:
     return []
 
 
+def diagnose_damage(seen: FolderEvidence, state: FolderState) -> list[RunFinding]:
+    """Return a finding per unreadable file that `state` does not name."""
+    why = "a disk, an editor or a copy damaged it; the findings lack what stood in it"
+    command = f"ls -l {shlex.quote(str(seen.folder))}"
+    named = state.how if state.cause == "damaged" else ""
+    others = [damage for damage in seen.damages if damage != named]
+    return [RunFinding("damaged", damage, why, command) for damage in others]
+
+
 ENDS: dict[str, tuple[str, str, str]] = {
     "elsewhere": (
         "no end is recorded at {where}, and nothing was written for {age}",
@@ -59,6 +68,11 @@ ENDS: dict[str, tuple[str, str, str]] = {
         "nothing was written for {age}, and {who}",
         "a run writes at each step, and between steps the phase that it is in",
         "tail -n 50 {run}/logs/*",
+    ),
+    "unsaved": (
+        "{how}",
+        "the disk, or the file system, refused the last checkpoint",
+        "df -h {run}",
     ),
     "unsaved_stop": (
         "{how}: no checkpoint was written after it",

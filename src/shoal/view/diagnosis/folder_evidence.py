@@ -34,8 +34,8 @@ MOST_EVENTS = 5_000
 """Events of a session that are read, the newest ones."""
 MOST_HISTORY = 20_000
 """Events of all sessions that are read, the newest ones."""
-TAIL_BYTES = 16 << 20
-"""Bytes at the end of a file that are read."""
+ROWS_BYTES, SESSION_BYTES, HISTORY_BYTES = 1 << 20, 4 << 20, 16 << 20
+"""Bytes at the end of metrics.jsonl and events.jsonl that are read."""
 NEWEST_STEPS = 20
 SIGNS = ("metrics.jsonl", "events.jsonl", "phase.json", "rank_steps", "logs")
 """Files and folders whose time of change is a sign of life."""
@@ -48,7 +48,7 @@ class FolderEvidence:
     Attributes:
         events: of the last session, at most the newest MOST_EVENTS.
         steps: the newest rows of metrics.jsonl.
-        damage: why events.jsonl, else metrics.jsonl, cannot be read; "" if both can.
+        damages: why events.jsonl, metrics.jsonl and plan.json cannot be read, in this order.
         torn: a complete line of events.jsonl after the last readable one cannot be read.
         held: a process of this machine holds the folder.
         owner: the process that owner.json names; None: it let the folder go.
@@ -63,7 +63,7 @@ class FolderEvidence:
     plan: Record
     events: list[Record]
     steps: list[Record]
-    damage: str
+    damages: tuple[str, ...]
     torn: bool
     held: bool
     owner: Owner | None
@@ -78,6 +78,11 @@ class FolderEvidence:
     def step(self) -> int:
         """Return the newest step, 0 if there is none."""
         return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def damage(self) -> str:
+        """Return the first damage, "" if there is none."""
+        return next(iter(self.damages), "")
 
     @property
     def planned(self) -> int:
@@ -138,14 +143,16 @@ def read_evidence(folder: Path, now_s: float, held: set[int]) -> FolderEvidence:
     Args:
         held: as `read_held_locks` returns it.
     """
-    lines, damage = _read_lines(folder / "events.jsonl")
+    lines, damage = _read_lines(folder / "events.jsonl", SESSION_BYTES)
     events, torn = _newest_session(lines)
-    if lines and not events and not damage:
+    if lines and not events:
         damage = "events.jsonl: no line of it can be read"
-    rows, unreadable = _read_lines(folder / "metrics.jsonl")
-    steps = _newest_steps(rows)
+    rows, unreadable = _read_lines(folder / "metrics.jsonl", ROWS_BYTES)
+    steps = _newest_steps(rows, NEWEST_STEPS)
     if rows and not steps:
-        unreadable = unreadable or "metrics.jsonl: no line of it can be read"
+        unreadable = "metrics.jsonl: no line of it can be read"
+    plan = _read_object(folder / "plan.json")
+    no_plan = "" if plan or not (folder / "plan.json").exists() else "plan.json: cannot be read"
     ranks = _read_object(folder / "ranks.json")
     started_s = _time_of(events[0]) if events and events[0]["event"] == "run_started" else 0.0
     is_held = _is_held(folder / LOCK_FILE, held)
@@ -154,10 +161,10 @@ def read_evidence(folder: Path, now_s: float, held: set[int]) -> FolderEvidence:
         last_s -= _file_clock_error_s(folder, events)
     return FolderEvidence(
         folder=folder,
-        plan=_read_object(folder / "plan.json"),
+        plan=plan,
         events=events,
         steps=steps,
-        damage=damage or unreadable,
+        damages=tuple(filter(None, (damage, unreadable, no_plan))),
         torn=torn,
         held=is_held,
         owner=read_owner(folder) if _is_file(folder / "owner.json") else None,
@@ -176,9 +183,14 @@ def read_evidence(folder: Path, now_s: float, held: set[int]) -> FolderEvidence:
 
 def read_event_history(folder: Path) -> list[Record]:
     """Return the newest events of all sessions, the oldest of them first."""
-    lines = _read_lines(folder / "events.jsonl")[0]
+    lines = _read_lines(folder / "events.jsonl", HISTORY_BYTES)[0]
     found = [event for line in lines[:MOST_HISTORY] if (event := parse_event(line)) is not None]
     return found[::-1]
+
+
+def read_step_rows(folder: Path, most: int) -> list[Record]:
+    """Return the newest rows of metrics.jsonl, at most `most`, the oldest of them first."""
+    return _newest_steps(_read_lines(folder / "metrics.jsonl", ROWS_BYTES)[0], most)
 
 
 def read_held_locks(table: Path = Path("/proc/locks")) -> set[int]:
@@ -202,7 +214,7 @@ def find_last_sign_s(folder: Path) -> float:
     return max(map(_changed_s, paths))
 
 
-def _read_lines(path: Path) -> tuple[list[bytes], str]:
+def _read_lines(path: Path, most_bytes: int) -> tuple[list[bytes], str]:
     """Return the complete lines at the end of a file, newest first, and why it cannot be read."""
     try:
         if not path.exists() and not path.is_symlink():
@@ -211,14 +223,14 @@ def _read_lines(path: Path) -> tuple[list[bytes], str]:
             return [], f"{path.name}: is no file"
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            data = file.read(TAIL_BYTES)
+            file.seek(max(0, size - most_bytes))
+            data = file.read(most_bytes)
     except OSError as failure:
         return [], f"{path.name}: {failure.strerror or failure}"
     lines = [line for _, line in iter_lines_backward(BytesIO(data)) if line.strip()]
     if size and not lines:
         return [], f"{path.name}: no line of it can be read"
-    return (lines[:-1] or lines if size > TAIL_BYTES else lines), ""
+    return (lines[:-1] or lines if size > most_bytes else lines), ""
 
 
 def _newest_session(lines: list[bytes]) -> tuple[list[Record], bool]:
@@ -235,12 +247,12 @@ def _newest_session(lines: list[bytes]) -> tuple[list[Record], bool]:
     return found[::-1], torn
 
 
-def _newest_steps(lines: list[bytes]) -> list[Record]:
+def _newest_steps(lines: list[bytes], most: int) -> list[Record]:
     found: list[Record] = []
     for line in lines:
         if (row := parse_step(line)) is not None:
             found.append(row)
-        if len(found) == NEWEST_STEPS:
+        if len(found) == most:
             break
     return found[::-1]
 

@@ -129,7 +129,7 @@ def _decide_living(seen: FolderEvidence) -> Decision:
 
 def _decide_ended(seen: FolderEvidence) -> Decision:
     if (found := _read_end(seen)) is not None:
-        return (*found, "")
+        return (*found, found[0] if found[0] == "unsaved" else "")
     if seen.reports:
         return (*describe_death(seen.reports[0], made_steps=seen.begun), "error_report")
     if seen.owner is not None and seen.owner.has_ended:
@@ -138,8 +138,6 @@ def _decide_ended(seen: FolderEvidence) -> Decision:
         return "abandoned", "a copy: its process works in another folder", ""
     if seen.owner is not None:
         return "abandoned", f"of {seen.owner.host}, no sign for a day", "elsewhere"
-    if seen.damage and not seen.events:
-        return "damaged", seen.damage, "damaged"
     return _describe_no_end(seen)
 
 
@@ -187,6 +185,8 @@ def describe_death(event: Record, *, made_steps: bool) -> tuple[str, str]:
 
 def _describe_no_end(seen: FolderEvidence) -> Decision:
     """Return the state of a folder that nobody holds and that records no end."""
+    if seen.damage.startswith("events.jsonl") and not seen.events:
+        return "damaged", seen.damage, "damaged"
     if (stop := seen.last("stop_requested")) is not None and not seen.met_since(stop):
         how = f"by {signal_text(str(stop.get('signal', 'a signal')))}; no end recorded"
         after = seen.events[seen.events.index(stop) :]
@@ -199,6 +199,8 @@ def _describe_no_end(seen: FolderEvidence) -> Decision:
         return "ended", f"{where}; no end recorded", ""
     if is_user_script(seen.folder):
         return _describe_script_end(seen)
+    if not seen.events:
+        return "damaged", "events.jsonl: is missing or empty", "damaged"
     if seen.torn or seen.damage:
         return "damaged", seen.damage or "events.jsonl: its last lines cannot be read", "damaged"
     if not seen.planned:

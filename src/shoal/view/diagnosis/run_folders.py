@@ -14,8 +14,6 @@ MARKS = ("events.jsonl", "metrics.jsonl", "owner.lock", "owner.json", "plan.json
 INSIDE = ("checkpoints", "logs", "rank_steps", "tags", "hub")
 """Folders of a run that hold no runs."""
 DEPTH = 3
-NAMED = 3
-"""Runs that a message names."""
 
 
 def is_run_folder(path: Path) -> bool:
@@ -65,37 +63,46 @@ def explain_no_run(path: Path) -> str:
     """Return why a path is no run folder, with what to type instead: "PATH: …; try: …"."""
     shown = strip_control_characters(str(path))
     if path.is_dir():
-        runs = [one for one in find_run_folders(path) if one != path]
-        if not runs:
-            near = _find_above(path)
-            hint = f"try: {near}" if near else "try: shoal runs, which lists the runs in runs/"
-            return f"{shown}: holds no run; {hint}"
-        names = ", ".join(strip_control_characters(str(one)) for one in runs[:NAMED])
-        more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
-        hint = f"try: {_quote(runs[0])}, or shoal runs {_quote(path)}"
-        return f"{shown}: is no run, and holds {names}{more}; {hint}"
+        return _explain_folder(path, shown)
     if path.exists() or path.is_symlink():
-        near = _find_above(path)
-        hint = f"try: {near}" if near else "try: the folder of a run, which shoal runs lists"
-        return (
-            f"{shown}: is {'a file' if path.is_file() else 'no folder'}, and no run folder; {hint}"
-        )
-    return f"{shown}: does not exist; {_suggest_run(path)}"
+        kind = "a file" if path.is_file() else "no folder"
+        return f"{shown}: is {kind}, and no run folder; try: {_find_above(path) or 'shoal runs'}"
+    return f"{shown}: does not exist; try: {_find_alike(path)}"
+
+
+def _explain_folder(path: Path, shown: str) -> str:
+    """Return why a folder is no run: it holds runs, is a part of one, or neither."""
+    runs = [one for one in find_run_folders(path) if one != path]
+    if runs:
+        newest = max(runs, key=_changed_s)
+        count = f"{len(runs)} runs" if len(runs) > 1 else "a run"
+        hint = f"try: {_quote(newest)}, or shoal runs {_quote(path)}"
+        return f"{shown}: is no run folder, but holds {count}; {hint}"
+    return f"{shown}: no run folder; try: {_find_above(path) or 'shoal runs'}"
 
 
 def _find_above(path: Path) -> str:
-    above = next((one for one in path.parents if is_run_folder(one)), None)
+    above = next((one for one in list(path.parents)[:DEPTH] if is_run_folder(one)), None)
     return _quote(above) if above else ""
 
 
-def _suggest_run(path: Path) -> str:
-    """Return the existing run with the nearest name, else how to list the runs."""
+def _find_alike(path: Path) -> str:
+    """Return the run with the nearest name, else the command that lists the runs there."""
     parent = path.parent if path.parent.is_dir() else Path("runs")
     runs = {one.name: one for one in find_run_folders(parent) if one.parent == parent}
+    if not runs and parent != Path("runs"):
+        runs = {one.name: one for one in find_run_folders(Path("runs"))}
     near = get_close_matches(path.name, runs, 1, 0.5)
     if near:
-        return f"try: {_quote(runs[near[0]])}"
-    return f"try: shoal runs {_quote(parent)}" if runs else "try: shoal runs, or shoal train first"
+        return _quote(runs[near[0]])
+    return f"shoal runs {_quote(next(iter(runs.values())).parent)}" if runs else "shoal runs"
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return (path / "events.jsonl").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _quote(path: Path) -> str:
