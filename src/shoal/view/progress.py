@@ -6,15 +6,17 @@ means of the last twenty steps, as a single step is noisy.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.units import bytes_text, count_text, seconds_text
-from shoal.view.watch.letter_curves import draw_sparkline
 
 WINDOW_STEPS = 20
 CURVE_WIDTH, CURVE_STEPS = 8, 512
 """Columns of the loss curve in the step line, and the values that it is drawn from at most."""
+BLOCKS = "▁▂▃▄▅▆▇█"
 LEAST_SHARE = 0.005
 """Share of the matrix rate below which a model is too small for the figure to mean anything."""
 
@@ -151,6 +153,27 @@ class RunProgress:
         found = dict(self.fields())
         words = [("left", "{} left"), ("comm", "comm {}"), ("data_wait", "data {}")]
         return [form.format(found[name]) for name, form in words if name in found]
+
+
+def draw_sparkline(values: Sequence[float], width: int) -> str:
+    """Return the values as blocks of eight heights, averaged into at most `width` of them.
+
+    >>> draw_sparkline([8, 7, 5, 3, 2, 1], 6), draw_sparkline([1.0, 1.0], 4)
+    ('█▇▅▃▂▁', '▁▁')
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    count = min(width, len(finite))
+    if count < 2:
+        return ""
+    edges = [len(finite) * place // count for place in range(count + 1)]
+    means = [
+        math.fsum(finite[first:last]) / (last - first)
+        for first, last in zip(edges, edges[1:], strict=False)
+    ]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[0] * count
+    return "".join(BLOCKS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
 
 
 def count_unit(plan: Record) -> str:

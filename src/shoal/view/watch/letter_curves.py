@@ -1,43 +1,21 @@
-"""Curves of letters: a sparkline in one row, and a plot in several with two axes.
+"""Curves of letters: a plot in several rows, with two axes.
 
-A plot uses braille letters, 2 × 4 dots in each column, or one asterisk a column where the
+It uses braille letters, 2 × 4 dots in each column, or one asterisk a column where the
 terminal's encoding has none. A dot is the mean of the values in its columns of steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.view.watch.styled_lines import Line
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of a braille letter by row and column."""
 LABEL_WIDTH = 8
 Point = tuple[float, float]
 """(step, value)"""
-
-
-def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as blocks of eight heights, averaged into at most `width` of them.
-
-    >>> draw_sparkline([8, 7, 5, 3, 2, 1], 6), draw_sparkline([1.0, 1.0], 4)
-    ('█▇▅▃▂▁', '▁▁')
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    count = min(width, len(finite))
-    if count < 2:
-        return ""
-    edges = [len(finite) * place // count for place in range(count + 1)]
-    means = [
-        math.fsum(finite[first:last]) / (last - first)
-        for first, last in zip(edges, edges[1:], strict=False)
-    ]
-    low, high = min(means), max(means)
-    if high == low:
-        return BLOCKS[0] * count
-    return "".join(BLOCKS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
 
 
 def draw_curve(
@@ -79,8 +57,8 @@ def draw_curve(
     def column_of(step: float, count: int) -> int:
         return min(count - 1, max(0, int((step - first) / (last - first) * (count - 1) + 0.5)))
 
-    grid = _draw_dots(_average(finite, across, column_of), row_of, across, up)
-    letters = _braille_rows(grid, rows, columns) if braille else _ascii_rows(grid)
+    dots = _draw_dots(_average(finite, across, column_of), row_of)
+    letters = _draw_letters(dots, rows, columns, braille)
     spans: list[list[tuple[str, str]]] = [[(row, "cyan")] for row in letters]
     for step, value in marks:
         if first <= step <= last:
@@ -96,50 +74,49 @@ def draw_curve(
     return lines
 
 
-def _average(points: Sequence[Point], across: int, column_of: object) -> list[Point]:
+def _average(
+    points: Sequence[Point], across: int, column_of: Callable[[float, int], int]
+) -> list[tuple[int, float]]:
+    """Return the mean value of each column that has any."""
     sums: dict[int, list[float]] = {}
     for step, value in points:
-        one = sums.setdefault(column_of(step, across), [0.0, 0.0])  # type: ignore[operator]
-        one[0] += value
-        one[1] += 1
-    return [(column, sums[column][0] / sums[column][1]) for column in sorted(sums)]
+        sums.setdefault(column_of(step, across), []).append(value)
+    return [(column, math.fsum(sums[column]) / len(sums[column])) for column in sorted(sums)]
 
 
-def _draw_dots(points: Sequence[Point], row_of: object, across: int, up: int) -> list[bytearray]:
-    """Return the dots of a line through the points, by row and column."""
-    grid = [bytearray(across) for _ in range(up)]
+def _draw_dots(
+    points: Sequence[tuple[int, float]], row_of: Callable[[float], int]
+) -> set[tuple[int, int]]:
+    """Return (column, row) of the dots of a line through the points."""
+    dots: set[tuple[int, int]] = set()
     before: tuple[int, int] | None = None
     for column, value in points:
-        here = (int(column), row_of(value))  # type: ignore[operator]
+        here = (column, row_of(value))
         start = before or here
         length = max(1, here[0] - start[0])
         last_row = start[1]
         for x in range(start[0], here[0] + 1):
             y = round(start[1] + (here[1] - start[1]) * (x - start[0]) / length)
-            for between in range(min(last_row, y), max(last_row, y) + 1):
-                grid[between][x] = 1
+            dots.update((x, between) for between in range(min(last_row, y), max(last_row, y) + 1))
             last_row = y
         before = here
-    return grid
+    return dots
 
 
-def _braille_rows(grid: Sequence[bytearray], rows: int, columns: int) -> list[str]:
-    found = []
-    for row in range(rows):
-        letters = []
-        for column in range(columns):
-            bits = 0
-            for y in range(4):
-                for x in range(2):
-                    if grid[4 * row + y][2 * column + x]:
-                        bits |= DOTS[y][x]
-            letters.append(chr(0x2800 + bits) if bits else " ")
-        found.append("".join(letters))
-    return found
-
-
-def _ascii_rows(grid: Sequence[bytearray]) -> list[str]:
-    return ["".join("*" if dot else " " for dot in row) for row in grid]
+def _draw_letters(dots: set[tuple[int, int]], rows: int, columns: int, braille: bool) -> list[str]:
+    """Return the rows of letters that have these dots."""
+    letters = [[" "] * columns for _ in range(rows)]
+    if not braille:
+        for x, y in dots:
+            letters[y][x] = "*"
+        return ["".join(row) for row in letters]
+    bits: dict[tuple[int, int], int] = {}
+    for x, y in dots:
+        cell = (y // 4, x // 2)
+        bits[cell] = bits.get(cell, 0) | DOTS[y % 4][x % 2]
+    for (row, column), found in bits.items():
+        letters[row][column] = chr(0x2800 + found)
+    return ["".join(row) for row in letters]
 
 
 def _put_mark(spans: list[list[tuple[str, str]]], row: int, column: int) -> None:

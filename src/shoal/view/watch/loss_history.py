@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.base.runlog.damaged_lines import Record, is_number, parse_step
 from shoal.view.watch.watch_state import StepPoint
 
-MOST_POINTS = 2_048
+MOST_POINTS = 1_024
 WHOLE_BYTES = 1 << 20
 """A file up to this size is read whole."""
 SAMPLES = 512

@@ -17,7 +17,7 @@ from pathlib import Path
 from shoal.base.runlog.rank_records import FOLDER, HEADER, MAGIC, PARTS, ROW, RankStep
 
 ROWS = 4_096
-WINDOW = 20
+WINDOW = 12
 """Steps of a rank that count for its lateness."""
 MOST_RANKS = 1 << 17
 MOST_FILES = 2_048
@@ -93,7 +93,7 @@ def compute_lateness_s(rows: dict[int, deque[RankStep]]) -> dict[int, float]:
     >>> def wait(rank, seconds):
     ...     return deque([RankStep(5, rank, 1, 0.0, 0, (0.0,) * 7 + (seconds,))])
     >>> compute_lateness_s({0: wait(0, 0.3), 1: wait(1, 0.0), 2: wait(2, 0.25)})
-    {0: 0.0, 1: 0.275, 2: 0.1}
+    {0: 0.0, 1: 0.275, 2: 0.0}
     """
     by_step: dict[int, list[RankStep]] = defaultdict(list)
     for own in rows.values():

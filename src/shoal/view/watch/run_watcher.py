@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +78,7 @@ class RunWatcher:
         self.progress = RunProgress(None)
         self.history, self.tail = LossHistory(), RankTail(self.path)
         self.events: deque[Record] = deque(maxlen=EVENTS)
+        self.sentences: list[EventLine] = []
         self.lateness_s: dict[int, float] = {}
         self.hosts: dict[int, tuple[str, str]] = {}
         self.ranks: list[RankState] = []
@@ -87,6 +88,7 @@ class RunWatcher:
         self.folder.metrics.skip()
         self.folder.events.skip()
         self.events.extend(_read_newest_events(self.path / "events.jsonl"))
+        self.sentences = _event_lines(self.events)
         self.history.read(self.path / "metrics.jsonl")
         self.progress.add(self.folder.last_steps(20), cut_back=False)
 
@@ -94,7 +96,9 @@ class RunWatcher:
         events, replaced = self.folder.events.read()
         if replaced:
             self.events.clear()
+            self.sentences = []
         self.events.extend(events)
+        self.sentences = [*self.sentences, *_event_lines(events)][-EVENTS:]
         steps, cut_back = self.folder.metrics.read()
         self.progress.add(steps, cut_back)
         self.history.add(steps)
@@ -144,7 +148,7 @@ class RunWatcher:
             ranks=self._rank_states(session),
             forecast=_forecast_texts(self.progress, self.tail.rows),
             waits=_wait_texts(self.progress),
-            events=[line for e in events if (line := _event_line(e)) is not None],
+            events=self.sentences,
         )
 
     def _rank_states(self, session: Sequence[Record]) -> list[RankState]:
@@ -316,6 +320,10 @@ def _rank_notes(session: Sequence[Record], rows: dict[int, deque[RankStep]]) -> 
 def _went_on(event: Record, rows: deque[RankStep] | None) -> bool:
     at_s = event.get("time_s")
     return bool(rows) and is_number(at_s) and rows is not None and rows[-1].end_s > at_s
+
+
+def _event_lines(events: Iterable[Record]) -> list[EventLine]:
+    return [line for event in events if (line := _event_line(event)) is not None]
 
 
 def _event_line(event: Record) -> EventLine | None:
