@@ -78,11 +78,32 @@ def test_docs_lists_and_prints_pages() -> None:
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("own-lop", "try: shoal docs own-loop"), ("vllm", "try: shoal docs serve"), ("q0", "all pag")],
+    [
+        ("own-lop", "try: shoal docs own-loop"),
+        ("vllm", "try: shoal docs serve"),
+        ("q0", "all pages"),
+        ("scr", "try: shoal docs script"),
+        ("quikstart", "try: shoal docs tutorial"),
+        ("model", "try: shoal docs first-model"),
+        ("mem", "try: shoal docs start/memory"),
+        ("", "all pages"),
+    ],
 )
 def test_a_page_that_is_none_names_the_nearest(word: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=rf"docs {word}: no such page; {hint}"):
         docs.find_page(word, docs.list_pages())
+
+
+def test_two_pages_of_a_name_are_told_apart() -> None:
+    lines = [line for line in answer("docs").splitlines() if line.startswith("  memory ")]
+    assert [re.findall(r"\((\S+)\)$", line) for line in lines] == [
+        ["start/memory"],
+        ["how-it-works/memory"],
+    ]
+    done = CliRunner().invoke(main.app, ["docs", "memory"])
+    assert "another page of this name: shoal docs how-it-works/memory" in done.stderr
+    assert "another page" not in done.stdout
+    assert CliRunner().invoke(main.app, ["docs", "start/memory"]).stderr == ""
 
 
 def test_an_installation_without_pages_says_so(tmp_path: Path) -> None:

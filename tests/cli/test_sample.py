@@ -69,7 +69,7 @@ def said(*words: str) -> str:
 def test_a_run_without_a_checkpoint() -> None:
     Path("runs/mine").mkdir(parents=True)
     assert said("sample", "runs/mine", "--prompt", "a") == (
-        "runs/mine: no complete checkpoint there; a run folder keeps them in checkpoints/"
+        "runs/mine: no run folder; try: shoal runs"
     )
 
 

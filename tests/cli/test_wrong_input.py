@@ -168,7 +168,7 @@ def test_one_line_and_two(argument: str, said: str, tmp_path: Path) -> None:
 def test_resume_of_nothing(tmp_path: Path) -> None:
     code, text = shoal("train", "--resume", "runs/none")
     assert code == 2
-    assert "runs/none: no run there" in text
+    assert "--resume runs/none: does not exist; try: shoal runs" in text
     folder = tmp_path / "runs" / "empty"
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text("")
@@ -367,7 +367,7 @@ def test_checkpoint_verbs_on_nothing(verb: str) -> None:
     extra = ["out.safetensors"] if verb == "export" else []
     code, text = shoal("checkpoint", verb, "nowhere", *extra)
     assert code == 2
-    assert "nowhere: no complete checkpoint there" in text
+    assert "nowhere: does not exist; try: shoal runs" in text
 
 
 def test_the_real_program_prints_one_line_on_standard_error(tmp_path: Path) -> None:

@@ -20,18 +20,18 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
     """
     from shoal.view.diagnose import diagnose as look
     from shoal.view.diagnose import findings_text
+    from shoal.view.diagnosis.folder_state import read_folder_state
+    from shoal.view.diagnosis.run_folders import explain_no_run, is_run_folder
 
-    if not (path / "events.jsonl").exists():
-        near = path.parent if (path.parent / "events.jsonl").exists() else None
-        hint = f"try: {near}" if near else "a run folder has an events.jsonl"
-        raise ConfigError(f"{path}: no run folder; {hint}")
+    if not is_run_folder(path) and not (path / "run.toml").exists():
+        raise ConfigError(explain_no_run(path))
     wrong = False
     for folder in (path, *sorted(one.parent for one in path.glob("island-*/events.jsonl"))):
-        found = look(folder)
+        found, state = look(folder), read_folder_state(folder).word
         wrong = wrong or any(not one.advice for one in found)
         if as_json:
             for one in found:
-                typer.echo(json.dumps({"run": str(folder), **one.record()}))
+                typer.echo(json.dumps({"run": str(folder), "state": state, **one.record()}))
         else:
             from shoal.report.verdict import find_verdict
 

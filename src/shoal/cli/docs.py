@@ -25,6 +25,9 @@ FOLDERS = {
 }
 """Folder → its heading, in the order of reading."""
 
+SYNONYMS = {"quickstart": "tutorial", "getting-started": "tutorial", "introduction": "tutorial"}
+"""Names that pages of other projects have → ours."""
+
 PAGE = typer.Argument(None, metavar="[PAGE]", help="A page by its name, as own-loop.")
 WHERE = typer.Option(False, "--path", help="Print the file's path instead of its text.")
 JSON = typer.Option(False, "--json", help="One JSON document: the list, or the page.")
@@ -35,7 +38,7 @@ class Page:
     """One page of the documentation.
 
     Args:
-        name: what `shoal docs` takes: the file's name without its ending.
+        name: the file's name without its ending; `shoal docs` takes it, and folder/name.
         folder: one of FOLDERS.
         title: its first heading.
         path: its file.
@@ -60,6 +63,10 @@ def docs(words: list[str] = PAGE, path: bool = WHERE, as_json: bool = JSON) -> N
             typer.echo(json.dumps({**asdict(page), "text": text}))
         else:
             typer.echo(page.path if path else text.rstrip("\n"))
+        # On standard error: standard output is the page alone.
+        for other in _namesakes(page, pages) if "/" not in "-".join(words) else ():
+            call = f"shoal docs {other.folder}/{other.name}"
+            typer.echo(f"another page of this name: {call} ({other.title})", err=True)
     elif as_json:
         typer.echo(json.dumps([asdict(page) for page in pages], indent=1))
     else:
@@ -95,18 +102,50 @@ def find_page(word: str, pages: list[Page]) -> Page:
     for page in pages:
         if page.name == name and folder in ("", page.folder):
             return page
-    inside = [page.name for page in pages if name in page.name or name in page.title.lower()]
-    near = inside or difflib.get_close_matches(name, [page.name for page in pages], 3, 0.5)
-    hint = f"try: shoal docs {near[0]}" if near else "all pages: shoal docs"
+    near = find_nearest_page(name, pages)
+    hint = f"try: shoal docs {_call_name(near, pages)}" if near else "all pages: shoal docs"
     raise ConfigError(f"docs {word}: no such page; {hint}")
 
 
+def find_nearest_page(name: str, pages: list[Page]) -> Page | None:
+    """Return the page that a wrong name probably means; None if none is near.
+
+    In this order: names that begin with it, a word of a name that begins with it, the most alike
+    name, names that contain it, titles that contain it.
+    """
+    if not name:
+        return None
+    names = [page.name for page in pages]
+    begins = [page for page in pages if page.name.startswith(name)]
+    words = [page for page in pages if any(w.startswith(name) for w in page.name.split("-"))]
+    close = difflib.get_close_matches(name, [*names, *SYNONYMS], 1, 0.6)
+    alike = [page for page in pages if page.name in [SYNONYMS.get(one, one) for one in close]]
+    inside = [page for page in pages if name in page.name]
+    titled = [page for page in pages if name in page.title.lower()]
+    return next(iter([*begins, *words, *alike, *inside, *titled]), None)
+
+
+def _namesakes(page: Page, pages: list[Page]) -> list[Page]:
+    """Return the other pages of the same name."""
+    return [one for one in pages if one.name == page.name and one.folder != page.folder]
+
+
+def _call_name(page: Page, pages: list[Page]) -> str:
+    """Return the shortest name that means this page alone."""
+    return f"{page.folder}/{page.name}" if _namesakes(page, pages) else page.name
+
+
 def list_lines(pages: list[Page]) -> list[str]:
-    """Return the list as lines of a terminal, grouped by folder."""
+    """Return the list as lines of a terminal, grouped by folder.
+
+    Two pages of one name have their folder behind the title.
+    """
     width = max(len(page.name) for page in pages)
     lines = []
     for folder, heading in FOLDERS.items():
         lines.append(f"{heading}:")
-        lines += [f"  {p.name:<{width}}  {p.title}" for p in pages if p.folder == folder]
+        for page in (one for one in pages if one.folder == folder):
+            call = f"  ({_call_name(page, pages)})" if _namesakes(page, pages) else ""
+            lines.append(f"  {page.name:<{width}}  {page.title}{call}")
         lines.append("")
     return [*lines, "Print one: shoal docs own-loop"]

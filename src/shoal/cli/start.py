@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest_word, shorten
+from shoal.base.errors import CheckpointError, ConfigError, PlanError, shorten
 from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.layouts.parameter_servers import expendable_ranks
@@ -338,15 +338,14 @@ def _check_paths(loaded: LoadedConfig) -> None:
 
 def _check_resumable(folder: Path) -> None:
     if not (folder / "run.toml").exists():
-        runs = [p.parent for p in Path("runs").glob("*/run.toml")]
-        close = nearest_word(str(folder), [str(r) for r in runs])
-        hint = f"; try: {close}" if close else "; run folders hold a run.toml"
-        if list_checkpoints(folder / "checkpoints"):
+        from shoal.view.diagnosis.run_folders import explain_no_run, is_run_folder
+
+        if is_run_folder(folder) or list_checkpoints(folder / "checkpoints"):
             raise ConfigError(
-                f"--resume {folder}: has checkpoints but no run.toml, so a script of your own made "
-                f"it with shoal.parallelize; start that again: its run.restore() goes on"
+                f"--resume {folder}: has no run.toml, so a script of your own made it with "
+                f"shoal.parallelize; start that again: its run.restore() goes on"
             )
-        raise ConfigError(f"--resume {folder}: no run there{hint}")
+        raise ConfigError(f"--resume {explain_no_run(folder)}")
     if _has_island_folders(load_config(folder / "run.toml").config.islands, folder):
         return check_islands_resumable(folder)
     if not list_checkpoints(folder / "checkpoints"):
