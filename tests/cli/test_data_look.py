@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import shoal
 from shoal.cli import start
 from shoal.cli.main import app
+from shoal.data.sources import open_data
 from shoal.fabric import start_world
 from shoal.trainer import main_job
 
@@ -33,6 +38,13 @@ class Spy(torch.nn.Module):
         return self.head(hidden)
 def build():
     return Spy()
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for n in range(20):
+            row = torch.arange(9) + n
+            yield row[:-1], row[1:]
+def stream():
+    return Stream()
 """
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ate", "fish", "while", "birds", "sang")
 
@@ -51,7 +63,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / f"{name}.txt").write_text("".join(lines))
     rows = []
     for n in range(40):
-        turns = [("user", sentence(n, 3)), ("assistant", sentence(n + 1, 2 + n % 5) + " é")]
+        answered = sentence(n + 1, 2 + n % 5 + 20 * (n % 10 == 9))
+        turns = [("user", sentence(n, 3)), ("assistant", answered + " é")]
         rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "look_spy.py").write_text(SPY)
@@ -79,6 +92,10 @@ def train(name: str, *words: str) -> list[tuple[Any, Any]]:
     return list(look_spy.SEEN)
 
 
+def lines_of(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
 def answer(*words: str) -> str:
     """What `shoal data look` prints; it must end well."""
     done = CliRunner().invoke(app, ["data", "look", *words])
@@ -91,17 +108,23 @@ SOURCES = {
     "chat": ["data.source=jsonl:chat.jsonl"],
     "packed": ["data.source=jsonl:chat.jsonl", "data.packing=on"],
     "mixed": ["data.source=mix:0.7*text:a.txt+0.3*text:b.txt"],
+    "stream": ["data.source=look_spy:stream"],
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "name", [pytest.param("text", marks=pytest.mark.proof), *list(SOURCES)[1:]]
+)
 def test_rows_are_what_the_model_got(here: Path, name: str) -> None:
     """Token by token, in order, with the positions of packed rows."""
     seen = train(name, *SOURCES[name])
     rows = []
+    steps = [json.loads(line) for line in lines_of(f"runs/{name}/metrics.jsonl")]
     for step in (1, 2, 3):
         document = json.loads(answer(f"runs/{name}", "--step", str(step), "--json"))
-        assert len(document["rows"]) == 8
+        first, end = steps[step - 1]["samples"]
+        assert [row["position"] for row in document["rows"]] == list(range(first, end))
+        assert document["step"]["loss"] == steps[step - 1]["loss"]
         rows += document["rows"]
     got = [row for ids, _ in seen for row in ids]
     assert [row["input_ids"] for row in rows] == got
@@ -109,3 +132,150 @@ def test_rows_are_what_the_model_got(here: Path, name: str) -> None:
         places = [row for _, positions in seen for row in positions]
         assert [row["position_ids"] for row in rows] == places
         assert any(row["documents"] > 1 for row in rows)
+    if name == "mixed":
+        sources = [row["source"] for row in rows]
+        assert set(sources) == {"text:a.txt", "text:b.txt"}
+        assert [row["origin"] for row in rows] == [one.removeprefix("text:") for one in sources]
+
+
+def test_losses_of_samples_are_the_loss_of_the_step(here: Path) -> None:
+    """Under the checkpoint of the step before, weighed by their targets."""
+    document = json.loads(answer("runs/chat", "--step", "3", "--json"))
+    step, rows = document["step"], document["rows"]
+    assert step["checkpoint_step"] == 2
+    assert step["checkpoint_loss"] == pytest.approx(step["loss"], rel=1e-6)
+    total = sum(row["loss"] * row["targets"] for row in rows)
+    assert total / sum(row["targets"] for row in rows) == pytest.approx(step["loss"], rel=1e-6)
+    assert [row["targets"] for row in rows] == [row["learnt"] for row in rows]
+    shown = re.findall(r"^loss (\S+) · sample (\d+)", answer("runs/chat", "--step", "3"), re.M)
+    ordered = sorted(rows, key=lambda row: -row["loss"])
+    assert shown == [(f"{row['loss']:.4f}", str(row["sample"])) for row in ordered]
+    later = json.loads(answer("runs/chat", "--step", "1", "--json"))["step"]
+    assert later["checkpoint_step"] == 2
+    assert "step-2, which has trained on them already" in answer("runs/chat", "--step", "1")
+
+
+def test_chats_show_what_is_learnt(here: Path) -> None:
+    """Answers and their ends, with the line of the file."""
+    text = answer("runs/packed", "--rows", "40")
+    chats = [json.loads(line)["messages"] for line in lines_of("chat.jsonl")]
+    found = 0
+    for title, body in re.findall(r"^sample \d+ · (\S+) · [^\n]*\n((?: [^\n]*\n)+)", text, re.M):
+        numbers = [int(one.rpartition(":")[2]) - 1 for one in title.split(", ")]
+        plain = (
+            re.sub(r"^ *[0-9]* *│ ", "", body, flags=re.M).replace("↵\n", "\n").replace("\n", "")
+        )
+        answers = [chats[n][1]["content"] for n in numbers]
+        for one, learnt in zip(answers, re.findall(r"⟦(.*?)⟧", plain), strict=False):
+            whole = f" {one}<|endoftext|>"
+            found += learnt == whole
+            assert whole.startswith(learnt), title
+    assert found > 10
+
+
+def test_the_head_says_sizes_and_shares(here: Path) -> None:
+    lines = answer("runs/packed", "--rows", "0").splitlines()
+    names = [line[:12].rstrip() for line in lines]
+    assert names == [
+        "source",
+        "samples",
+        "step",
+        "tokenizer",
+        "sequence",
+        "lengths",
+        "cut",
+        "learnt",
+    ]
+    assert lines[2] == "step        8 samples, in micro-batches of 4"
+    data = json.loads(answer("runs/packed", "--rows", "0", "--json"))["data"]
+    assert data["examples"] + data["left_out"] == 40
+    assert data["lengths"]["most"] > 25 == data["sequence"] + 1, "lengths before the cut"
+    mixed = json.loads(answer("runs/mixed", "--rows", "0", "--json"))["data"]
+    assert [(one["source"], one["weight"]) for one in mixed["by_source"]] == [
+        ("text:a.txt", 0.7), ("text:b.txt", 0.3)
+    ]  # fmt: skip
+
+
+def test_a_configuration_shows_the_first_samples_of_a_run(here: Path) -> None:
+    Path("mine.toml").write_text('[data]\nsource = "jsonl:chat.jsonl"\nsequence = 24\n')
+    words = ["data.tokenizer=bpe:300", "data.validation=0", "train.micro_batch=4"]
+    rows = json.loads(answer("mine.toml", *words, "--rows", "8", "--json"))["rows"]
+    step = json.loads(answer("runs/chat", "--step", "1", "--json", "--no-loss"))["rows"]
+    assert [row["input_ids"] for row in rows] == [row["input_ids"] for row in step]
+
+
+def test_changed_data_is_refused(here: Path) -> None:
+    shutil.copy("chat.jsonl", "kept.jsonl")
+    try:
+        lines = Path("kept.jsonl").read_text().splitlines(keepends=True)
+        Path("chat.jsonl").write_text("".join(lines[:30]))
+        assert said("runs/chat", "--step", "2") == (
+            "--step 2: the data has 30 samples now, and had 40 when the run was saved, so its "
+            "samples are not those of this step; try: the data as it was, or --changed to see "
+            "what lies there now"
+        )
+        Path("chat.jsonl").write_text("".join(lines[::-1]))
+        assert said("runs/chat", "--step", "2").startswith(
+            "--step 2: the data has changed since the run was saved: "
+        )
+        assert "notice: the data has changed" in answer("runs/chat", "--step", "2", "--changed")
+    finally:
+        shutil.move("kept.jsonl", "chat.jsonl")
+
+
+def said(*words: str) -> str:
+    """The one line of a command that is refused."""
+    done = CliRunner().invoke(app, ["data", "look", *words])
+    failure = done.exception
+    assert getattr(failure, "exit_code", None) == 2, (done.output, failure)
+    assert "\n" not in str(failure)
+    return str(failure)
+
+
+def test_what_is_refused(here: Path) -> None:
+    assert said("runs/chat", "--step", "9") == (
+        "--step 9: runs/chat has no line of it; its newest step is 3; try: --step 3"
+    )
+    assert said("data.source=text:a.txt", "--step", "1") == (
+        "--step 1: goes with a run folder; try: shoal data look RUN"
+    )
+    assert said("runs/chot", "--step", "1") == "runs/chot: no such folder; try: runs/chat"
+    assert said("runs/chot") == "runs/chot: no such run.toml or run folder; try: runs/chat"
+    Path("empty").mkdir(exist_ok=True)
+    assert said("empty").startswith("empty: has no run.toml, so its data is not known here; try: ")
+    assert said("empty", "--step", "1").startswith("empty/metrics.jsonl: cannot be read (No such")
+    for line, why in {
+        "": "--step 2: empty has run no step yet",
+        '{"step": 2, "loss": 1.0}\n': "--step 2: its line in empty/metrics.jsonl names no samples",
+        '{"step": 2, "samples": [3, "x"]}\n': "--step 2: its line in empty/metrics.jsonl names no",
+        '{"step": 5, "samples": [0, 4]}\n{"st': "--step 2: empty has no line of it; its newest",
+    }.items():
+        Path("empty/metrics.jsonl").write_text(line)
+        assert said("empty", "--step", "2").startswith(why)
+
+
+def test_a_loop_of_ones_own_names_its_data(here: Path) -> None:
+    """Seed and batch come from its checkpoint, the source from the command line."""
+    data = open_data("text:a.txt", tokenizer="bpe:300", sequence=16, validation=0)
+    model = torch.nn.Sequential(torch.nn.Embedding(300, 4), torch.nn.Linear(4, 300))
+    seen = []
+    run = shoal.parallelize(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), batch=4, seed=5, folder="runs/own"
+    )
+    for number, batch in zip(range(2), run.loader(data.train), strict=False):
+        seen += [row for value in batch.values for row in value[0].tolist()]
+        run.step(batch)
+        assert number < 2
+    run.save()
+    run.close()
+    words = ["data.tokenizer=bpe:300", "data.sequence=16", "data.validation=0"]
+    document = json.loads(
+        answer("runs/own", "--step", "2", "--json", "data.source=text:a.txt", *words)
+    )
+    assert [row["input_ids"] for row in document["rows"]] == seen[4:]
+    assert document["step"]["why_no_loss"] == "the model is built by your own script"
+    shutil.rmtree("runs/own/checkpoints")
+    assert said("runs/own", "--step", "2", "data.source=text:a.txt", *words) == (
+        "runs/own: has neither plan.json nor a checkpoint, so the order of its samples is not "
+        "known; try: train.seed=SEED train.batch=BATCH, as in parallelize(seed=…, batch=…)"
+    )

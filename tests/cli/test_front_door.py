@@ -157,7 +157,7 @@ FACTS = (
         "watch",
     ),
     *("checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint import"),
-    *("config import", "find lr", "find micro-batch"),
+    *("config import", "find lr", "find micro-batch", "data look"),
 )
 ACTS = ("train", "run", "serve", "launch slurm", "launch kubernetes", "launch ssh")
 """Verbs that start something, or write a job for a person to submit."""

@@ -14,6 +14,7 @@ import typer
 from shoal.base.errors import ConfigError, shorten
 from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_step
 from shoal.cli.words import TRUST, split_arguments
+from shoal.config.paths import suggest_path
 
 if TYPE_CHECKING:  # these import torch, or their checks are of this verb alone
     from shoal.config.load import LoadedConfig
@@ -97,7 +98,7 @@ def _load(
             )
         file = None
     if file is not None and not file.exists():
-        raise ConfigError(f"{file}: no such file; a run.toml or a run folder is wanted")
+        raise ConfigError(f"{file}: no such run.toml or run folder; {suggest_path(file)}")
     return load_trusted(file, overrides, trust=trust)
 
 
@@ -109,6 +110,8 @@ def _find_step(folder: Path | None, path: Path | None, step: int | None) -> dict
     """
     if step is None:
         return None
+    if folder is None and path is not None and not path.exists():
+        raise ConfigError(f"{path}: no such folder; {suggest_path(path)}")
     if folder is None:
         raise ConfigError(f"--step {step}: goes with a run folder; try: shoal data look RUN")
     return _find_step_row(folder, step)

@@ -9,6 +9,7 @@ The document is JSON; `cli/data_lines.py` draws it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
 from shoal.base.pretrained_folders import TOKENIZER, pretrained_folder
+from shoal.base.runlog.damaged_lines import read_object
 from shoal.checkpoint.format.hub_folder import HUB
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.config.load import LoadedConfig
@@ -97,26 +99,35 @@ def open_inspected(loaded: LoadedConfig, folder: Path | None) -> InspectedData:
 
 
 def settle_plan(loaded: LoadedConfig, folder: Path | None) -> Plan:
-    """Return the plan by which the run cuts its samples; an open micro-batch gets its default."""
-    ran = _read_plan(folder)
+    """Return the plan by which the run cuts its samples; an open micro-batch gets its default.
+
+    Raises:
+        ConfigError: neither the folder nor the command line names the seed of a run.
+    """
     resolve_batch(loaded, 1)
     plan = make_plan(loaded.config)
-    if ran is not None:
-        return replace(plan, batch=ran.batch, micro_batch=ran.micro_batch, seed=ran.seed)
-    return plan if plan.micro_batch else replace(plan, micro_batch=default_turn(plan.batch))
-
-
-def _read_plan(folder: Path | None) -> Plan | None:
-    """Return the plan of a run that started; None if its file is missing or no plan."""
+    if not plan.micro_batch:
+        plan = replace(plan, micro_batch=default_turn(plan.batch))
     if folder is None:
-        return None
-    try:
-        plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    whole = (plan.batch, plan.micro_batch, plan.seed)
-    usable = all(type(one) is int for one in whole) and min(whole[:2]) > 0
-    return plan if usable else None
+        return plan
+    numbers = _read_cut(folder)
+    if not numbers and not (folder / "run.toml").is_file() and "train.seed" not in loaded.origins:
+        raise ConfigError(
+            f"{folder}: has neither plan.json nor a checkpoint, so the order of its samples is not "
+            f"known; try: train.seed=SEED train.batch=BATCH, as in parallelize(seed=…, batch=…)"
+        )
+    return replace(plan, **numbers)
+
+
+def _read_cut(folder: Path) -> dict[str, Any]:
+    """Return batch, micro_batch and seed of a run that started, from its files; {} if unknown."""
+    records = [read_object(folder / "plan.json"), *read_records(folder)]
+    for record in records:
+        numbers = {key: record.get(key) for key in ("batch", "micro_batch", "seed")}
+        whole = {key: value for key, value in numbers.items() if type(value) is int}
+        if len(whole) == len(numbers) and min(whole["batch"], whole["micro_batch"]) > 0:
+            return whole
+    return {}
 
 
 def _find_tokenizer(config: Config, folder: Path | None, source: Source) -> tuple[str, Any]:
@@ -196,10 +207,12 @@ def _add_losses(
     near = find_checkpoint(data.folder, number) if data.folder is not None else None
     if near is None or data.folder is None:
         return {"why_no_loss": "the run keeps no checkpoint"}
+    if not (data.folder / "run.toml").is_file():
+        return {"why_no_loss": "the model is built by your own script"}
     try:
         losses = compute_losses(data.config, data.source, data.plan, data.folder, near.path, batch)
     except Exception as error:  # a model of the user's may raise anything
-        return {"why_no_loss": f"{near.path}: {describe_failure(error)}"}
+        return {"why_no_loss": describe_failure(error)}
     found = [one for micro_batch in losses for one in micro_batch]
     for row, one in zip(rows, found, strict=True):
         row |= {"loss": one.loss, "targets": one.count} if one is not None else {}
@@ -243,17 +256,19 @@ def _name_classes(row: dict[str, Any], classes: Sequence[str]) -> None:
             entry["class"] = classes[label]
 
 
+def read_records(folder: Path | None) -> list[dict[str, Any]]:
+    """Return the records of the readable checkpoints of a run, newest first."""
+    records = []
+    for entry in list_checkpoints(folder / "checkpoints") if folder is not None else ():
+        with contextlib.suppress(CheckpointError):
+            records.append(read_manifest(entry.path).record)
+    return records
+
+
 def read_loader_states(folder: Path | None) -> list[dict[str, Any]]:
     """Return the states of the run's first loader in its readable checkpoints, newest first."""
-    states = []
-    for entry in list_checkpoints(folder / "checkpoints") if folder is not None else ():
-        try:
-            loaders = read_manifest(entry.path).record.get("data")
-        except CheckpointError:
-            continue
-        if isinstance(loaders, list) and loaders and isinstance(loaders[0], dict):
-            states.append(loaders[0])
-    return states
+    loaders = [record.get("data") for record in read_records(folder)]
+    return [one[0] for one in loaders if isinstance(one, list) and one and isinstance(one[0], dict)]
 
 
 def compare_with_saved(train: Any, state: Mapping[str, Any]) -> str:

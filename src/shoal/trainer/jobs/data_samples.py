@@ -7,6 +7,7 @@ input. The layout decides only which rank fetches a micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -106,7 +107,8 @@ def step_batch(
         one for one in states if is_position(one.get("position")) and one["position"] <= start
     ]
     if before:
-        loader.restore(dict(max(before, key=lambda one: one["position"])))
+        with contextlib.suppress(ConfigError):  # no state of its own: read from the beginning
+            loader.restore(dict(max(before, key=lambda one: one["position"])))
     while loader.position <= start:
         seen = loader.position
         for batch in iter(loader):
