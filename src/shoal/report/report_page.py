@@ -25,7 +25,11 @@ from shoal.report.markup import Markup, clean_text, json_script, tag
 from shoal.report.run_contents import RunContents, read_run
 from shoal.report.sections.curves import curve_data, curves_section, spikes_section
 from shoal.report.sections.expert_tokens import experts_section
-from shoal.report.sections.history import history_section, provenance_section
+from shoal.report.sections.history import (
+    goodput_section,
+    history_section,
+    provenance_section,
+)
 from shoal.report.sections.measured_costs import (
     devices_section,
     forecast_section,
@@ -46,6 +50,7 @@ SECTIONS: tuple[Callable[[RunContents], Markup], ...] = (
     ranks_section,
     traffic_section,
     forecast_section,
+    goodput_section,
     layout_section,
     pipeline_section,
     experts_section,

@@ -85,7 +85,7 @@
     var marks = curve.key === "loss" || curve.key === "grad_norm" ? data.marks : [];
     var chart = new uPlot({
       width: holder.clientWidth, height: 210, series: series,
-      legend: { live: true },
+      padding: [10, 12, 0, 0],
       cursor: { sync: { key: "report" }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { distr: state.log && positive ? 3 : 1 } },
       axes: [
@@ -94,16 +94,17 @@
       ],
       hooks: { draw: [function (u) {
         u.ctx.save();
-        u.ctx.strokeStyle = colour("--mark");
-        u.ctx.setLineDash([3, 3]);
+        u.ctx.fillStyle = colour("--mark");
+        var half = 4 * devicePixelRatio;
         marks.forEach(function (steps, run) {
           steps.forEach(function (step) {
             var x = Math.round(u.valToPos(place(run, step), "x", true));
             if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) return;
             u.ctx.beginPath();
-            u.ctx.moveTo(x, u.bbox.top);
-            u.ctx.lineTo(x, u.bbox.top + u.bbox.height);
-            u.ctx.stroke();
+            u.ctx.moveTo(x - half, u.bbox.top - half);
+            u.ctx.lineTo(x + half, u.bbox.top - half);
+            u.ctx.lineTo(x, u.bbox.top + half);
+            u.ctx.fill();
           });
         });
         u.ctx.restore();

@@ -9,14 +9,52 @@ from collections.abc import Sequence
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import event_text
 from shoal.base.text.units import bytes_text, seconds_text
+from shoal.report.goodput import compute_goodput
 from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents, read_bounded_object
+from shoal.report.svg_charts import stacked_bar
 
 QUIET = ("checkpoint_saved", "validated", "worker_started", "memory_peaks", "notice")
 """Events that a table sums up or lists apart: there are many of them."""
 SHOWN_EVENTS, SHOWN_NOTICES = 200, 100
 MOST_TOML_BYTES = 1 << 18
 MOST_MANIFEST_BYTES = 1 << 24
+
+
+def goodput_section(run: RunContents) -> Markup:
+    """Return the share of the wall time that is in committed steps, and where the rest went."""
+    found = compute_goodput(run.folder, run.metrics)
+    if found.wall_s <= 0:
+        return Markup("")
+    parts = [(name, seconds) for name, seconds in found.parts().items() if seconds > 0]
+    told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts)
+    bar = stacked_bar([(f"s{at % 8}", s) for at, (_, s) in enumerate(parts)], found.wall_s, told)
+    rows: list[Sequence[Child]] = [
+        [
+            tag("i", class_=f"key s{at % 8}"),
+            name,
+            seconds_text(seconds),
+            f"{seconds / found.wall_s:.1%}",
+        ]
+        for at, (name, seconds) in enumerate(parts)
+    ]
+    lost = f" {found.lost_steps:,} steps were lost to restarts." if found.lost_steps else ""
+    starts = f"{found.starts} start{'s' if found.starts != 1 else ''}"
+    text = (
+        f"{found.share:.0%} of {seconds_text(found.wall_s)} are in committed steps: "
+        f"{found.steps:,} steps, {starts}, {found.device_hours:.3g} device-hours "
+        f"on {found.ranks:,} ranks.{lost}"
+    )
+    return tag(
+        "section",
+        [
+            tag("h2", "Goodput"),
+            tag("p", text),
+            bar,
+            table(("", "part", "time", "of all"), rows, numeric="  nn"),
+        ],
+        id="goodput",
+    )
 
 
 def history_section(run: RunContents) -> Markup:
@@ -77,9 +115,10 @@ def _words(event: Record) -> tuple[str, str]:
     name = str(event["event"])
     text = event_text(event)
     if text is None:
-        keys = ("how", "layout", "text", "reason", "attempt", "processes", "device", "compute")
-        found = [f"{key} {event[key]}" for key in keys if isinstance(event.get(key), (str, int))]
-        text = ", ".join(found)
+        keys = ("how", "text", "reason", "layout", "attempt", "processes", "device", "compute")
+        known = [key for key in keys if isinstance(event.get(key), (str, int))]
+        named = [f"{key} {event[key]}" if key in keys[4:] else event[key] for key in known]
+        text = ", ".join(map(str, named))
     return name.replace("_", " "), text
 
 

@@ -57,7 +57,7 @@ def pipeline_section(run: RunContents) -> Markup:
     else:
         timed = time_schedule(schedule, costs)
         parts.append(_timeline_figure(f"as run: {name}, ms", timed, layout.pp, scale=1e3))
-        note = "As run: the same actions, each at the mean seconds of its stage; not their order."
+        note = "No run records when an action starts: each one takes the mean seconds of its stage."
         parts.append(tag("p", note, class_="note"))
     return tag("section", parts, id="pipeline")
 

@@ -48,15 +48,17 @@ def ranks_section(run: RunContents) -> Markup:
             "its version wrote none. The curves show rank 0."
         )
         return tag("section", [*parts, tag("p", why)], id="ranks")
-    parts += [_bars(run, times), _means_note(times)]
+    parts += [_bars(run, times), _means_note(run, times)]
     if len(times.ranks) > 1:
         parts += [_late_map(times), _moments(run, times)]
     return tag("section", parts, id="ranks")
 
 
-def _means_note(times: RankTimes) -> Markup:
+def _means_note(run: RunContents, times: RankTimes) -> Markup:
     count = f"{times.steps:,} rows of steps {times.first_step:,} – {times.last_step:,}"
-    return tag("p", f"Means of {count}, times of the host.", class_="note")
+    device = any(row.get("timed_by") == "device" for row in run.newest[-1:])
+    clock = "the device's events" if device else "the host's clock"
+    return tag("p", f"Means of {count}, by {clock}.", class_="note")
 
 
 def _bars(run: RunContents, times: RankTimes) -> Markup:
@@ -64,8 +66,8 @@ def _bars(run: RunContents, times: RankTimes) -> Markup:
     shown = list(range(len(times.ranks)))
     caption = ""
     if len(shown) > BAR_ROWS:
-        shown = sorted(sorted(shown, key=lambda at: -times.late_s[at])[:BAR_ROWS])
-        caption = f"The {BAR_ROWS} latest of {len(times.ranks):,} ranks."
+        shown = sorted(shown, key=lambda at: -times.late_s[at])[:BAR_ROWS]
+        caption = f"The {BAR_ROWS} latest of {len(times.ranks):,} ranks, by mean lateness."
     means = times.mean_s
     longest_s = float(means[shown].sum(axis=1).max())
     used = [part for part in (1, 2, 6, 3, 4, 5, 0, 7) if means[:, part].max() > longest_s / 1000]
@@ -163,7 +165,7 @@ def map_figure(
     rows = len(values)
     image = tag("img", src=Markup(png_data_url(shade_cells(values, most, least))), alt=text)
     ramp = tag("img", src=Markup(png_data_url([bytes(range(0, 256, 3))])), alt="scale")
-    size = "low" if rows <= 4 else "mid" if rows <= 16 else "tall" if rows <= 64 else "high"
+    size = "low" if rows <= 4 else "mid" if rows <= 12 else "tall" if rows <= 24 else "high"
     scale = tag("div", labels[0], ramp, labels[1], class_="ramp")
     frame = chart_frame(title, image, y_marks, x_marks, x_title="step", size=size)
     return tag("div", frame, scale)
@@ -175,7 +177,7 @@ def _late_map(times: RankTimes) -> Markup:
 
     values, names = times.late_map, [f"{rank:,}" for rank in times.ranks]
     if len(times.ranks) > MOST_ROWS:
-        worst = np.sort(np.argsort(-times.late_s, kind="stable")[:WORST_ROWS])
+        worst = np.argsort(-times.late_s, kind="stable")[:WORST_ROWS]
         levels = np.percentile(values, PERCENTILES, axis=0)
         height = 4  # rows of the image for each percentile, so that they can be seen
         values = np.concatenate([np.repeat(levels, height, axis=0), values[worst]])
@@ -215,10 +217,9 @@ def _row_marks(names: Sequence[str]) -> list[tuple[float, str]]:
     for at, name in enumerate(names):
         first.setdefault(name, []).append(at)
     middles = [((rows[0] + rows[-1] + 1) / 2 / len(names), name) for name, rows in first.items()]
-    every = max(1, -(-len(middles) // 16))
-    numbered = [pair for at, pair in enumerate(middles) if at % every == 0]
     words = [pair for pair in middles if not pair[1].replace(",", "").isdigit()]
-    return words + [pair for pair in numbered if pair not in words] if words else numbered
+    numbered = middles[len(words) :]
+    return words + numbered[:: max(1, -(-len(numbered) // 12))]
 
 
 def _column_marks(columns: Sequence[int]) -> list[tuple[float, str]]:
