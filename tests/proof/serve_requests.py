@@ -120,7 +120,11 @@ def serve(folder: Path, requests: int, seed: int) -> dict[str, Any]:
         last = check(LEGAL, send(port, LEGAL), SECRET)
         after = state(process.pid)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
     opened = {os.fsdecode(line) for line in (folder / "opened").read_bytes().splitlines()}
     outside = sorted(
         path
@@ -150,6 +154,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=44)
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "proof/results/serve.json")
     asked = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         result = serve(Path(folder), asked.requests, asked.seed)
     result |= {"seed": asked.seed, "source": source_hash(), "machine": machine()}

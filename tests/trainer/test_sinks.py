@@ -126,8 +126,10 @@ def test_csv_has_each_step_once_after_a_resume_and_a_rewind(tmp_path: Path) -> N
         ("1", "1.5", ""), ("2", "2.5", ""), ("2", "", "2.0"), ("3", "3.5", ""),
     ]  # fmt: skip
     with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("4,4.")  # a torn row, as a kill leaves it
-    found = write_csv(tmp_path, row(3, loss=7.0), row(4), row(2, loss=8.0), row(3))
+        file.write("2,2.5\n2,2.5,2.0,1.0\nx,2.5,\n2,\0,\n2,2.5,2.")  # torn, as kills leave them
+    found = write_csv(tmp_path, row(3, loss=7.0), row(4))
+    assert [one["step"] for one in found] == ["1", "2", "2", "3", "4"]
+    found = write_csv(tmp_path, row(5), row(2, loss=8.0), row(3))
     assert [(one["step"], one["train/loss"]) for one in found] == [
         ("1", "1.5"),
         ("2", "8.0"),

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,9 @@ def test_runs_come_and_go(tmp_path: Path) -> None:
     (run / "events.jsonl").unlink()
     make_run(tmp_path / "a", events=("spike",))
     assert of_run(read_page(metrics.format_page()), "a")["shoal_run_spikes_total"] == 1
+    (tmp_path / "new").write_text('{"event": "notice"}\n' * 50 + '{"event": "spike"}\n' * 4)
+    os.replace(tmp_path / "new", run / "events.jsonl")
+    assert of_run(read_page(metrics.format_page()), "a")["shoal_run_spikes_total"] == 4
     (run / "events.jsonl").write_text("")
     assert of_run(read_page(metrics.format_page()), "a")["shoal_run_spikes_total"] == 0
     for path in sorted(run.rglob("*"), reverse=True):
@@ -385,31 +388,73 @@ def test_hostile_requests_get_no_file_and_no_traceback(
     assert any(path.startswith(runs) for path in opened), "the hook saw the page being made"
 
 
-def test_a_slow_client_ends_at_the_deadline_and_frees_its_slot(
-    served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "DEADLINE_S", 0.4)
+def open_request(port: int) -> socket.socket:
+    """A client that has not said all."""
+    connection = socket.create_connection(("127.0.0.1", port), 60)
+    connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: ")
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server closed a connection, asked without waiting."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(10) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Ask every 10 ms, for a minute."""
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("not within a minute")
+
+
+def test_connections_are_few(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "DEADLINE_S", 600.0)
     monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 2)
     one = served()
-    slow = [socket.create_connection(("127.0.0.1", one.port)) for _ in range(2)]
+    slow = [open_request(one.port) for _ in range(2)]
+    wait_until(lambda: one.server._slots._value == 0)
+    busy = send(one.port, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert busy in (http_server.BUSY, b""), "b'': the connection was reset before it was read"
     for connection in slow:
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: loc")
-    time.sleep(0.1)
-    assert one.ask()[0] == 503, "all connections are in use"
-    for _ in range(6):  # a byte at a time does not move the deadline
-        for connection in slow:
-            try:
-                connection.sendall(b"a")
-            except ConnectionError:
-                break
-        time.sleep(0.1)
-    for connection in slow:
-        connection.settimeout(5)
-        with contextlib.suppress(ConnectionError):
-            assert connection.recv(10) == b""
         connection.close()
+    wait_until(lambda: one.server._slots._value == 2)
     assert one.ask()[0] == 200
     assert one.warnings == []
+
+
+def test_a_slow_client_ends_at_the_deadline(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that sends a byte whenever the server might lose patience."""
+    one = served()
+    monkeypatch.setattr(http_server, "DEADLINE_S", 0.3)
+    silent, slow = open_request(one.port), open_request(one.port)
+
+    def closes() -> bool:
+        with contextlib.suppress(ConnectionError):
+            slow.setblocking(False)
+            slow.sendall(b"a")
+        return is_closed(slow)
+
+    wait_until(closes)
+    wait_until(lambda: is_closed(silent))
+    monkeypatch.setattr(http_server, "DEADLINE_S", 600.0)
+    assert one.ask()[0] == 200
+    assert one.warnings == []
+
+
+def test_a_head_has_at_most_8_kib(served: Any) -> None:
+    one = served()
+    head = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: "
+    assert send(one.port, head + b"a" * 7000 + b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+    assert send(one.port, head + b"a" * 9000 + b"\r\n\r\n") == b""
+    assert send(one.port, head + b"a\r\nX: " * 200 + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
 
 
 def test_a_page_that_cannot_be_made_is_one_line(served: Any) -> None:

@@ -126,6 +126,8 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             return
         request.setblocking(False)
         with contextlib.suppress(OSError):
+            request.recv(HEAD_BYTES)  # what stays unread makes the system reset the connection
+        with contextlib.suppress(OSError):
             request.send(BUSY)
         self.shutdown_request(request)
 
