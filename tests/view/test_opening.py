@@ -78,18 +78,14 @@ def test_a_damaged_importance_is_no_importance(tmp_path: Path) -> None:
     assert shown(tmp_path, 2) == ["line 1", "line True", "line None", "line [1]"]
 
 
-def test_short_phases_of_a_start_are_no_lines_of_a_pipe(tmp_path: Path) -> None:
+def test_short_waits_of_a_start_are_no_lines_of_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
-    busy(tmp_path, ("import", 0, 0, 9.0))
-    for most, lines in ((4, 0), (None, 1)):
+    busy(tmp_path, ("import", 0, 0, 45.0))
+    for most, silent_s, lines in ((4, 20, 0), (None, 20, 1), (4, 60, 1)):
         stream = io.StringIO()
         view = LiveView(tmp_path, stream=stream, most_opening_lines=most)
-        view.silence.spoken_s -= 60
-        view.tick()
-        assert len(stream.getvalue().splitlines()) == lines, stream.getvalue()
-    busy(tmp_path, ("import", 0, 0, 45.0))
-    stream = io.StringIO()
-    view = LiveView(tmp_path, stream=stream, most_opening_lines=4)
-    view.silence.spoken_s -= 60
-    view.tick()
-    assert stream.getvalue() == "phase=import seconds=45\n"
+        view.silence.spoken_s -= silent_s
+        for _ in range(3):
+            view.tick()
+        told = stream.getvalue().splitlines()
+        assert told == ["phase=import seconds=45"] * lines

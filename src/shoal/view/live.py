@@ -31,8 +31,8 @@ from shoal.view.run_folder_reader import RunFolder, last_session_events
 
 Record = dict[str, Any]
 PIPE_EVERY_S = 2.0
-OPENING_PHASE_S = 30.0
-"""Seconds of a phase before the first step after which a pipe gets a line about it."""
+OPENING_SILENCE_S = 30.0
+"""Seconds without a line, before the first step, after which a pipe gets one about the phase."""
 PIPE_SHARE = 1 / 25
 """Share of the run's time so far: after a day, a line every two seconds would be too many."""
 PIPE_AT_MOST_S = 60.0
@@ -272,20 +272,19 @@ class LiveView:
     def _draw_line(self) -> None:
         now_s = time.monotonic()
         if self._is_drawn() or (self.drawn_step and now_s - self.drawn_s < self._pause_s(now_s)):
-            doing = self._current_phases()
-            if self._is_quiet(doing.seconds):
+            if self._is_quiet(now_s):
                 return
-            if line := self.silence.line(doing):
+            if line := self.silence.line(self._current_phases()):
                 self.stream.write(f"{line}\n")
                 self.stream.flush()
             return
         self._draw_last()
         self.drawn_s = now_s
 
-    def _is_quiet(self, seconds: float) -> bool:
-        """Return whether a phase before the first step is too short for a line of its own."""
+    def _is_quiet(self, now_s: float) -> bool:
+        """Return whether it is too early for another line about a wait before the first step."""
         early = self.opening.most is not None and self.progress.last is None
-        return early and seconds < OPENING_PHASE_S
+        return early and now_s - self.silence.spoken_s < OPENING_SILENCE_S
 
     def _pause_s(self, now_s: float) -> float:
         """Return the seconds between lines through a pipe."""
