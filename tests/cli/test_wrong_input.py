@@ -12,6 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shoal.cli import main
+from shoal.cli.usage_errors import SYNONYMS
 from shoal.config.load import load_config
 
 
@@ -382,9 +383,9 @@ def test_the_real_program_prints_one_line_on_standard_error(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train", "--nosuch"), "shoal: train: No such option: --nosuch; help: shoal --help"),
-        (("plan", "--top"), "shoal: plan: Option '--top' requires an argument.; help: shoal"),
-        (("trian",), "shoal: trian: No such command 'trian'."),
+        (("train", "--nosuch"), "shoal: train: No such option: --nosuch; help: shoal train"),
+        (("plan", "--top"), "shoal: plan: Option '--top' requires an argument; help: shoal plan"),
+        (("trian",), "shoal: No such command 'trian'; try: shoal train; help: shoal --help\n"),
     ],
 )
 def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -395,6 +396,46 @@ def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_p
     assert done.returncode == 2
     assert done.stderr.startswith(said), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("run s", "run: Missing option '--as'; try: shoal runs; help: shoal run --help"),
+        ("run --as deepspeed", "run: Missing argument 'words'; help: shoal run --help"),
+        ("runz", "No such command 'runz'; try: shoal run, or shoal runs; help: shoal --help"),
+        ("Runs", "No such command 'Runs'; try: shoal runs; help: shoal --help"),
+        ("check point list", "No such command 'check'; try: shoal checkpoint; help: shoal --help"),
+        ("help runs", "No such command 'help'; try: shoal runs --help; help: shoal --help"),
+        ("ls", "No such command 'ls'; try: shoal runs; help: shoal --help"),
+        (
+            "checkpoint lst x",
+            "checkpoint: No such command 'lst'; try: shoal checkpoint list; help: shoal checkpoint --help",
+        ),
+        (
+            "checkpoint verify",
+            "checkpoint verify: Missing argument 'PATH'; help: shoal checkpoint verify --help",
+        ),
+        ("runs --jsno", "runs: No such option: --jsno; try: --json; help: shoal runs --help"),
+        ("runs --alive=3", "runs: Option '--alive' does not take a value; help: shoal runs --help"),
+        ("--versoin", "No such option: --versoin; try: --version; help: shoal --help"),
+        ("qqq\x1b[31m", "No such command 'qqq\\x1b[31m'; help: shoal --help"),
+    ],
+)
+def test_a_wrong_verb_or_option_names_the_nearest(
+    line: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shoal", *line.split()])
+    assert main._run_command_line() == 2
+    assert capsys.readouterr().err == f"shoal: {hint}\n"
+
+
+def test_every_synonym_is_a_command() -> None:
+    verbs = {verb for group in main.HEADINGS.values() for verb in group} | {"--help", "--version"}
+    for word, meant in SYNONYMS.items():
+        first = meant.format(word=word).split()[0]
+        assert first in verbs, word
+        assert word not in verbs
 
 
 def test_a_strategy_takes_the_place_of_a_files_degrees(tmp_path: Path) -> None:

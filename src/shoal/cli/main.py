@@ -245,11 +245,11 @@ def _run_command_line() -> int:
         return 2
     except Exception as failure:
         # typer's own errors: what a version of it calls them differs, that they can format does not
-        told = getattr(failure, "format_message", None)
         if type(failure).__name__ == "Abort":
             return 130
-        if told is None:
+        if not hasattr(failure, "format_message"):
             raise
-        verb = f"{sys.argv[1]}: " if not sys.argv[1].startswith("-") else ""
-        sys.stderr.write(f"shoal: {verb}{' '.join(told().split())}; help: shoal --help\n")
+        from shoal.cli.usage_errors import format_usage_error
+
+        sys.stderr.write(f"shoal: {format_usage_error(failure, sys.argv[1:], GROUPS)}\n")
         return 2
