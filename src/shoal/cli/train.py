@@ -71,7 +71,9 @@ def train(
         raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
     words, folder = torchrun.continue_single_task_job(arguments or [], resume, os.environ)
     force = force or folder != resume  # a restart of the same job resumes despite any difference
-    typer.echo(f"shoal {__version__}: {f'resuming {folder}' if folder else 'preparing a run'}", nl=False)
+    typer.echo(
+        f"shoal {__version__}: {f'resuming {folder}' if folder else 'preparing a run'}", nl=False
+    )
     sys.stdout.flush()
     where = ""
     try:
@@ -90,13 +92,14 @@ def train(
 
 
 def print_forecast(prepared: PreparedRun) -> None:
-    """Print a step's layout, time and memory, and the islands' waiting time, without a start.
+    """Print what the run would do, and a step's layout, time and memory, without a start.
 
     All checks of a real start come before it, so a dry run without an error can start.
     """
     from shoal.base.layouts.policies import POLICIES
     from shoal.base.text.units import bytes_text, seconds_text
     from shoal.cli.plan_subject import resolve_subject
+    from shoal.cli.run_outline import outline_lines
     from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, costs_by_link
     from shoal.forecast.search.layout_search import search_layouts
     from shoal.forecast.time.island_costs import IslandsFacts
@@ -115,6 +118,7 @@ def print_forecast(prepared: PreparedRun) -> None:
         f"layout: {prepared.plan.layout.text()} on {where}{each}; {train.batch} samples per step, "
         f"micro-batches of {train.micro_batch}"
     )
+    typer.echo("\n".join(outline_lines(config, prepared.folder)))
     loaded.origins.setdefault("data.sequence", "default")  # a run's length, not a published one
     try:
         subject = resolve_subject(loaded, "")
