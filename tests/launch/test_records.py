@@ -18,8 +18,8 @@ from shoal.base.runlog.rank_records import (
 from shoal.launch.watch import step_records
 from shoal.launch.watch.page_reader import OwnedPage
 from shoal.launch.watch.step_records import StepRecordFile
-from shoal.wire.phases import DATA, HOOKS, PASSES
-from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
+from shoal.wire.phases import DATA, HOOKS, PASSES, SUM
+from shoal.wire.watch_page import PAGE_VARIABLE, WAIT, WatchPage
 
 
 class Node:
@@ -197,3 +197,43 @@ def test_a_row_of_another_rank_count_is_read(tmp_path: Path) -> None:
         "07000000000000000300000001000000000000000000f83f0000000000010000"
         "000000000000803f0000004000004040000080400000a0400000c0400000e040"
     )
+
+
+class Marks:
+    """A timer of parts on a device that is one step behind."""
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+        self.ended = 0
+        self.done = True
+
+    def mark(self, part: int) -> None:
+        self.parts.append(part)
+
+    def end_step(self) -> list[float] | None:
+        self.ended += 1
+        return [float(self.ended - 1)] * 8 if self.done and self.ended > 1 else None
+
+
+def test_a_devices_times_come_one_step_later(node: Any, tmp_path: Path) -> None:
+    """Waits count in the sum alone; a step of which nothing is known in time has no row."""
+    one = node(count=1)
+    page = one.write[0]
+    page.timer = timer = Marks()
+    for step in (1, 2, 3, 4):
+        timer.done = step != 3
+        for part in (DATA, PASSES, SUM):
+            page.record_part(part)
+            page.record_wait_start()
+            page.record_wait_end(1)
+        page.record_part(HOOKS)
+        page.record_step_end(step)
+        one.look()
+        found = {row.step: row.seconds[1] for row in read_rank_steps(tmp_path) or []}
+        assert found == {1: {}, 2: {1: 1.0}, 3: {1: 1.0}, 4: {1: 1.0, 3: 3.0}}[step]
+    assert timer.parts == [DATA, PASSES, SUM, WAIT, SUM, HOOKS] + 3 * [
+        *(DATA, PASSES, SUM, WAIT, SUM, HOOKS),
+    ] + [DATA]
+    page.close()
+    one.look()
+    assert [row.step for row in read_rank_steps(tmp_path) or []] == [1, 3, 4]

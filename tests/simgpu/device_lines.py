@@ -518,6 +518,7 @@ class Rooms:
         print("shoal train", len(self.reached()), flush=True)
         self.run(str(HERE / "rooms.py"))
         self.run(str(HERE / "replicas.py"), "too_many_replicas_are_refused")
+        self.run(str(HERE / "part_times.py"), SIM_DEVICES="1")
         print("rooms", len(self.reached()), flush=True)
 
 

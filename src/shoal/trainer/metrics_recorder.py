@@ -7,6 +7,7 @@ the stream positions [from, to) that the step consumed, and whether it was skipp
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -19,10 +20,15 @@ from shoal.base.runlog.events import EventLog, append_line
 from shoal.fabric import World
 from shoal.fabric.device import device_utilisation
 from shoal.machine.process_memory import peak_memory_bytes
+from shoal.trainer.process.device_timer import name_clock, start_device_timer
 from shoal.wire import phases
 
 if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
+
+
+EXPERTS_FILE, EXPERTS_BYTES = "experts.jsonl", 16 << 20
+"""File of the experts' tokens · size above which its older lines are thinned out."""
 
 
 class MetricsRecorder:
@@ -61,6 +67,7 @@ class MetricsRecorder:
         self.saves_apart, self._told_apart, self.peaks_logged = "", False, False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
+        start_device_timer(world.device)
 
     def add_callback(self, hook: Callable[[dict[str, Any]], Any]) -> None:
         """Register a callback for every record; its "stop" or "save" is added to `wanted`.
@@ -134,6 +141,19 @@ class MetricsRecorder:
         if self.world.writes_files:
             self.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
 
+    def log_experts(self, step: int, layers: Mapping[str, list[int]]) -> None:
+        """Write the tokens of each expert in a step, by layer, to experts.jsonl."""
+        if self._went_back_to is not None:
+            self.cut(self._went_back_to)
+        if self.folder is None or not self.world.writes_files or not any(map(any, layers.values())):
+            return  # a server runs no passes
+        from shoal.base.runlog.thin_lines import thin_lines  # of models with experts alone
+
+        place = self.owner.current_path() if self.owner is not None else self.folder
+        with contextlib.suppress(OSError):
+            append_line(place / EXPERTS_FILE, {"step": step, "layers": layers})
+            thin_lines(place / EXPERTS_FILE, EXPERTS_BYTES)
+
     def restart_clock(self) -> None:
         """Restart the clock of the next step; call it after validating or saving."""
         self.waiting_since_s = time.perf_counter()
@@ -163,6 +183,7 @@ class MetricsRecorder:
             "comm_bytes_by_kind": sent,
             "comm_bytes_by_axis": by_axis,
             "comm_exposed_s": exposed_s,
+            "timed_by": name_clock(),
             "gpu_utilisation": device_utilisation(self.world.device),
         }
         if self.folder is not None and self.world.writes_files:
@@ -225,8 +246,9 @@ class MetricsRecorder:
             truncate_steps,  # only a resume reads what was written
         )
 
-        if told := truncate_steps(self.folder / "metrics.jsonl", step):
-            self.notice(told)
+        for name in ("metrics.jsonl", EXPERTS_FILE):
+            if told := truncate_steps(self.folder / name, step):
+                self.notice(told)
 
 
 def _replace_non_finite(row: dict[str, Any]) -> dict[str, Any]:

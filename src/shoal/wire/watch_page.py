@@ -15,7 +15,7 @@ stacks in the same page (`stack_dumps.py`). The reading end: `launch/watch/page_
                      this rank did not wait for a collective, then those in which it did; negative
                      where ranks have different work in that part; then the sum of 2ᵖ over the
                      parts p in which they do in this step, the most memory held by then, in
-                     bytes, and the time, since 1970
+                     bytes, and the time, since 1970; a device's times come one step later
     from `UNITS_AT`  the last `UNITS` collectives of units that are gathered, `UNIT` each: how many
                      collectives of any kind were enqueued before it, the group's key, its number in
                      that group, then what it is of as UTF-8, filled up with zeros
@@ -35,10 +35,10 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.wire import phases
-from shoal.wire.phases import DATA, Phase
+from shoal.wire.phases import DATA, SUM, Phase
 
 PAGE_VARIABLE = "SHOAL_WATCH_PAGE"
 TEXT_AT, ANSWER_AT, CALLS_AT = 128, 1024, 1 << 16
@@ -74,6 +74,20 @@ _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 _ANOTHER = KINDS.index("another")
 
 
+class PartTimer(Protocol):
+    """Timer of the parts of a step on a device, for which the host does not wait."""
+
+    def mark(self, part: int) -> None:
+        """Record the start of a part on the device."""
+
+    def end_step(self) -> list[float] | None:
+        """End a step; return the seconds by part of the step before, then those of waiting.
+
+        Returns:
+            None if the device has not done that step yet, or there was none.
+        """
+
+
 class WatchPage:
     """Writer of a watch page: the activity of one rank.
 
@@ -84,7 +98,10 @@ class WatchPage:
         on_step: called with the number of each finished step.
         told: fields added to every answer.
         folder: the run whose steps are recorded; None: any run.
+        timer: times the steps' parts on a device; None: the host's clock does.
     """
+
+    timer: PartTimer | None = None
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
@@ -96,7 +113,8 @@ class WatchPage:
         self.folder: Path | None = None
         self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
         self._own, self._apart = tuple[int, ...](), 0
-        self._units = self._calls = 0
+        self._units = self._calls = self._marked = 0
+        self._held: tuple[int, list[float], int, int, float] | None = None
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
@@ -190,15 +208,32 @@ class WatchPage:
         self._changed()
         if self.folder not in (None, folder):
             return self.on_step(step)
+        row = step, self._spent_s, self._apart, peak_bytes, time.time()
+        self._spent_s, self._apart = [0.0] * (WAIT + 1), 0
+        if self.timer is None:
+            self._write_row(*row)
+        else:
+            self._write_held_row(self.timer)
+            self._held = row
+        self.on_step(step)
+
+    def _write_held_row(self, timer: PartTimer) -> None:
+        """Write the row of the step before, unless the device has not done it: then none is."""
+        held, self._held = self._held, None
+        device_s = timer.end_step()
+        if held is not None and device_s is not None:
+            step, _, apart, peak_bytes, end_s = held
+            self._write_row(step, device_s, apart, peak_bytes, end_s)
+
+    def _write_row(
+        self, step: int, spent_s: Sequence[float], apart: int, peak_bytes: int, end_s: float
+    ) -> None:
         at = STEPS_AT + step % KEPT * ROW.size
         struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
-        for part in self._own:
-            self._spent_s[part] *= -1
-        told = *self._spent_s, float(self._apart), float(peak_bytes), time.time()
+        signed_s = [-one if part in self._own else one for part, one in enumerate(spent_s)]
+        told = *signed_s, float(apart), float(peak_bytes), end_s
         struct.pack_into(f"={WAIT + 4}d", self._whole, at + 8, *told)
         struct.pack_into("=q", self._whole, at, step)
-        self._spent_s, self._apart = [0.0] * (WAIT + 1), 0
-        self.on_step(step)
 
     def record_unequal_parts(self, parts: Sequence[int], *, always: bool = False) -> None:
         """Record parts of the step in which ranks have unequal work by plan.
@@ -264,6 +299,8 @@ class WatchPage:
 
     def close(self) -> None:
         """Record that the watchdog must no longer watch this rank."""
+        if self.timer is not None and self._held is not None and not self.is_closed:
+            self._write_held_row(self.timer)
         self._words[PAGE] = 0
 
     def _changed(self) -> None:
@@ -272,6 +309,11 @@ class WatchPage:
         self._spent_s[self._in] += now_s - (times[CHANGED_S] or now_s)
         times[CHANGED_S] = now_s
         self._in = 0 if self._busy else WAIT if words[WAITS] > 0 else words[PART]
+        if self.timer is None or self._in == self._marked:
+            return
+        if self._in != WAIT or words[PART] == SUM:  # the many waits within passes are not timed
+            self._marked = self._in
+            self.timer.mark(self._in)
 
     def _mute(self) -> None:
         self._cast(memoryview(bytearray(PAGE_BYTES)))

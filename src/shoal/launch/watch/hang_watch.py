@@ -192,7 +192,8 @@ class HangWatch:
         before, self._told = self._told, told
         if before != told:
             self._end_silence(before)
-            self.slow.poll(self.pages, [one.step for one in told])
+            pairs = zip(self.pages, told, strict=True)
+            self.slow.poll(self.pages, [page.recorded_step(one.step) for page, one in pairs])
             return self.compare(workers)
         return self._handle_silence([worker for worker in workers if worker.code is None])
 

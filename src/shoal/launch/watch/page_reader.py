@@ -176,6 +176,14 @@ class PageReader:
             if step
         }
 
+    def recorded_step(self, done: int) -> int:
+        """Return the newest step that has a row, of which `done` are done.
+
+        A device's times come one step later.
+        """
+        (step,) = struct.unpack_from("=q", self.memory, STEPS_AT + done % KEPT * ROW.size)
+        return done if step == done else max(0, done - 1)
+
     def rank_steps(self, rank: int, *, after_s: float) -> list[RankStep]:
         """Return the last steps that ended after a time, oldest first.
 
@@ -185,7 +193,7 @@ class PageReader:
         """
         found: list[RankStep] = []
         (done,) = struct.unpack_from("=q", self.memory, 8 * STEP)
-        for number in range(done, max(0, done - KEPT), -1):
+        for number in range(self.recorded_step(done), max(0, done - KEPT), -1):
             step, *told = ROW.unpack_from(self.memory, STEPS_AT + number % KEPT * ROW.size)
             if step != number or told[-1] <= after_s:
                 break  # not this rank's, or known

@@ -29,6 +29,7 @@ from shoal.trainer.loaders.epochs import EpochCounter
 from shoal.trainer.loaders.run_loaders import RunLoaders
 from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.step.call_contract import Loss
+from shoal.trainer.step.expert_counts import count_experts
 from shoal.trainer.step.optimizer_step import (
     StepFlags,
     StepResult,
@@ -127,6 +128,9 @@ class StepRunner:
         if program.owed is not None:  # the early int8 steps may be a share of the length
             program.owed.sums.length = length
         self.epochs_done = EpochCounter(self.feed)
+        self.experts = None
+        if recorder.folder is not None:
+            self.experts, program = count_experts(program)
         self.meeting = get_call_log(program.world)
         self.meeting.open_run()
         self.guards = RunGuards(
@@ -176,6 +180,8 @@ class StepRunner:
             )
         step = self.step_count + 1
         self.step_state = StepState(batch, self.recorder.start_step(step))
+        if self.experts is not None:
+            self.experts.begin_step(step)
         for guard in self.guards.at("before", step):
             guard.before(step, batch if is_own else None)
 
@@ -236,6 +242,8 @@ class StepRunner:
             guard.agree(self.step_count + 1, tally.numbers)
         if tally.unnamed or self._measured is not None:
             self.step_state.values = self.metric_sums().values(tally.measured, tally.unnamed)
+        if self.experts is not None and (layers := self.experts.end_step()):
+            self.recorder.log_experts(self.step_count + 1, layers)
         if not tally.broken:
             self.spare = spare  # for a later step in which this rank has no batch
         self.stopping = tally.stop
