@@ -125,3 +125,110 @@ def test_a_fault_that_ended_the_run_comes_before_a_cost(tmp_path: Path) -> None:
     assert "killed by SIGKILL" in find_verdict(tmp_path / "ended").line()
     make_run(tmp_path / "on", slow, events=[died, {"event": "compute_started", "step": 3}])
     assert find_verdict(tmp_path / "on").kind == "slow_rank", "the run got over it"
+
+
+GPU_PLAN = {
+    "device": "cuda", "compute": "bf16", "accumulate": 1, "micro_batch": 4,
+    "predicted": {
+        "time": {"matrix": 0.03, "elementwise": 0.015, "constants": 0.002, "gradients": 0.001},
+        "memory": {"activations": 2e9},
+    },
+}  # fmt: skip
+GIB = 2**30
+
+
+def make_gpu_run(
+    folder: Path,
+    extra: Extra = lambda step, rank, part: 0.0,
+    *,
+    busy: float = 0.8,
+    used: int = 20 * GIB,
+    plan: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> float:
+    """Write the folder of a run of four GPUs, timed on the device; return its mean step."""
+    row = {"timed_by": "device", "peak_memory_bytes": used}
+    found = make_run(folder, extra, ranks=4, plan={**GPU_PLAN, **(plan or {})}, row=row, **more)
+    entry = {"name": "NVIDIA H100", "utilisation": busy, "memory_total_bytes": 80 * GIB}
+    lines = [{"time_s": 1000.0 + at, "host": "a", "devices": [entry, None, 3]} for at in range(3)]
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    (folder / "devices.jsonl").write_text(text + '{"devices": 7}\nnonsense\n')
+    return mean_s(found)
+
+
+PASSES_S = OWN_S["passes"] + OWN_S["backward"]
+FULL_STEP_S = sum(OWN_S.values()) + SUM_S
+
+
+@pytest.mark.parametrize(
+    ("kind", "gain_s", "more"),
+    [
+        ("input", 0.04, {"extra": lambda _, r, p: 0.04 * (p == "data"), "busy": 0.5}),
+        ("communication", 0.03, {"sum_s": 0.03 + SUM_S}),
+        ("compute", 0.5 * PASSES_S * 2 / 3, {"busy": 0.97, "plan": {"compute": "fp32"}}),
+        ("small_kernels", 0.9 * (PASSES_S - 0.3 * FULL_STEP_S), {"busy": 0.3}),
+        ("memory", OWN_S["passes"], {"plan": {"recompute": "full"}}),
+        (
+            "micro_batch",
+            15 / 16 * (PASSES_S - 0.3 * FULL_STEP_S),
+            {"busy": 0.3, "plan": {"accumulate": 16, "micro_batch": 1}},
+        ),
+        ("slow_rank", 0.02, {"extra": lambda _, r, p: 0.02 * ((r, p) == (2, "backward"))}),
+    ],
+)
+def test_causes_on_devices_are_named_alone(
+    tmp_path: Path, kind: str, gain_s: float, more: dict[str, Any]
+) -> None:
+    """A run that has the cause is told it, with its gain; one without it is told nothing."""
+    step_s = make_gpu_run(tmp_path / "has", **more)
+    verdict = find_verdict(tmp_path / "has")
+    assert verdict.kind == kind, verdict
+    assert verdict.without_s == pytest.approx(step_s - gain_s, rel=0.1)
+    make_gpu_run(tmp_path / "clean")
+    assert find_verdict(tmp_path / "clean").kind == "nothing"
+
+
+def test_recompute_and_small_micro_batches_stay_where_memory_is_full(tmp_path: Path) -> None:
+    for number, plan in enumerate(({"recompute": "full"}, {"accumulate": 16, "micro_batch": 1})):
+        busy = (0.8, 0.3)[number]
+        make_gpu_run(tmp_path / str(number), plan=plan, used=60 * GIB, busy=busy)
+        assert find_verdict(tmp_path / str(number)).kind not in ("memory", "micro_batch")
+
+
+def test_a_late_stage_is_told_by_the_plan_or_by_its_host(tmp_path: Path) -> None:
+    """Equal layers: the stage's host or code. More layers than the others: another cut."""
+    layout = {"layout": {"pp": 2}, "accumulate": 4}
+    equal = [{"name": f"b.{at}.weight", "shape": [8, 8], "stages": [at // 2]} for at in range(4)]
+    late: Extra = lambda _, r, p: 0.03 * ((r, p) == (1, "passes"))  # noqa: E731
+    make_run(tmp_path / "host", late, plan={**layout, "placements": equal})
+    host = find_verdict(tmp_path / "host")
+    assert (host.kind, host.cause) == ("late_stage", "stage 1's forward pass")
+    assert host.without_s == pytest.approx(FULL_STEP_S * 1.03, rel=0.05)
+    more = [*equal, *({**equal[3], "name": f"c.{at}.weight"} for at in range(3))]
+    make_run(tmp_path / "cut", late, plan={**layout, "placements": more})
+    cut = find_verdict(tmp_path / "cut")
+    assert (cut.kind, "cut" in cut.command) == ("late_stage", True)
+    assert host.without_s < (cut.without_s or 0.0) < (cut.step_s or 0.0)
+
+
+def test_lateness_by_turns_is_told_as_a_busy_machine(tmp_path: Path) -> None:
+    drawn = random.Random(5)
+    who = [drawn.randrange(2) for _ in range(200)]
+    make_run(tmp_path / "busy", lambda step, r, p: 0.03 * (p == "passes" and r == who[step // 3]))
+    verdict = find_verdict(tmp_path / "busy")
+    assert "the machine is busy" in verdict.line()
+    cured_s = mean_s(make_run(tmp_path / "idle"))
+    assert verdict.without_s == pytest.approx(cured_s, rel=0.05)
+
+
+def test_data_that_is_slow_every_tenth_step_counts(tmp_path: Path) -> None:
+    make_run(tmp_path / "slow", lambda step, r, p: 0.1 * (p == "data" and step % 10 == 0))
+    verdict = find_verdict(tmp_path / "slow")
+    assert verdict.kind == "input"
+    assert "Most of it is in 11% of the steps" in " ".join(verdict.evidence)
+    assert verdict.without_s == pytest.approx(mean_s(make_run(tmp_path / "cured")), rel=0.05)
+
+
+def test_one_long_step_is_no_cost(tmp_path: Path) -> None:
+    make_run(tmp_path, lambda step, r, p: 5.0 * ((step, r, p) == (50, 1, "data")))
+    assert find_verdict(tmp_path).kind == "nothing"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cli_run import CommandLine
+from shoal.report.verdict import find_verdict
 from shoal.view.diagnose import diagnose
 
 HERE = Path(__file__).parents[1]
@@ -58,6 +59,12 @@ def test_a_slow_rank_is_named_with_the_part_of_the_step(
     assert f"all wait for rank 1 ({part})" in " ".join(output.split())
     (found,) = diagnose(command.run)
     assert (found.kind, found.rank, found.advice) == ("slow_rank", 1, False)
+    if not more:  # a stage's host is told by more than half of its steps
+        verdict = find_verdict(command.run)
+        name = {"forward": "forward pass"}.get(part, part)
+        assert (verdict.kind, verdict.cause) == ("slow_rank", f"rank 1's {name}")
+        assert verdict.step_s is not None
+        assert verdict.without_s == pytest.approx(verdict.step_s * (1 - (verdict.share or 0)))
 
 
 def test_ranks_alike_are_not_told(tmp_path: Path) -> None:

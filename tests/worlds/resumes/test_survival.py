@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
+from shoal.report.goodput import compute_goodput
 
 RANKS = "launch.processes=4"
 STEPS = ("train.steps=16",)
@@ -64,6 +65,20 @@ def test_a_killed_rank_and_a_stop_are_survived_bit_for_bit(tmp_path: Path, unbro
     assert code == 0, f"seed {seed}\n{output}"
     assert_same(command.run, unbroken)
     assert f"step {stopped_at}" in output
+    check_goodput(command.run)
+
+
+def check_goodput(run: Path) -> None:
+    """Three starts, of which the first lost steps: the parts of the wall time add up to it."""
+    found = compute_goodput(run)
+    times_s = [event["time_s"] for event in lines(run / "events.jsonl")]
+    assert found.wall_s == pytest.approx(max(times_s) - min(times_s), rel=0.01)
+    assert found.committed_s == pytest.approx(
+        sum(row["step_s"] for row in lines(run / "metrics.jsonl")), rel=0.05
+    )
+    assert (found.starts, found.steps, found.ranks) == (3, 16, 4)
+    parts = found.parts()
+    assert min(parts[name] for name in ("start", "validation", "lost", "between")) > 0
 
 
 @pytest.mark.proof  # with workers that do not train: tests/launch/test_processes.py

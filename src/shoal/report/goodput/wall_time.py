@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -114,8 +115,9 @@ def compute_goodput(folder: Path, metrics: StepMetrics | None = None) -> Goodput
         return Goodput()
     if metrics is None:
         metrics = read_step_metrics(folder / "metrics.jsonl")
-    steps = list(metrics.steps)
-    seconds = metrics.columns.get("step_s") or [0.0] * len(steps)
+    steps, sums = metrics.steps, metrics.running_sum("step_s")
+    if len(sums) != len(steps):
+        steps, sums = array("q"), array("d")
     skipped = _steps_of(events, "step_skipped")
     times = read_step_seconds(folder, [])
     save_s = _mean_save(times, events)
@@ -126,13 +128,14 @@ def compute_goodput(folder: Path, metrics: StepMetrics | None = None) -> Goodput
     for at, attempt in enumerate(attempts):
         until = min((one.after_step for one in attempts[at + 1 :]), default=LAST_STEP)
         first, last = (bisect.bisect_right(steps, one) for one in (attempt.after_step, until))
-        rows = [
-            (step, max(0.0, step_s))
-            for step, step_s in zip(steps[first:last], seconds[first:last], strict=True)
-            if step_s == step_s
-        ]
+        if first < last:
+            took_s = sums[last - 1] - (sums[first - 1] if first else 0.0)
+            of_skips = [_seconds_of(steps, sums, step, first, last) for step in skipped]
+            spent = max(0.0, took_s - sum(of_skips)), sum(of_skips)
+        else:
+            spent = 0.0, 0.0
         total = _add(total, between_s=max(0.0, attempt.begin_s - previous_s))
-        total = _add_attempt(total, attempt, rows, skipped, save_s, at + 1 < len(attempts))
+        total = _add_attempt(total, attempt, spent, save_s, at + 1 < len(attempts))
         previous_s = max(previous_s, attempt.end_s)
     pace_s = (total.committed_s + total.skipped_s) / max(1, total.steps)
     lost = round(total.lost_s / pace_s) if pace_s > 0 else 0
@@ -147,23 +150,29 @@ def _add(total: Goodput, **seconds: float) -> Goodput:
 def _add_attempt(
     total: Goodput,
     attempt: _Attempt,
-    rows: Sequence[tuple[int, float]],
-    skipped: set[int],
+    spent: tuple[float, float],
     save_s: float,
     has_next: bool,
 ) -> Goodput:
-    """Add the parts of one attempt, each at most what is left of its time."""
+    """Add the parts of one attempt, each at most what is left of its time.
+
+    Args:
+        total: of the attempts before.
+        attempt: the attempt.
+        spent: seconds of its committed steps, and of its skipped ones.
+        save_s: mean pause by a save.
+        has_next: another attempt followed.
+    """
     left_s = max(0.0, attempt.end_s - attempt.begin_s)
 
     def spend(seconds: float) -> float:
         nonlocal left_s
-        spent_s = min(max(0.0, seconds), left_s)
-        left_s -= spent_s
-        return spent_s
+        part_s = min(max(0.0, seconds), left_s) if seconds == seconds else 0.0
+        left_s -= part_s
+        return part_s
 
     start_s = spend(attempt.train_s - attempt.begin_s)
-    committed_s = spend(sum(step_s for step, step_s in rows if step not in skipped))
-    skipped_s = spend(sum(step_s for step, step_s in rows if step in skipped))
+    committed_s, skipped_s = spend(spent[0]), spend(spent[1])
     validation_s = spend(sum(_validation_seconds(attempt.events).values()))
     saves = sum(event.get("event") == "checkpoint_saved" for event in attempt.events)
     saves_s = spend(saves * save_s)
@@ -178,6 +187,16 @@ def _add_attempt(
         saves_s=saves_s,
         **rest,
     )
+
+
+def _seconds_of(
+    steps: Sequence[float], sums: Sequence[float], step: int, first: int, last: int
+) -> float:
+    """Return the seconds of a step among the rows `first` to `last`; 0 if it is not there."""
+    at = bisect.bisect_left(steps, step, first, last)
+    if at == last or steps[at] != step:
+        return 0.0
+    return max(0.0, sums[at] - (sums[at - 1] if at else 0.0))
 
 
 def _steps_of(events: Sequence[Record], name: str) -> set[int]:

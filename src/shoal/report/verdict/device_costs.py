@@ -29,8 +29,8 @@ SMALL = 0.15
 """Share of the passes below which arithmetic does not explain them."""
 LAUNCHES = 0.4, 0.5
 """Share of the measured passes, and of the foreseen ones, from which launching explains them."""
-IDLE, BUSY = 0.6, 0.85
-"""Utilisation below which a device waits for its host · above which it does not."""
+IDLE, BUSY = 0.3, 0.85
+"""Share of the passes in which a device idles for its host · utilisation of one that does not."""
 STORED = 20
 """Activations without recompute over those with it, at most (34 of 2 bytes per element)."""
 FUSED = 0.1
@@ -42,9 +42,7 @@ def list_device_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]
     """Yield the costs of the passes that all ranks have alike."""
     import numpy as np
 
-    if not replay.by_rank and facts.utilisation is None:
-        return
-    if not replay.has_backward and facts.recompute == "none" and not replay.by_rank:
+    if not replay.by_rank:
         return
     passes_s = np.median(replay.own_s[:, :, PASSES] + replay.own_s[:, :, BACKWARD], axis=1)
     yield from _memory_costs(replay, facts)
@@ -70,10 +68,12 @@ def _overhead(replay: StepReplay, facts: RunFacts, passes_s: Array) -> tuple[Arr
 
     each_s = replay.mean_s(passes_s)
     if facts.utilisation is not None:
-        if facts.utilisation > IDLE:
+        # Busy seconds are those of the whole step: passes that wait for nothing have them all.
+        idle_s = np.maximum(passes_s - facts.utilisation * replay.step_s, 0.0)
+        if replay.mean_s(idle_s) < IDLE * each_s:
             return None, ""
         why = f"The devices are busy for {facts.utilisation:.0%} of the time; passes take "
-        return passes_s * (1 - facts.utilisation), f"{why}{seconds_text(each_s)}."
+        return idle_s, f"{why}{seconds_text(each_s)}."
     if facts.device != "cpu" or not 0 < facts.arithmetic_s < SMALL * each_s:
         return None, ""
     why = (

@@ -93,12 +93,10 @@ def find_verdict(folder: Path) -> Verdict:
     events = read_event_history(folder)
     if (fault := find_fault(folder, events, rows)) is not None:
         return _fault_verdict(fault, rows)
-    times = read_step_seconds(folder, rows)
-    if times is not None:
-        times = _drop_warm_up(times, events)
-    if times is None or len(times.steps) < LEAST_STEPS:
+    found = _read_steps(folder, events, rows)
+    if found is None:
         return Verdict("nothing", f"no verdict yet: fewer than {LEAST_STEPS} steps after warm-up")
-    replay = prepare_replay(times)
+    times, replay = found
     facts = read_run_facts(folder, rows, len(times.ranks))
     costs = [
         *list_step_costs(replay, facts),
@@ -106,6 +104,23 @@ def find_verdict(folder: Path) -> Verdict:
         *list_pause_costs(times, replay, events),
     ]
     return _largest_cost(replay, costs)
+
+
+def read_replay(folder: Path) -> tuple[StepSeconds, StepReplay] | None:
+    """Return the steps that a verdict is computed from; None for fewer than `LEAST_STEPS`."""
+    rows = RunFolder(folder).last_steps(MOST_STEPS)
+    return _read_steps(folder, read_event_history(folder), rows)
+
+
+def _read_steps(
+    folder: Path, events: Sequence[Record], rows: Sequence[Record]
+) -> tuple[StepSeconds, StepReplay] | None:
+    times = read_step_seconds(folder, rows)
+    if times is not None:
+        times = _drop_warm_up(times, events)
+    if times is None or len(times.steps) < LEAST_STEPS:
+        return None
+    return times, prepare_replay(times)
 
 
 def _fault_verdict(fault: RunFault, rows: Sequence[Record]) -> Verdict:

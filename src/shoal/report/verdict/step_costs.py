@@ -43,6 +43,8 @@ STEADY = 25.0
 """Percentile of the waiting that is communication: a busy machine makes some waits longer."""
 LEAST_COMMUNICATION = 0.12
 """Share of a step from which waiting of all ranks is reported: small messages always wait a bit."""
+LEAST_STAGE = 0.08
+"""Share of a step from which a stage is reported: blocks of equal work differ a little."""
 FLIP_SHARE, FLIP_STEPS = 0.15, 0.1
 """Lateness of a step that counts, as a share of it · share of the steps in which each of at least
 two ranks is late by that."""
@@ -171,7 +173,7 @@ def _flip_costs(replay: StepReplay) -> Iterator[StepCost]:
         np.maximum(replay.step_s - np.where(late, lateness_s, 0.0), 0.0),
         (text, f"Late most often: {_ranks_text(replay, often)}."),
         "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head",
-        2 * FLIP_STEPS / 2,
+        FLIP_STEPS,
     )
 
 
@@ -218,7 +220,9 @@ def _late_stage_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]
         f"the others: {seconds_text(usual_s)}.",
         "Its share of the layers is larger." if by_plan else "Its share of the layers is as large.",
     )
-    yield StepCost("late_stage", f"stage {late}'s {what}", without_s, evidence, command)
+    yield StepCost(
+        "late_stage", f"stage {late}'s {what}", without_s, evidence, command, LEAST_STAGE
+    )
 
 
 # ---- all ranks
@@ -273,15 +277,20 @@ def _communication_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCo
     stays_s = facts.sent_s if facts.sent_s < 0.2 * steady_s else 0.0
     if len(replay.ranks) < 2 and replay.by_rank:
         return
+    who = "Every rank waits at least" if replay.by_rank else "Rank 0 waits at least"
     evidence = [
-        f"Every rank waits at least {seconds_text(steady_s)} of "
-        f"{seconds_text(replay.mean_s(replay.step_s))} for sums and gathers."
+        f"{who} {seconds_text(steady_s)} of {seconds_text(replay.mean_s(replay.step_s))} for sums "
+        f"and gathers."
     ]
+    cause = "communication that computation does not hide"
+    if not replay.by_rank:
+        evidence.append("The other ranks' steps are not recorded: it may wait for a slow one.")
+        cause = "communication, or a slow rank"
     if facts.sent_s:
         evidence.append(f"Foreseen for this layout and link: {seconds_text(facts.sent_s)}.")
     yield StepCost(
         "communication",
-        "communication that computation does not hide",
+        cause,
         np.maximum(replay.step_s - np.minimum(least_s, steady_s - stays_s), 0.0),
         tuple(evidence),
         f"train.accumulate={2 * facts.accumulate}, or a layout that sends less "

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 BLOCKS, BLOCK_STEPS = 16, 10
 """Most blocks of steps · fewest steps of a block."""
-LATE_SHARE = 0.02
-"""Share of a step from which one rank's part counts as later than the others'."""
+LATE_SHARE, ONE_SIDED = 0.02, 0.7
+"""Share of a step from which one rank's part is later than the others' · share of the difference
+in which it is the later one."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ def find_late_ranks(replay: StepReplay, part: int) -> Array:
     least_s = LATE_SHARE * replay.mean_s(replay.step_s)
     spread_s = np.median(np.abs(mean_s - usual_s)) if count > 4 else 0.0
     late = (mean_s - usual_s > max(least_s, 4.0 * float(spread_s))).mean(axis=1) >= 0.75
+    for rank in np.flatnonzero(late):
+        # Of lateness by turns the others have as much.
+        excess_s = own_s[:, rank] - np.median(np.delete(own_s, rank, axis=1), axis=1)
+        late[rank] = np.maximum(excess_s, 0.0).sum() > ONE_SIDED * np.abs(excess_s).sum()
     return late if late.sum() <= count / 2 else np.zeros(count, bool)
 
 
