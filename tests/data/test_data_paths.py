@@ -56,27 +56,34 @@ def test_what_is_there_passes(source: str) -> None:
          "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: digits"),
         ("txt:books/*.txt", "data.source = txt:books/*.txt: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
          "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: text:books/*.txt"),
-        ("text:", "data.source = text:: names no files; write text:GLOB"),
-        ("tokens", "data.source = tokens: names no files; write tokens:FOLDER"),
-        ("jsonl:", "data.source = jsonl:: names no files; write jsonl:GLOB"),
+        ("text:", "data.source = text:: names no files; try: text:GLOB"),
+        ("tokens", "data.source = tokens: names no files; try: tokens:FOLDER"),
+        ("jsonl:", "data.source = jsonl:: names no files; try: jsonl:GLOB"),
         ("jsnl:a.jsonl", "data.source = jsnl:a.jsonl: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
          "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: jsonl:a.jsonl"),
-        ("jsonl:books", "data.source = jsonl:books: no file matches; it is a folder; try: "
-         "jsonl:books/**/*.jsonl"),
+        ("jsonl:books", "data.source = jsonl:books: no file matches; it is a folder without *.jsonl; try: "
+         "jsonl:books/**/*.*"),
         ("jsonl:books/*.jsonl", "data.source = jsonl:books/*.jsonl: no file matches; nearest "
-         "existing folder: books (has a.txt, old)"),
-        ("text:boks/*.txt", "data.source = text:boks/*.txt: no file matches; try: books"),
-        ("text:books/*.tex", "data.source = text:books/*.tex: no file matches; try: "
-         "books/a.txt"),
+         "existing folder: books (has a.txt, old); try: jsonl:PATH of an existing file, as seen from CWD"),
+        ("text:boks/*.txt", "data.source = text:boks/*.txt: no file matches; try: text:books/*.txt"),
+        ("text:books/*.tex", "data.source = text:books/*.tex: no file matches; "
+         "try: text:books/a.txt"),
         ("text:books", "data.source = text:books: no file matches; it is a folder; try: "
          "text:books/**/*.txt"),
         ("text:empty/deep/er/*.md", "data.source = text:empty/deep/er/*.md: no file matches; "
-         "nearest existing folder: empty (empty)"),
-        ("tokens:token", "data.source = tokens:token: no such folder; try: tokens"),
+         "nearest existing folder: empty (empty); try: text:PATH of an existing file, as seen from CWD"),
+        ("text:missing.txt", "data.source = text:missing.txt: no file matches; nearest existing "
+         "folder: . (has books, empty, my_package, …); try: text:PATH of an existing file, as seen "
+         "from CWD"),
+        ("jsonl:empty", "data.source = jsonl:empty: no file matches; it is a folder without "
+         "*.jsonl; try: jsonl:empty/**/*.*"),
+        ("text:/dev/null", "data.source = text:/dev/null: no file matches; it is no regular file; "
+         "try: text:FILE"),
+        ("tokens:token", "data.source = tokens:token: no such folder; try: tokens:tokens"),
         ("tokens:empty", "data.source = tokens:empty: no train*.npy or train*.bin there (empty); "
-         "name the training files so"),
+         "try: train.npy or train.bin as the names of the training files"),
         ("tokens:books", "data.source = tokens:books: no train*.npy or train*.bin there (has "
-         "a.txt, old); name the training files so"),
+         "a.txt, old); try: train.npy or train.bin as the names of the training files"),
         ("tokens:tokens/train.bin", "data.source = tokens:tokens/train.bin: is a file; try: "
          "tokens:tokens (holding train*.npy or train*.bin)"),
         ("my_package.dta:make", "data.source = my_package.dta:make: there is no module "
@@ -88,7 +95,7 @@ def test_what_is_there_passes(source: str) -> None:
 def test_what_is_not_there_is_one_line(source: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_data_path(source)
-    assert str(caught.value) == text
+    assert str(caught.value) == text.replace("CWD", str(Path.cwd()))
     assert "my_package" not in sys.modules
 
 
@@ -103,7 +110,7 @@ def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
         check_data_path("digits")
     assert str(caught.value) == (
         "data.source = digits: comes with scikit-learn, which is not installed; "
-        "pip install 'shoal[digits]'"
+        "try: pip install 'shoal[digits]'"
     )
 
 
@@ -117,7 +124,8 @@ def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
         (DataSection(tokenizer="books/b.txt"), "data.tokenizer = books/b.txt: no such file, and "
          "not bpe:VOCABULARY; try: books/a.txt"),
         (DataSection(validation="text:nowhere*"), "data.validation = text:nowhere*: no file "
-         "matches; nearest existing folder: . (has books, empty, my_package, …)"),
+         "matches; nearest existing folder: . (has books, empty, my_package, …); try: text:PATH of an "
+         "existing file, as seen from CWD"),
         (DataSection(sequence=0), "data.sequence = 0: must be at least 1 token"),
         (DataSection(workers=-1), "data.workers = -1: must be at least 0 processes"),
         (DataSection(collate="my_package"), "data.collate = my_package: must be pkg.mod:function"),
@@ -126,7 +134,7 @@ def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_section(section: DataSection, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_data(section)
-    assert str(caught.value) == text
+    assert str(caught.value) == text.replace("CWD", str(Path.cwd()))
 
 
 def test_load_function_gives_the_function() -> None:

@@ -127,7 +127,7 @@ def test_what_a_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("mix:", "mixes nothing; write mix:0.7*SOURCE+0.3*SOURCE"),
+        ("mix:", "mixes nothing; try: mix:0.7*SOURCE+0.3*SOURCE"),
         ("mix:stdlib", "stdlib has no weight; write mix:0.7*SOURCE+0.3*SOURCE"),
         ("mix:0.7*stdlib+digits", "digits has no weight; write mix:0.7*SOURCE+0.3*SOURCE"),
         ("mix:x*jsonl:a+0.5*jsonl:b", "x is no weight of jsonl:a, a number above 0 is; try: "

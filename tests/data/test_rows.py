@@ -153,5 +153,5 @@ def test_a_missing_library_is_one_line_with_its_extra(
             check_data_path(source)
         assert str(caught.value) == (
             f"data.source = {source}: is read by {module}, which is not installed; "
-            f"pip install 'shoal[data]'"
+            f"try: pip install 'shoal[data]'"
         )

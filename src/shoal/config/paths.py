@@ -76,9 +76,9 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     if rest and (head in ON_DISK or head == "mix"):
         return head, rest
     if head == "mix":
-        raise ConfigError(f"{where} = {source}: mixes nothing; write {MIXED}")
+        raise ConfigError(f"{where} = {source}: mixes nothing; try: {MIXED}")
     if head in ON_DISK:
-        raise ConfigError(f"{where} = {source}: names no files; write {ON_DISK[head]}")
+        raise ConfigError(f"{where} = {source}: names no files; try: {ON_DISK[head]}")
     names = [*head.split("."), rest]
     if colon and head not in KINDS and all(name.isidentifier() for name in names):
         return "function", source
@@ -99,8 +99,12 @@ def is_remote(source: str) -> bool:
     return "://" in source
 
 
-def suggest_path(path: Path) -> str:
-    """Return a hint for a missing path: a similar name, or its nearest existing folder."""
+def suggest_path(path: Path, kind: str = "") -> str:
+    """Return a hint for a missing path: a similar name, or its nearest existing folder.
+
+    Args:
+        kind: the word before the colon of a data source; the hint is then a whole source.
+    """
     missing = path
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
@@ -109,11 +113,21 @@ def suggest_path(path: Path) -> str:
         names = sorted(os.listdir(folder))
     except OSError:
         names = []
+    lead = f"{kind}:" if kind else ""
     alike = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.5)
     if alike:
-        return f"try: {folder / alike[0]}"
+        return f"try: {lead}{folder / alike[0] / path.relative_to(missing)}"
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"nearest existing folder: {folder} ({'has ' + shown if names else 'empty'})"
+    where = f"nearest existing folder: {folder} ({'has ' + shown if names else 'empty'})"
+    return f"{where}; try: {_suggest_files(folder, names, kind)}" if kind else where
+
+
+def _suggest_files(folder: Path, names: list[str], kind: str) -> str:
+    """Return a source that exists in a folder, else the place where paths begin."""
+    suffix = GLOBS.get(kind, "")
+    if suffix and any(name.endswith(f".{suffix}") for name in names):
+        return f"{kind}:{folder}/*.{suffix}"
+    return f"{kind}:PATH of an existing {'file' if suffix else 'folder'}, as seen from {Path.cwd()}"
 
 
 def fixed_folder(pattern: str) -> Path:
@@ -150,10 +164,14 @@ def glob_files(pattern: str, where: str = "data.source", kind: str = "text") -> 
 def _refuse_pattern(pattern: str, where: str, kind: str) -> None:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        hint = f"it is a folder; try: {kind}:{pattern.rstrip('/')}/**/*.{GLOBS[kind]}"
+        suffix = GLOBS[kind]
+        hint = f"it is a folder; try: {kind}:{pattern.rstrip('/')}/**/*.{suffix}"
+        if next(path.rglob(f"*.{suffix}"), None) is None:
+            hint = f"it is a folder without *.{suffix}; try: {kind}:{pattern.rstrip('/')}/**/*.*"
+    elif path.exists():
+        hint = f"it is no regular file; try: {kind}:FILE"
     else:
-        folder = fixed_folder(pattern)
-        hint = suggest_path(folder / path.name if folder.is_dir() else folder)
+        hint = suggest_path(path, kind)
     raise ConfigError(f"{where} = {kind}:{pattern}: no file matches; {hint}")
 
 
@@ -265,16 +283,18 @@ def check_data_path(source: str, where: str = "data.source") -> None:
     if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
         raise ConfigError(
             f"{where} = {source}: is read by {NEEDS[kind]}, which is not installed; "
-            f"pip install 'shoal[data]'"
+            f"try: pip install 'shoal[data]'"
         )
     if is_remote(argument) and kind != "mix":
         return  # listed when the run opens it
     if kind in GLOBS and next(_iterate_matches(argument), None) is None:
         _refuse_pattern(argument, where, kind)
+    if kind in GLOBS:
+        _refuse_empty_files(argument, where, kind)
     if kind in ("images", "hf") and not (path := _folder_of(argument)).is_dir():
         hint = f"is a file; try: {kind}:{path.parent}"
         if not path.exists():
-            hint = f"no such folder; {suggest_path(path)}"
+            hint = f"no such folder; {suggest_path(path, kind)}"
         raise ConfigError(f"{where} = {source}: {hint}")
     if kind == "mix":
         for _, part in split_mixture(argument, where):
@@ -284,10 +304,17 @@ def check_data_path(source: str, where: str = "data.source") -> None:
     if kind == "digits" and importlib.util.find_spec("sklearn") is None:
         raise ConfigError(
             f"{where} = digits: comes with scikit-learn, which is not installed; "
-            f"pip install 'shoal[digits]'"
+            f"try: pip install 'shoal[digits]'"
         )
     if kind == "function":
         check_function(argument, where)
+
+
+def _refuse_empty_files(pattern: str, where: str, kind: str) -> None:
+    files = glob_files(pattern, where, kind)
+    if not any(path.stat().st_size for path in files):
+        what = "is an empty file" if len(files) == 1 else f"all {len(files)} files are empty"
+        raise ConfigError(f"{where} = {kind}:{pattern}: {what}; try: files with data in them")
 
 
 def _folder_of(argument: str) -> Path:
@@ -308,13 +335,15 @@ def check_tokens_folder(folder: str, where: str = "data.source") -> None:
             f"train*.npy or train*.bin)"
         )
     if not path.is_dir():
-        raise ConfigError(f"{where} = tokens:{folder}: no such folder; {suggest_path(path)}")
+        raise ConfigError(
+            f"{where} = tokens:{folder}: no such folder; {suggest_path(path, 'tokens')}"
+        )
     if not list_token_files(path, "train"):
         names = sorted(os.listdir(path))
         shown = f"has {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "empty"
         raise ConfigError(
-            f"{where} = tokens:{folder}: no train*.npy or train*.bin there ({shown}); name the "
-            f"training files so"
+            f"{where} = tokens:{folder}: no train*.npy or train*.bin there ({shown}); try: "
+            f"train.npy or train.bin as the names of the training files"
         )
 
 
