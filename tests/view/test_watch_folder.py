@@ -57,6 +57,8 @@ def test_a_resume_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     assert run.progress.last is not None
     assert run.progress.last["step"] == 23
     assert {rank.step for rank in run.ranks} == {23}
+    for own in watcher.tail.rows.values():
+        assert [one.step for one in own] == list(range(23 - len(own) + 1, 24))
 
 
 def test_a_deleted_folder_stays_on_the_screen_and_another_in_its_place_is_new(
@@ -69,9 +71,12 @@ def test_a_deleted_folder_stays_on_the_screen_and_another_in_its_place_is_new(
     run = watcher.read()
     assert "was deleted" in run.message
     assert len(run.points) == 30
-    make_run(folder, steps=3)
+    make_run(folder, steps=0)
+    write_steps(folder, range(41, 44))
+    write_ranks(folder, range(41, 44), {}, ranks=2)
     run = watcher.read()
-    assert (run.message, len(run.points), run.ranks[0].step) == ("", 3, 3)
+    assert (run.message, [step for step, _ in losses(run)]) == ("", [41, 42, 43])
+    assert [(rank.name, rank.step) for rank in run.ranks] == [("0", 43), ("1", 43)]
 
 
 def test_of_a_long_run_a_few_lines_are_read(

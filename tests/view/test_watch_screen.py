@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ NOW_S = BEGAN_S + 600
 SIZES = [(80, 24), (120, 40), (200, 60)]
 ROW = RunRow(
     "mine", "runs/mine", "running", "", 60, 200, 3.1157, None, 8192.0, "tokens", "ddp",
-    BEGAN_S, NOW_S,
+    BEGAN_S, NOW_S, alive=True,
 )  # fmt: skip
 
 
@@ -87,17 +88,16 @@ waits in a step  communication 50.0 ms (20%)  data 10.0 ms (4%)
 """
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("width", "height"), [*SIZES, (20, 5), (1, 1), (40, 3)])
-def test_no_screen_is_larger_than_its_terminal(
-    tmp_path: Path, view: str, width: int, height: int
-) -> None:
+def test_no_screen_is_larger_than_its_terminal(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "漢字", rank_1=0.1)
     write_event(folder, "notice", text="漢" * 500)
-    for options in (ScreenOptions(view=view), ScreenOptions(view=view, help=True, log=True)):
-        lines = render_screen(RunWatcher(folder).read(), width, height, options, NOW_S)
+    run = RunWatcher(folder).read()
+    sizes = [*SIZES, (20, 5), (1, 1), (40, 3)]
+    for view, (width, height), more in itertools.product(VIEWS, sizes, (False, True)):
+        options = ScreenOptions(view=view, help=more, log=more, braille=not more)
+        lines = render_screen(run, width, height, options, NOW_S)
         assert len(lines) == height
-        assert max(cell_width(line_text(line)) for line in lines) <= width
+        assert max(cell_width(line_text(line)) for line in lines) <= width, (view, width, height)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -247,6 +247,6 @@ def test_a_silent_run_says_since_when(tmp_path: Path) -> None:
     run = replace(
         read(make_run(tmp_path / "mine")), row=replace(ROW, state="silent", last_sign_s=NOW_S - 300)
     )
-    assert texts(run)[2] == "last sign of life 5 min 00 s ago"
+    assert texts(run)[2] == "try: shoal diagnose runs/mine · last sign of life 5 min 00 s ago"
     run = replace(run, row=replace(ROW, last_sign_s=NOW_S + 3600))
     assert texts(run)[2] == "its clock is 1 h 00 min ahead"

@@ -108,6 +108,7 @@ def test_an_exception_gives_the_terminal_back(
     terminal: PseudoTerminal, screen: TerminalScreen
 ) -> None:
     handler = signal.getsignal(signal.SIGTERM)
+
     def fail() -> None:
         with screen:
             assert termios.tcgetattr(terminal.slave) != terminal.mode
@@ -181,6 +182,12 @@ def test_a_paused_screen_reads_nothing_and_answers_keys() -> None:
     assert len(script.drawn) == 3, "first, after p, after ?"
 
 
+def own_terminal() -> None:
+    """Make standard input the terminal of a new session; a shell's background job ignores Ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(terminal: PseudoTerminal, *words: str, **environ: str) -> Any:
     """`shoal watch` with the pseudo-terminal as its own."""
     code = "import sys; from shoal.cli.main import main; main()"
@@ -191,7 +198,7 @@ def start(terminal: PseudoTerminal, *words: str, **environ: str) -> Any:
         stderr=terminal.slave,
         env={**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environ},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+        preexec_fn=own_terminal,
     )
 
 

@@ -137,7 +137,7 @@ class RunWatcher:
         self.progress.validations = [loss for step, loss in validations if step]
         since_s = max((e["time_s"] for e in session if _is_start(e)), default=0.0)
         phases = read_current_phases(self.path, since_s)
-        over = self._row is not None and self._row.state in ("ended", "stopped", "killed")
+        over = self._row is not None and not self._row.alive
         return WatchedRun(
             self.name,
             row=self._row,
@@ -223,19 +223,25 @@ class IslandsWatcher:
             first,
             name=self.whole.name,
             message=state.message,
-            row=_worst_row(islands) or first.row,
+            row=_join_rows(state.row, first.row),
             ranks=ranks,
             events=merged,
             islands=islands,
         )
 
 
-WORST = ("hung", "killed", "silent", "abandoned", "starting", "running", "stopped", "ended")
-
-
-def _worst_row(islands: Sequence[IslandState]) -> RunRow | None:
-    known = [island.row for island in islands if island.row.state in WORST]
-    return min(known, key=lambda row: WORST.index(row.state), default=None)
+def _join_rows(whole: RunRow | None, first: RunRow | None) -> RunRow | None:
+    """Return the state of all islands with the figures of the first one."""
+    if whole is None or first is None:
+        return whole or first
+    return replace(
+        first,
+        path=whole.path,
+        state=whole.state,
+        how=whole.how,
+        alive=whole.alive,
+        last_sign_s=whole.last_sign_s,
+    )
 
 
 def _island_number(path: Path) -> tuple[int, str]:

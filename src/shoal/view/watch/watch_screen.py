@@ -14,9 +14,20 @@ from dataclasses import dataclass, replace
 
 from shoal.base.text.event_sentences import number_text
 from shoal.base.text.units import count_text, seconds_text
+from shoal.view.diagnosis.folder_state import WRONG
+from shoal.view.run_table import RunRow
 from shoal.view.watch.letter_curves import draw_curve
 from shoal.view.watch.rank_table import draw_ranks
-from shoal.view.watch.styled_lines import Line, Span, cut_line, cut_text, fit_spans, pad_text
+from shoal.view.watch.styled_lines import (
+    Line,
+    Span,
+    cell_width,
+    clean_text,
+    cut_line,
+    cut_text,
+    fit_spans,
+    pad_text,
+)
 from shoal.view.watch.watch_state import EventLine, IslandState, WatchedRun
 
 VIEWS = ("all", "curves", "ranks", "events")
@@ -24,11 +35,9 @@ STATE_STYLES = {
     "running": "bold green",
     "ended": "bold cyan",
     "starting": "bold",
-    "silent": "bold yellow",
-    "stopped": "bold yellow",
-    "hung": "bold red",
-    "killed": "bold red",
-    "abandoned": "bold yellow",
+    **dict.fromkeys(("silent", "stopped", "abandoned", "unstarted"), "bold yellow"),
+    **dict.fromkeys(("hung", "killed", "failed", "diverged"), "bold red"),
+    **dict.fromkeys(("damaged", "unsaved", "refused"), "bold red"),
 }
 KEYS = "q quit  tab next view  ↑↓ scroll  l log axis  p pause  ? help"
 SIGN_S = 10.0
@@ -115,7 +124,7 @@ def _top_lines(run: WatchedRun, width: int, now_s: float) -> list[Line]:
     lines = [cut_line([(run.message, "bold yellow")], width)] if run.message else []
     row, found = run.row, dict(run.progress.fields())
     state: Span = (row.state, STATE_STYLES.get(row.state, ""))
-    over = row.state in ("ended", "stopped", "killed", "abandoned")
+    over = not row.alive
     words: list[Span] = [(run.name, "bold"), state]
     if "step" in found:
         words.append((f"step {found['step']}", ""))
@@ -127,24 +136,31 @@ def _top_lines(run: WatchedRun, width: int, now_s: float) -> list[Line]:
         words.append((run.progress.validation_form().format(found["validation"]), "bold"))
     lines.append(fit_spans(words, width))
     lines.append(_progress_line(run, width, found))
-    silent_s = now_s - row.last_sign_s
-    third: list[Span] = []
+    lines.append(fit_spans(_state_spans(run, row, width, now_s), width))
+    return lines
+
+
+def _state_spans(run: WatchedRun, row: RunRow, width: int, now_s: float) -> list[Span]:
+    """Return the third line: how the run ended, its phase, its last sign, and what to try."""
+    found: list[Span] = []
+    cure = clean_text(f"try: shoal diagnose {row.path}") if row.state in WRONG else ""
     if row.how:
-        third.append((row.how, STATE_STYLES.get(row.state, "")))
-    if run.phases.phases:
-        third += [(text, "cyan") for text in run.phases.text_pieces()]
+        room = max(width // 2, width - cell_width(cure) - 3)
+        found.append((cut_text(row.how, room), STATE_STYLES.get(row.state, "")))
+    if cure:
+        found.append((cure, "bold"))
+    found += [(text, "cyan") for text in run.phases.text_pieces()] if run.phases.phases else []
+    silent_s = now_s - row.last_sign_s
     if row.last_sign_s and silent_s > SIGN_S:
-        third.append(
-            (f"last sign of life {seconds_text(silent_s)} ago", "yellow" if not over else "dim")
-        )
+        style = "yellow" if row.alive else "dim"
+        found.append((f"last sign of life {seconds_text(silent_s)} ago", style))
     elif row.last_sign_s and silent_s < -SIGN_S:
-        third.append((f"its clock is {seconds_text(-silent_s)} ahead", "dim"))
-    elif row.started_s and not third:
+        found.append((f"its clock is {seconds_text(-silent_s)} ahead", "dim"))
+    elif row.started_s and not found:
         clock = time.strftime("%m-%d %H:%M", time.localtime(row.started_s))
         ago = seconds_text(max(0.0, now_s - row.started_s))
-        third.append((f"started {clock}, {ago} ago", "dim"))
-    lines.append(fit_spans(third, width))
-    return lines
+        found.append((f"started {clock}, {ago} ago", "dim"))
+    return found
 
 
 def _progress_line(run: WatchedRun, width: int, found: dict[str, str]) -> Line:
