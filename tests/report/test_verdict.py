@@ -102,6 +102,13 @@ def test_a_slow_rank_and_the_step_without_it(tmp_path: Path, part: str, ranks: i
     assert verdict.share == pytest.approx(drawn_s / (cured_s + drawn_s), abs=0.02)
 
 
+def test_a_rank_that_is_slow_in_all_its_passes_is_one_cause(tmp_path: Path) -> None:
+    make_run(tmp_path / "slow", lambda _, r, p: (r == 1) * 0.5 * OWN_S[p], ranks=4)
+    verdict = find_verdict(tmp_path / "slow")
+    assert verdict.cause == "rank 1's forward pass and backward pass"
+    assert verdict.without_s == pytest.approx(FULL_STEP_S, rel=0.1)
+
+
 def test_data_that_all_ranks_wait_for(tmp_path: Path) -> None:
     make_run(tmp_path / "slow", lambda _, r, p: 0.02 * (p == "data"))
     verdict = find_verdict(tmp_path / "slow")
@@ -232,3 +239,41 @@ def test_data_that_is_slow_every_tenth_step_counts(tmp_path: Path) -> None:
 def test_one_long_step_is_no_cost(tmp_path: Path) -> None:
     make_run(tmp_path, lambda step, r, p: 5.0 * ((step, r, p) == (50, 1, "data")))
     assert find_verdict(tmp_path).kind == "nothing"
+
+
+ODD = [None, [], {}, "\x1b[31m<b>", -1, 0, 1e308, True, 10**400, float("nan"), {"pp": 10**9}]
+
+
+def test_damaged_and_hostile_folders_give_one_line(tmp_path: Path) -> None:
+    """Fields of odd types, torn and random bytes: no error, and no control character."""
+    assert find_verdict(tmp_path).line()
+    drawn = random.Random(9)
+    make_gpu_run(tmp_path, steps=40, plan={"layout": {"pp": 2}, "placements": [{"shape": [2, 2]}]})
+    files = {name: (tmp_path / name).read_bytes() for name in (
+        "plan.json", "metrics.jsonl", "events.jsonl", "devices.jsonl", "rank_steps/node-0.bin",
+    )}  # fmt: skip
+    for _ in range(20):
+        for name, raw in files.items():
+            (tmp_path / name).write_bytes(raw)
+        name = drawn.choice(list(files))
+        if name == "plan.json" or drawn.random() < 0.3:
+            plan = json.loads(files["plan.json"])
+            plan["predicted"]["time"][drawn.choice(["matrix", "recompute"])] = drawn.choice(ODD)
+            plan[drawn.choice([*plan, "recompute", "offload"])] = drawn.choice(ODD)
+            (tmp_path / "plan.json").write_text(json.dumps(plan))
+        elif name == "metrics.jsonl":
+            rows = [json.loads(line) for line in files[name].splitlines()]
+            for row in drawn.sample(rows, 10):
+                row[drawn.choice([*row, "skipped"])] = drawn.choice(ODD)
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            raw = bytearray(files[name])
+            for at in drawn.sample(range(len(raw)), 20):
+                raw[at] = drawn.randrange(256)
+            (tmp_path / name).write_bytes(bytes(raw[: drawn.randrange(len(raw))]))
+        verdict = find_verdict(tmp_path)
+        assert verdict.line().isprintable()
+        assert verdict.share is None or 0 <= verdict.share <= 1
+        assert verdict.without_s is None or verdict.without_s >= 0
+    (tmp_path / "rank_steps" / "node-0.bin").unlink()
+    assert find_verdict(tmp_path).line(), "metrics.jsonl alone"

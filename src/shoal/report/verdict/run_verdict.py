@@ -32,6 +32,8 @@ LEAST_SHARE = 0.05
 """Share of a step from which a cost is reported."""
 WARM_UP_STEPS, LEAST_STEPS = 5, 20
 """Steps after each start that are left out · fewest other steps for a verdict on costs."""
+DEFECT = 1.25
+"""Weight of the gain of one rank or stage: it is a defect, costs of all ranks belong to a setup."""
 SPREADS = 2.0
 """A gain below so many standard errors of its mean over blocks is noise."""
 
@@ -152,15 +154,18 @@ def _drop_warm_up(times: StepSeconds, events: Iterable[Record]) -> StepSeconds:
 def _largest_cost(replay: StepReplay, costs: Iterable[StepCost]) -> Verdict:
     """Return the verdict that names the cost with the largest gain, or "nothing to gain"."""
     step_s = replay.mean_s(replay.step_s)
-    best, best_now_s, best_s = None, step_s, LEAST_SHARE * step_s
+    best, best_now_s, best_s, weight = None, step_s, LEAST_SHARE * step_s, 1.0
     for cost in costs:
         each_s = replay.step_s if cost.now_s is None else cost.now_s
         gains_s = replay.block_means_s(each_s - cost.without_s)
         error_s = float(gains_s.std()) / max(1, len(gains_s)) ** 0.5
         now_s = replay.mean_s(each_s)
         gain_s = now_s - replay.mean_s(cost.without_s)
-        if gain_s > max(best_s, SPREADS * error_s, cost.least_share * now_s):
-            best, best_now_s, best_s = cost, now_s, gain_s
+        own_weight = DEFECT if cost.kind in ("slow_rank", "late_stage") else 1.0
+        if gain_s <= max(LEAST_SHARE * now_s, SPREADS * error_s, cost.least_share * now_s):
+            continue
+        if best is None or gain_s * own_weight > best_s * weight:
+            best, best_now_s, best_s, weight = cost, now_s, gain_s, own_weight
     if best is None:
         least, step = f"{LEAST_SHARE:.0%}", seconds_text(step_s)
         text = f"nothing to gain: no cost above {least} of a step ({step})"

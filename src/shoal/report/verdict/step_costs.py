@@ -13,7 +13,7 @@ Each cost is what the others do not explain: the excess of a late rank is no inp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +80,7 @@ def list_step_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
     staged = facts.stages > 1
     parts = (DATA, HOOKS) if staged else (DATA, PASSES, BACKWARD, UPDATE, HOOKS)
     late = {part: find_late_ranks(replay, part) for part in parts}
-    for part in parts:
-        if late[part].any():
-            yield _slow_rank_cost(replay, facts, late[part], part)
+    yield from _slow_rank_costs(replay, facts, late)
     if staged:
         yield from _late_stage_costs(replay, facts)
     else:
@@ -127,27 +125,61 @@ def _ranks_text(replay: StepReplay, mask: Array) -> str:
     return f"ranks {shown}{' …' if len(ranks) > SHOWN_RANKS else ''}"
 
 
-def _slow_rank_cost(replay: StepReplay, facts: RunFacts, late: Array, part: int) -> StepCost:
+def _slow_rank_costs(
+    replay: StepReplay, facts: RunFacts, late: Mapping[int, Array]
+) -> Iterator[StepCost]:
+    """Yield the cost of each part in which ranks are late, and of all parts of the same ranks."""
+    parts_of: dict[bytes, list[int]] = {}
+    for part, mask in late.items():
+        if mask.any():
+            parts_of.setdefault(mask.tobytes(), []).append(part)
+            yield _slow_rank_cost(replay, facts, mask, [part])
+    for parts in parts_of.values():
+        mask = late[parts[0]]
+        excess_s = {part: _late_and_usual(replay, mask, part) for part in parts}
+        most_s = max(late_s - usual_s for late_s, usual_s in excess_s.values())
+        large = [p for p, (late_s, usual_s) in excess_s.items() if late_s - usual_s > most_s / 3]
+        if len(large) > 1:
+            yield _slow_rank_cost(replay, facts, mask, large)
+
+
+def _late_and_usual(replay: StepReplay, late: Array, part: int) -> tuple[float, float]:
+    """Return seconds per step of the late ranks, and of the others, in a part."""
     import numpy as np
 
-    name = "forward pass" if part == PASSES and replay.has_backward else PART_NAMES[part]
-    who = _ranks_text(replay, late)
     late_s = replay.mean_s(replay.own_s[:, late, part].mean(axis=1))
-    usual_s = replay.mean_s(np.median(replay.own_s[:, ~late, part], axis=1))
+    return late_s, replay.mean_s(np.median(replay.own_s[:, ~late, part], axis=1))
+
+
+def _slow_rank_cost(
+    replay: StepReplay, facts: RunFacts, late: Array, parts: Sequence[int]
+) -> StepCost:
+    import numpy as np
+
+    who, names, evidence = _ranks_text(replay, late), [], []
+    for part in parts:
+        name = "forward pass" if part == PASSES and replay.has_backward else PART_NAMES[part]
+        late_s, usual_s = _late_and_usual(replay, late, part)
+        names.append(name)
+        evidence.append(
+            f"{who}: {seconds_text(late_s)} a step in its {name}; "
+            f"the others: {seconds_text(usual_s)}."
+        )
     waits_s = replay.mean_s(np.median(replay.wait_s[:, ~late], axis=1))
     least_s = replay.mean_s(replay.wait_s[:, late].mean(axis=1))
-    evidence = (
-        f"{who}: {seconds_text(late_s)} a step in its {name}; the others: {seconds_text(usual_s)}.",
-        f"The others wait {seconds_text(waits_s)} a step, {who} {seconds_text(least_s)}.",
+    evidence.append(
+        f"The others wait {seconds_text(waits_s)} a step, {who} {seconds_text(least_s)}."
     )
-    if part == DATA:
+    command = "shoal doctor on its host: another process, a hot or a slow processor"
+    if list(parts) == [DATA]:
         command = input_cure(facts, late_s, replay.mean_s(replay.step_s))[0]
-    elif part == HOOKS:
+    elif list(parts) == [HOOKS]:
         command = "the same callbacks on all ranks, or less work in them"
-    else:
-        command = "shoal doctor on its host: another process, a hot or a slow processor"
-    own_s = replace_late_part(replay, late, part)
-    return StepCost("slow_rank", f"{who}'s {name}", replay.without(own_s), evidence, command)
+    own_s = replay.own_s
+    for part in parts:
+        own_s = replace_late_part(own_s, late, part)
+    cause = f"{who}'s {' and '.join(names)}"
+    return StepCost("slow_rank", cause, replay.without(own_s), tuple(evidence), command)
 
 
 def _flip_costs(replay: StepReplay) -> Iterator[StepCost]:

@@ -125,11 +125,11 @@ def find_late_ranks(replay: StepReplay, part: int) -> Array:
     return late if late.sum() <= count / 2 else np.zeros(count, bool)
 
 
-def replace_late_part(replay: StepReplay, late: Array, part: int) -> Array:
+def replace_late_part(own_s: Array, late: Array, part: int) -> Array:
     """Return own times in which late ranks take as long in a part as the others in the median."""
     import numpy as np
 
-    own_s = replay.own_s.copy()
+    replaced_s = own_s.copy()
     usual_s = np.median(own_s[:, ~late, part], axis=1)
-    own_s[:, late, part] = np.minimum(own_s[:, late, part], usual_s[:, None])
-    return own_s
+    replaced_s[:, late, part] = np.minimum(own_s[:, late, part], usual_s[:, None])
+    return replaced_s
