@@ -10,6 +10,8 @@ import typer
 from shoal.base.errors import ConfigError
 
 RUN = typer.Argument(..., metavar="RUN", help="A run folder, also a copy of one.")
+CAUSES = {"communication": "communication", "data": "input"}
+"""Kind of advice → kind of the verdict beside which it is printed: they must not contradict."""
 AS_JSON = typer.Option(False, "--json", help="One JSON line per finding.")
 
 
@@ -35,7 +37,9 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
         else:
             from shoal.report.verdict import find_verdict
 
+            verdict = find_verdict(folder)
+            found = [one for one in found if CAUSES.get(one.kind, verdict.kind) == verdict.kind]
             typer.echo(findings_text(folder, found))
-            typer.echo(f"verdict: {find_verdict(folder).line()}")
+            typer.echo(f"verdict: {verdict.line()}")
     if wrong:
         raise typer.Exit(1)
