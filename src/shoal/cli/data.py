@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from shoal.base.errors import ConfigError, shorten
-from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_step
+from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_event, parse_step
+from shoal.base.text.event_sentences import event_text
 from shoal.cli.words import TRUST, split_arguments
 from shoal.config.paths import suggest_path
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:  # these import torch, or their checks are of this verb alone
     from shoal.config.load import LoadedConfig
 
 app = typer.Typer(help="See the rows that a model gets.", no_args_is_help=True)
+MOST_EVENTS = 4
+ENDINGS = ("run_finished", "resumed", "restarting")
+"""Events of a run that name a step, and say nothing of it."""
 ARGUMENTS = typer.Argument(
     None,
     metavar="[RUN.TOML|RUN] [SECTION.KEY=VALUE …]",
@@ -117,6 +122,23 @@ def _find_step(folder: Path | None, path: Path | None, step: int | None) -> dict
     return _find_step_row(folder, step)
 
 
+def _read_events(folder: Path | None, step: int) -> list[str]:
+    """Return sentences on the newest events of a step: a spike, a skip, a save, a validation."""
+    found: list[str] = []
+    if folder is None:
+        return found
+    with contextlib.suppress(OSError), (folder / "events.jsonl").open("rb") as file:
+        for _, line in iter_lines_backward(file):
+            event = parse_event(line)
+            if event is None or event.get("step") != step or event["event"] in ENDINGS:
+                continue
+            if text := event_text(event):
+                found.append(text)
+            if len(found) == MOST_EVENTS:
+                break
+    return found[::-1]
+
+
 def _find_step_row(folder: Path, step: int) -> dict[str, Any]:
     """Return the newest line of a step in a run's metrics.jsonl, with its samples.
 
@@ -180,7 +202,8 @@ def _collect(
     name = str(path) if path is not None else "defaults"
     is_cut_by_user = loaded.origins.get(MICRO_BATCH, "derived") != "derived"
     data = data_inspection.open_inspected(loaded, folder)
-    document: dict[str, Any] = {"of": name, "data": data_inspection.describe_data(data)}
+    head = data_inspection.describe_data(data, measured=row is None)
+    document: dict[str, Any] = {"of": name, "data": head}
     if row is None:
         document["rows"] = data_inspection.inspect_rows(
             data, 3 if rows is None else rows, is_cut_by_user
@@ -189,7 +212,7 @@ def _collect(
         start, stop = row["samples"]
         step = data_inspection.InspectedStep(row, start, stop, changed)
         document["step"] = {key: row.get(key) for key in ("step", "loss", "grad_norm", "skipped")}
-        document["step"] |= {"samples": [start, stop]}
+        document["step"] |= {"samples": [start, stop], "events": _read_events(folder, row["step"])}
         document["rows"], losses = data_inspection.inspect_step(
             data, step, is_cut_by_user, with_losses=with_loss
         )

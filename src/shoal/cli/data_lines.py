@@ -24,7 +24,7 @@ MOST_LINES = 40
 
 @dataclass(frozen=True)
 class RowStyle:
-    """How rows are drawn.
+    """Style of the rows of one output.
 
     Attributes:
         width: columns of the terminal.
@@ -50,14 +50,14 @@ class RowStyle:
 
 def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator[str]:
     """Yield the lines of a document, with at most `most` rows."""
-    yield from head_lines(document["data"])
     if "step" in document:
-        yield ""
         yield from step_lines(document)
+    else:
+        yield from head_lines(document["data"])
     rows = sorted(document["rows"], key=lambda row: -row.get("loss", -math.inf))
     for row in rows[:most]:
         yield ""
-        yield row_title(row, "step" in document, "by_source" in document["data"])
+        yield row_title(row, "step" in document, _is_mixture(document))
         yield from row_lines(row, style)
     if len(rows) > most:
         yield ""
@@ -111,16 +111,12 @@ def _token_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if lengths := data.get("lengths"):
         yield (
             "lengths",
-            f"{lengths['least']} least, {lengths['p10']} 10 %, {lengths['p50']} half, "
-            f"{lengths['p90']} 90 %, {lengths['most']} most tokens of {lengths['count']} "
-            f"{lengths['of']}",
+            f"{lengths['count']} {lengths['of']} of {lengths['least']} … {lengths['most']} tokens; "
+            f"10 % {lengths['p10']}, half {lengths['p50']}, 90 % {lengths['p90']}",
         )
     if data.get("cut") or data.get("left_out"):
-        yield (
-            "cut",
-            f"{data['cut']} examples longer than {data['sequence'] + 1} tokens; {data['left_out']} "
-            f"left out, with no answer within these",
-        )
+        out = f"; {data['left_out']} without an answer left" if data["left_out"] else ""
+        yield "cut", f"{data['cut']} examples end at token {data['sequence'] + 1}{out}"
 
 
 def _learnt_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -144,26 +140,48 @@ def _field_fact(field: dict[str, Any]) -> str:
 
 
 def step_lines(document: dict[str, Any]) -> Iterator[str]:
-    """Yield what is known of the step."""
-    step = document["step"]
+    """Yield what is known of the step: numbers, events, source, losses by source."""
+    step, data = document["step"], document["data"]
     start, stop = step["samples"]
     numbers = [
-        f"{name.replace('_', ' ')} {step[name]:.4g}"
+        f", {name.replace('_', ' ')} {step[name]:.4g}"
         for name in ("loss", "grad_norm")
         if isinstance(step.get(name), int | float)
     ]
     skipped = ", skipped" if step.get("skipped") else ""
-    yield (
-        f"step {step['step']}: samples {start} … {stop - 1} of the stream"
-        f"{''.join(f', {one}' for one in numbers)}{skipped}"
-    )
+    span = f"samples {start} … {stop - 1} of the stream"
+    yield f"{'step':<{NAME_WIDTH}}{step['step']}: {span}{''.join(numbers)}{skipped}"
+    for text in step.get("events", ()):
+        yield f"{'event':<{NAME_WIDTH}}{escape_text(text)}"
+    yield f"{'source':<{NAME_WIDTH}}{escape_text(data['source'])}"
+    if _is_mixture(document):
+        yield from _source_lines(document["rows"])
     if "checkpoint" in step:
         number, whole = step["checkpoint_step"], step["checkpoint_loss"]
-        trained = ", which has trained on them already" if number >= step["step"] else ""
-        mean = f": {whole:.4g} on the whole" if isinstance(whole, float) else ""
-        yield escape_text(f"losses by {step['checkpoint']}{trained}{mean}; the largest first")
+        mean = f"{whole:.4g} over all, by" if isinstance(whole, float) else "by"
+        trained = ", trained on them already" if number >= step["step"] else ""
+        text = f"{mean} {step['checkpoint']}{trained}"
+        yield f"{'losses':<{NAME_WIDTH}}{escape_text(text)}"
     elif "why_no_loss" in step:
-        yield escape_text(f"losses of samples: none, {step['why_no_loss']}")
+        yield f"{'losses':<{NAME_WIDTH}}{escape_text('none: ' + step['why_no_loss'])}"
+
+
+def _is_mixture(document: dict[str, Any]) -> bool:
+    return bool(document["data"]["source"].startswith("mix:"))
+
+
+def _source_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield count and mean loss of the samples of each source in a step."""
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_source.setdefault(row["source"], []).append(row)
+    for name, some in sorted(by_source.items()):
+        weighed = [row for row in some if "loss" in row]
+        targets = sum(row["targets"] for row in weighed)
+        total = sum(row["loss"] * row["targets"] for row in weighed)
+        loss = f", loss {total / targets:.4g}" if targets else ""
+        count = f"{len(some)} sample{'s' if len(some) > 1 else ''}"
+        yield f"{'':<{NAME_WIDTH}}{escape_text(name)}: {count}{loss}"
 
 
 def row_title(row: dict[str, Any], of_step: bool, is_mixture: bool) -> str:

@@ -70,7 +70,6 @@ from shoal.trainer.guards.model_checks import (
     refuse_unready,
 )
 from shoal.trainer.guards.optimizer_checks import ScheduleLength
-from shoal.trainer.guards.tokenizer_match import TokenizerCheck, describe_vocabulary
 from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.process.excepthook import install_excepthook
 from shoal.trainer.rebind_optimizer import plan_for_optimizer, shard_param_groups
@@ -86,6 +85,7 @@ from shoal.wire.phases import phase
 
 if TYPE_CHECKING:
     from shoal.trainer.autotune.share_fits import MicroBatchChooser
+    from shoal.trainer.guards.tokenizer_match import TokenizerCheck
 
 
 def parallelize(
@@ -266,7 +266,7 @@ def start_run(
     _check_equal_arguments(world, _compared_arguments(plan, said, length))
     plan = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
     module, notices = _build_model(model, plan, said, world)
-    vocabulary = describe_vocabulary(module) if plan.guards == "on" else None
+    check_tokenizers = _prepare_tokenizer_check(module, plan)
     parameters = trainable_parameters(module)
     notices += narrow_weight_notices(parameters, plan.compute) + _auxiliary_loss_notices(
         module, loss
@@ -310,8 +310,8 @@ def start_run(
         ends += start_folder_writers(plan, folder, recorder)
     program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given, unheld)
-    if vocabulary is not None:
-        run.tokenizer_check = TokenizerCheck(vocabulary, recorder.notice)
+    if check_tokenizers is not None:
+        run.tokenizer_check = check_tokenizers(recorder.notice)
         run.feed.check_dataset = run.tokenizer_check.check_dataset
     if share is not None:
         run.feed.choose = lambda *data: share().choose(run, *data)
@@ -321,6 +321,17 @@ def start_run(
         _attach_folder(folder, run, is_chosen="micro_batch" not in given)
     trim_heap()
     return run
+
+
+def _prepare_tokenizer_check(
+    module: nn.Module, plan: Plan
+) -> Callable[[Callable[[str], None]], TokenizerCheck] | None:
+    """Return the maker of the check of tokenizers, while the weights are whole; None without it."""
+    if plan.guards == "off" or not any(isinstance(one, nn.Embedding) for one in module.modules()):
+        return None
+    from shoal.trainer.guards.tokenizer_match import TokenizerCheck, describe_vocabulary
+
+    return functools.partial(TokenizerCheck, describe_vocabulary(module))
 
 
 def _choose_plan(

@@ -24,7 +24,6 @@ from shoal.parallel.program import Program
 from shoal.trainer.argument_checks import OF_A_LOADER, refuse_unknown
 from shoal.trainer.guards.call_log import collective_call
 from shoal.trainer.guards.optimizer_checks import ScheduleLength
-from shoal.trainer.guards.tokenizer_match import TokenizerCheck
 from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.passes.step_runner import StepRunner, StepState
 from shoal.trainer.step.call_contract import Loss
@@ -34,6 +33,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.format.lease import RunLease
     from shoal.data.loading.iterable import IterableLoader
     from shoal.data.loading.loader import Loader
+    from shoal.trainer.guards.tokenizer_match import TokenizerCheck
     from shoal.trainer.passes.source_losses import SourceLoss
     from shoal.trainer.passes.written_out_passes import UserMicroBatch, UserPasses
     from shoal.trainer.state.run_state import ExtraState

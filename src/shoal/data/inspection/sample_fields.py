@@ -93,11 +93,11 @@ def _find_tokens(inputs: Any, targets: Any) -> dict[str, Any] | None:
         "labels": labels,
         "position_ids": positions,
         "attention_mask": mask,
-        "shifted": not one_dict and not _is_same_place(ids, labels),
+        "shifted": not one_dict and not _has_unshifted_labels(ids, labels),
     }
 
 
-def _is_same_place(ids: list[int], labels: list[int] | None) -> bool:
+def _has_unshifted_labels(ids: list[int], labels: list[int] | None) -> bool:
     """Return whether labels stand at the place of their own token, as transformers wants them."""
     pairs = [(i, label) for i, label in zip(ids, labels or (), strict=False) if label >= 0]
     if not pairs or any(i != label for i, label in pairs):

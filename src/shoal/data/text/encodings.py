@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the tokens of a dataset were made.
+    """Origin of the tokens of a dataset.
 
     Attributes:
         source: value of `data.source`.

@@ -143,8 +143,8 @@ def _find_tokenizer(config: Config, folder: Path | None, source: Source) -> tupl
     return "", None
 
 
-def describe_data(data: InspectedData) -> dict[str, Any]:
-    """Return the head of the document: names, sizes, lengths, shares, parts."""
+def describe_data(data: InspectedData, *, measured: bool = True) -> dict[str, Any]:
+    """Return the head of the document: names and settings, if measured also sizes and shares."""
     config, source = data.config, data.source
     head: dict[str, Any] = {
         "source": config.data.source,
@@ -162,7 +162,7 @@ def describe_data(data: InspectedData) -> dict[str, Any]:
             "tokenizer": data.tokenizer_path,
             "vocabulary": source.vocabulary,
         }
-    return head | measure_source(source, config.data.source)
+    return head | (measure_source(source, config.data.source) if measured else {})
 
 
 def inspect_rows(data: InspectedData, rows: int, is_cut_by_user: bool) -> list[dict[str, Any]]:
