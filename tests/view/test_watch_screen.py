@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def test_a_run_that_has_no_step_yet_or_no_watchdog(tmp_path: Path) -> None:
 
 
 def test_islands_have_rows_and_their_ranks_the_name_of_their_island(tmp_path: Path) -> None:
-    write_event(tmp_path / "far", "run_started") if (tmp_path / "far").mkdir() else None
+    (tmp_path / "far").mkdir()
     write_event(tmp_path / "far", "run_started")
     for island in range(2):
         folder = make_run(tmp_path / "far" / f"island-{island}")
@@ -178,6 +179,11 @@ def test_islands_have_rows_and_their_ranks_the_name_of_their_island(tmp_path: Pa
     names = [line.split()[0] for line in lines if "/" in line.split("  ")[0] and line[0] == " "]
     assert {"0/0", "1/3"} <= {name for line in lines for name in line.split()[:1]}, names
     assert any("island-0: data: 3 files" in line for line in lines)
+    for island in range(2):
+        write_event(tmp_path / "far" / f"island-{island}", "run_finished", how="completed")
+    row = IslandsWatcher(tmp_path / "far").read().row
+    assert row is not None
+    assert (row.state, row.how, row.step) == ("ended", "completed", 60), "as all of them"
 
 
 def test_servers_and_stages_have_roles(tmp_path: Path) -> None:
@@ -196,8 +202,16 @@ def test_hosts_and_devices_of_ranks_json(tmp_path: Path) -> None:
         '{"ranks": [{"rank": 0, "host": "n1\\u001b[2J", "device": "cuda:0", "device_name": "H100"},'
         ' {"rank": "x"}, 3, {"rank": 1, "host": "n2"}]}'
     )
+    old, new = ({"host": "n1\u001b[2J", "devices": [
+        {"index": 0, "utilisation": share, "memory_used_bytes": 3 << 30, "power_w": None,
+         "temperature_c": 61.0}, "x", {"index": "y"}]} for share in (0.5, 0.97))  # fmt: skip
+    samples = [json.dumps(old), "[]", json.dumps(new), '{"devices": 3}', "torn"]
+    (folder / "devices.jsonl").write_text("\n".join(samples))
     lines = texts(read(folder), 120, 40)
-    assert any(line.split()[:3] == ["0", "n1·[2J", "H100"] for line in lines)
+    assert any(
+        line.split()[:8] == ["0", "n1·[2J", "H100", "97%", "3.0", "GiB", "61", "°C"]
+        for line in lines
+    )
     assert "n2" in "\n".join(texts(read(folder))), "hosts that differ are shown in 80 columns too"
 
 

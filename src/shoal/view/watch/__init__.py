@@ -2,6 +2,7 @@
 
     run_watcher      files of a run folder → `WatchedRun`, again and again
     rank_tail        the newest rows of rank_steps/
+    rank_states      records, hosts and events → the state of each rank
     letter_curves    numbers → curves of letters
     styled_lines     texts with styles, cut to columns
     rank_table       ranks → lines

@@ -137,6 +137,7 @@ def _columns(ranks: Sequence[RankState], width: int) -> list[RankColumn]:
         RankColumn("role", lambda one: one.role, right=False),
         RankColumn("host", lambda one: cut_text(one.host, HOST_WIDTH), right=False),
         RankColumn("device", lambda one: cut_text(one.device, HOST_WIDTH), right=False),
+        RankColumn("now", lambda one: one.sample, right=False),
         RankColumn("step", lambda one: str(one.step) if one.step else "–", step_style),
         RankColumn("time", lambda one: seconds_text(one.step_s) if one.step else "–"),
         RankColumn("late", lambda one: seconds_text(one.late_s) if one.step else "–", late_style),
@@ -147,6 +148,7 @@ def _columns(ranks: Sequence[RankState], width: int) -> list[RankColumn]:
         "role": any(rank.role for rank in ranks),
         "host": many_hosts or wide,
         "device": wide and any(rank.device for rank in ranks),
+        "now": wide and any(rank.sample for rank in ranks),
     }
     return [one for one in columns if is_shown.get(one.head, True)]
 

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from shoal.base.runlog.rank_records import FOLDER, HEADER, MAGIC, PARTS, ROW, RankStep
 
-ROWS = 4_096
+ROWS = 2_048
 WINDOW = 12
 """Steps of a rank that count for its lateness."""
+FEW_RANKS = 32
+"""Of more ranks the median of all stands for that of the others; it is at most one rank off."""
 MOST_RANKS = 1 << 17
 MOST_FILES = 2_048
 LONGEST_S = 1e7
@@ -104,9 +106,11 @@ def compute_lateness_s(rows: dict[int, deque[RankStep]]) -> dict[int, float]:
         if len(step_rows) < 2:
             continue
         waits_s = sorted(one.seconds[WAITING] for one in step_rows)
+        median_s = statistics.median(waits_s) if len(waits_s) > FEW_RANKS else None
         for one in step_rows:
             wait_s = one.seconds[WAITING]
-            late[one.rank].append(_median_of_others(waits_s, wait_s) - wait_s)
+            others_s = _median_of_others(waits_s, wait_s) if median_s is None else median_s
+            late[one.rank].append(others_s - wait_s)
     return {
         rank: max(0.0, statistics.median(values)) if values else 0.0
         for rank, values in late.items()

@@ -20,7 +20,6 @@ from shoal.base.runlog.damaged_lines import (
     is_number,
     iter_lines_backward,
     parse_event,
-    read_object,
 )
 from shoal.base.runlog.rank_records import RankStep
 from shoal.base.text.event_sentences import DAMAGED, died_text, event_text
@@ -32,6 +31,13 @@ from shoal.view.progress import RunProgress
 from shoal.view.run_folder_reader import RunFolder, last_session_events
 from shoal.view.run_table import RunRow, read_held_locks, read_row
 from shoal.view.watch.loss_history import LossHistory
+from shoal.view.watch.rank_states import (
+    DEVICES_FILE,
+    RankDevice,
+    collect_rank_states,
+    read_devices,
+    read_rank_devices,
+)
 from shoal.view.watch.rank_tail import RankTail, compute_lateness_s
 from shoal.view.watch.styled_lines import clean_text
 from shoal.view.watch.watch_state import EventLine, IslandState, RankState, WatchedRun
@@ -80,7 +86,8 @@ class RunWatcher:
         self.events: deque[Record] = deque(maxlen=EVENTS)
         self.sentences: list[EventLine] = []
         self.lateness_s: dict[int, float] = {}
-        self.hosts: dict[int, tuple[str, str]] = {}
+        self.hosts: dict[int, RankDevice] = {}
+        self.samples: dict[tuple[str, int], str] = {}
         self.ranks: list[RankState] = []
         self._versions: dict[str, tuple[int, int, int]] = {}
         self._row: RunRow | None = None
@@ -107,7 +114,9 @@ class RunWatcher:
             total = self.progress.plan.get("steps")
             self.progress.total_steps = total if isinstance(total, int) else None
         if self._is_changed("ranks.json"):
-            self.hosts = _read_hosts(self.path / "ranks.json")
+            self.hosts = read_rank_devices(self.path / "ranks.json")
+        if self._is_changed(DEVICES_FILE):
+            self.samples = read_devices(self.path)
         if self.tail.read():
             self.lateness_s = compute_lateness_s(self.tail.rows)
         if time.monotonic() >= self._row_due_s or any(e["event"] in ENDS for e in events):
@@ -145,33 +154,13 @@ class RunWatcher:
             phases=replace(phases, phases=()) if over else phases,
             points=self.history.points,
             validations=validations,
-            ranks=self._rank_states(session),
+            ranks=collect_rank_states(
+                self.tail, self.lateness_s, self.hosts, self.samples, self.progress.plan, session
+            ),
             forecast=_forecast_texts(self.progress, self.tail.rows),
             waits=_wait_texts(self.progress),
             events=self.sentences,
         )
-
-    def _rank_states(self, session: Sequence[Record]) -> list[RankState]:
-        notes = _rank_notes(session, self.tail.rows)
-        found = []
-        for rank in sorted(self.tail.rows.keys() | notes.keys()):
-            rows = self.tail.rows.get(rank)
-            last = rows[-1] if rows else RankStep(0, rank, 1, 0.0, 0, (0.0,) * 8)
-            host, device = self.hosts.get(rank, (f"node {self.tail.nodes.get(rank, 0)}", ""))
-            found.append(
-                RankState(
-                    str(rank),
-                    host,
-                    device,
-                    _role(rank, self.progress.plan),
-                    last.step,
-                    last.seconds,
-                    self.lateness_s.get(rank, 0.0),
-                    last.peak_memory_bytes,
-                    notes.get(rank, ""),
-                )
-            )
-        return found
 
     def island(self, state: WatchedRun) -> IslandState | None:
         """Return the run as an island of a larger one; None before its folder exists."""
@@ -223,17 +212,23 @@ class IslandsWatcher:
             first,
             name=self.whole.name,
             message=state.message,
-            row=_join_rows(state.row, first.row),
+            row=_join_rows(state.row, [island.row for island in islands]),
             ranks=ranks,
             events=merged,
             islands=islands,
         )
 
 
-def _join_rows(whole: RunRow | None, first: RunRow | None) -> RunRow | None:
-    """Return the state of all islands with the figures of the first one."""
-    if whole is None or first is None:
-        return whole or first
+def _join_rows(whole: RunRow | None, islands: Sequence[RunRow]) -> RunRow | None:
+    """Return the state of all islands with the figures of the first one.
+
+    Islands that all ended alike decide: their launcher may record no end.
+    """
+    if whole is None or not islands:
+        return whole
+    first = islands[0]
+    if not whole.alive and len({row.state for row in islands}) == 1:
+        return first
     return replace(
         first,
         path=whole.path,
@@ -272,60 +267,9 @@ def _read_newest_events(path: Path) -> list[Record]:
     return found[::-1]
 
 
-def _read_hosts(path: Path) -> dict[int, tuple[str, str]]:
-    """Return host and device by rank, from ranks.json."""
-    rows = read_object(path).get("ranks")
-    found = {}
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, dict) and is_number(row.get("rank")):
-            device = row.get("device_name") or row.get("device") or ""
-            found[int(row["rank"])] = (clean_text(row.get("host") or "?"), clean_text(device))
-    return found
-
-
 def _is_start(event: Record) -> bool:
     starts = event["event"] in ("run_started", "restarting")
     return starts and is_number(event.get("time_s"))
-
-
-def _role(rank: int, plan: Record) -> str:
-    """Return what a rank does that others do not: a server, or a pipeline stage."""
-    degrees = plan.get("layout")
-    if not isinstance(degrees, dict):
-        return ""
-    sizes = {key: value for key, value in degrees.items() if isinstance(value, int) and value > 0}
-    count = 1
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        count *= sizes.get(axis, 1)
-    servers, stages = sizes.get("servers", 0), sizes.get("pp", 1)
-    if servers and rank >= count - servers:
-        return "server"
-    if stages > 1:
-        return f"stage {rank * stages // count}" if rank < count else ""
-    return "worker" if servers else ""
-
-
-def _rank_notes(session: Sequence[Record], rows: dict[int, deque[RankStep]]) -> dict[int, str]:
-    """Return dead and hung ranks, from the events of a session."""
-    notes: dict[int, str] = {}
-    for event in session:
-        name, rank = event["event"], event.get("rank")
-        if name == "restarting":
-            notes.clear()
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-            continue
-        if name == "worker_died":
-            notes[rank] = "dead"
-        elif name == "worker_started":
-            notes.pop(rank, None)
-        elif name == "hang" and not _went_on(event, rows.get(rank)):
-            notes.setdefault(rank, "hung")
-    return notes
-
-
-def _went_on(event: Record, rows: deque[RankStep] | None) -> bool:
-    at_s = event.get("time_s")
-    return bool(rows) and is_number(at_s) and rows is not None and rows[-1].end_s > at_s
 
 
 def _event_lines(events: Iterable[Record]) -> list[EventLine]:

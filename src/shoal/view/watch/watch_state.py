@@ -24,6 +24,7 @@ class RankState:
         late_s: how long the others wait for it in a usual step.
         memory_bytes: its peak.
         note: dead, hung; "" otherwise.
+        sample: utilisation, memory, power and temperature of its device; "" if unknown.
     """
 
     name: str
@@ -35,6 +36,7 @@ class RankState:
     late_s: float
     memory_bytes: int
     note: str = ""
+    sample: str = ""
 
     @property
     def step_s(self) -> float:
