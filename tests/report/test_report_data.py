@@ -101,16 +101,18 @@ def test_times_by_rank_are_those_of_a_plain_computation(
 ) -> None:
     rng = np.random.default_rng(ranks)
     seconds = rng.gamma(4, 0.01, (800, ranks, len(PARTS))).astype(np.float32)
+    missing = (40, 1) if ranks != 2 else None  # one rank's step was not read
     rows = [
         RankStep(step + 1, rank, 1, 0.0, 0, tuple(map(float, seconds[step, rank])))
         for step in range(800)
         for rank in range(ranks)
-        if (step, rank) != (40, 1)  # one rank's step was not read
+        if (step, rank) != missing
     ]
     found = read_rank_times(write_ranks(tmp_path, rows, nodes))
     assert found is not None
-    assert (found.steps, found.first_step, found.last_step) == (799, 1, 800)
-    waits = np.delete(seconds[..., -1], 40, axis=0)
+    assert (found.steps, found.first_step, found.last_step) == (800 - bool(missing), 1, 800)
+    waits = seconds[..., -1]
+    waits = np.delete(waits, 40, axis=0) if missing else waits
     late = np.array(
         [
             [max(0.0, median(np.delete(row, rank)) - row[rank]) for rank in range(ranks)]
@@ -124,7 +126,7 @@ def test_times_by_rank_are_those_of_a_plain_computation(
     np.testing.assert_allclose(found.mean_s[0], seconds[:, 0].mean(axis=0), rtol=1e-4)
     step, rank = divmod(int(late.argmax()), ranks)
     worst = found.moments[0]
-    assert (worst.step, worst.rank) == (step + 1 + (step >= 40), rank)
+    assert (worst.step, worst.rank) == (step + 1 + (step >= 40 and bool(missing)), rank)
     assert worst.late_s == pytest.approx(late.max(), rel=1e-4)
     part = PARTS.index(worst.part)
     others = [seconds[worst.step - 1, other, part] for other in range(ranks) if other != rank]

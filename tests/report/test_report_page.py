@@ -8,6 +8,7 @@ import json
 import re
 from html import escape
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,24 @@ def test_a_damaged_folder_has_a_page(name: str, tmp_path: Path) -> None:
     if name == "out of order":
         [series] = data["curves"][0]["series"]
         assert (series["x"], series["y"]) == ([1, 3], [2, 4])
+
+
+def test_a_run_of_islands_shows_a_curve_of_each() -> None:
+    found = Elements(make_page(read_run(FIXTURES / "islands")))
+    data = json.loads(found.inside["application/json"])
+    assert [one["label"] for one in data["curves"][0]["series"]] == ["island-0", "island-1"]
+    assert "shoal report" in "".join(found.text)
+
+
+PUBLISHED = {
+    "uplot.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uplot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+"""Files of uPlot 1.6.32 in npm's package (decision 39)."""
+
+
+def test_uplot_is_as_it_was_published() -> None:
+    assets = resources.files("shoal.report") / "assets"
+    found = {name: hashlib.sha256((assets / name).read_bytes()).hexdigest() for name in PUBLISHED}
+    assert found == PUBLISHED
+    assert "Leon Sorokin" in (assets / "uplot-license.txt").read_text()

@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import attrgetter, lt
 from pathlib import Path
 from typing import Any
@@ -54,18 +54,23 @@ class StepMetrics:
 
     def column(self, name: str) -> tuple[Sequence[int], Sequence[float]]:
         """Return the steps and the values of a column, without those that are missing."""
-        values = self.columns.get(name, array("d"))
-        if not values or not math.isnan(sum(values)):  # a sum is NaN if a value is, else at most ∞
-            return (self.steps if values else array("q")), values
-        pairs = [pair for pair in zip(self.steps, values, strict=True) if pair[1] == pair[1]]
-        return array("q", [step for step, _ in pairs]), array("d", [value for _, value in pairs])
+        import numpy as np
 
-    def running_sum(self, name: str) -> array[float]:
-        """Return the sum of a column up to each step; a missing value adds nothing."""
         values = self.columns.get(name, array("d"))
-        if math.isnan(sum(values)):
-            return array("d", accumulate(0.0 if v != v else v for v in values))
-        return array("d", accumulate(values))
+        missing = np.isnan(np.array(values))
+        if not values or not missing.any():
+            return (self.steps if values else array("q")), values
+        known = np.flatnonzero(~missing)
+        steps, numbers = np.array(self.steps)[known], np.array(values)[known]
+        return array("q", steps.tobytes()), array("d", numbers.tobytes())
+
+    def running_sum(self, name: str) -> Sequence[float]:
+        """Return the sum of a column up to each step; a missing value adds nothing."""
+        import numpy as np
+
+        with np.errstate(over="ignore"):
+            sums = np.nancumsum(np.array(self.columns.get(name, array("d"))))
+        return array("d", sums.tobytes())
 
 
 @dataclass(frozen=True)
@@ -171,16 +176,14 @@ def read_step_metrics(path: Path, keep: Iterable[int] = ()) -> StepMetrics:
         steps, columns, damaged = decode(block)
         _append_rows(found, steps, columns)
         found.damaged += damaged
-        for step in marks.intersection(steps):
-            found.marked.update((step, row) for row in _rows_of(block, step))
+        if steps and any(steps[0] <= step <= steps[-1] for step in marks):
+            for step in marks.intersection(steps):
+                found.marked.update((step, row) for row in _rows_of(block, step))
     found.columns = {name: values for name, values in found.columns.items() if _is_known(values)}
     if not all(map(lt, found.steps, found.steps[1:])):
         _sort_rows(found)
-    amounts, seconds = found.columns.get("tokens"), found.columns.get("step_s")
-    if amounts is not None and seconds is not None:
-        pairs = zip(amounts, seconds, strict=True)
-        rates = array("d", [tokens / s if s > 0 else math.nan for tokens, s in pairs])
-        found.columns["tokens_per_s"] = rates
+    if "tokens" in found.columns and "step_s" in found.columns:
+        _add_rates(found)
     return found
 
 
@@ -207,13 +210,14 @@ def _make_decoder(names: Sequence[str]) -> Callable[[bytes], Decoded]:
     own = [("metrics", Any, None)] if len(names) == len(NUMBERS) else []
     row = msgspec.defstruct("row", [("step", int), *kinds, *own], gc=False)
     decoder, getters = msgspec.json.Decoder(row), [(name, attrgetter(name)) for name in names]
+    step_of = attrgetter("step")
 
     def decode(block: bytes) -> Decoded:
         try:
             rows: list[Any] = decoder.decode_lines(block)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _decode_lines(block)
-        steps = list(map(attrgetter("step"), rows))
+        steps = list(map(step_of, rows))
         if not rows or min(steps) < 0 or max(steps) >= LARGEST_STEP:
             return _decode_lines(block)
         columns = _own_columns(list(map(attrgetter("metrics"), rows))) if own else {}
@@ -253,6 +257,17 @@ def _append_rows(
 
 def _is_known(values: array[float]) -> bool:
     return any(value == value for value in values)
+
+
+def _add_rates(found: StepMetrics) -> None:
+    """Add the column `tokens_per_s`, as the recorder computes it."""
+    import numpy as np
+
+    amounts, seconds = np.array(found.columns["tokens"]), np.array(found.columns["step_s"])
+    with np.errstate(all="ignore"):
+        rates = np.where(seconds > 0, amounts / seconds, np.nan)
+    rates[~np.isfinite(rates)] = np.nan
+    found.columns["tokens_per_s"] = array("d", rates.tobytes())
 
 
 def _rows_of(block: bytes, step: int) -> Iterator[Record]:

@@ -116,8 +116,10 @@ class _Block:
 
     file: Path
     offset: int
-    first: int
-    last: int
+    count: int
+    first: int = 0
+    last: int = 0
+    clean: bool = False
 
     def read(self) -> Array:
         """Return the rows that name a step and a rank."""
@@ -127,10 +129,12 @@ class _Block:
         try:
             with self.file.open("rb") as stream:
                 stream.seek(self.offset)
-                block = stream.read(BLOCK_ROWS * ROW.size)
+                block = stream.read(self.count * ROW.size)
         except OSError:
             return np.empty(0, row)
         rows = np.frombuffer(block, row, len(block) // ROW.size)
+        if self.clean and len(rows) == self.count:
+            return rows
         named = (rows["step"] - 1 < (1 << 53)) & (rows["rank"] < MOST_RANKS) & (rows["steps"] > 0)
         return rows if named.all() else rows[named]
 
@@ -156,12 +160,17 @@ def _find_blocks(files: Sequence[Path]) -> tuple[list[_Block], Array, Array]:
                 size *= stream.read(len(MAGIC)) == MAGIC
         except OSError:
             continue
-        for offset in range(HEADER.size, size, BLOCK_ROWS * ROW.size):
-            rows = _Block(file, offset, 0, 0).read()
+        # Blocks of whole steps, if ranks come in turn: `_sum_blocks` need not look them up.
+        ranks = max(1, len(np.unique(_Block(file, HEADER.size, BLOCK_ROWS).read()["rank"])))
+        count = max(1, BLOCK_ROWS // ranks) * ranks
+        for offset in range(HEADER.size, size - ROW.size + 1, count * ROW.size):
+            rows = _Block(file, offset, count).read()
             if len(rows):
                 seen[rows["rank"]] = True
-                found.append(np.unique(rows["step"][_changes(rows["step"])]))
-                blocks.append(_Block(file, offset, int(found[-1][0]), int(found[-1][-1])))
+                steps = np.unique(rows["step"][_changes(rows["step"])])
+                ends, whole = (int(steps[0]), int(steps[-1])), len(rows) == count
+                found.append(steps)
+                blocks.append(_Block(file, offset, count, *ends, clean=whole))
     return blocks, np.unique(np.concatenate(found)), np.flatnonzero(seen)
 
 
@@ -185,23 +194,28 @@ def _sum_blocks(
         if strict:
             with np.errstate(invalid="ignore"):
                 rows = rows[(np.abs(rows["seconds"]) < LONGEST_S).all(axis=1)]
-        rank, regular = np.searchsorted(ranks, rows["rank"]), 0
-        if (rows["steps"] == 1).all():
-            regular = len(rows) // len(ranks) * len(ranks)
-            order = rank[:regular].reshape(-1, len(ranks))
-            regular *= bool((order == np.arange(len(ranks))).all())
-        at = _indices(rows["step"], steps)
-        waits[at, rank] = rows["seconds"][:, WAITING]
+        regular = _count_regular(rows, ranks)
         if regular:  # rank after rank, step after step: no rank has to be looked up
-            table = rows["seconds"][:regular].reshape(-1, len(ranks), len(PARTS))
-            totals += table.sum(axis=0, dtype=np.float64).T
+            table = rows[:regular].reshape(-1, len(ranks))
+            waits[np.searchsorted(steps, table["step"][:, 0])] = table["seconds"][..., WAITING]
+            totals += table["seconds"].sum(axis=0).T  # of some hundred steps: singles are enough
             counts += len(table)
-        rest, rank = rows[regular:], rank[regular:]
+        rest = rows[regular:]
+        rank = np.searchsorted(ranks, rest["rank"])
+        waits[_indices(rest["step"], steps), rank] = rest["seconds"][:, WAITING]
         weights = rest["steps"].astype(np.float64)
         counts += np.bincount(rank, weights, len(ranks))
         for part in range(len(PARTS) if len(rest) else 0):
             totals[part] += np.bincount(rank, rest["seconds"][:, part] * weights, len(ranks))
     return _Sums(waits, totals, counts)
+
+
+def _count_regular(rows: Array, ranks: Array) -> int:
+    """Return how many rows at the start are whole steps, of all ranks in turn; or 0."""
+    count = len(rows) // len(ranks) * len(ranks)
+    table = rows[:count].reshape(-1, len(ranks))
+    regular = (table["rank"] == ranks).all() and (table["steps"] == 1).all()
+    return count if regular and (table["step"] == table["step"][:, :1]).all() else 0
 
 
 def _is_sound(sums: _Sums) -> bool:

@@ -97,7 +97,9 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 def make_page(run: RunContents) -> str:
     """Return the page of one run."""
     sections = [section for make in SECTIONS if (section := _make_section(make, run))]
-    return assemble_page(f"{clean_text(run.label)} – Shoal report", sections, curve_data([run]))
+    return assemble_page(
+        f"{clean_text(run.label)} – Shoal report", sections, curve_data(run.curve_runs)
+    )
 
 
 def _make_section(make: Callable[[RunContents], Markup], run: RunContents) -> Markup:

@@ -44,6 +44,7 @@ MOST_OBJECT_BYTES = 1 << 26
 MARKING = ("spike", "step_skipped", "rewound")
 """Events that mark a step of the curves."""
 MOST_MARKS = 200
+MOST_ISLANDS = 8
 NEWEST_ROWS = 1_000
 """Newest rows of metrics.jsonl from which bytes by axis and collective are averaged."""
 
@@ -62,6 +63,7 @@ class RunContents:
         event_counts: number of events by name, with those that were not kept.
         ranks: entries of ranks.json.
         saved: steps with a complete checkpoint.
+        islands: of a run of islands, whose own folder has no steps, the runs of the islands.
     """
 
     folder: Path
@@ -73,6 +75,7 @@ class RunContents:
     event_counts: dict[str, int] = field(default_factory=dict)
     ranks: list[Record] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+    islands: list[RunContents] = field(default_factory=list)
     _sampled: dict[str, SampledSeries] = field(default_factory=dict, repr=False)
 
     def sample(self, name: str) -> SampledSeries:
@@ -80,6 +83,11 @@ class RunContents:
         if name not in self._sampled:
             self._sampled[name] = sample_series(*self.metrics.column(name))
         return self._sampled[name]
+
+    @property
+    def curve_runs(self) -> list[RunContents]:
+        """Runs whose curves are drawn: the islands, or the run itself."""
+        return self.islands or [self]
 
     @cached_property
     def rank_times(self) -> RankTimes | None:
@@ -122,7 +130,15 @@ def read_run(folder: Path) -> RunContents:
         event_counts=counts,
         ranks=[one for one in ranks if isinstance(one, dict)] if isinstance(ranks, list) else [],
         saved=list_saved_steps(folder),
+        islands=[read_run(one.parent) for one in _list_islands(folder)],
     )
+
+
+def _list_islands(folder: Path) -> list[Path]:
+    """Return the event logs of the islands of a run that has no steps of its own."""
+    if (folder / "metrics.jsonl").exists():
+        return []
+    return sorted(folder.glob("island-*/events.jsonl"))[:MOST_ISLANDS]
 
 
 def read_bounded_object(path: Path) -> Record:

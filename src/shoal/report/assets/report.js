@@ -7,6 +7,8 @@
   var units = { step: "step", tokens: "tokens", time: "seconds of steps" };
   var charts = [], powers = [];
   for (var power = 0; power < 60; power++) powers.push(Math.pow(2, power));
+  var whole = [];
+  for (var ten = 1; ten < 1e15; ten *= 10) whole.push(ten, 2 * ten, 5 * ten);
 
   function colour(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -89,7 +91,7 @@
       cursor: { sync: { key: "report" }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { distr: state.log && positive ? 3 : 1 } },
       axes: [
-        Object.assign({}, axis, { size: 24, values: function (u, vs) { return vs.map(function (v) { return short(v); }); } }),
+        Object.assign({}, axis, { size: 24, incrs: state.x === "step" ? whole : undefined, values: function (u, vs) { return vs.map(function (v) { return short(v); }); } }),
         Object.assign({}, axis, { size: 58, incrs: curve.form === "bytes" ? powers : undefined, values: function (u, vs) { return vs.map(function (v) { return v == null ? "" : short(v, curve.form); }); } })
       ],
       hooks: { draw: [function (u) {

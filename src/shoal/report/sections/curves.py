@@ -107,7 +107,7 @@ def _points(events: Sequence[Record], value_of: Callable[[Record], Any]) -> Samp
 
 def curves_section(run: RunContents) -> Markup:
     """Return the charts of a run; a script of the page replaces each by one that zooms."""
-    charts = [_chart(curve, run) for curve in list_curves([run])]
+    charts = [_chart(curve, run) for curve in list_curves(run.curve_runs)]
     if not charts:
         return tag("section", tag("h2", "Curves"), tag("p", "No step was recorded yet."))
     controls = tag("div", id="controls", hidden="hidden")

@@ -15,8 +15,6 @@ from shoal.report.verdict.run_verdict import Verdict, find_verdict
 from shoal.view.progress import count_unit
 from shoal.view.run_table import read_held_locks, read_row
 
-GOOD_KINDS = ("nothing",)
-
 
 def overview_section(run: RunContents) -> Markup:
     """Return the verdict and the key figures."""
@@ -28,14 +26,25 @@ def overview_section(run: RunContents) -> Markup:
             tag("h1", run.label),
             tag("p", _state_text(run), class_="lead"),
             _verdict_box(verdict),
+            _islands_text(run),
             _figures(run),
         ],
         id="verdict",
     )
 
 
+def _islands_text(run: RunContents) -> Child:
+    """Return the islands of a run, each of which has a folder and a report of its own."""
+    if not run.islands:
+        return None
+    names = ", ".join(island.label for island in run.islands)
+    text = f"A run of islands: {names}. Each has ranks, times and a verdict of its own: "
+    return tag("p", text, tag("code", f"shoal report {run.folder / run.islands[0].label}"))
+
+
 def _verdict_box(verdict: Verdict) -> Markup:
-    look = "good" if verdict.kind == "nothing" else "bad" if verdict.kind == "fault" else "warn"
+    known = verdict.step_s is not None
+    look = {"fault": "bad", "nothing": "good" if known else ""}.get(verdict.kind, "warn")
     headline, _, cure = verdict.line().partition("; try: ")
     parts: list[Child] = [
         tag("p", headline[:1].upper() + headline[1:], class_="headline"),
@@ -44,7 +53,7 @@ def _verdict_box(verdict: Verdict) -> Markup:
     if verdict.share is not None and verdict.step_s and verdict.without_s is not None:
         parts.append(_saving_bar(verdict.step_s, verdict.without_s))
     parts += [tag("p", sentence, class_="evidence") for sentence in verdict.evidence]
-    return tag("div", parts, class_=f"verdict {look}")
+    return tag("div", parts, class_=f"verdict {look}".rstrip())
 
 
 def _saving_bar(step_s: float, without_s: float) -> Markup:
