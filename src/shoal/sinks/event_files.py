@@ -95,7 +95,7 @@ class CSV(ScalarSink):
         new = [*columns, *(name for name in values if name not in columns)]
         train = [at for at, name in enumerate(columns) if name.startswith("train/")]
 
-        def is_kept(number: int, cells: list[str]) -> bool:
+        def is_retained(number: int, cells: list[str]) -> bool:
             if not back or number < step:
                 return True
             return number == step and not is_step and any(cells[at] for at in train)
@@ -107,7 +107,7 @@ class CSV(ScalarSink):
                 writer = csv.writer(file)
                 writer.writerow(["step", *new])
                 for number, cells in rows:
-                    if is_kept(number, cells):
+                    if is_retained(number, cells):
                         writer.writerow([number, *cells, *[""] * (len(new) - len(cells))])
             os.replace(fresh, self.path)
         finally:

@@ -98,7 +98,12 @@ class Trackio(ScalarSink):
         self._run.log(values, step=step)
 
     def _close(self) -> None:
+        import trackio
+
         with contextlib.redirect_stdout(io.StringIO()):
+            # It also finishes its current run at exit, and prints a line then.
+            with contextlib.suppress(RuntimeError):
+                trackio.finish()
             self._run.finish()
 
 

@@ -28,15 +28,13 @@ from shoal.base.runlog.log_tails import (
     read_rank_medians,
     read_steps,
 )
+from shoal.view.diagnosis.folder_state import ALIVE, WRONG
 from shoal.view.metrics_server.exposition import MetricFamily, SamplePage, label_value
 from shoal.view.run_table import RunRow, list_runs
 
 MOST_RUNS = 200
 """Runs on a page, those with the newest sign of life."""
-STATES = (
-    *("starting", "running", "silent", "hung", "stopped", "ended", "unsaved", "refused", "failed"),
-    *("diverged", "killed", "abandoned", "damaged", "unstarted"),
-)
+STATES = tuple(dict.fromkeys((*ALIVE, "stopped", "ended", *WRONG)))
 """States of a run, as `shoal runs` lists them."""
 
 COUNTED = {
