@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from shoal.base.runlog.events import append_line
 from shoal.checkpoint.format.lease import Owner
 from shoal.cli.main import app
-from shoal.view.diagnose import diagnose
+from shoal.view.diagnose import diagnose, findings_text
 from shoal.view.diagnosis.folder_state import WRONG, FolderState, read_folder_state
 from shoal.view.run_table import list_runs, table_lines, worst_line
 
@@ -257,8 +257,9 @@ def test_texts_of_a_folder_are_stripped(tmp_path: Path) -> None:
     )
     [row] = list_runs(folder, NOW_S)
     assert "\x1b" not in row.how + "".join(table_lines([row], None, NOW_S)) + worst_line([row])
-    told = CliRunner().invoke(app, ["diagnose", str(folder)])
-    assert "\x1b" not in told.output
+    assert "\x1b" not in findings_text(folder, diagnose(folder))
+    clean = make(tmp_path / f"b{evil}".replace("/", ""), START, END)
+    assert "\x1b" not in findings_text(clean, diagnose(clean))
 
 
 def test_made_folders_beside_runs_are_listed_as_unstarted(tmp_path: Path) -> None:
@@ -285,3 +286,35 @@ def test_the_last_line_names_the_worst(tmp_path: Path) -> None:
     assert "started" in told[0], "a pipe gets all columns"
     rows = [row for row in list_runs(tmp_path) if row.name == "ended"]
     assert worst_line(rows) == ""
+
+
+WEIRD: dict[str, dict[str, str | bytes]] = {
+    "fields": {
+        "events.jsonl": '{"event":"worker_died","how":{"a":1},"traceback":[1],"rank":{},"fatal":"y"}\n'
+        '{"event":"stop_requested","signal":{"a":[1]},"step":"x"}\n'
+        '{"event":"resumed","step":{}}\n{"event":"hang","step":[1],"rank":null}\n'
+    },
+    "times": {
+        "events.jsonl": '{"event":"run_started","time_s":1e300}\n{"event":"notice","time_s":-1}\n'
+    },
+    "owner": {"owner.json": json.dumps({**asdict(GONE), "started_s": 1e18})},
+    "owner-types": {"owner.json": json.dumps({**asdict(GONE), "host": [1], "boot": {}})},
+    "plan": {"plan.json": '{"steps":1e400,"layout":[1],"unit":{}}'},
+    "ranks": {"ranks.json": '{"time_s":"x","ranks":[1,{"host":{}},null]}'},
+    "reports": {
+        "logs/rank-x.error.json": '{"line":1,"traceback":"t","exit_code":"9","time_s":"x"}',
+        "a/error.json": '{"message":{"message":{"x":1},"extraInfo":[1]}}',
+        "b/error.json": '{"message":{"extraInfo":{"py_callstack":7,"timestamp":"99999999999999"}}}',
+    },
+    "deep": {"events.jsonl": "[" * 100_000 + '\n{"event":"run_started"}\n'},
+    "numbers": {"metrics.jsonl": '{"step":1e308}\n{"step":1,"loss":NaN,"step_s":Infinity}\n'},
+}
+
+
+@pytest.mark.parametrize("name", WEIRD)
+def test_values_of_wrong_types_are_no_traceback(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path / name, START, files=WEIRD[name])
+    rows = list_runs(folder, NOW_S)
+    assert table_lines(rows, 80, NOW_S)
+    assert all(json.dumps(one.record()) for one in diagnose(folder))
+    assert rows[0].state == read_folder_state(folder, NOW_S).word

@@ -41,6 +41,8 @@ __all__ = ("ALLOCATOR", "LOOKS", "WATCHED", "RunFinding", "diagnose", "findings_
 
 NOTES = ("resumed", "fragmentation")
 """Advice that does not concern speed."""
+NEIGHBOURS = 64
+"""Events before a death in which the same death of another rank is looked for."""
 LEAST_STEPS = 50
 """Steps from which a wait counts as regular."""
 MUCH = 0.2
@@ -71,7 +73,9 @@ def _diagnose_events(evidence: FolderEvidence, is_script: bool) -> list[RunFindi
     found: list[RunFinding] = []
     for place, event in enumerate(events):
         name = str(event.get("event"))
-        if (look := LOOKS.get(name)) is None or is_repeated_death(event, events[:place]):
+        if (look := LOOKS.get(name)) is None or is_repeated_death(
+            event, events[max(0, place - NEIGHBOURS) : place]
+        ):
             continue
         try:
             seen = look(event, events[place + 1 :], folder)
@@ -87,7 +91,7 @@ def findings_text(folder: Path, found: list[RunFinding]) -> str:
     wrong = [one for one in found if not one.advice]
     # Nobody knows who starts a script again: its launcher or a person.
     how = "; the run went on" if is_user_script(folder) else "; the run went on by itself"
-    lines = [f"{folder}: nothing wrong"] if not wrong else []
+    lines = [strip_control_characters(f"{folder}: nothing wrong")] if not wrong else []
     for number, one in enumerate(wrong, 1):
         lines += _finding_lines(f"{number}. ", one, how)
     for one in found:
@@ -118,7 +122,7 @@ def _merge_repeats(found: Iterable[RunFinding]) -> list[RunFinding]:
     for one in found:
         # Each unreadable sample is a loss of its own.
         what = one.what if one.kind == LEFT_OUT else re.sub(r"\d+", "#", one.what)
-        key = (one.kind, one.rank, what, one.why)
+        key = (one.kind, str(one.rank), what, one.why)
         before = kept.pop(key, None)
         kept[key] = one, 1 if before is None else before[1] + 1
     return [

@@ -81,7 +81,6 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
     state = decide_state(seen)
     validated = [e["loss"] for e in seen.events if e["event"] == "validated"]
     losses = [s["loss"] for s in seen.steps if is_number(s.get("loss"))]
-    starts = [e["time_s"] for e in seen.events if is_number(e.get("time_s"))]
     below = path.relative_to(root) if path != root else Path(path.absolute().name)
     return RunRow(
         strip_control_characters(str(below)),
@@ -95,7 +94,7 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
         _rate(seen.steps, seen.plan),
         count_unit(seen.plan),
         _layout_name(seen.plan),
-        starts[0] if starts else 0.0,
+        seen.started_s or seen.ranks_s,
         state.last_sign_s,
         state.alive,
     )

@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record
-from shoal.base.text.event_sentences import died_text
-from shoal.view.diagnosis.finding import RunFinding, step_of
+from shoal.view.diagnosis.finding import RunFinding, death_line, step_of
 from shoal.view.script_lines import HEARS, has_restarted, is_user_script
 
 WATCHED = "ended by the watch"
@@ -135,7 +134,7 @@ def diagnose_death(event: Record, after: list[Record], folder: Path) -> RunFindi
             why = "an exception that nobody caught, in the code that its traceback names"
     return RunFinding(
         "worker_died",
-        died_text(event).replace(" (pid None)", ""),
+        death_line(event),
         why,
         command.format(**names),
         rank,

@@ -59,7 +59,7 @@ def _as_event(path: Path, folder: Path) -> Record | None:
     if not isinstance(line, str) and not isinstance(trace, str):
         return None
     code = record.get("exit_code")
-    how = f"exit code {code}" if isinstance(code, int) else "ended"
+    how = f"exit code {code}" if isinstance(code, int) else "exit code 1"
     return {
         **{"event": "worker_died", "rank": _rank_of_path(path.relative_to(folder)), "how": how},
         **{"traceback": str(trace or line), "time_s": _time_s(record.get("time_s"), path)},

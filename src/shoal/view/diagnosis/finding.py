@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record
+from shoal.base.text.event_sentences import died_text
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,16 @@ class RunFinding:
 
 EventDiagnosis = Callable[[Record, list[Record], Path], RunFinding | None]
 """(an event, the events after it, the run folder) → finding; None: nothing is wrong."""
+
+
+def death_line(event: Record) -> str:
+    """Return one line on a rank's death; a report may lack its rank and its process.
+
+    >>> death_line({"how": "exit code 1", "traceback": "E"})
+    'a rank: exit code 1: E'
+    """
+    line = died_text(event)
+    return line.replace(" (pid None)", "", 1).replace("rank None", "a rank", 1)
 
 
 def step_of(event: Record) -> int | None:

@@ -32,10 +32,12 @@ SKEW_S = 900.0
 """Difference of two clocks from which a file server's clock counts as wrong."""
 MOST_EVENTS = 5_000
 """Events of a session that are read, the newest ones."""
-MOST_HISTORY = 20_000
+MOST_HISTORY = 5_000
 """Events of all sessions that are read, the newest ones."""
 ROWS_BYTES, SESSION_BYTES, HISTORY_BYTES = 1 << 20, 4 << 20, 16 << 20
 """Bytes at the end of metrics.jsonl and events.jsonl that are read."""
+LAST_S = 32_503_680_000.0
+"""Seconds from 1970 to the year 3000; a later time is damage."""
 NEWEST_STEPS = 20
 SIGNS = ("metrics.jsonl", "events.jsonl", "phase.json", "rank_steps", "logs")
 """Files and folders whose time of change is a sign of life."""
@@ -127,6 +129,11 @@ class FolderEvidence:
         return is_number(at_s) and self.ranks_s > at_s
 
     @property
+    def started_s(self) -> float:
+        """Return when the session began, 0.0 if unknown."""
+        return next((at_s for event in self.events if (at_s := _time_of(event))), 0.0)
+
+    @property
     def begun(self) -> bool:
         """Return whether the newest session has made a step."""
         if not self.steps or not self.stepped_since("run_started"):
@@ -167,7 +174,7 @@ def read_evidence(folder: Path, now_s: float, held: set[int]) -> FolderEvidence:
         damages=tuple(filter(None, (damage, unreadable, no_plan))),
         torn=torn,
         held=is_held,
-        owner=read_owner(folder) if _is_file(folder / "owner.json") else None,
+        owner=_read_owner(folder),
         ranks=ranks,
         reports=[] if is_held else read_error_reports(folder, max(started_s, _time_of(ranks))),
         rows_s=_changed_s(folder / "metrics.jsonl"),
@@ -262,7 +269,9 @@ def _read_object(path: Path) -> Record:
 
 
 def _time_of(record: Record) -> float:
-    return float(record["time_s"]) if is_number(record.get("time_s")) else 0.0
+    """Return an event's time, 0.0 if it has none that a calendar knows."""
+    at_s = record.get("time_s")
+    return float(at_s) if is_number(at_s) and 0 < at_s < LAST_S else 0.0
 
 
 def _is_file(path: Path) -> bool:
@@ -271,6 +280,15 @@ def _is_file(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:
         return False
+
+
+def _read_owner(folder: Path) -> Owner | None:
+    """Return the owner that owner.json names; None if there is none, or it is damaged."""
+    owner = read_owner(folder) if _is_file(folder / "owner.json") else None
+    if owner is None or not is_number(owner.started_s) or not 0 <= owner.started_s < LAST_S:
+        return None
+    texts = (owner.host, owner.boot)
+    return owner if all(isinstance(text, str) for text in texts) else None
 
 
 def _is_held(path: Path, held: set[int]) -> bool:

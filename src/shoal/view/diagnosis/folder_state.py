@@ -29,7 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record
-from shoal.base.text.event_sentences import died_text, signal_text, strip_control_characters
+from shoal.base.text.event_sentences import signal_text, strip_control_characters
+from shoal.view.diagnosis.finding import death_line
 from shoal.view.diagnosis.folder_evidence import FolderEvidence, read_evidence, read_held_locks
 from shoal.view.script_lines import has_restarted, is_user_script
 
@@ -171,7 +172,7 @@ def describe_death(event: Record, *, made_steps: bool) -> tuple[str, str]:
     >>> describe_death({"rank": 0, "pid": 7, "how": "exit code 2"}, made_steps=False)
     ('refused', 'rank 0 (pid 7): exit code 2')
     """
-    how, words = str(event.get("how", "ended")), died_text(event).replace(" (pid None)", "")
+    how, words = str(event.get("how", "ended")), death_line(event)
     if how.startswith("ended by the watch"):
         return "hung", words
     if "SIG" in how or how.startswith(("killed", "ended")):

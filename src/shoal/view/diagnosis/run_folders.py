@@ -18,7 +18,7 @@ DEPTH = 3
 
 def is_run_folder(path: Path) -> bool:
     """Return whether a path is a folder with files of a run."""
-    return any((path / name).exists() for name in MARKS)
+    return any(os.path.lexists(path / name) for name in MARKS)
 
 
 def find_run_folders(folder: Path) -> list[Path]:
