@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -69,6 +70,17 @@ def test_the_run_folder_is_whole(first: tuple[CommandLine, str]) -> None:
     assert [r["step"] for r in lines(run / "metrics.jsonl")] == list(range(1, 31))
     assert all(0 < r["mfu"] < 1 for r in lines(run / "metrics.jsonl")[2:])
     assert (run / "logs" / "rank-0.log").exists()
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "run-folder.md").read_text()
+    keys = {key for row in lines(run / "metrics.jsonl") for key in row}
+    assert [key for key in sorted(keys) if f"| `{key}` |" not in text] == []
+    kinds = {re.sub(r"-\d+", "-N", path.name) for path in run.iterdir()}
+    told = set(re.findall(r"`([^` ]+?)/?`", text.partition("## metrics.jsonl")[0]))
+    told |= {one.partition("/")[0] for one in told}
+    assert kinds <= told, "docs/reference/run-folder.md names every file"
+    ranks = json.loads((run / "ranks.json").read_text())["ranks"]
+    pids = {event["rank"]: event["pid"] for event in first[0].events("worker_started")}
+    assert {one["rank"]: one["pid"] for one in ranks} == pids
+    assert {row["timed_by"] for row in lines(run / "metrics.jsonl")} == {"host"}
     started = first[0].events("compute_started")[0]
     assert started["dtypes"]["stepped"] == "float32"
     assert started["compute"] == "fp32"
