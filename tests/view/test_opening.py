@@ -62,6 +62,19 @@ def test_more_warnings_than_lines_are_shown_all_the_same(tmp_path: Path) -> None
     assert shown(tmp_path, 4) == warnings
 
 
+def test_a_validation_before_the_first_step_has_its_room(tmp_path: Path) -> None:
+    begin(tmp_path)
+    events = (tmp_path / "events.jsonl").read_text()
+    marked = events.replace('"compute_started",', '"compute_started","validates":true,')
+    assert marked != events
+    (tmp_path / "events.jsonl").write_text("".join(marked.splitlines(keepends=True)[:-1]))
+    EventLog(tmp_path / "events.jsonl", None).emit("validated", step=0, loss=5.5)
+    assert shown(tmp_path, 4) == [
+        "data: 3 files", "model: llama", "auto: ddp, 1 s foreseen",
+        "validation at step 0: loss 5.5000",
+    ]  # fmt: skip
+
+
 def test_a_start_that_fails_shows_what_was_known(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "events.jsonl", None)
     events.emit("run_started", processes=1)

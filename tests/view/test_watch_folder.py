@@ -190,6 +190,11 @@ def test_lateness_is_what_the_others_wait_longer() -> None:
     late_s = compute_lateness_s(rows)
     assert late_s == pytest.approx({0: 0.0, 1: 0.1, 2: 0.02, 3: 0.0}, abs=1e-6)
     assert compute_lateness_s({0: rows[1]}) == {0: 0.0}, "nobody else waits"
+    three = {
+        rank: deque([rank_row(1, rank, late_s, 0.3)])
+        for rank, late_s in ((0, 0), (1, 0.1), (2, 0.3))
+    }
+    assert compute_lateness_s(three) == pytest.approx({0: 0, 1: 0, 2: 0.25}, abs=1e-6)
     many = {rank: deque([rank_row(1, rank, 0.1 * (rank == 7), 0.1)]) for rank in range(100)}
     assert {rank for rank, late in compute_lateness_s(many).items() if late > 0.09} == {7}
 

@@ -161,7 +161,8 @@ def _prepare(
         "chosen": is_layout_open(collect_layout_keys(config.layout)),
         "predicted": foreseen,
     }
-    write_opening(run, run.plan, source, total_steps, folder, told)
+    validates = source.validation is not None and _is_fresh_pretrained(run, config)
+    write_opening(run, run.plan, source, total_steps, folder, told, validates=validates)
     if world.is_first and joined is None:  # islands on one machine disturb each other's times
         learner = StepTimeFeedback(foreseen, run.plan.compute, world)
         run.recorder.events.listeners.append(learner.on_event)

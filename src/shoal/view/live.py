@@ -85,19 +85,23 @@ class OpeningLines:
                     self.waiting.append(event)
                 continue
             if event.get("event") in ENDS_OPENING:
-                found += self.flush()
+                found += self.flush(1 if event.get("validates") else 0)
             found.append(event)
             text = event_text(event)
             self.shown += 0 if text is None else 1 + text.count("\n")
         return found
 
-    def flush(self) -> list[Record]:
-        """Return the waiting notices that still have room."""
-        waiting, self.waiting = self.waiting, None
-        return self._fill(waiting or [])
+    def flush(self, reserved: int = 0) -> list[Record]:
+        """Return the waiting notices that still have room.
 
-    def _fill(self, notices: list[Record]) -> list[Record]:
-        room = max(0, (self.most or 0) - self.shown)
+        Args:
+            reserved: lines to come that are always shown.
+        """
+        waiting, self.waiting = self.waiting, None
+        return self._fill(waiting or [], reserved)
+
+    def _fill(self, notices: list[Record], reserved: int = 0) -> list[Record]:
+        room = max(0, (self.most or 0) - self.shown - reserved)
         chosen = sorted(notices, key=lambda event: float(event["opening"]))[:room]
         self.shown += len(chosen)
         return [

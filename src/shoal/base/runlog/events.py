@@ -29,7 +29,7 @@ EVENTS = {
     "worker_left_out": "a worker of servers that do not wait is gone: rank, left, samples, why",
     "staleness": "steps that weights lacked when gradients were applied: bound, largest, counts",
     "restarting": "all workers start again: attempt, of, saved (step of the last checkpoint)",
-    "compute_started": "the first step is about to run: dtypes, kernels, parameters",
+    "compute_started": "the first step is about to run: dtypes, parameters, validates (before it)",
     "checkpoint_saved": "a checkpoint is complete on disk: folder, bytes, seconds",
     "checkpoint_failed": "a save did not complete; the older ones are as they were: reason",
     "checkpoint_damaged": "a checkpoint failed verification: file, tensor, reason",

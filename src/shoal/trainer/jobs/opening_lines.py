@@ -31,13 +31,21 @@ from shoal.trainer.step.call_contract import (
 
 
 def write_opening(
-    run: Run, plan: Plan, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
+    run: Run,
+    plan: Plan,
+    source: Source,
+    total_steps: int,
+    folder: Path,
+    told: dict[str, Any],
+    *,
+    validates: bool = False,
 ) -> None:
     """Write plan.json and the lines that a user sees before the first step.
 
     Args:
         plan: of all ranks; `run` may hold some of them.
         told: further keys of plan.json: whether Shoal chose the layout, and the forecast.
+        validates: a validation before the first step follows, whose line needs room.
     """
     rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
     run.recorder.machine_flops_per_s = rate
@@ -77,6 +85,7 @@ def write_opening(
         threads=torch.get_num_threads(),
         device=str(run.world.device),
         matmul=flops_text(rate),
+        validates=validates,
     )
 
 
