@@ -13,7 +13,14 @@ import pytest
 from shoal.base.runlog.rank_records import PARTS, RankStep, encode_header
 from shoal.report.verdict import find_verdict
 
-OWN_S = {"data": 0.002, "passes": 0.02, "backward": 0.03, "update": 0.004, "hooks": 0.0}
+OWN_S = {
+    "other": 0.0,
+    "data": 0.002,
+    "passes": 0.02,
+    "backward": 0.03,
+    "update": 0.004,
+    "hooks": 0.0,
+}
 SUM_S = 0.001
 """Seconds of the common part of a sum."""
 Extra = Callable[[int, int, str], float]
@@ -54,7 +61,7 @@ def make_run(
             now_s[rank] += seconds
 
         for rank in range(ranks):
-            for part in ("data", "passes", "backward"):
+            for part in ("other", "data", "passes", "backward"):
                 spend(rank, part)
         met_s = max(now_s) + sum_s * (1 + 0.05 * drawn.random())
         for rank in range(ranks):
@@ -277,3 +284,70 @@ def test_damaged_and_hostile_folders_give_one_line(tmp_path: Path) -> None:
         assert verdict.without_s is None or verdict.without_s >= 0
     (tmp_path / "rank_steps" / "node-0.bin").unlink()
     assert find_verdict(tmp_path).line(), "metrics.jsonl alone"
+
+
+def test_a_defect_of_one_rank_comes_before_a_slightly_larger_cost_of_all(tmp_path: Path) -> None:
+    make_run(tmp_path, lambda _, r, p: (p == "data") * (0.013 + 0.012 * (r == 1)))
+    assert find_verdict(tmp_path).cause == "rank 1's data"
+
+
+def rewrite_rows(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, **change(row)}) + "\n" for row in rows))
+
+
+def test_a_loss_that_diverged_is_a_fault(tmp_path: Path) -> None:
+    slow: Extra = lambda _, r, p: 0.05 * ((r, p) == (1, "data"))  # noqa: E731
+    make_run(tmp_path, slow)
+    falls = lambda row: {"loss": 3.0 - 0.02 * row["step"]}  # noqa: E731
+    rewrite_rows(tmp_path, falls)
+    assert find_verdict(tmp_path).kind == "slow_rank"
+    rewrite_rows(tmp_path, lambda row: {"loss": 2.0} if row["step"] > 70 else {})
+    assert find_verdict(tmp_path).kind == "slow_rank", "it rose, and is below the first ones"
+    rewrite_rows(tmp_path, lambda row: {"loss": 9.0} if row["step"] > 70 else {})
+    verdict = find_verdict(tmp_path)
+    assert (verdict.kind, "9.0000 in the last 20 steps" in verdict.cause) == ("fault", True)
+    rewrite_rows(tmp_path, lambda row: {"loss": None} if row["step"] > 70 else {})
+    assert "no longer finite" in find_verdict(tmp_path).cause
+
+
+def test_skipped_steps_are_a_fault_from_a_twentieth_on(tmp_path: Path) -> None:
+    whole_s = make_run(tmp_path)
+    rewrite_rows(tmp_path, lambda row: {"skipped": row["step"] % 40 == 0})
+    assert find_verdict(tmp_path).kind == "nothing"
+    rewrite_rows(tmp_path, lambda row: {"skipped": row["step"] % 10 == 0})
+    verdict = find_verdict(tmp_path)
+    assert (verdict.kind, verdict.share) == ("fault", 0.1)
+    assert verdict.without_s == pytest.approx(mean_s(whole_s))
+    assert verdict.step_s == pytest.approx(mean_s(whole_s) / 0.9), "per step that changed weights"
+
+
+def test_a_damaged_checkpoint_is_a_fault_unless_the_run_went_on(tmp_path: Path) -> None:
+    damaged = {"event": "checkpoint_damaged", "step": 90, "folder": "step-90", "file": "rank-0"}
+    make_run(tmp_path / "ended", events=[{"event": "compute_started", "step": 0}, damaged])
+    assert find_verdict(tmp_path / "ended").kind == "fault"
+    make_run(tmp_path / "on", events=[damaged, {"event": "compute_started", "step": 0}])
+    assert find_verdict(tmp_path / "on").kind == "nothing"
+
+
+def test_validation_and_saves_count_with_their_share_of_a_step(tmp_path: Path) -> None:
+    """Pauses of 0.3 s after every fifth step: validation if its event says so, else a save."""
+    for name, kind in (("validated", "validation"), ("checkpoint_saved", "saves")):
+        told = [{"event": name, "step": step, "seconds": 0.3} for step in range(5, 100, 5)]
+        late: Extra = lambda step, r, p: 0.3 * (p == "other" and step % 5 == 1)  # noqa: E731
+        make_run(tmp_path / kind, late, events=told)
+        verdict = find_verdict(tmp_path / kind)
+        assert verdict.kind == kind, verdict
+        assert verdict.without_s == pytest.approx(FULL_STEP_S * 1.03, rel=0.05)
+        assert (verdict.step_s or 0) - (verdict.without_s or 0) == pytest.approx(0.06, rel=0.05)
+
+
+def test_callbacks_of_a_step_make_the_next_one_late(tmp_path: Path) -> None:
+    """Rank 0 in its callbacks, then rank 1 in its data, between the same two sums: no gain."""
+
+    def late(step: int, rank: int, part: str) -> float:
+        return 0.05 * ((rank, part, step % 4) in ((0, "hooks", 1), (1, "data", 2)))
+
+    make_run(tmp_path, late)
+    assert find_verdict(tmp_path).kind == "nothing"
