@@ -368,6 +368,10 @@ def test_a_launcher_that_was_killed_is_known_by_what_it_left(tmp_path: Path) -> 
     (found,) = diagnose(tmp_path)
     assert found.kind == "killed"
     assert f"pid {os.getpid()}" in found.what
+    assert found.command == f"shoal train {tmp_path}/run.toml", "nothing was saved"
+    (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-4" / "manifest.json").touch()
+    (found,) = diagnose(tmp_path)
     assert found.command == f"shoal train --resume {tmp_path}"
 
 

@@ -1,6 +1,6 @@
 """One line for a command line that has no such verb or option, with the nearest one.
 
-shoal: runs: No such option: --jsno; try: --json; help: shoal runs --help
+For example: "docs: No such command; try: shoal docs; help: shoal --help".
 """
 
 from __future__ import annotations

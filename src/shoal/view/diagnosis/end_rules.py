@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from shoal.base.runlog.atomic_files import list_saved_steps
 from shoal.base.text.units import seconds_text
 from shoal.view.diagnosis.death_rules import diagnose_death
 from shoal.view.diagnosis.finding import RunFinding
@@ -47,7 +48,7 @@ ENDS: dict[str, tuple[str, str, str]] = {
     "no_end": (
         "no end is recorded at {where}: the run was abandoned",
         "no process holds the folder, and neither its end nor a death stands in events.jsonl",
-        "shoal train --resume {run}",
+        "{again}",
     ),
     "no_end_here": (
         "no end is recorded here at {where}: a rank of another machine ended, or the network did",
@@ -93,6 +94,7 @@ def _texts(seen: FolderEvidence, state: FolderState) -> dict[str, str]:
         "hosts": ", ".join(seen.hosts),
         "how": state.how,
         "run": shlex.quote(str(seen.folder)),
+        "again": _restart_command(seen),
         "above": shlex.quote(str(seen.folder.parent)),
         "who": holder if seen.held else "its processes are of another machine",
     }
@@ -120,5 +122,13 @@ def _diagnose_launcher_death(seen: FolderEvidence) -> RunFinding:
         "killed",
         f"the run ended without a word: {who} ({owner}) was killed, or the machine went down",
         f"{whose} takes owner.json away as it ends, and this one is still there",
-        f"shoal train --resume {shlex.quote(str(seen.folder))}",
+        _restart_command(seen),
     )
+
+
+def _restart_command(seen: FolderEvidence) -> str:
+    """Return the command that goes on, or that starts anew if nothing was saved."""
+    run = shlex.quote(str(seen.folder))
+    if is_user_script(seen.folder) or list_saved_steps(seen.folder) or seen.islands:
+        return f"shoal train --resume {run}"
+    return f"shoal train {run}/run.toml"
