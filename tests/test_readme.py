@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -33,12 +35,23 @@ def test_its_links_lead_somewhere() -> None:
     assert not wrong
 
 
-def test_its_program_prints_what_it_says(tmp_path: Path, programs: Any) -> None:
-    (tmp_path / "train.py").write_text(README.split("```python\n")[1].split("```")[0])
+def write_program(folder: Path) -> list[list[str]]:
+    """Write the README's program; return the lines that it prints alone, and on two processes."""
+    (folder / "train.py").write_text(README.split("```python\n")[1].split("```")[0])
     said = [line for line in README.splitlines() if line.startswith("epoch ")]
-    alone, both = (
-        [*map(str.strip, one)] for one in zip(*(s.split("  ", 1) for s in said), strict=True)
-    )
+    return [[*map(str.strip, one)] for one in zip(*(s.split("  ", 1) for s in said), strict=True)]
+
+
+def test_its_program_prints_what_it_says(tmp_path: Path, programs: Any) -> None:
+    alone, both = write_program(tmp_path)
     assert programs.run("train.py", cwd=tmp_path).stdout.splitlines() == alone
+    first, second = programs.world(2, "train.py", cwd=tmp_path)
+    assert first.stdout.splitlines() == both, first.stderr
+    assert not second.stdout
+
+
+@pytest.mark.proof  # torchrun itself: tests/worlds/machines/test_launchers.py
+def test_its_program_prints_the_same_under_torchrun(tmp_path: Path, programs: Any) -> None:
+    _, both = write_program(tmp_path)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
     assert programs.run(*torchrun, cwd=tmp_path).stdout.splitlines() == both

@@ -16,6 +16,15 @@ IN_MAKE_TEST = "contrastive"
 """The recipe that `make test` runs: drawn negatives, keyword inputs, a loss by sample."""
 
 
+def write_recipe(page: Path, *folders: Path) -> list[str]:
+    """Write a page's program into some folders, and return the lines that the page shows."""
+    text = page.read_text()
+    for folder in folders:
+        folder.mkdir()
+        (folder / "recipe.py").write_text(text.split("```python\n")[1].split("```")[0])
+    return text.split("```\n\n```\n")[1].split("\n```")[0].splitlines()
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -25,14 +34,20 @@ IN_MAKE_TEST = "contrastive"
     ids=lambda page: page.stem,
 )
 def test_a_recipe_prints_what_its_page_says(page: Path, tmp_path: Path, programs: Any) -> None:
-    text = page.read_text()
-    code = text.split("```python\n")[1].split("```")[0]
-    output = text.split("```\n\n```\n")[1].split("\n```")[0].splitlines()
-    for name, words in (("alone", ()), ("both", TORCHRUN)):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "recipe.py").write_text(code)
-        assert programs.run(*words, "recipe.py", cwd=folder).stdout.splitlines() == output, name
+    output = write_recipe(page, tmp_path / "alone", tmp_path / "both")
+    alone = programs.run("recipe.py", cwd=tmp_path / "alone")
+    assert alone.stdout.splitlines() == output, alone.stderr
+    first, second = programs.world(2, "recipe.py", cwd=tmp_path / "both")
+    assert first.stdout.splitlines() == output, first.stderr
+    assert not second.stdout
+
+
+@pytest.mark.proof  # torchrun itself: tests/worlds/machines/test_launchers.py
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
+def test_a_recipe_prints_the_same_under_torchrun(page: Path, tmp_path: Path, programs: Any) -> None:
+    output = write_recipe(page, tmp_path / "both")
+    done = programs.run(*TORCHRUN, "recipe.py", cwd=tmp_path / "both")
+    assert done.stdout.splitlines() == output, done.stderr
 
 
 def test_excerpts_are_of_the_examples_that_they_name() -> None:

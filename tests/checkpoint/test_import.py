@@ -288,10 +288,9 @@ def test_a_part_under_a_key_keeps_what_it_shares(tmp_path: Path) -> None:
     assert check(whole, state) == metadata
 
 
-def test_the_command_says_what_it_did_and_how_to_go_on(tmp_path: Path) -> None:
+def test_the_command_says_what_it_did_and_how_to_go_on(tmp_path: Path, programs: Forks) -> None:
     def shoal(*words: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "shoal", "checkpoint", "import", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        done = programs.run("-m", "shoal", "checkpoint", "import", *words, cwd=tmp_path, timeout=60)
         return done.returncode, done.stdout + done.stderr
 
     torch.save({"model": tied(), "optimizer": {"m": torch.ones(1)}}, tmp_path / "w.pt")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,7 +110,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_calls_it(folder: Path, command: str) -> None:
+def test_no_command_calls_it(folder: Path, command: str, programs: Forks) -> None:
     """The canary of faults_measured.md: a builder that runs a shell command."""
     run, canary = folder / "run", folder / "canary"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
@@ -121,13 +119,8 @@ def test_no_command_calls_it(folder: Path, command: str) -> None:
     path.write_text(CANARY.format(canary=canary))
     given_away(path)
     on_folder = command in ("resume", "sample")
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", *COMMANDS[command], str(run if on_folder else path)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = (*COMMANDS[command], str(run if on_folder else path))
+    done = programs.run("-m", "shoal", *words, cwd=folder, timeout=60)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "run.toml: is nobody's, and it names functions" in done.stderr
     assert "--trust" in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from trainer_small import Rows, linear, run_of
 
 import shoal
+from forks import Forks
 from shoal.base.errors import ConfigError
 from shoal.trainer.argument_checks import ELSEWHERE
 
@@ -26,14 +25,8 @@ run.close()
 
 
 @pytest.mark.parametrize("folder", ["", "runs/x"])
-def test_two_lines_and_a_plan_in_five(folder: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOOP, folder],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+def test_two_lines_and_a_plan_in_five(folder: str, tmp_path: Path, programs: Forks) -> None:
+    done = programs.run("-c", LOOP, folder, cwd=tmp_path, timeout=90)
     assert done.returncode == 0, done.stderr
     first, second = done.stderr.splitlines()
     assert first == (

@@ -61,6 +61,7 @@ NARROW = {"fp32": 2.0**-15, "bf16": 2.0**-5, "fp16": 2.0**-8}
 
 SLOW = (
     *("compiled tp, full", "compiled cp", "compiled tp in fp16"),
+    "compiled, backward in two halves",
     *(
         "tp, full",
         "cp by gathering in bf16, full",

@@ -27,10 +27,8 @@ def some(rows: list[Any], long: list[Any]) -> list[Any]:
 
 
 IN_FP64 = [(codec, layout) for codec in CODES for layout in ("ddp", "zero1", "zero2", "fsdp")]
-"""Held under every layout by the sums in fp64, to more digits; here one row of each code stays."""
-TELESCOPED = some(
-    ALL, [row for row in IN_FP64 if row not in (("int8", "zero2"), ("one-bit", "fsdp"))]
-)
+"""Held under every layout by the sums in fp64, to more digits; here one row stays."""
+TELESCOPED = some(ALL, [row for row in IN_FP64 if row != ("int8", "zero2")])
 SKIPPED = some(
     ALL, [*LONG, ("one-bit", "zero2"), ("int8", "fsdp"), ("one-bit", "ddp"), ("int8", "ddp")]
 )
@@ -223,7 +221,8 @@ def test_it_is_error_feedback_that_does_it(worlds, plain: float) -> None:
     assert told[0]["loss"] > 1.07 * plain
 
 
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.proof)])
+@pytest.mark.proof  # that no part of a sum is lost is held above
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_one_bit_learns_and_lags(worlds, plain: float, layout: str) -> None:
     """After 100 steps by a quarter here; on real text, and with first steps in int8: compress.md."""
     told = worlds(2).call("compress_case:train", compress="one-bit", layout=layout, steps=100)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import pytest
 
+from proof_rows import rows
+
 HABITS = ("in order", "skipped", "swapped", "twice")
+POLICIES = ("none", "full")
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_small_blocks_are_gathered_together(worlds, together_alone, habit: str) -> None:
+@pytest.mark.parametrize(
+    ("habit", "recompute"),
+    rows((HABITS, POLICIES), kept=[("swapped", "none"), ("skipped", "none"), ("twice", "full")]),
+)
+def test_small_blocks_are_gathered_together(
+    worlds, together_alone, habit: str, recompute: str
+) -> None:
     alone = together_alone(habit)
-    for more in ({}, {"recompute": "full"}):
-        for told in worlds(2).call("together_case:trained", layout="fsdp", habit=habit, **more):
-            assert told["losses"] == pytest.approx(alone["losses"], rel=1e-12, abs=0)
-            assert told["norms"] == pytest.approx(alone["norms"], rel=1e-11, abs=0)
-            assert (told["gathers"], told["scatters"]) == (1, 1)
+    for told in worlds(2).call(
+        "together_case:trained", layout="fsdp", habit=habit, recompute=recompute
+    ):
+        assert told["losses"] == pytest.approx(alone["losses"], rel=1e-12, abs=0)
+        assert told["norms"] == pytest.approx(alone["norms"], rel=1e-11, abs=0)
+        assert (told["gathers"], told["scatters"]) == (1, 1)
 
 
 def test_blocks_that_the_user_names_stay_units(worlds) -> None:

@@ -130,6 +130,7 @@ def test_help_an_own_loop_and_the_page_know_it(toy: dict[str, str]) -> None:
     assert told == ["ended with 2", "run copies", "plan copies", "page True"]
 
 
+@pytest.mark.proof  # a key that all commands know: tests/trainer/test_every_key.py
 def test_a_command_knows_it(toy: dict[str, str]) -> None:
     """run.toml, the proof of two steps against one process, plan.json."""
     more = ["launch.processes=2", "run.name=x", "memory.toy=copies"]

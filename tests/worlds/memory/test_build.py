@@ -157,10 +157,17 @@ LEGS: tuple[Any, ...] = ({"tp": 2, "pp": 2}, "fsdp", {"pp": 2, "dp_shard": 2}, {
 @pytest.mark.parametrize(
     "layout",
     [
-        {"ep": 2, "dp_shard": 4},
+        {"pp": 2, "dp_shard": 2},
         *(
             long(layout)
-            for layout in ("hsdp", *LEGS, {"tp": 2, "dp_shard": 2}, {"ep": 2, "dp_replicate": 4})
+            for layout in (
+                "hsdp",
+                *LEGS[:2],
+                *LEGS[3:],
+                {"tp": 2, "dp_shard": 2},
+                {"ep": 2, "dp_replicate": 4},
+                {"ep": 2, "dp_shard": 4},
+            )
         ),
     ],
     ids=str,

@@ -9,7 +9,14 @@ from shoal.view.proof_lines import proof_text, verdict_line
 # bug, case, size, name of the cause, words that its line must have
 PLANTED = [
     ("mean of means", "mlp", 2, "mean of means", "the ranks weigh"),
-    ("mean of means", "llama", 4, "mean of means", "not the mean over targets"),
+    pytest.param(
+        "mean of means",
+        "llama",
+        4,
+        "mean of means",
+        "not the mean over targets",
+        marks=pytest.mark.proof,
+    ),
     ("factor lost", "mlp", 4, "factor of ranks", "a factor 4 is lost"),
     ("short window", "mlp", 2, "last short window", "an epoch's short last step"),
     ("tie twice", "gpt", 2, "tie counted twice", "it is tied to head.weight"),

@@ -8,8 +8,6 @@ training, verified, and exported under the model's own names, bit for bit.
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 
 import resume_case
 from cli_run import CommandLine, trajectory
+from forks import shared
 from shoal.fabric import start_world
 
 BOUND, DEADLINE_S = 1e-10, 180.0
@@ -153,10 +152,8 @@ def test_a_grid_is_killed_and_stopped_and_goes_on_in_two_parts(tmp_path: Path) -
     for ours, theirs in zip(trajectory(grid.run), trajectory(alone.run), strict=True):
         assert ours == (theirs[0], *(pytest.approx(n, rel=BOUND) for n in theirs[1:3]), theirs[3])
     out = tmp_path / "model.safetensors"
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "checkpoint", "export", "runs/run", str(out)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    words = ("-m", "shoal", "checkpoint", "export", "runs/run", str(out))
+    done = shared().run(*words, cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
     names = load_file(out).keys()
     assert "blocks.0.attention.q.weight" in names
