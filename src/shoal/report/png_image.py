@@ -9,9 +9,17 @@ import base64
 import struct
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 RAMP = ((255, 255, 255), (254, 217, 118), (253, 141, 60), (227, 26, 28), (128, 0, 38), (40, 0, 20))
 """Colours from 0 to 255, in equal steps; luminance falls all the way, so that hue is not needed."""
+LEVELS = 48
+"""Shades of a map: fewer compress better."""
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -51,3 +59,24 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 def png_data_url(rows: Sequence[bytes]) -> str:
     """Return a PNG of rows as a data: URL."""
     return "data:image/png;base64," + base64.b64encode(encode_png(rows)).decode("ascii")
+
+
+def shade_cells(values: Array, most: float, least: float = 0.0) -> list[bytes]:
+    """Return cells of a map as rows of bytes: 0 below `least`, 255 at `most`, by square roots.
+
+    Args:
+        values: [rows, columns], not negative.
+        most: darkest value.
+        least: values below are left white.
+
+    >>> import numpy as np
+    >>> [list(row) for row in shade_cells(np.array([[0.0, 1.0, 4.0]]), 4.0)]
+    [[0, 128, 255]]
+    """
+    import numpy as np
+
+    share = np.sqrt(np.clip(values / (most or 1.0), 0.0, 1.0))
+    levels = np.ceil(share * LEVELS) * (values > least)
+    # A cell of the largest value is the darkest, whatever was rounded.
+    cells = np.rint(levels * (255 / LEVELS)).astype(np.uint8)
+    return [row.tobytes() for row in cells]

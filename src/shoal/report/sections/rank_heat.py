@@ -9,7 +9,7 @@ from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.runlog.rank_records import PARTS
 from shoal.base.text.units import seconds_text
 from shoal.report.markup import Child, Markup, table, tag
-from shoal.report.png_image import png_data_url
+from shoal.report.png_image import png_data_url, shade_cells
 from shoal.report.rank_times import RankTimes
 from shoal.report.run_contents import RunContents
 from shoal.report.svg_charts import chart_frame, number_label, second_label, stacked_bar
@@ -24,8 +24,6 @@ MOST_ROWS, WORST_ROWS = 256, 32
 BAR_ROWS = 32
 """Ranks up to which each has a bar; of more ranks, the latest."""
 PERCENTILES = (50, 90, 99, 100)
-LEVELS = 48
-"""Shades of a map: fewer compress better."""
 DARKEST = 99.8
 """Percentile of the cells from which all are darkest."""
 LEAST_SHARE = 0.005
@@ -119,27 +117,6 @@ def _hosts_by_rank(run: RunContents) -> dict[int, str]:
         if is_number(one.get("rank")) and isinstance(one.get("host"), str):
             found[int(one["rank"])] = str(one["host"])
     return found if len(set(found.values())) > 1 else {}
-
-
-def shade_cells(values: Array, most: float, least: float = 0.0) -> list[bytes]:
-    """Return cells of a map as rows of bytes: 0 below `least`, 255 at `most`, by square roots.
-
-    Args:
-        values: [rows, columns], not negative.
-        most: darkest value.
-        least: values below are left white.
-
-    >>> import numpy as np
-    >>> [list(row) for row in shade_cells(np.array([[0.0, 1.0, 4.0]]), 4.0)]
-    [[0, 128, 255]]
-    """
-    import numpy as np
-
-    share = np.sqrt(np.clip(values / (most or 1.0), 0.0, 1.0))
-    levels = np.ceil(share * LEVELS) * (values > least)
-    # A cell of the largest value is the darkest, whatever was rounded.
-    cells = np.rint(levels * (255 / LEVELS)).astype(np.uint8)
-    return [row.tobytes() for row in cells]
 
 
 def map_figure(
