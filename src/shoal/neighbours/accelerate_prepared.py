@@ -154,11 +154,7 @@ def report_saves(run: Run, accelerator: Any) -> None:
             return final_saves.describe_replacement(call.argument("f", 1))
         if call.name == "save_model" and call.argument("safe_serialization", 3) == "False":
             return final_saves.describe_replacement("'pytorch_model.bin'")
-        try:
-            getattr(accelerator, call.name)
-        except ConfigError as failure:
-            return f"is refused when the script comes to it: {failure}"
-        return ""
+        return final_saves.refused_call(accelerator, call.name)
 
     rules: list[final_saves.Rule] = [rule]
     if run.plan.layout.zero == 3:

@@ -319,11 +319,7 @@ def report_saves(run: Run, engine: Any) -> None:
     def is_missing(call: SourceCall) -> str:
         if call.of not in engines or hasattr(engine, call.name):
             return ""
-        try:
-            getattr(engine, call.name)
-        except ConfigError as failure:
-            return f"is refused when the script comes to it: {failure}"
-        return ""
+        return final_saves.refused_call(engine, call.name)
 
     rules: list[final_saves.Rule] = [writes_safetensors, is_missing]
     if run.plan.layout.zero == 3:

@@ -33,6 +33,15 @@ HUB_NAMES = {"pytorch_model": "model"}
 """Names of transformers' pickles → those of its safetensors."""
 
 
+def refused_call(library: Any, name: str) -> str:
+    """Return why a library's object refuses a method that the script calls; "" if it has it."""
+    try:
+        getattr(library, name)
+    except ConfigError as failure:
+        return f"is refused when the script comes to it: {failure}"
+    return ""
+
+
 def safetensors_path(path: Any) -> Path:
     """Return the path of the safetensors file that replaces a pickle.
 

@@ -118,6 +118,23 @@ class RankShare:
     agreement: WriteAgreement
 
 
+def agree_on_pieces(
+    pieces: Sequence[Piece], aliases: Mapping[str, str], world: World
+) -> tuple[dict[Key, HeldSlice], WriteAgreement]:
+    """Return the slices of this rank's pieces, and the agreement of all ranks on their writers.
+
+    Raises:
+        RankFailed: on all ranks, for a piece that contradicts its shard or another rank's.
+    """
+    held: dict[Key, HeldSlice] = {}
+
+    def offer() -> dict[Key, Offer]:
+        held.update(split_pieces(pieces, aliases))
+        return make_offers(held)
+
+    return held, agree_on_writers(world, offer, aliases)
+
+
 def collect_share(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -> RankShare:
     """Assign each slice to a writer rank, and copy the slices of this rank to host memory.
 
@@ -134,13 +151,7 @@ def collect_share(pieces: Sequence[Piece], aliases: Mapping[str, str], world: Wo
     Raises:
         RankFailed: on all ranks, for a piece that contradicts its shard or another rank's.
     """
-    held: dict[Key, HeldSlice] = {}
-
-    def offer() -> dict[Key, Offer]:
-        held.update(split_pieces(pieces, aliases))
-        return make_offers(held)
-
-    agreement = agree_on_writers(world, offer, aliases)
+    held, agreement = agree_on_pieces(pieces, aliases, world)
     blocks: list[HeldSlice] = []
     gather_results(world, lambda: blocks.extend(_to_host(held[key]) for key in agreement.share))
     return RankShare(blocks, agreement)

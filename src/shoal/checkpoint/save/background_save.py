@@ -40,6 +40,7 @@ from shoal.checkpoint.agreement.rank_pieces import (
     Piece,
     RankShare,
     WriteAgreement,
+    agree_on_pieces,
     agree_on_writers,
     make_offers,
     split_pieces,
@@ -232,8 +233,8 @@ class BackgroundSaver:
         # Nothing else is checked again: small models have many tensors and few bytes.
         if last is not None and sources and self._host.again(sources):
             return last
-        if known is None:
-            held, known = self._agree(pieces, aliases)
+        if known is None:  # at the first save, and after a failure: in the training threads
+            held, known = agree_on_pieces(pieces, aliases, self.world)
         else:
             held = split_pieces(pieces, aliases)
         offers = make_offers(held)
@@ -247,18 +248,6 @@ class BackgroundSaver:
         )
         self._last = _CopiedBlocks(blocks, shards, offers, aliases, known, changed)
         return self._last
-
-    def _agree(
-        self, pieces: Sequence[Piece], aliases: dict[str, str]
-    ) -> tuple[dict[Key, HeldSlice], WriteAgreement]:
-        """Agree in the training threads: at the first save, and after a failure."""
-        held: dict[Key, HeldSlice] = {}
-
-        def offer() -> dict[Key, Offer]:
-            held.update(split_pieces(pieces, aliases))
-            return make_offers(held)
-
-        return held, agree_on_writers(self.world, offer, aliases)
 
     def _write(self, save: _PendingSave) -> None:
         """Write one save to disk, in the second thread."""

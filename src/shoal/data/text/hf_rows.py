@@ -82,20 +82,21 @@ def read_hf(argument: str, keys: Sequence[str]) -> Iterator[tuple[str, dict[str,
     Args:
         keys: columns to read; none, or one that the dataset lacks: all columns.
     """
-    data = open_split(argument, "data.source")
-    if keys and set(keys) <= set(data.column_names):
-        data = data.select_columns(list(keys))
-    for number, row in enumerate(data, 1):
+    for number, row in enumerate(_open_columns(argument, keys), 1):
         yield f"{argument}: row {number}", row
+
+
+def _open_columns(argument: str, keys: Sequence[str]) -> Any:
+    data = open_split(argument, "data.source")
+    known = keys and set(keys) <= set(data.column_names)
+    return data.select_columns(list(keys)) if known else data
 
 
 def read_spread(
     argument: str, keys: Sequence[str], share: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`FOLDER: row N`, object) of about so large a share of the rows, evenly spread."""
-    data = open_split(argument, "data.source")
-    if set(keys) <= set(data.column_names):
-        data = data.select_columns(list(keys))
+    data = _open_columns(argument, keys)
     for number in range(len(data)):
         if int((number + 1) * share) > int(number * share):
             yield f"{argument}: row {number + 1}", data[number]

@@ -19,6 +19,7 @@ AutoParallel's notes for rings that share a node's network cards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.base.estimates.cluster import Cluster, Link
@@ -164,20 +165,35 @@ def all_reduce_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     >>> all_reduce_cost(AxisGroup(8, 4, wire, net), 16.0).across_bytes
     4.0
     """
+    return _staged_cost(group, message_bytes, 2, _flat_all_reduce_s)
+
+
+def _staged_cost(
+    group: AxisGroup,
+    message_bytes: float,
+    passes: int,
+    flat_s: Callable[[int, float, Link], float],
+) -> CollectiveCost:
+    """Return the cost of the cheaper of two ways: inside nodes and then across, or one ring.
+
+    Args:
+        passes: times that a rank's share crosses a link: 2 for an all-reduce, 1 for an all-gather.
+        flat_s: seconds on one link, by ranks, bytes and the link.
+    """
     ranks = group.ranks
     if ranks == 1 or message_bytes <= 0:
         return NOTHING
     link = group.only_link
     if link is not None:
-        sent = 2 * (ranks - 1) / ranks * message_bytes
-        return _cost_on_link(group, link, _flat_all_reduce_s(ranks, message_bytes, link), sent)
+        sent = passes * (ranks - 1) / ranks * message_bytes
+        return _cost_on_link(group, link, flat_s(ranks, message_bytes, link), sent)
     near, nodes = group.near, group.nodes
-    staged = 2 * _gather_s(near, message_bytes, group.inside)
-    staged += _flat_all_reduce_s(nodes, message_bytes / near, group.across)
+    staged = passes * _gather_s(near, message_bytes, group.inside)
+    staged += flat_s(nodes, message_bytes / near, group.across)
     return CollectiveCost(
-        min(staged, _ring_over_nodes_s(group, message_bytes, 2)),
-        2 * (near - 1) / near * message_bytes,
-        2 * (nodes - 1) / nodes * message_bytes / near,
+        min(staged, _ring_over_nodes_s(group, message_bytes, passes)),
+        passes * (near - 1) / near * message_bytes,
+        passes * (nodes - 1) / nodes * message_bytes / near,
     )
 
 
@@ -192,21 +208,7 @@ def all_gather_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:
     >>> all_gather_cost(AxisGroup(4, 4, wire, net), 16.0)
     CollectiveCost(seconds=1.5, inside_bytes=12.0, across_bytes=0.0)
     """
-    ranks = group.ranks
-    if ranks == 1 or message_bytes <= 0:
-        return NOTHING
-    link = group.only_link
-    if link is not None:
-        sent = (ranks - 1) / ranks * message_bytes
-        return _cost_on_link(group, link, _gather_s(ranks, message_bytes, link), sent)
-    near, nodes = group.near, group.nodes
-    staged = _gather_s(near, message_bytes, group.inside)
-    staged += _gather_s(nodes, message_bytes / near, group.across)
-    return CollectiveCost(
-        min(staged, _ring_over_nodes_s(group, message_bytes, 1)),
-        (near - 1) / near * message_bytes,
-        (nodes - 1) / nodes * message_bytes / near,
-    )
+    return _staged_cost(group, message_bytes, 1, _gather_s)
 
 
 def all_to_all_cost(group: AxisGroup, message_bytes: float) -> CollectiveCost:

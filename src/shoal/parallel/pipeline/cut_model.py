@@ -17,19 +17,16 @@ All steps run the real module on real inputs, under no_grad, and leave no trace 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel.pipeline.partition_model import StageCut, assign_stages
 from shoal.parallel.pipeline.stage import PipelineStages, StagePass, UnitForward
 from shoal.trace.find.trunk import ForwardFunction
-from shoal.trace.flow.forward_record import ForwardRecord, in_training
+from shoal.trace.flow.forward_record import ForwardRecord, in_mode
 from shoal.trace.flow.liveness import Flow, have_same_calls, merge_flows, trace_flow
 from shoal.trace.isolation.meta_inputs import first_line, map_tensors, tensors_of
 from shoal.trace.isolation.preserve_state import preserve_attributes, preserve_state
@@ -52,14 +49,14 @@ def cut_stages(record: ForwardRecord, stages: int) -> StageCut:
             through its return value, or values that leave torch between the blocks.
     """
     # The checks of a stage need the attributes that its blocks set in the sample.
-    with preserve_attributes(record.module), in_training(record.module):
+    with preserve_attributes(record.module), in_mode(record.module, training=True):
         return _cut(record, stages)
 
 
 def _cut(record: ForwardRecord, stages: int) -> StageCut:
     module = record.module
     flow = trace_flow(record)
-    with _evaluation_mode(module):
+    with in_mode(module, training=False):
         evaluated = trace_flow(record)
         both = have_same_calls(
             flow, evaluated
@@ -67,21 +64,9 @@ def _cut(record: ForwardRecord, stages: int) -> StageCut:
     cut = assign_stages(module, merge_flows(flow, evaluated) if both else flow, stages)
     verify_cut(record, cut, flow)
     if both:
-        with _evaluation_mode(module):
+        with in_mode(module, training=False):
             verify_cut(record, cut, evaluated)
     return cut
-
-
-@contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module in evaluation mode; restore the mode of every part at the end."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def verify_cut(record: ForwardRecord, cut: StageCut, flow: Flow) -> None:

@@ -163,7 +163,10 @@ class ForwardRecord:
         listeners: list[_RecordingForward] = []
         nothing = torch.empty(0)
         drop = torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda kept: kept)
-        with in_training(module), memoize_layers(module, seen) if cheaply else nullcontext():
+        with (
+            in_mode(module, training=True),
+            memoize_layers(module, seen) if cheaply else nullcontext(),
+        ):
             try:
                 for name, part in module.named_modules():
                     listeners.append(_RecordingForward(name, part, seen, uses))
@@ -183,14 +186,14 @@ class ForwardRecord:
 
 
 @contextmanager
-def in_training(module: nn.Module) -> Iterator[None]:
-    """Set a model in evaluation mode to training, and restore every mode when the context closes.
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set a model to training or evaluation, and restore every part's mode when the context closes.
 
-    If the model trains already, parts in evaluation mode (frozen) stay so.
+    If the model trains already and is to train, parts in evaluation mode (frozen) stay so.
     """
     modes = [(part, part.training) for part in module.modules()]
-    if not module.training:
-        module.train()
+    if not (training and module.training):
+        module.train(training)
     try:
         yield
     finally:
