@@ -145,7 +145,9 @@ def test_2_the_launcher_is_killed(tmp_path: Path, unbroken: list[Any]) -> None:
     nothing_left(again)
 
 
-@pytest.mark.parametrize("whom", ["4 the launcher", "4 one rank"])
+@pytest.mark.parametrize(
+    "whom", ["4 the launcher", pytest.param("4 one rank", marks=pytest.mark.proof)]
+)
 def test_4_a_stop_saves_and_nothing_is_wrong(tmp_path: Path, whom: str) -> None:
     run = command(tmp_path, None)
     run.wait_for(lambda: run.steps() >= 6)

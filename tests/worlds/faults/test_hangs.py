@@ -65,7 +65,9 @@ def test_a_hang_is_told_in_time_with_its_rank_and_survived(
     assert command.steps() == 40
 
 
-@pytest.mark.parametrize("kind", ["swap", "extra", "apart", "none"])
+@pytest.mark.parametrize(
+    "kind", ["swap", pytest.param("extra", marks=pytest.mark.proof), "apart", "none"]
+)
 def test_sums_of_a_users_own_are_compared_over_ranks(tmp_path: Path, kind: str) -> None:
     """Two sums of equal shape in another order on rank 1: wrong numbers, and nothing fails."""
     asked = {"kind": kind, "place": "forward", "rank": 1}
