@@ -184,6 +184,7 @@ def test_islands_have_rows_and_their_ranks_the_name_of_their_island(tmp_path: Pa
     row = IslandsWatcher(tmp_path / "far").read().row
     assert row is not None
     assert (row.state, row.how, row.step) == ("ended", "completed", 60), "as all of them"
+    assert row.path == str(tmp_path / "far")
 
 
 def test_servers_and_stages_have_roles(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def _join_rows(whole: RunRow | None, islands: Sequence[RunRow]) -> RunRow | None
         return whole
     first = islands[0]
     if not whole.alive and len({row.state for row in islands}) == 1:
-        return first
+        return replace(first, path=whole.path)
     return replace(
         first,
         path=whole.path,

@@ -40,7 +40,7 @@ STATE_STYLES = {
     **dict.fromkeys(("damaged", "unsaved", "refused"), "bold red"),
 }
 KEYS = "q quit  tab next view  ↑↓ scroll  l log axis  p pause  ? help"
-SIGN_S = 10.0
+SIGN_S = 30.0
 """Seconds without a sign of life after which the screen says so."""
 HELP = (
     "q, Ctrl-C     quit; the run goes on",
