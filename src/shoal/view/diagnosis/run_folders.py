@@ -67,7 +67,7 @@ def explain_no_run(path: Path) -> str:
     if path.exists() or path.is_symlink():
         kind = "a file" if path.is_file() else "no folder"
         return f"{shown}: is {kind}, and no run folder; try: {_find_above(path) or 'shoal runs'}"
-    return f"{shown}: does not exist; try: {_find_alike(path)}"
+    return f"{shown}: does not exist; try: {_nearest_run_text(path)}"
 
 
 def _explain_folder(path: Path, shown: str) -> str:
@@ -86,7 +86,7 @@ def _find_above(path: Path) -> str:
     return _quote(above) if above else ""
 
 
-def _find_alike(path: Path) -> str:
+def _nearest_run_text(path: Path) -> str:
     """Return the run with the nearest name, else the command that lists the runs there."""
     parent = path.parent if path.parent.is_dir() else Path("runs")
     runs = {one.name: one for one in find_run_folders(parent) if one.parent == parent}
