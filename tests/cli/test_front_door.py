@@ -151,6 +151,7 @@ FACTS = (
         "links",
         "plan",
         "prove",
+        "report",
         "runs",
         "sample",
         "simulate",

@@ -54,8 +54,7 @@
   function tables(curve) {
     var found = [];
     curve.series.forEach(function (one, number) {
-      var run = data.knots.length > 1 ? number : 0;
-      var at = function (step) { return place(run, step); };
+      var at = function (step) { return place(one.run, step); };
       var raw = [one.x.map(at), one.y];
       var base = one.mx.length ? [one.mx.map(at), one.my] : raw;
       if (state.smooth > 0 || one.mx.length) {

@@ -20,18 +20,33 @@ SHOWN_SPIKES = 40
 
 
 @dataclass(frozen=True)
+class CurveSeries:
+    """One line of a chart.
+
+    Attributes:
+        label: in the legend.
+        run: index of its run, whose tokens and seconds may stand below it.
+        points: sampled.
+    """
+
+    label: str
+    run: int
+    points: SampledSeries
+
+
+@dataclass(frozen=True)
 class Curve:
     """One chart: its title with the unit, and a series per line.
 
     Attributes:
         key: names it in the page.
-        series: (label, points) of each line.
+        series: of each run or source that has points.
         form: "number" or "bytes", of the y axis.
     """
 
     key: str
     title: str
-    series: tuple[tuple[str, SampledSeries], ...]
+    series: tuple[CurveSeries, ...]
     form: str = "number"
 
 
@@ -56,8 +71,8 @@ def list_curves(runs: Sequence[RunContents]) -> list[Curve]:
     columns += [(name, name.removeprefix("metrics."), "number") for name in own]
     curves = []
     for name, title, form in columns:
-        series = [(run.label, run.sample(name)) for run in runs]
-        curves.append(Curve(name, title, tuple(one for one in series if one[1].count), form))
+        series = [CurveSeries(run.label, at, run.sample(name)) for at, run in enumerate(runs)]
+        curves.append(Curve(name, title, _with_points(series), form))
     curves[1:1] = [
         Curve("validation", "validation loss", _validation_series(runs)),
         Curve("sources", "validation loss by source", _source_series(runs)),
@@ -65,14 +80,19 @@ def list_curves(runs: Sequence[RunContents]) -> list[Curve]:
     return [curve for curve in curves if curve.series]
 
 
-def _validation_series(runs: Sequence[RunContents]) -> tuple[tuple[str, SampledSeries], ...]:
-    series = [(run.label, _points(run.named("validated"), _loss_of)) for run in runs]
-    return tuple(one for one in series if one[1].count)
+def _with_points(series: Sequence[CurveSeries]) -> tuple[CurveSeries, ...]:
+    return tuple(one for one in series if one.points.count)
 
 
-def _source_series(runs: Sequence[RunContents]) -> tuple[tuple[str, SampledSeries], ...]:
+def _validation_series(runs: Sequence[RunContents]) -> tuple[CurveSeries, ...]:
+    points = [_points(run.named("validated"), _loss_of) for run in runs]
+    series = [CurveSeries(run.label, at, points[at]) for at, run in enumerate(runs)]
+    return _with_points(series)
+
+
+def _source_series(runs: Sequence[RunContents]) -> tuple[CurveSeries, ...]:
     found = []
-    for run in runs:
+    for at, run in enumerate(runs):
         events = run.named("validated")
         names = dict.fromkeys(
             name for e in events if isinstance(e.get("by_source"), dict) for name in e["by_source"]
@@ -80,8 +100,8 @@ def _source_series(runs: Sequence[RunContents]) -> tuple[tuple[str, SampledSerie
         for name in list(names)[:MOST_SOURCES]:
             points = _points(events, partial(_loss_of_source, name))
             label = name if len(runs) == 1 else f"{run.label}: {name}"
-            found.append((clean_text(label), points))
-    return tuple(one for one in found if one[1].count)
+            found.append(CurveSeries(clean_text(label), at, points))
+    return _with_points(found)
 
 
 def _loss_of(event: Record) -> Any:
@@ -117,7 +137,7 @@ def curves_section(run: RunContents) -> Markup:
 
 
 def _chart(curve: Curve, run: RunContents) -> Markup:
-    lines = [line for label, one in curve.series for line in sampled_lines(label, one)]
+    lines = [line for one in curve.series for line in sampled_lines(one.label, one.points)]
     marks = run.marked_steps if curve.key in ("loss", "grad_norm") else ()
     drawn = line_chart(curve.title, lines, x_title="step", y_label=LABELS[curve.form], marks=marks)
     return tag("div", drawn, class_="curve", data_curve=curve.key)
@@ -132,13 +152,14 @@ def curve_data(runs: Sequence[RunContents]) -> Record:
             "form": curve.form,
             "series": [
                 {
-                    "label": clean_text(label),
-                    "x": list(one.steps),
-                    "y": [_short(value) for value in one.values],
-                    "mx": list(one.mean_steps),
-                    "my": [_short(value) for value in one.means],
+                    "label": clean_text(one.label),
+                    "run": one.run,
+                    "x": list(one.points.steps),
+                    "y": [_short(value) for value in one.points.values],
+                    "mx": list(one.points.mean_steps),
+                    "my": [_short(value) for value in one.points.means],
                 }
-                for label, one in curve.series
+                for one in curve.series
             ],
         }
         for curve in list_curves(runs)

@@ -126,20 +126,36 @@ def _load_map(layers: Sequence[LayerLoad]) -> Child:
 
     columns = min(len(layer.loads) for layer in layers)
     tables = [np.array(layer.loads[:columns]).T for layer in layers]
-    title = "load of experts, by layer, expert and step (1 is a fair share)"
+    title = "load of experts above a fair share, by layer, expert and step"
     if sum(map(len, tables)) > MOST_ROWS:
         tables = [one.max(axis=0, keepdims=True) for one in tables]
-        title = "load of the busiest expert, by layer and step (1 is a fair share)"
+        title = "load of the busiest expert above a fair share, by layer and step"
     values, marks, at = np.concatenate(tables), [], 0
-    for layer, one in zip(layers, tables, strict=True):
-        marks.append((at + len(one) / 2, layer.name))
+    names = _short_names([layer.name for layer in layers])
+    for name, one in zip(names, tables, strict=True):
+        marks.append((at + len(one) / 2, name))
         at += len(one)
     every = -(-len(marks) // 12)
-    y_marks = [(place / at, name[-8:]) for place, name in marks[::every]]
+    y_marks = [(place / at, name[:8]) for place, name in marks[::every]]
     steps = layers[0].steps[:columns]
     places = sorted({0, columns // 2, columns - 1})
     x_marks = [((k + 0.5) / columns, number_label(steps[k])) for k in places]
     most = float(values.max())
-    labels = ("0", f"{most:.2f} ×; in the middle {most / 4:.2f} ×")
+    labels = ("1 ×", f"{most:.2f} ×; in the middle {1 + (most - 1) / 4:.2f} ×")
     text = f"Load of the experts of {len(layers)} layers, at most {most:.2f} times a fair share"
-    return map_figure(title, values, most, 0.0, y_marks, x_marks, text, labels)
+    above = np.maximum(values - 1.0, 0.0)
+    return map_figure(title, above, most - 1.0, 0.0, y_marks, x_marks, text, labels)
+
+
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Return names without the words that all of them begin and end with.
+
+    >>> _short_names(["blocks.0.mixture", "blocks.12.mixture"]), _short_names(["mixture"])
+    (['0', '12'], ['mixture'])
+    """
+    words = [name.split(".") for name in names]
+    for end in (0, -1):
+        while len({row[end] for row in words}) == 1 and min(map(len, words)) > 1:
+            for row in words:
+                row.pop(end)
+    return [".".join(row) for row in words]

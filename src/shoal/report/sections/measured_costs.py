@@ -62,7 +62,7 @@ def mean_traffic(rows: Sequence[Record]) -> tuple[dict[tuple[str, str], float], 
                 key = (str(axis), str(kind))
                 if is_number(sent) and (key in sums or len(sums) < MOST_KINDS):
                     sums[key] = sums.get(key, 0.0) + sent
-    return {key: sent / len(rows) for key, sent in sums.items() if sent}, by_axis
+    return {key: sent / len(rows) for key, sent in sums.items() if sent >= len(rows)}, by_axis
 
 
 def forecast_section(run: RunContents) -> Markup:
