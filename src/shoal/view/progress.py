@@ -91,7 +91,8 @@ class RunProgress:
         last = self.last
         if last is None:
             return []
-        total = f"/{self.total_steps}" if self.total_steps else ""
+        # A plan of fewer steps than were made is of another session.
+        total = f"/{self.total_steps}" if (self.total_steps or 0) >= max(1, last["step"]) else ""
         rate, mfu, left_s = self.rate(), self.mean("mfu"), self.left_s()
         memory, gpu = last.get("peak_memory_bytes"), self.mean("gpu_utilisation")
         comm_s, wait_s = self.mean("comm_exposed_s"), self.mean("data_wait_s")
