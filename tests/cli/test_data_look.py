@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import shoal
 from shoal.cli import start
+from shoal.cli.data import _find_step_row
 from shoal.cli.main import app
 from shoal.data.sources import open_data
 from shoal.fabric import start_world
@@ -94,6 +95,24 @@ def train(name: str, *words: str) -> list[tuple[Any, Any]]:
     return list(look_spy.SEEN)
 
 
+@pytest.fixture(scope="module")
+def runs(here: Path) -> Path:
+    """The working folder with the runs that most tests read."""
+    for name in ("chat", "packed", "mixed"):
+        inputs_of(name)
+    return here
+
+
+INPUTS: dict[str, list[tuple[Any, Any]]] = {}
+
+
+def inputs_of(name: str) -> list[tuple[Any, Any]]:
+    """The inputs of a run of three steps, which is trained once."""
+    if name not in INPUTS:
+        INPUTS[name] = train(name, *SOURCES[name])
+    return INPUTS[name]
+
+
 def lines_of(path: str) -> list[str]:
     return Path(path).read_text().splitlines()
 
@@ -119,7 +138,7 @@ SOURCES = {
 )
 def test_rows_are_what_the_model_got(here: Path, name: str) -> None:
     """Token by token, in order, with the positions of packed rows."""
-    seen = train(name, *SOURCES[name])
+    seen = inputs_of(name)
     rows = []
     steps = [json.loads(line) for line in lines_of(f"runs/{name}/metrics.jsonl")]
     for step in (1, 2, 3):
@@ -140,7 +159,7 @@ def test_rows_are_what_the_model_got(here: Path, name: str) -> None:
         assert [row["origin"] for row in rows] == [one.removeprefix("text:") for one in sources]
 
 
-def test_losses_of_samples_are_the_loss_of_the_step(here: Path) -> None:
+def test_losses_of_samples_are_the_loss_of_the_step(runs: Path) -> None:
     """Under the checkpoint of the step before, weighed by their targets."""
     document = json.loads(answer("runs/chat", "--step", "3", "--json"))
     step, rows = document["step"], document["rows"]
@@ -157,7 +176,7 @@ def test_losses_of_samples_are_the_loss_of_the_step(here: Path) -> None:
     assert "step-2, trained on them already" in answer("runs/chat", "--step", "1")
 
 
-def test_chats_show_what_is_learnt(here: Path) -> None:
+def test_chats_show_what_is_learnt(runs: Path) -> None:
     """Answers and their ends, with the line of the file."""
     text = answer("runs/packed", "--rows", "40")
     chats = [json.loads(line)["messages"] for line in lines_of("chat.jsonl")]
@@ -175,7 +194,7 @@ def test_chats_show_what_is_learnt(here: Path) -> None:
     assert found > 10
 
 
-def test_the_head_says_sizes_and_shares(here: Path) -> None:
+def test_the_head_says_sizes_and_shares(runs: Path) -> None:
     lines = answer("runs/packed", "--rows", "0").splitlines()
     names = [line[:12].rstrip() for line in lines]
     assert names == [
@@ -198,7 +217,7 @@ def test_the_head_says_sizes_and_shares(here: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_configuration_shows_the_first_samples_of_a_run(here: Path) -> None:
+def test_a_configuration_shows_the_first_samples_of_a_run(runs: Path) -> None:
     Path("mine.toml").write_text('[data]\nsource = "jsonl:chat.jsonl"\nsequence = 24\n')
     words = ["data.tokenizer=bpe:300", "data.validation=0", "train.micro_batch=4"]
     rows = json.loads(answer("mine.toml", *words, "--rows", "8", "--json"))["rows"]
@@ -206,7 +225,7 @@ def test_a_configuration_shows_the_first_samples_of_a_run(here: Path) -> None:
     assert [row["input_ids"] for row in rows] == [row["input_ids"] for row in step]
 
 
-def test_changed_data_is_refused(here: Path) -> None:
+def test_changed_data_is_refused(runs: Path) -> None:
     shutil.copy("chat.jsonl", "kept.jsonl")
     try:
         lines = Path("kept.jsonl").read_text().splitlines(keepends=True)
@@ -234,7 +253,7 @@ def said(*words: str) -> str:
     return str(failure)
 
 
-def test_what_is_refused(here: Path) -> None:
+def test_what_is_refused(runs: Path) -> None:
     assert said("runs/chat", "--step", "9") == (
         "--step 9: runs/chat has no line of it; its newest step is 3; try: --step 3"
     )
@@ -250,10 +269,34 @@ def test_what_is_refused(here: Path) -> None:
         "": "--step 2: empty has run no step yet",
         '{"step": 2, "loss": 1.0}\n': "--step 2: its line in empty/metrics.jsonl names no samples",
         '{"step": 2, "samples": [3, "x"]}\n': "--step 2: its line in empty/metrics.jsonl names no",
+        '{"step": 2, "samples": [0, 9000000000000]}\n': "--step 2: its line in empty/metrics.jsonl "
+        "names 9000000000000 samples, more than the 1048576 that are shown",
         '{"step": 5, "samples": [0, 4]}\n{"st': "--step 2: empty has no line of it; its newest",
     }.items():
         Path("empty/metrics.jsonl").write_text(line)
         assert said("empty", "--step", "2").startswith(why)
+
+
+def test_a_step_is_found_among_many_lines(tmp_path: Path) -> None:
+    """Most lines are not parsed; the newest line of a step counts, and torn ones are skipped."""
+    rows = [f'{{"step":{n},"loss":0.5,"samples":[{n},{n + 1}]}}\n' for n in range(1, 900)]
+    again = [row.replace("0.5", "0.25") for row in rows[99:600]]
+    (tmp_path / "metrics.jsonl").write_text("".join([*rows[:700], *again, '{"step":601,"lo']))
+    for step, loss in ((1, 0.5), (99, 0.5), (100, 0.25), (345, 0.25), (600, 0.25)):
+        row = _find_step_row(tmp_path, step)
+        assert (row["step"], row["loss"], row["samples"]) == (step, loss, [step, step + 1])
+    with pytest.raises(shoal.ConfigError, match="its newest step is 600"):
+        _find_step_row(tmp_path, 601)
+
+
+def test_steps_beyond_the_data_are_refused(runs: Path) -> None:
+    shutil.copytree("runs/chat", "runs/torn")
+    row = {"step": 2, "loss": 1.0, "samples": [36, 44]}
+    Path("runs/torn/metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert said("runs/torn", "--step", "2") == (
+        "data.source: samples 36 … 43 of the stream lie in two epochs of the 40 samples that the "
+        "data has, so no step had them; try: the data as it was"
+    )
 
 
 def test_a_loop_of_ones_own_names_its_data(here: Path) -> None:

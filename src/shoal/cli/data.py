@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
 from shoal.base.errors import ConfigError, shorten
-from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_event, parse_step
+from shoal.base.runlog.damaged_lines import (
+    iter_lines_backward,
+    parse_event,
+    parse_step,
+    read_newest_steps,
+)
 from shoal.base.text.event_sentences import event_text
 from shoal.cli.words import TRUST, split_arguments
 from shoal.config.paths import suggest_path
@@ -22,7 +28,7 @@ if TYPE_CHECKING:  # these import torch, or their checks are of this verb alone
     from shoal.config.load import LoadedConfig
 
 app = typer.Typer(help="See the rows that a model gets.", no_args_is_help=True)
-MOST_EVENTS = 4
+MOST_EVENTS, MOST_SAMPLES = 4, 2**20
 ENDINGS = ("run_finished", "resumed", "restarting")
 """Events of a run that name a step, and say nothing of it."""
 ARGUMENTS = typer.Argument(
@@ -129,7 +135,7 @@ def _read_events(folder: Path | None, step: int) -> list[str]:
         return found
     with contextlib.suppress(OSError), (folder / "events.jsonl").open("rb") as file:
         for _, line in iter_lines_backward(file):
-            event = parse_event(line)
+            event = parse_event(line) if str(step).encode() in line else None
             if event is None or event.get("step") != step or event["event"] in ENDINGS:
                 continue
             if text := event_text(event):
@@ -145,19 +151,11 @@ def _find_step_row(folder: Path, step: int) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, no such step, or a line without samples.
     """
-    first = last = None
+    path = folder / "metrics.jsonl"
     try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            for _, line in iter_lines_backward(file):
-                row = parse_step(line)
-                if row is None:
-                    continue
-                here = int(row["step"])
-                first, last = here, here if last is None else last
-                if here == step:
-                    return _with_samples(folder, row)
-                if here < step:
-                    break
+        with path.open("rb") as file:
+            row = _search_step(file, step)
+            newest = read_newest_steps(path, 1)
     except OSError as failure:
         if islands := sorted(folder.glob("island-*/metrics.jsonl")):
             raise ConfigError(
@@ -168,12 +166,33 @@ def _find_step_row(folder: Path, step: int) -> dict[str, Any]:
             f"{folder}/metrics.jsonl: cannot be read ({failure.strerror}), so no step of this run "
             f"is known; a run folder has one"
         ) from None
-    if last is None:
+    if not newest:
         raise ConfigError(f"--step {step}: {folder} has run no step yet")
-    near = last if step > last else first
+    last = int(newest[0]["step"])
+    if row is not None and step <= last:  # else of an earlier attempt, which went further
+        return _with_samples(folder, row)
     raise ConfigError(
-        f"--step {step}: {folder} has no line of it; its newest step is {last}; try: --step {near}"
+        f"--step {step}: {folder} has no line of it; its newest step is {last}; try: --step {last}"
     )
+
+
+def _search_step(file: BinaryIO, step: int) -> dict[str, Any] | None:
+    """Return the newest whole line of a step in a metrics.jsonl; None without one.
+
+    The search is for the text of the step, since a million lines take seconds to parse.
+    """
+    if not os.fstat(file.fileno()).st_size:
+        return None
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        for between in ("", " "):
+            needle, end = f'"step":{between}{step}'.encode(), len(text)
+            while (at := text.rfind(needle, 0, end)) >= 0:
+                end = at
+                start, stop = text.rfind(b"\n", 0, at) + 1, text.find(b"\n", at)
+                row = parse_step(text[start:stop]) if stop >= 0 else None
+                if row is not None and row["step"] == step:
+                    return row
+    return None
 
 
 def _with_samples(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
@@ -183,6 +202,11 @@ def _with_samples(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"--step {row['step']}: its line in {folder}/metrics.jsonl names no samples: the "
             f"batches came from your own loop, not from run.loader"
+        )
+    if spans[1] - spans[0] > MOST_SAMPLES:
+        raise ConfigError(
+            f"--step {row['step']}: its line in {folder}/metrics.jsonl names {spans[1] - spans[0]} "
+            f"samples, more than the {MOST_SAMPLES} that are shown"
         )
     return row
 

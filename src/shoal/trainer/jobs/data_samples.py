@@ -102,6 +102,12 @@ def step_batch(
         ConfigError: the data ends before, or has no step there.
     """
     if isinstance(loader, Loader):
+        if start // loader.samples != (stop - 1) // loader.samples:
+            raise ConfigError(
+                f"data.source: samples {start} … {stop - 1} of the stream lie in two epochs of the "
+                f"{loader.samples} samples that the data has, so no step had them; try: the data "
+                f"as it was"
+            )
         return next(loader.over([(start, stop)]))
     before = [
         one for one in states if is_position(one.get("position")) and one["position"] <= start
