@@ -128,8 +128,7 @@ def _memory_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
         return
     room = f"Memory is free: {bytes_text(facts.peak_bytes)} of {bytes_text(facts.memory_bytes)}."
     if facts.recompute != "none" and replay.has_backward:
-        again_s, once_s = facts.foreseen_s.get("recompute", 0.0), facts.arithmetic_s / 3
-        share = min(1.0, again_s / once_s) if again_s and once_s else 1.0
+        share = _recomputed_share(facts)
         forward_s = np.median(replay.own_s[:, :, PASSES], axis=1)
         each_s = replay.mean_s(forward_s)
         yield StepCost(
@@ -152,6 +151,13 @@ def _memory_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
             (f"Foreseen for moving tensors: {seconds_text(moved_s)} a step.", room),
             "memory.offload=none",
         )
+
+
+def _recomputed_share(facts: RunFacts) -> float:
+    """Return the share of the forward pass that runs again, as foreseen; 1 for whole blocks."""
+    again_s, once_s = facts.foreseen_s.get("recompute", 0.0), facts.arithmetic_s / 3
+    known = facts.recompute == "selective" and again_s > 0 and once_s > 0
+    return min(1.0, again_s / once_s) if known else 1.0
 
 
 def _compute_costs(replay: StepReplay, facts: RunFacts, passes_s: Array) -> Iterator[StepCost]:
