@@ -19,7 +19,7 @@ from shoal.checkpoint.format.lease import Owner
 from shoal.cli.main import app
 from shoal.view.diagnose import diagnose, findings_text
 from shoal.view.diagnosis.folder_state import WRONG, FolderState, read_folder_state
-from shoal.view.progress import Progress
+from shoal.view.progress import RunProgress
 from shoal.view.run_table import list_runs, table_lines, worst_line
 
 NOW_S = time.time()
@@ -316,7 +316,7 @@ def test_more_steps_than_planned_are_no_share(tmp_path: Path) -> None:
     rows = list_runs(make(tmp_path / "a", START, END, steps=22, of=20), NOW_S)
     assert "22/20" not in table_lines(rows, None, NOW_S)[1]
     assert " 22 " in table_lines(rows, None, NOW_S)[1]
-    progress = Progress(20)
+    progress = RunProgress(20)
     progress.add([{"step": 22, "loss": 1.0}], cut_back=False)
     assert progress.key_values().startswith("step=22 loss=")
 
