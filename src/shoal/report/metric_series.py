@@ -157,19 +157,22 @@ def iter_blocks(path: Path, limit_bytes: int = 1 << 40) -> Iterator[bytes]:
         return
 
 
-def read_step_metrics(path: Path, keep: Iterable[int] = ()) -> StepMetrics:
+def read_step_metrics(
+    path: Path, keep: Iterable[int] = (), numbers: Sequence[str] = NUMBERS
+) -> StepMetrics:
     """Read metrics.jsonl into columns.
 
     Args:
         path: may be missing, damaged, or growing.
         keep: steps whose rows are kept whole.
+        numbers: fields to read; of a very long file `MAIN` at most.
     """
     found, marks = StepMetrics(), set(keep)
     try:
         size = path.stat().st_size
     except OSError:
         return found
-    names = MAIN if size > LARGE_BYTES else NUMBERS
+    names = MAIN if size > LARGE_BYTES else numbers
     found.columns = {name: array("d") for name in names}
     decode = _make_decoder(names) if size > SMALL_BYTES else _decode_lines
     for block in iter_blocks(path):

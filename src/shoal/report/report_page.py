@@ -41,6 +41,7 @@ from shoal.report.sections.rank_heat import ranks_section
 from shoal.report.sections.rank_layout import layout_section
 
 REPORT_FILE = "report.html"
+SCRIPTS = ("uplot.min.js", "report.js")
 LEAST_STEPS = 20
 """Steps from which the end of a run writes a report."""
 SECTIONS: tuple[Callable[[RunContents], Markup], ...] = (
@@ -73,7 +74,22 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         ConfigError: no run folder, or `out` cannot be written.
     """
     text = make_page(read_run(folder))
-    path = out or folder / REPORT_FILE
+    return write_page(text, folder / REPORT_FILE, out, folder.resolve().name)
+
+
+def write_page(text: str, usual: Path, out: Path | None, name: str) -> Path:
+    """Write a page; return its path.
+
+    Args:
+        text: the page.
+        usual: the file if the user names none.
+        out: the user's file.
+        name: of the file in the folder for temporary files, if `usual` cannot be written.
+
+    Raises:
+        ConfigError: `out` cannot be written, or neither other file can.
+    """
+    path = out or usual
     try:
         write_atomically(path, text)
     except OSError as failure:
@@ -82,14 +98,14 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
                 f"--out = {out}: cannot be written: {failure.strerror}; try: a folder that exists "
                 "and that you may write"
             ) from failure
-        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in folder.resolve().name)
+        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
         path = Path(tempfile.mkdtemp(prefix="shoal-report-")) / f"{name or 'run'}.html"
         try:
             write_atomically(path, text)
         except OSError as second:
             raise ConfigError(
-                f"{folder}: report cannot be written there ({failure.strerror}), nor at {path}: "
-                f"{second.strerror}; try: --out FILE"
+                f"{usual.parent}: report cannot be written there ({failure.strerror}), nor at "
+                f"{path}: {second.strerror}; try: --out FILE"
             ) from second
     return path
 
@@ -112,16 +128,19 @@ def _make_section(make: Callable[[RunContents], Markup], run: RunContents) -> Ma
         return tag("section", tag("p", text, class_="note"))
 
 
-def assemble_page(title: str, sections: Sequence[Markup], data: object) -> str:
+def assemble_page(
+    title: str, sections: Sequence[Markup], data: object, scripts: Sequence[str] = SCRIPTS
+) -> str:
     """Return an HTML document around sections.
 
     Args:
         title: of the window.
         sections: each a `section` element.
         data: read by the script, JSON.
+        scripts: files of `assets`, in order.
     """
     style = _asset("uplot.min.css") + _asset("report.css")
-    script = _asset("uplot.min.js") + _asset("report.js")
+    script = "".join(map(_asset, scripts))
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
         f"script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"

@@ -11,7 +11,7 @@ Any file may be missing: older versions wrote fewer, own loops have no run.toml.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +64,7 @@ class RunContents:
         ranks: entries of ranks.json.
         saved: steps with a complete checkpoint.
         islands: of a run of islands, whose own folder has no steps, the runs of the islands.
+        reduce: makes the points of a chart from the steps and values of a column.
     """
 
     folder: Path
@@ -76,12 +77,13 @@ class RunContents:
     ranks: list[Record] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     islands: list[RunContents] = field(default_factory=list)
+    reduce: Callable[[Sequence[int], Sequence[float]], SampledSeries] = sample_series
     _sampled: dict[str, SampledSeries] = field(default_factory=dict, repr=False)
 
     def sample(self, name: str) -> SampledSeries:
         """Return a column of metrics.jsonl with as many points as a chart shows."""
         if name not in self._sampled:
-            self._sampled[name] = sample_series(*self.metrics.column(name))
+            self._sampled[name] = self.reduce(*self.metrics.column(name))
         return self._sampled[name]
 
     @property
@@ -104,8 +106,8 @@ class RunContents:
         return sorted(_marked_steps(self.events))
 
 
-def read_run(folder: Path) -> RunContents:
-    """Read a run folder.
+def check_run_folder(folder: Path) -> None:
+    """Refuse a path that is no run folder.
 
     Raises:
         ConfigError: there is no such folder, or nothing of a run in it.
@@ -116,6 +118,15 @@ def read_run(folder: Path) -> RunContents:
         near = folder.parent if (folder.parent / "events.jsonl").exists() else None
         hint = f"try: {near}" if near else "a run folder has an events.jsonl"
         raise ConfigError(f"{folder}: no run folder; {hint}")
+
+
+def read_run(folder: Path) -> RunContents:
+    """Read a run folder.
+
+    Raises:
+        ConfigError: there is no such folder, or nothing of a run in it.
+    """
+    check_run_folder(folder)
     events, counts = read_events(folder / "events.jsonl")
     marks = _marked_steps(events)
     around = {step + shift for step in marks for shift in (-1, 0, 1)}
@@ -130,15 +141,15 @@ def read_run(folder: Path) -> RunContents:
         event_counts=counts,
         ranks=[one for one in ranks if isinstance(one, dict)] if isinstance(ranks, list) else [],
         saved=list_saved_steps(folder),
-        islands=[read_run(one.parent) for one in _list_islands(folder)],
+        islands=[read_run(one) for one in list_islands(folder)],
     )
 
 
-def _list_islands(folder: Path) -> list[Path]:
-    """Return the event logs of the islands of a run that has no steps of its own."""
+def list_islands(folder: Path) -> list[Path]:
+    """Return the folders of the islands of a run that has no steps of its own."""
     if (folder / "metrics.jsonl").exists():
         return []
-    return sorted(folder.glob("island-*/events.jsonl"))[:MOST_ISLANDS]
+    return sorted(path.parent for path in folder.glob("island-*/events.jsonl"))[:MOST_ISLANDS]
 
 
 def read_bounded_object(path: Path) -> Record:

@@ -34,12 +34,14 @@ class ChartLine:
         label: its name, in the legend if there are several lines.
         xs, ys: points, by ascending x.
         faint: drawn thin behind the others.
+        number: of its colour; None: as its label among those of the chart.
     """
 
     label: str
     xs: Sequence[float]
     ys: Sequence[float]
     faint: bool = False
+    number: int | None = None
 
 
 def number_label(value: float) -> str:
@@ -99,6 +101,15 @@ def spread_marks(least: float, most: float, count: int = 4) -> list[Mark]:
     return [((value - least) / (most - least), value) for value in inside]
 
 
+def colour_class(number: int) -> str:
+    """Return the CSS classes of a line's colour; after eight colours they repeat, dashed.
+
+    >>> colour_class(3), colour_class(19)
+    ('s3', 's3 d2')
+    """
+    return f"s{number % 8}" + (f" d{number // 8 % 3}" if number >= 8 else "")
+
+
 def sampled_lines(label: str, series: SampledSeries) -> list[ChartLine]:
     """Return the lines of a series: its points, or faint extremes and the mean of groups."""
     points = ChartLine(label, series.steps, series.values, faint=bool(series.means))
@@ -139,12 +150,12 @@ def line_chart(
     parts += [_mark_line((x - left) / wide) for x in marks if left <= x <= right]
     names = list(dict.fromkeys(line.label for line in shown))
     for line in shown:
-        number = names.index(line.label)
+        number = names.index(line.label) if line.number is None else line.number
         points = " ".join(
             f"{(x - left) / wide * WIDTH:.0f},{(1 - (y - low) / tall) * HEIGHT:.0f}"
             for x, y in zip(line.xs, line.ys, strict=True)
         )
-        look = f"line s{number % 8}{' faint' if line.faint else ''}"
+        look = f"line {colour_class(number)}{' faint' if line.faint else ''}"
         if len(line.xs) == 1:
             y = (1 - (line.ys[0] - low) / tall) * HEIGHT
             points = f"0,{y:.0f} {WIDTH},{y:.0f}"

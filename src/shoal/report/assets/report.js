@@ -3,7 +3,7 @@
   var source = document.getElementById("data"), box = document.getElementById("controls");
   if (!source || !window.uPlot || !box) return;
   var data = JSON.parse(source.textContent);
-  var state = { x: "step", log: false, smooth: 0 };
+  var state = { x: "step", log: false, smooth: 0, hidden: {} };
   var units = { step: "step", tokens: "tokens", time: "seconds of steps" };
   var charts = [], powers = [];
   for (var power = 0; power < 60; power++) powers.push(Math.pow(2, power));
@@ -53,7 +53,9 @@
   }
   function tables(curve) {
     var found = [];
-    curve.series.forEach(function (one, number) {
+    curve.series.forEach(function (one, index) {
+      var number = data.runs ? one.run : index;
+      if (state.hidden[one.run]) return;
       var at = function (step) { return place(one.run, step); };
       var raw = [one.x.map(at), one.y];
       var base = one.mx.length ? [one.mx.map(at), one.my] : raw;
@@ -70,7 +72,9 @@
     return found;
   }
   function draw(holder, curve) {
-    var lines = tables(curve), joined = uPlot.join(lines.map(function (one) { return one.points; }));
+    var lines = tables(curve);
+    if (!lines.length) return;
+    var joined = uPlot.join(lines.map(function (one) { return one.points; }));
     var soft = colour("--soft"), grid = colour("--grid"), alone = curve.series.length === 1;
     var positive = joined.slice(1).some(function (ys) { return ys.some(function (v) { return v > 0; }); });
     var series = [{ label: units[state.x], value: function (u, v) { return short(v); } }];
@@ -78,6 +82,7 @@
       series.push({
         label: alone ? (one.over ? (state.smooth > 0 ? "smoothed" : "mean of steps around") : "value") : one.label,
         stroke: colour("--c" + one.number % 8), width: one.faint ? 1 : 1.5, alpha: one.faint ? 0.35 : 1,
+        dash: one.number < 8 ? undefined : one.number < 16 ? [7, 3] : [2, 3],
         spanGaps: true, points: { show: one.points[0].length < 3 },
         value: function (u, v) { return short(v, curve.form); }
       });
@@ -87,6 +92,7 @@
     var chart = new uPlot({
       width: holder.clientWidth, height: 210, series: series,
       padding: [10, 12, 0, 0],
+      legend: { show: lines.length <= 12 },
       cursor: { sync: { key: "report" }, y: false, points: { size: 6 } },
       scales: { x: { time: false }, y: { distr: state.log && positive ? 3 : 1 } },
       axes: [
@@ -164,5 +170,6 @@
     clearTimeout(waiting);
     waiting = setTimeout(drawAll, 100);
   });
+  document.addEventListener("shown-runs", function (event) { state.hidden = event.detail; drawAll(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 })();

@@ -124,7 +124,7 @@ def _words(event: Record) -> tuple[str, str]:
 
 def provenance_section(run: RunContents) -> Markup:
     """Return versions, hosts, source digests and the settings of a run."""
-    record = _saved_record(run)
+    record = read_saved_record(run)
     parts: list[Child] = [tag("h2", "Provenance")]
     rows: list[Sequence[Child]] = [["folder", str(run.folder.resolve())]]
     versions = record.get("versions")
@@ -139,7 +139,7 @@ def provenance_section(run: RunContents) -> Markup:
         rows.append(["from", manifest])
     else:
         rows.append(["versions", "not recorded: they stand in checkpoints, and none is on disk"])
-    if hosts := _hosts(run):
+    if hosts := hosts_text(run):
         rows.append(["hosts", hosts])
     if run.metrics.damaged:
         rows.append(["damaged lines", f"{run.metrics.damaged:,} of metrics.jsonl were left out"])
@@ -155,7 +155,8 @@ def provenance_section(run: RunContents) -> Markup:
     return tag("section", parts, id="provenance")
 
 
-def _hosts(run: RunContents) -> str:
+def hosts_text(run: RunContents) -> str:
+    """Return the hosts of a run, each with its device and number of ranks."""
     hosts: dict[str, int] = {}
     for one in run.ranks:
         name = f"{one.get('host')} ({one.get('device_name') or one.get('device') or 'cpu'})"
@@ -165,7 +166,7 @@ def _hosts(run: RunContents) -> str:
     return ", ".join(texts[:32]) + more
 
 
-def _saved_record(run: RunContents) -> Record:
+def read_saved_record(run: RunContents) -> Record:
     """Return the record of the newest checkpoint: versions and source digests."""
     if not run.saved:
         return {}
