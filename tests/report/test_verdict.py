@@ -331,6 +331,17 @@ def test_a_damaged_checkpoint_is_a_fault_unless_the_run_went_on(tmp_path: Path) 
     assert find_verdict(tmp_path / "on").kind == "nothing"
 
 
+def test_a_silence_that_the_run_got_over_is_no_fault(tmp_path: Path) -> None:
+    """A rank that writes a large file is silent for long, then goes on."""
+    silent = {"event": "hang", "rank": 1, "step": 60, "phase": "data", "why": "in C"}
+    make_run(tmp_path / "on", events=[silent, {"event": "checkpoint_saved", "step": 80}])
+    assert find_verdict(tmp_path / "on").kind == "nothing"
+    make_run(tmp_path / "done", events=[silent, {"event": "run_finished", "how": "completed"}])
+    assert find_verdict(tmp_path / "done").kind == "nothing"
+    make_run(tmp_path / "hangs", events=[{"event": "checkpoint_saved", "step": 50}, silent])
+    assert find_verdict(tmp_path / "hangs").kind == "fault"
+
+
 def test_validation_and_saves_count_with_their_share_of_a_step(tmp_path: Path) -> None:
     """Pauses of 0.3 s after every fifth step: validation if its event says so, else a save."""
     for name, kind in (("validated", "validation"), ("checkpoint_saved", "saves")):

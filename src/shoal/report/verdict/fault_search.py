@@ -21,7 +21,8 @@ from shoal.view.diagnose import RunFinding, diagnose
 
 NOT_FATAL = ("slow_rank", "loader", "sample_left_out", "notice", "spike", "step_skipped", "damaged")
 """Findings that end no run."""
-WENT_ON = ("compute_started", "checkpoint_saved", "validated", "run_finished")
+GOES_ON = ("compute_started", "checkpoint_saved", "validated")
+WENT_ON = (*GOES_ON, "run_finished")
 """Events that show that a run went on after a fault."""
 SKIPPED_SHARE = 0.05
 LOSSES = 20
@@ -60,11 +61,16 @@ def find_fault(folder: Path, events: Sequence[Record], rows: Sequence[Record]) -
 def _has_ended(one: RunFinding, events: Sequence[Record]) -> bool:
     if one.advice or one.kind in NOT_FATAL:
         return False
-    if not one.over:
-        return True
     places = [at for at, event in enumerate(events) if event.get("event") == one.kind]
-    after = events[places[-1] + 1 :] if places else events
-    return not any(event.get("event") in WENT_ON for event in after)
+    if not places:
+        return not one.over
+    after = events[places[-1] + 1 :]
+    if any(event.get("how") == "completed" for event in after):
+        return False  # a rank that was silent, and went on
+    names = {event.get("event") for event in after}
+    if one.kind == "hang":
+        return not names.intersection(GOES_ON)
+    return not one.over or not names.intersection(WENT_ON)
 
 
 def _find_skips(found: Sequence[RunFinding], rows: Sequence[Record]) -> RunFault | None:
