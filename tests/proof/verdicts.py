@@ -8,7 +8,7 @@ setting cures it, else by taking the sleep out. The two are run by turns, `REPEA
 A trial counts as well when each planted run is told its kind and its rank or part, and the mean
 step measured after the cure is within 15 % of the mean that the verdicts foretold. Faults count
 by kind and words. Clean runs, every second with one core busy, must be told "nothing", or that the
-machine is busy. In two trials the verdict's share is compared with torch.profiler's trace of the
+machine is busy, since other work may run beside them. In two trials the verdict's share is compared with torch.profiler's trace of the
 same run. It can be stopped and started again (`kept_trials.py`).
 """
 
@@ -92,8 +92,9 @@ def costs(seed: int = SEED) -> list[Trial]:
 
     def plant(
         name: str, kind: str, words: str, asked: dict[str, Any], *arguments: str, **more: Any
-    ):
-        found.append(Trial(name=name, kind=kind, words=words, asked=asked, arguments=list(arguments), **more))  # fmt: skip
+    ) -> None:
+        told = {"kind": kind, "words": words, "asked": asked, "arguments": list(arguments)}
+        found.append(Trial(name=name, **told, **more))
 
     def one(part: str, words: str, least: float = 0.03, most: float = 0.06, **more: Any) -> None:
         who = rank()
@@ -128,7 +129,8 @@ def costs(seed: int = SEED) -> list[Trial]:
     )  # fmt: skip
     plant(
         "recompute", "memory", "recompute (full) without need",
-        {"in_blocks": True, "calls": {"forward": 4}, "each_s": {**EACH_S, "forward": size(0.03, 0.06)}},
+        {"in_blocks": True, "calls": {"forward": 4},
+         "each_s": {**EACH_S, "forward": size(0.03, 0.06)}},
         "memory.recompute=full", cure="command",
     )  # fmt: skip
     plant(
