@@ -6,16 +6,20 @@ import base64
 import hashlib
 import json
 import re
+import struct
 from html import escape
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hostile_folders import hostile_strings, plain_strings, write_hostile_folder
 
+from shoal.base.runlog.rank_records import encode_header
 from shoal.report.report_page import make_page, write_report
 from shoal.report.run_contents import read_run
+from shoal.report.verdict.step_seconds import ROW_FIELDS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "run_folders" / "runs"
 
@@ -219,3 +223,39 @@ def test_uplot_is_as_it_was_published() -> None:
     found = {name: hashlib.sha256((assets / name).read_bytes()).hexdigest() for name in PUBLISHED}
     assert found == PUBLISHED
     assert "Leon Sorokin" in (assets / "uplot-license.txt").read_text()
+
+
+def test_a_long_run_of_eight_ranks_stays_below_400_kb(tmp_path: Path) -> None:
+    """From 1,200 rows on, a page has as many points as one of 100,000 steps."""
+    rng, steps = np.random.default_rng(3), 1_600
+    folder = tmp_path / "long"
+    (folder / "rank_steps").mkdir(parents=True)
+    loss = rng.normal(3, 1, steps)
+    loss[777] = 31.5
+    with (folder / "metrics.jsonl").open("w") as file:
+        for at, values in enumerate(rng.gamma(9, 0.123, (steps, 6)).tolist()):
+            names = ("grad_norm", "lr", "tokens", "step_s", "peak_memory_bytes", "mfu")
+            row = {"step": at + 1, "loss": loss[at], **dict(zip(names, values, strict=True))}
+            file.write(json.dumps(row) + "\n")
+    spike = {"event": "spike", "step": 778, "reason": "high", "culprits": [
+        {"rank": 3, "micro_batches": [1, 2], "samples": [5]}]}  # fmt: skip
+    (folder / "events.jsonl").write_text(json.dumps(spike) + "\n")
+    rows = np.zeros((steps, 8), np.dtype(ROW_FIELDS))
+    rows["step"], rows["rank"], rows["steps"] = np.arange(1, steps + 1)[:, None], range(8), 1
+    rows["seconds"] = rng.gamma(4, 0.01, (steps, 8, 8))
+    (folder / "rank_steps" / "node-0.bin").write_bytes(encode_header(0) + rows.tobytes())
+    page = make_page(read_run(folder))
+    assert len(page.encode()) < 400_000
+    found = Elements(page)
+    data = json.loads(found.inside["application/json"])
+    [series] = data["curves"][0]["series"]
+    assert series["x"][series["y"].index(31.5)] == 778
+    assert len(series["x"]) < 801
+    assert data["marks"] == [[778]]
+    text = "".join(found.text)
+    assert "rank 3 micro-batches 1–2 samples 5" in text
+    assert f"shoal data look {folder} --step 778" in text
+    images = [a["src"] for tag, a in found.elements if tag == "img"]
+    assert struct.unpack_from(">II", base64.b64decode(images[0].partition(",")[2]), 16) == (640, 8)
+    curves = [a["points"] for tag, a in found.elements if tag == "polyline"]
+    assert curves[0].count(" ") == len(series["x"]) - 1, "no point of a long curve is cut off"

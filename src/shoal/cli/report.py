@@ -18,6 +18,7 @@ def report(run: Path = RUN, out: Path = OUT, as_json: bool = AS_JSON) -> None:
     The file opens from a disk without network. A folder that cannot be written gets its report
     among the temporary files; the path is printed. Exit status: 0, or 2 without a run folder.
     """
+    from shoal.base.text.event_sentences import strip_control_characters
     from shoal.report.report_page import write_report
     from shoal.report.verdict.run_verdict import find_verdict
 
@@ -27,4 +28,4 @@ def report(run: Path = RUN, out: Path = OUT, as_json: bool = AS_JSON) -> None:
         verdict = find_verdict(run).line()
         typer.echo(json.dumps({"path": str(path), "bytes": size, "verdict": verdict}))
         return
-    typer.echo(f"{path}: {size / 1e3:.0f} kB")
+    typer.echo(strip_control_characters(f"{path}: {size / 1e3:.0f} kB"))

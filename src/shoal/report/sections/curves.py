@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number
-from shoal.base.text.event_sentences import event_text
+from shoal.base.text.event_sentences import event_text, numbers_text
 from shoal.report.markup import Markup, clean_text, table, tag
 from shoal.report.metric_series import SampledSeries, sample_knots, sample_series
 from shoal.report.run_contents import RunContents
@@ -16,7 +17,7 @@ from shoal.report.svg_charts import byte_label, line_chart, number_label, sample
 from shoal.view.progress import count_unit
 
 MOST_SOURCES = 12
-SHOWN_SPIKES = 40
+SHOWN_SPIKES, MOST_CULPRITS = 40, 8
 
 
 @dataclass(frozen=True)
@@ -212,13 +213,20 @@ def spikes_section(run: RunContents) -> Markup:
         )
     head = [
         "step", "event", "loss before", "loss", "loss after", "gradient norm", "learning rate",
-        "samples", "ranks", "reason",
+        "samples", "where", "reason",
     ]  # fmt: skip
     more = len(events) - len(rows)
     note = tag("p", f"{more} earlier ones are not shown.", class_="note") if more > 0 else None
+    step = next((event["step"] for event in reversed(events) if is_number(event.get("step"))), 1)
+    command = tag("code", f"shoal data look {shlex.quote(str(run.folder))} --step {int(step)}")
     return tag(
         "section",
-        [tag("h2", "Spikes and skipped steps"), table(head, rows, numeric="n nnnnnn w"), note],
+        [
+            tag("h2", "Spikes and skipped steps"),
+            table(head, rows, numeric="n nnnnnnww"),
+            note,
+            tag("p", "The samples of a step: ", command),
+        ],
         id="spikes",
     )
 
@@ -228,7 +236,14 @@ def _cell(value: object) -> str:
 
 
 def _culprits(event: Record) -> str:
+    """Return the ranks, micro-batches and samples that an event names."""
     found = event.get("culprits")
-    culprits = found if isinstance(found, list) else [event]
-    ranks = [one.get("rank") for one in culprits if isinstance(one, dict)]
-    return ", ".join(str(rank) for rank in ranks[:8] if is_number(rank)) or "–"
+    texts = []
+    for one in found[:MOST_CULPRITS] if isinstance(found, list) else [event]:
+        if isinstance(one, dict) and is_number(one.get("rank")):
+            words = [f"rank {one['rank']}"]
+            for key in ("micro_batches", "samples"):
+                if one.get(key):
+                    words.append(f"{key.replace('_b', '-b')} {numbers_text(one[key])}")
+            texts.append(" ".join(words))
+    return "; ".join(texts) or "–"
