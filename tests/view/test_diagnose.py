@@ -348,6 +348,13 @@ def test_a_wait_that_is_a_habit_is_advice(tmp_path: Path, waits: str, kind: str)
     assert diagnose(tmp_path) == [], "forty steps are a moment"
 
 
+def test_one_long_wait_is_no_habit(tmp_path: Path) -> None:
+    run_of(tmp_path, steps=60, data_wait_s=0.001)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "loss": 1.0, "step_s": 60.0, "data_wait_s": 59.0}\n')
+    assert diagnose(tmp_path) == []
+
+
 def test_a_resume_with_other_settings_is_a_note_and_no_fault(tmp_path: Path) -> None:
     run_of(tmp_path, ("resumed", {"step": 4, "folder": "step-4", "differs": ["seed: 0 → 1"]}))
     told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
