@@ -26,7 +26,7 @@ class RunProgress:
 
     Attributes:
         plan: plan.json, once it exists.
-        losses: of all steps that were added, averaged in pairs where they are many.
+        losses: of all steps that were added, each a mean over as many of them.
     """
 
     def __init__(self, total_steps: int | None) -> None:
@@ -35,17 +35,29 @@ class RunProgress:
         self.recent: deque[Record] = deque(maxlen=WINDOW_STEPS)
         self.validations: list[float] = []
         self.losses: list[float] = []
+        self._newest: list[float] = []
+        self._stride = 1
 
     def add(self, records: list[Record], cut_back: bool) -> None:
         """Add new steps; after a cut, drop the steps that were rolled back."""
         if cut_back:
             self.recent.clear()
-            self.losses.clear()
+            self.losses, self._newest, self._stride = [], [], 1
         self.recent.extend(record for record in records if "step" in record)
-        self.losses += [record["loss"] for record in records if is_number(record.get("loss"))]
-        while len(self.losses) > CURVE_STEPS:
-            pairs = zip(self.losses[::2], self.losses[1::2], strict=False)
+        for record in records:
+            if is_number(record.get("loss")):
+                self._add_loss(record["loss"])
+
+    def _add_loss(self, loss: float) -> None:
+        self._newest.append(loss)
+        if len(self._newest) < self._stride:
+            return
+        self.losses.append(math.fsum(self._newest) / self._stride)
+        self._newest.clear()
+        if len(self.losses) == CURVE_STEPS:
+            pairs = zip(self.losses[::2], self.losses[1::2], strict=True)
             self.losses = [(one + other) / 2 for one, other in pairs]
+            self._stride *= 2
 
     def add_validation(self, loss: object) -> None:
         """Add the loss of a validation."""
