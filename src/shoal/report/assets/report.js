@@ -171,5 +171,7 @@
     waiting = setTimeout(drawAll, 100);
   });
   document.addEventListener("shown-runs", function (event) { state.hidden = event.detail; drawAll(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  ["(prefers-color-scheme: dark)", "print"].forEach(function (query) {
+    matchMedia(query).addEventListener("change", drawAll);
+  });
 })();
