@@ -93,8 +93,7 @@ def test_of_a_long_run_a_few_lines_are_read(
     assert 0 < len(parsed) <= loss_history.SAMPLES
     steps = [step for step, _ in losses(run)]
     assert steps == sorted(set(steps))
-    assert steps[0] < 50
-    assert steps[-1] > 5950
+    assert (steps[0], steps[-1]) == (1, 6000)
     for step, loss in losses(run):
         assert loss == step_row(step)["loss"]
     rows = sum(map(len, watcher.tail.rows.values()))

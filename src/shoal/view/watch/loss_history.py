@@ -48,7 +48,8 @@ class LossHistory:
                     for place in range(SAMPLES):
                         file.seek(size * place // SAMPLES)
                         pieces = file.read(LINE_BYTES).split(b"\n")
-                        lines += pieces[1:2] if len(pieces) > 2 else []
+                        first = 1 if place else 0  # elsewhere the first piece is half a line
+                        lines += pieces[first : first + 1] if len(pieces) > first + 1 else []
         except OSError:
             return
         self.add(record for line in lines if (record := parse_step(line)) is not None)

@@ -97,7 +97,9 @@ class RunWatcher:
         self.events.extend(_read_newest_events(self.path / "events.jsonl"))
         self.sentences = _event_lines(self.events)
         self.history.read(self.path / "metrics.jsonl")
-        self.progress.add(self.folder.last_steps(20), cut_back=False)
+        newest = self.folder.last_steps(20)
+        self.progress.add(newest, cut_back=False)
+        self.history.add(newest)
 
     def _read_logs(self) -> None:
         events, replaced = self.folder.events.read()
