@@ -230,8 +230,9 @@ class WatchPage:
     ) -> None:
         at = STEPS_AT + step % KEPT * ROW.size
         struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
-        signed_s = [-one if part in self._own else one for part, one in enumerate(spent_s)]
-        told = *signed_s, float(apart), float(peak_bytes), end_s
+        if self._own:
+            spent_s = [-one if part in self._own else one for part, one in enumerate(spent_s)]
+        told = *spent_s, float(apart), float(peak_bytes), end_s
         struct.pack_into(f"={WAIT + 4}d", self._whole, at + 8, *told)
         struct.pack_into("=q", self._whole, at, step)
 
