@@ -78,7 +78,8 @@ def _state_text(run: RunContents) -> str:
     at = steps[-1] if steps else 0
     of = run.plan.get("steps")
     total = f" of {of:,}" if is_number(of) and of else ""
-    words = [row.state + (f" ({row.how})" if row.how else ""), f"step {at:,}{total}"]
+    how = f" ({row.how})" if row.how and row.how != row.state else ""
+    words = [row.state + how, f"step {at:,}{total}"]
     if (layout := _layout_text(run)) is not None:
         words.append(layout)
     model = run.plan.get("model")
