@@ -1,4 +1,4 @@
-"""`shoal report`: write one HTML file about a run, which opens without network; no torch."""
+"""`shoal report`: write one HTML file about runs, which opens without network; no torch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,54 @@ from pathlib import Path
 
 import typer
 
-RUN = typer.Argument(..., metavar="RUN", help="A run folder, also of a run that goes on.")
-OUT = typer.Option(None, "--out", metavar="FILE", help="The file; default: RUN/report.html.")
-AS_JSON = typer.Option(False, "--json", help="One JSON document: path, bytes, verdict.")
+RUNS = typer.Argument(
+    ..., metavar="RUN [RUN…]", help="Run folders, also of runs that go on; at most 20."
+)
+OUT = typer.Option(
+    None, "--out", metavar="FILE", help="The file; default: RUN/report.html, or comparison.html."
+)
+AS_JSON = typer.Option(
+    False, "--json", help="One JSON document: path, bytes, verdict; of several runs, differences."
+)
 
 
-def report(run: Path = RUN, out: Path = OUT, as_json: bool = AS_JSON) -> None:
+def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) -> None:
     """Write one HTML file about a run: verdict, curves, ranks, layout, history, provenance.
 
-    The file opens from a disk without network. A folder that cannot be written gets its report
-    among the temporary files; the path is printed. Exit status: 0, or 2 without a run folder.
+    Of several runs: curves on one axis, the keys that differ with results, and the first steps at
+    which their losses differ. The file opens from a disk without network. A folder that cannot be
+    written gets its report among the temporary files; the path is printed. Exit status: 0, or 2
+    without a run folder.
     """
-    from shoal.base.text.event_sentences import strip_control_characters
+    if len(runs) > 1:
+        _report_several(runs, out, as_json)
+        return
     from shoal.report.report_page import write_report
     from shoal.report.verdict.run_verdict import find_verdict
 
-    path = write_report(run, out)
+    path = write_report(runs[0], out)
     size = path.stat().st_size
     if as_json:
-        verdict = find_verdict(run).line()
+        verdict = find_verdict(runs[0]).line()
         typer.echo(json.dumps({"path": str(path), "bytes": size, "verdict": verdict}))
         return
-    typer.echo(strip_control_characters(f"{path}: {size / 1e3:.0f} kB"))
+    typer.echo(f"{path}: {size / 1e3:.0f} kB")
+
+
+def _report_several(runs: list[Path], out: Path | None, as_json: bool) -> None:
+    from shoal.base.text.event_sentences import strip_control_characters
+    from shoal.report.comparison.comparison_page import (
+        comparison_record,
+        read_comparison,
+        write_comparison,
+    )
+
+    found = read_comparison(runs)
+    path = write_comparison(found, out)
+    size = path.stat().st_size
+    if as_json:
+        record = {"path": str(path), "bytes": size, **comparison_record(found)}
+        typer.echo(json.dumps(record, indent=1))
+        return
+    lines = [*found.problems, found.summary(), f"{path}: {size / 1e3:.0f} kB"]
+    typer.echo("\n".join(strip_control_characters(line) for line in lines))

@@ -127,6 +127,7 @@
     document.querySelectorAll(".curve").forEach(function (place) {
       var curve = byKey[place.getAttribute("data-curve")], holder = place.querySelector(".live");
       if (!curve) return;
+      place.hidden = false;
       if (!holder) {
         place.querySelectorAll(".frame,.legend").forEach(function (one) { one.remove(); });
         holder = document.createElement("div");

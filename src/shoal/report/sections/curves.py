@@ -146,7 +146,16 @@ def _chart(curve: Curve, run: RunContents) -> Markup:
 
 def curve_data(runs: Sequence[RunContents]) -> Record:
     """Return the charts as JSON for the page's script."""
-    curves = [
+    return {
+        "curves": curve_records(list_curves(runs)),
+        "knots": [shorten_knots(sample_knots(run.metrics)) for run in runs],
+        "marks": [run.marked_steps for run in runs],
+    }
+
+
+def curve_records(curves: Sequence[Curve]) -> list[Record]:
+    """Return charts as JSON."""
+    return [
         {
             "key": clean_text(curve.key),
             "title": clean_text(curve.title),
@@ -163,16 +172,13 @@ def curve_data(runs: Sequence[RunContents]) -> Record:
                 for one in curve.series
             ],
         }
-        for curve in list_curves(runs)
+        for curve in curves
     ]
-    knots = [
-        [
-            [step, _short(tokens), _short(seconds)]
-            for step, tokens, seconds in sample_knots(run.metrics)
-        ]
-        for run in runs
-    ]
-    return {"curves": curves, "knots": knots, "marks": [run.marked_steps for run in runs]}
+
+
+def shorten_knots(knots: Sequence[tuple[int, float, float]]) -> list[list[float]]:
+    """Return knots as JSON: step, tokens and seconds so far."""
+    return [[step, _short(tokens), _short(seconds)] for step, tokens, seconds in knots]
 
 
 def _short(value: float) -> float | int:

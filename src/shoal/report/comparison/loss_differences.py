@@ -1,0 +1,214 @@
+"""Steps from which the losses of two runs differ: in a bit, and by more than their noise.
+
+Two runs are compared at the steps that both recorded (common steps).
+
+    first difference  the first common step whose losses differ in a bit. metrics.jsonl has every
+                      digit of a loss, so equal numbers are equal floats.
+    separation        the first common step from which the means of the newest 50 losses differ by
+                      more than three spreads
+
+The spread is that of the difference of two means of 50 steps with independent noise:
+sqrt((σ_a² + σ_b²) / 50). σ is the noise of one step's loss within these 50 steps: the standard
+deviation of the changes from step to step, divided by √2, so a falling loss is no noise.
+The means must stay more than three spreads apart for 50 steps, or for the last 25 common ones:
+chance alone rarely does that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+WINDOW = 50
+"""Steps of a mean."""
+SPREADS = 3.0
+HOLD_STEPS, LAST_STEPS = 50, 25
+"""Steps in which two runs stay separated · fewest of them at the end of the shorter run."""
+BLOCK = 1 << 14
+"""Windows that are computed at a time: their temporaries take 6 MiB."""
+
+
+@dataclass(frozen=True)
+class LossSeries:
+    """Losses of a run by step.
+
+    Attributes:
+        steps: [rows] step numbers, ascending.
+        losses: [rows] NaN where a row has none, or none that is finite.
+        tokens: [rows] tokens (or targets) up to and with a row.
+        seconds: [rows] seconds of steps up to and with a row.
+    """
+
+    steps: Array
+    losses: Array
+    tokens: Array
+    seconds: Array
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """Differences of the losses of two runs.
+
+    Attributes:
+        common_steps: number of steps that both recorded.
+        last_step: the last of them; 0 without any.
+        first_step: the first step whose losses differ in a bit; None: all are equal.
+        first_losses: the two losses at that step; NaN: not a number.
+        separation_step: the first step of a separation; None: none.
+        is_long_enough: there are enough common steps to find a separation.
+        newest_mean: mean of (second − first) over the newest common steps, at most 50.
+        newest_spread: the spread of that mean.
+    """
+
+    common_steps: int
+    last_step: int
+    first_step: int | None = None
+    first_losses: tuple[float, float] | None = None
+    separation_step: int | None = None
+    is_long_enough: bool = False
+    newest_mean: float | None = None
+    newest_spread: float | None = None
+
+    def text(self) -> str:
+        """Return both steps as one sentence.
+
+        >>> LossDifference(400, 400, 3, (2.0, 2.5), 120, True).text()
+        'first different loss: step 3; apart by more than three spreads from step 120'
+        >>> LossDifference(400, 400).text(), LossDifference(0, 0).text()
+        ('equal in every loss up to step 400', 'no step in common')
+        """
+        if not self.common_steps:
+            return "no step in common"
+        if self.first_step is None:
+            return f"equal in every loss up to step {self.last_step:,}"
+        return f"first different loss: step {self.first_step:,}; {self._separation_text()}"
+
+    def _separation_text(self) -> str:
+        if self.separation_step is not None:
+            return f"apart by more than three spreads from step {self.separation_step:,}"
+        if not self.is_long_enough:
+            return f"too short for a spread ({WINDOW + LAST_STEPS - 1} common steps needed)"
+        return f"within three spreads up to step {self.last_step:,}"
+
+
+def compare_losses(
+    first: LossSeries, second: LossSeries, *, with_separation: bool = True
+) -> LossDifference:
+    """Return the steps from which two runs differ; the module's docstring defines them.
+
+    Args:
+        first, second: the runs.
+        with_separation: also search the separation, which takes longer.
+    """
+    import numpy as np
+
+    common, at_first, at_second = np.intersect1d(
+        first.steps, second.steps, assume_unique=True, return_indices=True
+    )
+    if not len(common):
+        return LossDifference(0, 0)
+    one, other = first.losses[at_first], second.losses[at_second]
+    missing = np.isnan(one), np.isnan(other)
+    differ = (one.view(np.int64) != other.view(np.int64)) & ~(missing[0] & missing[1])
+    last = int(common[-1])
+    both = ~(missing[0] | missing[1])
+    one_known, other_known = one[both], other[both]
+    newest = slice(-min(WINDOW, len(one_known)), None)
+    mean, spread = mean_difference(one_known[newest], other_known[newest])
+    long_enough = int(both.sum()) >= WINDOW + LAST_STEPS - 1
+    if not differ.any():
+        return LossDifference(len(common), last, None, None, None, long_enough, mean, spread)
+    at = int(differ.argmax())
+    index = find_separation(one_known, other_known) if with_separation else None
+    return LossDifference(
+        common_steps=len(common),
+        last_step=last,
+        first_step=int(common[at]),
+        first_losses=(float(one[at]), float(other[at])),
+        separation_step=None if index is None else int(common[both][index]),
+        is_long_enough=long_enough,
+        newest_mean=mean,
+        newest_spread=spread,
+    )
+
+
+def find_separation(one: Array, other: Array) -> int | None:
+    """Return the index from which two series are separated; None: they never are.
+
+    Args:
+        one, other: [common steps] finite losses of the same steps.
+    """
+    import numpy as np
+
+    if len(one) < WINDOW + LAST_STEPS - 1:
+        return None
+    blocks = []
+    for begin in range(0, len(one) - WINDOW + 1, BLOCK):
+        part = slice(begin, begin + BLOCK + WINDOW - 1)
+        blocks.append(_exceeds_spreads(one[part], other[part]))
+    separated = np.concatenate(blocks)
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], separated.astype(np.int8), [0]))))
+    for begin, end in edges.reshape(-1, 2).tolist():
+        needed = LAST_STEPS if end == len(separated) else HOLD_STEPS
+        if end - begin >= needed:
+            return int(begin) + WINDOW - 1
+    return None
+
+
+def mean_difference(one: Array, other: Array) -> tuple[float | None, float | None]:
+    """Return the mean of (other − one), and its spread; None for too few or too large numbers.
+
+    Args:
+        one, other: [steps] losses of steps in a row.
+    """
+    import numpy as np
+
+    if not len(one):
+        return None, None
+    with np.errstate(all="ignore"):
+        mean = float((other - one).mean())
+        changes = [np.diff(series) for series in (one, other)]
+        variance = sum(float(change.var()) / 2 if len(change) else np.nan for change in changes)
+        spread = float(np.sqrt(variance / len(one)))
+    return (
+        mean if np.isfinite(mean) else None,
+        spread if np.isfinite(spread) and len(one) > 2 else None,
+    )
+
+
+def _exceeds_spreads(one: Array, other: Array) -> Array:
+    """Return a mask of the windows whose means are more than three spreads apart."""
+    import numpy as np
+
+    windows = np.lib.stride_tricks.sliding_window_view
+    with np.errstate(all="ignore"):
+        means = windows(other - one, WINDOW).mean(axis=1)
+        variance = sum(
+            windows(np.diff(series), WINDOW - 1).var(axis=1) / 2 for series in (one, other)
+        )
+        return np.asarray(np.abs(means) > SPREADS * np.sqrt(variance / WINDOW))
+
+
+def mean_loss_at(series: LossSeries, amounts: Array, amount: float) -> float | None:
+    """Return the mean of the 50 losses before a run reached an amount; None: it did not.
+
+    Args:
+        series: losses of the run.
+        amounts: [rows] tokens or seconds so far, ascending.
+        amount: of tokens or seconds.
+    """
+    import numpy as np
+
+    if not len(amounts) or amounts[-1] < amount * (1 - 1e-9):
+        return None
+    end = min(len(amounts) - 1, int(np.searchsorted(amounts, amount * (1 - 1e-9)))) + 1
+    window = series.losses[max(0, end - WINDOW) : end]
+    known = window[~np.isnan(window)]
+    with np.errstate(all="ignore"):
+        mean = float(known.mean()) if len(known) else np.nan
+    return mean if np.isfinite(mean) else None

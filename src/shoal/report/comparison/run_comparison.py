@@ -1,0 +1,120 @@
+"""Facts of a comparison: differences of losses, keys that differ, losses at equal amounts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.text.units import count_text, seconds_text
+from shoal.report.comparison.compared_runs import ComparedRun
+from shoal.report.comparison.key_differences import KeyDifference, list_key_differences
+from shoal.report.comparison.loss_differences import (
+    LossDifference,
+    compare_losses,
+    mean_loss_at,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Parts of the longest run at which losses are compared."""
+
+
+@dataclass
+class Comparison:
+    """Runs beside each other; the first one is the baseline.
+
+    Attributes:
+        runs: at least one.
+        problems: a line per folder that is left out.
+    """
+
+    runs: list[ComparedRun]
+    problems: list[str]
+
+    @cached_property
+    def differences(self) -> list[LossDifference]:
+        """Return the differences of each further run from the first."""
+        return [compare_losses(self.runs[0].series, run.series) for run in self.runs[1:]]
+
+    @cached_property
+    def keys(self) -> list[KeyDifference]:
+        """Return the keys whose values differ."""
+        return list_key_differences([run.keys for run in self.runs])
+
+    @cached_property
+    def points(self) -> list[EqualPoint]:
+        """Return amounts of tokens and of time, with the loss of each run there."""
+        found = []
+        if len({run.unit for run in self.runs}) == 1:
+            found += self._equal_points(self.runs[0].unit, lambda run: run.series.tokens)
+        return found + self._equal_points("time", lambda run: run.series.seconds)
+
+    def _equal_points(
+        self, kind: str, amounts_of: Callable[[ComparedRun], Array]
+    ) -> list[EqualPoint]:
+        totals = [float(amounts[-1]) for amounts in map(amounts_of, self.runs) if len(amounts)]
+        positive = [total for total in totals if 0 < total < 1e300]
+        if not positive or len(positive) < len(self.runs):
+            return []
+        amounts = sorted({min(positive), *(share * max(positive) for share in SHARES)})
+        return [
+            EqualPoint(
+                kind,
+                amount,
+                tuple(mean_loss_at(run.series, amounts_of(run), amount) for run in self.runs),
+            )
+            for amount in amounts
+        ]
+
+    def summary(self) -> str:
+        """Return the earliest differences of any run from the first, as one sentence."""
+        if not self.differences:
+            return "one run: nothing to compare it with"
+        if len(self.differences) == 1:
+            return self.differences[0].text()
+        first = self.runs[0].label
+        pairs = list(zip(self.runs[1:], self.differences, strict=True))
+        differ = [pair for pair in pairs if pair[1].first_step is not None]
+        if not differ:
+            return f"no run differs from {first} in a loss"
+        run, found = min(differ, key=lambda pair: pair[1].first_step or 0)
+        text = f"first different loss: step {found.first_step:,} ({run.label})"
+        separated = [pair for pair in pairs if pair[1].separation_step is not None]
+        if not separated:
+            return f"{text}; none apart by more than three spreads"
+        run, found = min(separated, key=lambda pair: pair[1].separation_step or 0)
+        step = f"{found.separation_step:,}"
+        return f"{text}; apart by more than three spreads from step {step} ({run.label})"
+
+
+@dataclass(frozen=True)
+class EqualPoint:
+    """Losses of all runs at the same amount of tokens, targets or time.
+
+    Attributes:
+        kind: "tokens", "targets" or "time".
+        amount: of it.
+        losses: of each run, the mean of 50 steps; None: the run did not reach it.
+    """
+
+    kind: str
+    amount: float
+    losses: tuple[float | None, ...]
+
+    def text(self) -> str:
+        """Return the amount with its unit."""
+        if self.kind == "time":
+            return seconds_text(self.amount)
+        return f"{count_text(self.amount)} {self.kind}"
+
+    @property
+    def best(self) -> int | None:
+        """Return the index of the least loss; None if fewer than two runs have one."""
+        known = [(loss, at) for at, loss in enumerate(self.losses) if loss is not None]
+        return min(known)[1] if len(known) > 1 else None
