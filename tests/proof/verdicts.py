@@ -139,7 +139,7 @@ def costs(seed: int = SEED) -> list[Trial]:
     )  # fmt: skip
     plant(
         "small kernels", "small_kernels", "launching",
-        {"ops": drawn.randrange(120, 240), "each_s": IDLE_S}, trace=True,
+        {"ops": drawn.randrange(180, 300), "each_s": {**IDLE_S, "optimizer": 0.04}}, trace=True,
     )  # fmt: skip
     all_ranks("data", "input", "wait for data", cost={"every": 10, "s": size(0.1, 0.2)})
     found[-1]["name"] = "data of every tenth step"

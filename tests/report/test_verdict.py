@@ -243,6 +243,13 @@ def test_data_that_is_slow_every_tenth_step_counts(tmp_path: Path) -> None:
     assert verdict.without_s == pytest.approx(mean_s(make_run(tmp_path / "cured")), rel=0.05)
 
 
+def test_a_machine_that_is_busy_now_and_then_makes_no_slow_data(tmp_path: Path) -> None:
+    """Every sixth step each part of both ranks is longer, data no more than passes."""
+    parts = ("data", "passes", "backward")
+    make_run(tmp_path, lambda step, r, p: 0.035 * (step % 6 == 0 and p in parts))
+    assert find_verdict(tmp_path).kind == "nothing"
+
+
 def test_one_long_step_is_no_cost(tmp_path: Path) -> None:
     make_run(tmp_path, lambda step, r, p: 5.0 * ((step, r, p) == (50, 1, "data")))
     assert find_verdict(tmp_path).kind == "nothing"

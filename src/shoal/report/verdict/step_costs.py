@@ -43,6 +43,8 @@ STEADY = 25.0
 """Percentile of the waiting that is communication: a busy machine makes some waits longer."""
 LEAST_COMMUNICATION = 0.12
 """Share of a step from which waiting of all ranks is reported: small messages always wait a bit."""
+LEAST_INPUT = 0.06
+"""Share of a step from which data are reported: a busy machine takes some time in every part."""
 LEAST_STAGE = 0.08
 """Share of a step from which a stage is reported: blocks of equal work differ a little."""
 FLIP_SHARE, FLIP_STEPS = 0.15, 0.1
@@ -284,7 +286,12 @@ def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
         own_s = _subtract_part(replay, DATA, np.maximum(common_s - FETCH_S, 0.0))
     else:
         own_s = replay.own_s.copy()
-        own_s[:, :, DATA] = np.minimum(own_s[:, :, DATA], FETCH_S)
+        data_s, rest_s = own_s[:, :, DATA], own_s.sum(axis=2) - own_s[:, :, DATA]
+        stays_s = np.minimum(data_s, FETCH_S)
+        if _tail_s(replay, data_s) < _tail_s(replay, rest_s):
+            # Long waits in some steps, and passes alike: the machine is busy, not the data.
+            stays_s += np.maximum(data_s - np.median(data_s, axis=0), 0.0)
+        own_s[:, :, DATA] = np.minimum(stays_s, data_s)
     without_s = np.maximum(replay.without(own_s), loader_s)
     evidence = [f"All ranks wait for data: {_share_text(replay, common_s)}."]
     long = common_s > 2 * np.median(common_s) + 0.1 * step_s
@@ -296,7 +303,16 @@ def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
     if facts.utilisation is not None:
         evidence.append(f"The devices are busy for {facts.utilisation:.0%} of the time.")
     what = "data, or the loop's own code between two steps" if facts.is_script else "data"
-    return StepCost("input", f"all ranks wait for {what}", without_s, tuple(evidence), command)
+    cause = f"all ranks wait for {what}"
+    return StepCost("input", cause, without_s, tuple(evidence), command, LEAST_INPUT)
+
+
+def _tail_s(replay: StepReplay, part_s: Array) -> float:
+    """Return the mean over the median of a part: seconds per step that some steps are longer."""
+    import numpy as np
+
+    mean_s = np.median([replay.mean_s(part_s[:, rank]) for rank in range(part_s.shape[1])])
+    return float(mean_s - np.median(part_s))
 
 
 def _communication_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
