@@ -228,17 +228,23 @@ def test_hostile_and_damaged_files_are_shown_without_a_control_character(tmp_pat
         write_event(folder, "hang", rank=2, host=text, phase=text, waited_s="x")
         write_event(folder, "validated", step=text, loss=text)
         write_event(folder, text, rank=[text])
+    write_event(folder, "notice", text="late", time_s=1e300)
+    write_event(folder, "run_started", time_s=1e300)
+    write_event(folder, "validated", step=3)
     write_event(folder, "run_finished", how=HOSTILE[0])
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "loss": "x"}\n{"step": 1e400}\n[]\n\xff\xfe\n{"step": 5')
+        file.write(b'"loss": {}}\n{"step": 7, "tokens": 5, "step_s": 1e-320}\n')
         file.write(b'"loss": {}}\n{"step": 6, "loss": null, "step_s": -1, "lr": 1e308}\nhalf')
     ranks = [{"rank": 0, "host": HOSTILE[1], "device": [3]}, {"rank": 1e300}, {"rank": -1}]
     (folder / "ranks.json").write_text(json.dumps({"ranks": ranks}))
     (folder / "phase.json").write_text(json.dumps({"time_s": 2e9, "phases": [
-        {"name": HOSTILE[1], "of": 3, "done": 1, "began_s": 1e9}]}))  # fmt: skip
+        {"name": HOSTILE[1], "of": 3, "done": 1, "began_s": 1e9},
+        {"name": "x", "of": 0, "done": 0, "began_s": 10**400}]}))  # fmt: skip
     for plan in (
         "[1, 2]", '{"layout": {"pp": "x", "servers": -1, "dp_shard": true}, "steps": "many"}',
         json.dumps({"layout": HOSTILE[1], "predicted": {"step_s": "1"}, "unit": HOSTILE[0]}),
+        '{"steps": 1%s}' % ("0" * 400),
         '{"layout": {"pp": 0, "tp": 9999999999999999999}, "steps": -3, "predicted": [1]}',
     ):  # fmt: skip
         (folder / "plan.json").write_text(plan)

@@ -113,7 +113,7 @@ def read_current_phases(folder: Path, since_s: float = 0.0) -> CurrentPhases:
 def _phase(row: Any) -> Phase | None:
     try:
         return Phase(str(row["name"]), int(row["of"]), int(row["done"]), float(row["began_s"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

@@ -7,6 +7,7 @@ means of the last twenty steps, as a single step is noisy.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -248,6 +249,18 @@ def remaining_time_text(seconds: float) -> str:
     ('21 s', '0 s', '1 min 35 s')
     """
     return f"{seconds:.0f} s" if seconds < 59.5 else seconds_text(seconds)
+
+
+def local_time_text(time_s: float, form: str) -> str:
+    """Format a time, seconds since 1970, in local time; "" if the calendar has no such time.
+
+    >>> local_time_text(1e300, "%H:%M")
+    ''
+    """
+    try:
+        return time.strftime(form, time.localtime(time_s))
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def fit_words(words: list[str], width: int, gap: str = "  ") -> str:

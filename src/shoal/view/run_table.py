@@ -18,7 +18,7 @@ from shoal.base.text.units import count_text, seconds_text
 from shoal.view.diagnosis.folder_evidence import read_evidence, read_held_locks
 from shoal.view.diagnosis.folder_state import WRONG, decide_state
 from shoal.view.diagnosis.run_folders import find_run_folders
-from shoal.view.progress import count_unit, step_amount
+from shoal.view.progress import count_unit, local_time_text, step_amount
 
 __all__ = (
     *("RunRow", "hidden_columns_line", "list_runs", "read_held_locks", "read_row"),
@@ -79,7 +79,7 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
     """Return the row of one run folder, whatever is missing or damaged in it."""
     seen = read_evidence(path, now_s, held)
     state = decide_state(seen)
-    validated = [e["loss"] for e in seen.events if e["event"] == "validated"]
+    validated = [e.get("loss") for e in seen.events if e["event"] == "validated"]
     losses = [s["loss"] for s in seen.steps if is_number(s.get("loss"))]
     below = path.relative_to(root) if path != root else Path(path.absolute().name)
     return RunRow(
@@ -104,9 +104,8 @@ def _rate(steps: list[Record], plan: Record) -> float | None:
     unit = count_unit(plan)
     known = [(step_amount(s, unit), s.get("step_s")) for s in steps]
     pairs = [(amount, s) for amount, s in known if amount and is_number(s) and s]
-    if not pairs:
-        return None
-    return sum(amount for amount, _ in pairs) / sum(float(s or 0) for _, s in pairs)
+    seconds = sum(float(s or 0) for _, s in pairs)
+    return sum(amount for amount, _ in pairs) / seconds if seconds > 0 else None
 
 
 def _layout_name(plan: Record) -> str:
@@ -187,7 +186,7 @@ def _cells(row: RunRow, now_s: float) -> tuple[str, ...]:
         rate,
         row.layout or "–",
         _age_text(now_s - sign) if sign else "–",
-        time.strftime("%m-%d %H:%M", time.localtime(started)) if started else "–",
+        (local_time_text(started, "%m-%d %H:%M") or "–") if started else "–",
     )
 
 

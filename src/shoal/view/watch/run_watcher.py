@@ -114,7 +114,7 @@ class RunWatcher:
         if self._is_changed("plan.json"):
             self.progress.plan = self.folder.plan()
             total = self.progress.plan.get("steps")
-            self.progress.total_steps = total if isinstance(total, int) else None
+            self.progress.total_steps = int(total) if is_number(total) else None
         if self._is_changed("ranks.json"):
             self.hosts = read_rank_devices(self.path / "ranks.json")
         if self._is_changed(DEVICES_FILE):

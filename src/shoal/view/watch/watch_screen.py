@@ -8,13 +8,13 @@ bottom     foreseen beside measured, waits, keys
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.base.text.event_sentences import number_text
 from shoal.base.text.units import count_text, seconds_text
 from shoal.view.diagnosis.folder_state import WRONG
+from shoal.view.progress import local_time_text
 from shoal.view.run_table import RunRow
 from shoal.view.watch.letter_curves import draw_curve
 from shoal.view.watch.rank_table import draw_ranks
@@ -157,7 +157,7 @@ def _state_spans(run: WatchedRun, row: RunRow, width: int, now_s: float) -> list
     elif row.last_sign_s and silent_s < -SIGN_S:
         found.append((f"its clock is {seconds_text(-silent_s)} ahead", "dim"))
     elif row.started_s and not found:
-        clock = time.strftime("%m-%d %H:%M", time.localtime(row.started_s))
+        clock = local_time_text(row.started_s, "%m-%d %H:%M")
         ago = seconds_text(max(0.0, now_s - row.started_s))
         found.append((f"started {clock}, {ago} ago", "dim"))
     return found
@@ -298,7 +298,7 @@ def _event_lines(
     found: list[Line] = []
     shown = events[: len(events) - first] if first else events
     for event in reversed(shown):
-        clock = time.strftime("%H:%M:%S ", time.localtime(event.time_s)) if event.time_s else ""
+        clock = local_time_text(event.time_s, "%H:%M:%S ") if event.time_s else ""
         lines = _wrap_event(event, clock, width, min(most, room))
         if found and len(found) + len(lines) > room:
             break
