@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from shoal.cli import ending
+from shoal.cli import ending, start
 from shoal.cli.main import app
+from shoal.launch import RunOutcome
+
+
+def write_steps(folder: Path, steps: int, step_s: float) -> None:
+    rows = [{"step": n, "loss": 1.0, "step_s": step_s, "tokens": 8} for n in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_rows(folder: Path, steps: int, step_s: float) -> Path:
-    rows = [{"step": n, "loss": 1.0, "step_s": step_s, "tokens": 8} for n in range(1, steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_steps(folder, steps, step_s)
     (folder / "events.jsonl").write_text('{"event": "run_started", "time_s": 1.8e9}\n')
     return folder
 
@@ -63,3 +69,22 @@ def test_the_command_says_where_the_page_is_and_refuses_other_folders(tmp_path: 
     assert "try: " in str(done.exception)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "no")])
     assert f"{tmp_path / 'no'}: no such folder; try: shoal runs" in str(done.exception)
+
+
+def test_shoal_train_prints_the_report_before_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = start.prepare_run(["model.name=mlp", "data.source=digits", "run.name=x"], None)
+
+    def supervise(*_: Any, emit: Any, **__: Any) -> RunOutcome:
+        emit("compute_started")
+        write_steps(prepared.folder, 40, 0.5)
+        emit("run_finished", step=40, how="completed")
+        return RunOutcome("finished", 0, 1, "")
+
+    monkeypatch.setattr(start, "supervise", supervise)
+    start.launch_run(prepared, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index("report: runs/x/report.html") < lines.index("run folder: runs/x")
+    assert Path("runs/x/report.html").stat().st_size > 50_000

@@ -34,7 +34,7 @@ HEADER_BYTES = 200
 
 REPORT_STEPS, REPORT_S = 20, 5.0
 """Steps, and seconds of steps, from which the end of a run writes its report."""
-REPORT_BYTES = 150_000_000
+REPORT_BYTES = 100_000_000
 """Bytes of metrics and rank records above which it would delay the exit by over two seconds."""
 
 
