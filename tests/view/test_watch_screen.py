@@ -63,7 +63,7 @@ def test_eighty_columns_and_twenty_four_lines(tmp_path: Path) -> None:
 
 SCREEN = """\
 mine · running · step 60/200 · 35 s left · loss 3.1157 · val 3.5000
-━━━━━━────────────── 30%  ddp · 4 ranks · 8.2K tokens/s · 30.0% of matmul rate
+######.............. 30%  ddp · 4 ranks · 8.2K tokens/s · 30.0% of matmul rate
 started 11-18 11:06, 10 min 00 s ago
    6.877 *****
              ******
@@ -85,7 +85,7 @@ rank  step      time     late   memory  by part
          who wait for it
 foreseen → now   step 200.0 ms → 250.0 ms (+25%)
 waits in a step  communication 50.0 ms (20%)  data 10.0 ms (4%)
- q quit  tab next view  ↑↓ scroll  l log axis  p pause  ? help
+ q quit  tab next view  arrows scroll  l log axis  p pause  ? help
 """
 
 

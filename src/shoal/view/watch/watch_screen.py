@@ -39,7 +39,7 @@ STATE_STYLES = {
     **dict.fromkeys(("hung", "killed", "failed", "diverged"), "bold red"),
     **dict.fromkeys(("damaged", "unsaved", "refused"), "bold red"),
 }
-KEYS = "q quit  tab next view  ↑↓ scroll  l log axis  p pause  ? help"
+KEYS = "q quit  tab next view  arrows scroll  l log axis  p pause  ? help"
 SIGN_S = 30.0
 """Seconds without a sign of life after which the screen says so."""
 HELP = (
@@ -85,7 +85,7 @@ def render_screen(
     Args:
         now_s: the time, seconds since 1970.
     """
-    top = _top_lines(run, width, now_s)
+    top = _top_lines(run, width, options, now_s)
     bottom = [cut_line([(_keys_text(options), "reverse")], width)]
     if options.help:
         middle: list[Line] = [cut_line([(text, "")], width) for text in HELP]
@@ -102,7 +102,7 @@ def render_snapshot(
     run: WatchedRun, width: int, options: ScreenOptions, now_s: float
 ) -> list[Line]:
     """Return the state of a run as lines for a pipe: as many as it needs, without keys."""
-    lines = _top_lines(run, width, now_s)
+    lines = _top_lines(run, width, options, now_s)
     if run.points:
         lines += _curve_lines(run, width, 9, options)
     lines += _island_lines(run.islands, width)
@@ -118,7 +118,7 @@ def _keys_text(options: ScreenOptions) -> str:
     return f" {paused}{view}{KEYS} "
 
 
-def _top_lines(run: WatchedRun, width: int, now_s: float) -> list[Line]:
+def _top_lines(run: WatchedRun, width: int, options: ScreenOptions, now_s: float) -> list[Line]:
     if run.row is None:
         return [cut_line([(run.message, "bold")], width)]
     lines = [cut_line([(run.message, "bold yellow")], width)] if run.message else []
@@ -135,7 +135,7 @@ def _top_lines(run: WatchedRun, width: int, now_s: float) -> list[Line]:
     if "validation" in found:
         words.append((run.progress.validation_form().format(found["validation"]), "bold"))
     lines.append(fit_spans(words, width))
-    lines.append(_progress_line(run, width, found))
+    lines.append(_progress_line(run, width, found, options.braille))
     lines.append(fit_spans(_state_spans(run, row, width, now_s), width))
     return lines
 
@@ -163,13 +163,14 @@ def _state_spans(run: WatchedRun, row: RunRow, width: int, now_s: float) -> list
     return found
 
 
-def _progress_line(run: WatchedRun, width: int, found: dict[str, str]) -> Line:
+def _progress_line(run: WatchedRun, width: int, found: dict[str, str], unicode: bool) -> Line:
     fraction, row = run.progress.fraction, run.row
     spans: list[Span] = []
     if fraction is not None:
         bar = max(10, min(40, width // 4))
         full = round(fraction * bar)
-        spans = [("━" * full, "cyan"), ("─" * (bar - full), "dim"), (f" {fraction:.0%}  ", "")]
+        done, left = "━─" if unicode else "#."
+        spans = [(done * full, "cyan"), (left * (bar - full), "dim"), (f" {fraction:.0%}  ", "")]
     room = width - sum(len(text) for text, _ in spans)
     rate = run.progress.rate()
     words: list[Span] = [(row.layout if row else "", "")]
