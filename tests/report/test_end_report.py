@@ -56,7 +56,8 @@ def test_a_report_that_fails_is_no_failure_of_the_run(
 
 
 def test_the_command_says_where_the_page_is_and_refuses_other_folders(tmp_path: Path) -> None:
-    folder = write_rows(tmp_path, 30, 0.1)
+    (tmp_path / "mine").mkdir()
+    folder = write_rows(tmp_path / "mine", 30, 0.1)
     done = CliRunner().invoke(app, ["report", str(folder), "--json"])
     found = json.loads(done.stdout)
     assert found["path"] == str(folder / "report.html")
@@ -67,6 +68,8 @@ def test_the_command_says_where_the_page_is_and_refuses_other_folders(tmp_path: 
     )
     assert "cannot be written" in str(done.exception)
     assert "try: " in str(done.exception)
+    done = CliRunner().invoke(app, ["report", str(folder.parent)])
+    assert f"no run folder; try: shoal report {folder}, or shoal runs" in str(done.exception)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "no")])
     assert f"{tmp_path / 'no'}: no such folder; try: shoal runs" in str(done.exception)
 

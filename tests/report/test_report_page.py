@@ -73,11 +73,13 @@ def write_folder(path: Path, steps: int = 60, **row: object) -> Path:
 
 
 def test_a_page_has_the_verdict_first_the_loss_and_the_tables(tmp_path: Path) -> None:
-    page = make_page(read_run(write_folder(tmp_path / "mine")))
+    page = make_page(read_run(write_folder(tmp_path / "mine", data_wait_s=0.001)))
     found = Elements(page)
     text = " ".join(found.text)
     assert text.index("mine") < text.index("Nothing to gain") < text.index("training loss")
     assert "7.4000" in text
+    assert "waits of rank 0, s" in text, "of a run without times by rank"
+    assert "No times by rank were recorded" in text
     charts = [a for tag, a in found.elements if tag == "polyline"]
     assert len(charts) >= 4
     assert charts[0]["points"].count(" ") == 59

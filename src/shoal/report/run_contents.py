@@ -117,6 +117,8 @@ def check_run_folder(folder: Path) -> None:
     if not any((folder / name).exists() for name in ("events.jsonl", "metrics.jsonl")):
         near = folder.parent if (folder.parent / "events.jsonl").exists() else None
         hint = f"try: {near}" if near else "a run folder has an events.jsonl"
+        if runs := sorted(folder.glob("*/events.jsonl")):
+            hint = f"try: shoal report {runs[-1].parent}, or shoal runs {folder}"
         raise ConfigError(f"{folder}: no run folder; {hint}")
 
 

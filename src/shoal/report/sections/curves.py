@@ -78,7 +78,19 @@ def list_curves(runs: Sequence[RunContents]) -> list[Curve]:
         Curve("validation", "validation loss", _validation_series(runs)),
         Curve("sources", "validation loss by source", _source_series(runs)),
     ]
+    curves.append(Curve("waits", "waits of rank 0, s", _wait_series(runs)))
     return [curve for curve in curves if curve.series]
+
+
+def _wait_series(runs: Sequence[RunContents]) -> tuple[CurveSeries, ...]:
+    """Return the waits of rank 0 for runs that recorded no times by rank."""
+    found = []
+    for at, run in enumerate(runs):
+        if run.rank_times is None:
+            head = "" if len(runs) == 1 else f"{run.label}: "
+            for word, name in (("communication", "comm_exposed_s"), ("data", "data_wait_s")):
+                found.append(CurveSeries(f"{head}{word}", at, run.sample(name)))
+    return _with_points(found)
 
 
 def _with_points(series: Sequence[CurveSeries]) -> tuple[CurveSeries, ...]:
