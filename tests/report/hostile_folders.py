@@ -8,6 +8,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.base.runlog.rank_records import RankStep, encode_header
+
 PAYLOAD = "document.documentElement.dataset.hit=1"
 PIECES = (
     f"<script>{PAYLOAD}</script>", "</script>", "</style>", "</title>", "</textarea>", "<!--", "-->",
@@ -120,6 +122,16 @@ def write_hostile_folder(folder: Path, strings: list[str]) -> Path:
         ],
     )
     lines("experts.jsonl", [{"step": 1, "layers": {one: [3, 1] for one in strings[:100]}}])
+    (folder / "rank_steps").mkdir()
+    times = [
+        RankStep(
+            step, rank, 1, 1.8e9 + step, 0, (0.0, 0.01, 0.05, 0.01, 0.01, 0.0, 0.02, 0.03 * rank)
+        )
+        for step in range(1, 41)
+        for rank in (0, 1)
+    ]
+    content = b"".join(one.encode() for one in times)
+    (folder / "rank_steps" / "node-0.bin").write_bytes(encode_header(0) + content)
     (folder / "run.toml").write_text("\n".join(strings), encoding="utf-8", errors="surrogatepass")
     record = {"versions": {next(text): next(text) for _ in range(3)}}
     write(
