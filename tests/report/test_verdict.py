@@ -180,7 +180,7 @@ FULL_STEP_S = sum(OWN_S.values()) + SUM_S
         ("input", 0.04, {"extra": lambda _, r, p: 0.04 * (p == "data"), "busy": 0.5}),
         ("communication", 0.03, {"sum_s": 0.03 + SUM_S}),
         ("compute", 0.5 * PASSES_S * 2 / 3, {"busy": 0.97, "plan": {"compute": "fp32"}}),
-        ("small_kernels", 0.9 * (PASSES_S - 0.3 * FULL_STEP_S), {"busy": 0.3}),
+        ("small_kernels", PASSES_S - 0.3 * FULL_STEP_S, {"busy": 0.3}),
         ("memory", OWN_S["passes"], {"plan": {"recompute": "full"}}),
         (
             "micro_batch",

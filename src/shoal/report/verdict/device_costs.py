@@ -33,8 +33,6 @@ IDLE, BUSY = 0.3, 0.85
 """Share of the passes in which a device idles for its host · utilisation of one that does not."""
 STORED = 20
 """Activations without recompute over those with it, at most (34 of 2 bytes per element)."""
-FUSED = 0.1
-"""Share of the launching that stays in fewer, larger kernels."""
 LEAST_SHARE = 0.1
 
 
@@ -55,7 +53,7 @@ def list_device_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]
         yield StepCost(
             "small_kernels",
             "small kernels: launching operations",
-            np.maximum(replay.step_s - (1 - FUSED) * overhead_s, 0.0),
+            np.maximum(replay.step_s - overhead_s, 0.0),
             (why,),
             "train.compile=blocks, fewer and larger operations, or a larger micro-batch",
             LEAST_SHARE,
