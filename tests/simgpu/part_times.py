@@ -21,7 +21,7 @@ import shoal
 from shoal.fabric import start_world
 from shoal.fabric.device import synchronize
 from shoal.launch.watch.page_reader import OwnedPage
-from shoal.trainer.process.device_timer import DevicePartTimer
+from shoal.trainer.device_timer import DevicePartTimer
 from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage, attach_page
 
 STEPS = 6

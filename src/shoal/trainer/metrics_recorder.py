@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.errors import ConfigError, shorten
 from shoal.base.runlog.events import EventLog, append_line
 from shoal.fabric import World
-from shoal.fabric.device import device_utilisation
+from shoal.fabric.device import device_utilisation, is_accelerator
 from shoal.machine.process_memory import peak_memory_bytes
-from shoal.trainer.process.device_timer import name_clock, start_device_timer
 from shoal.wire import phases
 
 if TYPE_CHECKING:  # few runs record their steps
@@ -67,7 +66,11 @@ class MetricsRecorder:
         self.saves_apart, self._told_apart, self.peaks_logged = "", False, False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
-        start_device_timer(world.device)
+        page, self.clock = phases.page, "host"
+        if page is not None and is_accelerator(world.device):
+            from shoal.trainer.device_timer import DevicePartTimer  # a CPU has no events
+
+            page.timer, self.clock = page.timer or DevicePartTimer(world.device), "device"
 
     def add_callback(self, hook: Callable[[dict[str, Any]], Any]) -> None:
         """Register a callback for every record; its "stop" or "save" is added to `wanted`.
@@ -183,7 +186,7 @@ class MetricsRecorder:
             "comm_bytes_by_kind": sent,
             "comm_bytes_by_axis": by_axis,
             "comm_exposed_s": exposed_s,
-            "timed_by": name_clock(),
+            "timed_by": self.clock,
             "gpu_utilisation": device_utilisation(self.world.device),
         }
         if self.folder is not None and self.world.writes_files:

@@ -29,7 +29,6 @@ from shoal.trainer.loaders.epochs import EpochCounter
 from shoal.trainer.loaders.run_loaders import RunLoaders
 from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.step.call_contract import Loss
-from shoal.trainer.step.expert_counts import count_experts
 from shoal.trainer.step.optimizer_step import (
     StepFlags,
     StepResult,
@@ -130,6 +129,8 @@ class StepRunner:
         self.epochs_done = EpochCounter(self.feed)
         self.experts = None
         if recorder.folder is not None:
+            from shoal.trainer.step.expert_counts import count_experts  # only they are recorded
+
             self.experts, program = count_experts(program)
         self.meeting = get_call_log(program.world)
         self.meeting.open_run()

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from shoal.fabric.device import is_accelerator
-from shoal.wire import phases
 from shoal.wire.phases import DATA
 from shoal.wire.watch_page import WAIT
 
@@ -69,15 +67,3 @@ class DevicePartTimer:
             seconds[part] += event.elapsed_time(after) / 1e3
         self._spare += [event for _, event in marks]  # `end` begins the next step
         return seconds
-
-
-def start_device_timer(device: torch.device) -> None:
-    """Time the parts of this process's steps on its device, if it has one and a watch page."""
-    page = phases.page
-    if page is not None and page.timer is None and is_accelerator(device):
-        page.timer = DevicePartTimer(device)
-
-
-def name_clock() -> str:
-    """Return which clock times the parts of this process's steps: "host" or "device"."""
-    return "device" if phases.page is not None and phases.page.timer is not None else "host"
