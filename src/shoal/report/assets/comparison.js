@@ -37,7 +37,12 @@
       press(entry, event.shiftKey);
     });
   });
-  if (entries.length) show();
+  if (entries.length) {
+    var hint = document.createElement("span");
+    hint.textContent = "click a run to hide it, double-click to see it alone";
+    entries[0].parentNode.append(hint);
+    show();
+  }
 
   // A press on a head sorts the rows; numbers by `value` of their <data>, unknown ones last.
   function value(row, column) {

@@ -21,7 +21,6 @@ from shoal.report.comparison.key_differences import RunKeys, read_run_keys
 from shoal.report.comparison.loss_differences import LossSeries
 from shoal.report.markup import clean_text
 from shoal.report.metric_series import (
-    MAIN,
     NUMBERS,
     SampledSeries,
     StepMetrics,
@@ -51,6 +50,8 @@ FEW_RUNS = 4
 MOST_POINTS = 320
 """Points of a curve of more runs: means of groups of steps."""
 FEW_KNOTS = 100
+MANY_NUMBERS = ("loss", "grad_norm", "lr", "tokens", "step_s")
+"""Columns that are read of more runs than `FEW_RUNS`."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
 
 def _read_compared_run(folder: Path, label: str, *, is_one_of_few: bool) -> ComparedRun:
     metrics = read_step_metrics(
-        folder / "metrics.jsonl", numbers=NUMBERS if is_one_of_few else MAIN
+        folder / "metrics.jsonl", numbers=NUMBERS if is_one_of_few else MANY_NUMBERS
     )
     events, counts = read_events(folder / "events.jsonl")
     ranks = read_bounded_object(folder / "ranks.json").get("ranks")
@@ -176,6 +177,7 @@ def _read_compared_run(folder: Path, label: str, *, is_one_of_few: bool) -> Comp
         saved=list_saved_steps(folder),
         reduce=sample_series if is_one_of_few else sample_means,
     )
+    contents.rank_times = None  # the page has no times by rank
     losses = [e["loss"] for e in contents.named("validated") if is_number(e.get("loss"))]
     step_s, rate = _median(metrics, "step_s"), _median(metrics, "tokens_per_s")
     series = _loss_series(metrics)

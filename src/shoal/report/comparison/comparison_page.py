@@ -16,7 +16,6 @@ from shoal.report.comparison.comparison_sections import (
     equal_points_section,
     header_section,
     keys_section,
-    list_comparison_curves,
     results_section,
 )
 from shoal.report.comparison.run_comparison import Comparison
@@ -63,7 +62,7 @@ def make_comparison_page(found: Comparison) -> str:
     names = [clean_text(run.label) for run in found.runs]
     data = {
         "runs": names,
-        "curves": curve_records(list_comparison_curves(found)),
+        "curves": curve_records(found.curves),
         "knots": [shorten_knots(run.knots) for run in found.runs],
         "marks": [],
     }

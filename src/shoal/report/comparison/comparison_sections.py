@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 
 from shoal.base.text.units import count_text, seconds_text
 from shoal.report.comparison.compared_runs import ComparedRun
-from shoal.report.comparison.loss_differences import WINDOW, compare_losses, mean_loss_at
+from shoal.report.comparison.loss_differences import (
+    WINDOW,
+    first_difference_text,
+    mean_loss_at,
+)
 from shoal.report.comparison.run_comparison import Comparison, EqualPoint
 from shoal.report.markup import Child, Markup, table, tag
-from shoal.report.sections.curves import LABELS, Curve, list_curves
+from shoal.report.sections.curves import LABELS, Curve
 from shoal.report.svg_charts import ChartLine, colour_class, line_chart
 
 SHOWN_KEYS, KEY_COLUMNS = 200, 8
@@ -27,7 +31,7 @@ def header_section(found: Comparison) -> Markup:
     """Return the best run in one sentence, the steps of the differences, and a line per run."""
     count = len(found.runs)
     rows = [
-        [name_cell(at, run.label), run.row.state, run.verdict] for at, run in enumerate(found.runs)
+        [name_cell(at, run.label), run.verdict, run.row.state] for at, run in enumerate(found.runs)
     ]
     lines = [tag("p", line, class_="evidence problem") for line in found.problems]
     return tag(
@@ -45,7 +49,7 @@ def header_section(found: Comparison) -> Markup:
                 ],
                 class_="verdict",
             ),
-            table(("run", "state", "verdict"), rows, numeric="  w"),
+            table(("run", "verdict", "state"), rows, numeric=" w"),
             lines,
         ],
         id="verdict",
@@ -88,21 +92,14 @@ def _keys_text(found: Comparison) -> str:
     return text
 
 
-def list_comparison_curves(found: Comparison) -> list[Curve]:
-    """Return the charts of all runs."""
-    curves = list_curves([run.contents for run in found.runs])
-    return [curve for curve in curves if curve.key != "sources" or len(found.runs) <= 4]
-
-
 def curves_section(found: Comparison) -> Markup:
     """Return the legend, the losses as SVG, and frames that the page's script fills."""
-    curves = list_comparison_curves(found)
-    if not curves:
+    if not found.curves:
         return tag("section", tag("h2", "Curves"), tag("p", "No run has recorded a step."))
     names = [
         tag("span", name_cell(at, run.label), data_run=str(at)) for at, run in enumerate(found.runs)
     ]
-    charts = [_chart(curve) for curve in curves]
+    charts = [_chart(curve) for curve in found.curves]
     return tag(
         "section",
         [
@@ -136,7 +133,7 @@ def results_section(found: Comparison) -> Markup:
     head = [
         "run", "steps", "last loss", f"mean of {WINDOW}", "validation", "best validation",
         found.runs[0].unit if len({run.unit for run in found.runs}) == 1 else "tokens or targets",
-        "time of steps", "step", "per second", *(one.key for one in keys),
+        "time of steps", "step", "of them per second", *(one.key for one in keys),
     ]  # fmt: skip
     rows = []
     for at, run in enumerate(found.runs):
@@ -193,35 +190,39 @@ def differences_section(found: Comparison) -> Markup:
     rows = []
     for at, (run, one) in enumerate(zip(found.runs[1:], found.differences, strict=True), 1):
         losses = one.first_losses or ()
+        at_step = f"{one.first_step:,}" if one.first_step is not None else "none"
         mean = one.newest_mean
         spread = f" ± {one.newest_spread:.2g}" if one.newest_spread is not None else ""
-        separation = f"{one.separation_step:,}" if one.separation_step is not None else "–"
+        separation = "none" if one.is_long_enough or one.first_step is None else "too short"
+        if one.separation_step is not None:
+            separation = f"{one.separation_step:,}"
         rows.append(
             [
                 name_cell(at, run.label),
-                f"{one.common_steps:,}",
-                f"{one.first_step:,}" if one.first_step is not None else "none",
-                " and ".join(map(repr, losses)) or "–",
+                at_step,
                 separation,
                 f"{mean:+.3g}{spread}" if mean is not None else "–",
-                _capital(one.text()),
+                f"{one.common_steps:,}",
+                " and ".join(map(repr, losses)) or "–",
             ]
         )
     head = [
-        "run", "common steps", "first different loss", f"losses of {baseline} and the run",
-        "three spreads from step", f"mean difference, newest {WINDOW}", "in words",
+        "run", "first different loss", "three spreads from step",
+        f"mean difference ± spread, newest {WINDOW}", "common steps",
+        f"first different losses: {baseline} and the run",
     ]  # fmt: skip
     text = (
         f"Each run is compared with {baseline} at the steps that both recorded. Runs are apart "
-        f"where the means of {WINDOW} losses differ by more than three spreads for {WINDOW} steps. The "
-        "spread is that of such a difference, from the changes of the losses from step to step."
+        f"where the means of {WINDOW} losses differ by more than three spreads for {WINDOW} "
+        "steps. The spread is that of such a difference, from the changes of the losses from step "
+        "to step."
     )
     return tag(
         "section",
         [
             tag("h2", "Where the losses differ"),
             tag("p", text, class_="note"),
-            table(head, rows, numeric=" nnnnnw"),
+            table(head, rows, numeric=" nnnnn"),
             _pair_table(found.runs),
         ],
         id="differences",
@@ -238,18 +239,10 @@ def _pair_table(runs: Sequence[ComparedRun]) -> Child:
     ]
     for at, run in enumerate(runs):
         for other in range(at + 1, len(runs)):
-            one = first_difference_text(run, runs[other])
+            one = first_difference_text(run.series, runs[other].series)
             rows[at][other + 1] = rows[other][at + 1] = one
     summary = tag("summary", "First different loss of each pair of runs")
     return tag("details", summary, table(head, rows, numeric=" " + "n" * len(runs)))
-
-
-def first_difference_text(run: ComparedRun, other: ComparedRun) -> str:
-    """Return the first step whose losses differ in a bit, or "equal"."""
-    found = compare_losses(run.series, other.series, with_separation=False)
-    if not found.common_steps:
-        return "–"
-    return "equal" if found.first_step is None else f"{found.first_step:,}"
 
 
 def equal_points_section(found: Comparison) -> Markup:
@@ -262,7 +255,8 @@ def equal_points_section(found: Comparison) -> Markup:
     for kind in dict.fromkeys(point.kind for point in found.points):
         points = [point for point in found.points if point.kind == kind]
         shared = [point for point in points if None not in point.losses]
-        head = ["run", *(f"{point.text()}{_all(point, shared)}" for point in points)]
+        head: list[Child] = ["run"]
+        head += [[point.text(), _mark_shared(point, shared)] for point in points]
         rows = [
             [name_cell(at, run.label), *(_loss_cell(point, at) for point in points)]
             for at, run in enumerate(found.runs)
@@ -283,8 +277,8 @@ def equal_points_section(found: Comparison) -> Markup:
     return tag("section", parts, id="equal") if found.points else Markup("")
 
 
-def _all(point: EqualPoint, shared: Sequence[EqualPoint]) -> str:
-    return ", all" if shared and point is shared[-1] else ""
+def _mark_shared(point: EqualPoint, shared: Sequence[EqualPoint]) -> Child:
+    return [tag("br"), "(the shortest run)"] if shared and point is shared[-1] else None
 
 
 def _loss_cell(point: EqualPoint, at: int) -> Child:

@@ -29,6 +29,8 @@ WINDOW = 50
 SPREADS = 3.0
 HOLD_STEPS, LAST_STEPS = 50, 25
 """Steps in which two runs stay separated · fewest of them at the end of the shorter run."""
+LEAST_STEPS = WINDOW + LAST_STEPS - 1
+"""Fewest common losses in which a separation can be found."""
 BLOCK = 1 << 14
 """Windows that are computed at a time: their temporaries take 6 MiB."""
 
@@ -92,39 +94,26 @@ class LossDifference:
         if self.separation_step is not None:
             return f"apart by more than three spreads from step {self.separation_step:,}"
         if not self.is_long_enough:
-            return f"too short for a spread ({WINDOW + LAST_STEPS - 1} common steps needed)"
+            return f"too short for a spread: {LEAST_STEPS} common losses needed"
         return f"within three spreads up to step {self.last_step:,}"
 
 
-def compare_losses(
-    first: LossSeries, second: LossSeries, *, with_separation: bool = True
-) -> LossDifference:
-    """Return the steps from which two runs differ; the module's docstring defines them.
-
-    Args:
-        first, second: the runs.
-        with_separation: also search the separation, which takes longer.
-    """
+def compare_losses(first: LossSeries, second: LossSeries) -> LossDifference:
+    """Return the steps from which two runs differ; the module's docstring defines them."""
     import numpy as np
 
-    common, at_first, at_second = np.intersect1d(
-        first.steps, second.steps, assume_unique=True, return_indices=True
-    )
+    common, one, other = _common_losses(first, second)
     if not len(common):
         return LossDifference(0, 0)
-    one, other = first.losses[at_first], second.losses[at_second]
-    missing = np.isnan(one), np.isnan(other)
-    differ = (one.view(np.int64) != other.view(np.int64)) & ~(missing[0] & missing[1])
-    last = int(common[-1])
-    both = ~(missing[0] | missing[1])
+    at, last = _first_unequal(one, other), int(common[-1])
+    both = ~(np.isnan(one) | np.isnan(other))
     one_known, other_known = one[both], other[both]
     newest = slice(-min(WINDOW, len(one_known)), None)
     mean, spread = mean_difference(one_known[newest], other_known[newest])
-    long_enough = int(both.sum()) >= WINDOW + LAST_STEPS - 1
-    if not differ.any():
+    long_enough = int(both.sum()) >= LEAST_STEPS
+    if at is None:
         return LossDifference(len(common), last, None, None, None, long_enough, mean, spread)
-    at = int(differ.argmax())
-    index = find_separation(one_known, other_known) if with_separation else None
+    index = find_separation(one_known, other_known)
     return LossDifference(
         common_steps=len(common),
         last_step=last,
@@ -137,6 +126,41 @@ def compare_losses(
     )
 
 
+def first_difference_text(first: LossSeries, second: LossSeries) -> str:
+    """Return the first step whose losses differ in a bit, "equal", or "–" without common steps."""
+    common, one, other = _common_losses(first, second)
+    if not len(common):
+        return "–"
+    at = _first_unequal(one, other)
+    return "equal" if at is None else f"{common[at]:,}"
+
+
+def _first_unequal(one: Array, other: Array) -> int | None:
+    """Return the first index at which two series differ in a bit; two missing losses are equal."""
+    import numpy as np
+
+    for begin in range(0, len(one), BLOCK):
+        ours, theirs = one[begin : begin + BLOCK], other[begin : begin + BLOCK]
+        differ = ours.view(np.int64) != theirs.view(np.int64)
+        differ &= ~(np.isnan(ours) & np.isnan(theirs))
+        if differ.any():
+            return begin + int(differ.argmax())
+    return None
+
+
+def _common_losses(first: LossSeries, second: LossSeries) -> tuple[Array, Array, Array]:
+    """Return the steps that both runs recorded, and the losses of each there."""
+    import numpy as np
+
+    if np.array_equal(first.steps, second.steps):
+        return first.steps, first.losses, second.losses
+    if not len(second.steps):
+        return second.steps, second.losses, second.losses
+    at = np.minimum(np.searchsorted(second.steps, first.steps), len(second.steps) - 1)
+    common = second.steps[at] == first.steps
+    return first.steps[common], first.losses[common], second.losses[at[common]]
+
+
 def find_separation(one: Array, other: Array) -> int | None:
     """Return the index from which two series are separated; None: they never are.
 
@@ -145,7 +169,7 @@ def find_separation(one: Array, other: Array) -> int | None:
     """
     import numpy as np
 
-    if len(one) < WINDOW + LAST_STEPS - 1:
+    if len(one) < LEAST_STEPS:
         return None
     blocks = []
     for begin in range(0, len(one) - WINDOW + 1, BLOCK):
@@ -188,10 +212,18 @@ def _exceeds_spreads(one: Array, other: Array) -> Array:
     windows = np.lib.stride_tricks.sliding_window_view
     with np.errstate(all="ignore"):
         means = windows(other - one, WINDOW).mean(axis=1)
-        variance = sum(
-            windows(np.diff(series), WINDOW - 1).var(axis=1) / 2 for series in (one, other)
-        )
+        variance = _noise_variances(one) + _noise_variances(other)
         return np.asarray(np.abs(means) > SPREADS * np.sqrt(variance / WINDOW))
+
+
+def _noise_variances(series: Array) -> Array:
+    """Return σ² of each window: half the variance of the changes from step to step."""
+    import numpy as np
+
+    changes, count = np.diff(series), WINDOW - 1
+    sums = [np.concatenate(([0.0], np.cumsum(one))) for one in (changes, changes * changes)]
+    mean, square = ((one[count:] - one[:-count]) / count for one in sums)
+    return np.asarray(np.maximum(square - mean * mean, 0.0) / 2)
 
 
 def mean_loss_at(series: LossSeries, amounts: Array, amount: float) -> float | None:

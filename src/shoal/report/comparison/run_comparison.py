@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.text.units import count_text, seconds_text
-from shoal.report.comparison.compared_runs import ComparedRun
+from shoal.report.comparison.compared_runs import FEW_RUNS, ComparedRun
 from shoal.report.comparison.key_differences import KeyDifference, list_key_differences
 from shoal.report.comparison.loss_differences import (
     LossDifference,
     compare_losses,
     mean_loss_at,
 )
+from shoal.report.sections.curves import Curve, list_curves
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +47,20 @@ class Comparison:
     def keys(self) -> list[KeyDifference]:
         """Return the keys whose values differ."""
         return list_key_differences([run.keys for run in self.runs])
+
+    @cached_property
+    def curves(self) -> list[Curve]:
+        """Return the charts of all runs; by source of data only for few runs."""
+        curves = list_curves([run.contents for run in self.runs])
+        few = len(self.runs) <= FEW_RUNS
+        unit = "tokens or targets" if len({run.unit for run in self.runs}) > 1 else ""
+        return [
+            replace(curve, title=f"{unit} per second")
+            if unit and curve.key == "tokens_per_s"
+            else curve
+            for curve in curves
+            if curve.key != "sources" or few
+        ]
 
     @cached_property
     def points(self) -> list[EqualPoint]:
