@@ -41,7 +41,7 @@ OF_OTHERS = {
     *("--kill-on-bad-exit", "--ntasks-per-node", "--requeue", "--signal", "--shm-size", "--sort"),
     *("--local-dir", "--repo-type", "--load", "--deepspeed", "--alive", "--node", "--stdin"),
     *("--no-python", "--master-addr", "--master-port", "--node-rank", "--run", "--why"),
-    *("--limits", "--against", "--convert-to", "--pty"),
+    *("--limits", "--against", "--convert-to", "--pty", "--query-gpu", "--format"),
     *("--backend-store-uri", "--logdir"),  # of MLflow and TensorBoard
 }
 """Options of torchrun, Slurm, Docker and others; of a worker of `shoal launch`; of our scripts."""
