@@ -261,9 +261,9 @@ def test_a_pipe_gets_the_state_once_as_text_or_as_json(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "mine", steps=1)
     for path, words in (
-        (tmp_path / "none", "no run there; try: shoal runs"),
-        (tmp_path / "runs", f"holds 1 runs; try: shoal watch {tmp_path}/runs/mine"),
-        (tmp_path / "runs" / "mine" / "plan.json", f"is a file; try: shoal watch {tmp_path}"),
+        (tmp_path / "none", "does not exist; try: "),
+        (tmp_path / "runs", f"holds a run; try: {tmp_path}/runs/mine, or shoal runs"),
+        (tmp_path / "runs" / "mine" / "plan.json", "is a file, and no run folder; try: "),
     ):
         told = CliRunner().invoke(app, ["watch", str(path)])
         assert words in str(told.exception), told

@@ -35,7 +35,9 @@ def serve(
     from shoal.view.metrics_server.run_metrics import RunMetrics
 
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; try: shoal serve FOLDER")
+        from shoal.view.diagnosis.run_folders import explain_no_run
+
+        raise ConfigError(explain_no_run(folder))
     if write is not None:
         write_atomically(write, RunMetrics(folder).format_page())
         return

@@ -42,7 +42,9 @@ def watch(path: Path = RUN, once: bool = ONCE, as_json: bool = AS_JSON) -> None:
     if not live or once or as_json:
         state = watcher.read()
         if state.row is None:
-            raise ConfigError(f"{path}: no run there; try: shoal runs {path.parent}")
+            from shoal.view.diagnosis.run_folders import explain_no_run
+
+            raise ConfigError(explain_no_run(path))
         _print_state(state, as_json=as_json, braille=braille)
         return
     from shoal.view.watch.terminal_screen import TerminalScreen
@@ -62,13 +64,13 @@ def _check_single_run(path: Path) -> None:
     """
     if (path / "events.jsonl").exists() or (path / "run.toml").exists():
         return
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path}: is a file; try: shoal watch {path.parent}")
     found = [one.parent for one in path.glob("*/events.jsonl")]
-    runs = [one for one in found if not one.name.startswith("island-")]
-    if runs:
-        newest = max(runs, key=lambda one: (one / "events.jsonl").stat().st_mtime)
-        raise ConfigError(f"{path}: holds {len(runs)} runs; try: shoal watch {newest}")
+    if (path.exists() and not path.is_dir()) or any(
+        not one.name.startswith("island-") for one in found
+    ):
+        from shoal.view.diagnosis.run_folders import explain_no_run
+
+        raise ConfigError(explain_no_run(path))
 
 
 def _can_print(letters: str) -> bool:
