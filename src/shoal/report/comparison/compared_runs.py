@@ -146,17 +146,20 @@ def _list_run_folders(folders: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that differ, for the legend.
+    """Return for each path its shortest end that no other path has, for the legend.
 
-    >>> unique_labels([Path("/a/x"), Path("/a/y")]), unique_labels([Path("/a/x"), Path("/b/x")])
-    (['x', 'y'], ['a/x', 'b/x'])
+    >>> unique_labels([Path("/a/x"), Path("/a/y"), Path("/b/x")])
+    ['a/x', 'y', 'b/x']
     """
     parts = [path.resolve().parts for path in paths]
-    for count in range(1, max(map(len, parts)) + 1):
-        labels = [clean_text("/".join(one[-count:])) for one in parts]
-        if len(set(labels)) == len(labels):
-            return labels
-    return [f"{label} ({number})" for number, label in enumerate(labels, 1)]
+    labels = []
+    for own in parts:
+        ends = (own[-count:] for count in range(1, len(own) + 1))
+        end = next((e for e in ends if sum(one[-len(e) :] == e for one in parts) == 1), own)
+        labels.append(clean_text("/".join(end)))
+    if len(set(labels)) < len(labels):  # letters that are not shown were the difference
+        return [f"{label} ({number})" for number, label in enumerate(labels, 1)]
+    return labels
 
 
 def _read_compared_run(folder: Path, label: str, *, is_one_of_few: bool) -> ComparedRun:

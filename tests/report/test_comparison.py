@@ -1,0 +1,269 @@
+"""Several runs in one page: steps from which losses differ, keys that differ, damaged folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile_folders import hostile_strings, plain_strings, write_hostile_folder
+from typer.testing import CliRunner
+
+from shoal.base.errors import ConfigError
+from shoal.cli.main import app
+from shoal.report.comparison.comparison_page import make_comparison_page, read_comparison
+from shoal.report.comparison.key_differences import RunKeys, list_key_differences
+from shoal.report.comparison.loss_differences import (
+    LossSeries,
+    compare_losses,
+    find_separation,
+    mean_loss_at,
+)
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "run_folders" / "runs"
+
+
+def series(losses: Any, first: int = 1, tokens: int = 64) -> LossSeries:
+    count = len(losses)
+    steps = np.arange(first, first + count)
+    sums = np.arange(1, count + 1)
+    return LossSeries(steps, np.array(losses, np.float64), sums * float(tokens), sums * 0.1)
+
+
+def noise(seed: int, count: int = 300) -> Any:
+    return 3 + np.random.default_rng(seed).normal(0, 0.05, count)
+
+
+def write_run(path: Path, losses: Any, *, toml: str = "", first: int = 1, **plan: object) -> Path:
+    path.mkdir(parents=True)
+    with (path / "metrics.jsonl").open("w") as file:
+        for step, loss in enumerate(losses, first):
+            row = {"step": step, "loss": float(loss), "tokens": 64, "step_s": 0.1, "lr": 0.1}
+            file.write(json.dumps(row) + "\n")
+    (path / "events.jsonl").write_text('{"event":"run_started","time_s":1.8e9}\n')
+    (path / "plan.json").write_text(json.dumps(plan))
+    if toml:
+        (path / "run.toml").write_text(toml)
+    return path
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, texts by section, and the JSON of a page."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        super().__init__()
+        self.found = read_comparison(folders)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self.data: Any = None
+        self._section = ""
+        self.feed(make_comparison_page(self.found))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "section":
+            self._section = dict(attrs).get("id") or ""
+
+    def handle_data(self, data: str) -> None:
+        if not self.cdata_elem:
+            self.texts[self._section] = self.texts.get(self._section, "") + data + " "
+        elif self.elements[-1][1].get("type") == "application/json":
+            self.data = json.loads(data)
+
+
+def test_the_first_different_bit_and_the_separation_are_found() -> None:
+    base = noise(0)
+    other = base.copy()
+    other[2] = np.nextafter(other[2], 9)
+    found = compare_losses(series(base), series(other))
+    assert (found.first_step, found.separation_step) == (3, None)
+    assert found.text() == "first different loss: step 3; within three spreads up to step 300"
+    other[120:] += 0.1
+    found = compare_losses(series(base), series(other))
+    assert found.first_step == 3
+    # 0.1 is two noises of a step; means of 50 pass three spreads (0.03) after 15 of 50 steps.
+    assert 121 < (found.separation_step or 0) <= 121 + 20
+    assert found.newest_mean == pytest.approx(0.1)
+
+
+def test_rounding_spikes_and_chance_are_no_separation() -> None:
+    base = noise(1)
+    spike = base.copy()
+    spike[200] += 5
+    assert find_separation(base, base + 1e-9) is None
+    assert find_separation(base, spike) is None
+    pairs = [(noise(2 * k), noise(2 * k + 1)) for k in range(1, 150)]
+    assert [find_separation(*pair) for pair in pairs if find_separation(*pair) is not None] == []
+
+
+def test_a_falling_loss_is_no_noise() -> None:
+    """A spread of the losses themselves would be 100 times as large here, and hide the difference."""
+    fall = np.linspace(100, 0, 300)
+    assert find_separation(fall + noise(1), fall + noise(2) + 0.1) is not None
+
+
+def test_a_separation_in_the_last_steps_is_found_and_a_shorter_one_is_not() -> None:
+    base = noise(3)
+    late, later = base.copy(), base.copy()
+    late[265:] += 0.5
+    later[290:] += 0.5
+    assert find_separation(base, late) is not None
+    assert find_separation(base, later) is None
+
+
+def test_missing_losses_lengths_and_steps_without_common_ones() -> None:
+    base = noise(4, 100)
+    gap = base.copy()
+    gap[9] = np.nan
+    assert compare_losses(series(base), series(gap)).first_step == 10
+    both = compare_losses(series(gap), series(gap.copy()))
+    assert both.text() == "equal in every loss up to step 100"
+    assert compare_losses(series(base), series(base[:60])).text().endswith("up to step 60")
+    resumed = compare_losses(series(base), series(base[40:], first=41))
+    assert (resumed.common_steps, resumed.first_step) == (60, None)
+    assert compare_losses(series(base), series(base, first=500)).text() == "no step in common"
+    assert compare_losses(series(base), series([])).text() == "no step in common"
+    zeros = compare_losses(series([0.0, 1.0]), series([-0.0, 1.0]))
+    assert zeros.first_step == 1
+    assert "too short" in zeros.text()
+    assert compare_losses(series([1e308] * 90), series([-1e308] * 90)).first_step == 1
+
+
+def test_losses_at_equal_tokens_are_means_of_the_50_steps_before() -> None:
+    run = series(np.arange(100.0))
+    assert mean_loss_at(run, run.tokens, 64.0 * 80) == pytest.approx(np.arange(30, 80).mean())
+    assert mean_loss_at(run, run.tokens, 64.0 * 2) == pytest.approx(0.5)
+    assert mean_loss_at(run, run.tokens, 64.0 * 101) is None
+
+
+def test_a_key_that_a_run_lacks_counts_with_its_default() -> None:
+    runs = [
+        RunKeys({"train.batch": "8", "optimizer.clip": "1.0", "data.workers": "2"}, {}),
+        RunKeys({"train.batch": "16", "optimizer.clip": "1.0"}, {"version of torch": "2.1"}),
+        RunKeys(None, {"version of torch": "2.2"}),
+    ]
+    found = {one.key: (one.values, one.changes) for one in list_key_differences(runs)}
+    assert found == {
+        "train.batch": (("8", "16", "–"), True),
+        "data.workers": (("2", "0", "–"), False),
+        "version of torch": (("–", "2.1", "2.2"), False),
+    }
+
+
+def test_a_run_has_one_colour_in_all_charts(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"run{k}", noise(k)) for k in range(10)]
+    with (folders[9] / "events.jsonl").open("a") as file:
+        file.write('{"event":"validated","step":9,"loss":2.0}\n')
+    page = Page(folders)
+    curves = {curve["key"]: curve["series"] for curve in page.data["curves"]}
+    assert [one["run"] for one in curves["loss"]] == list(range(10))
+    assert [(one["run"], one["label"]) for one in curves["validation"]] == [(9, "run9")]
+    classes = [a["class"] for tag, a in page.elements if tag == "polyline"]
+    assert classes[:9] == [*(f"line s{k}" for k in range(8)), "line s0 d1"]
+    assert classes[-1] == "line s1 d1", "the only line of validation is that of run 9"
+    legend = [a for _, a in page.elements if a.get("data-run")]
+    assert len(legend) == 10
+
+
+def test_the_page_names_the_better_run_its_keys_and_the_steps(tmp_path: Path) -> None:
+    base = noise(5)
+    better = base.copy()
+    better[2:] -= 0.4
+    toml = "[optimizer]\nlr = 0.1\n[run]\nname = 'a'\n"
+    folders = [
+        write_run(tmp_path / "base", base, toml=toml),
+        write_run(
+            tmp_path / "better", better, toml=toml.replace("0.1", "0.2").replace("'a'", "'b'")
+        ),
+    ]
+    page = Page(folders)
+    head = page.texts["verdict"]
+    assert "better has the lowest loss after 19.2K tokens" in head
+    assert "0.4 below base" in head
+    assert re.search(r"First different loss: step 3; apart by more than three spreads from", head)
+    assert "differ: optimizer.lr." in head
+    assert "nothing to gain" in head
+    assert "optimizer.lr" in page.texts["results"]
+    assert "run.name" not in page.texts["keys"]
+    assert "(the shortest run)" in page.texts["equal"]
+
+
+def test_damaged_empty_and_missing_folders_have_a_line_each(tmp_path: Path) -> None:
+    good = [write_run(tmp_path / name, noise(k)) for k, name in enumerate(("x/run", "y/run"))]
+    empty, plain = tmp_path / "empty", tmp_path / "plain"
+    empty.mkdir()
+    plain.write_text("a file")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "metrics.jsonl").write_bytes(b"\xff" * 99 + b'\n{"step":1,"loss":2.0}\n{"step":2,"l')
+    page = Page([good[0], empty, plain, tmp_path / "none", torn, good[1], good[0]])
+    assert [run.label for run in page.found.runs] == ["x/run", "torn", "y/run"]
+    assert len(page.found.problems) == 4
+    for word in ("empty: no run folder", "plain: no such folder", "none: no", "shown once"):
+        assert word in page.texts["verdict"]
+    with pytest.raises(ConfigError, match="no such folder"):
+        read_comparison([tmp_path / "none", tmp_path / "nothing"])
+    with pytest.raises(ConfigError, match="21 runs, but a report shows at most 20"):
+        read_comparison([good[0]] * 21)
+
+
+def test_islands_and_own_loops_stand_in_one_page() -> None:
+    page = Page([FIXTURES / name for name in ("ddp", "islands", "own-loop")])
+    labels = [run.label for run in page.found.runs]
+    assert labels == ["ddp", "island-0", "island-1", "own-loop"]
+    assert "No run.toml that can be read: own-loop" in page.texts["keys"]
+
+
+def test_runs_of_other_units_have_equal_time_only(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "text", noise(1)),
+        write_run(tmp_path / "photos", noise(2), unit="samples"),
+        write_run(tmp_path / "late", noise(3, 100), first=201),
+    ]
+    page = Page(folders)
+    assert {point.kind for point in page.found.points} == {"time"}
+    assert "The runs count targets and tokens: no equal amount of them." in page.texts["equal"]
+    assert "Records of late begin after step 1" in page.texts["equal"]
+
+
+def test_nothing_of_the_folders_becomes_an_element(tmp_path: Path) -> None:
+    shapes = {}
+    for kind, strings in (("hostile", hostile_strings()), ("plain", plain_strings())):
+        folders = [
+            write_hostile_folder(tmp_path / kind / str(k), strings[k:] + strings[:k])
+            for k in (0, 7)
+        ]
+        for folder, word in zip(folders, strings, strict=False):
+            text = f"[train]\n{json.dumps(word)} = {json.dumps(word)}\nbatch = {json.dumps(word)}\n"
+            (folder / "run.toml").write_text(text, errors="replace")
+        page = Page(folders)
+        shapes[kind] = [(tag, tuple(attributes)) for tag, attributes in page.elements]
+        assert "left out: records" not in "".join(page.texts.values())
+        if kind == "hostile":
+            assert "<script>" in page.texts["keys"], "the texts stand in the page, as texts"
+            for letter in "\x00\x1b\u202e\u2066\x85":
+                assert letter not in "".join(page.texts.values())
+    assert shapes["hostile"] == shapes["plain"]
+
+
+def test_the_command_prints_the_steps_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = noise(6)
+    for name, losses in (("a", base), ("b", base), ("c", base + 1)):
+        write_run(tmp_path / name, losses)
+    done = CliRunner().invoke(app, ["report", "a", "b"])
+    assert done.exit_code == 0
+    assert "equal in every loss up to step 300\ncomparison.html: " in done.stdout
+    done = CliRunner().invoke(app, ["report", "a", "b", "c", "nope", "--json", "--out", "x.html"])
+    record = json.loads(done.stdout)
+    assert record["bytes"] == (tmp_path / "x.html").stat().st_size
+    assert [run.get("first_different_step") for run in record["runs"]] == [None, None, 1]
+    assert record["runs"][2]["three_spreads_step"] == 50
+    assert record["summary"].endswith("apart by more than three spreads from step 50 (c)")
+    assert "nope: no such folder" in record["problems"][0]
