@@ -11,7 +11,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile --con
 COMPILED := import torch._dynamo, torch._inductor.compile_fx, torch.distributed.fsdp, transformers.modeling_utils
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo guards test lint types floors lanes worlds endings commands parallel unit test-sim proof quick proof-env wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo guards test lint types floors lanes worlds endings commands parallel unit test-sim proof pictures quick proof-env wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -71,6 +71,9 @@ test-sim: $(STAMP)  ## simulated CUDA devices: planted device bugs, and a loop o
 
 proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; one part: make proof PART=faults
 	$(BIN)/python tests/proof/run.py $(PART)
+
+pictures: $(STAMP)  ## docs/pictures/*.svg, from the runs committed there; make test compares their data
+	$(BIN)/python tests/pictures.py
 
 guards: $(STAMP)  ## what watches the steps of a run: its cost, its bytes, what for, the tests that fail without it
 	$(BIN)/python tests/proof/guards.py

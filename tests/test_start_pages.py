@@ -1,4 +1,4 @@
-"""The five pages for a task (docs/start): each is short, and its commands print what it shows."""
+"""The six pages for a task (docs/start): each is short, and its commands print what it shows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 START = ROOT / "docs" / "start"
-PAGES = ("script", "chat", "accelerate", "two-machines", "memory")
+PAGES = ("script", "chat", "accelerate", "two-machines", "memory", "slow")
 WORDS = 550
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LIMIT_S = 300
@@ -336,3 +337,21 @@ def test_plans_print_what_the_page_shows(tmp_path: Path, programs: Any) -> None:
     ]
     assert not missing
     assert status == [0, 0, 1, 1, 0]
+
+
+# slow.md
+
+RUNS = ROOT / "docs" / "pictures" / "runs"
+
+
+def test_the_slow_run_is_diagnosed_as_its_page_shows(tmp_path: Path, programs: Any) -> None:
+    for name in ("slow-data", "fast-data"):
+        shutil.copytree(RUNS / name, tmp_path / "runs" / name)
+    diagnosed = next(words for words in commands("slow") if words[1] == "diagnose")
+    done = programs.run("-m", *diagnosed, cwd=tmp_path)
+    assert done.stdout == blocks("slow", "")[0]
+    listed = programs.run("-m", *commands("slow")[0], cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[:2] for line in listed[1:]] == [
+        ["fast-data", "ended"],
+        ["slow-data", "ended"],
+    ]
