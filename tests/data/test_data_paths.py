@@ -58,6 +58,8 @@ def test_what_is_there_passes(source: str) -> None:
          "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: text:books/*.txt"),
         ("text:", "data.source = text:: names no files; try: text:GLOB"),
         ("tokens", "data.source = tokens: names no files; try: tokens:FOLDER"),
+        ("chats.jsonl", "data.source = chats.jsonl: names no kind; try: jsonl:chats.jsonl"),
+        ("chat:a/chats.JSONL", "data.source = chat:a/chats.JSONL: names no kind; try: jsonl:a/chats.JSONL"),
         ("jsonl:", "data.source = jsonl:: names no files; try: jsonl:GLOB"),
         ("jsnl:a.jsonl", "data.source = jsnl:a.jsonl: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
          "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: jsonl:a.jsonl"),

@@ -47,6 +47,9 @@ TEXTS = ("stdlib", "text", *ROWS)
 GLOBS = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "wds": "tar"}
 """Kinds that are written as a glob pattern, and the usual suffix of their files."""
 
+BY_SUFFIX = {f".{suffix}": kind for kind, suffix in GLOBS.items()}
+BY_SUFFIX |= {".md": "text", ".json": "jsonl"}
+
 NEEDS = {"parquet": "pyarrow", "hf": "datasets", "images": "PIL", "wds": "PIL"}
 """Kinds that need a library of the extra `data`, and its module."""
 
@@ -85,6 +88,9 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     close = nearest_word(head, KINDS[:-1])
     named = close in ON_DISK or close == "mix"
     hint = f"; try: {close}{colon + rest if named else ''}"
+    kind = BY_SUFFIX.get(Path(source).suffix.lower())
+    if kind and (close is None or not rest):
+        raise ConfigError(f"{where} = {source}: names no kind; try: {kind}:{rest or source}")
     if close is None or (named and not rest):
         raise ConfigError(format_choice_error(where, source, FORMS))
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
