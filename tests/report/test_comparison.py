@@ -21,7 +21,8 @@ from shoal.report.comparison.loss_differences import (
     LossSeries,
     compare_losses,
     find_separation,
-    mean_loss_at,
+    losses_before,
+    mean_loss,
 )
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "run_folders" / "runs"
@@ -135,9 +136,18 @@ def test_missing_losses_lengths_and_steps_without_common_ones() -> None:
 
 def test_losses_at_equal_tokens_are_means_of_the_50_steps_before() -> None:
     run = series(np.arange(100.0))
-    assert mean_loss_at(run, run.tokens, 64.0 * 80) == pytest.approx(np.arange(30, 80).mean())
-    assert mean_loss_at(run, run.tokens, 64.0 * 2) == pytest.approx(0.5)
-    assert mean_loss_at(run, run.tokens, 64.0 * 101) is None
+
+    def mean(steps: int) -> float | None:
+        return mean_loss(losses_before(run, run.tokens, 64.0 * steps))
+
+    assert mean(80) == pytest.approx(np.arange(30, 80).mean())
+    assert mean(2) == pytest.approx(0.5)
+    assert mean(101) is None
+
+
+def test_a_better_run_within_the_noise_is_called_so(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"run{k}", noise(k)) for k in (1, 2)]
+    assert "within the noise of run" in Page(folders).texts["verdict"]
 
 
 def test_a_key_that_a_run_lacks_counts_with_its_default() -> None:

@@ -9,7 +9,8 @@ from shoal.report.comparison.compared_runs import ComparedRun
 from shoal.report.comparison.loss_differences import (
     WINDOW,
     first_difference_text,
-    mean_loss_at,
+    losses_before,
+    mean_loss,
 )
 from shoal.report.comparison.run_comparison import Comparison, EqualPoint
 from shoal.report.markup import Child, Markup, table, tag
@@ -63,20 +64,18 @@ def _capital(text: str) -> str:
 def best_text(found: Comparison) -> str:
     """Return the run with the least loss at the amount that all runs reached."""
     shared = [point for point in found.points if None not in point.losses]
-    if not shared or (best := shared[-1].best) is None:
+    if not shared or len(found.runs) < 2:
         return "The runs have no amount of tokens or time in common"
-    by_kind = {point.kind: point for point in shared}
-    point = next(iter(by_kind.values()))
-    best = point.best or 0
-    losses = [loss for loss in point.losses if loss is not None]
-    ranking = sorted(range(len(losses)), key=losses.__getitem__)
-    if losses[ranking[0]] == losses[ranking[1]]:
-        return f"No run has a lower loss after {point.text()}: {losses[ranking[0]]:.4f}"
-    return (
-        f"{found.runs[best].label} has the lowest loss after {point.text()}: "
-        f"{losses[best]:.4f}, {losses[ranking[1]] - losses[best]:.2g} below "
-        f"{found.runs[ranking[1]].label}"
-    )
+    point = next(one for one in reversed(shared) if one.kind == shared[0].kind)
+    best, second = point.ranking[:2]
+    least, next_least = point.losses[best] or 0.0, point.losses[second] or 0.0
+    names = found.runs[best].label, found.runs[second].label
+    if least == next_least:
+        return f"Several runs have the lowest loss after {point.text()}: {_loss_text(least)}"
+    text = f"{names[0]} has the lowest loss after {point.text()}: {_loss_text(least)}, "
+    if point.is_within_noise(best, second):
+        return f"{text}within the noise of {names[1]}"
+    return f"{text}{next_least - least:.2g} below {names[1]}"
 
 
 def _keys_text(found: Comparison) -> str:
@@ -130,10 +129,10 @@ def _chart(curve: Curve) -> Markup:
 def results_section(found: Comparison) -> Markup:
     """Return a row per run: results, then the keys that differ."""
     keys = found.keys[:KEY_COLUMNS]
+    unit = found.runs[0].unit if len({run.unit for run in found.runs}) == 1 else "tokens or targets"
     head = [
         "run", "steps", "last loss", f"mean of {WINDOW}", "validation", "best validation",
-        found.runs[0].unit if len({run.unit for run in found.runs}) == 1 else "tokens or targets",
-        "time of steps", "step", "of them per second", *(one.key for one in keys),
+        unit, "time of steps", "step", f"{unit}/s", *(one.key for one in keys),
     ]  # fmt: skip
     rows = []
     for at, run in enumerate(found.runs):
@@ -159,7 +158,7 @@ def _result_cells(run: ComparedRun) -> list[Child]:
     tokens = float(series.tokens[-1]) if len(series.tokens) else None
     seconds = float(series.seconds[-1]) if len(series.seconds) else None
     steps = series.steps
-    mean = mean_loss_at(series, steps, float(steps[-1])) if len(steps) else None
+    mean = mean_loss(losses_before(series, steps, float(steps[-1]))) if len(steps) else None
     last = next((float(one) for one in series.losses[::-1] if one == one), None)
     return [
         _number(len(steps) or None, lambda count: f"{count:,.0f}"),

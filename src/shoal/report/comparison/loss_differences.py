@@ -196,13 +196,19 @@ def mean_difference(one: Array, other: Array) -> tuple[float | None, float | Non
         return None, None
     with np.errstate(all="ignore"):
         mean = float((other - one).mean())
-        changes = [np.diff(series) for series in (one, other)]
-        variance = sum(float(change.var()) / 2 if len(change) else np.nan for change in changes)
-        spread = float(np.sqrt(variance / len(one)))
-    return (
-        mean if np.isfinite(mean) else None,
-        spread if np.isfinite(spread) and len(one) > 2 else None,
-    )
+    return mean if np.isfinite(mean) else None, spread_of_means(one, other)
+
+
+def spread_of_means(one: Array, other: Array) -> float | None:
+    """Return the spread of the difference of two means; None for fewer than three losses each."""
+    import numpy as np
+
+    if min(len(one), len(other)) < 3:
+        return None
+    with np.errstate(all="ignore"):
+        variance = sum(float(np.diff(part).var()) / 2 / len(part) for part in (one, other))
+        spread = float(np.sqrt(variance))
+    return spread if np.isfinite(spread) else None
 
 
 def _exceeds_spreads(one: Array, other: Array) -> Array:
@@ -226,8 +232,8 @@ def _noise_variances(series: Array) -> Array:
     return np.asarray(np.maximum(square - mean * mean, 0.0) / 2)
 
 
-def mean_loss_at(series: LossSeries, amounts: Array, amount: float) -> float | None:
-    """Return the mean of the 50 losses before a run reached an amount; None: it did not.
+def losses_before(series: LossSeries, amounts: Array, amount: float) -> Array:
+    """Return the 50 losses before a run reached an amount, without missing ones; empty: it did not.
 
     Args:
         series: losses of the run.
@@ -237,10 +243,16 @@ def mean_loss_at(series: LossSeries, amounts: Array, amount: float) -> float | N
     import numpy as np
 
     if not len(amounts) or amounts[-1] < amount * (1 - 1e-9):
-        return None
+        return np.zeros(0)
     end = min(len(amounts) - 1, int(np.searchsorted(amounts, amount * (1 - 1e-9)))) + 1
     window = series.losses[max(0, end - WINDOW) : end]
-    known = window[~np.isnan(window)]
+    return np.asarray(window[~np.isnan(window)])
+
+
+def mean_loss(losses: Array) -> float | None:
+    """Return the mean of losses; None if there are none, or it is not finite."""
+    import numpy as np
+
     with np.errstate(all="ignore"):
-        mean = float(known.mean()) if len(known) else np.nan
+        mean = float(losses.mean()) if len(losses) else np.nan
     return mean if np.isfinite(mean) else None

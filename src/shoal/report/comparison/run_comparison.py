@@ -11,9 +11,12 @@ from shoal.base.text.units import count_text, seconds_text
 from shoal.report.comparison.compared_runs import FEW_RUNS, ComparedRun
 from shoal.report.comparison.key_differences import KeyDifference, list_key_differences
 from shoal.report.comparison.loss_differences import (
+    SPREADS,
     LossDifference,
     compare_losses,
-    mean_loss_at,
+    losses_before,
+    mean_loss,
+    spread_of_means,
 )
 from shoal.report.sections.curves import Curve, list_curves
 
@@ -82,7 +85,7 @@ class Comparison:
             EqualPoint(
                 kind,
                 amount,
-                tuple(mean_loss_at(run.series, amounts_of(run), amount) for run in self.runs),
+                tuple(losses_before(run.series, amounts_of(run), amount) for run in self.runs),
             )
             for amount in amounts
         ]
@@ -115,12 +118,17 @@ class EqualPoint:
     Attributes:
         kind: "tokens", "targets" or "time".
         amount: of it.
-        losses: of each run, the mean of 50 steps; None: the run did not reach it.
+        windows: the 50 losses of each run before it; none of a run that did not reach it.
     """
 
     kind: str
     amount: float
-    losses: tuple[float | None, ...]
+    windows: tuple[Array, ...]
+
+    @cached_property
+    def losses(self) -> list[float | None]:
+        """Return the mean of the 50 losses of each run; None: it did not reach the amount."""
+        return [mean_loss(window) for window in self.windows]
 
     def text(self) -> str:
         """Return the amount with its unit."""
@@ -131,5 +139,16 @@ class EqualPoint:
     @property
     def best(self) -> int | None:
         """Return the index of the least loss; None if fewer than two runs have one."""
+        return self.ranking[0] if len(self.ranking) > 1 else None
+
+    @property
+    def ranking(self) -> list[int]:
+        """Return the indices of the runs that reached it, the least loss first."""
         known = [(loss, at) for at, loss in enumerate(self.losses) if loss is not None]
-        return min(known)[1] if len(known) > 1 else None
+        return [at for _, at in sorted(known)]
+
+    def is_within_noise(self, one: int, other: int) -> bool:
+        """Return whether the losses of two runs differ by at most three spreads."""
+        losses = [self.losses[at] or 0.0 for at in (one, other)]
+        spread = spread_of_means(self.windows[one], self.windows[other])
+        return spread is not None and abs(losses[0] - losses[1]) <= SPREADS * spread
