@@ -55,7 +55,7 @@ MANY_NUMBERS = ("loss", "grad_norm", "lr", "tokens", "step_s")
 
 
 @dataclass(frozen=True)
-class ComparedRun:
+class ComparisonRun:
     """One run of a comparison.
 
     Attributes:
@@ -93,7 +93,7 @@ class ComparedRun:
         return "tokens" if count_unit(self.contents.plan) == "tokens" else "targets"
 
 
-def read_compared_runs(folders: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
+def read_compared_runs(folders: Sequence[Path]) -> tuple[list[ComparisonRun], list[str]]:
     """Read the runs of a comparison.
 
     Args:
@@ -113,7 +113,7 @@ def read_compared_runs(folders: Sequence[Path]) -> tuple[list[ComparedRun], list
     paths, problems = _list_run_folders(folders)
     if not paths:
         raise ConfigError("; ".join(problems))
-    runs: list[ComparedRun] = []
+    runs: list[ComparisonRun] = []
     for path, label in zip(paths, unique_labels(paths), strict=True):
         try:
             runs.append(_read_compared_run(path, label, is_one_of_few=len(paths) <= FEW_RUNS))
@@ -162,7 +162,7 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
     return labels
 
 
-def _read_compared_run(folder: Path, label: str, *, is_one_of_few: bool) -> ComparedRun:
+def _read_compared_run(folder: Path, label: str, *, is_one_of_few: bool) -> ComparisonRun:
     metrics = read_step_metrics(
         folder / "metrics.jsonl", numbers=NUMBERS if is_one_of_few else MANY_NUMBERS
     )
@@ -188,7 +188,7 @@ def _read_compared_run(folder: Path, label: str, *, is_one_of_few: bool) -> Comp
     for name in metrics.columns:
         contents.sample(name)
     contents.metrics = StepMetrics(columns=dict.fromkeys(metrics.columns, array("d")))
-    return ComparedRun(
+    return ComparisonRun(
         contents=contents,
         row=read_row(folder, folder, time.time(), read_held_locks()),
         verdict=find_verdict(folder).line(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.base.text.units import count_text, seconds_text
-from shoal.report.comparison.compared_runs import ComparedRun
+from shoal.report.comparison.compared_runs import ComparisonRun
 from shoal.report.comparison.loss_differences import (
     WINDOW,
     first_difference_text,
@@ -153,7 +153,7 @@ def results_section(found: Comparison) -> Markup:
     )
 
 
-def _result_cells(run: ComparedRun) -> list[Child]:
+def _result_cells(run: ComparisonRun) -> list[Child]:
     series = run.series
     tokens = float(series.tokens[-1]) if len(series.tokens) else None
     seconds = float(series.seconds[-1]) if len(series.seconds) else None
@@ -228,7 +228,7 @@ def differences_section(found: Comparison) -> Markup:
     )
 
 
-def _pair_table(runs: Sequence[ComparedRun]) -> Child:
+def _pair_table(runs: Sequence[ComparisonRun]) -> Child:
     """Return the first different step of each pair of runs; none for two runs."""
     if len(runs) < 3:
         return None

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.text.units import count_text, seconds_text
-from shoal.report.comparison.compared_runs import FEW_RUNS, ComparedRun
+from shoal.report.comparison.compared_runs import FEW_RUNS, ComparisonRun
 from shoal.report.comparison.key_differences import KeyDifference, list_key_differences
 from shoal.report.comparison.loss_differences import (
     SPREADS,
@@ -38,7 +38,7 @@ class Comparison:
         problems: a line per folder that is left out.
     """
 
-    runs: list[ComparedRun]
+    runs: list[ComparisonRun]
     problems: list[str]
 
     @cached_property
@@ -74,7 +74,7 @@ class Comparison:
         return found + self._equal_points("time", lambda run: run.series.seconds)
 
     def _equal_points(
-        self, kind: str, amounts_of: Callable[[ComparedRun], Array]
+        self, kind: str, amounts_of: Callable[[ComparisonRun], Array]
     ) -> list[EqualPoint]:
         totals = [float(amounts[-1]) for amounts in map(amounts_of, self.runs) if len(amounts)]
         positive = [total for total in totals if 0 < total < 1e300]
