@@ -30,6 +30,7 @@ from shoal.report.sections.curves import list_curves
 from shoal.report.sections.overview import overview_section
 from shoal.report.sections.rank_heat import ranks_section
 from shoal.report.svg_charts import line_chart, sampled_lines
+from shoal.view.metrics_server.run_metrics import RunMetrics
 from shoal.view.run_table import list_runs, table_lines
 from shoal.view.watch.run_watcher import RunWatcher
 from shoal.view.watch.styled_lines import Line
@@ -143,17 +144,37 @@ def draw_watch() -> str:
     return terminal_svg("shoal watch runs/slow-data", lines, COLUMNS)
 
 
-def draw_runs() -> str:
-    """Draw the list of two runs, of which one goes on."""
+@contextmanager
+def two_runs() -> Iterator[Path]:
+    """Make a folder of two runs, one of which goes on; its clock stands two seconds later."""
     with tempfile.TemporaryDirectory() as made:
         copy_run(SLOW, Path(made))
         _, now_s = copy_run(FAST, Path(made), CUT)
         with picture_clock(now_s + 2):
-            rows = list_runs(Path(made))
-            texts = table_lines(rows, ALL_COLUMNS, time.time())
+            yield Path(made)
+
+
+def draw_runs() -> str:
+    """Draw the list of two runs."""
+    with two_runs() as folder:
+        texts = table_lines(list_runs(folder), ALL_COLUMNS, time.time())
     states = {"running": "bold green", "ended": "bold cyan"}
     lines = [tuple(style_words(text, states)) for text in texts]
     return terminal_svg("shoal runs", lines, ALL_COLUMNS)
+
+
+def draw_metrics() -> str:
+    """Draw lines of the page that Prometheus reads."""
+    pattern = "^shoal_run_(loss|step_s|tok|worst)"
+    with two_runs() as folder:
+        texts = RunMetrics(folder).format_page().splitlines()
+    lines = []
+    for text in texts:
+        if re.search(pattern, text):
+            name, labels, value = re.split(r"(?={)|(?<=}) ", text)
+            lines.append(((name, ""), (labels, "dim"), (f" {value}", "bold")))
+    command = f"curl -s 127.0.0.1:9877/metrics | grep -E '{pattern}'"
+    return terminal_svg(command, lines, COLUMNS)
 
 
 def style_words(text: str, styles: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -188,6 +209,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "ranks": draw_ranks,
     "watch": draw_watch,
     "runs": draw_runs,
+    "metrics": draw_metrics,
     "data-look": draw_data_look,
 }
 """Name of each picture, and how it is drawn."""

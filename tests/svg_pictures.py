@@ -10,8 +10,10 @@ one set of colours.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from html import escape, unescape
 from importlib import resources
@@ -199,13 +201,22 @@ def text_digest(lines: Iterable[str]) -> str:
 
 
 def markup_digest(markup: str) -> str:
-    """Return the SHA-256 of texts and data of markup: words, points of lines, sizes, images.
+    """Return the SHA-256 of texts and data of markup: words, points of lines, sizes, cells of maps.
 
     Elements, classes and the style sheet do not count, so a new look needs no new picture.
     """
-    data = re.findall(r'\b(?:points|width|src|d)="([^"]*)"', markup)
+    data = re.findall(r'\b(?:points|width)="([^"]*)"', markup)
+    data += [read_cells(url).hex() for url in re.findall(r'\bsrc="([^"]*)"', markup)]
     words = unescape(re.sub(r"<[^>]*>", "\n", markup)).split()
     return text_digest([*words, *data])
+
+
+def read_cells(url: str) -> bytes:
+    """Return the cells of a map from its PNG, whichever zlib wrote it."""
+    raw = base64.b64decode(url.partition(",")[2])
+    at = raw.index(b"IDAT")
+    size = int.from_bytes(raw[at - 4 : at], "big")
+    return zlib.decompress(raw[at + 4 : at + 4 + size])
 
 
 def read_digest(svg: str) -> str:
