@@ -24,6 +24,11 @@ from unittest.mock import patch
 
 from shoal.base.runlog.rank_records import FOLDER, HEADER, ROW
 from shoal.cli.data_lines import RowStyle, data_lines
+from shoal.report.comparison.comparison_page import read_comparison
+from shoal.report.comparison.comparison_sections import (
+    header_section,
+    results_section,
+)
 from shoal.report.markup import Markup, tag
 from shoal.report.run_contents import RunContents, read_run
 from shoal.report.sections.curves import list_curves
@@ -133,6 +138,14 @@ def draw_ranks() -> str:
     return page_svg("Time of a step by rank, and who is late", [section], WIDTH, 505)
 
 
+def draw_comparison() -> str:
+    """Draw the top of a report of two runs: verdicts, results and the first difference."""
+    with picture_clock(read_events(FAST)[-1]["time_s"]):
+        found = read_comparison([SLOW, FAST])
+        parts = [make(found) for make in (header_section, results_section)]
+    return page_svg("shoal report runs/slow-data runs/fast-data", parts, WIDTH, 545)
+
+
 def draw_watch() -> str:
     """Draw the screen of `shoal watch` in the middle of a run."""
     with tempfile.TemporaryDirectory() as made:
@@ -207,6 +220,7 @@ def parse_codes(text: str) -> Line:
 DRAWINGS: dict[str, Callable[[], str]] = {
     "report": lambda: draw_report(SLOW),
     "ranks": draw_ranks,
+    "comparison": draw_comparison,
     "watch": draw_watch,
     "runs": draw_runs,
     "metrics": draw_metrics,
