@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "verdicts": ("python tests/proof/verdicts.py",),
     "serve": ("python tests/proof/serve_requests.py",),
     "servers": ("python tests/proof/servers.py",),
-    "report": ("python tests/proof/report_pages.py",),
+    "report": ("python tests/proof/report_pages.py", "python tests/proof/comparison_pages.py"),
     "watch": ("python tests/proof/watch_cost.py",),
     "sinks": ("heavy -m pytest tests/trainer/test_sinks.py -m proof --part sinks",),
     "share": ("python -m pytest tests -m proof --part share",),

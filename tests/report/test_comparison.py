@@ -215,6 +215,9 @@ def test_damaged_empty_and_missing_folders_have_a_line_each(tmp_path: Path) -> N
     assert len(page.found.problems) == 4
     for word in ("empty: no run folder", "plain: no such folder", "none: no", "shown once"):
         assert word in page.texts["verdict"]
+    assert "lowest loss after 19.2K tokens" in page.texts["verdict"], "torn has one step only"
+    late = [write_run(tmp_path / f"late{k}", noise(k), first=900) for k in (1, 2)]
+    assert "No run has a step in common with run." in Page([good[0], *late]).texts["verdict"]
     with pytest.raises(ConfigError, match="no such folder"):
         read_comparison([tmp_path / "none", tmp_path / "nothing"])
     with pytest.raises(ConfigError, match="21 runs, but a report shows at most 20"):

@@ -63,10 +63,10 @@ def _capital(text: str) -> str:
 
 def best_text(found: Comparison) -> str:
     """Return the run with the least loss at the amount that all runs reached."""
-    shared = [point for point in found.points if None not in point.losses]
-    if not shared or len(found.runs) < 2:
+    shared = [one for one in found.points if one.is_shared and one.best is not None]
+    if not shared:
         return "The runs have no amount of tokens or time in common"
-    point = next(one for one in reversed(shared) if one.kind == shared[0].kind)
+    point = shared[0]
     best, second = point.ranking[:2]
     least, next_least = point.losses[best] or 0.0, point.losses[second] or 0.0
     names = found.runs[best].label, found.runs[second].label
@@ -253,9 +253,11 @@ def equal_points_section(found: Comparison) -> Markup:
         parts.append(tag("p", text, class_="note"))
     for kind in dict.fromkeys(point.kind for point in found.points):
         points = [point for point in found.points if point.kind == kind]
-        shared = [point for point in points if None not in point.losses]
         head: list[Child] = ["run"]
-        head += [[point.text(), _mark_shared(point, shared)] for point in points]
+        head += [
+            [point.text(), [tag("br"), "(the shortest run)"] if point.is_shared else None]
+            for point in points
+        ]
         rows = [
             [name_cell(at, run.label), *(_loss_cell(point, at) for point in points)]
             for at, run in enumerate(found.runs)
@@ -265,7 +267,8 @@ def equal_points_section(found: Comparison) -> Markup:
     parts.append(
         tag(
             "p",
-            f"Means of {WINDOW} steps. “–”: the run did not get so far. Bold: the least loss.",
+            f"Means of {WINDOW} steps. “–”: the run did not get so far. Bold: the least loss. "
+            "Runs below a tenth of the longest are not the shortest.",
             class_="note",
         )
     )
@@ -274,10 +277,6 @@ def equal_points_section(found: Comparison) -> Markup:
         text = f"Records of {', '.join(late)} begin after step 1: amounts count from there."
         parts.append(tag("p", text, class_="note"))
     return tag("section", parts, id="equal") if found.points else Markup("")
-
-
-def _mark_shared(point: EqualPoint, shared: Sequence[EqualPoint]) -> Child:
-    return [tag("br"), "(the shortest run)"] if shared and point is shared[-1] else None
 
 
 def _loss_cell(point: EqualPoint, at: int) -> Child:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+LEAST_SHARE = 0.1
+"""Part of the longest run from which a run may be the shortest one."""
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Parts of the longest run at which losses are compared."""
 
@@ -78,14 +80,17 @@ class Comparison:
     ) -> list[EqualPoint]:
         totals = [float(amounts[-1]) for amounts in map(amounts_of, self.runs) if len(amounts)]
         positive = [total for total in totals if 0 < total < 1e300]
-        if not positive or len(positive) < len(self.runs):
+        if not positive:
             return []
-        amounts = sorted({min(positive), *(share * max(positive) for share in SHARES)})
+        most = max(positive)
+        shared = min(total for total in positive if total >= LEAST_SHARE * most)
+        amounts = sorted({shared, *(share * most for share in SHARES)})
         return [
             EqualPoint(
                 kind,
                 amount,
                 tuple(losses_before(run.series, amounts_of(run), amount) for run in self.runs),
+                amount == shared,
             )
             for amount in amounts
         ]
@@ -98,6 +103,8 @@ class Comparison:
             return self.differences[0].text()
         first = self.runs[0].label
         pairs = list(zip(self.runs[1:], self.differences, strict=True))
+        if not any(one.common_steps for one in self.differences):
+            return f"no run has a step in common with {first}"
         differ = [pair for pair in pairs if pair[1].first_step is not None]
         if not differ:
             return f"no run differs from {first} in a loss"
@@ -119,11 +126,13 @@ class EqualPoint:
         kind: "tokens", "targets" or "time".
         amount: of it.
         windows: the 50 losses of each run before it; none of a run that did not reach it.
+        is_shared: it is the end of the shortest run, of at least a tenth of the longest.
     """
 
     kind: str
     amount: float
     windows: tuple[Array, ...]
+    is_shared: bool = False
 
     @cached_property
     def losses(self) -> list[float | None]:
