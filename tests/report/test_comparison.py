@@ -213,12 +213,17 @@ def test_damaged_empty_and_missing_folders_have_a_line_each(tmp_path: Path) -> N
     page = Page([good[0], empty, plain, tmp_path / "none", torn, good[1], good[0]])
     assert [run.label for run in page.found.runs] == ["x/run", "torn", "y/run"]
     assert len(page.found.problems) == 4
-    for word in ("empty: no run folder", "plain: no such folder", "none: no", "shown once"):
+    for word in (
+        "empty: no run folder",
+        "plain: is a file, and no run folder",
+        "none: does not exist",
+        "shown once",
+    ):
         assert word in page.texts["verdict"]
     assert "lowest loss after 19.2K tokens" in page.texts["verdict"], "torn has one step only"
     late = [write_run(tmp_path / f"late{k}", noise(k), first=900) for k in (1, 2)]
     assert "No run has a step in common with run." in Page([good[0], *late]).texts["verdict"]
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_comparison([tmp_path / "none", tmp_path / "nothing"])
     with pytest.raises(ConfigError, match="21 runs, but a report shows at most 20"):
         read_comparison([good[0]] * 21)
@@ -279,4 +284,4 @@ def test_the_command_prints_the_steps_and_the_file(
     assert [run.get("first_different_step") for run in record["runs"]] == [None, None, 1]
     assert record["runs"][2]["three_spreads_step"] == 50
     assert record["summary"].endswith("apart by more than three spreads from step 50 (c)")
-    assert "nope: no such folder" in record["problems"][0]
+    assert "nope: does not exist" in record["problems"][0]

@@ -69,9 +69,10 @@ def test_the_command_says_where_the_page_is_and_refuses_other_folders(tmp_path: 
     assert "cannot be written" in str(done.exception)
     assert "try: " in str(done.exception)
     done = CliRunner().invoke(app, ["report", str(folder.parent)])
-    assert f"no run folder; try: shoal report {folder}, or shoal runs" in str(done.exception)
+    shown = f"is no run folder, but holds a run; try: {folder}, or shoal runs {folder.parent}"
+    assert shown in str(done.exception)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "no")])
-    assert f"{tmp_path / 'no'}: no such folder; try: shoal runs" in str(done.exception)
+    assert f"{tmp_path / 'no'}: does not exist; try: shoal runs" in str(done.exception)
 
 
 def test_shoal_train_prints_the_report_before_the_folder(

@@ -81,10 +81,17 @@ class RankTimes:
         return float(self.mean_s.sum(axis=1).mean())
 
 
-def read_rank_times(folder: Path) -> RankTimes | None:
-    """Return a run's times by rank; None if no watchdog recorded any."""
+def read_rank_times(folder: Path, last_step: int | None = None) -> RankTimes | None:
+    """Return a run's times by rank; None if no watchdog recorded any.
+
+    Args:
+        folder: the run's.
+        last_step: rows of later steps are left out, as those that a resume makes again.
+    """
     files = sorted((folder / FOLDER).glob("node-*.bin"))
     blocks, steps, ranks = _find_blocks(files)
+    if last_step is not None:
+        steps = steps[steps <= last_step]
     if not len(steps):
         return None
     steps = steps[-max(1, MOST_CELLS // len(ranks)) :]
@@ -187,10 +194,11 @@ def _sum_blocks(
     waits = np.full((len(steps), len(ranks)), np.nan, np.float32)
     totals, counts = np.zeros((len(PARTS), len(ranks))), np.zeros(len(ranks))
     for block in blocks:
-        if block.last < steps[0]:
+        if block.last < steps[0] or block.first > steps[-1]:
             continue
         rows = block.read()
-        rows = rows[rows["step"] >= steps[0]] if block.first < steps[0] else rows
+        if block.first < steps[0] or block.last > steps[-1]:
+            rows = rows[(rows["step"] >= steps[0]) & (rows["step"] <= steps[-1])]
         if strict:
             with np.errstate(invalid="ignore"):
                 rows = rows[(np.abs(rows["seconds"]) < LONGEST_S).all(axis=1)]

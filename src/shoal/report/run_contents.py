@@ -27,6 +27,7 @@ from shoal.base.runlog.damaged_lines import (
     read_newest_steps,
     read_object,
 )
+from shoal.report.goodput import Goodput, compute_goodput
 from shoal.report.metric_series import (
     SampledSeries,
     StepMetrics,
@@ -35,6 +36,7 @@ from shoal.report.metric_series import (
     sample_series,
 )
 from shoal.report.rank_times import RankTimes, read_rank_times
+from shoal.view.diagnosis.run_folders import explain_no_run
 
 MOST_EVENTS = 2_000
 """Events of one name that are kept: the newest."""
@@ -94,7 +96,13 @@ class RunContents:
     @cached_property
     def rank_times(self) -> RankTimes | None:
         """Times by rank; None if no watchdog recorded any. Read at the first use."""
-        return read_rank_times(self.folder)
+        steps = self.metrics.steps
+        return read_rank_times(self.folder, steps[-1] if steps else None)
+
+    @cached_property
+    def goodput(self) -> Goodput:
+        """Parts of the wall time. Computed at the first use."""
+        return compute_goodput(self.folder, self.metrics)
 
     def named(self, *names: str) -> list[Record]:
         """Return the events of some names, by time."""
@@ -112,14 +120,8 @@ def check_run_folder(folder: Path) -> None:
     Raises:
         ConfigError: there is no such folder, or nothing of a run in it.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; try: shoal runs, which lists run folders")
     if not any((folder / name).exists() for name in ("events.jsonl", "metrics.jsonl")):
-        near = folder.parent if (folder.parent / "events.jsonl").exists() else None
-        hint = f"try: {near}" if near else "a run folder has an events.jsonl"
-        if runs := sorted(folder.glob("*/events.jsonl")):
-            hint = f"try: shoal report {runs[-1].parent}, or shoal runs {folder}"
-        raise ConfigError(f"{folder}: no run folder; {hint}")
+        raise ConfigError(explain_no_run(folder))
 
 
 def read_run(folder: Path) -> RunContents:

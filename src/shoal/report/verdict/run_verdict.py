@@ -52,6 +52,7 @@ class Verdict:
         step_s: seconds of a step; None without steps.
         without_s: seconds of a step without the cause; None if unknown.
         command: what to try; "" for nothing.
+        steps: number of steps of which `step_s` is the mean; 0 if unknown.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Verdict:
     step_s: float | None = None
     without_s: float | None = None
     command: str = ""
+    steps: int = 0
 
     def line(self) -> str:
         """Return the verdict as one line.
@@ -168,8 +170,9 @@ def _largest_cost(replay: StepReplay, costs: Iterable[StepCost]) -> Verdict:
             best, best_now_s, best_s, weight = cost, now_s, gain_s, own_weight
     if best is None:
         least, step = f"{LEAST_SHARE:.0%}", seconds_text(step_s)
-        text = f"nothing to gain: no cost above {least} of a step ({step})"
-        return Verdict("nothing", text, step_s=step_s)
+        text = f"nothing to gain: no single cost takes more than {least} of a step"
+        count = len(replay.step_s)
+        return Verdict("nothing", f"{text}; a step takes {step}", step_s=step_s, steps=count)
     return Verdict(
         best.kind,
         best.cause,
@@ -178,4 +181,5 @@ def _largest_cost(replay: StepReplay, costs: Iterable[StepCost]) -> Verdict:
         best_now_s,
         best_now_s - best_s,
         best.command,
+        len(replay.step_s),
     )
