@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 RUNS = typer.Argument(
-    ..., metavar="RUN [RUN…]", help="Run folders, also of runs that go on; at most 20."
+    ..., metavar="RUN…", help="Run folders, also of runs that go on; at most 20."
 )
 OUT = typer.Option(
     None, "--out", metavar="FILE", help="The file; default: RUN/report.html, or comparison.html."

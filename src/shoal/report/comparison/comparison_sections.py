@@ -19,6 +19,8 @@ from shoal.report.svg_charts import ChartLine, colour_class, line_chart
 
 SHOWN_KEYS, KEY_COLUMNS = 200, 8
 """Keys of the table of keys · of the table of results: those that change the result first."""
+OPEN_VERDICTS = 8
+"""Runs up to which the verdicts stand before the curves; of more, a press shows them."""
 COMPARABLE = ("data.source", "data.tokenizer", "data.validation", "model.loss", "data.packing")
 """Keys that change what a loss is a mean of."""
 
@@ -50,8 +52,13 @@ def header_section(found: Comparison) -> Markup:
                 ],
                 class_="verdict",
             ),
-            table(("run", "verdict", "state"), rows, numeric=" w"),
             lines,
+            tag(
+                "details",
+                tag("summary", "Verdict on each run"),
+                table(("run", "verdict", "state"), rows, numeric=" w"),
+                open="open" if count <= OPEN_VERDICTS else None,
+            ),
         ],
         id="verdict",
     )
