@@ -161,8 +161,9 @@ def draw_watch() -> str:
 def two_runs() -> Iterator[Path]:
     """Make a folder of two runs, one of which goes on; its clock stands two seconds later."""
     with tempfile.TemporaryDirectory() as made:
-        copy_run(SLOW, Path(made))
-        _, now_s = copy_run(FAST, Path(made), CUT)
+        first, second = sorted((SLOW, FAST), key=lambda run: read_events(run)[0]["time_s"])
+        copy_run(first, Path(made))
+        _, now_s = copy_run(second, Path(made), CUT)
         with picture_clock(now_s + 2):
             yield Path(made)
 
