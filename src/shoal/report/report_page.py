@@ -1,6 +1,6 @@
 """One HTML file about runs: sections in order, styles and scripts inside, nothing loaded.
 
-    verdict  curves  spikes  ranks  communication  forecast  goodput  layout  experts  history  …
+    verdict  curves  goodput  history  spikes  ranks  communication  forecast  layout  experts  …
 
 The page opens from a disk without network. Its content security policy allows one inline style and
 one inline script, by their SHA-256, and images as data: URLs. Without JavaScript it shows the same
@@ -47,16 +47,16 @@ LEAST_STEPS = 20
 SECTIONS: tuple[Callable[[RunContents], Markup], ...] = (
     overview_section,
     curves_section,
+    goodput_section,
+    history_section,
     spikes_section,
     ranks_section,
     traffic_section,
     forecast_section,
-    goodput_section,
     layout_section,
     pipeline_section,
     experts_section,
     devices_section,
-    history_section,
     provenance_section,
 )
 """Sections of one run, in the order of the page; an empty one is left out."""

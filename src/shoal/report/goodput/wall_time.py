@@ -71,9 +71,19 @@ class Goodput:
         return self.committed_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
+    def session_s(self) -> float:
+        """Return the seconds in which a session of the run was there."""
+        return self.wall_s - self.between_s
+
+    @property
+    def session_share(self) -> float:
+        """Return the share of the sessions' time in committed steps."""
+        return self.committed_s / self.session_s if self.session_s > 0 else 0.0
+
+    @property
     def device_hours(self) -> float:
         """Return the hours of all ranks' devices, without those between sessions."""
-        return self.ranks * (self.wall_s - self.between_s) / 3600
+        return self.ranks * self.session_s / 3600
 
     def parts(self) -> dict[str, float]:
         """Return seconds by part, without `_s` in the names; their sum is `wall_s`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import event_text
 from shoal.base.text.units import bytes_text, seconds_text
-from shoal.report.goodput import compute_goodput
+from shoal.report.goodput import Goodput
 from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents, read_bounded_object
 from shoal.report.svg_charts import stacked_bar
@@ -17,44 +18,72 @@ from shoal.report.svg_charts import stacked_bar
 QUIET = ("checkpoint_saved", "validated", "worker_started", "memory_peaks", "notice")
 """Events that a table sums up or lists apart: there are many of them."""
 SHOWN_EVENTS, SHOWN_NOTICES = 200, 100
+RESUMED = re.compile(r"from step-(\d+) at step \1\b")
+PART_WORDS = {
+    "committed": "steps that count",
+    "skipped": "steps without update",
+    "start": "processes, data, resume",
+    "validation": "held-out samples",
+    "saves": "steps waiting for saves",
+    "lost": "steps made again",
+    "other": "callbacks, samples, end",
+}
+"""Each part of the goodput in three words."""
 MOST_TOML_BYTES = 1 << 18
 MOST_MANIFEST_BYTES = 1 << 24
 
 
 def goodput_section(run: RunContents) -> Markup:
     """Return the share of the wall time that is in committed steps, and where the rest went."""
-    found = compute_goodput(run.folder, run.metrics)
-    if found.wall_s <= 0:
+    found = run.goodput
+    if found.session_s <= 0:
         return Markup("")
-    parts = [(name, seconds) for name, seconds in found.parts().items() if seconds > 0]
-    told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts)
-    bar = stacked_bar([(f"s{at % 8}", s) for at, (_, s) in enumerate(parts)], found.wall_s, told)
+    parts = [
+        (name, seconds)
+        for name, seconds in found.parts().items()
+        if seconds > 0 and name != "between"
+    ]
+    names = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts)
+    looks = [(f"s{at % 8}", seconds) for at, (_, seconds) in enumerate(parts)]
+    bar = stacked_bar(looks, found.session_s, names)
     rows: list[Sequence[Child]] = [
         [
             tag("i", class_=f"key s{at % 8}"),
             name,
             seconds_text(seconds),
-            f"{seconds / found.wall_s:.1%}",
+            f"{seconds / found.session_s:.1%}",
+            PART_WORDS.get(name, ""),
         ]
         for at, (name, seconds) in enumerate(parts)
     ]
-    lost = f" {found.lost_steps:,} steps were lost to restarts." if found.lost_steps else ""
-    starts = f"{found.starts} start{'s' if found.starts != 1 else ''}"
+    sessions = "a session" if found.starts < 2 else f"{found.starts:,} sessions"
     text = (
-        f"{found.share:.0%} of {seconds_text(found.wall_s)} are in committed steps: "
-        f"{found.steps:,} steps, {starts}, {found.device_hours:.3g} device-hours "
-        f"on {found.ranks:,} ranks.{lost}"
+        f"{found.session_share:.0%} of the {seconds_text(found.session_s)} in which {sessions} ran "
+        f"went into {found.steps:,} committed steps: {found.device_hours:.3g} device-hours on "
+        f"{found.ranks:,} rank{'s' if found.ranks > 1 else ''}. {_lost_text(found)}"
+    )
+    between = (
+        f"Between the sessions nobody ran it for {seconds_text(found.between_s)}: not counted here."
     )
     return tag(
         "section",
         [
             tag("h2", "Goodput"),
             tag("p", text),
+            tag("p", between) if found.between_s > 0 else None,
             bar,
-            table(("", "part", "time", "of all"), rows, numeric="  nn"),
+            table(("", "part", "time", "of sessions", "that is"), rows, numeric="  nn"),
         ],
         id="goodput",
     )
+
+
+def _lost_text(found: Goodput) -> str:
+    if not found.lost_steps:
+        return "No step was made again."
+    if found.lost_steps == 1:
+        return "At most one step was made again."
+    return f"At most {found.lost_steps:,} steps were made again."
 
 
 def history_section(run: RunContents) -> Markup:
@@ -87,8 +116,13 @@ def _saves_text(run: RunContents) -> str:
         seconds = [e["seconds"] for e in saves if is_number(e.get("seconds"))]
         sizes = [e["bytes"] for e in saves if is_number(e.get("bytes"))]
         each = f", {bytes_text(sizes[-1])} each" if sizes else ""
-        took = f", {seconds_text(statistics.median(seconds))} in the median" if seconds else ""
+        took = (
+            f", written in {seconds_text(statistics.median(seconds))} (median)" if seconds else ""
+        )
         words.append(f"{count:,} checkpoint{'s' if count > 1 else ''} saved{each}{took}.")
+        if run.rank_times is not None and (waited_s := run.goodput.saves_s) < sum(seconds):
+            waits = f"in all the steps waited {seconds_text(waited_s)} for saves"
+            words.append(f"Writing goes on in the background: {waits}.")
     if run.saved:
         steps = ", ".join(f"{step:,}" for step in run.saved[-5:])
         words.append(f"On disk: step{'s' if len(run.saved) > 1 else ''} {steps}.")
@@ -117,8 +151,11 @@ def _words(event: Record) -> tuple[str, str]:
     if text is None:
         keys = ("how", "text", "reason", "layout", "attempt", "processes", "device", "compute")
         known = [key for key in keys if isinstance(event.get(key), (str, int))]
+        known = [key for key in known if key != "attempt" or event[key]]
         named = [f"{key} {event[key]}" if key in keys[4:] else event[key] for key in known]
         text = ", ".join(map(str, named))
+    if name == "resumed":  # the folder's name has the step
+        text = RESUMED.sub(r"from checkpoint step-\1", text, count=1)
     return name.replace("_", " "), text
 
 

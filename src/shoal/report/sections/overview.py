@@ -11,21 +11,31 @@ from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.report.markup import Child, Markup, tag
 from shoal.report.run_contents import RunContents
+from shoal.report.run_starts import find_continuation, list_starts
 from shoal.report.verdict.run_verdict import Verdict, find_verdict
 from shoal.view.progress import count_unit
-from shoal.view.run_table import read_held_locks, read_row
+from shoal.view.run_table import RunRow, read_held_locks, read_row
+
+LOW_GOODPUT = 0.5
+"""Share of the sessions' time in steps below which the verdict mentions it."""
+MEDIAN_STEPS = 10_000
+"""Newest steps of a median; the first of them is left out: it may be the warm-up."""
+PART_NAMES = {"start": "start-up", "lost": "lost steps", "skipped": "skipped steps"}
 
 
 def overview_section(run: RunContents) -> Markup:
     """Return the verdict and the key figures."""
     verdict = find_verdict(run.folder)
+    row = read_row(run.folder, run.folder, time.time(), read_held_locks())
     return tag(
         "section",
         [
             tag("p", "Shoal report", class_="kicker"),
             tag("h1", run.label),
-            tag("p", _state_text(run), class_="lead"),
-            _verdict_box(verdict),
+            tag("p", _state_text(run, row, verdict), class_="lead"),
+            tag("p", _starts_text(run), class_="lead"),
+            _verdict_box(verdict, run),
+            _continuation_line(run, row.state),
             _islands_text(run),
             _figures(run),
         ],
@@ -42,7 +52,44 @@ def _islands_text(run: RunContents) -> Child:
     return tag("p", text, tag("code", f"shoal report {run.folder / run.islands[0].label}"))
 
 
-def _verdict_box(verdict: Verdict) -> Markup:
+def _continuation_line(run: RunContents, state: str) -> Child:
+    """Return where an ended run goes on, and with which command."""
+    found = find_continuation(run, state)
+    if found is None:
+        return None
+    if found.saved is None:
+        text = f"No checkpoint is on disk: {_count(found.lost_steps)} are lost. Start again: "
+    else:
+        lost = f"the {_count(found.lost_steps)} after it are lost"
+        text = f"Newest checkpoint: step {found.saved:,}; "
+        text += f"{lost if found.lost_steps else 'no step is lost'}. Go on: "
+    return tag("p", text, tag("code", found.command), class_="resume")
+
+
+def _count(steps: int) -> str:
+    return f"{steps:,} step{'s' if steps != 1 else ''}"
+
+
+def _low_goodput_line(run: RunContents, verdict: Verdict) -> Child:
+    """Return a sentence beside "nothing to gain" for a run that spent its time outside of steps."""
+    found = run.goodput
+    if verdict.kind != "nothing" or verdict.step_s is None or found.session_s <= 0:
+        return None
+    if found.session_share >= LOW_GOODPUT:
+        return None
+    others = found.parts()
+    others = {name: others[name] for name in others if name not in ("committed", "between")}
+    most = sorted(others.items(), key=lambda pair: -pair[1])[:3]
+    names = [
+        f"{PART_NAMES.get(name, name)} {seconds / found.session_s:.0%}"
+        for name, seconds in most
+        if seconds >= 0.01 * found.session_s
+    ]
+    text = f"But only {found.session_share:.0%} of the run's time went into steps"
+    return tag("p", f"{text}: {', '.join(names)}." if names else f"{text}.", class_="caveat")
+
+
+def _verdict_box(verdict: Verdict, run: RunContents) -> Markup:
     known = verdict.step_s is not None
     look = {"fault": "bad", "nothing": "good" if known else ""}.get(verdict.kind, "warn")
     headline, _, cure = verdict.line().partition("; try: ")
@@ -52,7 +99,11 @@ def _verdict_box(verdict: Verdict) -> Markup:
     ]
     if verdict.share is not None and verdict.step_s and verdict.without_s is not None:
         parts.append(_saving_bar(verdict.step_s, verdict.without_s))
+    parts.insert(1, _low_goodput_line(run, verdict))
     parts += [tag("p", sentence, class_="evidence") for sentence in verdict.evidence]
+    if verdict.steps:
+        text = f"Times of a step here: mean of {_count(verdict.steps)}, the newest after warm-up."
+        parts.append(tag("p", text, class_="evidence"))
     return tag("div", parts, class_=f"verdict {look}".rstrip())
 
 
@@ -72,26 +123,46 @@ def _saving_bar(step_s: float, without_s: float) -> Markup:
     return tag("table", tag("tbody", rows), class_="saving")
 
 
-def _state_text(run: RunContents) -> str:
-    row = read_row(run.folder, run.folder, time.time(), read_held_locks())
+def _state_text(run: RunContents, row: RunRow, verdict: Verdict) -> str:
+    """Return state, step, layout and model; a cause that the verdict names stands only there."""
     steps = run.metrics.steps
     at = steps[-1] if steps else 0
     of = run.plan.get("steps")
     total = f" of {of:,}" if is_number(of) and of else ""
-    how = f" ({row.how})" if row.how and row.how != row.state else ""
+    is_new = row.how and row.how != row.state and row.how not in verdict.line()
+    how = f" ({row.how})" if is_new else ""
     words = [row.state + how, f"step {at:,}{total}"]
     if (layout := _layout_text(run)) is not None:
         words.append(layout)
     model = run.plan.get("model")
     if isinstance(model, str) and model:
         words.append(model)
-    if row.started_s:
-        words.append(f"started {_clock(row.started_s)}")
     return " · ".join(words)
 
 
-def _clock(time_s: float) -> str:
+def _starts_text(run: RunContents) -> str:
+    """Return the first start, the last one, and the numbers of starts and deaths."""
+    starts = list_starts(run.events)
+    if not starts:
+        return ""
+    words = [f"started {_clock(starts[0].time_s)}"]
+    if len(starts) > 1 or starts[-1].step is not None:
+        last = starts[-1]
+        at = "" if len(starts) == 1 else f" {_clock(last.time_s)}"
+        whence = f"resumed{at} from step {last.step:,}" if last.step is not None else ""
+        words.append(whence or f"last started{at} from the beginning")
+    counted = sum(run.event_counts.get(name, 0) for name in ("run_started", "restarting"))
+    count = max(len(starts), counted)
+    words.append(f"{count:,} start{'s' if count > 1 else ''}")
+    if deaths := run.event_counts.get("worker_died", 0):
+        words.append(f"{deaths:,} death{'s' if deaths > 1 else ''} of a rank")
+    return " · ".join(words)
+
+
+def _clock(time_s: float | None) -> str:
     try:
+        if time_s is None:
+            return "at an unknown time"
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
     except (OverflowError, ValueError, OSError):
         return "at an unknown time"
@@ -119,14 +190,14 @@ def _figures(run: RunContents) -> Markup:
         if min(validated) < validated[-1]:
             tiles.append(("best validation", f"{min(validated):.4f}"))
     if len(times):
-        tiles.append(("step, median", seconds_text(_median(times))))
+        tiles.append((f"step, {median_name(run)}", seconds_text(_median(times))))
     if len(rates) and unit == "tokens":
         tiles.append((f"{unit}/s, median", count_text(_median(rates))))
     total = metrics.running_sum("tokens")
     if total and total[-1] > 0:
         tiles.append((unit if unit == "tokens" else "targets", count_text(total[-1])))
     if len(peaks):
-        tiles.append(("peak memory, rank 0", bytes_text(max(peaks))))
+        tiles.append(("peak memory of rank 0", bytes_text(max(peaks))))
     if is_number(parameters := run.plan.get("parameters")) and parameters:
         tiles.append(("parameters", count_text(parameters)))
     if is_number(batch := run.plan.get("batch")) and batch:
@@ -136,6 +207,13 @@ def _figures(run: RunContents) -> Markup:
     )
 
 
+def median_name(run: RunContents) -> str:
+    """Return the name of a median over steps, with the first and the last of them."""
+    steps = run.metrics.column("step_s")[0][-MEDIAN_STEPS:]
+    first = steps[1] if len(steps) > 1 else steps[0]
+    return f"median of steps {int(first):,}–{int(steps[-1]):,}"
+
+
 def _median(values: Sequence[float]) -> float:
-    newest = values[-10_000:]
+    newest = values[-MEDIAN_STEPS:]
     return statistics.median(newest[1:] if len(newest) > 1 else newest)
