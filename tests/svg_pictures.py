@@ -14,10 +14,13 @@ import base64
 import hashlib
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape, unescape
 from importlib import resources
+from itertools import groupby
 
+from shoal.report.png_image import make_palette
 from shoal.view.watch.styled_lines import SGR, Line, cell_width, line_text
 
 COLUMN, ROW, SIZE, PAD, BAR = 8.4, 17.0, 14, 16.0, 30.0
@@ -36,6 +39,7 @@ DARK = LIGHT | {
 }  # fmt: skip
 MONO = 'ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace'
 VOID = re.compile(r"<(br|col|hr|img)\b([^>]*)>")
+IMAGE = re.compile(r'<img[^>]*\bsrc="(data:image/png;base64,[^"]*)"[^>]*>')
 DOTS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))
 """Column and row of each bit of a braille letter."""
 
@@ -165,11 +169,16 @@ def page_svg(title: str, markup: Iterable[str], width: int, height: int) -> str:
         title: for screen readers.
         markup: HTML made by `shoal.report.markup`.
     """
-    text = VOID.sub(r"<\1\2/>", "".join(markup))
+    text = "".join(markup)
+    digest = markup_digest(text)
+    text = VOID.sub(r"<\1\2/>", IMAGE.sub(lambda found: _draw_map(found[1]), text))
     text = text.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
     sheet = resources.files("shoal.report").joinpath("assets", "report.css")
     style = sheet.read_text(encoding="utf-8").replace("html{", ".html{").replace("body{", ".body{")
     style += (
+        ".plot .map,.ramp .map{display:block;width:100%;height:100%}.ramp .map{width:120px;"
+        "height:8px;border:1px solid var(--line)}@media(prefers-color-scheme:dark){.map{"
+        "filter:invert(1) hue-rotate(180deg)}}"
         f".html{{width:{width}px;height:{height}px;overflow:hidden}}main{{padding:0 20px}}"
         "main section:first-child{padding-top:16px}.grid2{grid-template-columns:1fr 1fr}"
         ".tiles{gap:10px 26px}.tiles div:nth-child(n+8){display:none}.edge{fill:none;stroke:var(--line)}"
@@ -180,7 +189,26 @@ def page_svg(title: str, markup: Iterable[str], width: int, height: int) -> str:
         "</foreignObject>",
         f'<rect class="edge" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="7"/>',
     ]
-    return _document(width, height, title, escape(style, quote=False), parts, markup_digest(text))
+    return _document(width, height, title, escape(style, quote=False), parts, digest)
+
+
+def _draw_map(url: str) -> str:
+    """Return the image of a map as SVG: a path for each shade, since some pages allow no image."""
+    palette, shades = make_palette(), defaultdict[int, str](str)
+    rows = read_rows(url)
+    for y, row in enumerate(rows):
+        x = 0
+        for shade, cells in groupby(row):
+            wide = len(list(cells))
+            shades[shade] += f"M{x} {y}h{wide}v1h-{wide}z" if shade else ""
+            x += wide
+    paths = [
+        f'<path fill="#{palette[3 * shade : 3 * shade + 3].hex()}" d="{path}"/>'
+        for shade, path in sorted(shades.items())
+        if shade
+    ]
+    size = f'viewBox="0 0 {len(rows[0])} {len(rows)}" preserveAspectRatio="none"'
+    return f'<svg class="map" shape-rendering="crispEdges" {size}>{"".join(paths)}</svg>'
 
 
 def _document(
@@ -206,17 +234,19 @@ def markup_digest(markup: str) -> str:
     Elements, classes and the style sheet do not count, so a new look needs no new picture.
     """
     data = re.findall(r'\b(?:points|width)="([^"]*)"', markup)
-    data += [read_cells(url).hex() for url in re.findall(r'\bsrc="([^"]*)"', markup)]
+    data += [row.hex() for url in IMAGE.findall(markup) for row in read_rows(url)]
     words = unescape(re.sub(r"<[^>]*>", "\n", markup)).split()
     return text_digest([*words, *data])
 
 
-def read_cells(url: str) -> bytes:
-    """Return the cells of a map from its PNG, whichever zlib wrote it."""
+def read_rows(url: str) -> list[bytes]:
+    """Return the rows of a map, a byte a cell, from its PNG, whichever zlib wrote it."""
     raw = base64.b64decode(url.partition(",")[2])
     at = raw.index(b"IDAT")
     size = int.from_bytes(raw[at - 4 : at], "big")
-    return zlib.decompress(raw[at + 4 : at + 4 + size])
+    cells = zlib.decompress(raw[at + 4 : at + 4 + size])
+    wide = int.from_bytes(raw[16:20], "big") + 1  # a row begins with the number of its filter
+    return [cells[start + 1 : start + wide] for start in range(0, len(cells), wide)]
 
 
 def read_digest(svg: str) -> str:
