@@ -143,7 +143,7 @@ def draw_comparison() -> str:
     with picture_clock(read_events(FAST)[-1]["time_s"]):
         found = read_comparison([SLOW, FAST])
         parts = [make(found) for make in (header_section, results_section)]
-    return page_svg("shoal report runs/slow-data runs/fast-data", parts, WIDTH, 545)
+    return page_svg("shoal report runs/slow-data runs/fast-data", parts, WIDTH, 580)
 
 
 def draw_watch() -> str:
