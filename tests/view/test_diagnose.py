@@ -36,6 +36,13 @@ def run_of(folder: Path, *events: tuple[str, dict[str, Any]], steps: int = 0, **
     return folder
 
 
+def save(folder: Path, *steps: int) -> None:
+    """Complete checkpoints of these steps, without tensors."""
+    for step in steps:
+        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step-{step}" / "manifest.json").write_text("{}")
+
+
 SLOW: Record = {"rank": 1, "host": "a", "step": 40, "extra_s": 0.032, "share": 0.304}
 CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
     "a rank that is slow in data": (
@@ -53,7 +60,7 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
     "a kill": (
         [("worker_died", {**DIED, "how": "killed by SIGKILL", "traceback": ""})],
         "rank 1 (pid 4711): killed by SIGKILL",
-        "a SIGKILL leaves no words",
+        "nothing is known of the sender",
         "dmesg -T | grep -i -e oom",
     ),
     "memory in pieces": (
@@ -217,6 +224,7 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_thing_is_named_with_its_cause_and_the_next_command(tmp_path: Path, case: str) -> None:
     events, what, why, command = CASES[case]
+    save(tmp_path, 4)
     (found,) = diagnose(run_of(tmp_path, *events))
     assert what in found.what
     assert why in found.why
@@ -224,7 +232,7 @@ def test_each_thing_is_named_with_its_cause_and_the_next_command(tmp_path: Path,
     # What the run itself dealt with when it met it.
     dealt_with = ("step_skipped", "checkpoint_damaged", "spike", "rewound")
     assert found.over == (found.kind in dealt_with)
-    assert not found.advice
+    assert found.advice == (found.kind == "slow_rank")
 
 
 def test_what_went_on_by_itself_says_so_and_deaths_alike_are_told_once(tmp_path: Path) -> None:
@@ -267,8 +275,16 @@ def test_a_script_of_ones_own_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "run.toml").unlink()
     assert [one.command for one in diagnose(tmp_path)] == [
         "start the script again, with run.loader(…, workers=2)",
-        "start the script again; run.restore() goes on from its last checkpoint",
+        "start the script again; nothing was saved, so it begins at its first step",
     ]
+    save(tmp_path, 8)
+    assert diagnose(tmp_path)[1].command == (
+        "start the script again; run.restore() goes on from its last checkpoint"
+    )
+    told = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output.splitlines()
+    assert (
+        told[-1] == "next: start the script again; run.restore() goes on from its last checkpoint"
+    )
     (tmp_path / "events.jsonl").write_text("")
     (tmp_path / OWNER_FILE).unlink()
     (advice,) = diagnose(tmp_path)
@@ -328,9 +344,10 @@ def test_nothing_wrong(tmp_path: Path) -> None:
     run_of(tmp_path, *events, steps=60, comm_exposed_s=0.01, data_wait_s=0.001)
     assert diagnose(tmp_path) == []
     told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
-    first, last = told.output.splitlines()
+    first, last, *end = told.output.splitlines()
     assert (told.exit_code, first) == (0, f"{tmp_path}: nothing wrong")
     assert last.startswith("verdict: nothing to gain")
+    assert end[0] == "end: stopped at step 60"
 
 
 @pytest.mark.parametrize(
@@ -410,3 +427,102 @@ def test_no_run_folder_is_one_line_with_the_nearest(tmp_path: Path) -> None:
     assert told.returncode == 2
     line = f"shoal: {tmp_path}/logs: no run folder; try: {tmp_path}\n"
     assert (told.stdout, told.stderr) == ("", line)
+
+
+KILLED = ("worker_died", {**DIED, "how": "killed by SIGKILL", "traceback": "", "fatal": True})
+DMESG = "dmesg -T | grep -i -e oom -e 'killed process'"
+
+
+def answer(folder: Path) -> tuple[int, list[str]]:
+    """Exit status and lines of `shoal diagnose`, the folder called RUN."""
+    told = CliRunner().invoke(app, ["diagnose", str(folder)])
+    return told.exit_code, told.output.replace(str(folder), "RUN").splitlines()
+
+
+def test_a_killed_run_says_what_is_saved_what_is_lost_and_how_to_go_on(tmp_path: Path) -> None:
+    run_of(tmp_path, KILLED, steps=71)
+    (tmp_path / "plan.json").write_text('{"steps": 80}')
+    first = [
+        "1. rank 1 (pid 4711): killed by SIGKILL",
+        "   why: nothing is known of the sender: a person, a scheduler, or the kernel out of memory",
+        "end: killed at step 71 of 80",
+    ]
+    gave_up = "restart: none: the launcher gave up after this death"
+    assert answer(tmp_path) == (1, [
+        *first,
+        "saved: no complete checkpoint is in this folder; steps 1–71 are lost: 71 steps",
+        gave_up, "next: shoal train RUN/run.toml", f"cause: {DMESG}",
+    ])  # fmt: skip
+    save(tmp_path, 48, 64)
+    step = "saved: step 64 is the newest complete checkpoint (RUN/checkpoints/step-64); steps 65–71"
+    assert answer(tmp_path) == (1, [
+        *first, f"{step} are lost: 7 steps", gave_up, "next: shoal train --resume RUN", f"cause: {DMESG}",
+    ])  # fmt: skip
+    (tmp_path / "run.toml").write_text("[launch]\nrestarts = 0\n")
+    assert "restart: none: launch.restarts = 0" in answer(tmp_path)[1]
+    told = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"]).output
+    onward = json.loads(told)["continuation"]
+    assert (onward["saved_step"], onward["last_step"]) == (64, 71)
+    assert onward["command"] == f"shoal train --resume {tmp_path}"
+
+
+def test_restarts_before_the_end_are_counted(tmp_path: Path) -> None:
+    run_of(tmp_path, *GOES_ON, KILLED, steps=5)
+    save(tmp_path, 5)
+    lines = answer(tmp_path)[1]
+    assert "restart: 1 of 3 restarts were made, then the launcher gave up" in lines
+    assert lines[3].endswith("; no step is lost")
+
+
+def test_speed_of_a_complete_run_is_advice_for_the_next_run(tmp_path: Path) -> None:
+    done = ("run_finished", {"how": "completed"})
+    run_of(tmp_path, ("slow_rank", {**SLOW, "phase": "data"}), done, steps=60)
+    status, lines = answer(tmp_path)
+    assert (status, lines[0]) == (0, "RUN: nothing wrong")
+    assert lines[1].startswith("faster: rank 1 on a is slow in data: 32.0 ms a step (30%)")
+    assert lines[3] == "   try in the next run: data.workers=2"
+    assert "--resume" not in "".join(lines)
+    run_of(tmp_path / "wait", done, steps=60, data_wait_s=0.03)
+    assert [one.command for one in diagnose(tmp_path / "wait")] == [
+        "try in the next run: data.workers=2"
+    ]
+
+
+def test_a_slow_rank_has_one_share(tmp_path: Path) -> None:
+    from shoal.cli.diagnose import _omit_figures
+    from shoal.report.verdict import Verdict
+
+    run_of(tmp_path, ("slow_rank", {**SLOW, "phase": "data"}))
+    (found,) = diagnose(tmp_path)
+    same = _omit_figures(found, Verdict("slow_rank", "rank 1's data", (), 0.25))
+    assert same.what == "rank 1 on a is slow in data; the others wait for it"
+    assert same.command == ""
+    for cause in ("rank 2's data", "rank 1's forward pass"):
+        assert _omit_figures(found, Verdict("slow_rank", cause, (), 0.25)) == found
+
+
+def test_commands_that_would_be_refused_are_not_proposed(tmp_path: Path) -> None:
+    spike = ("spike", {"step": 9, "reason": "loss 70"})
+    (found,) = diagnose(run_of(tmp_path / "unsaved", spike))
+    assert found.command == f"shoal train {tmp_path}/unsaved/run.toml train.spikes=skip"
+    (found,) = diagnose(run_of(tmp_path / "done", spike, ("run_finished", {"how": "completed"})))
+    assert found.command == "try in the next run: train.spikes=skip"
+    stop = ("stop_requested", {"signal": "SIGTERM", "steps": True})
+    (found,) = diagnose(run_of(tmp_path / "stop", stop))
+    assert found.command == "", "there is no checkpoint to list"
+    run_of(tmp_path / "isl")
+    island = run_of(tmp_path / "isl" / "island-0", spike)
+    assert diagnose(island)[0].command == f"shoal train --resume {tmp_path}/isl train.spikes=skip"
+
+
+def test_islands_go_on_together(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    for island, steps in ((0, 30), (1, 29)):
+        run_of(tmp_path / f"island-{island}", KILLED, steps=steps)
+        save(tmp_path / f"island-{island}", 20, 25)
+    save(tmp_path / "island-0", 30)  # no other island holds it
+    status, lines = answer(tmp_path)
+    assert (status, lines[0], lines[3]) == (1, "RUN/island-0:", "RUN/island-1:")
+    saved = "step 25 is the newest complete checkpoint (RUN/island-0/checkpoints/step-25)"
+    assert f"saved: {saved}; steps 26–30 are lost: 5 steps" in lines
+    assert "next: shoal train --resume RUN" in lines

@@ -48,10 +48,15 @@ KEY = typer.Option("", help="Which part is the model, where several could be, as
 
 @app.command("list")
 def list_(path: Path = RUN, as_json: bool = JSON) -> None:
-    """Show the complete checkpoints of a run, newest first, then those of its tags."""
+    """Show the complete checkpoints of a run, newest first, then those of its tags.
+
+    The last line says how many steps the newest checkpoint is behind the run, if it is.
+    """
     from shoal.checkpoint.format.listing import read_manifest
+    from shoal.view.progress import local_time_text
 
     rows: list[dict[str, object]] = []
+    times_s = _save_times_s(path)
     for step_folder in list_run_checkpoints(path, tags=True):
         try:
             manifest = read_manifest(step_folder)
@@ -61,10 +66,12 @@ def list_(path: Path = RUN, as_json: bool = JSON) -> None:
                 typer.echo(f"{step_folder}  damaged: {failure}")
             continue
         layout = manifest.record.get("layout", "")
+        saved_s = times_s.get(manifest.step) or (step_folder / "manifest.json").stat().st_mtime
         rows.append(
             {
                 "path": str(step_folder),
                 "step": manifest.step,
+                "saved_s": saved_s,
                 "bytes": manifest.size_bytes,
                 "tensors": len(manifest.tensors),
                 "layout": layout,
@@ -73,10 +80,36 @@ def list_(path: Path = RUN, as_json: bool = JSON) -> None:
         if not as_json:
             typer.echo(
                 f"{step_folder}  step {manifest.step}  {bytes_text(manifest.size_bytes)}  "
-                f"{len(manifest.tensors)} tensors  {layout}"
+                f"{len(manifest.tensors)} tensors  {layout}  "
+                f"saved {local_time_text(saved_s, '%m-%d %H:%M:%S') or '–'}"
             )
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
+    elif line := _behind_line(path, rows):
+        typer.echo(line)
+
+
+def _save_times_s(path: Path) -> dict[int, float]:
+    """Return step → when its checkpoint was saved last, seconds since 1970, from a run's events."""
+    from shoal.base.runlog.damaged_lines import is_number
+    from shoal.view.diagnosis.folder_evidence import read_event_history
+
+    saves = [one for one in read_event_history(path) if one["event"] == "checkpoint_saved"]
+    known = [one for one in saves if is_number(one.get("step")) and is_number(one.get("time_s"))]
+    return {int(one["step"]): float(one["time_s"]) for one in known}
+
+
+def _behind_line(path: Path, rows: list[dict[str, object]]) -> str:
+    """Return how many steps the newest checkpoint of a run is behind its last step; "" for none."""
+    from shoal.view.diagnosis.folder_evidence import read_step_rows
+
+    steps = [step for row in rows if isinstance(step := row.get("step"), int)]
+    last = next((int(row["step"]) for row in read_step_rows(path, 1)), 0)
+    behind = last - max(steps, default=last)
+    if behind <= 0:
+        return ""
+    count = "1 step" if behind == 1 else f"{behind} steps"
+    return f"the newest is {count} behind the last step ({last})"
 
 
 @app.command()

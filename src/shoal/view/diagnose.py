@@ -23,6 +23,12 @@ from typing import Any
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import DAMAGED, strip_control_characters
 from shoal.base.text.units import seconds_text
+from shoal.view.diagnosis.continuation import (
+    NEXT_RUN,
+    Continuation,
+    adapt_findings,
+    find_continuation,
+)
 from shoal.view.diagnosis.death_rules import ALLOCATOR, WATCHED
 from shoal.view.diagnosis.end_rules import diagnose_damage, diagnose_end
 from shoal.view.diagnosis.event_rules import LEFT_OUT, LOOKS
@@ -35,9 +41,17 @@ from shoal.view.diagnosis.folder_evidence import (
     read_step_rows,
 )
 from shoal.view.diagnosis.folder_state import decide_state
-from shoal.view.script_lines import is_repeated_death, is_user_script, script_command
+from shoal.view.script_lines import is_repeated_death, is_user_script
 
-__all__ = ("ALLOCATOR", "LOOKS", "WATCHED", "RunFinding", "diagnose", "findings_text")
+__all__ = (
+    "ALLOCATOR",
+    "LOOKS",
+    "WATCHED",
+    "RunFinding",
+    "diagnose",
+    "findings_text",
+    "read_continuation",
+)
 
 NOTES = ("resumed", "fragmentation")
 """Advice that does not concern speed."""
@@ -58,9 +72,13 @@ def diagnose(folder: Path) -> list[RunFinding]:
     ends = [one for one in diagnose_end(evidence, state) if not kinds & KNOWN.get(one.kind, set())]
     found += [*ends, *diagnose_damage(evidence, state)]
     found += _find_advice(folder, {one.kind for one in found})
-    if is_script:
-        found = [replace(one, command=script_command(one.command)) for one in found]
-    return found
+    return adapt_findings(found, evidence, state)
+
+
+def read_continuation(folder: Path) -> Continuation | None:
+    """Return the way on from the end of a run that was not done; None if there is none."""
+    evidence = read_evidence(folder, time.time(), read_held_locks())
+    return find_continuation(evidence, decide_state(evidence))
 
 
 KNOWN = {"unsaved": {"stop_requested", "checkpoint_failed"}}
@@ -106,7 +124,8 @@ def _finding_lines(lead: str, one: RunFinding, how: str) -> list[str]:
     if one.why:
         lines += [f"   why: {one.why}"]
     if one.command:
-        lines += [f"   next: {one.command}"]
+        lead = "" if one.command.startswith(NEXT_RUN) else "next: "
+        lines += [f"   {lead}{one.command}"]
     return [strip_control_characters(line) for line in lines]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,13 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import number_text, strip_control_characters
 from shoal.base.text.units import count_text, seconds_text
-from shoal.view.diagnosis.folder_evidence import read_evidence, read_held_locks
+from shoal.view.diagnosis.folder_evidence import (
+    FolderEvidence,
+    read_evidence,
+    read_first_start_s,
+    read_held_locks,
+    read_last_validation,
+)
 from shoal.view.diagnosis.folder_state import WRONG, decide_state
 from shoal.view.diagnosis.run_folders import find_run_folders
 from shoal.view.progress import count_unit, local_time_text, step_amount
@@ -39,11 +45,12 @@ class RunRow:
         state: as in the table of `diagnosis/folder_state.py`.
         how: how it ended, in words; "" if it did not.
         step, steps: the last step, and all of them; 0: unknown.
-        loss, validation: the newest ones.
-        rate: tokens or samples a second over the newest steps.
+        loss, validation: the newest ones, the validation of any session.
+        rate: tokens or samples a second over the newest steps; of islands together.
         unit: tokens or samples.
         layout: its name.
-        started_s, last_sign_s: seconds since 1970; 0.0: unknown.
+        started_s: when its first session began, seconds since 1970; 0.0: unknown.
+        last_sign_s: seconds since 1970; 0.0: unknown.
         alive: a process may still work in the folder.
     """
 
@@ -79,8 +86,10 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
     """Return the row of one run folder, whatever is missing or damaged in it."""
     seen = read_evidence(path, now_s, held)
     state = decide_state(seen)
-    validated = [e.get("loss") for e in seen.events if e["event"] == "validated"]
-    losses = [s["loss"] for s in seen.steps if is_number(s.get("loss"))]
+    # The islands of a run make its steps; all hold the same weights after a round.
+    parts = seen.islands if seen.islands and not seen.steps else (seen,)
+    losses = [s["loss"] for s in parts[0].steps if is_number(s.get("loss"))]
+    validations = (read_last_validation(one.folder) for one in parts)
     below = path.relative_to(root) if path != root else Path(path.absolute().name)
     return RunRow(
         strip_control_characters(str(below)),
@@ -90,14 +99,19 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
         state.step,
         state.steps,
         losses[-1] if losses else None,
-        next(filter(is_number, reversed(validated)), None),
-        _rate(seen.steps, seen.plan),
-        count_unit(seen.plan),
+        next(filter(is_number, validations), None),
+        _rate_of_all(parts),
+        count_unit(parts[0].plan),
         _layout_name(seen.plan),
-        seen.started_s or seen.ranks_s,
+        read_first_start_s(path) or seen.started_s or seen.ranks_s,
         state.last_sign_s,
         state.alive,
     )
+
+
+def _rate_of_all(parts: Sequence[FolderEvidence]) -> float | None:
+    rates = [rate for one in parts if (rate := _rate(one.steps, one.plan)) is not None]
+    return sum(rates) if rates else None
 
 
 def _rate(steps: list[Record], plan: Record) -> float | None:

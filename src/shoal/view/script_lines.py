@@ -59,6 +59,7 @@ WORDS = {
 }
 """Keys in a script that are no keyword of shoal.parallelize."""
 AGAIN = "start the script again; run.restore() goes on from its last checkpoint"
+ANEW = "start the script again; nothing was saved, so it begins at its first step"
 HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/start/cluster.md)"
 
 

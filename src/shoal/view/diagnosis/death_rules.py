@@ -120,7 +120,9 @@ def diagnose_death(event: Record, after: list[Record], folder: Path) -> RunFindi
             break
     else:
         if "SIGKILL" in how:
-            why = "a SIGKILL leaves no words: a person, a scheduler, or the kernel out of memory"
+            why = (
+                "nothing is known of the sender: a person, a scheduler, or the kernel out of memory"
+            )
             command = "dmesg -T | grep -i -e oom -e 'killed process'"
         elif is_user_script(folder) and re.search(r"SIG(TERM|INT|USR1)", how):
             why, command = "it was asked to stop, and this loop does not hear it", HEARS

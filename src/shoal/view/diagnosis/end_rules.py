@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from shoal.base.runlog.atomic_files import list_saved_steps
 from shoal.base.text.units import seconds_text
+from shoal.view.diagnosis.continuation import restart_command
 from shoal.view.diagnosis.death_rules import diagnose_death
 from shoal.view.diagnosis.finding import RunFinding
 from shoal.view.diagnosis.folder_evidence import FolderEvidence
@@ -94,7 +94,7 @@ def _texts(seen: FolderEvidence, state: FolderState) -> dict[str, str]:
         "hosts": ", ".join(seen.hosts),
         "how": state.how,
         "run": shlex.quote(str(seen.folder)),
-        "again": _restart_command(seen),
+        "again": restart_command(seen),
         "above": shlex.quote(str(seen.folder.parent)),
         "who": holder if seen.held else "its processes are of another machine",
     }
@@ -122,13 +122,5 @@ def _diagnose_launcher_death(seen: FolderEvidence) -> RunFinding:
         "killed",
         f"the run ended without a word: {who} ({owner}) was killed, or the machine went down",
         f"{whose} takes owner.json away as it ends, and this one is still there",
-        _restart_command(seen),
+        restart_command(seen),
     )
-
-
-def _restart_command(seen: FolderEvidence) -> str:
-    """Return the command that goes on, or that starts anew if nothing was saved."""
-    run = shlex.quote(str(seen.folder))
-    if is_user_script(seen.folder) or list_saved_steps(seen.folder) or seen.islands:
-        return f"shoal train --resume {run}"
-    return f"shoal train {run}/run.toml"

@@ -100,7 +100,7 @@ def _diagnose_slow_rank(event: Record, after: list[Record], folder: Path) -> Run
     log = shlex.quote(str(folder / "logs" / f"rank-{rank}.log"))
     names = {"run": shlex.quote(str(folder)), "log": log}
     what, step = slow_text(event), step_of(event)
-    return RunFinding("slow_rank", what, why, command.format(**names), rank, step)
+    return RunFinding("slow_rank", what, why, command.format(**names), rank, step, advice=True)
 
 
 class _DefaultNames(dict[str, str]):

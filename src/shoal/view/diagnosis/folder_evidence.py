@@ -36,6 +36,8 @@ MOST_HISTORY = 5_000
 """Events of all sessions that are read, the newest ones."""
 ROWS_BYTES, SESSION_BYTES, HISTORY_BYTES = 1 << 20, 4 << 20, 16 << 20
 """Bytes at the end of metrics.jsonl and events.jsonl that are read."""
+FIRST_BYTES = 1 << 16
+"""Bytes at the beginning of events.jsonl that are read."""
 LAST_S = 32_503_680_000.0
 """Seconds from 1970 to the year 3000; a later time is damage."""
 NEWEST_STEPS = 20
@@ -198,6 +200,31 @@ def read_event_history(folder: Path) -> list[Record]:
 def read_step_rows(folder: Path, most: int) -> list[Record]:
     """Return the newest rows of metrics.jsonl, at most `most`, the oldest of them first."""
     return _newest_steps(_read_lines(folder / "metrics.jsonl", ROWS_BYTES)[0], most)
+
+
+def read_first_start_s(folder: Path) -> float:
+    """Return when the first session of a run began, seconds since 1970; 0.0: unknown."""
+    path = folder / "events.jsonl"
+    try:
+        if not _is_file(path):
+            return 0.0
+        with path.open("rb") as file:
+            lines = file.read(FIRST_BYTES).splitlines(keepends=True)
+    except OSError:
+        return 0.0
+    events = (parse_event(line) for line in lines if line.endswith(b"\n"))
+    return next((at_s for event in events if event and (at_s := _time_of(event))), 0.0)
+
+
+def read_last_validation(folder: Path) -> float | None:
+    """Return the newest loss of a validation, of any session; None without one."""
+    for line in _read_lines(folder / "events.jsonl", SESSION_BYTES)[0]:
+        if b'"validated"' not in line or (event := parse_event(line)) is None:
+            continue
+        loss = event.get("loss")
+        if event["event"] == "validated" and is_number(loss):
+            return float(loss)
+    return None
 
 
 def read_held_locks(table: Path = Path("/proc/locks")) -> set[int]:

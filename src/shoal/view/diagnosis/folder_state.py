@@ -81,7 +81,8 @@ def read_folder_state(folder: Path, now_s: float | None = None) -> FolderState:
 def decide_state(seen: FolderEvidence) -> FolderState:
     """Return the state that the evidence of a folder shows."""
     state = _decide_alone(seen)
-    if not seen.islands or state.word == "damaged" or not (state.alive or state.cause):
+    has_ended = not state.alive and _read_end(seen) is not None
+    if not seen.islands or state.word == "damaged" or has_ended:
         return state
     each = [_decide_alone(one) for one in seen.islands]
     worst = min(each, key=lambda one: WRONG.index(one.word) if one.word in WRONG else len(WRONG))

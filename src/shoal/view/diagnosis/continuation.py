@@ -1,0 +1,220 @@
+"""Continuation of a run that ended before it was done: what is saved, what is lost, how to go on.
+
+    end       state and step, as `shoal runs` has them
+    saved     the newest complete checkpoint, and the steps after it, which are lost
+    restart   what the launcher did about the end, if the events record it
+    next      the command that goes on, or that starts anew if nothing was saved
+
+`adapt_command` also corrects the commands of findings: no command may be proposed that Shoal would
+refuse. A complete run has nothing left to train, and a run without a checkpoint cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from shoal.base.runlog.atomic_files import list_saved_steps
+from shoal.base.runlog.damaged_lines import Record
+from shoal.base.text.event_sentences import strip_control_characters
+from shoal.view.diagnosis.finding import RunFinding
+from shoal.view.diagnosis.folder_evidence import FolderEvidence
+from shoal.view.diagnosis.folder_state import FolderState
+from shoal.view.script_lines import AGAIN, ANEW, is_user_script, script_command
+
+CUT = ("killed", "failed", "hung", "stopped", "abandoned", "unsaved", "diverged")
+"""States of a run that ended before it was done."""
+NEXT_RUN = "try in the next run: "
+RESUME = re.compile(r"((?:[A-Z_]+=\S+ )?)shoal train --resume (?:'[^']*'|\S+)((?: [\w.]+=\S+)*)")
+READS = re.compile(r"shoal checkpoint (list|verify) ")
+USER_MUST_ACT = ("exit code 2", "exit code 3")
+"""Beginnings of a death after which no launcher restarts."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The way on from the end of a run that was not done.
+
+    Attributes:
+        end: the state, with its step.
+        saved_step: step of the newest complete checkpoint; None: nothing was saved.
+        saved: folder of that checkpoint; "" for none.
+        last_step: the newest step; 0: none.
+        restart: what the launcher did; "" unknown.
+        command: the next command, or what to do with a script; "" if a finding has to be met first.
+    """
+
+    end: str
+    saved_step: int | None
+    saved: str
+    last_step: int
+    restart: str
+    command: str
+
+    @property
+    def lost(self) -> str:
+        """Return a sentence on the lost steps.
+
+        >>> Continuation("killed", 64, "step-64", 71, "", "").lost
+        'steps 65–71 are lost: 7 steps'
+        """
+        first, last = (self.saved_step or 0) + 1, self.last_step
+        if last < first:
+            return "no step is lost"
+        if last == first:
+            return f"step {last} is lost: 1 step"
+        return f"steps {first}–{last} are lost: {last - first + 1} steps"
+
+    def lines(self, cause_command: str = "") -> list[str]:
+        """Return lines for a terminal.
+
+        Args:
+            cause_command: the command that looks into the cause; "" none.
+        """
+        saved = "no complete checkpoint is in this folder"
+        if self.saved_step is not None:
+            saved = f"step {self.saved_step} is the newest complete checkpoint ({self.saved})"
+        pairs = (
+            ("end", self.end),
+            ("saved", f"{saved}; {self.lost}"),
+            ("restart", self.restart),
+            ("next", self.command),
+            ("cause", cause_command if cause_command != self.command else ""),
+        )
+        return [
+            strip_control_characters(f"{name}: {text}").replace("\n", " ")
+            for name, text in pairs
+            if text
+        ]
+
+    def record(self) -> Record:
+        """Return the continuation as a JSON object."""
+        return {**asdict(self), "lost": self.lost}
+
+
+def find_continuation(seen: FolderEvidence, state: FolderState) -> Continuation | None:
+    """Return the way on from a run's end; None if it runs, is done, or never made a step.
+
+    Args:
+        seen: the evidence that led to `state`.
+    """
+    if state.word not in CUT or state.alive:
+        return None
+    is_script = is_user_script(seen.folder)
+    if is_script and state.word == "stopped" and not state.cause and "closed" in state.how:
+        return None  # a loop of one's own that came to its end
+    step, saved = _find_saved(seen)
+    last_step = max((seen.step, *(one.step for one in seen.islands)))
+    of = f" of {state.steps}" if state.steps >= last_step else ""
+    where = f" at step {last_step}{of}" if last_step else " before its first step"
+    command = "" if state.word == "diverged" else restart_command(seen)
+    if is_script:
+        command = AGAIN if saved else ANEW
+    return Continuation(
+        f"{state.word}{where}", step, str(saved or ""), last_step, _restart_text(seen), command
+    )
+
+
+def restart_command(seen: FolderEvidence) -> str:
+    """Return the command that goes on, or that starts anew if nothing was saved.
+
+    >>> shlex.quote("my runs/a")
+    "'my runs/a'"
+    """
+    whole = _whole_run(seen.folder)
+    if is_user_script(seen.folder):
+        return f"shoal train --resume {shlex.quote(str(whole))}"  # script_command rewrites it
+    return _fill_resume(seen, "", "")
+
+
+def adapt_command(command: str, seen: FolderEvidence, state: FolderState) -> str:
+    """Return a finding's command as the run's state allows it; "" if Shoal would refuse it."""
+    has_saved = _find_saved(seen)[0] is not None
+    if READS.match(command) and not has_saved:
+        return ""
+    if is_user_script(seen.folder):
+        command = script_command(command)
+        return command if has_saved else command.replace(AGAIN, ANEW)
+    found = RESUME.fullmatch(command)
+    if found is None:
+        return command
+    setting, keys = found[1], found[2]
+    if state.word == "ended":
+        words = f"{setting}{keys}".strip()
+        return f"{NEXT_RUN}{words}" if words else ""
+    resumed = _fill_resume(seen, setting, keys)
+    return f"once it has stopped: {resumed}" if state.alive else resumed
+
+
+def adapt_findings(
+    found: list[RunFinding], seen: FolderEvidence, state: FolderState
+) -> list[RunFinding]:
+    """Return the findings with commands that the run's state allows."""
+    return [replace(one, command=adapt_command(one.command, seen, state)) for one in found]
+
+
+def _fill_resume(seen: FolderEvidence, setting: str, keys: str) -> str:
+    """Return the command that goes on with a run, or starts it anew, with a setting and keys."""
+    whole = _whole_run(seen.folder)
+    held = whole != seen.folder or _find_saved(seen)[0] is not None
+    run = shlex.quote(str(whole))
+    way = (
+        f"shoal train --resume {run}" if held else f"shoal train {shlex.quote(f'{whole}/run.toml')}"
+    )
+    return f"{setting}{way}{keys}"
+
+
+def _whole_run(folder: Path) -> Path:
+    """Return the run that an island's folder belongs to, or the folder itself."""
+    is_island = re.fullmatch(r"island-\d+", folder.name) is not None
+    return folder.parent if is_island and (folder.parent / "run.toml").is_file() else folder
+
+
+def _find_saved(seen: FolderEvidence) -> tuple[int | None, Path | None]:
+    """Return the step and the folder of the newest complete checkpoint; of islands one of all."""
+    holders = [seen.folder]
+    steps = list_saved_steps(seen.folder)
+    if not steps and seen.islands:
+        each = {one.folder: set(list_saved_steps(one.folder)) for one in seen.islands}
+        common = set.intersection(*each.values()) or set.union(*each.values())
+        steps = sorted(common)
+        holders = [folder for folder, held in each.items() if steps and steps[-1] in held]
+    if not steps:
+        return None, None
+    return steps[-1], holders[0] / "checkpoints" / f"step-{steps[-1]}"
+
+
+def _restart_text(seen: FolderEvidence) -> str:
+    """Return what the launcher did about the end, from the events of the last session."""
+    restarts = [one for one in seen.events if one["event"] == "restarting"]
+    died = seen.last("worker_died")
+    if died is None and not restarts:
+        return ""
+    if is_user_script(seen.folder):
+        return ""  # nobody knows who starts a script again
+    times = (
+        f"{len(restarts)} of {restarts[-1].get('of', '?')} restarts were made" if restarts else ""
+    )
+    if died is None or died.get("fatal") is not True:
+        return times
+    if times:
+        return f"{times}, then the launcher gave up"
+    how = str(died.get("how") or "")
+    if how.startswith(USER_MUST_ACT):
+        return f"none: after {how[:11]} a restart would end the same way"
+    if _allowed_restarts(seen.folder) == 0:
+        return "none: launch.restarts = 0"
+    return "none: the launcher gave up after this death"
+
+
+def _allowed_restarts(folder: Path) -> object:
+    """Return launch.restarts of run.toml; None if it cannot be read."""
+    try:
+        table = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    launch = table.get("launch")
+    return launch.get("restarts") if isinstance(launch, dict) else None
