@@ -47,8 +47,8 @@ def list_starts(events: list[Record]) -> list[RunStart]:
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """How a run goes on that ended before its last step.
+class RunContinuation:
+    """Checkpoint and command with which a run goes on that ended before its last step.
 
     Attributes:
         saved: step of the newest checkpoint; None: none is on disk.
@@ -61,7 +61,7 @@ class Continuation:
     command: str
 
 
-def find_continuation(run: RunContents, state: str) -> Continuation | None:
+def find_continuation(run: RunContents, state: str) -> RunContinuation | None:
     """Return how a run goes on; None if it is done, runs, or cannot be continued.
 
     Args:
@@ -77,4 +77,4 @@ def find_continuation(run: RunContents, state: str) -> Continuation | None:
     resume = f"shoal train --resume {folder}"
     if saved is None and not is_user_script(run.folder):
         resume = f"shoal train {shlex.quote(str(run.folder / 'run.toml'))}"
-    return Continuation(saved, max(0, last - (saved or 0)), resume)
+    return RunContinuation(saved, max(0, last - (saved or 0)), resume)

@@ -124,6 +124,7 @@ def line_chart(
     x_title: str,
     y_label: Callable[[float], str] = number_label,
     marks: Sequence[float] = (),
+    starts: Sequence[tuple[float, str]] = (),
 ) -> Markup:
     """Return a line chart.
 
@@ -133,6 +134,7 @@ def line_chart(
         x_title: below.
         y_label: text of a value at the axis.
         marks: x of events, drawn as ticks at the top, which hide no spike.
+        starts: x and name of later starts, drawn as thin lines behind the curves.
     """
     shown = [line for line in lines if len(line.xs)]
     if not shown:
@@ -147,6 +149,8 @@ def line_chart(
     wide, tall = (right - left) or 1.0, (high - low) or 1.0
     y_marks = [(1 - (value - low) / tall, value) for value in ticks]
     parts = [_grid_line(position) for position, _ in y_marks]
+    placed = [((x - left) / wide, name) for x, name in starts if left < x < right]
+    parts += [_start_line(position) for position, _ in placed]
     parts += [_mark_line((x - left) / wide) for x in marks if left <= x <= right]
     names = list(dict.fromkeys(line.label for line in shown))
     for line in shown:
@@ -169,6 +173,13 @@ def line_chart(
         "svg", parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", role="img",
         aria_label=title,
     )  # fmt: skip
+    if placed:
+        texts = [
+            tag("text", name, x=f"{100 * at:.2f}%", y="12", dx="-4" if at > 0.5 else "4",
+                class_="last" if at > 0.5 else None)
+            for at, name in placed
+        ]  # fmt: skip
+        plot = Markup(plot + tag("svg", texts, class_="starts", aria_hidden="true"))
     x_marks = spread_marks(left, right)
     return chart_frame(
         title,
@@ -255,6 +266,11 @@ def _grid_line(position: float) -> Markup:
 def _mark_line(position: float) -> Markup:
     x = f"{position * WIDTH:.1f}"
     return tag("line", class_="mark", x1=x, x2=x, y1="0", y2=str(HEIGHT // 12))
+
+
+def _start_line(position: float) -> Markup:
+    x = f"{position * WIDTH:.1f}"
+    return tag("line", class_="start", x1=x, x2=x, y1="0", y2=str(HEIGHT))
 
 
 def _anchor(position: float) -> str:

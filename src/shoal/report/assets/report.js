@@ -89,6 +89,7 @@
     });
     var axis = { stroke: soft, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     var marks = curve.key === "loss" || curve.key === "grad_norm" ? data.marks : [];
+    function idle(u) { u.root.classList.toggle("idle", u.cursor.idx == null); }
     var chart = new uPlot({
       width: holder.clientWidth, height: 210, series: series,
       padding: [10, 12, 0, 0],
@@ -99,7 +100,29 @@
         Object.assign({}, axis, { size: 24, incrs: state.x === "step" ? whole : undefined, values: function (u, vs) { return vs.map(function (v) { return short(v); }); } }),
         Object.assign({}, axis, { size: 58, incrs: curve.form === "bytes" ? powers : undefined, values: function (u, vs) { return vs.map(function (v) { return v == null ? "" : short(v, curve.form); }); } })
       ],
-      hooks: { draw: [function (u) {
+      hooks: { setCursor: [idle], drawAxes: [function (u) {
+        // Starts stand behind the curves, so that they hide no spike.
+        u.ctx.save();
+        u.ctx.strokeStyle = u.ctx.fillStyle = soft;
+        u.ctx.lineWidth = devicePixelRatio;
+        u.ctx.font = 11 * devicePixelRatio + "px system-ui, sans-serif";
+        u.ctx.textBaseline = "top";
+        (data.starts || []).forEach(function (starts, run) {
+          starts.forEach(function (start) {
+            var x = Math.round(u.valToPos(place(run, start[0]), "x", true)), gap = 4 * devicePixelRatio;
+            var left = u.bbox.left, half = x > left + u.bbox.width / 2;
+            if (!(x > left && x < left + u.bbox.width)) return;
+            u.ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+            u.ctx.beginPath();
+            u.ctx.moveTo(x, u.bbox.top);
+            u.ctx.lineTo(x, u.bbox.top + u.bbox.height);
+            u.ctx.stroke();
+            u.ctx.textAlign = half ? "right" : "left";
+            u.ctx.fillText(start[1], half ? x - gap : x + gap, u.bbox.top);
+          });
+        });
+        u.ctx.restore();
+      }], draw: [function (u) {
         u.ctx.save();
         u.ctx.fillStyle = colour("--mark");
         var half = 4 * devicePixelRatio;
@@ -117,6 +140,8 @@
         u.ctx.restore();
       }] }
     }, joined, holder);
+    idle(chart);
+    chart.root.classList.toggle("alone", lines.length === 1);
     charts.push({ chart: chart, holder: holder });
   }
   function drawAll() {

@@ -13,10 +13,13 @@ from shoal.base.text.event_sentences import event_text, numbers_text
 from shoal.report.markup import Markup, clean_text, table, tag
 from shoal.report.metric_series import SampledSeries, sample_knots, sample_series
 from shoal.report.run_contents import RunContents
+from shoal.report.run_starts import list_starts
 from shoal.report.svg_charts import byte_label, line_chart, number_label, sampled_lines
 from shoal.view.progress import count_unit
 
 MOST_SOURCES = 12
+SHOWN_STARTS = 3
+"""Resumes whose lines in a chart have a name."""
 SHOWN_SPIKES, MOST_CULPRITS = 40, 8
 
 
@@ -140,7 +143,8 @@ def _points(events: Sequence[Record], value_of: Callable[[Record], Any]) -> Samp
 
 def curves_section(run: RunContents) -> Markup:
     """Return the charts of a run; a script of the page replaces each by one that zooms."""
-    charts = [_chart(curve, run) for curve in list_curves(run.curve_runs)]
+    curves = list_curves(run.curve_runs)
+    charts = [(_values if is_single(curve) else _chart)(curve, run) for curve in curves]
     if not charts:
         return tag("section", tag("h2", "Curves"), tag("p", "No step was recorded yet."))
     controls = tag("div", id="controls", hidden="hidden")
@@ -152,8 +156,38 @@ def curves_section(run: RunContents) -> Markup:
 def _chart(curve: Curve, run: RunContents) -> Markup:
     lines = [line for one in curve.series for line in sampled_lines(one.label, one.points)]
     marks = run.marked_steps if curve.key in ("loss", "grad_norm") else ()
-    drawn = line_chart(curve.title, lines, x_title="step", y_label=LABELS[curve.form], marks=marks)
+    drawn = line_chart(
+        curve.title,
+        lines,
+        x_title="step",
+        y_label=LABELS[curve.form],
+        marks=marks,
+        starts=start_marks(run),
+    )
     return tag("div", drawn, class_="curve", data_curve=curve.key)
+
+
+def is_single(curve: Curve) -> bool:
+    """Return whether no line of a chart has a second point, so that a number says as much."""
+    return all(one.points.count == 1 for one in curve.series)
+
+
+def _values(curve: Curve, run: RunContents) -> Markup:
+    """Return the single values of a chart's lines as text."""
+    rows = []
+    for one in curve.series:
+        step, value = one.points.steps[0], one.points.values[0]
+        text = byte_label(value) if curve.form == "bytes" else f"{value:.5g}"
+        name = f"{one.label}: " if len(curve.series) > 1 else ""
+        rows.append(tag("p", name, tag("b", text), f" at step {step:,}, the only value"))
+    return tag("div", tag("figure", tag("figcaption", curve.title), rows), class_="single")
+
+
+def start_marks(run: RunContents) -> list[tuple[int, str]]:
+    """Return the steps from which a run resumed, with the name of the newest ones."""
+    steps = sorted({start.step for start in list_starts(run.events) if start.step})
+    newest = steps[-SHOWN_STARTS:]
+    return [(step, f"resumed, step {step:,}" if step in newest else "") for step in steps[-64:]]
 
 
 def curve_data(runs: Sequence[RunContents]) -> Record:
@@ -162,6 +196,7 @@ def curve_data(runs: Sequence[RunContents]) -> Record:
         "curves": curve_records(list_curves(runs)),
         "knots": [shorten_knots(sample_knots(run.metrics)) for run in runs],
         "marks": [run.marked_steps for run in runs],
+        "starts": [start_marks(run) for run in runs],
     }
 
 
