@@ -13,10 +13,11 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -230,8 +231,22 @@ DRAWINGS: dict[str, Callable[[], str]] = {
 """Name of each picture, and how it is drawn."""
 
 
-def main(names: Iterable[str]) -> None:
-    """Write the pictures."""
+def write_diagnosis(page: Path) -> None:
+    """Write what `shoal diagnose` prints of the slow run into the first block of a page."""
+    with tempfile.TemporaryDirectory() as made:
+        copy_run(SLOW, Path(made) / "runs")
+        words = [sys.executable, "-m", "shoal", "diagnose", "runs/slow-data"]
+        shown = subprocess.run(words, cwd=made, capture_output=True, text=True, check=False).stdout
+    text = page.read_text(encoding="utf-8")
+    blocks = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    first = next(block for block in blocks if not block[1])
+    page.write_text(f"{text[: first.start(2)]}{shown}{text[first.end(2) :]}", encoding="utf-8")
+
+
+def main(names: Sequence[str]) -> None:
+    """Write the pictures, all or some; with all also the diagnosis on docs/start/slow.md."""
+    if not names:
+        write_diagnosis(PICTURES.parent / "start" / "slow.md")
     for name in names or DRAWINGS:
         path = PICTURES / f"{name}.svg"
         path.write_text(DRAWINGS[name](), encoding="utf-8")
