@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -203,3 +205,26 @@ def test_averages_that_are_not_there() -> None:
         "(average= of parallelize) is above 0; try: the same without --average"
     )
     assert not Path("out").exists()
+
+
+def listed(*words: str) -> list[str]:
+    """Lines of `shoal checkpoint list`."""
+    done = CliRunner().invoke(app, ["checkpoint", "list", "runs/mine", *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout.splitlines()
+
+
+def test_a_list_of_checkpoints_says_when_each_was_saved_and_how_far_the_newest_is_behind() -> None:
+    folder = run_folder(TEXT)
+    events = [{"event": "checkpoint_saved", "step": 1, "time_s": at_s} for at_s in (9e8, 1e9)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (line,) = listed()
+    assert line.endswith(time.strftime("  saved %m-%d %H:%M:%S", time.localtime(1e9)))
+    assert json.loads("".join(listed("--json")))[0]["saved_s"] == 1e9
+    for steps, count in ((2, "1 step"), (8, "7 steps")):
+        (folder / "metrics.jsonl").write_text(f'{{"step": {steps}}}\n')
+        assert listed()[-1] == f"the newest is {count} behind the last step ({steps})"
+    (folder / "events.jsonl").unlink()
+    manifest = folder / "checkpoints" / "step-1" / "manifest.json"
+    assert json.loads("".join(listed("--json")))[0]["saved_s"] == manifest.stat().st_mtime

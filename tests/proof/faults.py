@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], list[str]]] = {
 }
 WHOLE = ("ddp", "fsdp", "islands")
 """Layouts that run the module's own forward pass."""
-KILLED, WATCHED = "a SIGKILL leaves no words", "ended by the watch"
+KILLED, WATCHED = "nothing is known of the sender", "ended by the watch"
 KINDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # the finding's kind, its cause, place ("passes": forward where that is the model's own), layouts
     "killed": ("worker_died", KILLED, "passes", ()),
@@ -151,7 +151,7 @@ def one(trial: dict[str, Any], unbroken: dict[str, Any]) -> dict[str, Any]:
         places = sorted(run.run.glob("island-*")) or [run.run]
         place = places[trial["rank"]] if layout == "islands" else run.run
         rows = {path.name: trajectory(path) for path in places}
-        found = [one for one in diagnose(place) if not one.advice]
+        found = [one for one in diagnose(place) if not one.advice or one.kind == "slow_rank"]
         others = {path for path in (run.run, *places) if path != place}
         elsewhere = [one for path in others for one in diagnose(path) if not one.advice]
         died = [one for one in lines(place / "events.jsonl") if one["event"] == "restarting"]

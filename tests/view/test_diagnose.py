@@ -17,7 +17,9 @@ from shoal.base.runlog.damaged_lines import Record
 from shoal.base.runlog.events import EVENTS, EventLog
 from shoal.checkpoint.format.lease import OWNER_FILE, Owner
 from shoal.cli.main import app
+from shoal.config.differences import changes_result
 from shoal.view.diagnose import ALLOCATOR, LOOKS, RunFinding, diagnose, findings_text
+from shoal.view.diagnosis.continuation import FREE_KEYS
 
 GOES_ON = [("restarting", {"attempt": 1, "of": 3, "saved": 8}), ("compute_started", {})]
 DIED: Record = {"rank": 1, "pid": 4711, "attempt": 0, "fatal": False}
@@ -192,7 +194,7 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         [("spike", {"step": 9, "reason": "loss 70 is 40 deviations above 2.3, the median of …"})],
         "step 9: loss 70 is 40 deviations above 2.3",
         "samples that are unlike the others",
-        "shoal train --resume RUN train.spikes=skip",
+        "shoal train --resume RUN --force train.spikes=skip",
     ),
     "one that was left out": (
         [("step_skipped", {"step": 9, "reason": "loss 70 is 31 times 2.3, the usual one"})],
@@ -505,6 +507,10 @@ def test_commands_that_would_be_refused_are_not_proposed(tmp_path: Path) -> None
     spike = ("spike", {"step": 9, "reason": "loss 70"})
     (found,) = diagnose(run_of(tmp_path / "unsaved", spike))
     assert found.command == f"shoal train {tmp_path}/unsaved/run.toml train.spikes=skip"
+    save(tmp_path / "saved", 4)
+    (found,) = diagnose(run_of(tmp_path / "saved", spike))
+    assert found.command == f"shoal train --resume {tmp_path}/saved --force train.spikes=skip"
+    assert [key for key in (*FREE_KEYS, "train.spikes") if changes_result(key)] == ["train.spikes"]
     (found,) = diagnose(run_of(tmp_path / "done", spike, ("run_finished", {"how": "completed"})))
     assert found.command == "try in the next run: train.spikes=skip"
     stop = ("stop_requested", {"signal": "SIGTERM", "steps": True})
@@ -512,7 +518,9 @@ def test_commands_that_would_be_refused_are_not_proposed(tmp_path: Path) -> None
     assert found.command == "", "there is no checkpoint to list"
     run_of(tmp_path / "isl")
     island = run_of(tmp_path / "isl" / "island-0", spike)
-    assert diagnose(island)[0].command == f"shoal train --resume {tmp_path}/isl train.spikes=skip"
+    assert diagnose(island)[0].command == (
+        f"shoal train --resume {tmp_path}/isl --force train.spikes=skip"
+    )
 
 
 def test_islands_go_on_together(tmp_path: Path) -> None:

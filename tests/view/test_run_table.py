@@ -210,3 +210,29 @@ def test_a_lock_table_of_another_form_names_nothing(tmp_path: Path) -> None:
         "1: POSIX ADVISORY WRITE 7 08:01:1 0 EOF\n2: FLOCK\n3: FLOCK ADVISORY WRITE 7 <none>:0 0 EOF\n"
     )
     assert run_table.read_held_locks(tmp_path / "locks") == set()
+
+
+def test_the_first_start_and_the_last_validation_of_all_sessions_are_shown(tmp_path: Path) -> None:
+    first = {**START, "time_s": NOW_S - 90_000}
+    held_out = {"event": "validated", "time_s": NOW_S - 80_000, "step": 2, "loss": 4.25}
+    again = {**START, "time_s": NOW_S - 60}
+    folder = make(tmp_path / "a", first, held_out, {**held_out, "loss": None}, END, again, DIED)
+    [row] = list_runs(folder, NOW_S)
+    assert (row.state, row.validation, row.started_s) == ("killed", 4.25, NOW_S - 90_000)
+    (folder / "events.jsonl").write_bytes(b"\xff\n" + (folder / "events.jsonl").read_bytes())
+    [row] = list_runs(folder, NOW_S)
+    assert (row.validation, row.started_s) == (4.25, NOW_S - 90_000)
+
+
+def test_a_folder_of_islands_has_the_state_and_the_figures_of_its_islands(tmp_path: Path) -> None:
+    """As `shoal islands` leaves it: the folder above has a plan without steps, and no end."""
+    parent = make(tmp_path / "run", START, steps=0)
+    (parent / "plan.json").write_text(json.dumps({"layout": {"dp_replicate": 1}}))
+    held_out = {"event": "validated", "time_s": NOW_S - 3, "step": 3, "loss": 4.25}
+    make(parent / "island-0", START, held_out, END)
+    make(parent / "island-1", START, END, steps=4)
+    row = next(row for row in list_runs(tmp_path, NOW_S) if row.name == "run")
+    assert (row.state, row.step, row.steps) == ("ended", 3, 10)
+    assert (row.loss, row.validation, row.rate, row.unit) == (2.0, 4.25, 400.0, "tokens")
+    make(parent / "island-2", START, DIED)
+    assert states(tmp_path)["run"] == "killed"

@@ -47,13 +47,13 @@ RECOVERED: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"kind": "killed", "place": "forward"},
         "layout.strategy=ddp",
         "killed by SIGKILL",
-        "a SIGKILL leaves no words",
+        "nothing is known of the sender",
     ),
     "3 the coordinator is killed": (
         {"kind": "killed", "place": "data", "rank": 0},
         "layout.strategy=fsdp",
         "killed by SIGKILL",
-        "a SIGKILL leaves no words",
+        "nothing is known of the sender",
     ),
     "9 a rank hangs": (
         {"kind": "stopped", "place": "data"},

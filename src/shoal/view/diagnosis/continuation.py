@@ -6,7 +6,8 @@
     next      the command that goes on, or that starts anew if nothing was saved
 
 `adapt_command` also corrects the commands of findings: no command may be proposed that Shoal would
-refuse. A complete run has nothing left to train, and a run without a checkpoint cannot be resumed.
+refuse. A complete run has nothing left to train, a run without a checkpoint cannot be resumed, and
+a resume with a key that changes the result needs --force.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ CUT = ("killed", "failed", "hung", "stopped", "abandoned", "unsaved", "diverged"
 """States of a run that ended before it was done."""
 NEXT_RUN = "try in the next run: "
 RESUME = re.compile(r"((?:[A-Z_]+=\S+ )?)shoal train --resume (?:'[^']*'|\S+)((?: [\w.]+=\S+)*)")
+FREE_KEYS = ("data.workers",)
+"""Proposed keys that do not change the result (config/differences.py)."""
 READS = re.compile(r"shoal checkpoint (list|verify) ")
 USER_MUST_ACT = ("exit code 2", "exit code 3")
 """Beginnings of a death after which no launcher restarts."""
@@ -119,11 +122,7 @@ def find_continuation(seen: FolderEvidence, state: FolderState) -> Continuation 
 
 
 def restart_command(seen: FolderEvidence) -> str:
-    """Return the command that goes on, or that starts anew if nothing was saved.
-
-    >>> shlex.quote("my runs/a")
-    "'my runs/a'"
-    """
+    """Return the command that goes on, or that starts anew if nothing was saved."""
     whole = _whole_run(seen.folder)
     if is_user_script(seen.folder):
         return f"shoal train --resume {shlex.quote(str(whole))}"  # script_command rewrites it
@@ -160,11 +159,11 @@ def _fill_resume(seen: FolderEvidence, setting: str, keys: str) -> str:
     """Return the command that goes on with a run, or starts it anew, with a setting and keys."""
     whole = _whole_run(seen.folder)
     held = whole != seen.folder or _find_saved(seen)[0] is not None
-    run = shlex.quote(str(whole))
-    way = (
-        f"shoal train --resume {run}" if held else f"shoal train {shlex.quote(f'{whole}/run.toml')}"
-    )
-    return f"{setting}{way}{keys}"
+    if not held:
+        return f"{setting}shoal train {shlex.quote(f'{whole}/run.toml')}{keys}"
+    changes = any(key.partition("=")[0] not in FREE_KEYS for key in keys.split())
+    force = " --force" if changes else ""
+    return f"{setting}shoal train --resume {shlex.quote(str(whole))}{force}{keys}"
 
 
 def _whole_run(folder: Path) -> Path:
