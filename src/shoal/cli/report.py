@@ -7,14 +7,14 @@ from pathlib import Path
 
 import typer
 
-RUNS = typer.Argument(
-    ..., metavar="RUN…", help="Run folders, also of runs that go on; at most 20."
-)
+RUNS = typer.Argument(..., metavar="RUN…", help="Run folders, also of runs that go on; at most 20.")
 OUT = typer.Option(
     None, "--out", metavar="FILE", help="The file; default: RUN/report.html, or comparison.html."
 )
 AS_JSON = typer.Option(
-    False, "--json", help="One JSON document: path, bytes, verdict; of several runs, differences."
+    False,
+    "--json",
+    help="One JSON document: path and numbers of the page; of several runs, differences.",
 )
 
 
@@ -30,13 +30,16 @@ def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) ->
         _report_several(runs, out, as_json)
         return
     from shoal.report.report_page import write_report
+    from shoal.report.report_record import report_record
+    from shoal.report.run_contents import read_run
     from shoal.report.verdict.run_verdict import find_verdict
 
     path = write_report(runs[0], out)
     size = path.stat().st_size
     if as_json:
-        verdict = find_verdict(runs[0]).line()
-        typer.echo(json.dumps({"path": str(path), "bytes": size, "verdict": verdict}))
+        numbers = report_record(read_run(runs[0]), find_verdict(runs[0]))
+        record = {"path": str(path), "bytes": size, **numbers}
+        typer.echo(json.dumps(record, indent=1))
         return
     typer.echo(f"{path}: {size / 1e3:.0f} kB")
 

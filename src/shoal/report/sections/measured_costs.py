@@ -10,8 +10,11 @@ from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents, iter_records
+from shoal.report.run_starts import list_starts
 from shoal.report.svg_charts import stacked_bar
 
+MEDIAN_STEPS = 10_000
+"""Newest steps of a median; the first step of a run is left out: it is its warm-up."""
 MOST_KINDS = 64
 MOST_DEVICES = 64
 
@@ -74,8 +77,20 @@ def forecast_section(run: RunContents) -> Markup:
         body = tag("p", text)
         return tag("section", [tag("h2", "Foreseen"), body], id="foreseen") if text else Markup("")
     pairs: list[tuple[str, Any, float | None, Callable[[float], str]]] = [
-        ("time of a step", said.get("step_s"), _median(run, "step_s"), seconds_text),
-        ("peak memory", said.get("peak_memory_bytes"), _peak(run), bytes_text),
+        (
+            f"time of a step, {median_name(run)}",
+            said.get("step_s"),
+            median_of(run, "step_s"),
+            seconds_text,
+        ),
+        (
+            "peak memory of the fullest rank"
+            if run.named("memory_peaks")
+            else "peak memory of rank 0",
+            said.get("peak_memory_bytes"),
+            peak_of(run),
+            bytes_text,
+        ),
         ("bytes sent in a step", said.get("sent_bytes"), _sent(run), bytes_text),
     ]
     rows: list[Sequence[Child]] = [
@@ -93,6 +108,9 @@ def forecast_section(run: RunContents) -> Markup:
     parts: list[Child] = [tag("h2", "Foreseen and measured")]
     head = ("", "foreseen", "measured", "foreseen − measured")
     parts.append(table(head, rows, numeric=" nnn"))
+    if len(starts := list_starts(run.events)) > 1:
+        last = f"Foreseen at the last of {len(starts):,} starts; another start may foresee another."
+        parts.append(tag("p", last, class_="note"))
     parts += [_shares("where the time was foreseen", said.get("time"), seconds_text)]
     parts += [_shares("where the memory was foreseen", said.get("memory"), bytes_text)]
     if isinstance(machine := said.get("machine"), str) and machine:
@@ -118,12 +136,21 @@ def _shares(title: str, record: Any, text: Callable[[float], str]) -> Child:
     return tag("figure", tag("figcaption", title), bar, tag("div", legend, class_="legend"))
 
 
-def _median(run: RunContents, name: str) -> float | None:
-    values = run.metrics.column(name)[1][1:][-10_000:]
-    return statistics.median(values) if len(values) else None
+def median_of(run: RunContents, name: str) -> float | None:
+    """Return the median of a column over its newest steps; None without any."""
+    values = run.metrics.column(name)[1]
+    newest = values[max(1, len(values) - MEDIAN_STEPS) :] or values
+    return statistics.median(newest) if len(newest) else None
 
 
-def _peak(run: RunContents) -> float | None:
+def median_name(run: RunContents) -> str:
+    """Return the name of `median_of`, with the first and the last of its steps."""
+    steps = run.metrics.column("step_s")[0]
+    newest = steps[max(1, len(steps) - MEDIAN_STEPS) :] or steps
+    return f"median of steps {int(newest[0]):,}–{int(newest[-1]):,}" if newest else "median"
+
+
+def peak_of(run: RunContents) -> float | None:
     """Return the peak memory of the fullest rank, or of rank 0 if only that is known."""
     found = [event.get("peak_memory_bytes_by_rank") for event in run.named("memory_peaks")]
     peaks = [one for row in found if isinstance(row, list) for one in row if is_number(one)]

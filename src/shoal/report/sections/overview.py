@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Sequence
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.runlog.damaged_lines import is_number
@@ -12,14 +10,13 @@ from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.report.markup import Child, Markup, tag
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import find_continuation, list_starts
+from shoal.report.sections.measured_costs import median_name, median_of
 from shoal.report.verdict.run_verdict import Verdict, find_verdict
 from shoal.view.progress import count_unit
 from shoal.view.run_table import RunRow, read_held_locks, read_row
 
 LOW_GOODPUT = 0.5
 """Share of the sessions' time in steps below which the verdict mentions it."""
-MEDIAN_STEPS = 10_000
-"""Newest steps of a median; the first of them is left out: it may be the warm-up."""
 PART_NAMES = {"start": "start-up", "lost": "lost steps", "skipped": "skipped steps"}
 
 
@@ -178,8 +175,7 @@ def _layout_text(run: RunContents) -> str | None:
 def _figures(run: RunContents) -> Markup:
     """Return the key figures as tiles."""
     unit, metrics = count_unit(run.plan), run.metrics
-    losses, times = metrics.column("loss")[1], metrics.column("step_s")[1]
-    rates = metrics.column("tokens_per_s")[1]
+    losses = metrics.column("loss")[1]
     peaks = metrics.column("peak_memory_bytes")[1]
     validated = [e["loss"] for e in run.named("validated") if is_number(e.get("loss"))]
     tiles: list[tuple[str, str]] = []
@@ -189,10 +185,11 @@ def _figures(run: RunContents) -> Markup:
         tiles.append(("last validation", f"{validated[-1]:.4f}"))
         if min(validated) < validated[-1]:
             tiles.append(("best validation", f"{min(validated):.4f}"))
-    if len(times):
-        tiles.append((f"step, {median_name(run)}", seconds_text(_median(times))))
-    if len(rates) and unit == "tokens":
-        tiles.append((f"{unit}/s, median", count_text(_median(rates))))
+    if (step_s := median_of(run, "step_s")) is not None:
+        tiles.append((f"step, {median_name(run)}", seconds_text(step_s)))
+    rate = median_of(run, "tokens_per_s")
+    if rate is not None and unit == "tokens":
+        tiles.append((f"{unit}/s, median", count_text(rate)))
     total = metrics.running_sum("tokens")
     if total and total[-1] > 0:
         tiles.append((unit if unit == "tokens" else "targets", count_text(total[-1])))
@@ -205,15 +202,3 @@ def _figures(run: RunContents) -> Markup:
     return tag(
         "dl", [tag("div", tag("dt", name), tag("dd", text)) for name, text in tiles], class_="tiles"
     )
-
-
-def median_name(run: RunContents) -> str:
-    """Return the name of a median over steps, with the first and the last of them."""
-    steps = run.metrics.column("step_s")[0][-MEDIAN_STEPS:]
-    first = steps[1] if len(steps) > 1 else steps[0]
-    return f"median of steps {int(first):,}–{int(steps[-1]):,}"
-
-
-def _median(values: Sequence[float]) -> float:
-    newest = values[-MEDIAN_STEPS:]
-    return statistics.median(newest[1:] if len(newest) > 1 else newest)

@@ -53,7 +53,7 @@ def ranks_section(run: RunContents) -> Markup:
 
 
 def _means_note(run: RunContents, times: RankTimes) -> Markup:
-    count = f"{times.steps:,} rows of steps {times.first_step:,} – {times.last_step:,}"
+    count = f"steps {times.first_step:,}–{times.last_step:,} ({times.steps:,} rows)"
     device = any(row.get("timed_by") == "device" for row in run.newest[-1:])
     clock = "the device's events" if device else "the host's clock"
     return tag("p", f"Means of {count}, by {clock}.", class_="note")
@@ -78,7 +78,14 @@ def _bars(run: RunContents, times: RankTimes) -> Markup:
         name = f"{times.ranks[at]:,}"
         host = hosts.get(times.ranks[at], "")
         rows.append(_bar_row(name, means[at], used, longest_s, late_s, worst_s, host))
-    head = ["rank", "seconds of a step by part", "step", "waiting", "late, mean", "late, most"]
+    head = [
+        "rank",
+        "seconds of a step by part",
+        "step, mean",
+        "waiting",
+        "late, mean",
+        "late, most",
+    ]
     if not any(hosts.values()):
         rows = [row[:-1] for row in rows]
     else:

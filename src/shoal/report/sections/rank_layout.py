@@ -12,6 +12,7 @@ from shoal.base.plans.placement import At, Placement
 from shoal.base.text.units import bytes_text, count_text
 from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents
+from shoal.report.run_starts import list_starts
 
 SHOWN_RANKS = 64
 SHOWN_PATTERNS = 100
@@ -48,8 +49,20 @@ def _layout_words(run: RunContents, layout: Layout) -> list[Child]:
         )
     why = run.plan.get("why")
     if isinstance(why, str) and why:
-        words += [tag("br"), why]
+        words += [tag("br"), why, _forecast_start(run, why)]
     return words
+
+
+def _forecast_start(run: RunContents, why: str) -> str | None:
+    """Return of which start the forecast in these words is, for a run of several starts."""
+    if len(list_starts(run.events)) < 2:
+        return None
+    number, found = 0, 1
+    for event in run.events:
+        number += event["event"] in ("run_started", "restarting")
+        if event["event"] == "notice" and event.get("text") == why:
+            found = number
+    return f" (foreseen at start {found:,} of {number:,})"
 
 
 def _rank_table(run: RunContents, layout: Layout, placements: Sequence[Placement]) -> Markup:

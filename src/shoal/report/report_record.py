@@ -1,0 +1,97 @@
+"""Numbers of a report as one JSON record: bounded, whatever the run's size."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.runlog.rank_records import PARTS
+from shoal.report.run_contents import RunContents
+from shoal.report.run_starts import find_continuation, list_starts
+from shoal.report.sections.measured_costs import median_of, peak_of
+from shoal.report.verdict.run_verdict import Verdict
+from shoal.view.run_table import read_held_locks, read_row
+
+MOST_RANKS, MOST_STARTS = 64, 100
+"""Ranks with means, the latest first · newest starts."""
+
+
+def report_record(run: RunContents, verdict: Verdict) -> Record:
+    """Return the numbers of the page: state, figures, verdict, goodput, starts, means by rank.
+
+    Args:
+        run: the folder's contents.
+        verdict: on the same folder.
+    """
+    row = read_row(run.folder, run.folder, time.time(), read_held_locks())
+    losses, steps, of = run.metrics.column("loss")[1], run.metrics.steps, run.plan.get("steps")
+    validated = [e["loss"] for e in run.named("validated") if is_number(e.get("loss"))]
+    goodput, continuation = run.goodput, find_continuation(run, row.state)
+    starts = list_starts(run.events)
+    record = {
+        "verdict": verdict.line(),
+        "verdict_kind": verdict.kind,
+        "verdict_cause": verdict.cause,
+        "verdict_evidence": list(verdict.evidence),
+        "verdict_share": verdict.share,
+        "verdict_step_s": verdict.step_s,
+        "verdict_without_s": verdict.without_s,
+        "verdict_steps": verdict.steps,
+        "verdict_command": verdict.command,
+        "state": row.state,
+        "how": row.how,
+        "step": steps[-1] if steps else 0,
+        "steps": int(of) if is_number(of) else None,
+        "loss": losses[-1] if losses else None,
+        "validation_loss": validated[-1] if validated else None,
+        "median_step_s": median_of(run, "step_s"),
+        "median_tokens_per_s": median_of(run, "tokens_per_s"),
+        "peak_memory_bytes": peak_of(run),
+        "goodput_share": goodput.session_share,
+        "goodput_parts_s": goodput.parts(),
+        "wall_s": goodput.wall_s,
+        "device_hours": goodput.device_hours,
+        "repeated_steps": goodput.lost_steps,
+        "starts": len(starts),
+        "started_s": starts[0].time_s if starts else None,
+        "newest_starts": [
+            {"time_s": start.time_s, "resumed_from_step": start.step}
+            for start in starts[-MOST_STARTS:]
+        ],
+        "saved_steps": run.saved[-MOST_STARTS:],
+        "lost_steps": continuation.lost_steps if continuation else 0,
+        "resume_command": continuation.command if continuation else None,
+        "ranks": _rank_means(run),
+    }
+    return {key: _finite(value) for key, value in record.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def _rank_means(run: RunContents) -> list[Record]:
+    """Return the mean seconds of a step by rank and part, of the latest ranks."""
+    times = run.rank_times
+    if times is None:
+        return []
+    latest = sorted(range(len(times.ranks)), key=lambda at: -float(times.late_s[at]))
+    return [
+        {
+            "rank": times.ranks[at],
+            "mean_step_s": float(times.mean_s[at].sum()),
+            "mean_late_s": float(times.late_s[at]),
+            "most_late_s": float(times.worst_s[at]),
+            "first_step": times.first_step,
+            "last_step": times.last_step,
+            "mean_parts_s": dict(zip(PARTS, map(float, times.mean_s[at]), strict=True)),
+        }
+        for at in latest[:MOST_RANKS]
+    ]
