@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -227,6 +228,16 @@ def test_damaged_empty_and_missing_folders_have_a_line_each(tmp_path: Path) -> N
         read_comparison([tmp_path / "none", tmp_path / "nothing"])
     with pytest.raises(ConfigError, match="21 runs, but a report shows at most 20"):
         read_comparison([good[0]] * 21)
+
+
+def test_a_pipe_in_a_folder_stops_no_report(tmp_path: Path) -> None:
+    good, pipe = write_run(tmp_path / "good", noise(1)), tmp_path / "pipe"
+    pipe.mkdir()
+    (pipe / "metrics.jsonl").touch()
+    os.mkfifo(pipe / "events.jsonl")
+    page = Page([good, pipe])
+    assert [run.label for run in page.found.runs] == ["good"]
+    assert "events.jsonl: no file but a pipe" in page.texts["verdict"]
 
 
 def test_islands_and_own_loops_stand_in_one_page() -> None:

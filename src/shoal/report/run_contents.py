@@ -45,6 +45,7 @@ MOST_OBJECT_BYTES = 1 << 26
 """Size of a JSON file above which it is not read."""
 MARKING = ("spike", "step_skipped", "rewound")
 """Events that mark a step of the curves."""
+READ_SUFFIXES = (".json", ".jsonl", ".toml", ".lock")
 MOST_MARKS = 200
 MOST_ISLANDS = 8
 NEWEST_ROWS = 1_000
@@ -118,10 +119,13 @@ def check_run_folder(folder: Path) -> None:
     """Refuse a path that is no run folder.
 
     Raises:
-        ConfigError: there is no such folder, or nothing of a run in it.
+        ConfigError: no such folder, nothing of a run in it, or a pipe in place of a file.
     """
     if not any((folder / name).exists() for name in ("events.jsonl", "metrics.jsonl")):
         raise ConfigError(explain_no_run(folder))
+    for path in folder.iterdir():  # to open a pipe would wait for its writer
+        if path.suffix in READ_SUFFIXES and (path.is_fifo() or path.is_char_device()):
+            raise ConfigError(f"{path}: no file but a pipe or a device; try: remove it")
 
 
 def read_run(folder: Path) -> RunContents:
