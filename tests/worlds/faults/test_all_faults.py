@@ -263,8 +263,8 @@ def test_10_a_slow_rank_is_named_with_its_part(tmp_path: Path) -> None:
     assert code == 0, output
     (told,) = run.events("slow_rank")
     assert (told["rank"], told["phase"]) == (1, "data")
-    (found,) = wrong(run)
-    assert (found.kind, found.rank) == ("slow_rank", 1)
+    (found,) = diagnose(run.run)
+    assert (found.kind, found.rank, found.advice) == ("slow_rank", 1, True)
     assert run.steps() == 64
 
 

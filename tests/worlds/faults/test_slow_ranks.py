@@ -58,7 +58,7 @@ def test_a_slow_rank_is_named_with_the_part_of_the_step(
     assert f"rank 1 on {told['host']} is slow in {part}" in output
     assert f"all wait for rank 1 ({part})" in " ".join(output.split())
     (found,) = diagnose(command.run)
-    assert (found.kind, found.rank, found.advice) == ("slow_rank", 1, False)
+    assert (found.kind, found.rank, found.advice) == ("slow_rank", 1, True)
     if not more:  # a stage's host is told by more than half of its steps
         verdict = find_verdict(command.run)
         name = {"forward": "forward pass"}.get(part, part)
