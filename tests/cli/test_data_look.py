@@ -206,6 +206,7 @@ def test_the_head_says_sizes_and_shares(runs: Path) -> None:
         "lengths",
         "cut",
         "learnt",
+        "",
     ]
     assert lines[2] == "step        8 samples, in micro-batches of 4"
     data = json.loads(answer("runs/packed", "--rows", "0", "--json"))["data"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import mmap
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -28,7 +30,8 @@ if TYPE_CHECKING:  # these import torch, or their checks are of this verb alone
     from shoal.config.load import LoadedConfig
 
 app = typer.Typer(help="See the rows that a model gets.", no_args_is_help=True)
-MOST_EVENTS, MOST_SAMPLES = 4, 2**20
+RUN_FILE = "run.toml"
+MOST_EVENTS, MOST_SAMPLES, MOST_PARENTS = 4, 2**20, 4
 ENDINGS = ("run_finished", "resumed", "restarting")
 """Events of a run that name a step, and say nothing of it."""
 ARGUMENTS = typer.Argument(
@@ -74,6 +77,9 @@ def show_rows(
     folder = path if path is not None and path.is_dir() else None
     found = _find_step(folder, path, step)
     loaded = _load(path, folder, overrides, trust=trust)
+    is_of_run = folder is not None and loaded.origins.get("data.source") == f"{folder / RUN_FILE}"
+    if folder is not None and is_of_run:
+        _check_relative_source(folder, loaded.config.data.source, step)
     with show_phases(sys.stderr):
         document = _collect(loaded, path, folder, found, rows, changed, not no_loss)
     if as_json:
@@ -100,7 +106,7 @@ def _load(
     """
     from shoal.config.trust import load_trusted
 
-    file = path if folder is None else folder / "run.toml"
+    file = path if folder is None else folder / RUN_FILE
     if folder is not None and file is not None and not file.is_file():
         if not any(one.startswith("data.source=") for one in overrides):
             raise ConfigError(
@@ -111,6 +117,51 @@ def _load(
     if file is not None and not file.exists():
         raise ConfigError(f"{file}: no such run.toml or run folder; {suggest_path(file)}")
     return load_trusted(file, overrides, trust=trust)
+
+
+def _check_relative_source(folder: Path, source: str, step: int | None) -> None:
+    """Refuse the data of a run if its relative path has no files, as seen from this folder.
+
+    The proposed folder is the nearest one above the run in which the path has files.
+
+    Raises:
+        ConfigError: says that the path begins in the folder where the run started.
+    """
+    from shoal.config.mixture_syntax import split_mixture
+    from shoal.config.paths import split_source
+
+    kind, argument = split_source(source)
+    mixed = split_mixture(argument, "data.source") if kind == "mix" else [(1.0, source)]
+    patterns = [one for _, part in mixed if (one := _relative_pattern(part))]
+    if all(_has_files(Path(), one) for one in patterns):
+        return
+    whole, hint = folder.resolve(), "this command in that folder"
+    for start in whole.parents[:MOST_PARENTS] if "**" not in argument else ():
+        if all(_has_files(start, one) for one in patterns):
+            step_words = f" --step {step}" if step is not None else ""
+            inside = shlex.quote(str(whole.relative_to(start)))
+            hint = f"cd {shlex.quote(str(start))}; shoal data look {inside}{step_words}"
+            break
+    raise ConfigError(
+        f"{folder}: its data.source = {source} is relative to the folder where the run started, "
+        f"and has no files as seen from {Path.cwd()}; try: {hint}"
+    )
+
+
+def _relative_pattern(source: str) -> str:
+    """Return the path or pattern of a data source; "" if it reads no files or is absolute."""
+    from shoal.config.paths import ON_DISK, is_remote, split_source
+
+    kind, argument = split_source(source)
+    path = argument.partition("#")[0] if kind in ("images", "hf") else argument
+    if kind not in ON_DISK or is_remote(path) or Path(path).expanduser().is_absolute():
+        return ""
+    return path
+
+
+def _has_files(start: Path, pattern: str) -> bool:
+    """Return whether a pattern matches a file or folder, as seen from a folder."""
+    return next(glob.iglob(pattern, root_dir=start, recursive=True), None) is not None
 
 
 def _find_step(folder: Path | None, path: Path | None, step: int | None) -> dict[str, Any] | None:
@@ -229,9 +280,7 @@ def _collect(
     head = data_inspection.describe_data(data, measured=row is None)
     document: dict[str, Any] = {"of": name, "data": head}
     if row is None:
-        document["rows"] = data_inspection.inspect_rows(
-            data, 3 if rows is None else rows, is_cut_by_user
-        )
+        document["rows"] = data_inspection.inspect_rows(data, rows, is_cut_by_user)
     else:
         start, stop = row["samples"]
         step = data_inspection.InspectedStep(row, start, stop, changed)

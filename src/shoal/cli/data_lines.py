@@ -13,9 +13,13 @@ from itertools import groupby
 from typing import Any
 
 from shoal.base.text.units import count_text
-from shoal.cli.wrapped_text import TextWrapper, escape_text
+from shoal.cli.wrapped_text import TextWrapper, cell_width, escape_text
+from shoal.config.sections import DataSection
 
-NAME_WIDTH = 12
+NAME_WIDTH, TEXT_WIDTH = 12, 16
+HALF_FULL = 0.5
+"""Share of a row with tokens below which packing is proposed."""
+IGNORED_LABEL = -100
 LEARNT, SPECIAL = "\x1b[4;32m", "\x1b[35m"
 RAMP = " .:-=+*#%@"
 MOST_LINES = 40
@@ -80,12 +84,7 @@ def head_lines(data: dict[str, Any]) -> Iterator[str]:
 
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "source", data["source"]
-    held = f", {data['held_out']} held out" if "held_out" in data else ""
-    if "samples" in data:
-        rows = "rows" if data["kind"] == "tokens" else "samples"
-        yield "samples", f"{data['samples']} {rows}{held}"
-    else:
-        yield "samples", f"unknown: the data can only be iterated{held}"
+    yield "samples", _samples_fact(data)
     yield "step", f"{data['batch']} samples, in micro-batches of {data['micro_batch']}"
     if data["kind"] == "tokens":
         yield from _token_facts(data)
@@ -93,30 +92,79 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from _learnt_facts(data)
     if shapes := data.get("fields"):
         for field in shapes:
-            yield "field", _field_fact(field)
+            yield "field", f"{_field_fact(field)}{_sampled_text(data)}"
     if labels := data.get("labels"):
         shown = ", ".join(f"{one.get('name', one['label'])} {one['count']}" for one in labels[:12])
         more = f", {data['label_count'] - 12} more" if data["label_count"] > 12 else ""
-        yield "labels", f"{shown}{more} (of {data['sampled']} samples)"
+        yield "labels", f"{shown}{more}{_sampled_text(data)}"
+
+
+def _sampled_text(data: dict[str, Any]) -> str:
+    """Return of how many samples a fact is, if not of all."""
+    count = data.get("sampled", 0)
+    return f" (of {count} samples)" if count < data.get("samples", count + 1) else ""
 
 
 def _token_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    names = f"{data['tokenizer'] or 'none known here'}, {data['vocabulary']} ids"
-    yield "tokenizer", names
-    packing = f", packed, {data['full_share']:.0%} full" if data["packing"] == "on" else ""
-    if data["packing"] != "on" and data.get("full_share", 1) < 1:
-        packing = f", {data['full_share']:.0%} full"
+    name = data["tokenizer"]
+    is_trained = name.startswith("bpe:")
+    trained = ", trained on this data" if is_trained else ""
+    yield "tokenizer", f"{name or 'none known here'}{trained}, {data['vocabulary']:,} ids"
+    if is_trained and name == DataSection().tokenizer:
+        yield "", "a pretrained model brings its own"
+    is_packed = data["packing"] == "on"
+    full = data.get("full_share", 1)
+    packing = ", packed" if is_packed else ""
+    filled = f", {full:.0%} full" if is_packed or full < 1 else ""
     tokens = f", {count_text(data['tokens'])} tokens" if "tokens" in data else ""
-    yield "sequence", f"{data['sequence']} tokens a row{packing}{tokens}"
-    if lengths := data.get("lengths"):
-        yield (
-            "lengths",
-            f"{lengths['count']} {lengths['of']} of {lengths['least']} … {lengths['most']} tokens; "
-            f"10 % {lengths['p10']}, half {lengths['p50']}, 90 % {lengths['p90']}",
-        )
-    if data.get("cut") or data.get("left_out"):
-        out = f"; {data['left_out']} without an answer left" if data["left_out"] else ""
-        yield "cut", f"{data['cut']} examples end at token {data['sequence'] + 1}{out}"
+    hint = "; try: data.packing=on" if not is_packed and full < HALF_FULL else ""
+    yield "sequence", f"{data['sequence']} tokens a row{packing}{filled}{tokens}{hint}"
+    if "lengths" in data:
+        yield "lengths", _lengths_fact(data["lengths"])
+    if "held_out_lengths" in data:
+        yield "", f"held out: {_lengths_fact(data['held_out_lengths'], is_short=True)}"
+    if "cut" in data:
+        yield "cut", _cut_fact(data)
+
+
+def _samples_fact(data: dict[str, Any]) -> str:
+    """Return how many samples there are to train on, and how many are held out."""
+    rows = "rows" if data["kind"] == "tokens" else "samples"
+    held = data.get("held_out", 0)
+    lengths = data.get("held_out_lengths", {})
+    if "samples" not in data:
+        return f"unknown: the data can only be iterated{f', {held:,} held out' if held else ''}"
+    if "examples" not in data or "lengths" not in data or data["lengths"]["of"] != "examples":
+        return f"{data['samples']:,} {rows} to train on, {held:,} held out"
+    examples, out = data["examples"], lengths.get("count", 0)
+    left = data.get("left_out", 0)
+    text = f"{examples + out + left:,} examples: {examples:,} to train on, {out:,} held out"
+    text += f", {left:,} left out" if left else ""
+    return text + (f"; {data['samples']:,} + {held:,} rows" if data["packing"] == "on" else "")
+
+
+def _lengths_fact(lengths: dict[str, Any], *, is_short: bool = False) -> str:
+    """Return count, range and percentiles of some lengths; equal percentiles once."""
+    count, least, most = lengths["count"], lengths["least"], lengths["most"]
+    of = lengths["of"] if count != 1 else lengths["of"].removesuffix("s")
+    if least == most:
+        return f"{count:,} {of} of {least:,} tokens"
+    low, half, high = (lengths[name] for name in ("p10", "p50", "p90"))
+    text = f"{count:,} {of} of {least:,} … {most:,} tokens, median {half:,}"
+    if low == high or is_short:
+        return text
+    return f"{text}; 10th percentile {low:,}, 90th {high:,}"
+
+
+def _cut_fact(data: dict[str, Any]) -> str:
+    """Return how many examples are cut or left out, and their loss of learnt tokens."""
+    cut, left, lost = data["cut"], data["left_out"], data.get("cut_learnt")
+    if not cut and not left:
+        return "none"
+    learnt = f", {lost:,} learnt token{'s' if lost != 1 else ''} lost" if lost is not None else ""
+    examples = f"{cut:,} example{'s' if cut != 1 else ''} behind token {data['sequence'] + 1}"
+    out = f"; {left:,} left out: no answer before the cut" if left else ""
+    return f"{examples}{learnt}{out}"
 
 
 def _learnt_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -125,8 +173,17 @@ def _learnt_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         lengths = data["row_lengths"]
         yield "rows", f"{lengths['least']} … {lengths['most']} tokens, {lengths['p50']} half"
     documents = data.get("documents_per_row")
-    packed = f", {documents:.1f} documents a row" if documents else ""
-    yield "learnt", f"{data['learnt_share']:.0%} of the targets have a loss{packed}"
+    if documents and data.get("examples"):
+        documents = data["examples"] / data["samples"]
+    packed = f"; {documents:.1f} documents a row" if documents else ""
+    learnt, targets = data["learnt_tokens"], data["targets"]
+    sampled = _sampled_text(data) if data["learnt_of"] != "all" else ""
+    if learnt == targets:
+        yield "learnt", f"all {count_text(targets)} tokens{sampled}{packed}"
+    else:
+        share = f"{100 * learnt / max(1, targets):.0f} %"
+        yield "learnt", f"{learnt:,} of {targets:,} tokens, {share}{sampled}{packed}"
+        yield "", "prompts and padding have no loss"
     if data.get("misplaced"):
         yield "labels", f"{data['misplaced']} are neither −100 nor the token that follows"
 
@@ -198,12 +255,19 @@ def row_title(row: dict[str, Any], of_step: bool, is_mixture: bool) -> str:
     if row.get("origin"):
         parts.append(row["origin"])
     if row["kind"] == "tokens":
-        count = row["documents"]
-        documents = f" in {count} documents" if count > 1 else ""
-        padding = f", {row['padding']} padding" if row["padding"] else ""
-        size = f"{len(row['input_ids'])} tokens{documents}{padding}"
-        parts.append(f"{size}, {row['learnt']} learnt")
+        parts += [_size_text(row), *([row["note"]] if "note" in row else [])]
     return escape_text(" · ".join(parts))
+
+
+def _size_text(row: dict[str, Any]) -> str:
+    """Return the size of a row: tokens that are shown, those that are inputs, padding."""
+    count, padding = row["documents"], row["padding"]
+    lasts = sum(token["position"] is None for token in row["tokens"])
+    documents = f" in {count} documents" if count > 1 else ""
+    count = len(row["tokens"]) - padding
+    inputs = f" ({count - lasts} inputs)" if lasts else ""
+    text = f"{count} tokens{inputs}{documents}, {row['learnt']} learnt"
+    return f"{text}, {padding} padding" if padding else text
 
 
 def row_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
@@ -222,7 +286,8 @@ def row_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
 def _with_id_segments(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row whose tokens nobody can decode, with their ids as its text."""
     segments: list[dict[str, Any]] = []
-    runs = groupby(row["tokens"], key=lambda token: (token["document"], token["learnt"]))
+    shown = row["tokens"][: len(row["tokens"]) - row.get("padding", 0)]
+    runs = groupby(shown, key=lambda token: (token["document"], token["learnt"]))
     for (document, learnt), run in runs:
         ids = [str(token["id"]) for token in run]
         between = " " if segments and segments[-1]["document"] == document else ""
@@ -240,7 +305,7 @@ def _with_id_segments(row: dict[str, Any]) -> dict[str, Any]:
 def text_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
     """Yield the decoded text of a row, wrapped, a new line per document."""
     lines: list[str] = []
-    count = 1 + max((one["document"] for one in row["segments"]), default=0)
+    count = row.get("documents") or 1 + max((s["document"] for s in row["segments"]), default=0)
     for number in range(count):
         segments = [one for one in row["segments"] if one["document"] == number]
         title = f"{number:>2} │ " if count > 1 else "  │ "
@@ -251,6 +316,8 @@ def text_lines(row: dict[str, Any], style: RowStyle) -> Iterator[str]:
         else:
             _add_marked(wrapper, segments, *style.marks)
         lines += wrapper.finish()
+    if row.get("padding"):
+        lines.append(f"{'   │ ' if count > 1 else '  │ '}<pad>×{row['padding']}")
     yield from lines[:MOST_LINES]
     if len(lines) > MOST_LINES:
         yield f"  … {len(lines) - MOST_LINES} more lines"
@@ -282,15 +349,35 @@ def _segment_text(segment: dict[str, Any]) -> str:
 
 
 def id_lines(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the tokens of a row in columns: document, position, id, target, learnt, text."""
-    yield f"{'doc':>5} {'position':>8} {'id':>8} {'target':>8} learnt  token"
-    for token in row["tokens"]:
-        position = "–" if token["position"] is None else token["position"]
-        target = "–" if token["label"] is None else token["label"]
-        mark = "✓" if token["learnt"] else ""
-        text = escape_text(token.get("text", ""))
-        columns = f"{token['document']:>5} {position:>8} {token['id']:>8} {target:>8} {mark:^6}"
-        yield f"{columns}  {text}".rstrip()
+    """Yield the predictions of a row in columns: the token at a position, and its target."""
+    yield "  a line is one prediction: from the token at this position, of its target; ✓ has a loss"
+    yield f"{'doc':>5} {'position':>8} {'id':>7}  {'token':<{TEXT_WIDTH}} {'target':>7} learnt"
+    padding = row.get("padding", 0)
+    tokens = row["tokens"][: len(row["tokens"]) - padding]
+    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+        if token["position"] is None:  # the target of the line before
+            continue
+        is_same = after is not None and after["document"] == token["document"]
+        label = token["label"]
+        if not row.get("shifted", True):  # a label stands at its own token
+            label = after["label"] if after is not None and is_same else None
+        mark = "✓" if label is not None and label != IGNORED_LABEL else ""
+        name = after.get("text", "") if after is not None and is_same and mark else ""
+        text = _pad_cells(escape_text(token.get("text", "")), TEXT_WIDTH)
+        target = "–" if label is None else label
+        columns = f"{token['document']:>5} {token['position']:>8} {token['id']:>7}  {text}"
+        same = after is not None and after["id"] == label
+        yield f"{columns} {target:>7} {mark:^6} {escape_text(name) if same else ''}".rstrip()
+    if padding:
+        first, last = (row["tokens"][n]["position"] for n in (-padding, -1))
+        span = f"{first}…{last}" if padding > 1 else f"{first}"
+        columns = f"{'–':>5} {span:>8} {row['tokens'][-1]['id']:>7}"
+        yield f"{columns}  {f'<pad>×{padding}':<{TEXT_WIDTH}} {IGNORED_LABEL:>7}"
+
+
+def _pad_cells(text: str, width: int) -> str:
+    """Return text with spaces behind it up to some columns of a terminal."""
+    return text + " " * (width - sum(map(cell_width, text)))
 
 
 def _value_text(field: dict[str, Any]) -> str:

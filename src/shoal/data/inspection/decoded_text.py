@@ -16,17 +16,21 @@ MOST_SEGMENTS = 400
 """Segments of a document above which each is decoded alone."""
 
 
-def decode_segments(tokens: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+def decode_segments(
+    tokens: list[dict[str, Any]], tokenizer: Any, padding: int = 0
+) -> list[dict[str, Any]]:
     """Return the text of a row: {"text", "learnt", "special", "document", "tokens"} in order.
 
     Args:
         tokens: of `mark_tokens`; ids that the tokenizer lacks become texts such as "⟨id 70000⟩".
         tokenizer: a `tokenizers.Tokenizer`.
+        padding: tokens at the end that are padding; they have no segment.
     """
     special = special_ids(tokenizer)
     size = tokenizer.get_vocab_size()
     segments: list[dict[str, Any]] = []
-    for document, group in groupby(tokens, key=lambda token: token["document"]):
+    inputs = tokens[: len(tokens) - padding]
+    for document, group in groupby(inputs, key=lambda token: token["document"]):
         runs = [
             (kind, learnt, [token["id"] for token in run])
             for (kind, learnt), run in groupby(

@@ -24,6 +24,7 @@ from shoal.config.sections import DataSection
 from shoal.data.files.documents import Document
 from shoal.data.files.image_folders import ImageFolder
 from shoal.data.files.token_files import TokenDataset
+from shoal.data.inspection.example_facts import row_ends
 from shoal.data.inspection.source_facts import part_names
 from shoal.data.loading.weighted_mixture import WeightedMixture
 from shoal.data.sources import Source, list_documents
@@ -40,6 +41,8 @@ def find_origins(
     source: Source, section: DataSection, indices: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return source, index in it, and origin ("" if unknown) of each sample.
+
+    Samples of fine-tuning rows also have `ends`, as of `row_ends`.
 
     Args:
         source: the opened data.
@@ -63,6 +66,8 @@ def find_origins(
             origins = [""] * len(mine)
         for row, origin in zip(mine, origins, strict=True):
             row["origin"] = origin
+            if isinstance(dataset, ExampleRows):
+                row["ends"] = row_ends(dataset, row["part_sample"])
     return [{k: v for k, v in row.items() if k != "part"} for row in found]
 
 

@@ -17,9 +17,11 @@ import numpy.typing as npt
 from shoal.config.mixture_syntax import split_mixture
 from shoal.config.paths import split_source
 from shoal.data.files.token_files import SyntheticTokens, TokenDataset
+from shoal.data.inspection.example_facts import example_facts
 from shoal.data.inspection.sample_fields import (
     IGNORED_LABEL,
     count_misplaced,
+    count_padding,
     describe_sample,
     mark_tokens,
 )
@@ -35,6 +37,8 @@ MOST_SAMPLES = 256
 MOST_TOKENS = 2**24
 """Tokens at the front of a file in which document ends are searched."""
 MOST_LABELS = 64
+EXACT = ("targets", "learnt_tokens")
+"""Counts of all rows, which replace those of the sampled rows."""
 
 
 def measure_source(source: Source, source_name: str) -> dict[str, Any]:
@@ -45,8 +49,9 @@ def measure_source(source: Source, source_name: str) -> dict[str, Any]:
         source_name: its text, which names the parts of a mixture.
 
     Returns:
-        Keys by kind of data: samples, held_out, tokens, examples, cut, left_out, lengths,
-        full_share, learnt_share, fields, labels, by_source. Keys without a value are missing.
+        Keys by kind of data: samples, held_out, tokens, examples, cut, cut_learnt, left_out,
+        lengths, held_out_lengths, full_share, targets, learnt_tokens, learnt_share, fields,
+        labels, by_source. Keys without a value are missing.
     """
     facts: dict[str, Any] = {}
     train = source.train
@@ -54,10 +59,16 @@ def measure_source(source: Source, source_name: str) -> dict[str, Any]:
         facts["samples"] = len(train)
     if source.validation is not None and is_indexed(source.validation):
         facts["held_out"] = len(source.validation)
+        held = _sum_index_facts([_index_facts(source.validation, source.tokenizer)])
+        facts |= {"held_out_lengths": held["lengths"]} if "lengths" in held else {}
     parts = train.datasets if isinstance(train, WeightedMixture) else [train]
     facts |= _sum_index_facts([_index_facts(part, source.tokenizer) for part in parts])
     if is_indexed(train):
-        facts |= _sampled_facts(train, source.classes)
+        counted = {key: facts[key] for key in EXACT if key in facts}
+        facts |= _sampled_facts(train, source.classes) | counted
+        if facts.get("targets") and "learnt_tokens" in counted:
+            facts["learnt_share"] = facts["learnt_tokens"] / facts["targets"]
+            facts["learnt_of"] = "all"
     if isinstance(train, WeightedMixture):
         facts["by_source"] = _mixture_parts(train, source_name, source.tokenizer)
     return facts
@@ -91,24 +102,15 @@ def length_percentiles(lengths: npt.NDArray[np.int64] | Sequence[int]) -> dict[s
 def _index_facts(train: Any, tokenizer: Any) -> dict[str, Any]:
     """Return the facts that a dataset's own index holds; {} for the user's own."""
     if isinstance(train, ExampleRows):
-        sizes = train.stops - train.starts
-        return {
-            "examples": train.examples,
-            "tokens": int((sizes - 1).sum()),
-            "room": len(train) * train.sequence,
-            "cut": train.cut,
-            "left_out": train.left_out,
-            "lengths": train.lengths,
-            "lengths_of": "examples",
-        }
+        return example_facts(train)
     if isinstance(train, TokenDataset):
         tokens = len(train) * train.sequence
-        facts = {"tokens": tokens, "room": tokens}
+        facts = {"tokens": tokens, "room": tokens, "targets": tokens, "learnt_tokens": tokens}
         lengths = _document_lengths(train, tokenizer)
         return {**facts, "lengths": lengths, "lengths_of": "texts"} if len(lengths) else facts
     if isinstance(train, SyntheticTokens):
         tokens = len(train) * train.sequence
-        return {"tokens": tokens, "room": tokens}
+        return {"tokens": tokens, "room": tokens, "targets": tokens, "learnt_tokens": tokens}
     return {}
 
 
@@ -126,9 +128,12 @@ def _document_lengths(train: TokenDataset, tokenizer: Any) -> npt.NDArray[np.int
 def _sum_index_facts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the facts of all parts of a mixture as one."""
     summed: dict[str, Any] = {}
-    for key in ("examples", "tokens", "cut", "left_out"):
+    for key in ("examples", "tokens", "cut", "cut_learnt", "left_out"):
         if any(key in part for part in parts):
             summed[key] = sum(part.get(key, 0) for part in parts)
+    for key in EXACT:
+        if parts and all(key in part for part in parts):
+            summed[key] = sum(part[key] for part in parts)
     if parts and all("room" in part for part in parts):
         summed["full_share"] = summed["tokens"] / max(1, sum(part["room"] for part in parts))
     lengths = [part["lengths"] for part in parts if "lengths" in part]
@@ -172,16 +177,25 @@ def _sampled_facts(train: Any, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def _label_shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the share of targets with a loss, of learnt tokens, and of documents per row."""
+    """Return counts of targets without padding, of learnt tokens, and of documents per row."""
     marked = [mark_tokens(row) for row in rows]
+    padding = [count_padding(tokens) for tokens in marked]
     labels = [label for row in rows for label in row["labels"] or ()]
+    targets = len(labels) - sum(padding)
+    learnt = sum(label != IGNORED_LABEL for label in labels)
     facts: dict[str, Any] = {
-        "learnt_share": sum(label != IGNORED_LABEL for label in labels) / max(1, len(labels)),
+        "targets": targets,
+        "learnt_tokens": learnt,
+        "learnt_of": "sampled",
+        "learnt_share": learnt / max(1, targets),
         "misplaced": sum(count_misplaced(row) for row in rows),
         "row_lengths": length_percentiles([len(row["input_ids"]) for row in rows]),
     }
     if any(row["position_ids"] for row in rows):
-        documents = [1 + max(token["document"] for token in tokens) for tokens in marked]
+        documents = [
+            1 + tokens[-1 - count]["document"]
+            for tokens, count in zip(marked, padding, strict=True)
+        ]
         facts["documents_per_row"] = sum(documents) / len(documents)
     return facts
 

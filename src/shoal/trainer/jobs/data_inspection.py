@@ -27,12 +27,19 @@ from shoal.config.paths import add_working_folder
 from shoal.config.resolve import make_plan, resolve_batch
 from shoal.config.sections import Config
 from shoal.data.inspection.decoded_text import decode_segments, token_text
-from shoal.data.inspection.sample_fields import count_misplaced, count_padding, mark_tokens
+from shoal.data.inspection.example_facts import add_last_targets, find_notable_rows
+from shoal.data.inspection.sample_fields import (
+    count_misplaced,
+    count_padding,
+    describe_sample,
+    mark_tokens,
+)
 from shoal.data.inspection.sample_origins import find_origins
 from shoal.data.inspection.source_facts import measure_source
 from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.step_samples import StepBatch
 from shoal.data.sources import Source, open_source
+from shoal.data.text.finetuning_samples import ExampleRows
 from shoal.data.text.text_files import load_tokenizer
 from shoal.trainer.jobs.data_samples import (
     describe_samples,
@@ -42,6 +49,8 @@ from shoal.trainer.jobs.data_samples import (
 )
 from shoal.trainer.jobs.sample_losses import compute_losses, describe_failure, find_checkpoint
 from shoal.trainer.run_folder.resume_checks import compare_digests, digest_samples
+
+DEFAULT_ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -165,14 +174,32 @@ def describe_data(data: InspectedData, *, measured: bool = True) -> dict[str, An
     return head | (measure_source(source, config.data.source) if measured else {})
 
 
-def inspect_rows(data: InspectedData, rows: int, is_cut_by_user: bool) -> list[dict[str, Any]]:
-    """Return the first rows of the stream of training samples."""
+def inspect_rows(
+    data: InspectedData, rows: int | None, is_cut_by_user: bool
+) -> list[dict[str, Any]]:
+    """Return rows of the training samples.
+
+    Args:
+        rows: the first so many of the stream; None: DEFAULT_ROWS, of fine-tuning data also the
+            longest example and one of several answers, whose `position` is None.
+    """
+    notable: dict[int, str] = {}
+    if rows is None:
+        rows = DEFAULT_ROWS
+        if isinstance(data.source.train, ExampleRows) and data.source.collate is None:
+            notable = find_notable_rows(data.source.train)
     if rows < 1:
         return []
     loader = open_stream(data.source, data.plan, data.notices, is_cut_by_user)
     found: list[dict[str, Any]] = []
     for batch in first_batches(loader, rows):
         found += describe_samples(batch, rows - len(found))
+    others = [row for row in found if row["sample"] not in notable]
+    found = others[: max(0, rows - len(notable))]
+    for index, note in notable.items():
+        pair = data.source.train[index]
+        place = {"position": None, "sample": index, "epoch": 0, "micro_batch": None, "note": note}
+        found.append({**place, **describe_sample(*pair)})
     return complete_rows(data, found)
 
 
@@ -231,18 +258,20 @@ def complete_rows(data: InspectedData, rows: list[dict[str, Any]]) -> list[dict[
     samples = [row["sample"] for row in rows]
     origins = find_origins(data.source, data.config.data, samples)
     for row, origin in zip(rows, origins, strict=True):
-        row |= origin
+        ends = origin.pop("ends", None) if "whole_micro_batch" not in row else None
+        row |= {key: value for key, value in origin.items() if key != "ends"}
         if row["kind"] != "tokens":
             _name_classes(row, data.source.classes)
             continue
         tokens = mark_tokens(row)
         row["tokens"] = tokens
         row["learnt"] = sum(token["learnt"] for token in tokens)
-        row["padding"] = count_padding(tokens)
+        is_known = ends is not None and add_last_targets(tokens, ends)
+        row["padding"] = ends["padding"] if ends and is_known else count_padding(tokens)
         row["documents"] = 1 + tokens[-1 - row["padding"]]["document"]
         row["misplaced"] = count_misplaced(row)
         if data.tokenizer is not None:
-            row["segments"] = decode_segments(tokens, data.tokenizer)
+            row["segments"] = decode_segments(tokens, data.tokenizer, row["padding"])
             for token in tokens:
                 token["text"] = token_text(token["id"], data.tokenizer)
     return rows
