@@ -349,7 +349,11 @@ def test_nothing_wrong(tmp_path: Path) -> None:
     first, last, *end = told.output.splitlines()
     assert (told.exit_code, first) == (0, f"{tmp_path}: nothing wrong")
     assert last.startswith("verdict: nothing to gain")
-    assert end[0] == "end: stopped at step 60"
+    assert end == [
+        "end: stopped at step 60 (stopped)",
+        "saved: no complete checkpoint is in this folder; steps 1–60 are lost: 60 steps",
+        f"next: shoal train {tmp_path}/run.toml",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from shoal.base.runlog.events import append_line
 from shoal.checkpoint.format.lease import Owner
 from shoal.cli.main import app
-from shoal.view.diagnose import diagnose, findings_text
+from shoal.view.diagnose import diagnose, findings_text, read_continuation
 from shoal.view.diagnosis.folder_state import WRONG, FolderState, read_folder_state
 from shoal.view.progress import RunProgress
 from shoal.view.run_table import list_runs, table_lines, worst_line
@@ -308,6 +308,15 @@ WEIRD: dict[str, dict[str, str | bytes]] = {
         "b/error.json": '{"message":{"extraInfo":{"py_callstack":7,"timestamp":"99999999999999"}}}',
     },
     "deep": {"events.jsonl": "[" * 100_000 + '\n{"event":"run_started"}\n'},
+    "restarts": {
+        "events.jsonl": '{"event":"restarting","of":{"\\u001b[31m":1}}\n'
+        '{"event":"worker_died","how":"exit code 2\\u001b[31m","fatal":true}\n',
+        "run.toml": "x = " + "[" * 10_000,
+    },
+    "no-launch": {
+        "events.jsonl": '{"event":"worker_died","how":[1],"fatal":true}\n',
+        "run.toml": "launch = [1]",
+    },
     "numbers": {"metrics.jsonl": '{"step":1e308}\n{"step":1,"loss":NaN,"step_s":Infinity}\n'},
 }
 
@@ -328,3 +337,32 @@ def test_values_of_wrong_types_are_no_traceback(tmp_path: Path, name: str) -> No
     assert table_lines(rows, 80, NOW_S)
     assert all(json.dumps(one.record()) for one in diagnose(folder))
     assert rows[0].state == read_folder_state(folder, NOW_S).word
+    onward = read_continuation(folder)
+    assert onward is None or "\x1b" not in "".join(onward.lines())
+    assert json.dumps(onward and onward.record())
+
+
+def test_only_a_run_that_ended_before_it_was_done_has_a_way_on(
+    tmp_path: Path, hold: Callable[[Path], Path]
+) -> None:
+    for name in CASES:
+        events, rest, word, _ = CASES[name]
+        onward = read_continuation(make(tmp_path / name, *events, **rest))
+        done = ("ended", "refused", "damaged", "unstarted", "silent")
+        closed = ("own-loop", "own-loop-no-steps", "own-loop-went-on", "other-machine-fine")
+        assert (onward is None) == (word in done or name in closed), name
+    held = make(tmp_path / "held", START, HANG, owner=Owner.this_process("x"))
+    assert read_continuation(hold(held)) is None, "its processes are there"
+
+
+def test_a_command_for_a_run_that_goes_on_waits_for_its_stop(
+    tmp_path: Path, hold: Callable[[Path], Path]
+) -> None:
+    slow = {"event": "slow_rank", "rank": 1, "host": "a", "phase": "data"}
+    slow = {**slow, "step": 2, "extra_s": 0.1, "share": 0.3, "time_s": NOW_S - 9}
+    folder = make(
+        tmp_path / "live", START, slow, owner=Owner.this_process("x"),
+        files={"checkpoints/step-2/manifest.json": "{}"},
+    )  # fmt: skip
+    [found] = diagnose(hold(folder))
+    assert found.command == f"once it has stopped: shoal train --resume {folder} data.workers=2"

@@ -116,8 +116,9 @@ def find_continuation(seen: FolderEvidence, state: FolderState) -> Continuation 
     command = "" if state.word == "diverged" else restart_command(seen)
     if is_script:
         command = AGAIN if saved else ANEW
+    how = f" ({state.how})" if state.word == "stopped" and state.how else ""
     return Continuation(
-        f"{state.word}{where}", step, str(saved or ""), last_step, _restart_text(seen), command
+        f"{state.word}{where}{how}", step, str(saved or ""), last_step, _restart_text(seen), command
     )
 
 
@@ -131,12 +132,11 @@ def restart_command(seen: FolderEvidence) -> str:
 
 def adapt_command(command: str, seen: FolderEvidence, state: FolderState) -> str:
     """Return a finding's command as the run's state allows it; "" if Shoal would refuse it."""
-    has_saved = _find_saved(seen)[0] is not None
-    if READS.match(command) and not has_saved:
+    if READS.match(command) and _find_saved(seen)[0] is None:
         return ""
     if is_user_script(seen.folder):
         command = script_command(command)
-        return command if has_saved else command.replace(AGAIN, ANEW)
+        return ANEW if command == AGAIN and _find_saved(seen)[0] is None else command
     found = RESUME.fullmatch(command)
     if found is None:
         return command
@@ -211,9 +211,10 @@ def _restart_text(seen: FolderEvidence) -> str:
 
 def _allowed_restarts(folder: Path) -> object:
     """Return launch.restarts of run.toml; None if it cannot be read."""
+    path = folder / "run.toml"
     try:
-        table = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        table = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
         return None
     launch = table.get("launch")
     return launch.get("restarts") if isinstance(launch, dict) else None
