@@ -515,6 +515,10 @@ def test_commands_that_would_be_refused_are_not_proposed(tmp_path: Path) -> None
     (found,) = diagnose(run_of(tmp_path / "saved", spike))
     assert found.command == f"shoal train --resume {tmp_path}/saved --force train.spikes=skip"
     assert [key for key in (*FREE_KEYS, "train.spikes") if changes_result(key)] == ["train.spikes"]
+    (found,) = diagnose(
+        run_of(tmp_path / "my run's", spike, ("run_finished", {"how": "completed"}))
+    )
+    assert found.command == "try in the next run: train.spikes=skip"
     (found,) = diagnose(run_of(tmp_path / "done", spike, ("run_finished", {"how": "completed"})))
     assert found.command == "try in the next run: train.spikes=skip"
     stop = ("stop_requested", {"signal": "SIGTERM", "steps": True})

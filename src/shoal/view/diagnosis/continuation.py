@@ -29,7 +29,6 @@ from shoal.view.script_lines import AGAIN, ANEW, is_user_script, script_command
 CUT = ("killed", "failed", "hung", "stopped", "abandoned", "unsaved", "diverged")
 """States of a run that ended before it was done."""
 NEXT_RUN = "try in the next run: "
-RESUME = re.compile(r"((?:[A-Z_]+=\S+ )?)shoal train --resume (?:'[^']*'|\S+)((?: [\w.]+=\S+)*)")
 FREE_KEYS = ("data.workers",)
 """Proposed keys that do not change the result (config/differences.py)."""
 READS = re.compile(r"shoal checkpoint (list|verify) ")
@@ -137,10 +136,10 @@ def adapt_command(command: str, seen: FolderEvidence, state: FolderState) -> str
     if is_user_script(seen.folder):
         command = script_command(command)
         return ANEW if command == AGAIN and _find_saved(seen)[0] is None else command
-    found = RESUME.fullmatch(command)
+    found = _parse_resume(command)
     if found is None:
         return command
-    setting, keys = found[1], found[2]
+    setting, keys = found
     if state.word == "ended":
         words = f"{setting}{keys}".strip()
         return f"{NEXT_RUN}{words}" if words else ""
@@ -153,6 +152,22 @@ def adapt_findings(
 ) -> list[RunFinding]:
     """Return the findings with commands that the run's state allows."""
     return [replace(one, command=adapt_command(one.command, seen, state)) for one in found]
+
+
+def _parse_resume(command: str) -> tuple[str, str] | None:
+    """Return the setting before a resume, and the keys behind it; None for another command.
+
+    >>> _parse_resume("A=1 shoal train --resume 'my run' data.workers=2")
+    ('A=1 ', ' data.workers=2')
+    """
+    setting, found, rest = command.partition("shoal train --resume ")
+    if not found or (setting and not re.fullmatch(r"[A-Z_]+=\S+ ", setting)):
+        return None
+    try:
+        _, *keys = shlex.split(rest)
+    except ValueError:
+        return None
+    return setting, "".join(f" {key}" for key in keys)
 
 
 def _fill_resume(seen: FolderEvidence, setting: str, keys: str) -> str:
