@@ -15,7 +15,7 @@ from shoal.base.runlog.rank_records import RankStep, encode_header
 from shoal.cli.main import app
 from shoal.report.report_page import make_page
 from shoal.report.run_contents import read_run
-from shoal.report.run_starts import find_continuation, list_starts
+from shoal.report.run_starts import list_starts
 
 STEPS, KILLED_AT, SAVED_AT = 80, 71, 64
 
@@ -82,22 +82,10 @@ def text_of(page: str) -> str:
 def test_the_top_says_starts_and_how_the_run_goes_on(folder: Path, page: str) -> None:
     top = text_of(page).partition("Curves")[0]
     assert re.search(r"started \S+ \S+ · resumed \S+ \S+ from step 60 · 2 starts · 1 death", top)
-    assert "Newest checkpoint: step 64; the 7 steps after it are lost. Go on:" in top
+    assert "Newest checkpoint: step 64; steps 65–71 are lost: 7 steps. Go on:" in top
     assert f"shoal train --resume {shlex.quote(str(folder))}" in top
     assert top.count("killed by SIGKILL") == 1, "the state does not repeat the verdict"
     assert "step, median of steps 2–71 1.0 s" in top
-
-
-def test_a_run_that_is_done_or_runs_has_no_continuation(folder: Path) -> None:
-    run = read_run(folder)
-    assert find_continuation(run, "running") is None
-    run.saved = []
-    found = find_continuation(run, "killed")
-    assert found is not None
-    assert (found.saved, found.lost_steps) == (None, KILLED_AT)
-    assert found.command == f"shoal train {shlex.quote(str(folder / 'run.toml'))}"
-    run.plan["steps"] = KILLED_AT
-    assert find_continuation(run, "killed") is None
 
 
 def test_goodput_counts_sessions_and_stands_after_the_curves(page: str) -> None:
@@ -189,7 +177,7 @@ def test_json_has_the_numbers_of_the_page(folder: Path) -> None:
     assert found["goodput_parts_s"]["between"] == 3600.0
     assert [one["resumed_from_step"] for one in found["newest_starts"]] == [None, 60]
     assert (found["starts"], found["lost_steps"], found["saved_steps"]) == (2, 7, [64])
-    assert found["resume_command"] == f"shoal train --resume {shlex.quote(str(folder))}"
+    assert found["continuation"]["command"] == f"shoal train --resume {shlex.quote(str(folder))}"
     assert found["verdict_kind"] == "fault"
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     assert found["ranks"][0]["mean_step_s"] == pytest.approx(1.1)

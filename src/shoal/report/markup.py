@@ -93,7 +93,8 @@ def table(
     Args:
         head: cells of the first row.
         rows: cells of the others.
-        numeric: a letter per column: "n" for numbers, aligned at the right, "w" for long text.
+        numeric: a letter per column: "n" for numbers, aligned at the right, "w" for long text,
+            "e" for some words that may break.
         caption: the line above it.
     """
     kinds = numeric.ljust(len(head))

@@ -9,9 +9,10 @@ from typing import Any
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.runlog.rank_records import PARTS
 from shoal.report.run_contents import RunContents
-from shoal.report.run_starts import find_continuation, list_starts
+from shoal.report.run_starts import list_starts
 from shoal.report.sections.measured_costs import median_of, peak_of
 from shoal.report.verdict.run_verdict import Verdict
+from shoal.view.diagnose import read_continuation
 from shoal.view.run_table import read_held_locks, read_row
 
 MOST_RANKS, MOST_STARTS = 64, 100
@@ -28,7 +29,7 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
     row = read_row(run.folder, run.folder, time.time(), read_held_locks())
     losses, steps, of = run.metrics.column("loss")[1], run.metrics.steps, run.plan.get("steps")
     validated = [e["loss"] for e in run.named("validated") if is_number(e.get("loss"))]
-    goodput, continuation = run.goodput, find_continuation(run, row.state)
+    goodput, onward = run.goodput, read_continuation(run.folder)
     starts = list_starts(run.events)
     record = {
         "verdict": verdict.line(),
@@ -61,8 +62,8 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
             for start in starts[-MOST_STARTS:]
         ],
         "saved_steps": run.saved[-MOST_STARTS:],
-        "lost_steps": continuation.lost_steps if continuation else 0,
-        "resume_command": continuation.command if continuation else None,
+        "lost_steps": max(0, onward.last_step - (onward.saved_step or 0)) if onward else 0,
+        "continuation": onward.record() if onward else None,
         "ranks": _rank_means(run),
     }
     return {key: _finite(value) for key, value in record.items()}

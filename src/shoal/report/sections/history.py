@@ -72,7 +72,7 @@ def goodput_section(run: RunContents) -> Markup:
             tag("p", text),
             tag("p", between) if found.between_s > 0 else None,
             bar,
-            table(("", "part", "time", "of sessions", "that is"), rows, numeric="  nn"),
+            table(("", "part", "time", "of sessions", "that is"), rows, numeric="  nne"),
         ],
         id="goodput",
     )

@@ -9,9 +9,10 @@ from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.report.markup import Child, Markup, tag
 from shoal.report.run_contents import RunContents
-from shoal.report.run_starts import find_continuation, list_starts
+from shoal.report.run_starts import list_starts
 from shoal.report.sections.measured_costs import median_name, median_of
 from shoal.report.verdict.run_verdict import Verdict, find_verdict
+from shoal.view.diagnose import read_continuation
 from shoal.view.progress import count_unit
 from shoal.view.run_table import RunRow, read_held_locks, read_row
 
@@ -32,7 +33,7 @@ def overview_section(run: RunContents) -> Markup:
             tag("p", _state_text(run, row, verdict), class_="lead"),
             tag("p", _starts_text(run), class_="lead"),
             _verdict_box(verdict, run),
-            _continuation_line(run, row.state),
+            _continuation_line(run),
             _islands_text(run),
             _figures(run),
         ],
@@ -49,18 +50,18 @@ def _islands_text(run: RunContents) -> Child:
     return tag("p", text, tag("code", f"shoal report {run.folder / run.islands[0].label}"))
 
 
-def _continuation_line(run: RunContents, state: str) -> Child:
-    """Return where an ended run goes on, and with which command."""
-    found = find_continuation(run, state)
+def _continuation_line(run: RunContents) -> Child:
+    """Return where a run goes on that ended before it was done, and with which command."""
+    found = read_continuation(run.folder)
     if found is None:
         return None
-    if found.saved is None:
-        text = f"No checkpoint is on disk: {_count(found.lost_steps)} are lost. Start again: "
-    else:
-        lost = f"the {_count(found.lost_steps)} after it are lost"
-        text = f"Newest checkpoint: step {found.saved:,}; "
-        text += f"{lost if found.lost_steps else 'no step is lost'}. Go on: "
-    return tag("p", text, tag("code", found.command), class_="resume")
+    saved = "No complete checkpoint is in this folder"
+    if found.saved_step is not None:
+        saved = f"Newest checkpoint: step {found.saved_step:,}"
+    text = f"{saved}; {found.lost}. "
+    if not found.command.startswith("shoal "):
+        return tag("p", text, found.command, class_="resume")
+    return tag("p", text, "Go on: ", tag("code", found.command), class_="resume")
 
 
 def _count(steps: int) -> str:
