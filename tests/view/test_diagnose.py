@@ -542,3 +542,16 @@ def test_islands_go_on_together(tmp_path: Path) -> None:
     saved = "step 25 is the newest complete checkpoint (RUN/island-0/checkpoints/step-25)"
     assert f"saved: {saved}; steps 26–30 are lost: 5 steps" in lines
     assert "next: shoal train --resume RUN" in lines
+
+
+def test_a_cure_is_the_command_that_goes_on(tmp_path: Path) -> None:
+    diverged = {**DIED, "how": "exit code 3", "traceback": "loss is non-finite", "fatal": True}
+    run_of(tmp_path, ("worker_died", diverged), steps=9)
+    save(tmp_path, 8)
+    end = answer(tmp_path)[1][-4:]
+    assert end[0] == "end: diverged at step 9"
+    assert end[1].endswith("; step 9 is lost: 1 step")
+    assert end[2:] == [
+        "restart: none: after exit code 3 a restart would end the same way",
+        "next: shoal train --resume RUN --force optimizer.lr=…",
+    ]

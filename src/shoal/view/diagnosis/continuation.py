@@ -74,8 +74,10 @@ class Continuation:
         """Return lines for a terminal.
 
         Args:
-            cause_command: the command that looks into the cause; "" none.
+            cause_command: the command of the fault; one that goes on with a cure stands as the next
+                one, any other looks into the cause; "" none.
         """
+        is_cure = re.search(r"\bshoal train |^start the script", cause_command) is not None
         saved = "no complete checkpoint is in this folder"
         if self.saved_step is not None:
             saved = f"step {self.saved_step} is the newest complete checkpoint ({self.saved})"
@@ -83,8 +85,8 @@ class Continuation:
             ("end", self.end),
             ("saved", f"{saved}; {self.lost}"),
             ("restart", self.restart),
-            ("next", self.command),
-            ("cause", cause_command if cause_command != self.command else ""),
+            ("next", cause_command if is_cure else self.command),
+            ("cause", "" if is_cure else cause_command),
         )
         return [
             strip_control_characters(f"{name}: {text}").replace("\n", " ")
