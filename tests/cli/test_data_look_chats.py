@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
 from shoal.cli.data import _check_relative_source
 from shoal.cli.data_lines import RowStyle, data_lines, id_lines
 from shoal.cli.main import app
+from shoal.data.inspection.sample_fields import describe_sample
+from shoal.data.inspection.source_facts import _label_shares
 
 SETTINGS = ["data.source=jsonl:chats.jsonl", "data.tokenizer=bpe:300", "data.sequence=64"]
 
@@ -92,7 +95,7 @@ def test_a_cut_says_how_many_learnt_tokens_it_takes(padded: dict[str, Any]) -> N
     if not cut["left_out"]:
         assert cut["cut_learnt"] == lost
     assert cut["cut"] > 0
-    assert f"behind token 25, {cut['cut_learnt']:,} learnt token" in text
+    assert f" at token 25, {cut['cut_learnt']:,} learnt token" in text
 
 
 def test_a_first_look_has_the_longest_example_and_one_of_two_answers(
@@ -100,7 +103,8 @@ def test_a_first_look_has_the_longest_example_and_one_of_two_answers(
 ) -> None:
     notes = {row["origin"]: row.get("note") for row in padded["rows"]}
     assert len(notes) == 3
-    assert notes["chats.jsonl:22"] == "the longest example"
+    most = padded["data"]["lengths"]["most"]
+    assert notes["chats.jsonl:22"] == f"the longest example, {most} tokens"
     assert notes["chats.jsonl:21"] == "2 answers"
     assert any(line.endswith(" · 2 answers") for line in lines_of(padded))
     assert all("note" not in row for row in document_of("--rows", "3")["rows"])
@@ -150,6 +154,15 @@ def test_labels_at_their_own_token_are_targets_of_the_line_before() -> None:
     row = {"tokens": tokens, "padding": 0, "shifted": False}
     found = [line.split() for line in list(id_lines(row))[2:]]
     assert found == [["0", "0", "5", "6", "✓"], ["0", "1", "6", "7", "✓"], ["0", "2", "7", "–"]]
+
+
+def test_labels_of_an_own_dataset_are_counted_without_padding() -> None:
+    """Rows without labels have no targets."""
+    inputs = torch.tensor([5, 6, 7, 0, 0, 0])
+    row = describe_sample(inputs, torch.tensor([-100, 7, 8, -100, -100, -100]))
+    one = {"input_ids": inputs}
+    found = _label_shares([row, describe_sample(one, one)])
+    assert (found["targets"], found["learnt_tokens"]) == (3, 2)
 
 
 def test_equal_percentiles_are_left_out() -> None:

@@ -162,7 +162,8 @@ def _cut_fact(data: dict[str, Any]) -> str:
     if not cut and not left:
         return "none"
     learnt = f", {lost:,} learnt token{'s' if lost != 1 else ''} lost" if lost is not None else ""
-    examples = f"{cut:,} example{'s' if cut != 1 else ''} behind token {data['sequence'] + 1}"
+    ends = f"example{'s end' if cut != 1 else ' ends'} at token {data['sequence'] + 1}"
+    examples = f"{cut:,} {ends}"
     out = f"; {left:,} left out: no answer before the cut" if left else ""
     return f"{examples}{learnt}{out}"
 
@@ -173,17 +174,18 @@ def _learnt_facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         lengths = data["row_lengths"]
         yield "rows", f"{lengths['least']} … {lengths['most']} tokens, {lengths['p50']} half"
     documents = data.get("documents_per_row")
-    if documents and data.get("examples"):
+    if documents and data.get("examples") and "by_source" not in data:
         documents = data["examples"] / data["samples"]
     packed = f"; {documents:.1f} documents a row" if documents else ""
     learnt, targets = data["learnt_tokens"], data["targets"]
     sampled = _sampled_text(data) if data["learnt_of"] != "all" else ""
-    if learnt == targets:
+    if targets and learnt == targets:
         yield "learnt", f"all {count_text(targets)} tokens{sampled}{packed}"
     else:
         share = f"{100 * learnt / max(1, targets):.0f} %"
         yield "learnt", f"{learnt:,} of {targets:,} tokens, {share}{sampled}{packed}"
-        yield "", "prompts and padding have no loss"
+        if data.get("examples"):
+            yield "", "prompts and padding have no loss"
     if data.get("misplaced"):
         yield "labels", f"{data['misplaced']} are neither −100 nor the token that follows"
 
@@ -350,7 +352,7 @@ def _segment_text(segment: dict[str, Any]) -> str:
 
 def id_lines(row: dict[str, Any]) -> Iterator[str]:
     """Yield the predictions of a row in columns: the token at a position, and its target."""
-    yield "  a line is one prediction: from the token at this position, of its target; ✓ has a loss"
+    yield "  each line: after this token, predict the target; ✓: it has a loss, -100: none"
     yield f"{'doc':>5} {'position':>8} {'id':>7}  {'token':<{TEXT_WIDTH}} {'target':>7} learnt"
     padding = row.get("padding", 0)
     tokens = row["tokens"][: len(row["tokens"]) - padding]

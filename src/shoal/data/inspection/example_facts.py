@@ -85,7 +85,8 @@ def find_notable_rows(train: ExampleRows) -> dict[int, str]:
     found: dict[int, str] = {}
     if train.lengths.max() > train.lengths.min():
         longest = int(train.lengths.argmax())
-        found[_row_of(train, longest)] = "the longest example"
+        size = int(train.lengths[longest])
+        found[_row_of(train, longest)] = f"the longest example, {size:,} tokens"
     answers = count_answers(train)
     if (most := int(answers.max(initial=0))) > 1:
         row = _row_of(train, int(answers.argmax()))

@@ -181,7 +181,8 @@ def _label_shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
     marked = [mark_tokens(row) for row in rows]
     padding = [count_padding(tokens) for tokens in marked]
     labels = [label for row in rows for label in row["labels"] or ()]
-    targets = len(labels) - sum(padding)
+    pads = sum(n for row, n in zip(rows, padding, strict=True) if row["labels"] is not None)
+    targets = len(labels) - pads
     learnt = sum(label != IGNORED_LABEL for label in labels)
     facts: dict[str, Any] = {
         "targets": targets,
