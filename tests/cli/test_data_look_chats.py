@@ -159,10 +159,10 @@ def test_labels_at_their_own_token_are_targets_of_the_line_before() -> None:
 def test_labels_of_an_own_dataset_are_counted_without_padding() -> None:
     """Rows without labels have no targets."""
     inputs = torch.tensor([5, 6, 7, 0, 0, 0])
-    row = describe_sample(inputs, torch.tensor([-100, 7, 8, -100, -100, -100]))
+    row = describe_sample(inputs, torch.tensor([-100, 7, 0, -100, -100, -100]))
     one = {"input_ids": inputs}
     found = _label_shares([row, describe_sample(one, one)])
-    assert (found["targets"], found["learnt_tokens"]) == (3, 2)
+    assert (found["targets"], found["learnt_tokens"]) == (4, 2)
 
 
 def test_equal_percentiles_are_left_out() -> None:
