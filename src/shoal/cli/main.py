@@ -64,7 +64,7 @@ HEADINGS = {
     "A run's folder": {
         "runs": "List runs: state, step, loss, rate, last sign of life.",
         "watch": "Show a run live: ranks, curves, waits, events.",
-        "report": "Write one HTML file: verdict, curves, ranks, history.",
+        "report": "Write one HTML file of a run, or of several side by side.",
         "diagnose": "Name what went wrong, on which rank, what to try.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },

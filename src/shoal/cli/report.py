@@ -46,6 +46,7 @@ def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) ->
 
 def _report_several(runs: list[Path], out: Path | None, as_json: bool) -> None:
     from shoal.base.text.event_sentences import strip_control_characters
+    from shoal.report.comparison.best_run import best_run_text
     from shoal.report.comparison.comparison_page import (
         comparison_record,
         read_comparison,
@@ -59,5 +60,5 @@ def _report_several(runs: list[Path], out: Path | None, as_json: bool) -> None:
         record = {"path": str(path), "bytes": size, **comparison_record(found)}
         typer.echo(json.dumps(record, indent=1))
         return
-    lines = [*found.problems, found.summary(), f"{path}: {size / 1e3:.0f} kB"]
+    lines = [*found.problems, best_run_text(found), found.summary(), f"{path}: {size / 1e3:.0f} kB"]
     typer.echo("\n".join(strip_control_characters(line) for line in lines))

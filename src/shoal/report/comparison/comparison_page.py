@@ -9,6 +9,7 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.runlog.damaged_lines import Record
 from shoal.base.text.event_sentences import DAMAGED, strip_control_characters
+from shoal.report.comparison.best_run import best_run_text
 from shoal.report.comparison.compared_runs import read_compared_runs
 from shoal.report.comparison.comparison_sections import (
     curves_section,
@@ -19,6 +20,7 @@ from shoal.report.comparison.comparison_sections import (
     results_section,
 )
 from shoal.report.comparison.run_comparison import Comparison
+from shoal.report.comparison.step_parts import step_parts_section
 from shoal.report.markup import Markup, clean_text, tag
 from shoal.report.report_page import SCRIPTS, assemble_page, write_page
 from shoal.report.sections.curves import curve_records, shorten_knots
@@ -28,6 +30,7 @@ SECTIONS: tuple[Callable[[Comparison], Markup], ...] = (
     header_section,
     curves_section,
     results_section,
+    step_parts_section,
     differences_section,
     equal_points_section,
     keys_section,
@@ -89,6 +92,8 @@ def comparison_record(found: Comparison) -> Record:
             "state": run.row.state,
             "steps": len(run.series.steps),
             "verdict": run.verdict,
+            "step_s": run.step_s,
+            "tokens_per_s": run.rate,
         }
         for run in found.runs
     ]
@@ -105,5 +110,6 @@ def comparison_record(found: Comparison) -> Record:
             {"kind": point.kind, "amount": point.amount, "losses": list(point.losses)}
             for point in found.points
         ],
+        "best": strip_control_characters(best_run_text(found)),
         "summary": strip_control_characters(found.summary()),
     }

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shoal.base.text.units import count_text, seconds_text
+from shoal.report.comparison.best_run import (
+    best_run_text,
+    covered_text,
+    join_names,
+    loss_text,
+)
 from shoal.report.comparison.compared_runs import ComparisonRun
 from shoal.report.comparison.loss_differences import (
     WINDOW,
+    LossDifference,
     first_difference_text,
     losses_before,
     mean_loss,
@@ -46,7 +53,7 @@ def header_section(found: Comparison) -> Markup:
             tag(
                 "div",
                 [
-                    tag("p", best_text(found), class_="headline"),
+                    tag("p", best_run_text(found), class_="headline"),
                     tag("p", _capital(found.summary()) + ".", class_="evidence"),
                     tag("p", _keys_text(found), class_="evidence"),
                 ],
@@ -66,23 +73,6 @@ def header_section(found: Comparison) -> Markup:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def best_text(found: Comparison) -> str:
-    """Return the run with the least loss at the amount that all runs reached."""
-    shared = [one for one in found.points if one.is_shared and one.best is not None]
-    if not shared:
-        return "The runs have no amount of tokens or time in common"
-    point = shared[0]
-    best, second = point.ranking[:2]
-    least, next_least = point.losses[best] or 0.0, point.losses[second] or 0.0
-    names = found.runs[best].label, found.runs[second].label
-    if least == next_least:
-        return f"Several runs have the lowest loss after {point.text()}: {_loss_text(least)}"
-    text = f"{names[0]} has the lowest loss after {point.text()}: {_loss_text(least)}, "
-    if point.is_within_noise(best, second):
-        return f"{text}within the noise of {names[1]}"
-    return f"{text}{next_least - least:.2g} below {names[1]}"
 
 
 def _keys_text(found: Comparison) -> str:
@@ -111,6 +101,7 @@ def curves_section(found: Comparison) -> Markup:
         [
             tag("h2", "Curves"),
             tag("div", names, class_="legend", id="runs"),
+            tag("p", covered, class_="note") if (covered := covered_text(found.runs)) else None,
             tag("div", id="controls", hidden="hidden"),
             tag("div", charts, class_="grid2"),
         ],
@@ -169,16 +160,12 @@ def _result_cells(run: ComparisonRun) -> list[Child]:
     last = next((float(one) for one in series.losses[::-1] if one == one), None)
     return [
         _number(len(steps) or None, lambda count: f"{count:,.0f}"),
-        *(_number(one, _loss_text) for one in (last, mean, run.validation, run.best_validation)),
+        *(_number(one, loss_text) for one in (last, mean, run.validation, run.best_validation)),
         _number(tokens, count_text),
         _number(seconds, seconds_text),
         _number(run.step_s, seconds_text),
         _number(run.rate, count_text),
     ]
-
-
-def _loss_text(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e5 else f"{loss:.4g}"
 
 
 def _number(value: float | None, text: Callable[[float], str]) -> Child:
@@ -195,10 +182,8 @@ def differences_section(found: Comparison) -> Markup:
     baseline = found.runs[0].label
     rows = []
     for at, (run, one) in enumerate(zip(found.runs[1:], found.differences, strict=True), 1):
-        losses = one.first_losses or ()
+        losses = list(zip((baseline, run.label), one.first_losses or (), strict=False))
         at_step = f"{one.first_step:,}" if one.first_step is not None else "none"
-        mean = one.newest_mean
-        spread = f" ± {one.newest_spread:.2g}" if one.newest_spread is not None else ""
         separation = "none" if one.is_long_enough or one.first_step is None else "too short"
         if one.separation_step is not None:
             separation = f"{one.separation_step:,}"
@@ -207,15 +192,15 @@ def differences_section(found: Comparison) -> Markup:
                 name_cell(at, run.label),
                 at_step,
                 separation,
-                f"{mean:+.3g}{spread}" if mean is not None else "–",
+                _difference_text(one),
                 f"{one.common_steps:,}",
-                " and ".join(map(repr, losses)) or "–",
+                ", ".join(f"{name} {loss!r}" for name, loss in losses) or "–",
             ]
         )
     head = [
         "run", "first different loss", "three spreads from step",
         f"mean difference ± spread, newest {WINDOW}", "common steps",
-        f"first different losses: {baseline} and the run",
+        "losses there",
     ]  # fmt: skip
     text = (
         f"Each run is compared with {baseline} at the steps that both recorded. Runs are apart "
@@ -233,6 +218,16 @@ def differences_section(found: Comparison) -> Markup:
         ],
         id="differences",
     )
+
+
+def _difference_text(one: LossDifference) -> str:
+    """Return the mean difference of the newest losses with its spread."""
+    if one.is_equal:
+        return "identical"
+    if one.newest_mean is None:
+        return "–"
+    spread = f" ± {one.newest_spread:.2g}" if one.newest_spread is not None else ""
+    return f"{one.newest_mean:+.3g}{spread}"
 
 
 def _pair_table(runs: Sequence[ComparisonRun]) -> Child:
@@ -274,7 +269,8 @@ def equal_points_section(found: Comparison) -> Markup:
     parts.append(
         tag(
             "p",
-            f"Means of {WINDOW} steps. “–”: the run did not get so far. Bold: the least loss. "
+            f"Means of {WINDOW} steps. “–”: the run did not get so far. Bold: the least loss, of all runs that tie; "
+            "none where only one run got so far. "
             "Runs below a tenth of the longest are not the shortest.",
             class_="note",
         )
@@ -290,7 +286,7 @@ def _loss_cell(point: EqualPoint, at: int) -> Child:
     loss = point.losses[at]
     if loss is None:
         return "–"
-    return tag("b", _loss_text(loss)) if point.best == at else _loss_text(loss)
+    return tag("b", loss_text(loss)) if at in point.winners else loss_text(loss)
 
 
 def keys_section(found: Comparison) -> Markup:

@@ -76,6 +76,11 @@ class LossDifference:
     newest_mean: float | None = None
     newest_spread: float | None = None
 
+    @property
+    def is_equal(self) -> bool:
+        """Return whether both have steps in common, and equal losses there."""
+        return self.common_steps > 0 and self.first_step is None
+
     def text(self) -> str:
         """Return both steps as one sentence.
 

@@ -95,6 +95,11 @@ class Comparison:
             for amount in amounts
         ]
 
+    @property
+    def has_equal_losses(self) -> bool:
+        """Return whether all runs have the first one's losses at all steps in common."""
+        return bool(self.differences) and all(one.is_equal for one in self.differences)
+
     def summary(self) -> str:
         """Return the earliest differences of any run from the first, as one sentence."""
         if not self.differences:
@@ -146,9 +151,11 @@ class EqualPoint:
         return f"{count_text(self.amount)} {self.kind}"
 
     @property
-    def best(self) -> int | None:
-        """Return the index of the least loss; None if fewer than two runs have one."""
-        return self.ranking[0] if len(self.ranking) > 1 else None
+    def winners(self) -> list[int]:
+        """Return the indices of all runs with the least loss; none if fewer than two have one."""
+        ranking = self.ranking
+        least = self.losses[ranking[0]] if ranking else None
+        return [at for at in ranking if self.losses[at] == least] if len(ranking) > 1 else []
 
     @property
     def ranking(self) -> list[int]:
