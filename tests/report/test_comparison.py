@@ -15,9 +15,18 @@ from hostile_folders import hostile_strings, plain_strings, write_hostile_folder
 from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
+from shoal.base.runlog.rank_records import HEADER, MAGIC, ROW
 from shoal.cli.main import app
-from shoal.report.comparison.comparison_page import make_comparison_page, read_comparison
-from shoal.report.comparison.key_differences import RunKeys, list_key_differences
+from shoal.report.comparison.comparison_page import (
+    comparison_record,
+    make_comparison_page,
+    read_comparison,
+)
+from shoal.report.comparison.key_differences import (
+    RunKeys,
+    compared_keys_text,
+    list_key_differences,
+)
 from shoal.report.comparison.loss_differences import (
     LossSeries,
     compare_losses,
@@ -184,11 +193,11 @@ def test_the_page_names_the_better_run_its_keys_and_the_steps(tmp_path: Path) ->
     base = noise(5)
     better = base.copy()
     better[2:] -= 0.4
-    toml = "[optimizer]\nlr = 0.1\n[run]\nname = 'a'\n"
+    toml = "[optimizer]\nlr = 0.1\n[run]\nname = 'base'\n"
     folders = [
         write_run(tmp_path / "base", base, toml=toml),
         write_run(
-            tmp_path / "better", better, toml=toml.replace("0.1", "0.2").replace("'a'", "'b'")
+            tmp_path / "better", better, toml=toml.replace("0.1", "0.2").replace("base", "better")
         ),
     ]
     page = Page(folders)
@@ -201,6 +210,71 @@ def test_the_page_names_the_better_run_its_keys_and_the_steps(tmp_path: Path) ->
     assert "optimizer.lr" in page.texts["results"]
     assert "run.name" not in page.texts["keys"]
     assert "(the shortest run)" in page.texts["equal"]
+    assert "; after 30.0 s, too:" in head
+    losses = f"base {base[2]!r}, better {better[2]!r}".replace("np.float64", "")
+    assert re.sub(r"[()]", "", losses) in page.texts["differences"]
+    folders[0].rename(tmp_path / "moved")
+    page = Page([tmp_path / "moved", folders[1]])
+    assert "run.name" in page.texts["keys"], "a folder that was renamed"
+    assert "Versions and sources of moved and better are not recorded." in page.texts["verdict"]
+
+
+def write_equal_runs(tmp_path: Path, *step_s: float) -> list[Path]:
+    folders = []
+    for at, seconds in enumerate(step_s):
+        folder = write_run(tmp_path / f"run{at}", noise(5), toml="[train]\nbatch = 8\n")
+        path = folder / "metrics.jsonl"
+        path.write_text(path.read_text().replace('"step_s": 0.1', f'"step_s": {seconds}'))
+        folders.append(folder)
+    return folders
+
+
+def test_of_runs_with_equal_losses_the_faster_one_is_the_best(tmp_path: Path) -> None:
+    folders = write_equal_runs(tmp_path, 0.3158, 0.1831)
+    page = Page(folders)
+    words = "run1: equal in every loss, and 1.72 times faster (183.1 against 315.8 ms a step)"
+    assert words in page.texts["verdict"]
+    assert "No key of run.toml differs; versions and sources of" in page.texts["verdict"]
+    assert "run0 lies under run1" in page.texts["curves"]
+    assert "identical" in page.texts["differences"]
+    record = comparison_record(page.found)
+    assert (record["best"], [run["step_s"] for run in record["runs"]]) == (words, [0.3158, 0.1831])
+    tokens, times = (
+        [point for point in page.found.points if point.kind == kind] for kind in ("tokens", "time")
+    )
+    assert [point.winners for point in tokens] == [[0, 1]] * 4, "all that tie"
+    assert times[-1].winners == [], "one run alone got so far"
+    assert [tag for tag, _ in page.elements].count("b") == 2 * len(tokens) + 3
+    alike = Page(write_equal_runs(tmp_path / "alike", 0.1, 0.101, 0.1)).texts["verdict"]
+    assert "All 3 runs are equal in every loss, and equally fast (100.0 against 101.0 ms" in alike
+
+
+def test_the_part_that_makes_a_run_slow_is_shown(tmp_path: Path) -> None:
+    folders = write_equal_runs(tmp_path, 0.3, 0.2)
+    for folder, data_s in zip(folders, (0.11, 0.01), strict=True):
+        (folder / "rank_steps").mkdir()
+        with (folder / "rank_steps" / "node-0.bin").open("wb") as file:
+            file.write(HEADER.pack(MAGIC, 0))
+            for step in (*range(1, 11), 301):  # the last one is later than the newest loss
+                for rank, own_s in enumerate((0.01, data_s)):
+                    parts = (0, own_s, 0.1, 0, 0, 0, 0, data_s - own_s)
+                    file.write(ROW.pack(step, rank, 1, 1.8e9 + step, 0, *parts))
+    text = Page(folders).texts["parts"]
+    assert "rank 1: data 110.0 ms (mean of ranks 60.0 ms)" in text
+    assert "none: all ranks take about the same time" in text
+    assert "Means of the newest 10 steps" in text
+
+
+def test_code_that_is_not_recorded_is_not_compared() -> None:
+    own = {"data.collate": "rows.py:join", "data.source": "text:a.md", "model.build": ""}
+    known = {"version of torch": "2", "source of rows.py": "1"}
+    runs = [RunKeys(own, {}), RunKeys(own, known), RunKeys(None, known)]
+    text = compared_keys_text("abc", runs)
+    assert text == (
+        "versions and sources of a, and run.toml of c are not recorded, "
+        "so the code behind data.collate is not compared"
+    )
+    assert compared_keys_text("b", runs[1:2]) == ""
 
 
 def test_damaged_empty_and_missing_folders_have_a_line_each(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shoal.base.text.units import seconds_text
 from shoal.report.comparison.compared_runs import ComparisonRun
+from shoal.report.comparison.key_differences import join_names
 from shoal.report.comparison.loss_differences import first_difference_text
 from shoal.report.comparison.run_comparison import Comparison, EqualPoint
 
@@ -100,15 +101,6 @@ def _loss_words(found: Comparison, point: EqualPoint) -> str:
     if point.is_within_noise(best, rest[0]):
         return f"{_least(point)}, within the noise of {name}"
     return f"{_least(point)}, {next_least - least:.2g} below {name}"
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Return names as a list in a sentence.
-
-    >>> join_names(["a"]), join_names(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def covered_text(runs: Sequence[ComparisonRun]) -> str:

@@ -19,8 +19,8 @@ from shoal.report.comparison.comparison_sections import (
     keys_section,
     results_section,
 )
+from shoal.report.comparison.part_times import step_parts_section
 from shoal.report.comparison.run_comparison import Comparison
-from shoal.report.comparison.step_parts import step_parts_section
 from shoal.report.markup import Markup, clean_text, tag
 from shoal.report.report_page import SCRIPTS, assemble_page, write_page
 from shoal.report.sections.curves import curve_records, shorten_knots

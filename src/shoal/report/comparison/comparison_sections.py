@@ -8,10 +8,10 @@ from shoal.base.text.units import count_text, seconds_text
 from shoal.report.comparison.best_run import (
     best_run_text,
     covered_text,
-    join_names,
     loss_text,
 )
 from shoal.report.comparison.compared_runs import ComparisonRun
+from shoal.report.comparison.key_differences import compared_keys_text
 from shoal.report.comparison.loss_differences import (
     WINDOW,
     LossDifference,
@@ -77,15 +77,24 @@ def _capital(text: str) -> str:
 
 def _keys_text(found: Comparison) -> str:
     changing = [one.key for one in found.keys if one.changes]
-    if not found.keys:
-        return "No recorded key differs between the runs."
+    limits_text = compared_keys_text(
+        [run.label for run in found.runs], [run.keys for run in found.runs]
+    )
     if not changing:
-        return "No key that changes the result differs; the others are listed below."
+        text = "No key of run.toml that changes the result differs"
+        if any(run.keys.settings is None for run in found.runs):
+            text = "No recorded key that changes the result differs"
+        elif not any(
+            one.key in (run.keys.settings or ()) for one in found.keys for run in found.runs
+        ):
+            text = "No key of run.toml differs"
+        more = " Keys that differ are listed below." if found.keys else ""
+        return f"{text}{'; ' if limits_text else ''}{limits_text}.{more}"
     more = f" and {len(changing) - 6} more" if len(changing) > 6 else ""
     text = f"Keys that change the result and differ: {', '.join(changing[:6])}{more}."
     if limits := [key for key in changing if key in COMPARABLE]:
         text += f" Losses of another {', '.join(limits)} measure another task."
-    return text
+    return f"{text} {_capital(limits_text)}." if limits_text else text
 
 
 def curves_section(found: Comparison) -> Markup:
@@ -269,8 +278,8 @@ def equal_points_section(found: Comparison) -> Markup:
     parts.append(
         tag(
             "p",
-            f"Means of {WINDOW} steps. “–”: the run did not get so far. Bold: the least loss, of all runs that tie; "
-            "none where only one run got so far. "
+            f"Means of {WINDOW} steps. “–”: the run did not get so far. Bold: the least "
+            "loss, of all runs that tie; none where only one run got so far. "
             "Runs below a tenth of the longest are not the shortest.",
             class_="note",
         )
@@ -294,7 +303,7 @@ def keys_section(found: Comparison) -> Markup:
     parts: list[Child] = [tag("h2", "Keys that differ")]
     bare = [run.label for run in found.runs if run.keys.settings is None]
     if not found.keys:
-        parts.append(tag("p", "No recorded key differs between the runs."))
+        parts.append(tag("p", _keys_text(found)))
     else:
         head: list[Child] = ["key", "changes the result"]
         head += [name_cell(at, run.label) for at, run in enumerate(found.runs)]

@@ -21,6 +21,7 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.runlog.damaged_lines import Record
 from shoal.config.differences import ABSENT, PLACES, changes_result
 from shoal.config.sections import Config
+from shoal.config.trust import CODE
 from shoal.report.run_contents import RunContents
 from shoal.report.sections.history import hosts_text, read_saved_record
 
@@ -46,10 +47,33 @@ class RunKeys:
     Attributes:
         settings: of run.toml; None if the run has none that can be read.
         others: of the plan and the environment.
+        is_renamed: run.name of run.toml is not the name of the folder.
     """
 
     settings: Mapping[str, str] | None
     others: Mapping[str, str]
+    is_renamed: bool = False
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Return those of "run.toml", "versions" and "sources" that are not known."""
+        kinds = {"versions": "version of ", "sources": "source of "}
+        return (["run.toml"] if self.settings is None else []) + [
+            kind
+            for kind, begin in kinds.items()
+            if not any(key.startswith(begin) for key in self.others)
+        ]
+
+    @property
+    def functions(self) -> list[str]:
+        """Return the keys of run.toml that name a function of the user."""
+        settings = self.settings or {}
+        return [
+            key
+            for key in CODE
+            if ("function:" if key.startswith("data.") and key != "data.collate" else ":")
+            in settings.get(key, "")
+        ]
 
 
 @dataclass(frozen=True)
@@ -84,7 +108,10 @@ def read_run_keys(run: RunContents) -> RunKeys:
         others |= {
             f"start: {key}": _text(event[key]) for key in ("dtypes", "threads") if key in event
         }
-    return RunKeys(_read_settings(run.folder / "run.toml"), others)
+    settings = _read_settings(run.folder / "run.toml")
+    name = others["run.name"] = (settings or {}).pop("run.name", "") or UNKNOWN
+    is_renamed = name not in (UNKNOWN, shorten(run.folder.resolve().name))
+    return RunKeys(settings or None, others, is_renamed)
 
 
 def _read_settings(path: Path) -> dict[str, str] | None:
@@ -99,7 +126,7 @@ def _read_settings(path: Path) -> dict[str, str] | None:
             table = {"": table}
         for name, value in table.items():
             key = f"{section}.{name}" if name else section
-            if key not in PLACES and len(found) < MOST_KEYS:
+            if key not in PLACES - {"run.name"} and len(found) < MOST_KEYS:
                 found[key] = _text(value)
     return found or None
 
@@ -144,6 +171,8 @@ def list_key_differences(runs: Sequence[RunKeys]) -> list[KeyDifference]:
     repeated = {f"plan.{name}" for name, key in OF_TOML.items() if _all_have(runs, key)}
     for key in dict.fromkeys(key for run in runs for key in run.others):
         values = [run.others.get(key, UNKNOWN) for run in runs]
+        if key == "run.name" and not any(run.is_renamed for run in runs):
+            continue
         if key not in repeated and _differ(values):
             changes = key.startswith("source of ") or key in ("plan.model", "plan.parameters")
             found.append(KeyDifference(key, tuple(values), changes))
@@ -156,3 +185,34 @@ def _differ(values: Sequence[str]) -> bool:
 
 def _all_have(runs: Sequence[RunKeys], key: str) -> bool:
     return all(run.settings is not None and key in run.settings for run in runs)
+
+
+def compared_keys_text(labels: Sequence[str], runs: Sequence[RunKeys]) -> str:
+    """Return the keys that cannot be compared, because no run or not every run recorded them.
+
+    >>> compared_keys_text(["a", "b"], [RunKeys({}, {}), RunKeys({}, {"version of torch": "2"})])
+    'versions and sources of a, and sources of b are not recorded'
+    """
+    missing: dict[str, list[str]] = {}
+    for label, run in zip(labels, runs, strict=True):
+        if kinds := join_names(run.unrecorded):
+            missing.setdefault(kinds, []).append(label)
+    parts = [f"{kinds} of {_short_list(names)}" for kinds, names in missing.items()]
+    text = f"{', and '.join(parts)} are not recorded" if parts else ""
+    unknown = [run for run in runs if "sources" in run.unrecorded]
+    if functions := sorted({key for run in unknown for key in run.functions}):
+        text += f", so the code behind {', '.join(functions)} is not compared"
+    return text
+
+
+def _short_list(names: Sequence[str]) -> str:
+    return join_names([*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names)
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence.
+
+    >>> join_names(["a"]), join_names(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.text.units import seconds_text
+from shoal.report.comparison.compared_runs import ComparisonRun
 from shoal.report.comparison.run_comparison import Comparison
 from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.sections.rank_heat import LOOKS, NAMES
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 ORDER = (1, 2, 6, 3, 4, 5, 0, 7)
 """Parts in the order of a bar: waiting comes last."""
+EVEN_SHARE = 0.05
+"""Share of a step by which a rank's part must exceed the mean to be named."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,28 @@ class StepParts:
     slowest_part: int
 
 
-def read_step_parts(folder: Path) -> StepParts | None:
-    """Return the seconds of a run's newest steps by part; None if no rank recorded any."""
+def read_step_parts(folder: Path, last_step: int | None = None) -> StepParts | None:
+    """Return the seconds of a run's newest steps by part; None if no rank recorded any.
+
+    Args:
+        folder: the run's.
+        last_step: later steps are left out, as those that a resume makes again.
+    """
     found = read_step_seconds(folder, [])
-    if found is None:
+    if found is not None and last_step is not None:
+        found = found.select_steps(found.steps <= last_step)
+    if found is None or not len(found.steps):
         return None
     by_rank = found.seconds.mean(axis=0, dtype="float64")  # [ranks, parts]
     mean_s = by_rank.mean(axis=0)
     at = int(by_rank[:, :WAITING].sum(axis=1).argmax())
     excess = by_rank[at, :WAITING] - mean_s[:WAITING]
-    return StepParts(
-        len(found.steps), mean_s, found.ranks[at], by_rank[at], int(excess.argmax())
-    )
+    return StepParts(len(found.steps), mean_s, found.ranks[at], by_rank[at], int(excess.argmax()))
 
 
 def step_parts_section(found: Comparison) -> Markup:
     """Return a bar of the seconds of a step for each run, and its slowest rank."""
-    parts = [read_step_parts(run.contents.folder) for run in found.runs]
+    parts = [read_step_parts(run.contents.folder, _last_step(run)) for run in found.runs]
     known = [one for one in parts if one is not None]
     if not known:
         return Markup("")
@@ -70,25 +78,38 @@ def step_parts_section(found: Comparison) -> Markup:
         rows.append([name, *(["–"] * 3 if one is None else _cells(one, used, longest_s))])
     legend = [tag("span", tag("i", class_=f"key {LOOKS[part]}"), NAMES[part]) for part in used]
     head = ["run", "seconds of a step by part, mean over ranks", "step, mean", "slowest rank"]
-    steps = ", ".join(f"{one.steps:,}" for one in known)
+    least, most = (pick(one.steps for one in known) for pick in (min, max))
+    steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    note = f"Means of the newest {steps} steps of a run; “–”: no times by rank were recorded."
     return tag(
         "section",
         [
             tag("h2", "Where the time of a step goes"),
             tag("div", legend, class_="legend"),
             table(head, rows, numeric=" bne"),
-            tag("p", f"Means of the newest steps that all ranks recorded: {steps}.", class_="note"),
+            tag(
+                "p",
+                note,
+                class_="note",
+            ),
         ],
         id="parts",
     )
+
+
+def _last_step(run: ComparisonRun) -> int | None:
+    return int(run.series.steps[-1]) if len(run.series.steps) else None
 
 
 def _cells(one: StepParts, used: Sequence[int], longest_s: float) -> list[Child]:
     words = ", ".join(f"{NAMES[part]} {seconds_text(float(one.mean_s[part]))}" for part in used)
     bar = stacked_bar([(LOOKS[part], float(one.mean_s[part])) for part in used], longest_s, words)
     own, mean = (float(s[one.slowest_part]) for s in (one.slowest_s, one.mean_s))
-    slowest = (
-        f"rank {one.slowest_rank:,}: {NAMES[one.slowest_part]} {seconds_text(own)} "
-        f"(mean of ranks {seconds_text(mean)})"
-    )
+    if own - mean < EVEN_SHARE * float(one.mean_s.sum()):
+        slowest = "none: all ranks take about the same time"
+    else:
+        slowest = (
+            f"rank {one.slowest_rank:,}: {NAMES[one.slowest_part]} {seconds_text(own)} "
+            f"(mean of ranks {seconds_text(mean)})"
+        )
     return [bar, seconds_text(float(one.mean_s.sum())), slowest]
