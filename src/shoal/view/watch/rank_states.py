@@ -78,7 +78,7 @@ def read_rank_devices(path: Path) -> dict[int, RankDevice]:
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, dict) and is_number(row.get("rank")):
             device = row.get("device_name") or row.get("device") or ""
-            index = str(row.get("device")).partition("cuda:")[2]
+            index = str(row.get("device")).partition(":")[2]
             key = (str(row.get("host")), int(index) if index.isdecimal() else -1)
             host = clean_text(row.get("host") or "?")
             found[int(row["rank"])] = (host, clean_text(device), key)
