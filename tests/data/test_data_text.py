@@ -206,8 +206,11 @@ def test_empty_text(tmp_path: Path) -> None:
     tokenizer = tmp_path / "t.json"
     made = train_bpe([], 300)
     made.save(str(tokenizer))
-    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match="data.sequence = 16: a sample takes 17 tokens"):
+        open_source(section(f"text:{tmp_path}/a.txt", validation="0"), 0)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"a\.txt: is an empty file; try: files with data in them"):
         open_source(section(f"text:{tmp_path}/a.txt", validation="0"), 0)
 
 
