@@ -210,7 +210,9 @@ def test_empty_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.sequence = 16: a sample takes 17 tokens"):
         open_source(section(f"text:{tmp_path}/a.txt", validation="0"), 0)
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"a\.txt: is an empty file; try: files with data in them"):
+    with pytest.raises(
+        ConfigError, match=r"a\.txt: is an empty file; try: files with data in them"
+    ):
         open_source(section(f"text:{tmp_path}/a.txt", validation="0"), 0)
 
 
