@@ -75,6 +75,11 @@ def show_rows(
 
     path, overrides = split_arguments(arguments or [])
     folder = path if path is not None and path.is_dir() else None
+    if folder is not None:
+        from shoal.view.diagnosis.run_folders import explain_no_run, is_run_folder
+
+        if not is_run_folder(folder) and not (folder / "run.toml").exists():
+            raise ConfigError(explain_no_run(folder))
     found = _find_step(folder, path, step)
     loaded = _load(path, folder, overrides, trust=trust)
     is_of_run = folder is not None and loaded.origins.get("data.source") == f"{folder / RUN_FILE}"

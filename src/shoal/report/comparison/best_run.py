@@ -28,6 +28,8 @@ def best_run_text(found: Comparison) -> str:
     if found.has_equal_losses and (speed := _speed_text(found)):
         return speed
     shared = [point for point in found.points if point.is_shared and point.winners]
+    if len(found.runs) < 2:
+        return "A single run is left"
     if not shared:
         return "The runs have no amount of tokens or time in common"
     point = shared[0]
