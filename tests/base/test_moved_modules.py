@@ -54,7 +54,7 @@ except ModuleNotFoundError as error:
 
 def test_an_import_by_the_old_path_gives_the_same_module_and_says_where_it_lies() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     moved = "shoal.base.units is shoal.base.text.units since 0.2; the old path goes in 0.3"

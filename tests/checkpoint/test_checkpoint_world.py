@@ -28,7 +28,7 @@ def outcomes(
     found = {}
     for script in SCRIPTS:
         path, folder = Path(__file__).with_name(script), tmp_path_factory.mktemp("world")
-        done = programs.run(str(path), str(folder), timeout=120)
+        done = programs.run(str(path), str(folder), timeout=300)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         assert done.returncode == 0, done.stderr
         found |= {(script, line["check"]): line["failures"] for line in lines}

@@ -37,7 +37,7 @@ PROGRAM = Path(__file__).parent / "hostile_pickles.py"
 def read_all(folder: Path, reader: str) -> dict[str, Any]:
     folder.mkdir()
     command = [sys.executable, str(PROGRAM), str(folder), reader]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

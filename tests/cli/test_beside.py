@@ -350,8 +350,8 @@ def test_a_rank_that_ends_without_a_word_is_told(
     rank.stdin.write("go\n")
     rank.stdin.flush()
     os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # as its launcher finds it
-    _, said = watch.communicate(timeout=20)
-    rank.communicate(timeout=20)
+    _, said = watch.communicate(timeout=120)
+    rank.communicate(timeout=120)
     log = tmp_path / "events.jsonl"
     found = [json.loads(line) for line in log.open()] if log.exists() else []
     assert [(one["event"], one["rank"]) for one in found] == [("worker_died", 0)] * bool(how)

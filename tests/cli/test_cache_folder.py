@@ -21,7 +21,7 @@ def shoal(folder: Path, cache: str, *words: str) -> subprocess.CompletedProcess[
     return subprocess.run(
         [sys.executable, "-m", "shoal", *words],
         cwd=folder, env={**os.environ, "SHOAL_CACHE": cache}, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
 
 

@@ -283,7 +283,7 @@ def test_a_real_comparison(tmp_path: Path, programs: Forks) -> None:
         "model.build=toy:build", "data.source=toy:data", "train.batch=8", "--json",
         "--layouts", "zero1,scaffold,ddp,fsdp,zero2", "--processes", "1,2", "--steps", "3",
     ]  # fmt: skip
-    done = programs.run("-m", "shoal", "compare", *arguments, cwd=tmp_path, timeout=120)
+    done = programs.run("-m", "shoal", "compare", *arguments, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     folder = tmp_path / "compare" / "custom-toy-1"

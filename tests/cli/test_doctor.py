@@ -30,7 +30,7 @@ def doctor(*words: str, before: str = "") -> tuple[int, list[dict[str, object]]]
         [sys.executable, "-c", script, "doctor", "--json", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert not done.stderr, done.stderr
@@ -164,7 +164,7 @@ def test_wrong_input_is_refused(words: list[str]) -> None:
         [sys.executable, "-m", "shoal", "doctor", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2

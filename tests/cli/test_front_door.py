@@ -130,7 +130,7 @@ def test_the_wheel_holds_the_pages(tmp_path: Path) -> None:
             there.write_bytes((ROOT / name).read_bytes())
     make = "from setuptools import build_meta; build_meta.build_wheel('..')"
     done = subprocess.run(
-        [sys.executable, "-c", make], cwd=copy, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", make], cwd=copy, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()

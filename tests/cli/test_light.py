@@ -41,13 +41,18 @@ HELP_MODULES, MODULES = 300, 450
         ["doctor", "--help"],
         ["--version"],
         ["train", "x.y=1"],
+        ["simulate", "--help"],
+        ["simulate"],
+        ["simulate", "ring"],
+        ["simulate", "zbv"],
+        ["simulate", "puzzle", "3"],
     ],
 )
 def test_no_torch_is_imported(arguments: list[str]) -> None:
     most = HELP_MODULES if {"--help", "--version"} & {*arguments} else MODULES
     script = PROBE.format(arguments=arguments, most=most)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
@@ -55,6 +60,8 @@ def test_no_torch_is_imported(arguments: list[str]) -> None:
 SHOAL, BARE = [sys.executable, "-m", "shoal"], [sys.executable, "-c", ""]
 TIMES = 20.0
 """CPU time of --help at most, in that of `python -c ''`: 0.2 s where that takes 0.01 s."""
+SHOWN_TIMES = 40.0
+"""Of a schedule that is computed and drawn."""
 LINE_TIMES = 60.0
 
 
@@ -67,16 +74,28 @@ def cpu_seconds(command: list[str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"]])
-def test_help_answers_in_time(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "times"),
+    [
+        (["--help"], TIMES),
+        (["train", "--help"], TIMES),
+        (["doctor", "--help"], TIMES),
+        (["simulate", "--help"], TIMES),
+        (["simulate"], SHOWN_TIMES),
+        (["simulate", "ring"], SHOWN_TIMES),
+        (["simulate", "zbv"], SHOWN_TIMES),
+        (["simulate", "puzzle", "3"], SHOWN_TIMES),
+    ],
+)
+def test_it_answers_in_time(arguments: list[str], times: float) -> None:
     """In CPU seconds, the best of a few: other work on the machine slows single ones."""
     best_s, bare_s = 9.0, 9.0
     for _ in range(20):
         bare_s = min(bare_s, cpu_seconds(BARE))
         best_s = min(best_s, cpu_seconds([*SHOAL, *arguments]))
-        if best_s < TIMES * bare_s:
+        if best_s < times * bare_s:
             break
-    assert best_s < TIMES * bare_s
+    assert best_s < times * bare_s
 
 
 def seconds_to_first_line(folder: Path) -> float:
@@ -88,7 +107,7 @@ def seconds_to_first_line(folder: Path) -> float:
         elapsed_s = time.perf_counter() - began_s
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert line.startswith("shoal ")
     return elapsed_s
 

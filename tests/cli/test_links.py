@@ -32,7 +32,7 @@ def ran(command: str, folder: Path) -> str:
     else:
         words = [*SHOAL, *words[1:]]
     done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        words, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

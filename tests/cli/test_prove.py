@@ -72,7 +72,7 @@ def prove(tmp_path: Path, programs: Forks) -> Prove:
 
     def run(*arguments: str) -> tuple[int, str, str]:
         words = ("-m", "shoal", "prove", *BASE, *arguments)
-        done = programs.run(*words, cwd=tmp_path, timeout=90)
+        done = programs.run(*words, cwd=tmp_path, timeout=300)
         return done.returncode, done.stdout, done.stderr
 
     return run
@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_is_named_with_its_stacks(tmp_path: Path, programs: Fo
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "hangs.py").write_text(HANGS)
     words = ("-c", SOONER, *BASE, "model.build=hangs:Net", "--quick")
-    done = programs.run(*words, cwd=tmp_path, timeout=90)
+    done = programs.run(*words, cwd=tmp_path, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stderr.splitlines()
     told = [line for line in lines if line.startswith("shoal: no rank goes on for ")]
@@ -178,7 +178,7 @@ def test_under_another_launcher_it_says_so(tmp_path: Path) -> None:
         env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("shoal: prove: starts its own processes on this machine")
@@ -192,7 +192,9 @@ def test_help_is_light() -> None:
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0
     assert "3 different" in done.stdout
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -156,36 +153,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     code, text = simulate("ring", "--svg", str(tmp_path / "none" / "a.svg"))
     assert code == 2
     assert "a.svg" in text
-
-
-PROBE = """
-import sys
-from shoal.cli.main import main
-sys.argv = ["shoal", "simulate", *{arguments!r}]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-heavy = [m for m in ("torch", "numpy", "tokenizers", "safetensors") if m in sys.modules]
-sys.exit(f"imported {{heavy}}" if heavy else 0)
-"""
-
-
-@pytest.mark.parametrize("arguments", [["--help"], [], ["ring"], ["zbv"], ["puzzle", "3"]])
-def test_it_is_light(arguments: list[str]) -> None:
-    """Processor time, the best of twenty: other work on the machine must not decide."""
-    script = PROBE.format(arguments=arguments)
-    limit_s, best_s = 0.3 if arguments == ["--help"] else 1.0, 9.0
-    for _ in range(20):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        best_s = min(best_s, used_s)
-        if best_s < limit_s:
-            break
-    assert best_s < limit_s
 
 
 @pytest.mark.parametrize(

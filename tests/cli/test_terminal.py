@@ -28,7 +28,7 @@ def shoal(
     command = f'"$0" -m shoal "$@" {how}'
     return subprocess.run(
         ["bash", "-c", command, sys.executable, *words],
-        cwd=folder, env={**os.environ, **(environ or {})}, capture_output=True, timeout=120,
+        cwd=folder, env={**os.environ, **(environ or {})}, capture_output=True, timeout=300,
         check=False,
     )  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_a_pipe_that_nobody_reads_ends_a_verb_that_only_prints(tmp_path: Path) -
     try:
         done = subprocess.run(
             [sys.executable, "-m", "shoal", "simulate", "ring", "--ranks", "4"],
-            cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False,
+            cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False,
         )  # fmt: skip
     finally:
         os.close(writer)
@@ -146,7 +146,7 @@ def test_a_loop_of_ones_own_with_closed_streams(tmp_path: Path) -> None:
         "run.steps()\n"
     )
     done = subprocess.run(
-        ["bash", "-c", '"$0" own.py <&- >&- 2>&-', sys.executable], cwd=tmp_path, timeout=120,
+        ["bash", "-c", '"$0" own.py <&- >&- 2>&-', sys.executable], cwd=tmp_path, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 1, "the last line is a mistake, whose words nobody can read"

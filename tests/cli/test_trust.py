@@ -120,7 +120,7 @@ def test_no_command_calls_it(folder: Path, command: str, programs: Forks) -> Non
     given_away(path)
     on_folder = command in ("resume", "sample")
     words = (*COMMANDS[command], str(run if on_folder else path))
-    done = programs.run("-m", "shoal", *words, cwd=folder, timeout=60)
+    done = programs.run("-m", "shoal", *words, cwd=folder, timeout=300)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "run.toml: is nobody's, and it names functions" in done.stderr
     assert "--trust" in done.stderr
@@ -133,5 +133,5 @@ def test_with_trust_it_is_called(folder: Path, programs: Forks) -> None:
     path.write_text(CANARY.format(canary=canary))
     given_away(path)
     words = ("plan", "--explain", "--trust", str(path))
-    done = programs.run("-m", "shoal", *words, cwd=folder, timeout=60)
+    done = programs.run("-m", "shoal", *words, cwd=folder, timeout=300)
     assert canary.exists(), (done.stdout, done.stderr)

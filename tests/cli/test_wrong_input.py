@@ -373,7 +373,7 @@ def test_checkpoint_verbs_on_nothing(verb: str) -> None:
 
 def test_the_real_program_prints_one_line_on_standard_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal", "train", "train.micro_bach=3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 2
     assert done.stderr == (
         "shoal: command line: train.micro_bach: no such key; try: train.micro_batch\n"
@@ -391,7 +391,7 @@ def test_the_real_program_prints_one_line_on_standard_error(tmp_path: Path) -> N
 def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shoal", *words],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith(said), done.stderr

@@ -239,7 +239,7 @@ def test_all_processes_together_read_the_data_once(tmp_path: Path) -> None:
             )
             for rank in range(degree)
         ]  # fmt: skip
-        told = [[int(word) for word in one.communicate(timeout=120)[0].split()] for one in ranks]
+        told = [[int(word) for word in one.communicate(timeout=300)[0].split()] for one in ranks]
         assert len({position for position, _ in told}) == 1
         return told[0][0], sum(count for _, count in told)
 

@@ -65,7 +65,7 @@ def test_the_script_goes_back_to_the_queue_after_a_save_only(
     (tmp_path / "job.sh").write_text(jobs.make_slurm_script(JOB, hours=1, cpus=1))
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
     environ["SLURM_JOB_ID"] = "77"
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, timeout=20, check=False)
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environ, timeout=120, check=False)
     assert done.returncode == code
     assert len((tmp_path / "token").read_text().strip()) == 64
     assert (tmp_path / "again").exists() == again

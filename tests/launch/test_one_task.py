@@ -46,7 +46,7 @@ def test_a_task_of_an_array_is_put_back_alone(
     text = jobs.make_slurm_script(Job(("run.toml",)), hours=1, cpus=1)
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "77", **array}
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, timeout=20, check=False)
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, timeout=120, check=False)
     assert done.returncode == 138
     assert (tmp_path / "again").read_text() == f"requeue {again}\n"
 

@@ -191,6 +191,6 @@ def test_ranks_ask_for_huge_pages_where_nobody_said_otherwise(
     ):
         told = subprocess.run(
             [sys.executable, "-c", program], env={**outside, **more},
-            capture_output=True, text=True, timeout=60, check=True,
+            capture_output=True, text=True, timeout=300, check=True,
         ).stdout  # fmt: skip
         assert told.strip() == said

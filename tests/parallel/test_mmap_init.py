@@ -233,7 +233,7 @@ print(size // 2**20, sum(p.numel() * p.element_size() for p in part) // 2**20)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits as on Linux")
 def test_a_model_larger_than_the_limit_on_private_memory(programs: Forks) -> None:
-    done = programs.run("-c", LIMITED, timeout=120)
+    done = programs.run("-c", LIMITED, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     plain, sizes = done.stdout.splitlines()
     whole_mib, part_mib = map(int, sizes.split())

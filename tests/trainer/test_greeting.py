@@ -26,7 +26,7 @@ run.close()
 
 @pytest.mark.parametrize("folder", ["", "runs/x"])
 def test_two_lines_and_a_plan_in_five(folder: str, tmp_path: Path, programs: Forks) -> None:
-    done = programs.run("-c", LOOP, folder, cwd=tmp_path, timeout=90)
+    done = programs.run("-c", LOOP, folder, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     first, second = done.stderr.splitlines()
     assert first == (

@@ -73,7 +73,7 @@ def test_a_restored_run_goes_on_with_them(
 
     def last(folder: str, steps: int) -> list[float]:
         done = programs.world(
-            size, "loop.py", how, json.dumps(words), folder, str(steps), cwd=tmp_path, timeout=120
+            size, "loop.py", how, json.dumps(words), folder, str(steps), cwd=tmp_path, timeout=300
         )
         assert [one.returncode for one in done] == [0] * size, done[0].stderr + done[-1].stderr
         found: list[float] = json.loads(done[0].stdout.splitlines()[-1])

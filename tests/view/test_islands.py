@@ -119,4 +119,4 @@ def test_a_run_ends_with_its_islands(tmp_path: Path) -> None:
 
 def test_no_torch_is_loaded() -> None:
     code = "import sys; import shoal.view.island_lines; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0

@@ -555,5 +555,5 @@ def test_ctrl_c_ends_it_in_a_line(tmp_path: Path) -> None:
         answer = send(port, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n" in answer
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "ended\n", "")

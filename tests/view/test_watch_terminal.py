@@ -205,7 +205,7 @@ def start(terminal: PseudoTerminal, *words: str, **environ: str) -> Any:
 def end(process: Any, stop: Callable[[], None]) -> int:
     try:
         stop()
-        return int(process.wait(timeout=60))
+        return int(process.wait(timeout=300))
     finally:
         process.kill()
         process.wait()

@@ -141,7 +141,7 @@ class CommandLine:
             else shared().start(words, {"SHOAL_TEST_FIRST": first}, folder, merged=True)
         )
 
-    def finish(self, deadline_s: float = 90.0) -> tuple[int, str]:
+    def finish(self, deadline_s: float = 300.0) -> tuple[int, str]:
         """(exit code, output) once it ended."""
         try:
             output, _ = self.process.communicate(timeout=deadline_s)
@@ -151,7 +151,7 @@ class CommandLine:
             raise AssertionError(f"still running after {deadline_s} s:\n{output}") from None
         return self.process.returncode, output
 
-    def wait_for(self, ready: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    def wait_for(self, ready: Callable[[], bool], deadline_s: float = 180.0) -> None:
         """Poll until `ready()`, or fail with the output."""
         until_s = time.monotonic() + deadline_s
         while not ready():

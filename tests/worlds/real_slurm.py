@@ -75,7 +75,7 @@ class Slurm:
         """What one of Slurm's programs prints. Errors: CalledProcessError."""
         done = subprocess.run(
             command, env=self.environment, cwd=self.folder, capture_output=True, text=True,
-            timeout=60, check=True,
+            timeout=300, check=True,
         )  # fmt: skip
         return done.stdout
 
@@ -86,7 +86,7 @@ class Slurm:
     def close(self) -> None:
         """End jobs and daemons."""
         subprocess.run(
-            ["scancel", "--state=RUNNING"], env=self.environment, check=False, timeout=60
+            ["scancel", "--state=RUNNING"], env=self.environment, check=False, timeout=300
         )
         until_s = time.monotonic() + 20
         while self.ask("squeue", "-h", "-t", "RUNNING,COMPLETING") and time.monotonic() < until_s:

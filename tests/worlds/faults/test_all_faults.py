@@ -94,7 +94,7 @@ def test_a_rank_that_fails_is_named_and_the_run_comes_back(
 ) -> None:
     asked, layout, how, cause = RECOVERED[name]
     run = command(tmp_path, asked, layout)
-    code, output = run.finish(120)
+    code, output = run.finish()
     assert (tmp_path / "hung").exists(), output
     assert code == 0, output
     (died,) = run.events("worker_died")
@@ -475,7 +475,7 @@ def test_25_a_loaders_process_that_dies_or_cannot_read_costs_nothing(
     tmp_path: Path, unbroken: list[Any], kind: str
 ) -> None:
     run = command(tmp_path, {"kind": kind, "place": "data", "after": 20}, "data.workers=1")
-    code, output = run.finish(120)
+    code, output = run.finish()
     assert (tmp_path / "hung").exists(), output
     assert code == 0, output
     assert run.events("worker_died") == []
@@ -516,7 +516,7 @@ def test_17_a_bit_that_turns_over_is_named_and_never_saved(
 
 def test_14_sums_in_another_order_are_named(tmp_path: Path) -> None:
     run = command(tmp_path, {"kind": "swap", "place": ""}, "layout.strategy=ddp")
-    code, output = run.finish(120)
+    code, output = run.finish()
     assert code == 3, output
     (told,) = run.events("collectives_differ")
     assert "faulty.py" in told["text"], told

@@ -18,7 +18,7 @@ PRIVATE = f"listens at ['01004D0A:{PORT:04X}']"
 def attacked(programs: Any, *words: str) -> list[Any]:
     """(what the stranger reached, member 0, member 1)."""
     stranger.needed("a stranger in another network namespace")
-    done = programs.run("worlds/attacked_case.py", *words, timeout=120)
+    done = programs.run("worlds/attacked_case.py", *words, timeout=300)
     if done.returncode == FORBIDDEN:
         skip("a stranger in another network namespace", done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]

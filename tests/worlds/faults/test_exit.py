@@ -50,7 +50,7 @@ def end_well(script: str) -> None:
                 [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True
             )
         )
-    words = [p.communicate(timeout=60)[1] for p in processes]
+    words = [p.communicate(timeout=300)[1] for p in processes]
     codes = [p.returncode for p in processes]
     assert not any(codes), f"7: a gloo thread outlived close; -6: the exit aborted; {codes} {words}"
 

@@ -31,7 +31,7 @@ def hang(folder: Path, asked: dict[str, Any], *arguments: str) -> tuple[CommandL
     shutil.copy(HERE / "hanging.py", folder)
     (folder / "hang.json").write_text(json.dumps(asked))
     command = CommandLine(folder, *ARGUMENTS, *arguments)
-    return command, *command.finish(150)
+    return command, *command.finish()
 
 
 @pytest.mark.parametrize(

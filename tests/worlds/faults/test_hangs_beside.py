@@ -63,7 +63,7 @@ def test_what_cannot_come_back_is_ended_and_torchrun_goes_on(
     tmp_path: Path, kind: str, place: str
 ) -> None:
     asked = {"kind": kind, "place": place, "rank": 1, "after": 60}
-    output, _ = (running := start(tmp_path, asked)).communicate(timeout=200)
+    output, _ = (running := start(tmp_path, asked)).communicate(timeout=300)
     assert running.returncode == 0, output
     assert (tmp_path / "hung").exists(), output
     events = lines(tmp_path / "run" / "events.jsonl")
@@ -100,7 +100,7 @@ def test_what_is_busy_is_told_and_left_alone(tmp_path: Path, kind: str) -> None:
         assert running.poll() is None
     finally:
         running.terminate()
-        running.communicate(timeout=60)
+        running.communicate(timeout=300)
     assert left(tmp_path) == []
 
 
@@ -164,7 +164,7 @@ def test_a_loop_is_watched_whoever_started_it(
 
 @pytest.mark.proof
 def test_a_clean_run_is_not_told_of(tmp_path: Path) -> None:
-    output, _ = (running := start(tmp_path, {"place": "", "kind": "none"})).communicate(timeout=200)
+    output, _ = (running := start(tmp_path, {"place": "", "kind": "none"})).communicate(timeout=300)
     assert running.returncode == 0, output
     events = lines(tmp_path / "run" / "events.jsonl")
     assert not [one for one in events if one["event"] in ("hang", "slow_rank", "notice")]

@@ -14,7 +14,7 @@ RIGHT = "sum [2.0, 2.0, 2.0]"
 def tried(programs: Any, how: str) -> list[Any]:
     """What both ranks said when the stranger was in, after tries in which he came too late."""
     stranger.needed("a stranger in a connection of gloo's")
-    done = programs.run("worlds/hijack_case.py", how, timeout=120)
+    done = programs.run("worlds/hijack_case.py", how, timeout=300)
     if done.returncode == FORBIDDEN:
         skip("a stranger in a connection of gloo's", done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]

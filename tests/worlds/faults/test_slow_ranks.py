@@ -28,7 +28,7 @@ def dawdle(folder: Path, asked: dict[str, Any], *arguments: str) -> tuple[Comman
     shutil.copy(HERE / "dawdling.py", folder)
     (folder / "slow.json").write_text(json.dumps({**NONE, **asked}))
     command = CommandLine(folder, *ARGUMENTS, *arguments)
-    code, output = command.finish(150)
+    code, output = command.finish()
     assert code == 0, output
     return command, output
 

@@ -85,7 +85,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def said(toy: dict[str, str], *words: str) -> str:
     done = subprocess.run(
         [sys.executable, *words], env=toy, cwd=toy["FOLDER"], capture_output=True, text=True,
-        timeout=150, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

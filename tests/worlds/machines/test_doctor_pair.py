@@ -51,7 +51,7 @@ def doctors(net: Net) -> list[tuple[int, str, str]]:
             )
         )
     try:
-        told = [one.communicate(timeout=90) for one in started]
+        told = [one.communicate(timeout=300) for one in started]
     finally:
         for one in started:
             one.kill()

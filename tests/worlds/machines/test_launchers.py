@@ -40,7 +40,7 @@ def under_torchrun(tmp_path: Path, *command: str) -> subprocess.CompletedProcess
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -89,7 +89,7 @@ def test_under_slurm_and_a_mistake_is_told_once(tmp_path: Path) -> None:
             )
             for rank in range(2)
         ]
-        outputs = [p.communicate(timeout=90)[0] for p in processes]
+        outputs = [p.communicate(timeout=300)[0] for p in processes]
         return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
 
     answers = start(*ARGUMENTS, "run.name=run")
@@ -128,7 +128,7 @@ def test_a_restart_by_torchrun_before_the_first_checkpoint(tmp_path: Path) -> No
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "runs" / "run"
@@ -220,7 +220,7 @@ def test_two_nodes_by_our_own_starter_with_a_token_and_again(tmp_path: Path) -> 
             )
             for node in range(2)
         ]  # fmt: skip
-        said = [node.communicate(timeout=120)[0] for node in nodes]
+        said = [node.communicate(timeout=300)[0] for node in nodes]
         return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
 
     first, second = start(4, 0)

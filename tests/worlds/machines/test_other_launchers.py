@@ -85,7 +85,7 @@ def run_by(command: list[str], folder: Path) -> Path:
         env={**os.environ, **home, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -178,7 +178,7 @@ def test_a_loop_of_ones_own_is_named_from_outside(tmp_path: Path, skip: str, wid
     words = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, "loop.py"], cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=300,
         check=False,
     )  # fmt: skip
     output = done.stdout + done.stderr

@@ -37,7 +37,7 @@ def unbroken(folder: Path, steps: int) -> dict[int, tuple[float, list[int]]]:
     logs = folder / "alone"
     logs.mkdir()
     words = [sys.executable, LOOP, str(steps), "0", str(logs), str(folder / "alone-run")]
-    subprocess.run(words, check=True, timeout=120, cwd=folder)
+    subprocess.run(words, check=True, timeout=300, cwd=folder)
     return taken(rounds(logs))
 
 
@@ -146,7 +146,7 @@ def test_a_run_of_ours_goes_on_by_its_jobs_name(tmp_path: Path) -> None:
         assert [agent.wait(90) for agent in nodes.agents.values()] == [0, 0], told()
     assert worlds() == [2, 1, 2]
     alone = [sys.executable, "-m", "shoal", "train", *WORDS, "launch.processes=1", "run.name=alone"]
-    subprocess.run(alone, check=True, timeout=120, cwd=tmp_path)
+    subprocess.run(alone, check=True, timeout=300, cwd=tmp_path)
     here, there = (
         lines(tmp_path / "runs" / name / "metrics.jsonl") for name in ("job-job", "alone")
     )

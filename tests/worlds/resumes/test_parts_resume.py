@@ -153,7 +153,7 @@ def test_a_grid_is_killed_and_stopped_and_goes_on_in_two_parts(tmp_path: Path) -
         assert ours == (theirs[0], *(pytest.approx(n, rel=BOUND) for n in theirs[1:3]), theirs[3])
     out = tmp_path / "model.safetensors"
     words = ("-m", "shoal", "checkpoint", "export", "runs/run", str(out))
-    done = shared().run(*words, cwd=tmp_path, timeout=60)
+    done = shared().run(*words, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     names = load_file(out).keys()
     assert "blocks.0.attention.q.weight" in names

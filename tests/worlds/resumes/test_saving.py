@@ -161,7 +161,7 @@ def two_processes(script: str, folder: Path) -> tuple[list[int], list[str]]:
         command = [sys.executable, "-c", SCRIPT + script, str(folder)]
         processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     try:
-        words = [p.communicate(timeout=60)[1] for p in processes]
+        words = [p.communicate(timeout=300)[1] for p in processes]
     finally:
         for process in processes:
             process.kill()

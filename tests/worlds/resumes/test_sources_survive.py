@@ -99,11 +99,11 @@ def killed_and_resized(folder: Path, words: list[str]) -> CommandLine:
     command = CommandLine(folder, *words, "train.steps=12", "launch.processes=2")
     command.wait_for(lambda: command.steps() >= 5, 180)
     command.kill(1)
-    code, output = command.finish(180)
+    code, output = command.finish()
     assert code == 0, output
     assert len(command.events("worker_died")) == 1
     resumed = CommandLine(folder, "--resume", "runs/run", "train.steps=40", "launch.processes=4")
-    code, output = resumed.finish(180)
+    code, output = resumed.finish()
     assert code == 0, output
     return command
 
@@ -182,7 +182,7 @@ def test_a_stream_of_files_over_a_kill_and_a_resize(tmp_path: Path, shuffled: bo
     ]  # fmt: skip
     alone = [*words, "train.steps=40", "launch.processes=1"]
     whole = CommandLine(tmp_path, *alone, name="whole")
-    code, output = whole.finish(180)
+    code, output = whole.finish()
     assert code == 0, output
     read = [int(n) for file in tmp_path.glob("read-*") for n in file.read_text().split()]
     assert sorted(read) == sorted([*range(160)] * 2), "two epochs of 160 samples in 40 steps of 8"
