@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from shoal.base.errors import UNSAVED_CODE
 from shoal.base.runlog.events import EventLog, append_line
 from shoal.cli import islands, start
+from shoal.config.load import load_config
+from shoal.config.save import MICRO_BATCH, is_derived
 
 
 @pytest.mark.parametrize(("asked", "code"), [(True, 143), (False, -signal.SIGTERM)])
@@ -115,3 +118,36 @@ def test_islands_that_complete_are_exported_from_the_first(
     out, err = capsys.readouterr()
     assert err == ""
     assert "next: shoal checkpoint export runs/x/island-0 x-exported\n" in out
+
+
+def test_a_restart_keeps_the_micro_batch_that_the_islands_chose(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The least of them, in the folder of the run too; before the first start there is none."""
+    monkeypatch.chdir(tmp_path)
+    base = ["model.name=mlp", "data.source=digits", "run.name=x", "launch.processes=1"]
+    more = ["islands.method=diloco", "islands.count=2", "train.batch=32"]
+    seen: list[list[tuple[int, bool]]] = []
+    chosen = iter([(16, 8), (32, 32)])
+
+    def run_once(own: Any, environ: Any, view: Any, stop: Any) -> list[int]:
+        plans = [json.loads((one.folder / "plan.json").read_text()) for one in own]
+        seen.append([(plan["micro_batch"], plan["sized"]) for plan in plans])
+        for one, plan, size in zip(own, plans, next(chosen), strict=True):
+            new = plan if plan["sized"] else plan | {"micro_batch": size, "sized": True}
+            (one.folder / "plan.json").write_text(json.dumps(new))
+            left(one.folder, made=8, saved=8)
+            config = load_config(one.folder / "run.toml").config
+            assert config.train.micro_batch == plan["micro_batch"]
+            assert is_derived(one.folder / "run.toml", MICRO_BATCH)
+        return [0, 0]
+
+    monkeypatch.setattr(islands, "_run_islands", run_once)
+    start.launch_run(start.prepare_run([*base, *more], None), {})
+    assert seen == [[(32, False), (32, False)]]
+    assert load_config(Path("runs/x/run.toml")).config.train.micro_batch == 8
+    again = start.prepare_run([], Path("runs/x"), force=True)
+    start.launch_run(again, {})
+    assert seen[1:] == [[(8, True), (8, True)]]
+    given = start.prepare_run(["train.micro_batch=4"], Path("runs/x"), force=True)
+    assert given.plan.micro_batch == 4

@@ -44,7 +44,7 @@ def changed(loaded: LoadedConfig) -> list[str]:
         ("layout.strategy=ddp train.micro_batch=2", 2, 2, 4),
         ("layout.strategy=ddp train.batch=32 train.accumulate=4", 2, 4, 4),
         ("layout.strategy=ddp train.accumulate=4", 2, 2, 4),
-        ("islands.method=diloco islands.count=2", 2, 2, 4),
+        ("islands.method=diloco islands.count=2", 2, 8, 1),
     ],
 )
 def test_what_a_pass_takes(words: str, processes: int, micro_batch: int, passes: int) -> None:

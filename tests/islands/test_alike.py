@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,16 @@ import pytest
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.checkpoint.format.checkpoint_faults import DamagedStepError
 from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.checkpoint.format.manifest import FILE_NAME
 from shoal.cli.islands import _copy_island_checkpoints, _rename_surplus_islands
 from shoal.cli.start import _check_islands_resume, _has_island_folders
+from shoal.config.load import LoadedConfig, load_config
+from shoal.config.save import MICRO_BATCH, is_derived, to_toml
+from shoal.config.sections import Config
 from shoal.forecast.time.codec_costs import CODINGS
 from shoal.islands.common_round import ResumePoint
 from shoal.trainer.islands.island_join import (
@@ -23,6 +29,7 @@ from shoal.trainer.islands.island_join import (
     OWN,
     _delete_later_checkpoints,
     _shared_settings,
+    agree_micro_batch,
     check_agreement,
     check_donors,
     join_islands,
@@ -204,3 +211,57 @@ def test_the_one_island_that_is_left_goes_on_in_its_folder(tmp_path: Path) -> No
     far = IslandsPolicy("diloco", count=2, at="10.0.0.1:29400", index=1)
     with pytest.raises(ConfigError, match="islands.at = 10.0.0.1:29400: .* by islands"):
         _check_islands_resume(far, tmp_path)
+
+
+@dataclass(frozen=True)
+class ProgramOfPlan:
+    """The part of a program that a change of the micro-batch replaces."""
+
+    plan: Plan
+
+
+class RunOfPlan(SimpleNamespace):
+    """A run whose plan is its program's."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+
+@pytest.mark.parametrize(
+    ("others", "is_open", "size"),
+    [
+        (([4, True], [2, True]), True, 2),
+        (([8, True],), True, 8),
+        (([2, False],), True, 8),  # given there: refused by its key, as any other value
+        (([2, True],), False, 8),
+    ],
+)
+def test_islands_take_the_least_micro_batch_that_nobody_gave(
+    tmp_path: Path, others: Any, is_open: bool, size: int
+) -> None:
+    """Of machines with unlike memory; or after one island halved its size."""
+    plan = Plan(Layout(), batch=8, micro_batch=8, accumulate=1)
+    loaded = LoadedConfig(Config())
+    loaded.replace("train", "derived" if is_open else "command line", batch=8, micro_batch=8)
+    (tmp_path / "run.toml").write_text(to_toml(loaded))
+    (tmp_path / "plan.json").write_text(plan.to_json({"chosen": False}))
+    notices: list[str] = []
+    program = ProgramOfPlan(plan)
+    run: Any = RunOfPlan(
+        program=program,
+        feed=SimpleNamespace(plan=plan),
+        guards=SimpleNamespace(model=SimpleNamespace(program=program)),
+        world=SimpleNamespace(writes_files=True),
+        recorder=SimpleNamespace(folder=tmp_path, notice=notices.append),
+    )
+    plane: Any = Others(*others)
+    agree_micro_batch(run, plane, is_open=is_open)
+    assert (run.feed.plan.micro_batch, run.program.plan.micro_batch) == (size, size)
+    assert run.feed.plan.accumulate == 8 // size
+    assert load_config(tmp_path / "run.toml").config.train.micro_batch == size
+    assert is_derived(tmp_path / "run.toml", MICRO_BATCH) == is_open
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert (kept["micro_batch"], kept.get("sized", False)) == (size, size < 8)
+    told = ["train.micro_batch: 8 → 2, the least of all islands"]
+    assert notices == (told if size < 8 else [])

@@ -22,7 +22,12 @@ from shoal.fabric.device import HOST
 from shoal.fabric.islands.inter_island_group import IslandLost
 from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.parallel.build.full_state import gather_weights, local_state
-from shoal.trainer.islands.island_join import IslandConnection, collect_merge_tensors, join_islands
+from shoal.trainer.islands.island_join import (
+    IslandConnection,
+    collect_merge_tensors,
+    join_islands,
+    resume_common_round,
+)
 from shoal.trainer.islands.island_loop import IslandRounds
 from shoal.trainer.run import Run
 from shoal.wire.phases import set_phase_listener
@@ -100,6 +105,7 @@ def train(
     phases: set[str] = set()
     set_phase_listener(lambda doing: phases.update(one.name for one in doing))
     joined = join_islands(run, IslandsPolicy(count=count, at=at, index=index, **policy).resolved())
+    resume_common_round(run, joined)
     began = joined.common.round
     loop = IslandRounds(run, joined, run.loader(data))
     Trouble(loop, [one for one in trouble or [] if one["island"] == index])

@@ -31,6 +31,7 @@ from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalErro
 from shoal.base.estimates.facts import usable_cores
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import write_atomically
+from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import EventLog
 from shoal.checkpoint.format.folders import make_temporary_path
 from shoal.checkpoint.format.lease import RunLease
@@ -38,7 +39,7 @@ from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.cli.workers.worker import worker_imports
 from shoal.config.load import LoadedConfig, load_config
 from shoal.config.resolve import collect_layout_keys
-from shoal.config.save import MICRO_BATCH, to_toml
+from shoal.config.save import MICRO_BATCH, to_toml, write_derived
 from shoal.config.sections import Config
 from shoal.launch import RunOutcome, supervise
 from shoal.launch.processes import Guardian, free_port, make_parent_death_hook
@@ -83,11 +84,14 @@ def launch_islands(
     environ: Mapping[str, str],
     events: EventLog,
     most_opening_lines: int | None = None,
+    *,
+    sized: bool = False,
 ) -> list[RunOutcome]:
     """Run all islands to the end, or until one fails for good; return the outcome of each.
 
     Args:
         most_opening_lines: notices that are shown before the first step; None: all.
+        sized: an earlier start without islands has chosen the plan's micro-batch.
 
     Raises:
         ClusterError: an island cannot be started at all.
@@ -105,10 +109,12 @@ def launch_islands(
             _copy_island_checkpoints(
                 folder, count
             )  # also for an island that died before its first checkpoint
-            _write_folders(loaded, plan, folder)
+            _write_folders(loaded, plan, folder, sized=sized)
             folders = [island_folder(folder, index) for index in range(count)]
             islands = [_IslandSupervisor(one, guardian, attempt) for one in folders]
             codes = _run_islands(islands, environ, view, stop)
+            if size := _kept_micro_batch(loaded, plan.batch, folder):  # for resumes of the run
+                write_derived(folder / "run.toml", "train", micro_batch=size)
             lost = [island for island, code in enumerate(codes) if code not in STOPPED]
             if not lost or stop.first is not None or attempt == restarts:
                 break
@@ -125,10 +131,35 @@ def launch_islands(
     ]
 
 
-def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path) -> None:
-    """Write a run.toml and a plan for every island; all meet on a free port of this machine."""
+def _kept_micro_batch(loaded: LoadedConfig, batch: int, folder: Path) -> int:
+    """Return the least micro-batch that the islands chose at an earlier start.
+
+    0: they have chosen none for this batch, or the user chose it.
+    """
+    if loaded.origins.get(MICRO_BATCH) != "derived":
+        return 0
+    records = [read_object(path) for path in folder.glob("island-*/plan.json")]
+    records = [one for one in records if one.get("batch") == batch]
+    # Up to 0.2.0 a started run lost the mark, and all islands had the same size.
+    sizes = [one.get("micro_batch", 0) for one in records if one.get("sized", True)]
+    return min((size for size in sizes if size), default=0)
+
+
+def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: bool) -> None:
+    """Write a run.toml and a plan for every island; all meet on a free port of this machine.
+
+    If the user leaves the micro-batch open, the islands choose it at their first start, and keep
+    it: at a later start every island gets the least of their choices.
+
+    Args:
+        loaded: the run's configuration.
+        plan: the run's.
+        folder: the run's, with the islands' folders.
+        sized: the plan's micro-batch was chosen by an earlier start.
+    """
     at = f"127.0.0.1:{free_port()}"
-    islands = loaded.config.islands
+    islands, kept = loaded.config.islands, _kept_micro_batch(loaded, plan.batch, folder)
+    is_open_size = loaded.origins.get(MICRO_BATCH) == "derived"
     for index in range(islands.count):
         own = LoadedConfig(loaded.config, dict(loaded.origins), [])
         own.config = replace(
@@ -139,12 +170,14 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path) -> None:
         )
         path = island_folder(folder, index)
         path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / "run.toml", to_toml(own))
         settled, chosen = restore_choice(plan, collect_layout_keys(own.config.layout), path)
-        open_size = loaded.origins.get(MICRO_BATCH) == "derived"
-        least = replace(settled, micro_batch=0) if open_size else settled
-        settled = settle_batch(least, at_most=plan.micro_batch)
-        write_atomically(path / "plan.json", settled.to_json({"chosen": chosen, "sized": True}))
+        least = replace(settled, micro_batch=0) if is_open_size else settled
+        settled = settle_batch(least, at_most=kept or plan.micro_batch)
+        if is_open_size:
+            own.replace("train", "derived", micro_batch=settled.micro_batch)
+        write_atomically(path / "run.toml", to_toml(own))
+        known = {"chosen": chosen, "sized": sized or kept > 0 or not is_open_size}
+        write_atomically(path / "plan.json", settled.to_json(known))
 
 
 def _rename_surplus_islands(folder: Path, count: int) -> list[tuple[Path, Path]]:

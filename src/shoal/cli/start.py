@@ -18,7 +18,6 @@ from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.layouts.parameter_servers import expendable_ranks
 from shoal.base.layouts.schedule_names import check_stages
-from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import read_object
@@ -229,8 +228,7 @@ def settle_run_batch(loaded: LoadedConfig, plan: Plan) -> Plan:
     """Settle the batch and its division, in `loaded` and in the plan that has its layout.
 
     A micro-batch that an earlier start chose is kept if it divides the share of a data-parallel
-    rank; else the nearest below replaces it, and a line reports that. Islands may have different
-    layouts; they begin with an eighth of the batch, which all of them can run.
+    rank; else the nearest below replaces it, and a line reports that.
 
     Raises:
         ConfigError, PlanError: the sizes do not divide; the message names the nearest legal values.
@@ -238,8 +236,7 @@ def settle_run_batch(loaded: LoadedConfig, plan: Plan) -> Plan:
     resolve_batch(loaded, plan.layout.data_degree)
     train, chosen = loaded.config.train, chosen_micro_batch(loaded)
     given = 0 if micro_batch_is_open(loaded) else train.micro_batch
-    most = chosen or (default_turn(train.batch) if loaded.config.islands.on else 0)
-    plan = settle_batch(replace(plan, batch=train.batch, micro_batch=given), at_most=most)
+    plan = settle_batch(replace(plan, batch=train.batch, micro_batch=given), at_most=chosen)
     if chosen and plan.micro_batch != chosen:
         loaded.notices.append(
             f"train.micro_batch: {chosen} → {plan.micro_batch}, what divides the "
@@ -382,7 +379,13 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str], *, verbose: bool 
         write_job_name(folder, environ)
         environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not prepared.force else ""
         if _has_island_folders(config.islands, folder):
-            outcomes = launch_islands(prepared.loaded, prepared.plan, folder, environ, events, most)
+            # A run's own choice is one of starts without islands, which left checkpoints here.
+            sized = prepared.sized and (
+                not prepared.resumed or bool(list_checkpoints(folder / "checkpoints"))
+            )
+            outcomes = launch_islands(
+                prepared.loaded, prepared.plan, folder, environ, events, most, sized=sized
+            )
             code, how, lines = islands_exit_status(folder, outcomes)
             if code == ConfigError.exit_code:
                 _restore_files(before)

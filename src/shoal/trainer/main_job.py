@@ -38,7 +38,12 @@ from shoal.planning.settle import Words, is_layout_open
 from shoal.trainer.autotune.micro_batch_size import choose_micro_batch, is_micro_batch_open
 from shoal.trainer.autotune.rank_layouts import choose_run_layout
 from shoal.trainer.autotune.trial_passes import run_trial_passes
-from shoal.trainer.islands.island_join import IslandConnection, forecast_rounds, join_islands
+from shoal.trainer.islands.island_join import (
+    IslandConnection,
+    forecast_rounds,
+    join_islands,
+    resume_common_round,
+)
 from shoal.trainer.islands.island_loop import STOPPED, train_rounds
 from shoal.trainer.jobs.configured_run import (
     build_model,
@@ -134,15 +139,16 @@ def _prepare(
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.add_callback(hook(folder) if isinstance(hook, type) else hook)
+    # Islands agree on the micro-batch before a loader cuts by it.
+    joined = join_islands(run, config.islands, is_open_size=not given) if config.islands.on else None
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # "configuration" has all of them
     if source.tokenizer is not None and world.writes_files:
         write_hub_tokenizer(source.tokenizer, config.data.tokenizer, folder)
-    joined = None
     # The loader exists before a checkpoint's data is compared with it.
     run.loader(source.train, workers=config.data.workers, collate=source.collate)
-    if config.islands.on:
-        joined = join_islands(run, config.islands)
+    if joined is not None:
+        resume_common_round(run, joined)
     elif not run.restore():
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = count_total_steps(config, source, run.plan.batch)
@@ -159,6 +165,7 @@ def _prepare(
     told = {
         "model": config.model.build or config.model.name,
         "chosen": is_layout_open(collect_layout_keys(config.layout)),
+        "sized": True,
         "predicted": foreseen,
     }
     validates = source.validation is not None and _is_fresh_pretrained(run, config)

@@ -28,7 +28,8 @@ def events(run: Path, island: int, name: str) -> list[dict]:
 @pytest.mark.proof
 def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     """BatchNorm's running statistics included: all islands end with the same bits."""
-    command = CommandLine(tmp_path, *TOY_ARGUMENTS, *ISLANDS, "train.steps=40")
+    toy = [one for one in TOY_ARGUMENTS if not one.startswith("train.micro_batch")]
+    command = CommandLine(tmp_path, *toy, *ISLANDS, "train.steps=40")
     run = command.run
     command.wait_for(lambda: len(events(run, 1, "round_committed")) >= 2, DEADLINE_S)
     os.kill(events(run, 1, "worker_started")[-1]["pid"], signal.SIGKILL)
@@ -47,6 +48,9 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     started = events(run, 1, "worker_started")[-1]["pid"]
     assert lists[1]["ranks"][0]["pid"] == started, "of the newest start"
     assert same_merged(run, 2)
+    # One island had to halve its micro-batch since: all take it.
+    kept = {"asked": None, "micro_batch": 2, "was": 16, "because": "rank 0, step 3"}
+    (run / "island-1" / "micro_batch.json").write_text(json.dumps(kept))
     more = CommandLine(
         tmp_path, "--resume", str(run), "islands.count=3", "train.steps=48", "checkpoint.every=4"
     )
@@ -57,6 +61,9 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
         list_run_checkpoints(run)
     assert "round 11: 3 islands merged" in output
     assert same_merged(run, 3)
+    for island in range(3):
+        assert json.loads((run / f"island-{island}" / "plan.json").read_text())["micro_batch"] == 2
+    assert "16 → 2, the least of all islands; masks of dropout" in output
 
 
 def test_no_island_outlives_its_launcher(tmp_path: Path) -> None:

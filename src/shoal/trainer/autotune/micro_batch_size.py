@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ShoalError, shorten
+from shoal.base.estimates.cluster import Cluster
 from shoal.base.estimates.estimate import PlanningCase
 from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.plans.batches import default_turn
@@ -59,13 +61,20 @@ def choose_micro_batch(
     if not is_micro_batch_open(folder):
         return plan, ""
 
-    said = "train.batch={} train.micro_batch={}"
-    plan, line = choose_size(plan, facts, lambda: case_settings(config), world, said, trial)
+    said, islands = "train.batch={} train.micro_batch={}", config.islands
+    sharing = islands.count if islands.on and islands.at.startswith("127.") else 1
+    further = partial(case_settings, config)
+    plan, line = choose_size(plan, facts, further, world, said, trial, sharing=sharing)
     if world.writes_files:
-        write_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
-        known = read_object(folder / "plan.json") | {"sized": True}
-        write_atomically(folder / "plan.json", plan.to_json(known))
+        record_micro_batch(folder, plan)
     return plan, line
+
+
+def record_micro_batch(folder: Path, plan: Plan) -> None:
+    """Write a plan, with the micro-batch that Shoal chose, into a run's run.toml and plan.json."""
+    write_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
+    known = read_object(folder / "plan.json") | {"sized": True}
+    write_atomically(folder / "plan.json", plan.to_json(known))
 
 
 def choose_size(
@@ -75,6 +84,8 @@ def choose_size(
     world: World,
     said: str,
     trial: Trial,
+    *,
+    sharing: int = 1,
 ) -> tuple[Plan, str]:
     """Choose a size on rank 0 and broadcast it; return the plan with it, and a line or "".
 
@@ -85,12 +96,14 @@ def choose_size(
         world: all ranks.
         said: how the user writes a batch and a micro-batch, as a format string.
         trial: measures a model of which there are no facts.
+        sharing: runs that share this machine's memory, as islands do.
     """
     size, line = plan.micro_batch, ""
     if world.is_first and plan.layout.threads == 1:
         settled = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
         measured = read_measured_cluster(world.size, world.device)
         cluster = measured or estimate_this_machine(read_machine_facts(), world.size)
+        cluster = _divide_memory(cluster, sharing)
         try:
             known = facts(kernels=cluster.device.kind, element_bytes=WIDTHS[settled.compute])
             case = PlanningCase(known, cluster, settled, **further())
@@ -106,6 +119,16 @@ def choose_size(
                 line = _unknown_memory_line(plan, size, failure, said)
     size, line = world.broadcast_json([size, line])
     return with_micro_batch(plan, size), line
+
+
+def _divide_memory(cluster: Cluster, sharing: int) -> Cluster:
+    """Return a cluster of which one of several runs has its part of the host's memory."""
+    own = cluster.device.memory_bytes / (sharing if cluster.device.kind == "cpu" else 1)
+    return replace(
+        cluster,
+        device=replace(cluster.device, memory_bytes=own),
+        node_memory_bytes=cluster.node_memory_bytes / sharing,
+    )
 
 
 def _unknown_memory_line(plan: Plan, size: int, failure: Exception, said: str) -> str:

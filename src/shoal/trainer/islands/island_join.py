@@ -1,7 +1,8 @@
 """Connection of an island's run with the other islands: agreement and the common restart point.
 
-    meet at islands.at ── the same configuration? ── which rounds does each hold? ── the newest that
-    all hold with equal hashes is restored, else all begin with the same weights
+    meet at islands.at ── the least micro-batch ── the same configuration? ── which rounds does each
+    hold? ── the newest that all hold with equal hashes is restored, else all begin with the same
+    weights
 
 The common state of islands (`island_state.py`) is saved in the checkpoints of every island, with
 its own model and optimizer.
@@ -51,6 +52,9 @@ from shoal.islands.sample_ranges import SampleStream
 from shoal.islands.send_slices import MessageShards
 from shoal.parallel.build.full_state import local_state
 from shoal.parallel.program import Part
+from shoal.planning.micro_batch_sizes import with_micro_batch
+from shoal.trainer.autotune.micro_batch_size import record_micro_batch
+from shoal.trainer.autotune.share_fits import set_micro_batch
 from shoal.trainer.islands.island_state import CommonState
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import reducer_of
@@ -89,8 +93,15 @@ class IslandConnection:
 
 
 @phase("meet the other islands")
-def join_islands(run: Run, policy: IslandsPolicy) -> IslandConnection:
+def join_islands(
+    run: Run, policy: IslandsPolicy, *, is_open_size: bool = False
+) -> IslandConnection:
     """Connect to the other islands and agree with them; every rank of every island calls it.
+
+    Args:
+        run: the island's; it opens its loaders after this call, which may change its micro-batch.
+        policy: of the islands.
+        is_open_size: the user left the micro-batch of this island to Shoal.
 
     Raises:
         ConfigError: the islands' configurations differ, or an island keeps too few checkpoints.
@@ -132,10 +143,10 @@ def join_islands(run: Run, policy: IslandsPolicy) -> IslandConnection:
     joined = IslandConnection(
         policy, method, fragments, common, merger, plane, inner, *measure_island_links(plane)
     )
+    agree_micro_batch(run, plane, is_open=is_open_size)
     check_agreement(plane, _shared_settings(run, policy))
     if run.world.is_first:
         run.recorder.events.emit("islands_met", count=count, at=policy.at, encrypted=False)
-    _resume_common_round(run, joined)
     return joined
 
 
@@ -256,6 +267,37 @@ def _shared_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
     }
 
 
+def agree_micro_batch(run: Run, plane: InterIslandGroup, *, is_open: bool) -> None:
+    """Take the least micro-batch of all islands, if the user left it to Shoal on each of them.
+
+    Memory differs between machines, and `train.on_oom=halve` changes one island alone. Islands of
+    other batches or layouts are refused afterwards (`check_agreement`). All ranks of all islands
+    call it.
+
+    Args:
+        run: this island's, without loaders so far. Its folder records another size.
+        plane: connects the islands.
+        is_open: this island leaves the micro-batch to Shoal.
+    """
+    message = json.dumps([run.plan.micro_batch, is_open]).encode()
+    told = [json.loads(one) for one in plane.gather(message, deadline_s=MEET_S)]
+    was, least = run.plan.micro_batch, min(size for size, _ in told)
+    if least == was or not all(open_size for _, open_size in told):
+        return
+    set_micro_batch(run, with_micro_batch(run.plan, least))
+    folder = run.recorder.folder
+    if folder is None or not run.world.writes_files:
+        return
+    record_micro_batch(folder, run.plan)
+    line = f"train.micro_batch: {was} → {least}, the least of all islands"
+    if list_checkpoints(folder / "checkpoints"):
+        line += (
+            "; masks of dropout and statistics of BatchNorm, which belong to a micro-batch, are "
+            "others"
+        )
+    run.recorder.notice(line)
+
+
 def check_agreement(plane: InterIslandGroup, own: Mapping[str, Any]) -> None:
     """Compare these values with those of the other islands; all ranks of all islands call it.
 
@@ -274,8 +316,16 @@ def check_agreement(plane: InterIslandGroup, own: Mapping[str, Any]) -> None:
                 )
 
 
-def _resume_common_round(run: Run, joined: IslandConnection) -> None:
-    """Restore the newest round that all islands hold; else check for equal first weights."""
+@phase("meet the other islands")
+def resume_common_round(run: Run, joined: IslandConnection) -> None:
+    """Restore the newest round that all islands hold; else check for equal first weights.
+
+    Every rank of every island calls it, once the run's loader is open.
+
+    Raises:
+        ConfigError: the islands' weights differ.
+        CheckpointError: an island holds no round of the run.
+    """
     folder = run.recorder.folder
     common, plane, policy = joined.common, joined.plane, joined.policy
     here: dict[str, Any] = {}
