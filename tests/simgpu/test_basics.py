@@ -38,6 +38,19 @@ def test_a_seed_repeats_exactly(forks, run) -> None:
     assert first != other
 
 
+def test_what_it_measures_is_kept_apart_from_this_machine(
+    environ: dict[str, str], library: str
+) -> None:
+    """Else a program run by hand leaves facts of a GPU that is not there for `auto` to plan with."""
+    bare = {name: value for name, value in environ.items() if name != "SHOAL_CACHE"}
+    code = "from shoal.base.runlog.atomic_files import cache_folder; print(cache_folder())"
+    for said, folder in (({}, Path(library).parent / "shoal-cache"), ({"SHOAL_CACHE": "/x"}, "/x")):
+        told = subprocess.check_output(
+            [sys.executable, "-c", code], env={**bare, **said}, text=True
+        )
+        assert told.strip() == str(folder)
+
+
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(HERE / "simulated" / "build.py")],

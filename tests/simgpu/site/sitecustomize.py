@@ -1,6 +1,9 @@
 """On PYTHONPATH with SIM_LIBRARY set: a process's `cuda` is the simulated device once it imports torch.
 
 The library must be loaded before torch's own, so that its answers are found first.
+
+What Shoal measures there is no fact of this machine: unless SHOAL_CACHE is set, its cache lies beside
+the library.
 """
 
 import ctypes
@@ -36,6 +39,7 @@ class BeforeTorch(importlib.abc.MetaPathFinder):
 
 
 if LIBRARY:
+    os.environ.setdefault("SHOAL_CACHE", os.path.join(os.path.dirname(LIBRARY), "shoal-cache"))
     sys.meta_path.insert(0, BeforeTorch())
 if os.environ.get("SIM_LINES"):
     importlib.import_module("reached").install()
