@@ -1,8 +1,11 @@
-"""The report that the end of `shoal train` writes: when, where, and that it never fails a run."""
+"""The report at the end of a run: when, where, by whom, and that it never fails a run."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ from typer.testing import CliRunner
 
 from shoal.cli import ending, start
 from shoal.cli.main import app
-from shoal.launch import RunOutcome
+from shoal.launch import RunOutcome, end_report
+from shoal.report import report_page
 
 
 def write_steps(folder: Path, steps: int, step_s: float) -> None:
@@ -38,7 +42,7 @@ def test_a_run_of_some_seconds_ends_with_its_report(
 
 
 def test_a_huge_run_is_told_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "REPORT_BYTES", 100)
+    monkeypatch.setattr(end_report, "REPORT_BYTES", 100)
     assert (
         ending.write_end_report(write_rows(tmp_path, 40, 1.0)) == f"report: shoal report {tmp_path}"
     )
@@ -50,9 +54,54 @@ def test_a_report_that_fails_is_no_failure_of_the_run(
     def fail(folder: Path) -> Path:
         raise RuntimeError("of any kind")
 
-    monkeypatch.setattr("shoal.report.report_page.write_report", fail)
-    assert ending.write_end_report(write_rows(tmp_path, 40, 1.0)) == ""
+    monkeypatch.setattr(report_page, "write_report", fail)
+    assert ending.write_end_report(write_rows(tmp_path, 40, 1.0)) == (
+        f"report: not written (RuntimeError: of any kind); try: shoal report {tmp_path}"
+    )
     assert ending.write_end_report(tmp_path / "nothing") == ""
+
+
+def test_a_run_of_islands_is_measured_by_its_islands(tmp_path: Path) -> None:
+    """The launcher's own folder of such a run has no steps."""
+    write_rows(tmp_path, 0, 1.0)
+    (tmp_path / "metrics.jsonl").unlink()
+    for number, steps in enumerate((3, 40)):
+        (tmp_path / f"island-{number}").mkdir()
+        write_rows(tmp_path / f"island-{number}", steps, 0.5)
+    path = tmp_path / "report.html"
+    assert ending.write_end_report(tmp_path) == f"report: {path}"
+    assert "island-1" in path.read_text()
+
+
+def watch_to_the_end(folder: Path, *more: Path) -> subprocess.CompletedProcess[str]:
+    """Run a watchdog of one rank, a process that sleeps; return it after its end."""
+    rank = subprocess.Popen(["sleep", "0.2"])
+    node = {"ranks": [0], "pids": [rank.pid], "host": "here"}
+    first = {"folder": str(folder), "number": 0, "nodes": [node], "at": None, "token": "x"}
+    words = [first, *({"further": str(one)} for one in more)]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.launch.watchdog", "1"],
+        input="".join(json.dumps(one) + "\n" for one in words),
+        env={**os.environ, "TMPDIR": str(folder.parent)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    rank.wait()
+    return done
+
+
+def test_the_watchdog_writes_the_reports_of_the_runs_that_it_watched(tmp_path: Path) -> None:
+    """Of both runs of a process; a short one gets none, a damaged one a line and no status."""
+    folders = [tmp_path / name for name in ("first", "second", "short", "odd")]
+    for folder in folders:
+        folder.mkdir()
+        write_rows(folder, 3 if folder.name == "short" else 40, 0.5)
+    (folders[3] / "report.html").mkdir()
+    done = watch_to_the_end(*folders)
+    assert done.returncode == 0
+    assert [(one / "report.html").is_file() for one in folders] == [True, True, False, False]
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("shoal: report")]
+    assert line.startswith("shoal: report: ")
+    assert "odd" in line
 
 
 def test_the_command_says_where_the_page_is_and_refuses_other_folders(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import statistics
 import sys
 import textwrap
 import tomllib
@@ -17,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.base.runlog.damaged_lines import Record, is_number, read_newest_steps
+from shoal.base.runlog.damaged_lines import Record
 from shoal.cli.islands import island_folder, island_folders
 from shoal.launch import RunOutcome
+from shoal.launch.end_report import command_line, exceeds_report_bytes, is_report_due
 from shoal.view import RunFolder
 from shoal.view.run_folder_reader import last_session_events
 
@@ -30,12 +30,6 @@ LAST_STEPS = 50
 """Last lines of metrics.jsonl that are searched for the newest step."""
 HEADER_BYTES = 200
 """Size of a rank's log that holds nothing but its first line."""
-
-
-REPORT_STEPS, REPORT_S = 20, 5.0
-"""Steps, and seconds of steps, from which the end of a run writes its report."""
-REPORT_BYTES = 100_000_000
-"""Bytes of metrics and rank records above which it would delay the exit by over two seconds."""
 
 
 @dataclass(frozen=True)
@@ -204,25 +198,17 @@ def shell_command(*words: str) -> str:
 def write_end_report(folder: Path) -> str:
     """Write the report of a run that ends, in its folder; return the line for the user.
 
-    A run of a few steps or seconds gets none, which costs a millisecond; a huge one gets the
-    command. Whatever fails in a report is no failure of the run.
-
     Args:
-        folder: of the run.
+        folder: of the run, or of a run of islands.
 
     Returns:
-        "report: FILE"; "" without a report.
+        "report: FILE"; of a huge run the command; of a report that fails the reason; "" for a run
+        of a few steps or seconds.
     """
-    rows = read_newest_steps(folder / "metrics.jsonl", REPORT_STEPS)
-    times_s = [row["step_s"] for row in rows if is_number(row.get("step_s"))]
-    if len(times_s) < REPORT_STEPS or rows[-1]["step"] * statistics.median(times_s) < REPORT_S:
+    if not is_report_due(folder):
         return ""
-    files = [folder / "metrics.jsonl", *folder.glob("rank_steps/node-*.bin")]
-    try:
-        if sum(file.stat().st_size for file in files) > REPORT_BYTES:
-            return f"report: shoal report {shlex.quote(str(folder))}"
-        from shoal.report.report_page import write_report
+    if exceeds_report_bytes(folder):
+        return command_line(folder)
+    from shoal.report import report_page
 
-        return f"report: {write_report(folder)}"
-    except Exception:  # of whatever kind: the run is complete without a report
-        return ""
+    return report_page.write_end_report(folder)

@@ -391,6 +391,8 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str], *, verbose: bool 
                 _restore_files(before)
             _print_errors(lines)
             typer.echo(summarise_run(island_folder(folder, 0)))
+            if line := write_end_report(folder):
+                typer.echo(line)
             typer.echo(next_lines(folder, code, how, SessionEnding.of(folder).saved))
             return code
         view = LiveView(folder, stream=sys.stdout, colour=True, most_opening_lines=most)

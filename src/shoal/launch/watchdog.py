@@ -13,7 +13,7 @@ that of the rank's node. A user's own loop may do anything between two steps, fo
 rank is reported, and never ended. A rank that cannot recover is killed, and the launcher ends or
 restarts the others; those left after `REST_S` are killed too. A rank that ends without closing its
 page was killed, or left by `os._exit`: that is reported for the first one only, since the others
-end because of it.
+end because of it. After the end, the run's report replaces it (launch/end_report.py).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from shoal.base.errors import ShoalError
 from shoal.base.runlog.events import EventLog
 from shoal.base.standard_streams import write_error
 from shoal.base.text.event_sentences import event_text
+from shoal.launch.end_report import replace_process_by_report
 from shoal.launch.watch.blamed_rank import Hang
 from shoal.launch.watch.hang_watch import EVERY_S, HangWatch
 from shoal.launch.watch.page_reader import PageReader
@@ -96,10 +97,15 @@ def _read_stat(pid: int) -> list[str]:
 
 
 class CommandInput:
-    """Input lines from the rank that started this process; `ended` once it has ended."""
+    """Input lines from the rank that started this process; `ended` once it has ended.
+
+    Attributes:
+        folders: of further runs of the ranks, which get reports too.
+    """
 
     def __init__(self) -> None:
         self._come, self.ended = b"", False
+        self.folders: list[Path] = []
 
     def read_line(
         self, wait_s: float = 0.0, ranks: Sequence[ForeignProcess | RemoteRank] = ()
@@ -114,7 +120,10 @@ class CommandInput:
             more = os.read(0, 1 << 16)
             self._come, self.ended = self._come + more, not more
         line, found, self._come = self._come.partition(b"\n")
-        return json.loads(line) if found else None
+        told = json.loads(line) if found else None
+        if told and told.get("further"):
+            self.folders.append(Path(told["further"]))
+        return told
 
 
 class EventWriter:
@@ -206,6 +215,8 @@ def main() -> int:
         _watch_node(watch, ranks, teller, said)
     watch.records.append_steps(watch.own)
     watch.sampler.close()
+    if folder is not None and teller.keeps:
+        replace_process_by_report([watch.records.current_folder(), *said.folders])
     return 0
 
 

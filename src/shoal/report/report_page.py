@@ -1,5 +1,7 @@
 """One HTML file about runs: sections in order, styles and scripts inside, nothing loaded.
 
+    python -m shoal.report.report_page RUN …      the reports of runs that have ended, by a watchdog
+
     verdict  curves  goodput  history  spikes  ranks  communication  forecast  layout  experts  …
 
 The page opens from a disk without network. Its content security policy allows one inline style and
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +22,9 @@ from importlib import resources
 from pathlib import Path
 
 from shoal import __version__
-from shoal.base.errors import ConfigError, ShoalError
+from shoal.base.errors import ConfigError, ShoalError, shorten
 from shoal.base.runlog.atomic_files import write_atomically
+from shoal.base.standard_streams import write_error
 from shoal.base.text.event_sentences import DAMAGED
 from shoal.report.markup import Markup, clean_text, json_script, tag
 from shoal.report.run_contents import RunContents, read_run
@@ -42,8 +47,6 @@ from shoal.report.sections.rank_layout import layout_section
 
 REPORT_FILE = "report.html"
 SCRIPTS = ("uplot.min.js", "report.js")
-LEAST_STEPS = 20
-"""Steps from which the end of a run writes a report."""
 SECTIONS: tuple[Callable[[RunContents], Markup], ...] = (
     overview_section,
     curves_section,
@@ -75,6 +78,26 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     """
     text = make_page(read_run(folder))
     return write_page(text, folder / REPORT_FILE, out, folder.resolve().name)
+
+
+def write_end_report(folder: Path) -> str:
+    """Write the report of a run that has ended; return "report: FILE", or why there is none.
+
+    Whatever fails in a report is no failure of the run.
+    """
+    try:
+        return f"report: {write_report(folder)}"
+    except Exception as failure:  # of whatever kind: the run is complete without a report
+        why = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return f"report: not written ({shorten(why)}); try: shoal report {shlex.quote(str(folder))}"
+
+
+def main() -> int:
+    """Write the reports of ended runs; report only those that are missing in their folders."""
+    for folder in map(Path, sys.argv[1:]):
+        if (line := write_end_report(folder)) != f"report: {folder / REPORT_FILE}":
+            write_error(f"shoal: {line}")
+    return 0
 
 
 def write_page(text: str, usual: Path, out: Path | None, name: str) -> Path:
@@ -170,3 +193,7 @@ def _asset(name: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -45,6 +45,10 @@ class StepRecordFile:
         self._last: dict[int, RankStep] = {}
         self._rows = -1  # in the file; −1: not read yet
 
+    def current_folder(self) -> Path:
+        """Return the present path of the run's folder, also if it was moved meanwhile."""
+        return self._owner.current_path()
+
     def append_steps(self, pages: Mapping[int, PageReader]) -> None:
         """Append the steps that ranks have done since the last call.
 

@@ -95,6 +95,8 @@ def start_watchdog(
     here = {"may": may, "open": beside is not None, "node": _node_identity() if may else ""}
     places = world.gather_json(here)
     if beside is not None and all(place["open"] for place in places):
+        if folder is not None and world.is_first:
+            _send_message({"further": str(folder.absolute())})
         return _register_run(beside, world)
     if not all(place["may"] for place in places):
         return None
