@@ -1,9 +1,10 @@
 """Private names of torch that this package uses; tested on 2.13."""
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["is_fake", "is_tracing", "pytree"]
+__all__ = ["is_fake", "is_recording", "is_tracing", "pytree"]
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -11,6 +12,11 @@ def is_fake(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def is_recording() -> bool:
+    """Return whether torch.compile, make_fx or another dispatch mode follows the operations."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_tracing() -> bool:

@@ -12,6 +12,7 @@ Source    Touvron et al. 2023 (2302.13971, 2307.09288), Llama 3 (2407.21783); σ
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
+from shoal.models._torch import is_recording
 from shoal.models.attention import causal_attention, number_documents
 from shoal.models.loss import Unprojected
 from shoal.models.norm import RMSNorm
@@ -54,22 +56,45 @@ def rotary_table(
     """Return cos and sin of RoPE: the factors of a vector and of its swapped halves.
 
     Takes `like`'s dtype and device; angles are computed in fp32 or better, because bf16 has no
-    number between 256 and 258. Each layer's forward pass makes the table (35 µs). A buffer would
+    number between 256 and 258. On a CPU each layer's forward pass makes the table (35 µs). On a
+    device a launch costs more than its work, so all layers share one table there. A buffer would
     hold garbage after meta-device initialisation and lose digits in `model.to(bfloat16)`; without
     one, blocks need nothing but h and can be split anywhere.
 
     Returns:
         Each [seq, 1, head_dim]; with position_ids [batch, seq]: each [batch, seq, 1, head_dim].
     """
-    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
-    steps = torch.arange(0, head_dim, 2, device=like.device, dtype=exact)
+    fixed = like.device.type not in ("cpu", "meta") and position_ids is None
+    if fixed and not is_recording():  # a recorder must see the operations
+        shown = torch.is_inference_mode_enabled()  # such tensors are of no use outside of it
+        return _shared_rotary_table(seq, head_dim, theta, like.dtype, like.device, shown)
+    return _make_rotary_table(seq, head_dim, theta, like.dtype, like.device, position_ids)
+
+
+@functools.lru_cache(maxsize=4)
+def _shared_rotary_table(
+    seq: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device, shown: bool
+) -> tuple[Tensor, Tensor]:
+    return _make_rotary_table(seq, head_dim, theta, dtype, device, None)
+
+
+def _make_rotary_table(
+    seq: int,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    position_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    steps = torch.arange(0, head_dim, 2, device=device, dtype=exact)
     rates = torch.exp(steps * (-math.log(theta) / head_dim))
     if position_ids is None:
-        positions = torch.arange(seq, device=like.device, dtype=exact)
+        positions = torch.arange(seq, device=device, dtype=exact)
         angles = torch.outer(positions, rates).unsqueeze(1)
     else:
         angles = (position_ids.to(exact).unsqueeze(-1) * rates).unsqueeze(2)
-    cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 

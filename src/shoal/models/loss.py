@@ -210,7 +210,20 @@ def default_chunk_rows(vocabulary: int, device_type: str, *, narrow: bool = Fals
 
 
 STRIPE = 1024
-"""Rows of the weight converted, or whose gradient is computed, at once in narrow formats."""
+"""Rows of the weight converted, or whose gradient is computed, at once on a CPU."""
+
+DEVICE_STRIPE_BYTES = 64 * 2**20
+"""Size of such a stripe elsewhere: a launch costs more there than a small product."""
+
+
+def _stripe_rows(device_type: str, dim: int) -> int:
+    """Return the rows of a weight [vocabulary, dim] that narrow formats handle at once.
+
+    >>> _stripe_rows("cpu", 768), _stripe_rows("cuda", 768), _stripe_rows("cuda", 65536)
+    (1024, 43690, 1024)
+    """
+    return STRIPE if device_type == "cpu" else max(STRIPE, DEVICE_STRIPE_BYTES // (2 * dim))
+
 
 ROW_NUMBERS = 12
 """Numbers per row beside its logits: largest, sum, picked, loss, temporaries; 8 bytes each
@@ -234,9 +247,10 @@ def _plan_chunks(hidden: Tensor, weight: Tensor, settings: _Settings) -> _Room:
     row_bytes = vocabulary * wide_bytes + 8 * ROW_NUMBERS
     keep_weight = False
     if product != _wide_dtype(product):
-        stripe = min(STRIPE, vocabulary)
-        # a narrow chunk; hidden states and their gradient; a transposed stripe of the chunk
-        row_bytes += (vocabulary + 3 * dim + stripe) * narrow_bytes + dim * wide_bytes
+        stripe = min(_stripe_rows(hidden.device.type, dim), vocabulary)
+        # a narrow chunk; hidden states and their gradient; a CPU transposes a stripe of the chunk
+        transposed = stripe if hidden.device.type == "cpu" else 0
+        row_bytes += (vocabulary + 3 * dim + transposed) * narrow_bytes + dim * wide_bytes
         copy_bytes = vocabulary * dim * narrow_bytes
         stripe_bytes = 2 * stripe * dim * narrow_bytes
         keep_weight = weight.dtype != product and copy_bytes <= budget_bytes // 2
@@ -327,8 +341,9 @@ def _multiply_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
     if weight.dtype == out.dtype:
         torch.mm(hidden, weight.T, out=out)
         return
-    for first in range(0, weight.shape[0], STRIPE):
-        stripe = slice(first, first + STRIPE)
+    rows = _stripe_rows(weight.device.type, weight.shape[1])
+    for first in range(0, weight.shape[0], rows):
+        stripe = slice(first, first + rows)
         out[:, stripe] = torch.mm(hidden, weight[stripe].to(out.dtype).T)
 
 
@@ -341,8 +356,9 @@ def _multiply_back(out: Tensor, gradient: Tensor, weight: Tensor) -> None:
             out.copy_(torch.mm(gradient, weight))
         return
     total = torch.zeros_like(out, dtype=_wide_dtype(gradient.dtype))
-    for first in range(0, weight.shape[0], STRIPE):
-        stripe = slice(first, first + STRIPE)
+    rows = _stripe_rows(weight.device.type, weight.shape[1])
+    for first in range(0, weight.shape[0], rows):
+        stripe = slice(first, first + rows)
         total += torch.mm(gradient[:, stripe], weight[stripe].to(gradient.dtype))
     out.copy_(total)
 
@@ -356,8 +372,9 @@ def _add_product(grad_weight: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     if gradient.dtype == grad_weight.dtype:
         grad_weight.addmm_(gradient.T, hidden)
         return
-    for first in range(0, grad_weight.shape[0], STRIPE):
-        stripe = slice(first, first + STRIPE)
+    rows = _stripe_rows(grad_weight.device.type, grad_weight.shape[1])
+    for first in range(0, grad_weight.shape[0], rows):
+        stripe = slice(first, first + rows)
         grad_weight[stripe] += torch.mm(gradient[:, stripe].T, hidden)
 
 

@@ -225,8 +225,10 @@ def _reduce_totals(
         # A rank whose loss is not finite must not turn the sums of the others into NaN.
         sent[lies] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
         sent[square.start] = square_sum
-        magnitude = sums.abs().sum() + sum(norm.double() for norm in norms)
-        finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
+        magnitude = sums.abs().sum()
+        if norms:  # one launch for all of them: there may be one of each block
+            magnitude = magnitude + torch.stack(norms).double().sum()
+        finite = torch.isfinite(torch.stack([magnitude, sums.sum()]))
         is_broken: torch.Tensor | bool = ~finite[0]
         sent[broken] = (~finite).double()
     else:
@@ -298,8 +300,8 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     if not tensors:
         return 0.0
     if is_accelerator(tensors[0].device):
-        norms = torch._foreach_norm(list(tensors))
-        return torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+        norms = list(torch._foreach_norm(list(tensors)))
+        return torch.stack(norms).double().square().sum()
     terms: list[float | None] = []  # in the order of the tensors; None: the next of `ends`
     ends: list[torch.Tensor] = []
     for tensor in tensors:
