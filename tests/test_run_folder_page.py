@@ -69,13 +69,13 @@ def test_the_page_says_what_writers_call_their_files() -> None:
     """Names in the source and on the page are the same."""
     from shoal.base.runlog.rank_records import FOLDER, PARTS
     from shoal.launch.watch.device_records import DEVICES_FILE, parse_devices
-    from shoal.trainer.metrics_recorder import EXPERTS_FILE
+    from shoal.trainer.metrics_recorder import STEP_FILES
     from shoal.trainer.run_folder.rank_list import RANKS_FILE
     from shoal.trainer.step.expert_counts import EVERY
     from shoal.wire.phases import FILE_NAME
 
     text = PAGE.read_text(encoding="utf-8")
-    for name in (DEVICES_FILE, EXPERTS_FILE, RANKS_FILE, FILE_NAME, f"{FOLDER}/node-N.bin"):
+    for name in (DEVICES_FILE, *STEP_FILES, RANKS_FILE, FILE_NAME, f"{FOLDER}/node-N.bin"):
         assert f"`{name}`" in text, name
     assert f"parts of a step are: {', '.join(PARTS)}." in " ".join(text.lower().split())
     assert f"every {EVERY}th step" in text

@@ -25,6 +25,7 @@ from shoal.report.sections.expert_tokens import read_expert_loads
 from shoal.report.sections.measured_costs import mean_traffic
 from shoal.report.sections.pipeline_timeline import time_schedule
 from shoal.report.sections.rank_layout import stored_elements
+from shoal.report.sections.recorded_actions import read_recorded_step
 from shoal.report.svg_charts import round_ticks
 
 
@@ -166,6 +167,39 @@ def test_a_drawn_schedule_takes_as_long_as_the_checked_one(name: str) -> None:
     assert len(timed) == sum(map(len, schedule.ranks))
     counts = check_schedule(schedule, 1.0, 1.0, 1.0, blocks=False)
     assert max(one.end_s for one in timed) == pytest.approx(counts.makespan_s)
+
+
+def recorded(
+    step: int, first_s: float = 0.0, second_s: float = 0.0, **more: object
+) -> dict[str, object]:
+    """Two stages, one micro-batch: forward 1 s, backward 2 s; clocks of two hosts."""
+    ranks = [
+        {"began_s": first_s, "actions": [["F0@0", 0.0, 0.0, 1.0], ["B0@0", 1.0, 4.1, 6.1]]},
+        {"began_s": second_s, "actions": [["F0@1", 0.0, 1.0, 2.0], ["B0@1", 2.0, 2.0, 4.0]]},
+    ]
+    return {"step": step, "schedule": "1f1b", "timed_by": "device", "ranks": ranks, **more}
+
+
+def test_actions_of_the_newest_sampled_step_on_one_clock() -> None:
+    """A clock half a second off is mended; damaged, foreign and huge records are left out."""
+    odd: list[dict[str, object]] = [
+        recorded(16, ranks=[]),
+        recorded(16, ranks=[{"began_s": 0.0, "actions": [["F0@0", 0.0, 3.0, 1.0]]}] * 2),
+        recorded(16, ranks=[{"began_s": -1.0, "actions": [["F0@0", 0.0, 1.0, 1.0]]}] * 2),
+        recorded(16, ranks=[{"began_s": 0.0, "actions": [["<b>", 0.0, 1.0, 1.0]]}] * 2),
+        recorded(16, ranks=[{"began_s": 0.0, "actions": [["F0@0", 0.0, 1.0, math.inf]]}] * 2),
+        {"step": "x", "ranks": recorded(1)["ranks"]},
+    ]
+    for first_s, second_s, late_s in ((0.0, 0.0, 0.0), (0.5, 0.0, 0.0), (0.0, 0.5, 0.1)):
+        found = read_recorded_step([recorded(2), recorded(8, first_s, second_s), *odd], 2, 10)
+        assert found is not None
+        assert (found.step, found.timed_by) == (8, "device")
+        assert [o.action.text() for o in found.actions] == ["F0@0", "B0@0", "F0@1", "B0@1"]
+        spans = [(o.start_s, o.end_s, o.wait_s) for o in found.actions]
+        expected = [(0.0, 1.0, 0.0), (4.1, 6.1, 3.1), (1 + late_s, 2 + late_s, 1.0)]
+        np.testing.assert_allclose(spans, [*expected, (2 + late_s, 4 + late_s, 0.0)], atol=1e-9)
+    assert read_recorded_step([recorded(8)], 2, 3) is None
+    assert read_recorded_step([recorded(8)], 3, 10) is None
 
 
 def test_ranks_hold_together_what_the_model_has() -> None:

@@ -85,6 +85,25 @@ def test_a_page_has_the_verdict_first_the_loss_and_the_tables(tmp_path: Path) ->
     assert charts[0]["points"].count(" ") == 59
 
 
+def test_a_pipeline_is_drawn_as_it_ran_in_the_newest_recorded_step(tmp_path: Path) -> None:
+    """Each box stands at its own times; a run without records gets its plan at mean seconds."""
+    folder = write_folder(tmp_path / "mine")
+    plan = {"layout": {"pp": 2, "schedule": "gpipe"}, "batch": 8, "micro_batch": 8, "steps": 60}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    assert "no times by rank were recorded" in make_page(read_run(folder))
+    ranks = [
+        {"began_s": 0.0, "actions": [["F0@0", 0.0, 0.0, 0.1], ["B0@0", 0.1, 0.4, 0.6]]},
+        {"began_s": 0.0, "actions": [["F0@1", 0.0, 0.1, 0.2], ["B0@1", 0.2, 0.2, 0.4]]},
+    ]
+    lines = [{"step": 32, "timed_by": "host", "ranks": ranks}, {"step": 64, "ranks": [7, {}]}]
+    (folder / "pipeline.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    page = make_page(read_run(folder))
+    assert "as run: step 32, 2 ranks, ms" in page
+    assert "backward of micro-batch 0, stage 0: 400 to 600, after a wait of 300" in page
+    assert "600.0 ms, of which a rank idles 50% in the mean." in page
+    assert "its records" not in page
+
+
 def test_the_policy_allows_the_page_its_own_script_and_style(tmp_path: Path) -> None:
     found = Elements(make_page(read_run(write_folder(tmp_path / "mine"))))
     policy = next(a["content"] for tag, a in found.elements if a.get("http-equiv"))

@@ -121,12 +121,72 @@ def test_capacity_and_transformers(tmp_path: Path) -> None:
         one.close()
 
 
+class RoutedLayer(torch.nn.Module):
+    """Experts in a list, as a loop calls them; `every`: each one gets all rows."""
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self.router, self.every = torch.nn.Linear(8, 4), every
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.seen = torch.zeros(4, dtype=torch.long)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        chosen, mixed = self.router(h).argmax(-1), torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            rows = torch.arange(len(h)) if self.every else torch.where(chosen == number)[0]
+            self.seen[number] += len(rows)
+            if len(rows):
+                mixed = mixed.index_add(0, rows, expert(h[rows]))
+        return h + mixed
+
+
+class Routed(torch.nn.Module):
+    """Two layers of experts in lists; without a choice the lists are plain ones."""
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(31, 8), torch.nn.Linear(8, 31)
+        self.layers = torch.nn.ModuleList(RoutedLayer(every) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(tokens).flatten(0, 1)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h).view(*tokens.shape, 31)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_experts_in_a_list_are_counted_and_lists_of_plain_layers_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: bool
+) -> None:
+    monkeypatch.setattr(expert_counts, "EVERY", 3)
+    run = run_of(
+        Routed(every), folder=tmp_path, batch=8, micro_batch=4, precision="fp32",
+        loss=lambda y, t: torch.nn.functional.cross_entropy(
+            y.flatten(0, 1), t.flatten(), reduction="none"
+        ),
+    )  # fmt: skip
+    seen = []
+    for _ in range(2):
+        for batch in run.loader(Tokens()):
+            before = [layer.seen.clone() for layer in run.model.layers]
+            run.step(batch)
+            pairs = zip(run.model.layers, before, strict=True)
+            seen.append([(layer.seen - old).tolist() for layer, old in pairs])
+    found = [(one["step"], list(one["layers"].values())) for one in lines(tmp_path)]
+    assert found == ([] if every else [(1, seen[0]), (3, seen[2])])
+    (counts,) = run.sampled.records
+    assert list(counts.lists) == ([] if every else ["layers.0.experts", "layers.1.experts"])
+    run.close()
+
+
 def test_models_without_experts_and_runs_without_a_folder_count_nothing(tmp_path: Path) -> None:
     """A convolution is a stack by its shapes, and no experts."""
     convolution = torch.nn.Sequential(torch.nn.Conv1d(4, 4, 1, bias=False), torch.nn.Flatten())
     run = run_of(convolution, folder=tmp_path, batch=4)
-    assert run.experts is None
+    assert run.sampled is None
     run.close()
     without = make(None, mixture())  # type: ignore[arg-type]
-    assert without.experts is None
+    assert without.sampled is None
     without.close()

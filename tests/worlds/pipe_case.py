@@ -255,17 +255,20 @@ def equality(
         runtime.schedules[micro_batches] = without(runtime.schedule(micro_batches), 1)
     modules = {s: stage.module for s, stage in runtime.stages.items()}
     scale = 1 / micro_batches if planted == "running average" else 1.0
-    sent, losses, reducer = [], [], Told()
+    sent, timed, losses, reducer = [], [], [], Told()
     most: Counter[int] = Counter()
     watch(runtime, most)
-    for _ in range(2):
+    for turn in range(2):
         losses, reducer = [], Told()
+        if turn:
+            runtime.times.request_step()
         for module in modules.values():
             module.zero_grad()
         world.traffic.pop_counts()
         passes = [micro_batch(k, losses, scale, world.device) for k in range(micro_batches)]
         runtime.run(None, passes, reducer)
         sent.append(world.traffic.pop_counts()[0].get("send", 0))
+        timed.append(runtime.times.pop_step())
     given = runtime.schedules[micro_batches]
     left = sum(alive(module) for module in modules.values()) + len(runtime.kept)
     apart = [
@@ -291,6 +294,8 @@ def equality(
         "armed": reducer.armed,
         "closes": sum(act.kind in "BW" for act in given.ranks[world.rank]),
         "counted": reducer.counted.count(True),
+        "timed": timed,
+        "acts": [act.text() for act in given.ranks[world.rank]],
     }
     if not planted:
         told["planned"] = {str(s): most_in_flight(given, s) for s in modules}

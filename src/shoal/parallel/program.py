@@ -164,6 +164,7 @@ class Program:
         moved, align: whether an unmanaged buffer changed on this rank · make such buffers equal on
             all ranks (True: and restore them after a skipped step).
         owed: error feedback of gradient compression, kept in checkpoints (`compress.Owed`).
+        action_times: times of a pipeline's actions (`ActionTimes`); None without a pipeline.
         on_begin: called before the first micro-batch of every step.
         on_update: called once per committed step, after the reduction, with whether some ranks ran
             more micro-batches than others.
@@ -202,6 +203,7 @@ class Program:
     moved: Callable[[], bool] = lambda: False
     align: Callable[[bool], None] = lambda skipped: None
     owed: Any = None
+    action_times: Any = None
     on_begin: tuple[Callable[[], None], ...] = ()
     on_update: tuple[Callable[[bool], None], ...] = ()
     on_evaluate: tuple[Callable[[], None], ...] = ()

@@ -7,7 +7,6 @@ the stream positions [from, to) that the step consumed, and whether it was skipp
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -26,8 +25,8 @@ if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
 
 
-EXPERTS_FILE, EXPERTS_BYTES = "experts.jsonl", 16 << 20
-"""File of the experts' tokens · size above which its older lines are thinned out."""
+STEP_FILES = ("metrics.jsonl", "experts.jsonl", "pipeline.jsonl")
+"""Files with lines of steps, the first of them with every step."""
 
 
 class MetricsRecorder:
@@ -144,19 +143,6 @@ class MetricsRecorder:
         if self.world.writes_files:
             self.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
 
-    def log_experts(self, step: int, layers: Mapping[str, list[int]]) -> None:
-        """Write the tokens of each expert in a step, by layer, to experts.jsonl."""
-        if self._went_back_to is not None:
-            self.cut(self._went_back_to)
-        if self.folder is None or not self.world.writes_files or not any(map(any, layers.values())):
-            return  # a server runs no passes
-        from shoal.base.runlog.thin_lines import thin_lines  # of models with experts alone
-
-        place = self.owner.current_path() if self.owner is not None else self.folder
-        with contextlib.suppress(OSError):
-            append_line(place / EXPERTS_FILE, {"step": step, "layers": layers})
-            thin_lines(place / EXPERTS_FILE, EXPERTS_BYTES)
-
     def restart_clock(self) -> None:
         """Restart the clock of the next step; call it after validating or saving."""
         self.waiting_since_s = time.perf_counter()
@@ -169,8 +155,7 @@ class MetricsRecorder:
             row: step, loss, grad_norm, lr, tokens, data_wait_s and extras.
             samples: samples of the whole step, over all ranks.
         """
-        if self._went_back_to is not None:
-            self.cut(self._went_back_to)
+        self.apply_rewind()
         now_s = time.perf_counter()
         step_s = now_s - self.waiting_since_s
         self.waiting_since_s = now_s
@@ -240,6 +225,11 @@ class MetricsRecorder:
         """
         self._went_back_to = step
 
+    def apply_rewind(self) -> None:
+        """Drop the lines of the steps before which the run went back, if they are still there."""
+        if self._went_back_to is not None:
+            self.cut(self._went_back_to)
+
     def cut(self, step: int) -> None:
         """Drop the lines of steps that will be repeated, and a half-written last line."""
         self._went_back_to = None
@@ -249,7 +239,7 @@ class MetricsRecorder:
             truncate_steps,  # only a resume reads what was written
         )
 
-        for name in ("metrics.jsonl", EXPERTS_FILE):
+        for name in STEP_FILES:
             if told := truncate_steps(self.folder / name, step):
                 self.notice(told)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+
+from shoal.report.sections.recorded_actions import read_recorded_step
 
 SAME = 1e-12
 SCHEDULES = [
@@ -36,6 +40,20 @@ def test_a_pipeline_equals_one_process(
         assert one["sent"][1] == one["payload"]
         assert one["armed"] == [False] * (one["closes"] - 1) + [True]
         assert one["counted"] == one["closes"]
+        assert one["timed"][0] == {}, "read in the second step alone"
+        assert [row[0] for row in one["timed"][1]["actions"]] == one["acts"]
+    assert_messages_arrive_after_they_are_sent([one["timed"][1] for one in told])
+
+
+def assert_messages_arrive_after_they_are_sent(timed: list[dict[str, Any]]) -> None:
+    """So the reader of a report shifts no rank's clock."""
+    first_s = min(one["began_s"] for one in timed)
+    rows = [{**one, "began_s": one["began_s"] - first_s} for one in timed]
+    found = read_recorded_step([{"step": 2, "ranks": rows}], len(timed), 4_096)
+    assert found is not None
+    firsts = [next(o.start_s for o in found.actions if o.rank == r) for r in range(len(rows))]
+    shifts = [s - row["began_s"] - row["actions"][0][2] for s, row in zip(firsts, rows, strict=True)]
+    assert max(shifts) - min(shifts) < 1e-3
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)

@@ -68,7 +68,12 @@ def test_who_is_left_goes_on_and_who_comes_back_gets_what_it_lacks(
     assert left.returncode == 0, left.stderr
     with (here / "metrics.jsonl").open("a") as file:  # of a step that was taken again
         file.write('{"step":9,"loss":7}\n')
+    sampled = "".join(f'{{"step":{n},"layers":{{}}}}\n' for n in (1, 12, 18))
+    (there / "experts.jsonl").write_text(sampled)  # of a model that has some
     together(24)
+    assert [[row["step"] for row in lines(disk / "experts.jsonl")] for disk in (here, there)] == [
+        [1, 12], [1, 12]
+    ], "up to the step of the checkpoint"  # fmt: skip
     assert programs.run(*words(24), cwd=tmp_path / "alone").returncode == 0
     expected = [row["loss"] for row in lines(tmp_path / "alone" / "run" / "metrics.jsonl")]
     for disk in (here, there):

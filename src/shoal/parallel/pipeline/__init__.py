@@ -125,6 +125,7 @@ def apply(program: Program, cut: StageCut | None, crossing: ValuePacking) -> Pro
         frozen=frozen_parameters(module),
         mirrored=_mirrored_world(program, schedule),
         run=runtime.run,
+        action_times=runtime.times,
         forward=lambda program, one: runtime.forward_only(one),
         on_evaluated=(*program.on_evaluated, runtime.wait_for_sends),
         on_close=(*program.on_close, stages.restore_forwards),

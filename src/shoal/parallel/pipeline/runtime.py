@@ -32,6 +32,7 @@ from shoal.base.errors import BugError, PlanError
 from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
 from shoal.fabric import World
 from shoal.fabric.device import allocation_count, is_accelerator
+from shoal.parallel.pipeline.action_times import ActionTimes
 from shoal.parallel.pipeline.stage_messages import (
     MessageRoute,
     StageMessage,
@@ -79,6 +80,7 @@ class PipeRuntime:
         crossing: packs the values that pass between stages.
         copies: of the model, as in `PipelineSchedule`.
         kept: micro-batches whose graph is alive now, as (stage, micro-batch).
+        times: of the actions, in the steps for which they are requested.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class PipeRuntime:
         self.crossing = crossing or PlainTensorPacking()
         self.pieces = len(self.stage_rank) // copies
         self.messages = StageMessenger(pipe)
+        self.times = ActionTimes(pipe.device)
         self.asked = allocation_count(pipe.device)
         self.messages.early = not is_accelerator(pipe.device)
         self.schedules: dict[int, PipelineSchedule] = {}
@@ -187,7 +190,10 @@ class PipeRuntime:
         signature = functools.cache(lambda place: passes[place].signature)
         self.messages.start_step(self.routes[number], self.stage_rank, signature)
         self.kept.clear()
-        return _PipelineStep(self, schedule, passes)
+        if number == FORWARD_ONLY or not self.times.is_wanted:
+            return _PipelineStep(self, schedule, passes)
+        self.times.start_actions(schedule.ranks[self.pipe.rank])
+        return _TimedStep(self, schedule, passes)
 
 
 @dataclass
@@ -313,3 +319,17 @@ class _PipelineStep:
         ]
         kept.roots, kept.leaves = [], []
         return gradients
+
+
+class _TimedStep(_PipelineStep):
+    """A step whose actions are timed: before its wait, before its work, after its work."""
+
+    def _receive(self, message: StageMessage | None) -> tuple[list[torch.Tensor], Form]:
+        self.runtime.times.read()
+        found = super()._receive(message)
+        self.runtime.times.read()
+        return found
+
+    def _send(self, message: StageMessage | None, tensors: list[torch.Tensor], form: Form) -> None:
+        self.runtime.times.read()
+        super()._send(message, tensors, form)

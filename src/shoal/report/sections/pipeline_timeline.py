@@ -1,39 +1,31 @@
-"""Timeline of a pipeline's step: its schedule at equal costs, and at the measured seconds.
+"""Timeline of a pipeline's step: its schedule at equal costs, and as it ran.
 
-No run records when each action starts. So both pictures execute the run's own action lists
-(planning/pipeline_schedules.py): as planned, a backward takes twice a forward, and all stages take
-as long; as run, each stage takes its mean seconds of `rank_steps/`.
+As planned, a backward takes twice a forward, and all stages take as long: the run's own action
+lists (planning/pipeline_schedules.py), executed. As run, each action stands where it ran in the
+newest sampled step (recorded_actions.py). A run that recorded none gets its action lists at the
+mean seconds of its stages in `rank_steps/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from shoal.base.layouts.layout import Layout
-from shoal.base.plans.pipeline_actions import Action, PipelineSchedule
+from shoal.base.plans.pipeline_actions import PipelineSchedule
 from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.runlog.rank_records import PARTS
 from shoal.base.text.units import seconds_text
 from shoal.planning.pipeline_schedules import make_schedule
-from shoal.planning.schedule_checks import input_of
 from shoal.report.markup import Child, Markup, tag
-from shoal.report.run_contents import RunContents
+from shoal.report.run_contents import RunContents, iter_records
+from shoal.report.schedule_times import TimedAction, time_schedule
+from shoal.report.sections.recorded_actions import read_recorded_step
 from shoal.report.svg_charts import HEIGHT, WIDTH, chart_frame, number_label, spread_marks
 
 MOST_RANKS, MOST_ACTIONS = 64, 4_096
+PIPELINE_FILE = "pipeline.jsonl"
 LOOKS = {"F": "s0", "B": "s1", "I": "s1", "W": "s4"}
 WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
-
-
-@dataclass(frozen=True)
-class TimedAction:
-    """One action of a pipeline's rank with its start and end, in seconds or units."""
-
-    rank: int
-    action: Action
-    start_s: float
-    end_s: float
 
 
 def pipeline_section(run: RunContents) -> Markup:
@@ -51,15 +43,33 @@ def pipeline_section(run: RunContents) -> Markup:
     planned = time_schedule(schedule, lambda rank, kind: 2.0 if kind == "B" else 1.0)
     name = f"{schedule.name}, {layout.pp} ranks, {count} micro-batches"
     parts.append(_timeline_figure(f"as planned: {name}, units of a forward", planned, layout.pp))
+    parts += _as_run(run, layout, schedule, count)
+    return tag("section", parts, id="pipeline")
+
+
+def _as_run(
+    run: RunContents, layout: Layout, schedule: PipelineSchedule, count: int
+) -> list[Child]:
+    """Return the timeline of the newest sampled step, else of the mean seconds of the stages."""
+    path = run.folder / PIPELINE_FILE
+    records = iter_records(path) if path.exists() else ()
+    found = read_recorded_step(records, layout.pp, MOST_ACTIONS)
+    if found is not None:
+        title = f"as run: step {found.step:,}, {layout.pp} ranks, ms"
+        note = (
+            f"Step {found.step:,} by the {found.timed_by}'s clock, in the pipeline of rank 0. "
+            f"A gap is a wait for another stage; steps that are a power of two are recorded."
+        )
+        drawn = _timeline_figure(title, found.actions, layout.pp, scale=1e3)
+        return [drawn, tag("p", note, class_="note")]
     costs = _measured_costs(run, layout, count)
     if costs is None:
-        parts.append(tag("p", "As run: no times by rank were recorded.", class_="note"))
-    else:
-        timed = time_schedule(schedule, costs)
-        parts.append(_timeline_figure(f"as run: {name}, ms", timed, layout.pp, scale=1e3))
-        note = "No run records when an action starts: each one takes the mean seconds of its stage."
-        parts.append(tag("p", note, class_="note"))
-    return tag("section", parts, id="pipeline")
+        return [tag("p", "As run: no times by rank were recorded.", class_="note")]
+    name = f"{schedule.name}, {layout.pp} ranks, {count} micro-batches"
+    timed = time_schedule(schedule, costs)
+    note = "This run recorded no actions: each one takes the mean seconds of its stage."
+    drawn = _timeline_figure(f"as run: {name}, ms", timed, layout.pp, scale=1e3)
+    return [drawn, tag("p", note, class_="note")]
 
 
 def _micro_batches(run: RunContents, layout: Layout) -> int:
@@ -101,42 +111,6 @@ def _measured_costs(
     return costs
 
 
-def time_schedule(
-    schedule: PipelineSchedule, costs: Callable[[int, str], float]
-) -> list[TimedAction]:
-    """Return the actions of a schedule with their times, each started as early as it can.
-
-    Args:
-        schedule: of the step.
-        costs: (rank, kind) → time of a micro-batch on all stages of the rank.
-
-    >>> timed = time_schedule(make_schedule("1f1b", 2, 2), lambda rank, kind: 1.0)
-    >>> max(one.end_s for one in timed)
-    6.0
-    """
-    share = len(schedule.ranks) / schedule.stages_per_copy
-    made: dict[tuple[str, int, int], float] = {}
-    clocks, places = [0.0] * len(schedule.ranks), [0] * len(schedule.ranks)
-    found: list[TimedAction] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
-                need = input_of(schedule, action)
-                if need is not None and need not in made:
-                    break
-                start_s = max(clocks[rank], made[need] if need is not None else 0.0)
-                end_s = start_s + costs(rank, action.kind) * share
-                found.append(TimedAction(rank, action, start_s, end_s))
-                if action.kind != "W":
-                    kind = "F" if action.kind == "F" else "B"
-                    made[kind, action.stage, action.micro_batch] = end_s
-                clocks[rank], places[rank], moved = end_s, places[rank] + 1, True
-    return found
-
-
 def _timeline_figure(
     title: str, timed: Sequence[TimedAction], ranks: int, scale: float = 1.0
 ) -> Markup:
@@ -153,6 +127,8 @@ def _timeline_figure(
             f"{WORDS[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}: "
             f"{one.start_s * scale:.4g} to {one.end_s * scale:.4g}"
         )
+        if one.wait_s > 0:
+            told += f", after a wait of {one.wait_s * scale:.4g}"
         boxes.append(
             tag(
                 "rect",

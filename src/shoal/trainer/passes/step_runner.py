@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.trainer.step.call_contract import Metric
     from shoal.trainer.step.logged_values import LoggedValues
     from shoal.trainer.step.loss_scale import LossScale
+    from shoal.trainer.step.sampled_steps import SampledSteps
 
 
 @dataclass
@@ -127,11 +128,11 @@ class StepRunner:
         if program.owed is not None:  # the early int8 steps may be a share of the length
             program.owed.sums.length = length
         self.epochs_done = EpochCounter(self.feed)
-        self.experts = None
+        self.sampled: SampledSteps | None = None
         if recorder.folder is not None:
-            from shoal.trainer.step.expert_counts import count_experts  # only they are recorded
+            from shoal.trainer.step.sampled_steps import sample_steps
 
-            self.experts, program = count_experts(program)
+            self.sampled, program = sample_steps(program)
         self.meeting = get_call_log(program.world)
         self.meeting.open_run()
         self.guards = RunGuards(
@@ -181,8 +182,8 @@ class StepRunner:
             )
         step = self.step_count + 1
         self.step_state = StepState(batch, self.recorder.start_step(step))
-        if self.experts is not None:
-            self.experts.begin_step(step)
+        if self.sampled is not None:
+            self.sampled.begin_step(step)
         for guard in self.guards.at("before", step):
             guard.before(step, batch if is_own else None)
 
@@ -243,8 +244,8 @@ class StepRunner:
             guard.agree(self.step_count + 1, tally.numbers)
         if tally.unnamed or self._measured is not None:
             self.step_state.values = self.metric_sums().values(tally.measured, tally.unnamed)
-        if self.experts is not None and (layers := self.experts.end_step()):
-            self.recorder.log_experts(self.step_count + 1, layers)
+        if self.sampled is not None:
+            self.sampled.end_step(self.recorder)
         if not tally.broken:
             self.spare = spare  # for a later step in which this rank has no batch
         self.stopping = tally.stop

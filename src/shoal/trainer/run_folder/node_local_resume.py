@@ -1,8 +1,9 @@
 """Resume from a peer's checkpoint on nodes without a shared disk, with the rows a node missed.
 
-Each node writes the run's checkpoints, metrics.jsonl and lines for the user to its own disk, and
-the events of its own ranks. A node that was away lacks some of them. A peer sends the newest
-checkpoint and the rows of the steps in between, and one line in the node's events.jsonl reports it.
+Each node writes the run's checkpoints, metrics.jsonl, the files of sampled steps and lines for the
+user to its own disk, and the events of its own ranks. A node that was away lacks some of them. A
+peer sends the newest checkpoint and the rows of the steps in between, and one line in the node's
+events.jsonl reports it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from shoal.base.runlog.truncate_logs import truncate_steps
 from shoal.checkpoint.save.node_local import Keepers, SyncedCheckpoint, sync_newest
 from shoal.fabric import World
 from shoal.parallel.program import Program
-from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.metrics_recorder import STEP_FILES, MetricsRecorder
 from shoal.trainer.run_folder.run_saves import RunSaver
 
 ROWS_BYTES = 8 << 20
-"""At most so many bytes of metrics.jsonl come from a peer: about 15,000 steps."""
+"""At most so many bytes of each file come from a peer: of metrics.jsonl about 15,000 steps."""
 
 
 class SyncedRun(Protocol):
@@ -81,38 +82,54 @@ def sync_newest_checkpoint(
 def sync_metrics_rows(
     folder: Path, found: SyncedCheckpoint, keepers: Keepers, world: World, emit: Emit
 ) -> None:
-    """Extend metrics.jsonl to the step of a checkpoint that came from a peer; all ranks call it.
+    """Extend the files of steps to that of a checkpoint that came from a peer; all ranks call it.
 
     Rows of steps after the node's own newest checkpoint are cut: its peers repeated those steps.
-    The peer sends the newest ROWS_BYTES; an event in events.jsonl reports the rows that are still
-    missing.
+    The peer sends the newest ROWS_BYTES of each file; an event in events.jsonl reports the rows of
+    metrics.jsonl that are still missing.
     """
-    path, lacks = folder / "metrics.jsonl", world.rank in found.lacked
+    text = failed = ""
+    for name in STEP_FILES:
+        last, lines = _fetch_lines(folder / name, found, world)
+        if world.rank not in found.lacked:
+            continue
+        if not text:
+            text = _format_rows_notice(found, last, len(lines))
+        try:
+            if lines:
+                with (folder / name).open("a", encoding="utf-8") as file:
+                    file.writelines(f"{line}\n" for line in lines)
+        except OSError as failure:  # a full disk must not stop training
+            failed = f"; they could not be written: {failure.strerror}"
+    if text:
+        text = f"{text}{failed}; its events of that time are in its own folder"
+        emit("notice", step=found.step, text=text)
+
+
+def _fetch_lines(path: Path, found: SyncedCheckpoint, world: World) -> tuple[int, list[str]]:
+    """Return this node's newest step in a file, and the peer's lines of later steps."""
+    lacks = world.rank in found.lacked
     if lacks:
         truncate_steps(path, found.lacked[world.rank])
     last = world.gather_json(_read_last_step(path) if lacks else found.step)
-    first = min(last)
     rows = world.broadcast_json(
-        _read_rows(path, first, found.step) if world.rank == found.source else "", found.source
+        _read_rows(path, min(last), found.step) if world.rank == found.source else "",
+        found.source,
     )
-    if not lacks:
-        return
-    lines = [
-        line for line in rows.splitlines() if _parse_row_step(line.encode()) > last[world.rank]
-    ]
+    own = last[world.rank]
+    return own, [one for one in rows.splitlines() if _parse_row_step(one.encode()) > own]
+
+
+def _format_rows_notice(found: SyncedCheckpoint, last: int, count: int) -> str:
+    """Return the line that reports a checkpoint of a peer, and rows of metrics.jsonl."""
     text = (
         f"checkpoint of step {found.step} came from rank {found.source}'s node, which trained "
-        f"without this one; so did {len(lines)} rows of metrics.jsonl"
+        f"without this one; so did {count} rows of metrics.jsonl"
     )
-    missing = found.step - last[world.rank] - len(lines)
+    missing = found.step - last - count
     if missing > 0:
-        text += f"; the rows of {missing} more steps after step {last[world.rank]} are there alone"
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    except OSError as failure:  # a full disk must not stop training
-        text += f"; they could not be written: {failure.strerror}"
-    emit("notice", step=found.step, text=f"{text}; its events of that time are in its own folder")
+        text += f"; the rows of {missing} more steps after step {last} are there alone"
+    return text
 
 
 def _parse_row_step(line: bytes) -> int:
@@ -122,7 +139,7 @@ def _parse_row_step(line: bytes) -> int:
 
 
 def _read_last_step(path: Path) -> int:
-    """Return the newest step that has a row in a metrics.jsonl; 0 without any."""
+    """Return the newest step that has a row in a file; 0 without any."""
     try:
         with path.open("rb") as file:
             newest = itertools.islice(iter_lines_backward(file), 8)

@@ -7,9 +7,10 @@ first step has a line, and every `EVERY`th. Only in these steps hooks see the ca
 and one more all-reduce sums the counts, so other steps cost nothing and have the same bits.
 
 Which parts are experts is known by their parameters and their call, as for expert parallelism
-(trace/find/stacked_experts.py): a stack of matrices, called with tokens [n, d], chosen experts
-[n, k] and weights [n, k]. So Shoal's own mixtures are recorded, and those of transformers that keep
-their experts in a stack. Experts in a list of modules are not, nor compiled blocks.
+(trace/find): a stack of matrices, called with tokens [n, d], chosen experts [n, k] and weights
+[n, k]; or a list of equal modules, each called with rows [n, d] alone. A list whose entries all get
+as many rows, or something else, chooses nothing and is not counted again. Compiled blocks are not
+recorded: compiled code runs no hook that was added later.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel._torch import in_backward
 from shoal.parallel.program import Program
 from shoal.trace.find.blocks import iterate_stacked_modules
+from shoal.trace.find.listed_experts import iterate_expert_lists
 
 EVERY = 20
 """Steps from one record to the next."""
@@ -40,10 +42,18 @@ class ExpertCounts:
     Args:
         program: the run's.
         parts: name → (module, number of experts), the same on all ranks.
+        lists: name → the list of modules, the same on all ranks.
     """
 
-    def __init__(self, program: Program, parts: dict[str, tuple[nn.Module, int]]) -> None:
-        self.world, self.parts = program.world, parts
+    file = "experts.jsonl"
+
+    def __init__(
+        self,
+        program: Program,
+        parts: dict[str, tuple[nn.Module, int]],
+        lists: dict[str, nn.ModuleList],
+    ) -> None:
+        self.world, self.parts, self.lists = program.world, parts, lists
         self.is_first_of_tensor = program.tensor.rank == 0  # its peers route the same tokens
         self.counts: dict[str, Tensor] = {}
         self._handles: list[Any] = []
@@ -52,13 +62,22 @@ class ExpertCounts:
     def begin_step(self, step: int) -> None:
         """Start to count if the step is recorded."""
         self._remove_hooks()
+        self.counts = {}
         if step != 1 and step % EVERY:
             return
         for name, (part, experts) in self.parts.items():
-            zeros = torch.zeros(experts + 1, dtype=torch.long, device=self.world.device)
-            self.counts[name] = zeros
-            hook = self._make_hook(name, experts)
+            self.counts[name] = self._zeros(experts)
+            hook = self._make_hook(name)
             self._handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
+        for name, entries in self.lists.items():
+            self.counts[name] = self._zeros(len(entries))
+            for place, entry in enumerate(entries):
+                hook = self._make_entry_hook(name, place)
+                self._handles.append(entry.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _zeros(self, experts: int) -> Tensor:
+        """Return a count for each expert, and one for calls and choices of none."""
+        return torch.zeros(experts + 1, dtype=torch.long, device=self.world.device)
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
@@ -69,8 +88,8 @@ class ExpertCounts:
         finally:
             self._joins = before
 
-    def end_step(self) -> dict[str, list[int]]:
-        """Return each layer's tokens by expert over all ranks; {} if the step is not recorded.
+    def end_step(self) -> dict[str, Any]:
+        """Return `layers`: each layer's tokens by expert over all ranks; {} without any.
 
         Every rank calls it.
         """
@@ -81,40 +100,64 @@ class ExpertCounts:
         self.world.all_reduce(told)
         rows = told.split([len(row) for row in self.counts.values()])
         # The last number is of choices beyond the experts: dropped, for lack of capacity.
-        return {name: row.tolist()[:-1] for name, row in zip(self.counts, rows, strict=True)}
+        layers = {name: row.tolist() for name, row in zip(self.counts, rows, strict=True)}
+        for name in set(self.lists) & layers.keys():
+            *counts, others = layers[name]
+            if others or (any(counts) and len(set(counts)) == 1):  # the same on all ranks
+                del self.lists[name], layers[name]
+        layers = {name: counts[:-1] for name, counts in layers.items()}
+        return {"layers": layers} if any(map(any, layers.values())) else {}  # a server has none
 
     def _remove_hooks(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def _make_hook(self, name: str, experts: int) -> Any:
-        def hear(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if self._joins or not torch.is_grad_enabled() or in_backward():  # run again
+    def _make_hook(self, name: str) -> Any:
+        def count_choices(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if self._is_repeated():
                 return
             chosen = _find_choices([*args, *named.values()])
             if chosen is not None:
                 places = chosen.flatten().long()
                 self.counts[name].scatter_add_(0, places, torch.ones_like(places))
 
-        return hear
+        return count_choices
+
+    def _make_entry_hook(self, name: str, place: int) -> Any:
+        def count_rows(entry: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if self._is_repeated():
+                return
+            rows = args[0] if len(args) == 1 and not named else None
+            if isinstance(rows, Tensor) and rows.dim() == 2 and rows.is_floating_point():
+                self.counts[name][place] += len(rows)
+            else:  # the last number is of other calls: with any, the list holds no experts
+                self.counts[name][-1] += 1
+
+        return count_rows
+
+    def _is_repeated(self) -> bool:
+        """Return whether this forward pass counts nothing: it runs again, or only joins."""
+        return self._joins or not torch.is_grad_enabled() or in_backward()
 
 
 def count_experts(program: Program) -> tuple[ExpertCounts | None, Program]:
     """Return the counts of a program's experts, None if none can be counted, and the program."""
-    parts = _find_experts(program)
-    if not parts:
+    parts, lists = _find_experts(program)
+    if not parts and not lists:
         return None, program
-    counts = ExpertCounts(program, parts)
+    counts = ExpertCounts(program, parts, lists)
     return counts, replace(program, around=(*program.around, counts.micro_batch))
 
 
-def _find_experts(program: Program) -> dict[str, tuple[nn.Module, int]]:
-    """Return the parts that are experts by name, with their number of experts in the whole model.
+def _find_experts(
+    program: Program,
+) -> tuple[dict[str, tuple[nn.Module, int]], dict[str, nn.ModuleList]]:
+    """Return the parts that may be experts by name: stacks with their number in the model, lists.
 
     By parameters and signature alone, so that all stages of a pipeline find the same.
     """
     if program.plan.differs_from_default(CompilePolicy) or program.plan.layout.threads > 1:
-        return {}
+        return {}, {}
     parts: dict[str, tuple[nn.Module, int]] = {}
     for name, part in iterate_stacked_modules(program.module):
         if any(name.startswith(f"{outer}.") for outer in parts) or not _takes_routes(part):
@@ -123,7 +166,8 @@ def _find_experts(program: Program) -> dict[str, tuple[nn.Module, int]]:
         row = program.rows.get(program.aliases.get(f"{name}.{first}", f"{name}.{first}"))
         if row is not None:
             parts[name] = part, row.shape[0]
-    return parts
+    found = iterate_expert_lists(program.module, program.blocks)
+    return parts, {name: entries for name, entries in found if "." in name}
 
 
 def _takes_routes(part: nn.Module) -> bool:
