@@ -13,7 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "shoal"
 PAGE = ROOT / "docs" / "reference" / "where.md"
-HEAD = """# Where is it?
+HEAD = """# Source files: which file does what
+
+This page lists Shoal's source files, for readers of the code. Pages for users: [docs](../README.md).
 
 Every folder and file of `src/shoal`, with the first line of its docstring. Written by `python tests/where.py`.
 Search this page for a word of the field: "all-gather", "manifest", "learning rate". The order of rooms and one walk

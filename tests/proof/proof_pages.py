@@ -1,0 +1,182 @@
+"""Pages of docs/proof/ whose figures are those of proof/results/: the verdict and the report.
+
+    python tests/proof/proof_pages.py [verdict] [report]     write docs/proof/NAME.md; default: both
+
+`make proof` runs it after the programs that measure. It measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGES = ROOT / "proof" / "results", ROOT / "docs" / "proof"
+LIMITS = {
+    "steps-100k-ranks-8": "400 kB",
+    "steps-10k-ranks-1024": "1.5 MB, 5 CPU s, 300 MiB",
+    "steps-1m-ranks-1": "5 CPU s, 300 MiB",
+    "several-20": "1.5 MB, 10 CPU s, 300 MiB",
+}
+"""Limits that the measuring programs check; other pages have none."""
+
+
+def verdict_page() -> str:
+    """Return the page on verdicts."""
+    record = read("verdicts.json")
+    trials = record["trials"]
+    planted = {name: one for name, one in trials.items() if not name.startswith("clean ")}
+    clean = [one for name, one in trials.items() if name.startswith("clean ")]
+    errors = sorted(abs(one["error"]) for one in planted.values() if "error" in one)
+    right = sum(not one["wrong"] for one in planted.values())
+    middle = f", {errors[len(errors) // 2]:.1%} in the middle" if errors else ""
+    largest = f"{errors[-1]:.1%} at most{middle}" if errors else "none measured"
+    rows = [
+        f"| {name} | `{one['planted']}` | {cell(one['told'][-1])} | {milliseconds(one)} | "
+        f"{format_error(one)} | {'no' if one['wrong'] else 'yes'} |"
+        for name, one in planted.items()
+    ]
+    return "\n".join(
+        [
+            "# Verdicts: is the cause named, and its cure foretold?",
+            "",
+            "This page shows how far you can trust the [verdict](../reference/verdict.md) on a run.",
+            "",
+            "    make proof PART=verdicts",
+            "",
+            "## Method",
+            "",
+            "Each trial plants one cost or fault into a run of two ranks, by sleeps of a drawn length. The verdict reads",
+            "the run's folder. Then the same run is made without the cost: by the verdict's own command where a setting",
+            f"cures it, else by taking the sleep out. Both runs are made {record['repeats']} times, by turns.",
+            "",
+            "A trial is right if every planted run is told its kind, and its rank or part. Besides, the mean step after the",
+            "cure lies within 15 % of the mean that the verdicts foretold. Clean runs must be told “nothing to gain”, or",
+            "that the machine is busy. Every second clean run has one core busy with other work.",
+            "",
+            "## Figures",
+            "",
+            f"{date_of('verdicts.json')}, seed {record['seed']}, {machine_text(record)}. Sources, by trials made with them: "
+            + ", ".join(f"{count} {source}" for source, count in record["sources"].items())
+            + ".",
+            "",
+            f"**{right} of {len(planted)} planted costs and faults right, {sum(not o['wrong'] for o in clean)} of "
+            f"{len(clean)} clean runs.** Difference of the foretold step from the measured one: {largest}, over "
+            f"{len(errors)} cures.",
+            "",
+            "| planted | kind | verdict on the last run | foretold → measured, means, ms | difference | right |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            "Each trial with its sizes and seconds: [verdicts.json](../../proof/results/verdicts.json).",
+            "",
+        ]
+    )
+
+
+def report_page() -> str:
+    """Return the page on reports."""
+    one, several = read("report.json"), read("comparison.json")
+    wrong = [*one["wrong"], *several["wrong"]]
+    pages = {**one["pages"], **several["pages"]}
+    views = sum(len(row.get("seen", {})) for row in pages.values())
+    rows = [
+        f"| {name} | {row['bytes'] / 1e3:.0f} kB | {row['cpu_s']} | {row['memory_mib']} MiB | "
+        f"{len(row.get('seen', {}))} | {LIMITS.get(name, '–')} |"
+        for name, row in pages.items()
+    ]
+    return "\n".join(
+        [
+            "# Reports: do they open, from a disk and without network?",
+            "",
+            "This page shows how the [report](../reference/report.md) of a run was checked, and what it costs.",
+            "",
+            "    make proof PART=report",
+            "",
+            "## Method",
+            "",
+            "A program makes run folders of known size, and one with 200 hostile strings at every place of a text. The other",
+            "folders are those of older versions. Each page is written by a process of its own, which measures itself.",
+            "",
+            "Headless Chromium opens each page from a disk, without network: 1280 and 390 pixels wide, light and dark, and",
+            "without JavaScript. Each view must have a verdict, tables and curves. It must make no request, write nothing",
+            "to the console, scroll in one direction alone, and run no script of the folder.",
+            "",
+            "## Figures",
+            "",
+            f"{date_of('report.json')}, {one['chromium'] or 'no Chromium: pages were not opened'}, source of "
+            f"`src/shoal/report` {one['source']}. **{len(pages)} pages in {views} views, {len(wrong)} of them wrong.**",
+            "",
+            "| page | size | CPU s | memory | views | limit |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            *(["", *(f"- wrong: {cell(line)}" for line in wrong)] if wrong else []),
+            "",
+            "What was seen in each view: [report.json](../../proof/results/report.json),",
+            "[comparison.json](../../proof/results/comparison.json).",
+            "",
+        ]
+    )
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return a result."""
+    return dict(json.loads((RESULTS / name).read_text(encoding="utf-8")))
+
+
+def date_of(name: str) -> str:
+    """Return the day of a result: of its commit, or today if it was changed since."""
+    path = str(RESULTS / name)
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words, "--", path], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return today if git("status", "--porcelain") else git("log", "-1", "--format=%cs") or today
+
+
+def machine_text(record: dict[str, Any]) -> str:
+    """Return processor, cores, load and torch of a result."""
+    machine = record["machine"]
+    load = machine["load_average"][0]
+    torch = machine["versions"]["torch"]
+    return f"{machine['cores']} cores of {machine['processor']} (load {load:.0f}), torch {torch}"
+
+
+def milliseconds(trial: dict[str, Any]) -> str:
+    """Return the foretold and the measured means of a trial; "–" for faults."""
+    if "error" not in trial:
+        return "–"
+    means = [sum(trial[key]) / len(trial[key]) * 1e3 for key in ("predicted_s", "measured_s")]
+    return " → ".join(f"{mean:.0f}" for mean in means)
+
+
+def format_error(trial: dict[str, Any]) -> str:
+    return f"{trial['error']:+.1%}" if "error" in trial else "–"
+
+
+def cell(text: str) -> str:
+    """Return a text as it may stand in a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+PROOF_PAGES: dict[str, Callable[[], str]] = {"verdict": verdict_page, "report": report_page}
+
+
+def main() -> int:
+    """Write the pages that the command line names."""
+    for name in sys.argv[1:] or PROOF_PAGES:
+        (PAGES / f"{name}.md").write_text(PROOF_PAGES[name](), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
