@@ -26,6 +26,13 @@ ARGUMENTS = typer.Argument(
 )
 JSON = typer.Option(False, "--json", help="The whole report as JSON.")
 QUICK = typer.Option(False, "--quick", help="Two small steps, as before a training run.")
+LAYOUTS = typer.Option(
+    "", "--layouts", metavar="A,B,…", help="For a script: layouts in the place of its own."
+)
+STEPS = typer.Option(4, "--steps", metavar="N", min=1, help="For a script: optimizer steps.")
+PROCESSES = typer.Option(
+    0, "--processes", metavar="N", help="For a script: processes of a layout; default: 2."
+)
 BY_BLOCKS = typer.Option(
     False, "--by-blocks", help="One block of each kind and the ends, as for what memory lacks room."
 )
@@ -36,13 +43,16 @@ FIRST_S, PATIENCE_S = 300.0, 180.0
 The sum is below the timeout of a collective, after which the supervisor would blame the waiting
 ranks.
 """
-EXIT_CODES = {"equal": 0, "not proven": 1, "different": 3}
+EXIT_CODES = {"equal": 0, "not proven": 1, "refused": 2, "different": 3}
 
 
 def prove(
     arguments: list[str] = ARGUMENTS,
     quick: bool = QUICK,
     by_blocks: bool = BY_BLOCKS,
+    layouts: str = LAYOUTS,
+    steps: int = STEPS,
+    processes: int = PROCESSES,
     as_json: bool = JSON,
     trust: bool = TRUST,
 ) -> None:
@@ -52,6 +62,7 @@ def prove(
     the layout's processes and in one, from perturbed weights, and compares every loss, gradient and
     weight. Nothing is trained and nothing is kept. What memory has no room for is proven by blocks:
     one of each kind and the ends.
+    With `-- train.py …` it proves a whole script of your own, whose text stays as it is.
     Exit status: 0 equal, 3 different, 1 not proven (the reason is told), 2 something to correct.
     """
     from shoal.cli import torchrun
@@ -61,6 +72,9 @@ def prove(
             "prove: starts its own processes on this machine, and another launcher started this "
             "one; try: the same command alone, with launch.processes=N"
         )
+    if "--" in sys.argv:
+        words = sys.argv[sys.argv.index("--") + 1 :]
+        raise typer.Exit(_prove_script(words, layouts, steps, processes, as_json=as_json))
     modes = ["--quick"] * quick + ["--by-blocks"] * by_blocks
     report = _run_proof(arguments or [], modes, quiet=as_json, trust=trust)
     if as_json:
@@ -70,6 +84,28 @@ def prove(
 
         typer.echo(proof_text(report))
     raise typer.Exit(EXIT_CODES[report["verdict"]])
+
+
+def _prove_script(
+    words: list[str], layouts: str, steps: int, processes: int, *, as_json: bool
+) -> int:
+    """Prove a script and print its reports; return the exit status."""
+    from shoal.cli.prove_script import prove_script
+    from shoal.cli.script_proof_lines import script_proof_text
+
+    if not words:
+        raise ConfigError("prove: no script after --; try: shoal prove -- train.py")
+    if not as_json:
+        asked = layouts or "its own layout"
+        typer.echo(
+            f"shoal {__version__}: proving {words[0]} under {asked} against one process, in "
+            f"float64, {steps} steps"
+        )
+        sys.stdout.flush()
+    reports = prove_script(words, layouts, steps, processes)
+    typer.echo(json.dumps(reports, indent=1) if as_json else script_proof_text(reports))
+    codes = [one.get("exit_code") or EXIT_CODES[one["verdict"]] for one in reports]
+    return next((code for code in (3, 2, 1) if code in codes), 0)
 
 
 def _run_proof(

@@ -1,7 +1,9 @@
 """One process of `shoal prove`: `python -m shoal.cli.workers.prove_worker RUN_FOLDER [MODES]`.
 
-Modes: --quick, --by-blocks.
-The supervisor starts it, never a user. Rank 0 writes the report into the folder as proof.json.
+Modes: --quick, --by-blocks, --script.
+The supervisor starts it, never a user. Rank 0 writes the report into the folder as proof.json. With
+--script the folder holds side.json, one run of a user's script (`shoal prove -- train.py`); the one
+process compares its record with those of the layouts, and writes report-N.json into it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,21 @@ if TYPE_CHECKING:
     from shoal.proof.proof_case import ProofCase
 
 
+SCRIPT_IMPORTS = (
+    *("shoal.proof.script.side_process", "shoal.trainer.parallelize", "torch._dynamo"),
+    *("shoal.parallel.data_parallel.ddp", "shoal.checkpoint.save.write"),
+)
+"""Slow imports that every process of a script's proof needs."""
+
+
 def main() -> int:
-    """Run the proof for the run.toml of the folder."""
+    """Run the proof for the run.toml, or the script, of the folder."""
     folder = Path(sys.argv[1])
     start_page_reports()
     if os.environ.get("RANK", "0") == "0":
         write_phases_to_folder(folder)
+    if "--script" in sys.argv[2:]:
+        return run_script_side(folder)
     with phase("import"):
         from shoal.base.plans.plan import Plan
         from shoal.base.runlog.atomic_files import write_atomically
@@ -61,6 +72,24 @@ def main() -> int:
     if world.is_first:
         write_atomically(folder / "proof.json", json.dumps(report))
     world.close()
+    return 0
+
+
+def run_script_side(folder: Path) -> int:
+    """Run the script of the folder's settings, and compare its record with others."""
+    with phase("import"):
+        from shoal.base.plans.script_side import ScriptSide
+        from shoal.proof.script.record_comparison import compare_sides
+        from shoal.proof.script.side_process import run_side
+
+    side = ScriptSide.read(folder / "side.json")
+    recorder = run_side(side)
+    for number, compared in enumerate(side.compared):
+        report = compare_sides(Path(side.record), Path(compared))
+        path = Path(side.record) / f"report-{number}.json"
+        path.write_text(json.dumps(report), encoding="utf-8")
+    for run in recorder.runs:
+        run.world.close()
     return 0
 
 
