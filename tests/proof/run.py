@@ -49,6 +49,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "watch": ("python tests/proof/watch_cost.py",),
     "sinks": ("heavy -m pytest tests/trainer/test_sinks.py -m proof --part sinks",),
     "share": ("python -m pytest tests -m proof --part share",),
+    "scripts": ("python -m pytest tests -m proof --part scripts",),
     "faults": ("python tests/proof/faults.py", "python -m pytest tests -m proof --part faults"),
     "diagnosed": ("python tests/proof/diagnosed.py --seed 35",),
     "poison": (f"python tests/proof/poison.py --out {PROOFS}/poison.json",),
