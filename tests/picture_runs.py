@@ -27,7 +27,7 @@ SLOW, FAST = "slow-data", "fast-data"
 KEPT = ("metrics.jsonl", "events.jsonl", "plan.json", "run.toml", "ranks.json", "rank_steps")
 STEP = 140
 """The step whose samples `data-look.json` has."""
-SHOWN = 3
+SHOWN, KEPT_LETTERS = 3, 80
 SLOW_ROWS = '''
 """Rows that rank 1 reads slowly, and passes that take at least some time."""
 
@@ -90,14 +90,24 @@ def keep_run(run: Path, work: Path) -> Path:
     return kept
 
 
+def keep_start(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first segments of a text with `KEPT_LETTERS` letters in all."""
+    kept, room = [], KEPT_LETTERS
+    for segment in segments:
+        if room > 0:
+            kept.append({**segment, "text": segment["text"][:room]})
+            room -= len(segment["text"])
+    return kept
+
+
 def keep_samples(document: dict[str, Any]) -> None:
-    """Write the samples of a step; those of a small loss without their texts."""
+    """Write the samples of a step; those of a small loss with the start of their texts."""
     document["rows"].sort(key=lambda row: -row["loss"])
     for place, row in enumerate(document["rows"]):
         if place >= SHOWN:
             for name in ("input_ids", "labels", "position_ids", "attention_mask", "tokens"):
                 row.pop(name, None)
-            row["segments"] = []
+            row["segments"] = keep_start(row["segments"])
     text = json.dumps(document, ensure_ascii=False, indent=1)
     (RUNS / "data-look.json").write_text(f"{text}\n", encoding="utf-8")
 

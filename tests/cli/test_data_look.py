@@ -18,6 +18,7 @@ import shoal
 from shoal.cli import start
 from shoal.cli.data import _find_step_row
 from shoal.cli.main import app
+from shoal.cli.sample_table import sample_table_lines
 from shoal.data.sources import open_data
 from shoal.fabric import start_world
 from shoal.trainer import main_job
@@ -168,9 +169,14 @@ def test_losses_of_samples_are_the_loss_of_the_step(runs: Path) -> None:
     total = sum(row["loss"] * row["targets"] for row in rows)
     assert total / sum(row["targets"] for row in rows) == pytest.approx(step["loss"], rel=1e-6)
     assert [row["targets"] for row in rows] == [row["learnt"] for row in rows]
-    shown = re.findall(r"^loss (\S+) · sample (\d+)", answer("runs/chat", "--step", "3"), re.M)
+    assert "grad_norm" not in rows[0], "a norm costs a backward pass"
+    text = answer("runs/chat", "--step", "3", "--rows", "8")
+    shown = re.findall(r"^loss (\S+) · sample (\d+)", text, re.M)
     ordered = sorted(rows, key=lambda row: -row["loss"])
     assert shown == [(f"{row['loss']:.4f}", str(row["sample"])) for row in ordered]
+    assert re.findall(r"^ +(\d\.\d{4}) +(\d+) ", text, re.M) == shown, "the list before the texts"
+    assert "by the weights of step 2: runs/chat/checkpoints/step-2\n" in text
+    assert len(re.findall(r"^loss ", answer("runs/chat", "--step", "3"), re.M)) == 3
     later = json.loads(answer("runs/chat", "--step", "1", "--json"))["step"]
     assert later["checkpoint_step"] == 2
     assert "step-2, trained on them already" in answer("runs/chat", "--step", "1")
@@ -325,3 +331,35 @@ def test_a_loop_of_ones_own_names_its_data(here: Path) -> None:
         "runs/own: has neither plan.json nor a checkpoint, so the order of its samples is not "
         "known; try: train.seed=SEED train.batch=BATCH, as in parallelize(seed=…, batch=…)"
     )
+
+
+def test_gradient_norms_of_samples_are_those_of_their_mean_losses(runs: Path) -> None:
+    """Weighed by their targets, the samples' gradients sum to the step's: its norm is in between."""
+    document = json.loads(answer("runs/chat", "--step", "3", "--norms", "--json"))
+    step, rows = document["step"], document["rows"]
+    targets = sum(row["targets"] for row in rows)
+    most = sum(row["grad_norm"] * row["targets"] for row in rows) / targets
+    assert 0 < step["grad_norm"] <= most * (1 + 1e-6)
+    text = answer("runs/chat", "--step", "3", "--norms", "--rows", "0")
+    norms = [float(one) for one in re.findall(r"^ +\d\.\d{4} +(\d+\.\d{4}) +\d+ ", text, re.M)]
+    assert norms == sorted([round(row["grad_norm"], 4) for row in rows], reverse=True)
+
+
+def test_a_long_list_is_cut_and_other_rows_show_their_targets() -> None:
+    """A row without a loss has a dash; a micro-batch that cannot be cut has its number."""
+    fields = [{"name": "targets", "dtype": "int64", "shape": [], "values": [3], "class": "cat\x1b"}]
+    rows: list[dict[str, Any]] = [
+        {"kind": "array", "sample": n, "micro_batch": 0, "fields": fields, "loss": 30.0 - n}
+        for n in range(24)
+    ]
+    rows[1] = {**rows[1], "whole_micro_batch": 4}
+    del rows[2]["loss"]
+    lines = [*sample_table_lines(rows, 80, is_mixture=False)]
+    assert lines[:4] == [
+        "      loss    sample  target",
+        "   30.0000         0  cat\\x1b 3",
+        "   29.0000      mb 0  cat\\x1b 3",
+        "         –         2  cat\\x1b 3",
+    ]
+    assert lines[-1] == "4 more samples; try: --json"
+    assert len(lines) == 22

@@ -40,7 +40,10 @@ ARGUMENTS = typer.Argument(
     help="A configuration or a run folder, and overrides.",
 )
 STEP = typer.Option(None, "--step", min=1, help="The samples of this step of a run folder.")
-ROWS = typer.Option(None, "--rows", min=0, help="So many rows; default: 3, of a step 10.")
+ROWS = typer.Option(None, "--rows", min=0, help="So many rows with their texts; default: 3.")
+NORMS = typer.Option(
+    False, "--norms", help="Of a step: each sample's gradient norm too, by a backward pass each."
+)
 IDS = typer.Option(False, "--ids", help="List tokens with ids, positions and labels in columns.")
 CHANGED = typer.Option(False, "--changed", help="Show a step although its data has changed.")
 NO_LOSS = typer.Option(False, "--no-loss", help="Load no checkpoint for the samples' losses.")
@@ -60,6 +63,7 @@ def show_rows(
     ids: bool = IDS,
     changed: bool = CHANGED,
     no_loss: bool = NO_LOSS,
+    norms: bool = NORMS,
     as_json: bool = JSON,
     trust: bool = TRUST,
 ) -> None:
@@ -86,7 +90,7 @@ def show_rows(
     if folder is not None and is_of_run:
         _check_relative_source(folder, loaded.config.data.source, step)
     with show_phases(sys.stderr):
-        document = _collect(loaded, path, folder, found, rows, changed, not no_loss)
+        document = _collect(loaded, path, folder, found, rows, changed, not no_loss, norms)
     if as_json:
         typer.echo(json.dumps(document))
         return
@@ -97,7 +101,7 @@ def show_rows(
         with_ids=ids,
         encoding=getattr(sys.stdout, "encoding", None) or "utf-8",
     )
-    most = rows if rows is not None else 3 if step is None else 10
+    most = rows if rows is not None else 3
     sys.stdout.write("\n".join(data_lines(document, style, most)) + "\n")
 
 
@@ -275,6 +279,7 @@ def _collect(
     rows: int | None,
     changed: bool,
     with_loss: bool,
+    with_norms: bool,
 ) -> dict[str, Any]:
     from shoal.config.save import MICRO_BATCH
     from shoal.trainer.jobs import data_inspection
@@ -288,7 +293,7 @@ def _collect(
         document["rows"] = data_inspection.inspect_rows(data, rows, is_cut_by_user)
     else:
         start, stop = row["samples"]
-        step = data_inspection.InspectedStep(row, start, stop, changed)
+        step = data_inspection.InspectedStep(row, start, stop, changed, with_norms)
         document["step"] = {key: row.get(key) for key in ("step", "loss", "grad_norm", "skipped")}
         document["step"] |= {"samples": [start, stop], "events": _read_events(folder, row["step"])}
         document["rows"], losses = data_inspection.inspect_step(

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from shoal.base.text.units import count_text
+from shoal.cli.sample_table import sample_table_lines
 from shoal.cli.wrapped_text import TextWrapper, cell_width, escape_text
 from shoal.config.sections import DataSection
 
@@ -53,12 +54,20 @@ class RowStyle:
 
 
 def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator[str]:
-    """Yield the lines of a document, with at most `most` rows."""
+    """Yield the lines of a document, with the texts of at most `most` rows.
+
+    Samples of a step are sorted by gradient norm if that is known, else by loss.
+    """
+    by = "grad_norm" if any("grad_norm" in row for row in document["rows"]) else "loss"
+    rows = sorted(document["rows"], key=lambda row: -row.get(by, -math.inf))
     if "step" in document:
         yield from step_lines(document)
+        yield ""
+        yield from sample_table_lines(rows, style.width, is_mixture=_is_mixture(document))
+        if by == "loss" and any(by in row for row in rows):
+            yield "the gradient norm of each sample: --norms"
     else:
         yield from head_lines(document["data"])
-    rows = sorted(document["rows"], key=lambda row: -row.get("loss", -math.inf))
     for row in rows[:most]:
         yield ""
         yield row_title(row, "step" in document, _is_mixture(document))
@@ -219,7 +228,7 @@ def step_lines(document: dict[str, Any]) -> Iterator[str]:
         number, whole = step["checkpoint_step"], step["checkpoint_loss"]
         mean = f"{whole:.4g} over all, by" if isinstance(whole, float) else "by"
         trained = ", trained on them already" if number >= step["step"] else ""
-        text = f"{mean} {step['checkpoint']}{trained}"
+        text = f"{mean} the weights of step {number}: {step['checkpoint']}{trained}"
         yield f"{'losses':<{NAME_WIDTH}}{escape_text(text)}"
     elif "why_no_loss" in step:
         yield f"{'losses':<{NAME_WIDTH}}{escape_text('none: ' + step['why_no_loss'])}"
@@ -248,6 +257,8 @@ def row_title(row: dict[str, Any], of_step: bool, is_mixture: bool) -> str:
     parts = [f"sample {row['sample']}"]
     if "whole_micro_batch" in row:
         parts = [f"micro-batch {row['micro_batch']}: {row['whole_micro_batch']} samples, joined"]
+    if isinstance(row.get("grad_norm"), float):
+        parts.insert(0, f"grad norm {row['grad_norm']:.4f}")
     if isinstance(row.get("loss"), float):
         parts.insert(0, f"loss {row['loss']:.4f}")
     if of_step:

@@ -61,12 +61,14 @@ class InspectedStep:
         row: its line in metrics.jsonl.
         start, stop: its samples in the stream.
         despite_changes: show what lies at these positions now, also if the data has changed.
+        with_norms: compute the gradient norm of each sample too.
     """
 
     row: dict[str, Any]
     start: int
     stop: int
     despite_changes: bool = False
+    with_norms: bool = False
 
 
 @dataclass
@@ -237,12 +239,20 @@ def _add_losses(
     if not (data.folder / "run.toml").is_file():
         return {"why_no_loss": "the model is built by your own script"}
     try:
-        losses = compute_losses(data.config, data.source, data.plan, data.folder, near.path, batch)
+        losses = compute_losses(
+            data.config,
+            data.source,
+            data.plan,
+            data.folder,
+            near.path,
+            batch,
+            with_norms=step.with_norms,
+        )
     except Exception as error:  # a model of the user's may raise anything
         return {"why_no_loss": describe_failure(error)}
     found = [one for micro_batch in losses for one in micro_batch]
     for row, one in zip(rows, found, strict=True):
-        row |= {"loss": one.loss, "targets": one.count} if one is not None else {}
+        row |= one.record() if one is not None else {}
     counted = [one for one in found if one is not None]
     targets = sum(one.count for one in counted)
     whole = sum(one.loss * one.count for one in counted) / targets if targets else None

@@ -1,7 +1,8 @@
-"""Loss of each sample of a step, under a checkpoint near it, on one process.
+"""Loss and gradient norm of each sample of a step, by a checkpoint near it, on one process.
 
     checkpoint before step N ──> the model as it met the step, but for the steps between
     sample by sample: forward in eval mode, the run's loss, sum / count of its targets
+    on request: backward of that mean, and the norm of all gradients
 
 Weighted by their counts, the losses of a step are the loss that the run wrote for it, if the
 checkpoint is of the step before and the model draws nothing at random.
@@ -39,10 +40,16 @@ from shoal.wire.phases import iter_with_progress
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """Mean loss of one sample, and the count of targets that it is the mean of."""
+    """Mean loss of one sample, the count of its targets, and the norm of the mean's gradient."""
 
     loss: float
     count: float
+    grad_norm: float | None = None
+
+    def record(self) -> dict[str, float]:
+        """Return the keys of the sample's row; no norm if none was computed."""
+        norm = {"grad_norm": self.grad_norm} if self.grad_norm is not None else {}
+        return {"loss": self.loss, "targets": self.count, **norm}
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,14 @@ def find_checkpoint(folder: Path, step: int) -> NearCheckpoint | None:
 
 
 def compute_losses(
-    config: Config, source: Source, plan: Plan, folder: Path, checkpoint: Path, batch: StepBatch
+    config: Config,
+    source: Source,
+    plan: Plan,
+    folder: Path,
+    checkpoint: Path,
+    batch: StepBatch,
+    *,
+    with_norms: bool = False,
 ) -> list[list[SampleLoss | None]]:
     """Return the loss of each sample of a step, by micro-batch in order.
 
@@ -78,6 +92,7 @@ def compute_losses(
         folder: of the run, with its hub/.
         checkpoint: a step's folder.
         batch: all micro-batches of the step. One that cannot be cut into samples has one loss.
+        with_norms: run a backward pass for each sample too.
 
     Returns:
         None for a sample without a target, or with a loss that is not finite.
@@ -94,7 +109,7 @@ def compute_losses(
         _cut(micro_batch.value, len(micro_batch.positions)) for micro_batch in batch.micro_batches
     ]
     each = iter_with_progress("losses", len(parts), parts)
-    with torch.no_grad(), preserved_rng():
+    with torch.set_grad_enabled(with_norms), preserved_rng():
         return [[_one_loss(model, loss, plan.call, value, device) for value in one] for one in each]
 
 
@@ -132,7 +147,23 @@ def _one_loss(
     result = loss(call_model(model, inputs, call), targets)
     total, count = sum_and_count(result, targets)
     number = float(total.double()) / float(count) if float(count) else float("nan")
-    return SampleLoss(number, float(count)) if np.isfinite(number) else None
+    if not np.isfinite(number):
+        return None
+    norm = _gradient_norm(model, total / count) if torch.is_grad_enabled() else None
+    return SampleLoss(number, float(count), norm)
+
+
+def _gradient_norm(model: nn.Module, mean: torch.Tensor) -> float | None:
+    """Return the norm of the gradients of a mean loss; None if it is not finite or has none."""
+    model.zero_grad(set_to_none=True)
+    if mean.requires_grad:
+        mean.backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    if not gradients:
+        return None
+    squares = sum(float(torch.linalg.vector_norm(one.double())) ** 2 for one in gradients)
+    model.zero_grad(set_to_none=True)
+    return float(squares**0.5) if np.isfinite(squares) else None
 
 
 def describe_failure(error: Exception) -> str:
