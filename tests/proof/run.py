@@ -38,7 +38,11 @@ PARTS: dict[str, tuple[str, ...]] = {
         "python tests/proof/loop_hangs.py",
     ),
     "slow": ("python tests/proof/slow_ranks.py",),
-    "verdicts": ("python tests/proof/verdicts.py", "python tests/proof/proof_pages.py verdict"),
+    "verdicts": (
+        f"python tests/report/made_verdicts.py --trials 1600 --out {PROOFS}/made-verdicts.json",
+        "python tests/proof/verdicts.py",
+        "python tests/proof/proof_pages.py verdict",
+    ),
     "serve": ("python tests/proof/serve_requests.py",),
     "servers": ("python tests/proof/servers.py",),
     "report": (
@@ -54,6 +58,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "diagnosed": ("python tests/proof/diagnosed.py --seed 35",),
     "poison": (f"python tests/proof/poison.py --out {PROOFS}/poison.json",),
     "equality": ("python tests/proof/equality.py", "python tests/proof/formats.py"),
+    "residual": ("python tests/proof/residual.py",),
     "modules": (
         "python tests/proof/any_module.py",
         "python tests/proof/compositions.py",

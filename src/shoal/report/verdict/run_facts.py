@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.base.layouts.schedule_names import SCHEDULES
 from shoal.base.runlog.damaged_lines import (
     Record,
     is_number,
@@ -44,7 +45,8 @@ class RunFacts:
 
     Attributes:
         is_script: a loop of the user's own made the run.
-        stages: pipeline stages.
+        stages: ranks of a pipeline.
+        schedule, chunks: its schedule, and stages of each of its ranks.
         stage_work: elements of the matrices of each stage; () if unknown.
         accumulate, micro_batch: micro-batches of a step, and samples of each.
         recompute, offload, compute: settings of the plan.
@@ -59,6 +61,8 @@ class RunFacts:
 
     is_script: bool = False
     stages: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
     stage_work: tuple[float, ...] = ()
     accumulate: int = 1
     micro_batch: int = 1
@@ -115,6 +119,8 @@ def read_run_facts(folder: Path, rows: Sequence[Record], ranks: int) -> RunFacts
     return RunFacts(
         is_script=is_user_script(folder),
         stages=stages,
+        schedule=_schedule_name(layout),
+        chunks=_count(layout.get("chunks")) if isinstance(layout, dict) else 1,
         stage_work=_stage_work(plan.get("placements"), stages),
         accumulate=_count(plan.get("accumulate")),
         micro_batch=_count(plan.get("micro_batch")),
@@ -134,6 +140,11 @@ def read_run_facts(folder: Path, rows: Sequence[Record], ranks: int) -> RunFacts
 
 def _count(value: Any) -> int:
     return int(value) if is_number(value) and 1 <= value <= 1 << 20 else 1
+
+
+def _schedule_name(layout: Any) -> str:
+    name = layout.get("schedule") if isinstance(layout, dict) else None
+    return name if isinstance(name, str) and name in SCHEDULES else "1f1b"
 
 
 def _positive_numbers(found: Any) -> dict[str, float]:

@@ -22,6 +22,7 @@ from shoal.report.verdict.device_costs import list_device_costs
 from shoal.report.verdict.fault_search import RunFault, find_fault
 from shoal.report.verdict.pause_costs import list_pause_costs
 from shoal.report.verdict.run_facts import read_run_facts
+from shoal.report.verdict.stage_costs import list_stage_costs
 from shoal.report.verdict.step_costs import StepCost, list_step_costs
 from shoal.report.verdict.step_replay import StepReplay, prepare_replay
 from shoal.report.verdict.step_seconds import MOST_STEPS, StepSeconds, read_step_seconds
@@ -104,6 +105,7 @@ def find_verdict(folder: Path) -> Verdict:
     facts = read_run_facts(folder, rows, len(times.ranks))
     costs = [
         *list_step_costs(replay, facts),
+        *list_stage_costs(replay, facts),
         *list_device_costs(replay, facts),
         *list_pause_costs(times, replay, events),
     ]

@@ -2,7 +2,7 @@
 
     slow_rank      a part in which few ranks take longer than the others, who wait at the sum; or
                    lateness that changes between ranks: the machine is busy
-    late_stage     passes of one pipeline stage that take longer than those of the others
+    stage_costs.py    passes of one pipeline stage that take longer than those of the others
     input          data that all ranks wait for
     communication  the least that every rank waits
     callbacks      callbacks of all ranks after each step
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.text.units import seconds_text
 from shoal.report.verdict.run_facts import RunFacts
 from shoal.report.verdict.step_replay import (
+    LATE_SHARE,
     StepReplay,
     find_late_ranks,
     replace_late_part,
@@ -35,19 +36,19 @@ PART_NAMES = {
     DATA: "data", PASSES: "passes", BACKWARD: "backward pass", UPDATE: "optimizer update",
     HOOKS: "callbacks",
 }  # fmt: skip
+COMPUTED = [PASSES, BACKWARD, UPDATE]
+"""Parts that a busy machine makes longer; data and callbacks have causes of their own."""
 FETCH_S = 0.001
 """Seconds per step in which a rank takes a batch from its loader's processes."""
 MOST_WORKERS = 16
 SHOWN_RANKS = 4
 STEADY = 25.0
-"""Percentile of the waiting that is communication: a busy machine makes some waits longer."""
+"""Percentile of a part or of waiting in steady steps: a busy machine makes some of them longer."""
 LEAST_COMMUNICATION = 0.12
 """Share of a step from which waiting of all ranks is reported: small messages always wait a bit."""
 LEAST_INPUT = 0.06
 """Share of a step from which data are reported: a busy machine takes some time in every part."""
-LEAST_STAGE = 0.08
-"""Share of a step from which a stage is reported: blocks of equal work differ a little."""
-FLIP_SHARE, FLIP_STEPS = 0.15, 0.1
+FLIP_SHARE, FLIP_STEPS = 0.1, 0.1
 """Lateness of a step that counts, as a share of it · share of the steps in which each of at least
 two ranks is late by that."""
 
@@ -83,16 +84,18 @@ def list_step_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
     parts = (DATA, HOOKS) if staged else (DATA, PASSES, BACKWARD, UPDATE, HOOKS)
     late = {part: find_late_ranks(replay, part) for part in parts}
     yield from _slow_rank_costs(replay, facts, late)
-    if staged:
-        yield from _late_stage_costs(replay, facts)
-    else:
+    if not staged:
         yield from _communication_costs(replay, facts)
         if not any(one.any() for one in late.values()):
             yield from _flip_costs(replay)
     yield _input_cost(replay, facts, late[DATA])
-    common_s = np.median(replay.own_s[:, ~late[HOOKS], HOOKS], axis=1)
-    own_s = _subtract_part(replay, HOOKS, common_s)
-    share = _share_text(replay, common_s)
+    hooks_s = replay.own_s[:, ~late[HOOKS], HOOKS]
+    if late[HOOKS].any():
+        own_s = _subtract_part(replay, HOOKS, np.median(hooks_s, axis=1))
+    else:
+        own_s = replay.own_s.copy()
+        own_s[:, :, HOOKS] = 0.0
+    share = _share_text(replay, hooks_s.mean(axis=1))
     yield StepCost(
         "callbacks",
         "callbacks of all ranks",
@@ -185,10 +188,13 @@ def _slow_rank_cost(
 
 
 def _flip_costs(replay: StepReplay) -> Iterator[StepCost]:
-    """Yield the cost of lateness that changes between ranks, step by step."""
+    """Yield the cost of lateness that changes between ranks, step by step.
+
+    A busy machine makes passes late. If only data or callbacks are, their costs say so.
+    """
     import numpy as np
 
-    own_s = replay.own_s.sum(axis=2)
+    own_s = replay.own_s[:, :, COMPUTED].sum(axis=2)
     count = own_s.shape[1]
     if count < 2:
         return
@@ -204,59 +210,22 @@ def _flip_costs(replay: StepReplay) -> Iterator[StepCost]:
     yield StepCost(
         "slow_rank",
         "ranks that are late by turns: the machine is busy",
-        np.maximum(replay.step_s - np.where(late, lateness_s, 0.0), 0.0),
+        replay.without(_subtract_lateness(replay.own_s)),
         (text, f"Late most often: {_ranks_text(replay, often)}."),
         "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head",
         FLIP_STEPS,
     )
 
 
-def _late_stage_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
-    """Yield the cost of the pipeline stage whose passes take longest.
-
-    If the plan gave the stage more work, it would take the mean after a better cut. Else its own
-    code or its machine is slow, and it would take as long as the others.
-    """
+def _subtract_lateness(own_s: Array) -> Array:
+    """Return own times whose passes take each rank at most the usual seconds of each step."""
     import numpy as np
 
-    if len(replay.ranks) % facts.stages or replay.ranks != tuple(range(len(replay.ranks))):
-        return
-    stages = facts.stages
-    both_s = replay.own_s[:, :, PASSES] + replay.own_s[:, :, BACKWARD]
-    by_stage_s = both_s.reshape(len(both_s), stages, -1).mean(axis=2)  # [steps, stages]
-    means_s = np.array([replay.mean_s(by_stage_s[:, stage]) for stage in range(stages)])
-    late = int(means_s.argmax())
-    others = np.arange(stages) != late
-    usual_s = float(np.median(means_s[others]))
-    work = facts.stage_work or (1.0,) * stages
-    by_plan = work[late] > 1.2 * max(
-        1.0, float(np.mean([work[one] for one in others.nonzero()[0]]))
-    )
-    if by_plan:
-        # m micro-batches follow each other through the late stage, and one through all others.
-        mean_s, count = float(means_s.mean()), facts.accumulate
-        gain_s = (means_s[late] - mean_s) - float((mean_s - means_s[others]).sum()) / count
-        without_s = replay.step_s - gain_s
-        command = "layout.pp with another cut: fewer layers in that stage"
-    else:
-        excess_s = np.maximum(by_stage_s[:, late] - np.median(by_stage_s[:, others], axis=1), 0.0)
-        without_s = np.maximum(replay.step_s - excess_s, 0.0)
-        command = "shoal doctor on its host; its blocks' own code"
-    parts = []
-    for part, name in ((PASSES, "forward"), (BACKWARD, "backward")):
-        part_s = replay.own_s[:, :, part].reshape(len(both_s), stages, -1).mean(axis=2)
-        mine_s, rest_s = part_s[:, late], np.median(part_s[:, others], axis=1)
-        if replay.mean_s(mine_s - rest_s) > 0.25 * (means_s[late] - usual_s):
-            parts.append(name)
-    what = f"{' and '.join(parts) or 'passes'} pass{'es' * (len(parts) != 1)}"
-    evidence = (
-        f"stage {late}: {seconds_text(means_s[late])} a step in its passes; "
-        f"the others: {seconds_text(usual_s)}.",
-        "Its share of the layers is larger." if by_plan else "Its share of the layers is as large.",
-    )
-    yield StepCost(
-        "late_stage", f"stage {late}'s {what}", without_s, evidence, command, LEAST_STAGE
-    )
+    whole_s = own_s[:, :, COMPUTED].sum(axis=2)
+    usual_s = np.sort(whole_s, axis=1)[:, [(whole_s.shape[1] - 1) // 2]]
+    found_s = own_s.copy()
+    found_s[:, :, COMPUTED] *= np.minimum(1.0, usual_s / np.maximum(whole_s, 1e-9))[:, :, None]
+    return found_s
 
 
 # ---- all ranks
@@ -280,22 +249,27 @@ def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
     import numpy as np
 
     common_s = np.median(replay.own_s[:, ~late, DATA], axis=1)
-    each_s, step_s = replay.mean_s(common_s), replay.mean_s(replay.step_s)
+    mean_s = replay.own_s[:, ~late, DATA].mean(axis=1)
+    each_s, step_s = replay.mean_s(mean_s), replay.mean_s(replay.step_s)
     command, loader_s = input_cure(facts, each_s, step_s)
     if late.any():
         own_s = _subtract_part(replay, DATA, np.maximum(common_s - FETCH_S, 0.0))
     else:
-        own_s = replay.own_s.copy()
-        data_s, rest_s = own_s[:, :, DATA], own_s.sum(axis=2) - own_s[:, :, DATA]
+        own_s, data_s = replay.own_s.copy(), replay.own_s[:, :, DATA]
         stays_s = np.minimum(data_s, FETCH_S)
-        if _tail_s(replay, data_s) < _tail_s(replay, rest_s):
+        gain_s = _tail_gain_s(replay, COMPUTED)
+        if gain_s > max(LATE_SHARE * step_s, _tail_gain_s(replay, [DATA])):
             # Long waits in some steps, and passes alike: the machine is busy, not the data.
-            stays_s += np.maximum(data_s - np.median(data_s, axis=0), 0.0)
+            stays_s += np.maximum(data_s - np.percentile(data_s, STEADY), 0.0)
         own_s[:, :, DATA] = np.minimum(stays_s, data_s)
     without_s = np.maximum(replay.without(own_s), loader_s)
-    evidence = [f"All ranks wait for data: {_share_text(replay, common_s)}."]
+    evidence = [f"All ranks wait for data: {_share_text(replay, mean_s)}."]
     long = common_s > 2 * np.median(common_s) + 0.1 * step_s
-    if 0 < long.mean() < 0.4 and common_s[long].sum() > 0.5 * common_s.sum():
+    if np.median(replay.wait_s.max(axis=1)) > 0.5 * each_s and not late.any():
+        evidence.append(
+            "Not in the same steps: a rank that has its data waits for one that has not."
+        )
+    elif 0 < long.mean() < 0.4 and common_s[long].sum() > 0.5 * common_s.sum():
         evidence.append(
             f"Most of it is in {long.mean():.0%} of the steps: "
             f"{seconds_text(float(np.median(common_s[long])))} in each of them."
@@ -307,12 +281,14 @@ def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
     return StepCost("input", cause, without_s, tuple(evidence), command, LEAST_INPUT)
 
 
-def _tail_s(replay: StepReplay, part_s: Array) -> float:
-    """Return the mean over the median of a part: seconds per step that some steps are longer."""
+def _tail_gain_s(replay: StepReplay, parts: Sequence[int]) -> float:
+    """Return by how much steps were shorter if no part took longer than in steady steps."""
     import numpy as np
 
-    mean_s = np.median([replay.mean_s(part_s[:, rank]) for rank in range(part_s.shape[1])])
-    return float(mean_s - np.median(part_s))
+    own_s = replay.own_s.copy()
+    steady_s = np.percentile(own_s[:, :, parts], STEADY, axis=(0, 1))
+    own_s[:, :, parts] = np.minimum(own_s[:, :, parts], steady_s)
+    return replay.mean_s(replay.step_s) - replay.mean_s(replay.without(own_s))
 
 
 def _communication_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 BLOCKS, BLOCK_STEPS = 16, 10
 """Most blocks of steps · fewest steps of a block."""
-LATE_SHARE, ONE_SIDED = 0.02, 0.7
-"""Share of a step from which one rank's part is later than the others' · share of the difference
-in which it is the later one."""
+LATE_SHARE, LATE_TIMES = 0.02, 4.0
+"""Share of a step from which one rank's part is later than the others' · seconds of a late rank
+above the usual ones, in those of any rank that is not late. Ranks that are late by turns have a few
+times as many by chance."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StepReplay:
     Attributes:
         own_s: [steps, ranks, parts] seconds of own work between two sums; no `other`, no waiting.
         wait_s: [steps, ranks] seconds of waiting.
-        step_s: [steps] seconds of the step, without `other`.
+        step_s: [steps] seconds from the last sum to the step's own, without `other`.
         ranks: the ranks.
         has_backward: backward passes are recorded by themselves.
         by_rank: as in `StepSeconds`.
@@ -93,7 +94,7 @@ def prepare_replay(times: StepSeconds) -> StepReplay:
     own_s[:, :, [OTHER, WAITING]] = 0.0
     for part in (UPDATE, HOOKS):  # after the sum of a step: before the next one
         own_s[1:, :, part] = own_s[:-1, :, part].copy()
-    step_s = np.median(seconds.sum(axis=2) - seconds[:, :, OTHER], axis=1)
+    step_s = np.median(own_s.sum(axis=2) + seconds[:, :, WAITING], axis=1)
     return StepReplay(
         own_s,
         seconds[:, :, WAITING],
@@ -118,10 +119,10 @@ def find_late_ranks(replay: StepReplay, part: int) -> Array:
     least_s = LATE_SHARE * replay.mean_s(replay.step_s)
     spread_s = np.median(np.abs(mean_s - usual_s)) if count > 4 else 0.0
     late = (mean_s - usual_s > max(least_s, 4.0 * float(spread_s))).mean(axis=1) >= 0.75
-    for rank in np.flatnonzero(late):
-        # Of lateness by turns the others have as much.
-        excess_s = own_s[:, rank] - np.median(np.delete(own_s, rank, axis=1), axis=1)
-        late[rank] = np.maximum(excess_s, 0.0).sum() > ONE_SIDED * np.abs(excess_s).sum()
+    step_usual_s = np.sort(own_s, axis=1)[:, [(count - 1) // 2]]
+    lateness_s = np.maximum(own_s - step_usual_s, 0.0).sum(axis=0)  # [ranks]
+    if late.any() and not late.all():
+        late &= lateness_s > LATE_TIMES * lateness_s[~late].max()
     return late if late.sum() <= count / 2 else np.zeros(count, bool)
 
 
