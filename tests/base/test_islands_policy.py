@@ -35,6 +35,16 @@ from shoal.base.layouts.island_options import DEFAULTS, METHODS, IslandsPolicy
         ({"method": "diloco", "count": 6, "regions": 4}, "try: islands.regions=3"),
         ({"method": "diloco", "period": -1}, "islands.period = -1: at least 1"),
         ({"method": "diloco", "weighting": "token"}, "try: tokens"),
+        ({"data": "own"}, "islands.data = own: how islands merge is not said; try: islands.method="),
+        ({"method": "fedavg", "sample": 0.5}, "try: islands.data=own"),
+        ({"method": "fedavg", "concurrent": 2, "count": 4}, "try: islands.data=own"),
+        ({"method": "scaffold", "count": 2}, "try: islands.data=own, or islands.method=fedavg"),
+        ({"method": "noloco", "data": "own"}, "try: islands.method=fedavg"),
+        ({"method": "streaming-diloco", "data": "own"}, "try: islands.fragments=1"),
+        ({"method": "scaffold", "data": "own", "weighting": "samples"}, "try: islands.weighting="),
+        ({"method": "fedavg", "data": "own", "sample": 1.5}, "above 0 and at most 1; try: islands"),
+        ({"method": "fedavg", "merge": "trimmed", "trim": 0.5}, "at most 0.49; try: islands.trim="),
+        ({"method": "fedavg", "merge": "medain"}, "try: median"),
     ],
 )
 def test_one_line_with_the_nearest_right_value(given: dict[str, Any], said: str) -> None:
@@ -48,6 +58,7 @@ def test_every_method_settles_whatever_the_period() -> None:
     assert set(DEFAULTS) == set(METHODS)
     for method in METHODS:
         for period in (1, 2, 3, 50):
-            settled = IslandsPolicy(method, count=2, period=period).resolved()
+            data = "own" if method == "scaffold" else "shared"
+            settled = IslandsPolicy(method, count=2, period=period, data=data).resolved()
             assert settled.resolved() == settled
             assert settled.overlap < settled.period // settled.fragments

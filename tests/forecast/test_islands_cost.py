@@ -209,10 +209,24 @@ def test_memory_is_weights_and_outer_state_of_a_share() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_cost(method: str) -> None:
-    found = islands_cost(IslandsPolicy(method, count=4), FACTS)
+    data = "own" if method == "scaffold" else "shared"
+    found = islands_cost(IslandsPolicy(method, count=4, data=data), FACTS)
     assert 0 < found.utilisation <= 1
     assert found.sent_bytes > 0
-    assert set(CODINGS) >= {IslandsPolicy(method).resolved().codec}
+    assert set(CODINGS) >= {IslandsPolicy(method, data=data).resolved().codec}
+
+
+def test_owners_cost_their_messages_states_and_controls() -> None:
+    """100 owners in 2 groups, 20 of them in a round; Adam keeps two numbers per parameter."""
+    own = IslandsPolicy("fedavg", count=100, data="own", concurrent=2, sample=0.2)
+    alone = islands_cost(IslandsPolicy("fedavg", count=2), FACTS)
+    found = islands_cost(own, replace(FACTS, inner_numbers=2))
+    assert found.sent_bytes == pytest.approx(alone.sent_bytes * 11 / 2)
+    assert found.memory_bytes == pytest.approx(alone.memory_bytes * (1 + 10 + 2 * 50))
+    assert found.compute_s == pytest.approx(10 * alone.compute_s)
+    controlled = islands_cost(replace(own, method="scaffold"), FACTS)
+    assert controlled.sent_bytes == pytest.approx(2 * found.sent_bytes)
+    assert controlled.memory_bytes == pytest.approx(alone.memory_bytes * (1 + 20 + 51))
 
 
 PAPER = IslandsPolicy("diloco", count=2, period=100, codec="bf16")

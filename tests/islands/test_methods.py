@@ -13,7 +13,8 @@ from shoal.islands.methods.noloco import draw_pairs
 
 
 def method_of(name: str, **keys) -> MergeMethod:
-    return find_method(IslandsPolicy(name, count=4, **keys))
+    data = "own" if name == "scaffold" else "shared"
+    return find_method(IslandsPolicy(name, count=4, data=data, **keys))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -22,7 +23,7 @@ def test_every_named_method_is_there_under_its_name(name: str) -> None:
     assert method.name == name
     assert method.policy.outer_lr > 0, "open numbers are filled in"
     assert method.resets_inner == (name == "branch-train-merge")
-    assert method.pulls == (name == "fedprox")
+    assert method.pulls == (name in ("fedprox", "scaffold"))
     assert method.common_past == (name != "noloco")
     assert method.keeps == (0.95 if name == "sparse-loco" else 1.0)
 
@@ -62,7 +63,7 @@ def test_who_is_not_admitted_is_not_in_the_divisor(name: str) -> None:
     admitted = [True, False, True, True]
     weights, divisor = method.message_weights([5, 6, 7, 8], [1.0, 1e9, 1.0, 1.0], admitted)
     assert weights[1] == 0
-    assert divisor == sum(weights) == (3 if name == "noloco" else 20)
+    assert divisor == sum(weights) == (3 if name in ("noloco", "scaffold") else 20)
     assert method.message_weights([5] * 4, [1.0] * 4, [False] * 4) == ([0.0] * 4, 0)
 
 

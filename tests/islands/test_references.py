@@ -24,7 +24,8 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 def method_of(name: str, count: int, **keys) -> MergeMethod:
     codec = keys.pop("codec", "none")
-    return find_method(IslandsPolicy(name, count=count, codec=codec, **keys))
+    data = "own" if name == "scaffold" else "shared"
+    return find_method(IslandsPolicy(name, count=count, codec=codec, data=data, **keys))
 
 
 class Fleet:

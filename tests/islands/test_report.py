@@ -33,7 +33,8 @@ def test_the_weights_of_a_pair_are_so_far_apart() -> None:
     assert noloco.weight_distance([]) is None, "nobody's change counted"
     for name in METHODS:
         if name != "noloco":
-            method = find_method(IslandsPolicy(name, count=4).resolved())
+            data = "own" if name == "scaffold" else "shared"
+            method = find_method(IslandsPolicy(name, count=4, data=data).resolved())
             assert method.weight_distance(gram) is None, "they end up equal"
 
 

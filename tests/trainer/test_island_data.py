@@ -20,7 +20,7 @@ from shoal.trainer.islands.island_data import (
     describe_difference,
     fingerprint_dataset,
 )
-from shoal.trainer.islands.island_loop import train_rounds
+from shoal.trainer.islands.island_job import train_rounds
 
 INNER = SimpleNamespace(rank=0, broadcast_json=lambda value: value)
 
@@ -87,7 +87,8 @@ def test_owners_with_other_data_of_equal_length_are_refused(tmp_path: Path) -> N
     assert found.startswith(f"data.source: {min(64, len(one))} of {min(64, len(one))} samples")
     assert found.endswith(
         "samples that were compared differ, sample 0 first (s1 on island 1, s0 on island 0): "
-        "islands take turns in one stream of samples; try: the same data on all islands"
+        "islands take turns in one stream of samples; try: the same data on all islands, "
+        "or islands.data=own"
     )
     with pytest.raises(ConfigError, match=r"data.source: 41 samples, and 40 \(s2 on island 2, s0"):
         compare(*(Rows(lambda n: n, count) for count in (40, 40, 41)))
@@ -170,7 +171,7 @@ def test_what_is_drawn_anew_or_cannot_be_read_says_nothing() -> None:
 def test_it_is_asked_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """`train_rounds` compares training and held-out data; nothing is trained before."""
     from shoal.config.sections import Config
-    from shoal.trainer.islands import island_loop
+    from shoal.trainer.islands import island_job
 
     other = {"data.source": {"source": "b", **fingerprint_dataset(Rows(lambda n: n + 1), 0)}}
 
@@ -180,8 +181,8 @@ def test_it_is_asked_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> 
             return [message, message if "train.steps" in own else json.dumps(other).encode()]
 
     rounds = SimpleNamespace(one=lambda: pytest.fail("a round was trained"), loader=None)
-    monkeypatch.setattr(island_loop, "IslandRounds", lambda *_: rounds)
-    monkeypatch.setattr(island_loop, "make_validator", lambda *_: None)
+    monkeypatch.setattr(island_job, "IslandRounds", lambda *_: rounds)
+    monkeypatch.setattr(island_job, "make_validator", lambda *_: None)
     policy = IslandsPolicy("diloco", count=2).resolved()
     joined: Any = SimpleNamespace(policy=policy, inner=INNER, plane=Plane())
     run: Any = SimpleNamespace(loader=lambda *_, **__: None)

@@ -11,7 +11,8 @@ import pytest
 
 from shoal.base.errors import UNSAVED_CODE, TrainingError
 from shoal.base.runlog.atomic_files import list_saved_steps
-from shoal.trainer.islands.island_loop import STOPPED, IslandRounds
+from shoal.trainer.islands.island_job import STOPPED
+from shoal.trainer.islands.island_loop import IslandRounds
 from shoal.trainer.run import Run
 from shoal.view import summarise_run
 

@@ -38,6 +38,7 @@ from shoal.checkpoint.format.lease import RunLease
 from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.cli.workers.worker import worker_imports
 from shoal.config.load import LoadedConfig, load_config
+from shoal.config.owners import list_owner_names
 from shoal.config.resolve import collect_layout_keys
 from shoal.config.save import MICRO_BATCH, to_toml, write_derived
 from shoal.config.sections import Config
@@ -58,6 +59,8 @@ STOPPED = (0, 143, 130, 138, 129)
 """Exit codes of an island that completed, or that stopped as asked."""
 USER_MUST_ACT = (2, 3, UNSAVED_CODE)
 """Exit codes after which a restart would end the same way."""
+EPOCH_STEPS = 2000
+"""Steps of a round of epochs, whose number the launcher does not know, for a stop's deadline."""
 REFUSED = "shoal: this island was not started: "
 """Prefix of the error line of an island's supervisor."""
 
@@ -97,18 +100,19 @@ def launch_islands(
         ClusterError: an island cannot be started at all.
     """
     config = loaded.config
-    count, restarts = config.islands.count, config.launch.restarts
+    count, restarts = config.islands.groups, config.launch.restarts
     if not read_token(environ):  # every user of this machine can connect to their port
         environ = {**environ, TOKEN: new_token()}
+    if config.islands.owned:
+        _check_same_owners(folder, count)
     first = island_folder(folder, 0)
     view = LiveView(first, stream=sys.stdout, colour=True, most_opening_lines=most_opening_lines)
     for old, new in _rename_surplus_islands(folder, count):
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         for attempt in range(restarts + 1):
-            _copy_island_checkpoints(
-                folder, count
-            )  # also for an island that died before its first checkpoint
+            if not config.islands.owned:  # also for one that died before its first checkpoint
+                _copy_island_checkpoints(folder, count)
             _write_folders(loaded, plan, folder, sized=sized)
             folders = [island_folder(folder, index) for index in range(count)]
             islands = [_IslandSupervisor(one, guardian, attempt) for one in folders]
@@ -160,10 +164,14 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: boo
     at = f"127.0.0.1:{free_port()}"
     islands, kept = loaded.config.islands, _kept_micro_batch(loaded, plan.batch, folder)
     is_open_size = loaded.origins.get(MICRO_BATCH) == "derived"
-    for index in range(islands.count):
+    data = loaded.config.data
+    if islands.owned:
+        data = replace(data, owners=list_owner_names(loaded.config))
+    for index in range(islands.groups):
         own = LoadedConfig(loaded.config, dict(loaded.origins), [])
         own.config = replace(
             loaded.config,
+            data=data,
             islands=replace(islands, at=at, index=index),
             run=replace(loaded.config.run, folder=str(folder), name=f"island-{index}"),
             launch=replace(loaded.config.launch, restarts=0),
@@ -178,6 +186,21 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: boo
         write_atomically(path / "run.toml", to_toml(own))
         known = {"chosen": chosen, "sized": sized or kept > 0 or not is_open_size}
         write_atomically(path / "plan.json", settled.to_json(known))
+
+
+def _check_same_owners(folder: Path, count: int) -> None:
+    """Refuse to resume owners with another number of groups: their states stay where they are.
+
+    Raises:
+        ConfigError: some checkpoints lack, or there are those of other groups.
+    """
+    held = [int(path.name.rpartition("-")[2]) for path in island_folders(folder)]
+    if held and held != list(range(count)):
+        raise ConfigError(
+            f"islands.count, islands.concurrent: {folder} has checkpoints of {len(held)} islands, "
+            f"and {count} are started: an owner's state is in its own; try: the run.toml of the "
+            f"run, or bring the folders back from a copy"
+        )
 
 
 def _rename_surplus_islands(folder: Path, count: int) -> list[tuple[Path, Path]]:
@@ -405,7 +428,7 @@ def _supervise(folder: Path, config: Config, attempt: int) -> RunOutcome:
 
 def _steps_to_save(config: Config) -> int:
     """Return the steps until a save: islands stop only where they merge, up to a round later."""
-    return 2 + config.islands.resolved().period
+    return 2 + (config.islands.resolved().period if not config.islands.epochs else EPOCH_STEPS)
 
 
 if __name__ == "__main__":

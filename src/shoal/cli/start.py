@@ -43,6 +43,7 @@ from shoal.config.differences import (
     may_fail_when_opened,
 )
 from shoal.config.load import LoadedConfig, load_config
+from shoal.config.owners import list_data_sections, resolve_owners
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
     check_model_data,
@@ -188,10 +189,11 @@ def settle_run(
             f"only; on several, start the same command with torchrun --nnodes or srun"
         )
     resolve_islands(loaded)
+    resolve_owners(loaded)
     section, alone = config.layout, _count_local_islands(loaded.config.islands) == 1
     count = processes or config.launch.processes or count_processes(section, machine)
     if not (alone or processes or config.launch.processes or section.degrees()):
-        count = max(1, count // config.islands.count)
+        count = max(1, count // loaded.config.islands.groups)
     check_cores(count, machine)
     loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=count)
     _check_paths(loaded)
@@ -250,7 +252,7 @@ def settle_run_batch(loaded: LoadedConfig, plan: Plan) -> Plan:
 
 def _count_local_islands(islands: IslandsPolicy) -> int:
     """Return the number of islands that this command starts on this machine."""
-    return 1 if islands.at or not islands.on else islands.count
+    return 1 if islands.at or not islands.on else islands.groups
 
 
 def _has_island_folders(islands: IslandsPolicy, folder: Path) -> bool:
@@ -315,7 +317,8 @@ def check_tune(config: Config) -> None:
 
 def _check_paths(loaded: LoadedConfig) -> None:
     config = loaded.config
-    check_data(config.data)
+    for section in list_data_sections(config):
+        check_data(section)
     check_tune(config)
     for key, path in (
         ("model.build", config.model.build),

@@ -109,7 +109,7 @@ def print_forecast(prepared: PreparedRun) -> None:
     config, islands = loaded.config, loaded.config.islands
     for notice in loaded.notices:
         typer.echo(notice)
-    count = islands.count if islands.on else 1
+    count = islands.groups if islands.on else 1
     processes = config.launch.processes
     where = f"{processes} process{'es' if processes > 1 else ''}"
     each = f" in each of {count} islands" if count > 1 else ""
@@ -142,6 +142,7 @@ def print_forecast(prepared: PreparedRun) -> None:
             ranks=config.launch.processes,
         )
         costs = costs_by_link(islands, facts)
-        typer.echo(f"islands: {islands.method}, a merge every {islands.period} steps")
+        rounds = f"{islands.epochs} epochs" if islands.epochs else f"{islands.period} steps"
+        typer.echo(f"islands: {islands.method}, a merge every {rounds}")
         typer.echo("\n".join(link_lines(list(zip(RATES_BYTES_PER_S, costs, strict=True)))))
     typer.echo("nothing was started")

@@ -17,7 +17,7 @@ from shoal.base.runlog.environment import find_changed_code, library_versions
 from shoal.config.save import MICRO_BATCH
 from shoal.config.sections import Config
 
-PLACES = {"run.folder", "run.name", "islands.at", "islands.index"}
+PLACES = {"run.folder", "run.name", "islands.at", "islands.index", "data.owners"}
 """Keys for the location of a run, not its content: never reported."""
 FREE_SECTIONS = {"layout", "launch", "checkpoint", "memory", "fsdp"}
 FREE = {

@@ -9,6 +9,7 @@ builder.
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import types
 from collections.abc import Iterable
@@ -223,6 +224,10 @@ def _set_key(loaded: LoadedConfig, section: str, key: str, value: Any, origin: s
         close = nearest_word(section, sections) or _section_of(key)
         hint = f"; try: {close}.{key}" if close else f"; sections: {', '.join(sorted(sections))}"
         raise ConfigError(f"{origin}: {shorten(f'{section}.{key}')}: no such section{hint}")
+    if (section, key) == ("islands", "period") and (
+        found := re.fullmatch(r" *(\d+) ?epochs? *", str(value))
+    ):
+        key, value = "epochs", int(found[1])
     current = getattr(loaded.config, section)
     hints = _key_types(section)
     if section == "model" and key not in hints:
@@ -304,6 +309,7 @@ def _check_values(config: Config) -> None:
         for key in keys(values):
             check_value(f"{section.name}.{key.name}", key, getattr(values, key.name))
     check_validation_samples(config.train.validate_samples)
+    precision.check_residual("precision.residual", "precision.compute", "bf16")
     precision.check_loss_scale("precision.loss_scale", "precision.compute", "fp16")
     config.islands.resolved()
     layout = config.layout

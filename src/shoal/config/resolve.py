@@ -25,6 +25,8 @@ from shoal.config.load import LoadedConfig
 from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, ModelSection, keys
 
+NAMESAKES = {"data.split"}
+"""Keys with the name of a plan's key that are none of it: a plan's `split` is layout.split."""
 DEFAULT_BATCH = 16
 DEFAULT_STEPS = 150
 
@@ -261,12 +263,11 @@ def make_plan(config: Config) -> Plan:
     open micro-batch is 0.
     """
     known = {key.name for key in fields(Plan)}
-    sections = (getattr(config, section.name) for section in fields(Config))
     found = {
-        key.name: getattr(section, key.name)
-        for section in sections
-        for key in keys(section)
-        if key.name in known
+        key.name: getattr(getattr(config, section.name), key.name)
+        for section in fields(Config)
+        for key in keys(getattr(config, section.name))
+        if key.name in known and f"{section.name}.{key.name}" not in NAMESAKES
     }
     found["accumulate"] = 0  # follows from the layout
     return Plan(Layout(), **found)
@@ -280,7 +281,8 @@ def set_policies(loaded: LoadedConfig, plan: Plan, origin: str) -> None:
     known = {key.name for key in fields(Policies)}
     for section in fields(Config):
         values = getattr(loaded.config, section.name)
-        found = {key.name: getattr(plan, key.name) for key in keys(values) if key.name in known}
+        names = [key.name for key in keys(values) if f"{section.name}.{key.name}" not in NAMESAKES]
+        found = {name: getattr(plan, name) for name in names if name in known}
         changed = {key: value for key, value in found.items() if value != getattr(values, key)}
         if changed:
             loaded.replace(section.name, origin, **changed)

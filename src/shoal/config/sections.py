@@ -108,6 +108,8 @@ class DataSection(ReadPolicy):
         image_size: pixels on each side.
         workers: loader processes per rank; 0 loads between steps.
         collate: pkg.mod:function that joins a list of samples into a batch; "" torch's default.
+        owners: names of the owners (islands.data=own), which {owner} in source stands for.
+        split: how one dataset is dealt to owners, for experiments.
 
     `load` checks numbers, `check_data` the rest.
     """
@@ -136,6 +138,12 @@ class DataSection(ReadPolicy):
     """loader processes per rank; 0 loads between steps"""
     collate: str = ""
     """pkg.mod:function that joins a list of samples into a batch"""
+    owners: tuple[str, ...] = ()
+    """names that {owner} in source and validation stands for (islands.data=own); none: those of the
+    files on one machine, 0, 1, … on several"""
+    split: str = ""
+    """even, labels:1, dirichlet:0.1: deals one dataset to the owners (islands.data=own), for
+    experiments: equal parts, so many labels each, or shares of each label drawn by Dirichlet's α"""
 
 
 @dataclass(frozen=True)

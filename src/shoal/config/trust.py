@@ -15,6 +15,7 @@ from pathlib import Path
 from shoal.base.errors import ConfigError, shorten
 from shoal.config.load import LoadedConfig, load_config
 from shoal.config.mixture_syntax import split_mixture
+from shoal.config.owners import OWNER
 from shoal.config.paths import split_source
 from shoal.config.save import MICRO_BATCH, is_derived
 
@@ -79,7 +80,7 @@ def _list_functions(loaded: LoadedConfig, origin: str) -> Iterator[str]:
 def _names_function(key: str, text: str) -> bool:
     if key not in ("data.source", "data.validation") or ":" not in text:  # a share has none
         return ":" in text
-    kind, argument = split_source(text, key)
+    kind, argument = split_source(text.replace(OWNER, "owner"), key)
     if kind == "mix":
         return any(_names_function(key, part) for _, part in split_mixture(argument, key))
     return kind == "function"

@@ -85,10 +85,14 @@ class AdmissionTest:
             median of past rounds.
         cosine: least cosine of a change to the mean of the others' directions, with 3 islands or
             more.
+
+    Attributes:
+        names: of the owners whose changes are judged, for texts; () if islands are.
     """
 
     def __init__(self, bound: float, cosine: float) -> None:
         self.bound, self.cosine = bound, cosine
+        self.names: Sequence[str] = ()
         self._past: deque[list[Change]] = deque(maxlen=ROUNDS)
 
     def judge(
@@ -114,7 +118,7 @@ class AdmissionTest:
             if good and math.isfinite(squares[island])
         }
         refused = {
-            island: f"island {island}: its change is not finite"
+            island: f"{self.label(island)}: its change is not finite"
             for island in named
             if island not in norms
         }
@@ -129,6 +133,13 @@ class AdmissionTest:
         admitted = tuple(island for island in named if island not in refused)
         cosines = directions.cosines(left)
         return AdmissionVerdict(admitted, refused, tuple(told), norms, cosines, worked)
+
+    def label(self, island: int) -> str:
+        """Return the name of the sender of a change, for a person."""
+        return f"owner {self.names[island]}" if self.names else f"island {island}"
+
+    def _label_both(self, pair: Sequence[int]) -> str:
+        return " and ".join(map(self.label, pair)) if self.names else name_islands(pair)
 
     def commit(self, verdict: AdmissionVerdict) -> None:
         """Add the admitted norms of a committed round to the memory."""
@@ -181,7 +192,7 @@ class AdmissionTest:
                 factor, limit = _times(mildest.factor[island]), _times(mildest.limit)
                 usual = "past rounds" if past else "this round"
                 line = f"its change is {factor} the median of {usual} (bound {limit})"
-                refused[island] = f"island {island}: {line}"
+                refused[island] = f"{self.label(island)}: {line}"
         return refused
 
     def _warn_of_unequal_pair(self, now: Mapping[int, Change], told: list[str]) -> None:
@@ -191,8 +202,8 @@ class AdmissionTest:
         factor = math.log(now[large][0]) - math.log(now[small][0])
         if factor > self.bound * LEAST_SPREAD:
             told.append(
-                f"island {large}: its change is {_times(factor)} that of island {small}, and no "
-                f"past round says which is right"
+                f"{self.label(large)}: its change is {_times(factor)} that of {self.label(small)}, "
+                f"and no past round says which is right"
             )
 
     def _find_opposed(
@@ -206,18 +217,18 @@ class AdmissionTest:
                 break
             remaining.remove(worst)
             refused[worst] = (
-                f"island {worst}: its change points against the mean of the others, cosine "
+                f"{self.label(worst)}: its change points against the mean of the others, cosine "
                 f"{cosines[worst]:.2f} (bound {self.cosine:g})"
             )
         if refused and 2 * len(remaining) <= len(directions.pointing):
             line = "no majority of the changes points the same way"
-            return {island: f"island {island}: {line}" for island in left}
+            return {island: f"{self.label(island)}: {line}" for island in left}
         if len(remaining) == 2:
             cosine = directions.cosines(remaining)[remaining[0]]
             if cosine < self.cosine:
                 told.append(
-                    f"{name_islands(remaining)}: their changes point apart, cosine {cosine:.2f} "
-                    f"(bound {self.cosine:g})"
+                    f"{self._label_both(remaining)}: their changes point apart, cosine "
+                    f"{cosine:.2f} (bound {self.cosine:g})"
                 )
         return refused
 

@@ -74,6 +74,17 @@ def find_resume_point(held: Sequence[Held]) -> ResumePoint | None:
     return ResumePoint(newest, tuple(i if one else holders[0] for i, one in enumerate(held)))
 
 
+def is_before_first_round(held: Sequence[Held]) -> bool:
+    """Return whether some islands hold no round, and the others only the state before the first.
+
+    Owners save that state. If one of them died meanwhile, nobody has trained: all begin anew.
+
+    >>> is_before_first_round([{0: "a"}, {}]), is_before_first_round([{0: "a", 1: "b"}, {}])
+    (True, False)
+    """
+    return not all(held) and all(set(one) <= {0} for one in held)
+
+
 def refuse_damaged(folders: Sequence[str]) -> None:
     """Refuse to start a new run over damaged checkpoints of an earlier one.
 

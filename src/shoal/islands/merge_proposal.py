@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,30 @@ class MergeProposal:
         used: samples that it used of those assigned to it.
         steps_per_s: speed of its inner steps, without waiting for others.
         stop: the island requests a stop after this round.
+        samples: its weight in a mean by samples: those that it used, or that an owner holds.
     """
 
     tokens: int
     used: int
     steps_per_s: float
     stop: bool = False
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class IslandChange:
+    """Change of one sender, as this rank's part of a message.
+
+    Attributes:
+        sender: number of the island, or of the owner that it trained.
+        message: OLD − NEW of this rank's parts, by name.
+        plain: tensors that are averaged without an optimizer, by name.
+    """
+
+    sender: int
+    message: Mapping[str, torch.Tensor]
+    proposal: MergeProposal
+    plain: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,7 +123,7 @@ def collect_round_fields(merges: Sequence[MergeResult]) -> dict[str, Any]:
     last = merges[-1]
     return {
         "tokens_all": sum(ballot.tokens for ballot in last.ballots),
-        "admitted": list(last.verdict.admitted),
+        "admitted": sorted(last.verdict.admitted),
         "refused": {str(island): why for island, why in collect_refusals(merges).items()},
         "divisor": last.divisor,
         "digest": last.digest,

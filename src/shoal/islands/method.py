@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.plans.tensor_shards import Shard
 from shoal.islands.fragments import FragmentSchedule, partition_parameters, schedule_fragments
 from shoal.islands.outer_optimizer import Build, OuterState, all_finite, make_outer_builder
 from shoal.islands.two_tiers import TwoTierOuterState, list_partners
@@ -39,6 +40,7 @@ class MergeMethod:
         keeps: share of a message's encoding error that is added to the next message.
         common_past: the partners have always merged together, so their records of past rounds (the
             norms for admission) are equal.
+        control: state of the owner that trains now, which never leaves it, by parameter name.
 
     Raises:
         ConfigError: torch lacks the outer optimizer, or it refuses its numbers.
@@ -52,6 +54,7 @@ class MergeMethod:
 
     def __init__(self, policy: IslandsPolicy) -> None:
         self.policy = policy
+        self.control: dict[str, Tensor] = {}
         self._build = self.optimizer_builder()
 
     def optimizer_builder(self) -> Build:
@@ -79,12 +82,12 @@ class MergeMethod:
         )
 
     def message_weights(
-        self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
+        self, sizes: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
         """Return the weight of each partner's message, and the divisor of their sum.
 
         Args:
-            tokens: training tokens of each message.
+            sizes: training tokens of each message, or samples (`islands.weighting`).
             norms: norms of the decoded messages.
             admitted: the partners whose message counts; the others have weight 0 and are not in the
                 divisor.
@@ -94,12 +97,20 @@ class MergeMethod:
             admitted, or all admitted ones have 0 tokens.
         """
         del norms
-        by_tokens = self.policy.weighting == "tokens"
+        by_size = self.policy.weighting != "uniform"
         weights = [
-            (float(n) if by_tokens else 1.0) if counts else 0.0
-            for n, counts in zip(tokens, admitted, strict=True)
+            (float(n) if by_size else 1.0) if counts else 0.0
+            for n, counts in zip(sizes, admitted, strict=True)
         ]
         return weights, sum(weights)
+
+    def message_like(self, outer: OuterState, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return tensors with the names and shapes of a message of these parameters."""
+        return {name: outer.weights[name] for name in names if name in outer.weights}
+
+    def message_shards(self, weights: Mapping[str, Shard]) -> dict[str, Shard]:
+        """Return the shards of a message's tensors; `weights`: those of the parameters."""
+        return dict(weights)
 
     def message(
         self, outer: OuterState, names: Sequence[str], local: Mapping[str, Tensor]
@@ -120,8 +131,13 @@ class MergeMethod:
         del gram
         return None
 
-    def step(self, outer: OuterState, mean: Mapping[str, Tensor]) -> bool:
-        """Propose W', u' from the mean of the messages; return whether they are finite."""
+    def step(self, outer: OuterState, mean: Mapping[str, Tensor], counted: int = 1) -> bool:
+        """Propose W', u' from the mean of the messages; return whether they are finite.
+
+        Args:
+            counted: messages in the mean.
+        """
+        del counted
         return outer.propose(mean)
 
     @torch.no_grad()
@@ -162,6 +178,18 @@ class MergeMethod:
 
     def before_update(self, outer: OuterState, local: Mapping[str, nn.Parameter]) -> None:
         """Adjust gradients before every inner update, when `.grad` is the step's mean gradient."""
+
+    def start_owner(self, control: Mapping[str, Tensor]) -> None:
+        """Start the inner steps of an owner whose state `end_owner` returned in an earlier round.
+
+        Args:
+            control: {} if the owner has not trained yet.
+        """
+        self.control = dict(control)
+
+    def end_owner(self) -> dict[str, Tensor]:
+        """Return the owner's state after its message; it counts only if the message does."""
+        return self.control
 
 
 def _like(part: Tensor, weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ import torch
 from shoal.base.errors import BugError
 from shoal.fabric import World
 from shoal.fabric.compressed.codecs import Codec, ErrorFeedback, find_codec
-from shoal.fabric.islands.compressed_all_reduce import is_sum_tag
+from shoal.fabric.islands.compressed_all_reduce import MergeRule, is_sum_tag
 from shoal.fabric.islands.inter_island_group import CompressedExchange, InterIslandGroup, IslandLost
 from shoal.islands.admission import AdmissionTest, AdmissionVerdict
 from shoal.islands.commit_vote import (
@@ -40,7 +40,7 @@ from shoal.islands.commit_vote import (
     decide_commit,
     parse_json_object,
 )
-from shoal.islands.merge_proposal import MergeProposal, MergeResult
+from shoal.islands.merge_proposal import IslandChange, MergeProposal, MergeResult
 from shoal.islands.method import MergeMethod
 from shoal.islands.outer_optimizer import OuterState
 from shoal.islands.peer_deadline import PeerDeadline
@@ -105,17 +105,44 @@ class FragmentMerger:
             message: OLD − NEW of this rank's parts, by name; may be changed after this returns.
             plain: tensors to be averaged without an optimizer.
         """
+        change = IslandChange(self.plane.index, message, say, plain)
+        self.send_changes(round_number, fragment, [change], say, (message, plain), ())
+
+    def send_changes(
+        self,
+        round_number: int,
+        fragment: int,
+        changes: Sequence[IslandChange],
+        say: MergeProposal,
+        like: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
+        senders: Sequence[Sequence[int]],
+    ) -> None:
+        """Start the exchange of a fragment in which an island sends no change, one or several.
+
+        Args:
+            changes: of this island's senders, in their order; may be modified after this returns.
+            say: speed of the island, and whether it requests a stop.
+            like: tensors with the shapes of a change's message, and of its plain tensors, by name.
+            senders: by island, the senders of its changes, the same on every island; (): each
+                island sends one of its own.
+        """
         if self._thread is not None:
             raise BugError("islands: a fragment was sent while another is on its way")
+        message, plain = (
+            {name: torch.empty_like(part, device="meta") for name, part in one.items()}
+            for one in like
+        )
         work = _ExchangeTask(
             self,
             round_number,
             fragment,
-            {name: torch.empty_like(part, device="meta") for name, part in message.items()},
-            self.shares.cut(message),
-            {name: torch.empty_like(part, device="meta") for name, part in plain.items()},
-            self.shares.cut(plain),
+            message,
+            [self.shares.cut(one.message) for one in changes],
+            plain,
+            [self.shares.cut(one.plain) for one in changes],
             say,
+            [(one.sender, one.proposal) for one in changes],
+            senders,
         )
         self._merge = self._failure = None
 
@@ -154,10 +181,12 @@ class _ExchangeTask:
     round: int
     fragment: int
     like: dict[str, torch.Tensor]
-    piece: torch.Tensor
+    pieces: list[torch.Tensor]
     plain_like: dict[str, torch.Tensor]
-    plain_piece: torch.Tensor
+    plain_pieces: list[torch.Tensor]
     say: MergeProposal
+    proposals: list[tuple[int, MergeProposal]]
+    senders: Sequence[Sequence[int]]
     saves_s: float = 0.0
     """seconds waited for islands that still saved; they report it, so no deadline learns from it"""
 
@@ -169,17 +198,20 @@ class _ExchangeTask:
         self.outer = merger.outer.at(self.round)
         if merger.feedback is not None:
             merger.feedback.begin()
-        size_bytes = self.piece.numel() * self.piece.itemsize
+        self.elements = merger.shares.count_elements(self.like)
+        size_bytes = self.elements * merger.shares.dtype.itemsize
         self.deadline_s = merger.patience.deadline_s(size_bytes, merger.round_s)
         first = self._first_half(plane)
-        verdict, gram = self._judge(plane, partners, first)
+        members = [one for island in self.senders for one in island] or list(partners)
+        verdict, gram, sizes = self._judge(plane, partners, members, first)
         weights, divisor = merger.method.message_weights(
-            [verdict.tokens[island] for island in partners],
-            [verdict.norms.get(island, 0.0) for island in partners],
-            [island in verdict.admitted for island in partners],
+            sizes,
+            [verdict.norms.get(sender, 0.0) for sender in members],
+            [sender in verdict.admitted for sender in members],
         )
         mean, plain = self._second_half(first, weights, divisor)
-        finite = bool(divisor) and merger.method.step(self.outer, mean)
+        counted = sum(weight > 0 for weight in weights)
+        finite = bool(divisor) and merger.method.step(self.outer, mean, counted)
         outcome, ballots, digest = self._vote(partners, finite, verdict)
         self._commit_or_undo(outcome, verdict, partners)
         seconds = time.monotonic() - began_s
@@ -197,9 +229,7 @@ class _ExchangeTask:
             seconds=seconds,
             sent_bytes=merger.plane.sent_bytes - sent_before,
             plain=plain if outcome.committed else {},
-            spread=merger.method.weight_distance(
-                _select_products(gram, partners, verdict.admitted)
-            ),
+            spread=merger.method.weight_distance(_select_products(gram, members, verdict.admitted)),
         )
 
     def _commit_or_undo(
@@ -215,27 +245,36 @@ class _ExchangeTask:
         if merger.feedback is not None:
             # The residual of a refused message is as wrong as the message; the sum that its island
             # sent belongs to all islands, and was sent.
-            admitted = merger.plane.index in verdict.admitted
-            merger.feedback.commit(lambda tag: admitted or is_sum_tag(tag))
+            merger.feedback.commit(
+                lambda tag: is_sum_tag(tag) or self._sender_of(tag) in verdict.admitted
+            )
+
+    def _sender_of(self, tag: str) -> int:
+        """Return the sender of the message to which an error-feedback tag belongs."""
+        if not self.senders:
+            return self.merger.plane.index
+        return int(tag.split("/")[-3].rpartition(".")[2])
 
     def _first_half(self, plane: InterIslandGroup) -> list[CompressedExchange]:
         merger = self.merger
+        plain_elements = merger.shares.count_elements(self.plain_like)
 
         def start_exchanges() -> list[CompressedExchange]:
             # Fewer islands have other pieces, and a residual belongs to its own piece.
             tag = f"{self.fragment}" if plane is merger.plane else f"{self.fragment}.near"
+            start = partial(plane.start_exchange_of_messages, deadline_s=self.deadline_s)
             found = [
-                plane.start_compressed_all_reduce(
-                    self.piece, merger.codec, feedback=merger.feedback, tag=tag,
-                    deadline_s=self.deadline_s,
+                start(
+                    self.pieces, self.senders, self.elements, merger.codec,
+                    feedback=merger.feedback, tag=tag,
                 )
             ]  # fmt: skip
-            if self.plain_piece.numel():
-                whole = find_codec("none", self.plain_piece.dtype)
+            if plain_elements:
+                whole = find_codec("none", merger.shares.dtype)
                 found.append(
-                    plane.start_compressed_all_reduce(
-                        self.plain_piece, whole, feedback=None, tag="plain",
-                        deadline_s=self.deadline_s,
+                    start(
+                        self.plain_pieces, self.senders, plain_elements, whole,
+                        feedback=None, tag="plain",
                     )
                 )  # fmt: skip
             return found
@@ -243,18 +282,27 @@ class _ExchangeTask:
         return self._run_on_all_ranks(start_exchanges)
 
     def _judge(
-        self, plane: InterIslandGroup, partners: Sequence[int], first: Sequence[CompressedExchange]
-    ) -> tuple[AdmissionVerdict, list[list[float]]]:
-        """Judge every partner from statistics of all ranks and islands; return the products too.
+        self,
+        plane: InterIslandGroup,
+        partners: Sequence[int],
+        members: Sequence[int],
+        first: Sequence[CompressedExchange],
+    ) -> tuple[AdmissionVerdict, list[list[float]], list[float]]:
+        """Judge every sender from statistics of all ranks and islands.
 
         Args:
+            members: the senders of all islands, island by island.
             first: the first half of the weights, and that of the running statistics if there are
                 any.
+
+        Returns:
+            The verdict, the inner products, and the sizes by which the messages are weighted.
         """
         mine = {
             "finite": [all(each) for each in zip(*(one.finite for one in first), strict=True)],
             "gram": first[0].gram,
-            "tokens": self.say.tokens,
+            "tokens": [one.tokens for _, one in self.proposals],
+            "samples": [one.samples for _, one in self.proposals],
         }
         rows = self._run_on_all_ranks(
             lambda: plane.gather(json.dumps(mine).encode(), deadline_s=self.deadline_s)
@@ -262,18 +310,19 @@ class _ExchangeTask:
         told = [
             parse_json_object(row, f"island {i}") for i, row in zip(partners, rows, strict=True)
         ]
-        places = range(len(told))
+        places = range(len(members))
         lanes = self.merger.inner.gather_json(
             {
                 "finite": [all(one["finite"][k] for one in told) for k in places],
                 "gram": _sum_matrices([one["gram"] for one in told]),
-                "tokens": [one["tokens"] for one in told],
+                **{key: [n for one in told for n in one[key]] for key in ("tokens", "samples")},
             }
         )
         finite = [all(one["finite"][k] for one in lanes) for k in places]
         gram = _sum_matrices([one["gram"] for one in lanes])
-        verdict = self.admission(partners).judge(finite, gram, lanes[0]["tokens"], partners)
-        return verdict, gram
+        verdict = self.admission(partners).judge(finite, gram, lanes[0]["tokens"], members)
+        by_samples = self.merger.method.policy.weighting == "samples"
+        return verdict, gram, lanes[0]["samples" if by_samples else "tokens"]
 
     def admission(self, partners: Sequence[int]) -> AdmissionTest:
         """Return the admission test with the norms of past rounds with these partners."""
@@ -290,9 +339,13 @@ class _ExchangeTask:
         if not divisor:  # no island is admitted: all know it, and nothing is sent
             return {}, {}
 
+        policy = self.merger.method.policy
+        rule = MergeRule(policy.merge, policy.trim if policy.merge == "trimmed" else 0.0)
+
         def finish() -> list[torch.Tensor]:
             return [
-                arrived.finish(weights, divisor, deadline_s=self.deadline_s) for arrived in first
+                arrived.finish(weights, divisor, deadline_s=self.deadline_s, rule=rule)
+                for arrived in first
             ]
 
         means = self._run_on_all_ranks(finish)
@@ -323,14 +376,14 @@ class _ExchangeTask:
 
     def _ballot(self, finite: bool, digest: str, verdict: AdmissionVerdict) -> Ballot:
         """Return this island's ballot, equal on all of its ranks; rank 0 sends it."""
-        merger, say = self.merger, self.say
-        mine = [say.tokens, say.used, say.steps_per_s, say.stop]
+        merger = self.merger
+        counted = [one for sender, one in self.proposals if sender in verdict.admitted]
+        tokens, used = sum(one.tokens for one in counted), sum(one.used for one in counted)
+        mine = [tokens, used, self.say.steps_per_s, self.say.stop]
         told = merger.inner.gather_json(
             [finite, self.outer.trouble, mine, merger.last_save.wait_for_result()]
         )
         say = MergeProposal(*told[0][2])
-        if merger.plane.index not in verdict.admitted:
-            say = replace(say, tokens=0, used=0)  # that island's change is lost
         saved, why = told[0][3]
         if any(one[3][0] is None for one in told):
             saved = None

@@ -66,6 +66,14 @@ class MessageShards:
             pieces.append(_padded(piece, length))
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype)
 
+    def count_elements(self, like: Mapping[str, torch.Tensor]) -> int:
+        """Return the elements of this rank's flat piece of a message of tensors as in `like`."""
+        totals = {
+            ranks: sum(like[name].numel() for name in self._names(like, ranks))
+            for ranks in self.groups
+        }
+        return sum(-(-total // len(ranks)) for ranks, total in totals.items())
+
     def join(self, mean: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Reassemble this rank's part of every tensor from the mean of the pieces.
 

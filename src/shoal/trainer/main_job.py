@@ -28,8 +28,9 @@ from shoal.config.load import load_config
 from shoal.config.resolve import collect_layout_keys, make_plan
 from shoal.config.save import MICRO_BATCH, is_derived
 from shoal.config.sections import Config
-from shoal.data.sources import Source, open_source
+from shoal.data.sources import Source
 from shoal.fabric import World, start_world
+from shoal.forecast.search.case_settings import optimizer_state_bytes
 from shoal.machine.measure import measure_machine, quick_sizes
 from shoal.machine.process_memory import reset_peak_memory
 from shoal.parallel.compose import check_here
@@ -44,7 +45,8 @@ from shoal.trainer.islands.island_join import (
     join_islands,
     resume_common_round,
 )
-from shoal.trainer.islands.island_loop import STOPPED, train_rounds
+from shoal.trainer.islands.island_job import STOPPED, train_rounds
+from shoal.trainer.islands.owner_data import open_first_source, share_tokenizer
 from shoal.trainer.jobs.configured_run import (
     build_model,
     count_total_steps,
@@ -85,6 +87,8 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
     """
     config = load_config(folder / "run.toml").config
     world = world or start_world()
+    if config.islands.owned:
+        config = share_tokenizer(config, folder, world)
     if config.layout.updates not in ("", "synchronous"):
         return _train_with_servers(config, folder, world, prove)
     run, source, total_steps, joined = _prepare(config, folder, world, prove)
@@ -139,12 +143,15 @@ def _prepare(
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.add_callback(hook(folder) if isinstance(hook, type) else hook)
-    # Islands agree on the micro-batch before a loader cuts by it.
-    joined = join_islands(run, config.islands, is_open_size=not given) if config.islands.on else None
-    run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
-    run.extra_record.pop("settings", None)  # "configuration" has all of them
     if source.tokenizer is not None and world.writes_files:
         write_hub_tokenizer(source.tokenizer, config.data.tokenizer, folder)
+    joined = None
+    if config.islands.on:  # they agree on the micro-batch before a loader cuts by it
+        joined = join_islands(
+            run, config.islands, is_open_size=not given, tokenizer=source.tokenizer
+        )
+    run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
+    run.extra_record.pop("settings", None)  # "configuration" has all of them
     # The loader exists before a checkpoint's data is compared with it.
     run.loader(source.train, workers=config.data.workers, collate=source.collate)
     if joined is not None:
@@ -161,7 +168,10 @@ def _prepare(
     )
     if joined is not None and foreseen.get("step_s"):
         sequence = config.data.sequence if source.kind == "tokens" else 1
-        foreseen["islands"] = forecast_rounds(run, joined, foreseen["step_s"], sequence)
+        inner_bytes = optimizer_state_bytes(config.optimizer)
+        foreseen["islands"] = forecast_rounds(
+            run, joined, foreseen["step_s"], sequence, inner_bytes
+        )
     told = {
         "model": config.model.build or config.model.name,
         "chosen": is_layout_open(collect_layout_keys(config.layout)),
@@ -182,7 +192,7 @@ def _open_data(config: Config, world: World) -> Source:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     check_here(make_plan(config), world.device)
-    return world.run_local_first(lambda: open_source(config.data, config.train.seed))
+    return world.run_local_first(lambda: open_first_source(config))
 
 
 def _train_with_servers(config: Config, folder: Path, world: World, prove: Prove) -> int:

@@ -77,7 +77,7 @@ def test_one_island_needs_no_other() -> None:
     assert plane.sent_bytes == 0
     with pytest.raises(BugError, match="float64.*for codec raw of"):
         plane.start_compressed_all_reduce(flat.double(), Raw(), feedback=None, tag="", deadline_s=1)
-    with pytest.raises(BugError, match=r"weights \[1.0, 1.0\] / 2.0 for 1 islands"):
+    with pytest.raises(BugError, match=r"weights \[1.0, 1.0\] / 2.0 for 1 messages"):
         arrived.finish([1.0, 1.0], 2.0, deadline_s=1)
     plane.close()
 

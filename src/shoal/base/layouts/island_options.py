@@ -12,24 +12,33 @@ defaults:
     branch-train-merge    500     sgd           1    0         none     1          0
     sparse-loco           50      sgd           1    0         top2bit  1          0
     noloco                50      its own       0.7  0.5       none     1          0
+    scaffold              50      sgd           1    0         none     1          0
+
+With `data = own` every island holds data of its own: an owner. All owners take all their steps, no
+owner is refused for its direction, and `concurrent` groups of processes may train the owners in
+turn.
 
 Source: Douillard et al. 2023, 2025 (DiLoCo, streaming); McMahan et al. 2017; Li et al. 2020
 (FedProx); Reddi et al. 2021 (FedOpt); Li et al. 2022 (branch-train-merge); Sarfi et al. 2025
-(SparseLoCo); Kolehmainen et al. 2025 (NoLoCo)
+(SparseLoCo); Kolehmainen et al. 2025 (NoLoCo); Karimireddy et al. 2020 (SCAFFOLD); Yin et al. 2018
+(median and trimmed mean)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shoal.base.errors import ConfigError, format_choice_error
 
 METHODS = (
     "local-sgd", "diloco", "streaming-diloco", "fedavg", "fedprox", "fedopt",
-    "branch-train-merge", "sparse-loco", "noloco",
+    "branch-train-merge", "sparse-loco", "noloco", "scaffold",
 )  # fmt: skip
 CODECS = ("none", "bf16", "int8", "e3m0", "top2bit", "sign")
-WEIGHTINGS = ("tokens", "uniform")
+WEIGHTINGS = ("tokens", "samples", "uniform")
+DATA = ("shared", "own")
+MERGES = ("mean", "median", "trimmed")
 PACES = ("speed", "equal")
 SERVERS = ("adam", "yogi", "adagrad")
 
@@ -38,6 +47,8 @@ KEEP = 2
 
 OPEN = -1.0
 """Unset value of a number that the method decides; for counts it is 0, for texts ""."""
+LEAST_COSINE, ANY_DIRECTION = -0.2, -1.0
+"""`cosine` of islands that share a stream of samples, and of owners, whose data may be unlike."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +63,14 @@ class IslandsPolicy:
         codec: codec of the messages: none, bf16, int8, e3m0, top2bit, sign.
         fragments, overlap: parts of the model that travel one by one; inner steps meanwhile.
         mixing: share of its distance to the merged weights that an island keeps: 0 … below 1.
-        weighting, pace: tokens or uniform: weight of an island in a merge · speed: slower islands
-            run fewer steps.
+        weighting, pace: tokens, samples or uniform: weight of an island in a merge · speed: slower
+            islands run fewer steps.
+        data: shared: one stream of samples for all islands · own: each island is an owner.
+        epochs: passes of an owner over its data between merges, instead of `period` steps.
+        concurrent: groups of processes that train the owners in turn; 0: one for each owner.
+        sample: share of the owners that trains in a round.
+        merge, trim: mean, median or trimmed: how changes become one · share that trimmed drops at
+            each end.
         proximal, server: fedprox's μ · fedopt's rule: adam, yogi, adagrad.
         regions, far_period: groups that merge among themselves; rounds from one merge of all to the
             next.
@@ -87,13 +104,28 @@ class IslandsPolicy:
     mixing: float = 0.0
     """share of its distance to the merged weights that an island keeps at a merge"""
     weighting: str = "tokens"
-    """tokens, uniform: what an island's word weighs in a merge"""
+    """tokens, samples, uniform: what an island's word weighs in a merge; samples: with data=own
+    those that an owner holds; scaffold is uniform"""
     pace: str = "speed"
     """speed: slower islands take fewer steps in a round · equal: all take islands.period"""
     proximal: float = 0.01
     """fedprox: μ, the pull towards the merged weights"""
     server: str = "adam"
     """fedopt: adam, yogi, adagrad"""
+    data: str = "shared"
+    """shared: all islands take turns in one stream of samples · own: each owner trains on its own
+    data, which stay where they are; data.source may hold {owner}"""
+    epochs: int = 0
+    """data=own: passes of an owner over its data between merges, instead of period; as
+    islands.period="1 epoch"; 0: period"""
+    concurrent: int = 0
+    """data=own, one machine: owners that train at a time, the others wait; 0: all"""
+    sample: float = 1.0
+    """data=own: share of the owners that trains in a round, drawn by seed and round"""
+    merge: str = "mean"
+    """mean, median, trimmed: how changes become one; median and trimmed bear a few wrong owners"""
+    trim: float = 0.2
+    """trimmed: share of the changes that is dropped at each end, number by number"""
     regions: int = 1
     """two tiers: so many groups of neighbouring islands merge among themselves in between"""
     far_period: int = 1
@@ -106,8 +138,9 @@ class IslandsPolicy:
     """connections between two islands per process, for links where one does not fill the line"""
     bound: float = 8.0
     """admission: how many deviations (MAD) from the median of past norms a change may be"""
-    cosine: float = -0.2
-    """admission, 3 islands or more: least cosine of a change to the mean of the others"""
+    cosine: float = LEAST_COSINE
+    """admission, 3 islands or more: least cosine of a change to the mean of the others; with
+    data=own −1 in the place of −0.2: none is refused for its direction"""
     refusals: int = 3
     """refusals in a row after which an island stops"""
 
@@ -120,6 +153,24 @@ class IslandsPolicy:
     def nesterov(self) -> bool:
         """True if the outer momentum is Nesterov's: sgd with momentum."""
         return self.outer == "sgd" and self.outer_momentum > 0
+
+    @property
+    def owned(self) -> bool:
+        """True if each island holds data of its own."""
+        return self.on and self.data == "own"
+
+    @property
+    def groups(self) -> int:
+        """Groups of processes that train at a time; each owner or island belongs to one."""
+        return min(self.concurrent, self.count) if self.concurrent else self.count
+
+    def owners_of(self, group: int) -> tuple[int, ...]:
+        """Return the owners that a group of processes trains, in turn.
+
+        >>> IslandsPolicy("fedavg", count=5, data="own", concurrent=2).owners_of(1)
+        (1, 3)
+        """
+        return tuple(range(group, self.count, self.groups))
 
     def resolved(self) -> IslandsPolicy:
         """Return a checked copy with every unset number set to the method's default.
@@ -149,15 +200,29 @@ class IslandsPolicy:
                 own.outer_momentum if self.outer_momentum == OPEN else self.outer_momentum
             ),
             codec=self.codec or own.codec,
+            **self._values_of_owners(),
         )
         found._check()
         return found
 
+    def _values_of_owners(self) -> dict[str, Any]:
+        """Return the values that owners have in the place of the usual ones."""
+        if self.data != "own":
+            return {}
+        weighs_all_alike = self.method == "scaffold" and self.weighting == "tokens"
+        return {
+            "pace": "equal",
+            "cosine": ANY_DIRECTION if self.cosine == LEAST_COSINE else self.cosine,
+            "weighting": "uniform" if weighs_all_alike else self.weighting,
+        }
+
     def _without(self) -> IslandsPolicy:
-        if self.count > 1 or self.at:
+        if self.count > 1 or self.at or self.data == "own":
             said = f"count = {self.count}" if self.count > 1 else f"at = {self.at}"
+            said = said if self.data == "shared" else f"data = {self.data}"
+            near = "diloco" if self.data == "shared" else "fedavg"
             raise ConfigError(
-                f"islands.{said}: how islands merge is not said; try: islands.method=diloco"
+                f"islands.{said}: how islands merge is not said; try: islands.method={near}"
             )
         return self
 
@@ -167,6 +232,8 @@ class IslandsPolicy:
             ("weighting", self.weighting, WEIGHTINGS),
             ("pace", self.pace, PACES),
             ("server", self.server, SERVERS),
+            ("data", self.data, DATA),
+            ("merge", self.merge, MERGES),
         ):
             if got not in known:
                 raise ConfigError(format_choice_error(f"islands.{key}", got, known))
@@ -176,6 +243,12 @@ class IslandsPolicy:
                     f"islands.{key} = {getattr(self, key):g}: at least {least:g}; try: "
                     f"islands.{key}={least:g}"
                 )
+        for key, most in (("sample", 1.0), ("trim", 0.49)):
+            if not 0 < getattr(self, key) <= most:
+                raise ConfigError(
+                    f"islands.{key} = {getattr(self, key):g}: a share, above 0 and at most "
+                    f"{most:g}; try: islands.{key}={getattr(IslandsPolicy(), key):g}"
+                )
         if not 0 <= self.mixing < 1:
             raise ConfigError(
                 f"islands.mixing = {self.mixing:g}: 0 (take the merged weights) to below 1 (keep "
@@ -183,6 +256,7 @@ class IslandsPolicy:
             )
         self._check_fragments()
         self._check_places()
+        self._check_owners()
 
     def _check_fragments(self) -> None:
         if self.fragments > 1 and self.method != "streaming-diloco":
@@ -207,12 +281,45 @@ class IslandsPolicy:
                 f"every {slot} steps; try: islands.overlap={slot - 1}"
             )
 
+    def _check_owners(self) -> None:
+        """Refuse keys that need owners without them, and methods that owners cannot use."""
+        if self.data == "shared":
+            plain = IslandsPolicy()
+            for key in ("epochs", "concurrent", "sample"):
+                if getattr(self, key) != getattr(plain, key):
+                    raise ConfigError(
+                        f"islands.{key} = {getattr(self, key):g}: is of owners, who hold data of "
+                        f"their own; try: islands.data=own"
+                    )
+            if self.method == "scaffold":
+                raise ConfigError(
+                    "islands.method = scaffold: corrects the drift of owners, who hold data of "
+                    "their own; try: islands.data=own, or islands.method=fedavg"
+                )
+            return
+        for key, only in (("fragments", 1), ("overlap", 0), ("regions", 1), ("mixing", 0)):
+            if getattr(self, key) != only:
+                raise ConfigError(
+                    f"islands.{key} = {getattr(self, key):g}: owners merge the whole model, all at "
+                    f"once; try: islands.{key}={only}"
+                )
+        if self.method == "noloco":
+            raise ConfigError(
+                "islands.method = noloco: merges random pairs, owners merge all at once; try: "
+                "islands.method=fedavg"
+            )
+        if self.method == "scaffold" and self.weighting != "uniform":
+            raise ConfigError(
+                f"islands.weighting = {self.weighting}: scaffold's controls are means in which all "
+                f"owners weigh the same; try: islands.weighting=uniform"
+            )
+
     def _check_places(self) -> None:
-        if not 0 <= self.index < self.count:
-            close = max(0, min(self.index, self.count - 1))
+        if not 0 <= self.index < self.groups:
+            close = max(0, min(self.index, self.groups - 1))
             raise ConfigError(
                 f"islands.index = {self.index}: islands are counted from 0 to islands.count − 1 = "
-                f"{self.count - 1}; try: islands.index={close}"
+                f"{self.groups - 1}; try: islands.index={close}"
             )
         if self.at and not is_address(self.at):
             raise ConfigError(
@@ -229,6 +336,7 @@ class IslandsPolicy:
 LEAST = {
     "count": 1, "period": 1, "outer_lr": 0, "outer_momentum": 0, "fragments": 1, "proximal": 0,
     "regions": 1, "far_period": 1, "connections": 1, "bound": 1, "cosine": -1, "refusals": 1,
+    "epochs": 0, "concurrent": 0,
 }  # fmt: skip
 """Smallest value of each key."""
 
@@ -280,5 +388,6 @@ DEFAULTS = {
     "branch-train-merge": _own(500, 1.0, 0.0),
     "sparse-loco": _own(50, 1.0, 0.0, "top2bit"),
     "noloco": _own(50, 0.7, 0.5),
+    "scaffold": _own(50, 1.0, 0.0),
 }
 """Default options of each method; see the module."""

@@ -229,6 +229,10 @@ def _validated(event: Record) -> str:
         text += f", accuracy {event['accuracy']:.1%}"
     if event.get("targets") is not None:
         text += f", {count_text(event['targets'])} targets"
+    if worst := event.get("worst"):
+        row = (event.get("by_source") or {}).get(worst) or {}
+        owners = len(event.get("by_source") or ())
+        text += f"; mean of {owners} owners, worst {worst}: {number_text(row.get('loss'), 4)}"
     return text
 
 
@@ -243,19 +247,25 @@ def number_text(value: Any, digits: int) -> str:
 
 def _met(event: Record) -> str:
     count, at = event.get("count", "?"), event.get("at", "?")
+    if count == 1 and event.get("owners"):
+        return f"{event['owners']} owners train in turn, in one group of processes"
     if count == 1:
         return "one island: an outer optimizer moves what its own steps have learnt"
+    turns = (
+        f", in which {event['owners']} owners train" if event.get("owners", count) != count else ""
+    )
     return (
-        f"{count} islands met at {at}; what they send is not encrypted: between machines use a "
-        f"private network or a tunnel"
+        f"{count} islands met at {at}{turns}; what they send is not encrypted: between machines "
+        f"use a private network or a tunnel"
     )
 
 
 def _merged(event: Record) -> str:
     admitted = event.get("admitted") or []
     others = "" if not event.get("refused") else f", {len(event['refused'])} refused"
+    of = f"of {event['owners']} owners" if event.get("owners") else "islands"
     return (
-        f"round {event.get('round')}: {len(admitted)} islands merged{others}, "
+        f"round {event.get('round')}: {len(admitted)} {of} merged{others}, "
         f"{count_text(event.get('tokens_all') or 0)} tokens; "
         f"{bytes_text(event.get('sent_bytes') or 0)} sent, "
         f"{seconds_text(event.get('exposed_s') or 0)} of {seconds_text(event.get('seconds') or 0)} "

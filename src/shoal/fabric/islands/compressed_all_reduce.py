@@ -13,16 +13,21 @@ the same bits, since they decode the same bytes. A sum that is encoded at every 
 A codec that `gathers` has sums that are larger than its messages. Its messages travel whole, every
 island computes the whole sum and the products of its share, and there is no second half.
 
+An island may send no message, or several: those of owners that it trained in turn. R is then the
+number of messages. Messages are summed in the order of their senders, so that the sum does not
+depend on who sent which. Instead of a sum, `merge_rows` takes the median or the trimmed mean.
+
 Numbers are encoded in chunks, each sent by its own exchange. Chunk k + 1 is encoded while chunk k
 travels, and decoded chunks are still in the cache when they are summed.
 
 Source: reduce-scatter and all-gather as in Rabenseifner 2004; coded twice, by senders and owner,
-as in 1-bit Adam's compressed all-reduce (Tang et al. 2021)
+as in 1-bit Adam's compressed all-reduce (Tang et al. 2021); Yin et al. 2018 (median, trimmed mean)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,10 +91,55 @@ class ChunkLayout:
         return start, min(start + self.chunk, end)
 
 
+@dataclass(frozen=True)
+class MergeRule:
+    """Rule of a merge: the weighted mean of the admitted messages, or a robust value.
+
+    Attributes:
+        name: mean, median or trimmed; the last two ignore weights.
+        trim: share of the messages that `trimmed` drops at each end.
+    """
+
+    name: str = "mean"
+    trim: float = 0.0
+
+
+MEAN = MergeRule()
+
+
+def merge_rows(rows: Tensor, rule: MergeRule) -> Tensor:
+    """Return the median, or the trimmed mean, of every column.
+
+    The median of an even number of values is the mean of the middle two. The trimmed mean drops
+    ⌊trim · R⌋ values at each end, and fewer if none would be left.
+
+    Args:
+        rows: [R, elements].
+
+    Returns:
+        [elements].
+
+    >>> rows = torch.tensor([[1.0], [2.0], [3.0], [100.0], [-50.0]])
+    >>> (
+    ...     merge_rows(rows, MergeRule("median")).item(),
+    ...     merge_rows(rows, MergeRule("trimmed", 0.2)).item(),
+    ... )
+    (3.0, 2.0)
+    """
+    count = len(rows)
+    drop = (count - 1) // 2 if rule.name == "median" else int(rule.trim * count)
+    drop = min(drop, (count - 1) // 2)
+    return rows.sort(dim=0).values[drop : count - drop].mean(dim=0)
+
+
 class CompressedExchange:
     """State after the first half: finiteness and inner products of all messages.
 
+    Args:
+        senders: by island, the senders of its messages; () if each island sends its own.
+
     Attributes:
+        order: indices of the messages in `senders`, island by island, by ascending sender.
         finite: [R]: whether each island's decoded message has neither NaN nor infinity, nor a
             number whose square overflows.
         gram: [R][R]: inner products of the decoded messages over this island's part, summed in
@@ -103,13 +153,20 @@ class CompressedExchange:
         feedback: ErrorFeedback | None,
         tag: str,
         elements: int,
+        senders: Sequence[Sequence[int]] = (),
     ) -> None:
         self.links, self.codec, self.feedback, self.tag = links, codec, feedback, tag
+        self.is_by_sender = bool(senders)
+        self.senders = senders or [(island,) for island in range(links.count)]
+        self.counts = [len(one) for one in self.senders]
+        flat = [sender for one in self.senders for sender in one]
+        self.order = sorted(range(len(flat)), key=flat.__getitem__)
         owners = 1 if codec.gathers else links.count
         self.cut = ChunkLayout(elements, owners, chunk_elements(codec))
         self.own = 0 if codec.gathers else links.index
+        self._rule = MEAN
         self.codes: list[Tensor] = []
-        self._products = torch.zeros(links.count, links.count, dtype=torch.float64)
+        self._products = torch.zeros(len(flat), len(flat), dtype=torch.float64)
 
     @property
     def gram(self) -> list[list[float]]:
@@ -121,35 +178,52 @@ class CompressedExchange:
         """Finiteness of each island's decoded message; see the class."""
         return self._products.diagonal().isfinite().tolist()
 
-    def run_first_half(self, flat: Tensor, deadline: Deadline) -> None:
-        """Encode and exchange all chunks, and compute `gram` and `finite` of the messages."""
+    def run_first_half(self, flats: Sequence[Tensor], deadline: Deadline) -> None:
+        """Encode and exchange all chunks, and compute `gram` and `finite` of the messages.
+
+        Args:
+            flats: this island's messages, in the order of its senders.
+        """
+        own = self.senders[self.links.index]
+        tags = [f"{self.tag}.{one}" if self.is_by_sender else self.tag for one in own]
 
         def start(chunk: int) -> PendingLinkExchange:
             owners = [0] if self.codec.gathers else range(self.links.count)
-            sizes = [self._size(owner, chunk) for owner in owners]
+            sizes = [self._size(owner, chunk) for owner in owners for _ in flats]
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
-            for owner, out in zip(owners, packed.split(sizes), strict=True):
+            parts = iter(packed.split(sizes))
+            for owner in owners:
                 first, last = self.cut.piece(owner, chunk)
-                self._encode(f"{self.tag}/{owner}/{chunk}", flat[first:last], out)
+                for tag, flat in zip(tags, flats, strict=True):
+                    self._encode(f"{tag}/{owner}/{chunk}", flat[first:last], next(parts))
+            coming = [count * self._size(self.own, chunk) for count in self.counts]
             if self.codec.gathers:
-                return self.links.exchange_all(packed, deadline)
-            coming = [self._size(self.own, chunk)] * self.links.count
-            return self.links.exchange(packed, sizes, coming, deadline)
+                return self.links.exchange_all(packed, deadline, coming)
+            to = [len(flats) * self._size(owner, chunk) for owner in owners]
+            return self.links.exchange(packed, to, coming, deadline)
 
         def end(chunk: int, received: Tensor) -> None:
-            self.codes.append(received.view(self.links.count, self._size(self.own, chunk)))
+            self.codes.append(received.view(len(self.order), self._size(self.own, chunk)))
             if not self.codec.gathers or chunk % self.links.count == self.links.index:
                 self._multiply(chunk)
 
         self.links.stream(self.cut.chunks, start, end, deadline)
 
-    def finish(self, weights: Sequence[float], divisor: float, *, deadline_s: float) -> Tensor:
+    def finish(
+        self,
+        weights: Sequence[float],
+        divisor: float,
+        *,
+        deadline_s: float,
+        rule: MergeRule = MEAN,
+    ) -> Tensor:
         """Run the second half: Σ weights[i] · decoded message i / divisor, equal bits everywhere.
 
         Args:
             weights: [R], the same on every island; a message of weight 0 is not read, even if it
                 has NaN.
             divisor: non-zero, the same on every island.
+            rule: another way to merge the messages whose weight is not 0.
 
         Returns:
             [elements] in the codec's dtype.
@@ -157,8 +231,9 @@ class CompressedExchange:
         Raises:
             IslandLost: an island failed or did not answer in time.
         """
-        if len(weights) != self.links.count or not divisor:
-            raise BugError(f"weights {list(weights)} / {divisor} for {self.links.count} islands")
+        if len(weights) != len(self.order) or not divisor:
+            raise BugError(f"weights {list(weights)} / {divisor} for {len(self.order)} messages")
+        self._rule = rule
         total = torch.empty(self.cut.elements, dtype=self.codec.dtype)
         if self.codec.gathers:
             for chunk in range(self.cut.chunks):
@@ -212,9 +287,7 @@ class CompressedExchange:
         first, last = self.cut.piece(self.own, chunk)
         if first == last:
             return
-        decoded = torch.empty(self.links.count, last - first, dtype=self.codec.dtype)
-        for code, row in zip(self.codes[chunk], decoded, strict=True):
-            self.codec.decode(code, row)
+        decoded = self._decode_rows(chunk, range(len(self.order)), last - first)
         for block in decoded.split(PRODUCT_BLOCK, dim=1):
             wide = block.double()
             self._products += wide @ wide.T
@@ -231,10 +304,20 @@ class CompressedExchange:
         """
         if not out.numel():
             return
-        admitted = [island for island, weight in enumerate(weights) if weight]
+        admitted = [message for message in self.order if weights[message]]
         if not admitted:
             out.zero_()
-        for place, island in enumerate(admitted):
-            code = self.codes[chunk][island]
-            self.codec.decode(code, out, weight=weights[island], add=place > 0)
+        elif self._rule != MEAN:
+            out.copy_(merge_rows(self._decode_rows(chunk, admitted, out.numel()), self._rule))
+            return
+        for place, message in enumerate(admitted):
+            code = self.codes[chunk][message]
+            self.codec.decode(code, out, weight=weights[message], add=place > 0)
         out.div_(divisor)
+
+    def _decode_rows(self, chunk: int, messages: Sequence[int], elements: int) -> Tensor:
+        """Return the decoded chunk of some messages: [messages, elements]."""
+        rows = torch.empty(len(messages), elements, dtype=self.codec.dtype)
+        for message, row in zip(messages, rows, strict=True):
+            self.codec.decode(self.codes[chunk][message], row)
+        return rows

@@ -23,7 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -164,14 +164,42 @@ class InterIslandGroup:
         Raises:
             IslandLost: an island failed; BugError for numbers of another dtype.
         """
-        if flat.dtype != codec.dtype or flat.dim() != 1 or not flat.is_contiguous():
-            raise BugError(
-                f"exchange {tag}: {flat.dtype} {tuple(flat.shape)} for codec {codec.name} of "
-                f"{codec.dtype}; a flat tensor of that is needed"
-            )
-        arrived = CompressedExchange(self.links, codec, feedback, tag, flat.numel())
+        return self.start_exchange_of_messages(
+            [flat], (), flat.numel(), codec, feedback=feedback, tag=tag, deadline_s=deadline_s
+        )
+
+    def start_exchange_of_messages(
+        self,
+        flats: Sequence[Tensor],
+        senders: Sequence[Sequence[int]],
+        elements: int,
+        codec: Codec,
+        *,
+        feedback: ErrorFeedback | None,
+        tag: str,
+        deadline_s: float,
+    ) -> CompressedExchange:
+        """Run the first half of a sum in which islands send no message, one or several.
+
+        Args:
+            flats: this island's messages, each as `flat` of `start_compressed_all_reduce`.
+            senders: by island, the senders of its messages, the same on every island; (): each
+                island sends one of its own. Encoding errors of messages are then kept under
+                TAG.SENDER/OWNER/CHUNK.
+            elements: numbers of a message.
+
+        Raises:
+            IslandLost: an island failed; BugError for numbers of another dtype.
+        """
+        for flat in flats:
+            if flat.dtype != codec.dtype or flat.shape != (elements,) or not flat.is_contiguous():
+                raise BugError(
+                    f"exchange {tag}: {flat.dtype} {tuple(flat.shape)} for codec {codec.name} of "
+                    f"{codec.dtype}; a flat tensor of that is needed"
+                )
+        arrived = CompressedExchange(self.links, codec, feedback, tag, elements, senders)
         with self.links.deadline_scope("the first half of an exchange", deadline_s) as deadline:
-            arrived.run_first_half(flat, deadline)
+            arrived.run_first_half(flats, deadline)
         return arrived
 
     def subgroup(self, indices: tuple[int, ...]) -> InterIslandGroup:

@@ -17,6 +17,14 @@ the digest; `own` is the difference and the blend, during which an island's inne
 Fragments do not reduce the bytes sent; they make the traffic smooth. Islands of unequal speed take
 H_i = max(1, round(H·v_i/v_max)) steps; T then comes from a simulation with a clock per island.
 
+Owners (`islands.data=own`) may be more than the R groups of processes that train them, and only a
+share of them trains in a round: m messages per group. Then a group takes m·H steps, and sends
+
+    S = (m + 1)(R−1)/R · C, or m·(R−1)·C         m = 1 is the above; twice as much under scaffold
+
+Its memory holds m messages, the states of the inner optimizers of all its owners if they take
+turns, and their controls.
+
 Not counted: the core that the exchange takes from inner steps, and losses on the link.
 The Streaming DiLoCo paper simulates the Gbit/s for a given utilisation (10B and 100B, two islands,
 H = 100, nothing hidden). These formulas need 1.07 to 1.3 times its Gbit/s at 50 to 95 %, and 1.8 to
@@ -66,6 +74,8 @@ class IslandsFacts:
         tokens: tokens of one island's inner step; 0 if unknown.
         ranks: processes of an island; each works on its share on its own core.
         element_bytes: 4, or 8 for float64 parameters.
+        inner_numbers: numbers per parameter that the inner optimizer keeps, for owners that take
+            turns.
 
     Raises:
         PlanError: in the constructor: parameters, step_s, bytes_per_s or ranks of 0 or less;
@@ -81,6 +91,7 @@ class IslandsFacts:
     tokens: float = 0.0
     ranks: int = 1
     element_bytes: int = 4
+    inner_numbers: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse impossible facts."""
@@ -196,7 +207,10 @@ def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
         mean_bytes_per_s=sent / round_s,
         peak_bytes_per_s=far.sent_bytes / far.travel_s if far.sent_bytes else 0.0,
         hiding_bytes_per_s=_hiding_bytes_per_s(far, policy.overlap * facts.step_s),
-        memory_bytes=facts.element_bytes * facts.parameters / facts.ranks * _extra_copies(policy),
+        memory_bytes=facts.element_bytes
+        * facts.parameters
+        / facts.ranks
+        * (_extra_copies(policy) + _owner_copies(policy, facts)),
         bytes_per_token=sent / learnt if learnt else 0.0,
     )
 
@@ -221,9 +235,12 @@ def predict_exchange(
 ) -> FragmentExchange:
     """Return the exchange of one fragment among a number of islands; `policy` is settled."""
     elements, coding = facts.parameters / policy.fragments, CODINGS[policy.codec]
+    elements *= 1 + (policy.method == "scaffold")
     coded = coded_bytes(policy.codec, elements, facts.element_bytes)
-    others = islands - 1
-    sent = others * coded if coding.gathers else 2 * others / islands * coded
+    others, messages = islands - 1, mean_messages(policy)
+    sent = others * coded * messages
+    if not coding.gathers:
+        sent = (messages + 1) * others / islands * coded
     encoded, decoded = (1, 1 + islands) if coding.gathers else (1 + 1 / islands, 3)
     plain_bytes = facts.element_bytes * elements / facts.ranks
     coding_s = plain_bytes * (
@@ -234,6 +251,17 @@ def predict_exchange(
     travel_s = max(sent / bytes_per_s, coding_s)
     latency_s = MESSAGES * facts.latency_s if others else 0.0
     return FragmentExchange(sent, coding_s, travel_s, travel_s + latency_s + outer_s)
+
+
+def mean_messages(policy: IslandsPolicy) -> float:
+    """Return the mean number of messages that a group of processes sends in a round.
+
+    >>> mean_messages(IslandsPolicy("fedavg", count=100, data="own", concurrent=2, sample=0.2))
+    10.0
+    """
+    if not policy.owned:
+        return 1.0
+    return max(1, round(policy.sample * policy.count)) / policy.groups
 
 
 def _hiding_bytes_per_s(one: FragmentExchange, hidden_s: float) -> float:
@@ -253,9 +281,9 @@ def island_paces(
     >>> island_paces(IslandsPolicy("diloco", count=2).resolved(), facts)
     ((50, 12), (1.0, 4.0))
     """
-    speeds = facts.speeds or (1.0,) * policy.count
-    fastest = max(speeds)
-    steps = tuple(max(1, round(policy.period * speed / fastest)) for speed in speeds)
+    speeds = facts.speeds or (1.0,) * policy.groups
+    fastest, period = max(speeds), policy.period * mean_messages(policy)
+    steps = tuple(max(1, round(period * speed / fastest)) for speed in speeds)
     return steps, tuple(facts.step_s * fastest / speed for speed in speeds)
 
 
@@ -288,11 +316,11 @@ def _island_tiers(policy: IslandsPolicy, facts: IslandsFacts) -> list[tuple[int,
         return [(min(2, policy.count), facts.bytes_per_s, 1.0)]
     far = 1 / policy.far_period if policy.regions > 1 else 1.0
     near = (
-        policy.count // policy.regions,
+        policy.groups // policy.regions,
         facts.near_bytes_per_s or facts.bytes_per_s,
         1.0 - far,
     )
-    return [*([near] if far < 1 else []), (policy.count, facts.bytes_per_s, far)]
+    return [*([near] if far < 1 else []), (policy.groups, facts.bytes_per_s, far)]
 
 
 def _passes_s(passes: float, facts: IslandsFacts, elements: float) -> float:
@@ -314,10 +342,19 @@ def _extra_copies(policy: IslandsPolicy) -> int:
     return tiers * (1 + _outer_state_count(policy)) + (2 if CODINGS[policy.codec].feedback else 0)
 
 
+def _owner_copies(policy: IslandsPolicy, facts: IslandsFacts) -> float:
+    """Return the numbers per parameter that a group keeps for owners: messages, inner states."""
+    if not policy.owned:
+        return 0.0
+    owners, controls = len(policy.owners_of(0)), int(policy.method == "scaffold")
+    inner = facts.inner_numbers * owners if owners > 1 else 0.0
+    return mean_messages(policy) * (1 + controls) + inner + controls * (owners + 1)
+
+
 def _check(policy: IslandsPolicy, facts: IslandsFacts) -> None:
     if not policy.on:
         raise PlanError("islands.method = none: nothing to foresee; try: islands.method=diloco")
-    if facts.speeds and len(facts.speeds) != policy.count:
+    if facts.speeds and len(facts.speeds) != policy.groups:
         raise PlanError(
-            f"speeds: {len(facts.speeds)} for islands.count = {policy.count}; one for each island"
+            f"speeds: {len(facts.speeds)} for islands.count = {policy.groups}; one for each island"
         )

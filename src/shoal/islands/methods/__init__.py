@@ -15,6 +15,7 @@ from shoal.islands.methods.averaging import (
 )
 from shoal.islands.methods.fedopt import FedOpt
 from shoal.islands.methods.noloco import NoLoCo
+from shoal.islands.methods.scaffold import Scaffold
 from shoal.islands.methods.sparse_loco import SparseLoCo
 
 PLAIN: dict[str, type[MergeMethod]] = {
@@ -28,6 +29,7 @@ PLAIN: dict[str, type[MergeMethod]] = {
         FedOpt,
         BranchTrainMerge,
         SparseLoCo,
+        Scaffold,
     )
 }
 """Methods that need only the policy, by name."""

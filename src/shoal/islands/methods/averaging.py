@@ -34,7 +34,7 @@ class FedAvg(MergeMethod):
         W ← Σ n_i·w_i / Σ n_i
 
     n_i are the tokens of the round (`islands.weighting = tokens`), so that every token has the same
-    weight on any island.
+    weight on any island. In the paper n_i are the samples that an owner holds (`samples`).
 
     Source: McMahan et al. 2017, "Communication-efficient learning of deep networks", algorithm 1
     """

@@ -158,10 +158,10 @@ class NoLoCo(MergeMethod):
         return next(p for p in draw_pairs(self.seed, round_number, count) if index in p)
 
     def message_weights(
-        self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
+        self, sizes: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
         """See `MergeMethod.message_weights`; equal weights preserve the mean of all islands."""
-        del tokens, norms
+        del sizes, norms
         weights = [1.0 if counts else 0.0 for counts in admitted]
         return weights, sum(weights)
 
@@ -179,8 +179,9 @@ class NoLoCo(MergeMethod):
         """Return the pair's spread just before it merges; None for an island alone."""
         return pair_distance(gram) if len(gram) > 1 else None
 
-    def step(self, outer: OuterState, mean: Mapping[str, Tensor]) -> bool:
+    def step(self, outer: OuterState, mean: Mapping[str, Tensor], counted: int = 1) -> bool:
         """Propose φ', δ' from the pair's mean message; see the module."""
+        del counted
         if not isinstance(outer, UnsharedOuterState):
             raise BugError("islands: noloco steps weights that another method opened")
         return outer.step(mean)

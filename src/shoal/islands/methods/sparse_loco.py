@@ -37,10 +37,10 @@ class SparseLoCo(MergeMethod):
     keeps = 0.95
 
     def message_weights(
-        self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
+        self, sizes: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
         """See `MergeMethod.message_weights`; clipped messages count in full in the divisor."""
-        weights, divisor = super().message_weights(tokens, norms, admitted)
+        weights, divisor = super().message_weights(sizes, norms, admitted)
         counting = [place for place, counts in enumerate(admitted) if counts]
         for place, clip in zip(
             counting, median_clip_factors([norms[k] for k in counting]), strict=True

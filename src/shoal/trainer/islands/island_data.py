@@ -71,10 +71,10 @@ def _format_difference(
     key: str, island: int, first: dict[str, Any], other: dict[str, Any], why: str
 ) -> str:
     sources = f"{other['source']} on island {island}, {first['source']} on island 0"
-    reason = "islands take turns in one stream of samples"
+    reason, near = "islands take turns in one stream of samples", ", or islands.data=own"
     if key == "data.validation":
-        reason = "island 0 validates for all"
-    return f"{key}: {why} ({sources}): {reason}; try: the same data on all islands"
+        reason, near = "island 0 validates for all", ""
+    return f"{key}: {why} ({sources}): {reason}; try: the same data on all islands{near}"
 
 
 def fingerprint_dataset(dataset: Any, workers: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from shoal.islands.common_round import (
     decode_rounds,
     encode_rounds,
     find_resume_point,
+    is_before_first_round,
     refuse_damaged,
 )
 from shoal.islands.error_feedback_files import IslandErrorFeedback
@@ -56,6 +57,7 @@ from shoal.planning.micro_batch_sizes import with_micro_batch
 from shoal.trainer.autotune.micro_batch_size import record_micro_batch
 from shoal.trainer.autotune.share_fits import set_micro_batch
 from shoal.trainer.islands.island_state import CommonState
+from shoal.trainer.islands.owner_states import OwnerStates
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import reducer_of
 from shoal.wire.phases import phase
@@ -86,6 +88,11 @@ class IslandConnection:
     bytes_per_s: float
     latency_s: float
 
+    def compute_digest(self) -> str:
+        """Return the digest of the outer weights and state, over all ranks of the island."""
+        told = self.inner.gather_json(self.common.outer.digest())
+        return hashlib.sha256("".join(told).encode()).hexdigest()
+
     def close(self) -> None:
         """Disconnect from the other islands; every rank of the island calls it."""
         self.plane.close()
@@ -94,7 +101,7 @@ class IslandConnection:
 
 @phase("meet the other islands")
 def join_islands(
-    run: Run, policy: IslandsPolicy, *, is_open_size: bool = False
+    run: Run, policy: IslandsPolicy, *, is_open_size: bool = False, tokenizer: Any = None
 ) -> IslandConnection:
     """Connect to the other islands and agree with them; every rank of every island calls it.
 
@@ -102,6 +109,7 @@ def join_islands(
         run: the island's; it opens its loaders after this call, which may change its micro-batch.
         policy: of the islands.
         is_open_size: the user left the micro-batch of this island to Shoal.
+        tokenizer: of this island's data, if it is text: a `tokenizers.Tokenizer`.
 
     Raises:
         ConfigError: the islands' configurations differ, or an island keeps too few checkpoints.
@@ -109,12 +117,13 @@ def join_islands(
     """
     check_keep(run.plan.keep)
     run.recorder.saves_apart = "hooks: islands save where they merge, so no hook can ask for it"
-    count, inner = policy.count, duplicate_world(run.world)
+    count, inner = policy.groups, duplicate_world(run.world)
     weights, plain = collect_merge_tensors(run)
-    shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}
     wide = any(t.dtype == torch.float64 for t, _ in weights.values())
     dtype = torch.float64 if inner.all_true(wide) else torch.float32
     method = find_method(policy, seed=run.plan.seed)
+    shards = method.message_shards({name: shard for name, (_, shard) in weights.items()})
+    shards |= {name: shard for name, (_, shard) in plain.items()}
     fragments = method.fragments(_parameter_bytes(weights, inner))
     feedback = ErrorFeedback(method.keeps) if policy.codec in FEEDS_BACK else None
     common = CommonState(
@@ -127,6 +136,8 @@ def join_islands(
         IslandErrorFeedback(feedback, inner.rank, _codec_settings(run, policy)),
         index=policy.index,
     )
+    if policy.owned:
+        common.owners = OwnerStates(run, policy.owners_of(policy.index), common.shards)
     plane = _connect(policy, inner, run.recorder.notice)
     merger = FragmentMerger(
         plane,
@@ -143,10 +154,15 @@ def join_islands(
     joined = IslandConnection(
         policy, method, fragments, common, merger, plane, inner, *measure_island_links(plane)
     )
+    if policy.owned:
+        check_same_tokenizer(plane, inner, tokenizer)
     agree_micro_batch(run, plane, is_open=is_open_size)
     check_agreement(plane, _shared_settings(run, policy))
     if run.world.is_first:
-        run.recorder.events.emit("islands_met", count=count, at=policy.at, encrypted=False)
+        owners = {"owners": policy.count} if policy.owned else {}
+        run.recorder.events.emit(
+            "islands_met", count=count, at=policy.at, encrypted=False, **owners
+        )
     return joined
 
 
@@ -175,7 +191,7 @@ def _codec_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
     """Return the settings that decide which slices of the weights an island's codec encodes."""
     return {
         "islands.index": policy.index,
-        "islands.count": policy.count,
+        "islands.count": policy.groups,
         "islands.regions": policy.regions,
         "islands.codec": policy.codec,
         "islands.fragments": policy.fragments,
@@ -199,7 +215,7 @@ def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -
     store = join_island_store(
         at,
         policy.index,
-        policy.count,
+        policy.groups,
         deadline_s=MEET_S,
         lane=lane,
         token=read_token(os.environ),
@@ -209,7 +225,7 @@ def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -
         store,
         lane,
         policy.index,
-        policy.count,
+        policy.groups,
         connections=policy.connections,
         host=at.rpartition(":")[0],
         deadline_s=MEET_S,
@@ -232,15 +248,20 @@ def measure_island_links(plane: InterIslandGroup) -> tuple[float, float]:
 
 
 def forecast_rounds(
-    run: Run, joined: IslandConnection, step_s: float, sequence: int
+    run: Run, joined: IslandConnection, step_s: float, sequence: int, optimizer_bytes: int = 0
 ) -> dict[str, Any]:
     """Return the planner's cost of a round, for plan.json.
 
     Args:
         step_s: forecast of an inner step.
         sequence: tokens of a sample.
+        optimizer_bytes: state of the inner optimizer per fp32 parameter.
     """
-    wide = joined.merger.shares.dtype == torch.float64
+    wide, policy = joined.merger.shares.dtype == torch.float64, joined.policy
+    if policy.epochs:  # as many steps as this owner takes in them
+        loader = run.feed.loaders[0]
+        steps = policy.epochs * -(-getattr(loader, "samples", 1) // run.plan.batch)
+        policy = replace(policy, epochs=0, period=max(1, steps))
     facts = IslandsFacts(
         run.plan.parameters,
         step_s,
@@ -249,8 +270,28 @@ def forecast_rounds(
         tokens=run.plan.batch * sequence,
         ranks=run.world.size,
         element_bytes=8 if wide else 4,
+        inner_numbers=optimizer_bytes / 4,
     )
-    return islands_cost(joined.policy, facts).record()
+    return islands_cost(policy, facts).record()
+
+
+def check_same_tokenizer(plane: InterIslandGroup, inner: World, tokenizer: Any) -> None:
+    """Compare the tokenizers of all owners, by hash; every rank of every island calls it.
+
+    Raises:
+        ConfigError: names the first owner whose tokenizer is not that of owner 0.
+    """
+    text = tokenizer.to_str() if inner.is_first and tokenizer is not None else ""
+    own = inner.broadcast_json(hashlib.sha256(text.encode()).hexdigest() if text else "")
+    told = [one.decode() for one in plane.gather(own.encode(), deadline_s=MEET_S)]
+    for island, other in enumerate(told):
+        if other != told[0]:
+            names = [digest[:8] or "none" for digest in (other, told[0])]
+            raise ConfigError(
+                f"data.tokenizer: {names[0]} on island {island}, {names[1]} on island 0: the "
+                f"token ids of all owners must mean the same; try: copy hub/tokenizer.json of "
+                f"island 0's run folder to all owners, and data.tokenizer=PATH of the copy"
+            )
 
 
 def _shared_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
@@ -341,15 +382,14 @@ def resume_common_round(run: Run, joined: IslandConnection) -> None:
     while True:
         message = encode_rounds({int(round_): digest for round_, (digest, _) in here.items()})
         told = plane.gather(message, deadline_s=MEET_S)
-        point = find_resume_point([decode_rounds(one, island) for island, one in enumerate(told)])
+        held = [decode_rounds(one, island) for island, one in enumerate(told)]
+        point = None if is_before_first_round(held) else find_resume_point(held)
         if point is not None:
             check_donors(point)
         if point is None or restore_round(run, plane, here, point.round):
             break
     if point is None:
-        told = plane.gather(json.dumps(damaged).encode(), deadline_s=MEET_S)
-        refuse_damaged([str(json.loads(one)) for one in told])
-        run.recorder.cut(0)
+        _start_first_round(run, plane, damaged)
     else:
         digest, step = here[str(point.round)]
         if digest == _single_run_digest(step):
@@ -358,7 +398,7 @@ def resume_common_round(run: Run, joined: IslandConnection) -> None:
             load_merged_weights(run, joined, point.round - 1)
         if common.dropped:
             run.recorder.notice(f"island {policy.index}: {common.dropped}")
-    mine = [compute_island_digest(joined), any(common.since)]
+    mine = [joined.compute_digest(), any(common.since)]
     heard = [json.loads(one) for one in plane.gather(json.dumps(mine).encode(), deadline_s=MEET_S)]
     common.lost([island for island, (_, brings) in enumerate(heard) if not brings])
     for island, (other, _) in enumerate(heard):
@@ -369,6 +409,15 @@ def resume_common_round(run: Run, joined: IslandConnection) -> None:
             )
     if point is not None and folder and run.world.is_first:
         _delete_later_checkpoints(folder, run.step_count)
+
+
+def _start_first_round(run: Run, plane: InterIslandGroup, damaged: str) -> None:
+    """Begin with the first round; refuse it over damaged checkpoints of any island."""
+    told = plane.gather(json.dumps(damaged).encode(), deadline_s=MEET_S)
+    refuse_damaged([str(json.loads(one)) for one in told])
+    run.recorder.cut(0)
+    if run.recorder.folder is not None and run.world.is_first:
+        _delete_later_checkpoints(run.recorder.folder, -1)
 
 
 def restore_round(
@@ -477,9 +526,3 @@ def list_held_rounds(
 def _single_run_digest(step: int) -> str:
     """Return the value in place of a digest for a checkpoint of a run without islands."""
     return f"step {step} of a run without islands"
-
-
-def compute_island_digest(joined: IslandConnection) -> str:
-    """Return the digest of the outer weights and state, over all ranks of the island."""
-    told = joined.inner.gather_json(joined.common.outer.digest())
-    return hashlib.sha256("".join(told).encode()).hexdigest()

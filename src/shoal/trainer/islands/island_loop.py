@@ -1,4 +1,4 @@
-"""Main job of an island: rounds of inner steps, and merges with the other islands between them.
+"""Rounds of an island: inner steps, and merges with the other islands between them.
 
     round   samples are dealt → inner steps → fragments leave and arrive on the way → the last
             one's commit ends the round: samples of the next one are dealt, a checkpoint is written
@@ -11,7 +11,6 @@ rows of metrics.jsonl are inner steps; every round is an event.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -20,16 +19,12 @@ from typing import Any
 import torch
 
 from shoal.base.errors import (
-    UNSAVED_CODE,
     ClusterError,
     ConfigError,
     ShoalError,
     TrainingError,
 )
-from shoal.config.sections import Config
 from shoal.data.loading.loader import Loader
-from shoal.data.sources import Source
-from shoal.fabric.islands.inter_island_group import IslandLost
 from shoal.islands.commit_vote import commit_failure_remedy, decide_commit
 from shoal.islands.merge_proposal import (
     MergeProposal,
@@ -41,76 +36,14 @@ from shoal.islands.merge_proposal import (
 from shoal.islands.method import FragmentSchedule
 from shoal.islands.outer_optimizer import all_finite
 from shoal.islands.sample_ranges import cut_steps, drop_consumed, inner_steps
-from shoal.trainer.islands.island_data import check_same_data
 from shoal.trainer.islands.island_join import (
     IslandConnection,
-    check_agreement,
     collect_merge_tensors,
     load_merged_weights,
 )
-from shoal.trainer.jobs.run_end import emit_run_end
-from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
-from shoal.trainer.state.replaced_folder import save_if_deleted
 from shoal.trainer.step.optimizer_step import reducer_of
 from shoal.wire.phases import phase
-
-STOPPED = 143
-"""Exit code of a run that stopped on request and saved: not finished, resume it."""
-
-
-def train_rounds(
-    run: Run, joined: IslandConnection, source: Source, config: Config, total_steps: int
-) -> int:
-    """Train rounds to the end, or to a stop; return the exit code.
-
-    Args:
-        total_steps: inner steps of an island of full speed.
-
-    Raises:
-        ClusterError: an island is lost.
-        TrainingError: changes are refused, or no step of this island moved a weight.
-    """
-    loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
-    policy, every = joined.policy, config.train.validate_every
-    last = -(-total_steps // policy.period)
-    if policy.regions > 1:  # the last merge is one of all islands
-        last = -(-last // policy.far_period) * policy.far_period
-    rounds = IslandRounds(run, joined, loader, last)
-    validate = make_validator(run, source, config)
-    began_s = time.perf_counter()
-    check_agreement(joined.plane, {"train.steps": total_steps, "train.validate_every": every})
-    held_out = (config.data.validation, source.validation)
-    data = {"data.source": (config.data.source, source.train), "data.validation": held_out}
-    check_same_data(joined, data, config.data.workers)
-    try:
-        while joined.common.round < last:
-            done = joined.common.round * policy.period
-            merge = rounds.one()
-            if merge.stop and rounds.can_resume_after(merge):
-                return _stop_run(run, joined)
-            validates = every and (done + policy.period) // every > done // every
-            if validates and policy.index == 0:
-                validate()
-            elif validates:
-                joined.merger.patience.extend_next_deadline()
-    except IslandLost as lost:
-        _handle_lost_island(run, joined, lost)
-        raise
-    rounds.load_merged()  # if no round was left
-    joined.common.keep()
-    saved = run.save()
-    # The changes of the others are merged and saved by now, so they lose nothing. But an
-    # island that added nothing to it has broken data or a broken loss, whatever theirs are like.
-    rounds.check_moved()
-    values = validate() if joined.policy.index == 0 else None
-    saved = save_if_deleted(run, saved)
-    wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.first_step
-    how = "completed" if saved else "completed; the last checkpoint could not be written"
-    emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
-    joined.close()
-    run.close()
-    return 0 if saved else UNSAVED_CODE
 
 
 class IslandRounds:
@@ -124,6 +57,7 @@ class IslandRounds:
     def __init__(self, run: Run, joined: IslandConnection, loader: Any, last: int = 0) -> None:
         self.run, self.joined, self.common, self.last = run, joined, joined.common, last
         self.policy = joined.policy
+        self.round_steps = self.policy.period
         if not isinstance(loader, Loader):
             raise ConfigError(
                 "data.source: islands deal samples by their number, and an iterable has none; "
@@ -138,6 +72,14 @@ class IslandRounds:
         self.common.since = self.common.since or [0] * len(joined.fragments)
         run.recorder.events.listeners.append(self._on_event)
         self._install_pull_hook()
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether samples are left: a shared stream has no end."""
+        return True
+
+    def save_start(self) -> None:
+        """Save the state before the first round, where islands need it."""
 
     def one(self) -> MergeResult:
         """Train one round; return the merge of its last fragment.
@@ -213,7 +155,7 @@ class IslandRounds:
         self._sent = joined.method.sent(outer, names, local) if trains_on else None
         message = joined.method.message(outer, names, self._sent or local)
         tokens, joined.common.since[moment.fragment] = joined.common.since[moment.fragment], 0
-        say = MergeProposal(tokens, self.used, self.steps_per_s, self.run.stopping)
+        say = MergeProposal(tokens, self.used, self.steps_per_s, self.run.stopping, self.used)
         averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()} if last else {}
         joined.merger.round_s = self.compute_s
         joined.merger.send(joined.common.round, moment.fragment, message, say, averaged)
@@ -297,13 +239,19 @@ class IslandRounds:
                 f"(last: {collect_refusals(merges)[policy.index]}); its data or its machine are "
                 "at fault"
             )
-        if common.failures >= policy.refusals:
-            numbers, nearest = commit_failure_remedy(merge.ballots)
-            if all(ballot.saved for ballot in merge.ballots):
-                self.check_moved()  # 0 targets of all islands: a mean over them is not finite
-            line = f"islands: {common.failures} rounds in a row were discarded, last because "
-            kind = TrainingError if numbers else ClusterError
-            raise kind(f"{line}{merge.why}; try: {nearest}")
+        self._stop_after_failures(merge)
+
+    def _stop_after_failures(self, merge: MergeResult) -> None:
+        """Raise an error if too many rounds in a row were discarded."""
+        failures = self.common.failures
+        if failures < self.policy.refusals:
+            return
+        numbers, nearest = commit_failure_remedy(merge.ballots)
+        if all(ballot.saved for ballot in merge.ballots):
+            self.check_moved()  # 0 targets of all islands: a mean over them is not finite
+        line = f"islands: {failures} rounds in a row were discarded, last because "
+        kind = TrainingError if numbers else ClusterError
+        raise kind(f"{line}{merge.why}; try: {nearest}")
 
     def _is_merge_committed(self, merge: MergeResult, island: int) -> bool:
         """Return whether the merge of an island and its partners was committed."""
@@ -387,32 +335,3 @@ class IslandRounds:
             tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)]
             if not all(all_finite(tensor) for tensor in tensors):
                 state.pop(parameter)
-
-
-def _stop_run(run: Run, joined: IslandConnection) -> int:
-    """Wait for the save that the last round started, and close; return the exit code."""
-    last = None
-    with contextlib.suppress(ShoalError):  # `close` raises it again
-        last = run.checkpoint_saver.wait_pending()
-    saved = last is not None and last.saved is not None
-    if run.world.is_first:
-        trouble = "" if saved else "; the last save failed"
-        how = f"stopped on request after round {joined.common.round}{trouble}"
-        run.recorder.events.emit("run_finished", step=run.step_count, how=how)
-    joined.close()
-    run.close()
-    return STOPPED if saved else UNSAVED_CODE
-
-
-def _handle_lost_island(run: Run, joined: IslandConnection, lost: IslandLost) -> None:
-    """Finish the save in progress, and emit the event that names the lost islands."""
-    with contextlib.suppress(ShoalError):
-        run.checkpoint_saver.wait_pending()
-    if run.world.is_first:
-        run.recorder.events.emit(
-            "island_lost",
-            step=run.step_count,
-            islands=list(lost.islands),
-            after_s=lost.after_s,
-            round=joined.common.round,
-        )

@@ -21,6 +21,7 @@ from shoal.islands.error_feedback_files import IslandErrorFeedback
 from shoal.islands.outer_optimizer import OuterState
 from shoal.islands.sample_ranges import SampleRange, SampleStream
 from shoal.parallel.program import Part
+from shoal.trainer.islands.owner_states import OwnerStates
 
 OUTER = "outer."
 
@@ -44,6 +45,9 @@ class CommonState:
         left: error feedback of this island's codec; per island, but saved with the rest.
         dropped: a line about error feedback in a checkpoint that fits no more.
         kept: the record as of the end of the last round; see `keep`.
+        owners: state of the owners that this group of processes trains; None: islands share a
+            stream of samples.
+        positions, held: of all owners: samples that each has used, and that each has.
     """
 
     outer: OuterState
@@ -63,10 +67,15 @@ class CommonState:
     failures: int = 0
     dropped: str = ""
     kept: dict[str, Any] | None = None
+    owners: OwnerStates | None = None
+    positions: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
 
     def parts(self) -> dict[str, Part]:
         """Return outer weights and state, sharded as the parameters are, and the error feedback."""
         found: dict[str, Part] = dict(self.left.parts())
+        if self.owners is not None:
+            found |= self.owners.parts()
         for name, tensor in self.outer.tensors().items():
             owner, kept = self._owner(name), OUTER + name
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -101,6 +110,7 @@ class CommonState:
                 "failures": self.failures,
                 "refusals": self.refusals.state(),
                 "left": self.left.record(),
+                **({"positions": self.positions, "held": self.held} if self.owners else {}),
             }
         }
         return {"islands": {**found["islands"], "since": list(self.since)}}
@@ -114,6 +124,8 @@ class CommonState:
             Shard.whole(name, tuple(manifest.tensors[name].shape), manifest.tensors[name].dtype)
             for name in self.left.select_own_tensors(manifest.tensors, kept)
         ]
+        if self.owners is not None:
+            found += self.owners.list_wanted_shards(manifest)
         for full, stored in manifest.tensors.items():
             if not full.startswith(OUTER):
                 continue
@@ -137,6 +149,9 @@ class CommonState:
             shape = shapes[self._owner(name)]
             found[name] = tensor.view(shape) if tensor.numel() == shape.numel() else tensor
         self.outer.load(found)
+        if self.owners is not None:
+            self.owners.load(tensors)
+            self.positions, self.held = list(kept["positions"]), list(kept["held"])
         self.dropped = self.left.load(tensors, kept.get("left"))
         same = len(kept["admission"]) == len(self.admission)  # as many fragments as now
         for one, state in zip(self.admission, kept["admission"], strict=True) if same else ():

@@ -1,0 +1,191 @@
+"""Owners of a run: their names, and the [data] of each of them.
+
+    data.source=jsonl:owners/{owner}.jsonl        a file for each owner: east, north, south
+    data.source=tokens:owners/{owner}             a folder for each owner
+    data.source=mine:owner_{owner}                a function for each owner, named 0, 1, …
+    data.source=digits data.split=even            one dataset, dealt to owners for an experiment
+
+On one machine the names are those of the files or folders. On several (`islands.at`), where nobody
+sees the files of the others, an owner is named by its number. `data.owners` names them otherwise.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.base.errors import ConfigError
+from shoal.config.load import LoadedConfig
+from shoal.config.paths import GLOBS, glob_files, split_source, suggest_path
+from shoal.config.sections import Config, DataSection
+
+OWNER = "{owner}"
+"""Place of an owner's name in data.source and data.validation."""
+ON_PATHS = (*GLOBS, "tokens", "images", "hf")
+"""Kinds of sources that are paths."""
+SPLITS, SPLIT_FORMS = ("even", "labels", "dirichlet"), "even, labels:1 or dirichlet:0.1"
+
+
+def resolve_owners(loaded: LoadedConfig) -> None:
+    """Set islands.count to the number of owners that data.source names, if it is left open.
+
+    Raises:
+        ConfigError: owners without data of their own, data of owners without
+            islands.data=own, or another number of owners than islands.count.
+    """
+    data, islands = loaded.config.data, loaded.config.islands
+    if not islands.owned:
+        _refuse_own_data(data)
+        return
+    _check_names(data)
+    if data.split and OWNER in data.source:
+        raise ConfigError(
+            f"data.split = {data.split}: deals one dataset to owners, and data.source = "
+            f"{data.source} has one for each; try: leave data.split out"
+        )
+    if islands.at and islands.concurrent:
+        raise ConfigError(
+            f"islands.concurrent = {islands.concurrent}: owners that train in turn are on one "
+            f"machine, and islands.at = {islands.at} is of several; try: leave one of them out"
+        )
+    if islands.at:
+        return
+    if not data.split and OWNER not in data.source:
+        raise ConfigError(
+            f"data.source = {data.source}: is the same for all owners; try: {OWNER} in the path, "
+            f"as in jsonl:owners/{OWNER}.jsonl, or data.split=even to deal one dataset"
+        )
+    names = data.owners or (glob_owner_names(data.source) if OWNER in data.source else ())
+    if not names:
+        return
+    if "islands.count" not in loaded.origins:
+        loaded.replace("islands", "of data.source", count=len(names))
+    elif islands.count != len(names):
+        raise ConfigError(
+            f"islands.count = {islands.count}: data.{'owners' if data.owners else 'source'} names "
+            f"{len(names)} owners ({', '.join(names[:6])}{', …' if len(names) > 6 else ''}); try: "
+            f"islands.count={len(names)}"
+        )
+
+
+def _refuse_own_data(data: DataSection) -> None:
+    """Refuse data of owners in a run that has none."""
+    for key, value in (("source", data.source), ("split", data.split)):
+        if OWNER in value or (key == "split" and value):
+            raise ConfigError(
+                f"data.{key} = {value}: gives each owner data of its own; try: "
+                f"islands.data=own islands.method=fedavg"
+            )
+
+
+def _check_names(data: DataSection) -> None:
+    """Refuse names that are parts of a path or of a function, and a split that is none."""
+    for name in data.owners:
+        if not name or set(name) & set(":/\\"):
+            raise ConfigError(
+                f"data.owners = {','.join(data.owners)}: {name!r} is no plain name; try: letters "
+                f"and numbers, as in data.owners=east,north"
+            )
+    if data.split:
+        parse_split(data.split)
+
+
+def list_owner_names(config: Config) -> tuple[str, ...]:
+    """Return the names of all owners, by number; "0", "1", … if no files name them."""
+    names = config.data.owners
+    if not names and OWNER in config.data.source and not config.islands.at:
+        names = glob_owner_names(config.data.source)
+    return names or tuple(str(number) for number in range(config.islands.count))
+
+
+def glob_owner_names(source: str) -> tuple[str, ...]:
+    """Return the names that `{owner}` stands for, in the order of their numbers and letters.
+
+    () for a source that is no path.
+
+    Raises:
+        ConfigError: no file or folder matches.
+    """
+    kind, argument = split_source(source) if source.partition(":")[0] in ON_PATHS else ("", "")
+    if not kind:
+        return ()
+    parts = Path(argument).expanduser().parts
+    at = next(place for place, part in enumerate(parts) if OWNER in part)
+    folder = Path(*parts[:at]) if at else Path()
+    head, _, tail = parts[at].partition(OWNER)
+    pattern = re.compile(f"{fnmatch.translate(head)[:-2]}(.+?){fnmatch.translate(tail)}")
+    found = {
+        match[1]
+        for path in glob.glob(str(folder / parts[at].replace(OWNER, "*")))
+        if (match := pattern.match(Path(path).name))
+    }
+    if not found:
+        if kind in GLOBS:  # raises, with the nearest path
+            glob_files(argument.replace(OWNER, "*"), kind=kind)
+        raise ConfigError(
+            f"data.source = {source}: no owner is there; {suggest_path(folder, kind)}"
+        )
+    return tuple(sorted(found, key=_sort_key))
+
+
+def select_owner(section: DataSection, name: str) -> DataSection:
+    """Return [data] of one owner.
+
+    >>> select_owner(DataSection(source="jsonl:of/{owner}.jsonl"), "east").source
+    'jsonl:of/east.jsonl'
+    """
+    return replace(
+        section,
+        source=section.source.replace(OWNER, name),
+        validation=section.validation.replace(OWNER, name),
+    )
+
+
+def list_data_sections(config: Config) -> list[DataSection]:
+    """Return [data] of every owner on this machine; of a run without owners the only one."""
+    if not config.islands.owned:
+        return [config.data]
+    names = list_owner_names(config)
+    if config.islands.at:
+        names = (names[config.islands.index],)
+    elif OWNER not in config.data.source + config.data.validation:
+        names = names[:1]
+    return [select_owner(config.data, name) for name in names]
+
+
+def parse_split(split: str) -> tuple[str, float]:
+    """Return the kind and the number of a `data.split`.
+
+    Raises:
+        ConfigError: it is none.
+
+    >>> parse_split("even"), parse_split("dirichlet:0.1")
+    (('even', 0.0), ('dirichlet', 0.1))
+    """
+    kind, colon, text = split.partition(":")
+    try:
+        number = float(text) if colon else 0.0
+    except ValueError:
+        number = -1.0
+    sound = kind in SPLITS and (bool(colon) != (kind == "even"))
+    if kind == "labels":
+        sound = sound and number >= 1 and number == int(number)
+    elif kind == "dirichlet":
+        sound = sound and 0 < number < math.inf
+    if not sound:
+        near = {"labels": "labels:1", "dirichlet": "dirichlet:0.1"}.get(kind, "even")
+        raise ConfigError(f"data.split = {split}: {SPLIT_FORMS} is wanted; try: data.split={near}")
+    return kind, number
+
+
+def _sort_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a key by which 9 comes before 10, and numbers before letters."""
+    return [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    ]

@@ -1,0 +1,127 @@
+"""Rounds of owners: the owners that train in a round, and the samples that each of them uses.
+
+An owner has an endless stream of its own samples, as `base/plans/batches.py` describes: position p
+is a sample of epoch p // n, where n is the number of its samples. The state is one position per
+owner, and the numbers n are known to all islands. So every island computes the same, and no sample
+numbers travel:
+
+    active    owners that have samples, and epochs left
+    drawn     max(1, round(share · active)) of them: the least hashes of (seed, round, owner)
+    range     of one owner: H steps, or E epochs, from its position; not beyond its last epoch
+    commit    the position of an owner moves on if its change was admitted
+
+So each own sample is used once in every own epoch of the committed rounds.
+
+Source: McMahan et al. 2017, "Communication-efficient learning of deep networks", algorithm 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from shoal.islands.sample_ranges import SampleRange, SampleStream, cut_steps
+
+
+@dataclass(frozen=True)
+class OwnerSchedule:
+    """Schedule of a run's owners; the same on every island.
+
+    Attributes:
+        held: samples of each owner.
+        batch: samples per optimizer step of one owner.
+        period: inner steps between merges.
+        epochs: passes of an owner over its samples between merges; 0: `period` steps.
+        last_epoch: passes after which an owner has no samples left; 0: none, its epochs never end.
+        share: share of the active owners that trains in a round.
+        seed: of the draws.
+    """
+
+    held: tuple[int, ...]
+    batch: int
+    period: int
+    epochs: int = 0
+    last_epoch: int = 0
+    share: float = 1.0
+    seed: int = 0
+
+    @property
+    def round_steps(self) -> int:
+        """Return the most inner steps that an owner takes in a round."""
+        if not self.epochs:
+            return self.period
+        return max(1, self.epochs * -(-max(self.held) // self.batch))
+
+    def count_rounds(self, total_steps: int) -> int:
+        """Return the rounds of the whole run.
+
+        Args:
+            total_steps: inner steps of an owner, if no last epoch limits them.
+
+        >>> OwnerSchedule((100, 20), 10, period=4, last_epoch=3).count_rounds(0)
+        8
+        """
+        if not self.last_epoch:
+            return max(1, -(-total_steps // self.round_steps))
+        if self.epochs:
+            return -(-self.last_epoch // self.epochs)
+        return max(1, -(-self.last_epoch * -(-max(self.held) // self.batch) // self.period))
+
+    def active(self, positions: Sequence[int]) -> list[int]:
+        """Return the owners that have samples to train on."""
+        return [
+            owner
+            for owner, (samples, position) in enumerate(zip(self.held, positions, strict=True))
+            if samples and not (self.last_epoch and position >= self.last_epoch * samples)
+        ]
+
+    def draw(self, round_number: int, positions: Sequence[int]) -> tuple[int, ...]:
+        """Return the owners that train in a round, ascending; () if none is active.
+
+        >>> schedule = OwnerSchedule((5, 5, 0, 5, 5), 2, period=1, share=0.5)
+        >>> len(schedule.draw(0, [0] * 5)), schedule.draw(0, [0] * 5) == schedule.draw(0, [0] * 5)
+        (2, True)
+        """
+        active = self.active(positions)
+        count = max(1, round(self.share * len(active))) if active else 0
+        if count == len(active):
+            return tuple(active)
+        order = sorted(
+            active,
+            key=lambda owner: hashlib.sha256(
+                f"owners {self.seed} {round_number} {owner}".encode()
+            ).digest(),
+        )
+        return tuple(sorted(order[:count]))
+
+    def next_range(self, owner: int, position: int) -> SampleRange:
+        """Return the samples that an owner uses in its next round, as positions of its stream.
+
+        >>> OwnerSchedule((10,), 4, period=2, last_epoch=1).next_range(0, 8)
+        SampleRange(start=8, stop=10)
+        """
+        samples = self.held[owner]
+        if self.epochs:
+            stop = (position // samples + self.epochs) * samples
+        else:
+            wanted = SampleStream(position).count_samples([self.period], self.batch, samples)
+            stop = position + wanted[0]
+        if self.last_epoch:
+            stop = min(stop, self.last_epoch * samples)
+        return SampleRange(position, stop)
+
+    def cut_steps(self, owner: int, position: int) -> list[tuple[int, int]]:
+        """Return the (start, stop) positions of an owner's inner steps in its next round."""
+        return cut_steps((self.next_range(owner, position),), self.held[owner], self.batch)
+
+    def advance(
+        self, positions: Sequence[int], drawn: Collection[int], admitted: Collection[int]
+    ) -> list[int]:
+        """Return the positions after a committed round; a refused owner repeats its samples."""
+        return [
+            self.next_range(owner, position).stop
+            if owner in drawn and owner in admitted
+            else position
+            for owner, position in enumerate(positions)
+        ]

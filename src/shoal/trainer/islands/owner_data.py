@@ -1,0 +1,314 @@
+"""Data of the owners that one group of processes trains: datasets, loaders, agreement, validation.
+
+    owners/east.jsonl  ── open_source ──> samples of owner 0 ── loader ──> its inner steps
+    owners/north.jsonl ── open_source ──> samples of owner 1 …
+
+No sample leaves its owner, and no digest of one. Owners exchange the numbers of their samples, the
+kind of the data, the hash of the tokenizer (`island_join.check_same_tokenizer`), and the sums of a
+validation: loss, targets and accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError
+from shoal.base.text.units import bytes_text
+from shoal.config.owners import OWNER, list_owner_names, select_owner
+from shoal.config.paths import TEXTS, split_source
+from shoal.config.sections import Config
+from shoal.data.digits import EvenSubset
+from shoal.data.loading.dataset_kind import is_indexed
+from shoal.data.loading.loader import Loader
+from shoal.data.owner_split import OwnerSubset, deal_samples
+from shoal.data.sources import Source, open_source
+from shoal.fabric import World
+from shoal.islands.peer_deadline import MOST_S
+from shoal.trainer.islands.island_join import MEET_S, IslandConnection
+from shoal.trainer.jobs.validation import Values, count_correct
+from shoal.trainer.loaders.run_loaders import open_loader
+from shoal.trainer.run import Run
+
+SHARED_TOKENIZER = "tokenizer.json"
+"""File of an island's folder: the tokenizer of owner 0, on one machine."""
+
+
+@dataclass(frozen=True)
+class OwnerData:
+    """Data of one owner.
+
+    Attributes:
+        loader: of its training samples; None if it has none.
+        validation: its held-out samples; None if it holds out none.
+    """
+
+    number: int
+    name: str
+    loader: Loader | None
+    validation: Any
+    source: Source
+
+    @property
+    def samples(self) -> int:
+        """Return the number of its training samples."""
+        return 0 if self.loader is None else self.loader.samples
+
+
+def open_first_source(config: Config) -> Source:
+    """Open the data of a run; of a run of owners, those of the first owner of this group.
+
+    With `data.split` it is the whole dataset, of which every owner has a part.
+    """
+    section = config.data
+    if config.islands.owned:
+        first = config.islands.owners_of(config.islands.index)[0]
+        section = select_owner(section, list_owner_names(config)[first])
+    return open_source(section, config.train.seed)
+
+
+def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
+    """Return a configuration in which the owners of one machine use the tokenizer of owner 0.
+
+    It changes nothing where `data.tokenizer` is a file, and on several machines, where an owner
+    does not see the text of another.
+
+    Args:
+        folder: of this island's run, inside the run's own folder.
+    """
+    is_here = not config.islands.at or (folder.parent / "run.toml").exists()
+    is_text = split_source(config.data.source.replace(OWNER, "0"))[0] in TEXTS
+    if not (is_here and is_text and OWNER in config.data.source):
+        return config
+    if not config.data.tokenizer.startswith("bpe:"):
+        return config
+    path = folder / SHARED_TOKENIZER
+
+    def write() -> None:
+        names = list_owner_names(config)
+        first = open_source(select_owner(config.data, names[0]), config.train.seed)
+        if world.writes_files:
+            first.tokenizer.save(str(path))
+
+    world.run_local_first(write)
+    return replace(config, data=replace(config.data, tokenizer=str(path)))
+
+
+def open_owners(run: Run, source: Source, config: Config) -> list[OwnerData]:
+    """Open the data of all owners that this group trains.
+
+    Args:
+        source: result of `open_first_source`, whose training data the run's first loader reads.
+
+    Raises:
+        ConfigError: data that can only be iterated, or as of `open_source`.
+    """
+    islands, names = config.islands, list_owner_names(config)
+    numbers = islands.owners_of(islands.index)
+    parts = (
+        deal_samples(source.train, islands.count, config.data.split, config.train.seed)
+        if config.data.split
+        else None
+    )
+    found = []
+    for number in numbers:
+        if parts is not None:
+            train: Any = OwnerSubset(source.train, parts[number])
+            own = replace(source, train=train, validation=None)
+        elif number == numbers[0]:
+            own = source
+        else:
+            own = open_source(select_owner(config.data, names[number]), config.train.seed)
+        if not is_indexed(own.train):
+            raise ConfigError(
+                f"data.source: the samples of owner {names[number]} can only be iterated, and an "
+                "owner's samples are counted; try: a dataset with __getitem__ and __len__"
+            )
+        workers = config.data.workers if len(numbers) == 1 else 0
+        found.append(
+            OwnerData(
+                number,
+                names[number],
+                open_owner_loader(run, own, workers) if len(own.train) else None,
+                own.validation,
+                own,
+            )
+        )
+    return found
+
+
+def open_owner_loader(run: Run, source: Source, workers: int) -> Loader:
+    """Return a loader over an owner's training samples; the run's own if it reads the same."""
+    known = run.feed.loaders[0] if run.feed.loaders else None
+    if isinstance(known, Loader) and known.dataset is source.train:
+        return known
+    plan, world = run.plan, run.feed.world
+    loader = open_loader(
+        source.train,
+        batch=plan.batch,
+        micro_batch=plan.micro_batch,
+        seed=plan.seed,
+        rank=world.rank if world.rank < plan.layout.data_degree else -1,
+        degree=plan.layout.data_degree,
+        workers=workers,
+        collate=source.collate,
+    )
+    if not isinstance(loader, Loader):
+        raise ConfigError("data.source: owners need a dataset with __getitem__ and __len__")
+    return loader
+
+
+def agree_on_owners(
+    joined: IslandConnection, owners: Sequence[OwnerData]
+) -> tuple[list[int], list[str]]:
+    """Exchange the numbers of all owners' samples; return them, and the owners' names, by owner.
+
+    Every rank of every island calls it.
+
+    Raises:
+        ConfigError: owners hold data of different kinds, none holds a sample, or an owner holds
+            another number than at the checkpoint from which the run continues.
+    """
+    own = {
+        str(one.number): [one.samples, one.source.kind, one.source.vocabulary, one.name]
+        for one in owners
+    }
+    message = json.dumps(own).encode()
+    told = [json.loads(one) for one in joined.plane.gather(message, deadline_s=MEET_S)]
+    rows = {int(number): row for one in told for number, row in one.items()}
+    if (kept := joined.common.held) and len(kept) != len(rows):
+        raise ConfigError(
+            f"islands.count = {len(rows)}: the checkpoint is of {len(kept)} owners, whose number "
+            f"is fixed; try: islands.count={len(kept)}, or a new run"
+        )
+    for number, (_, *about, name) in sorted(rows.items()):
+        if about != rows[0][1:3]:
+            raise ConfigError(
+                f"data.source: owner {name} has {_describe_kind(about)}, owner {rows[0][3]} has "
+                f"{_describe_kind(rows[0][1:3])}; try: data of one kind for all owners"
+            )
+        if kept and kept[number] != rows[number][0]:
+            raise ConfigError(
+                f"data.source: owner {name} has {rows[number][0]} samples, and had "
+                f"{kept[number]} at the checkpoint: its order would be another; try: the same "
+                "data, or a new run"
+            )
+    held = [rows[number][0] for number in sorted(rows)]
+    if not any(held):
+        raise ConfigError("data.source: no owner has a sample; try: files with data in them")
+    return held, [rows[number][3] for number in sorted(rows)]
+
+
+def _describe_kind(about: Sequence[Any]) -> str:
+    kind, vocabulary = about
+    return f"{kind} of a vocabulary of {vocabulary}" if vocabulary else str(kind)
+
+
+def describe_sent_data(run: Run, joined: IslandConnection, held: Sequence[int]) -> str:
+    """Return the line that names all that leaves an owner."""
+    shares = joined.merger.shares
+    message = joined.method.message_like(joined.common.outer, joined.fragments[0])
+    codec = joined.merger.codec
+    sizes = joined.inner.gather_json(codec.size_bytes(shares.count_elements(message)))
+    empty = sum(not samples for samples in held)
+    without = f", {empty} without any" if empty else ""
+    return (
+        f"own data of {len(held)} owners, {sum(held)} samples{without}: no sample leaves its "
+        f"owner; what does: the change of the weights once a round ({bytes_text(sum(sizes))}, "
+        f"codec {joined.policy.codec}), numbers of samples, tokens and steps, loss and accuracy of "
+        f"validations, the tokenizer. A change can reveal samples: there are no secure sums and no "
+        f"differential privacy"
+    )
+
+
+def make_owner_validator(
+    run: Run, joined: IslandConnection, owners: Sequence[OwnerData], config: Config
+) -> Callable[[], Values | None]:
+    """Return a function that validates the merged weights on every owner's held-out samples.
+
+    The function emits `validated`: the mean over all targets of all owners, the loss of each owner,
+    and the owner with the largest. It returns None if no owner holds out samples. Every rank of
+    every island calls it.
+    """
+    run.tells_validation = False
+    images = owners[0].source.kind == "samples" and not config.model.loss
+    metrics = {"accuracy": count_correct} if images else {}
+    text = config.train.validate_samples
+    limit = int(text) if text.isdecimal() else 0
+
+    def evaluate(owner: OwnerData) -> dict[str, float]:
+        data, most = (
+            owner.validation,
+            min(limit or math.inf, owner.source.validation_samples or math.inf),
+        )
+        most = max(most, run.plan.layout.data_degree)
+        if is_indexed(data) and most < len(data):
+            data = EvenSubset(data, int(most), True)
+        source = owner.source
+        values = run.evaluate(
+            run.feed.held_out_batches(data, config.data.workers, source.collate), metrics
+        )
+        entropy = source.unigram_entropy
+        return values | ({} if entropy is None else {"entropy": entropy})
+
+    def validate() -> Values | None:
+        began_s = time.perf_counter()
+        own = {one.name: evaluate(one) for one in owners if one.validation is not None}
+        message = json.dumps(own).encode()
+        told = [json.loads(one) for one in joined.plane.gather(message, deadline_s=MOST_S)]
+        by_owner = {name: values for one in told for name, values in one.items()}
+        if not by_owner:
+            return None
+        values = merge_validations(by_owner)
+        if run.world.writes_files:
+            run.recorder.events.emit(
+                "validated",
+                step=run.step_count,
+                loss=values["loss"],
+                accuracy=values.get("accuracy"),
+                targets=int(values["targets"]),
+                unigram_entropy=values.get("entropy"),
+                baseline="unigram entropy",
+                seconds=time.perf_counter() - began_s,
+                by_source=by_owner,
+                worst=find_worst_owner(by_owner),
+            )
+        return values
+
+    return validate
+
+
+def merge_validations(by_owner: Mapping[str, Mapping[str, float]]) -> Values:
+    """Return the means of the owners' values, weighted by their targets; and all targets.
+
+    >>> merge_validations({"a": {"loss": 1.0, "targets": 3}, "b": {"loss": 2.0, "targets": 1}})
+    {'loss': 1.25, 'targets': 4}
+    """
+    counting = [values for values in by_owner.values() if values["targets"]]
+    targets = sum(values["targets"] for values in counting)
+    keys = [key for key in next(iter(by_owner.values())) if key != "targets"]
+    found = {
+        key: sum(values[key] * values["targets"] for values in counting) / targets
+        if targets
+        else math.nan
+        for key in keys
+        if all(key in values for values in by_owner.values())
+    }
+    return {**found, "targets": targets}
+
+
+def find_worst_owner(by_owner: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the owner with the largest loss; a loss that is not finite is the largest.
+
+    >>> find_worst_owner({"a": {"loss": 1.0}, "b": {"loss": 2.0}, "c": {"loss": math.nan}})
+    'c'
+    """
+    return max(
+        by_owner,
+        key=lambda name: loss if math.isfinite(loss := by_owner[name]["loss"]) else math.inf,
+    )

@@ -1,0 +1,276 @@
+"""Rounds of owners: islands whose data stay with them, or groups of processes that train several.
+
+    round   owners are drawn → each group trains its drawn owners, one after another, all from the
+            merged weights → their changes travel → commit: positions move on, a checkpoint is
+            written
+
+It differs from `IslandRounds` in what an owner has for itself: its samples, their order and its
+epochs, the inner optimizer, the method's control. All owners, also those that did not train, hold
+the merged weights after a round. An owner whose change is refused repeats its samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ConfigError, TrainingError
+from shoal.config.sections import Config
+from shoal.data.sources import Source
+from shoal.islands.merge_proposal import (
+    IslandChange,
+    MergeProposal,
+    MergeResult,
+    collect_refusals,
+)
+from shoal.islands.owner_schedule import OwnerSchedule
+from shoal.trainer.islands.island_join import (
+    IslandConnection,
+    collect_merge_tensors,
+    load_merged_weights,
+)
+from shoal.trainer.islands.island_loop import IslandRounds
+from shoal.trainer.islands.owner_data import (
+    OwnerData,
+    agree_on_owners,
+    describe_sent_data,
+    make_owner_validator,
+    open_owners,
+)
+from shoal.trainer.jobs.validation import make_validator
+from shoal.trainer.run import Run
+from shoal.trainer.step.skipped_steps import SpikeDetector
+from shoal.wire.phases import phase
+
+
+def open_owner_rounds(
+    run: Run, joined: IslandConnection, source: Source, config: Config, total_steps: int
+) -> tuple[OwnerRounds, Callable[[], Any]]:
+    """Open the owners' data and return their rounds, and the validation of all owners.
+
+    Args:
+        total_steps: inner steps of an owner, if `train.epochs` does not limit them.
+
+    Raises:
+        ConfigError: as of `open_owners` and `agree_on_owners`.
+    """
+    owners = open_owners(run, source, config)
+    held, names = agree_on_owners(joined, owners)
+    for test in joined.common.admission:
+        test.names = names
+    policy = joined.policy
+    schedule = OwnerSchedule(
+        tuple(held),
+        run.plan.batch,
+        policy.period,
+        policy.epochs,
+        config.train.epochs,
+        policy.sample,
+        run.plan.seed,
+    )
+    rounds = OwnerRounds(
+        run,
+        joined,
+        {one.number: one for one in owners},
+        schedule,
+        schedule.count_rounds(total_steps),
+    )
+    run.rate.length.total_steps = rounds.last * schedule.round_steps
+    line = describe_sent_data(run, joined, held)
+    if run.world.is_first and not run.step_count:
+        run.recorder.notice(line)
+    if not config.data.split:
+        return rounds, make_owner_validator(run, joined, owners, config)
+    # Only training samples are dealt: the first group validates for all, on what is held out.
+    validate = make_validator(run, source, config)
+    return rounds, validate if not policy.index else joined.merger.patience.extend_next_deadline
+
+
+class OwnerRounds(IslandRounds):
+    """Rounds of the owners that one group of processes trains.
+
+    Args:
+        owners: their data, by number.
+        last: the round after which the run ends; 0: never.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        joined: IslandConnection,
+        owners: Mapping[int, OwnerData],
+        schedule: OwnerSchedule,
+        last: int = 0,
+    ) -> None:
+        super().__init__(run, joined, run.feed.loaders[0], last)
+        common, states = joined.common, joined.common.owners
+        if states is None:
+            raise ConfigError("islands.data = shared: owners hold data of their own; try: own")
+        self.owners, self.schedule, self.states = owners, schedule, states
+        self.round_steps = schedule.round_steps
+        common.held = list(schedule.held)
+        common.positions = common.positions or [0] * len(common.held)
+        if states.takes_turns:  # the losses of different owners are no series
+            run.spikes = SpikeDetector("off")
+        self._saved_step = run.step_count
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether an owner has samples left to train on."""
+        return bool(self.schedule.active(self.common.positions))
+
+    def save_start(self) -> None:
+        """Save the state before the first round, so that all groups always hold a common round."""
+        if self.run.recorder.folder is None or self.common.digest:
+            return
+        if not self.common.round:
+            self.common.digest = self.joined.compute_digest()
+            self.common.keep()
+            self._start_save()
+
+    def one(self) -> MergeResult:
+        """Train one round; return its merge.
+
+        Raises:
+            IslandLost: a group is lost.
+            TrainingError: changes are refused.
+        """
+        common, run, policy = self.common, self.run, self.policy
+        began_s = time.perf_counter()
+        drawn = self.schedule.draw(common.round, common.positions)
+        senders = [
+            [owner for owner in policy.owners_of(group) if owner in drawn]
+            for group in range(policy.groups)
+        ]
+        self.compute_s = self.exposed_s = self.steps_per_s = 0.0
+        self.tokens, self.used = 0, 0
+        first_step = run.step_count
+        run.recorder.restart_clock()
+        _, plain = collect_merge_tensors(run)
+        before = {name: tensor.detach().clone() for name, (tensor, _) in plain.items()}
+        changes, controls = [], {}
+        for place, owner in enumerate(senders[policy.index]):
+            if place:
+                self._load_start(before)
+            change, controls[owner] = self._train_owner(owner)
+            changes.append(change)
+        merge = self._merge_changes(changes, senders, before)
+        counts = set(merge.verdict.admitted) if merge.committed else set()
+        for owner, control in controls.items():
+            if owner in counts:
+                self.states.keep_control(owner, control)
+        if merge.committed:
+            common.positions = self.schedule.advance(common.positions, drawn, counts)
+        self._close_owners_round(merge, drawn, began_s, run.step_count - first_step)
+        return merge
+
+    def can_resume_after(self, merge: MergeResult) -> bool:
+        """Return whether a run can resume after this merge."""
+        return merge.committed
+
+    def load_merged(self) -> None:
+        """Replace this group's weights by the merged weights."""
+        load_merged_weights(self.run, self.joined, max(0, self.common.round - 1))
+
+    def _train_owner(self, owner: int) -> tuple[IslandChange, dict[str, torch.Tensor]]:
+        """Take the inner steps of an owner; return its change, and its new control."""
+        common, run, method = self.common, self.run, self.joined.method
+        data, steps = self.owners[owner], self.schedule.cut_steps(owner, common.positions[owner])
+        self.states.install(owner)
+        method.start_owner(self.states.control(owner))
+        run.first_key = owner * -(-run.plan.batch // run.plan.micro_batch)
+        tokens, used, since_s = 0, 0, time.perf_counter()
+        done = common.round * self.round_steps
+        if data.loader is None:
+            raise ConfigError(f"data.source: owner {data.name} was drawn and has no sample")
+        for number, batch in enumerate(data.loader.over(steps)):
+            run.lr_step = done + number * self.round_steps // len(steps)
+            tokens += round(run.step(batch).targets)
+            used += batch.next_position - batch.position
+        seconds = time.perf_counter() - since_s
+        self.tokens, self.used = self.tokens + tokens, self.used + used
+        self.compute_s += seconds
+        self.steps_per_s = len(steps) / seconds
+        weights, plain = collect_merge_tensors(run)
+        local = {name: tensor for name, (tensor, _) in weights.items()}
+        names = [name for name in self.joined.fragments[0] if name in local]
+        message = method.message(common.outer, names, local)
+        self.states.store(owner)
+        proposal = MergeProposal(
+            tokens, used, self.steps_per_s, run.stopping, self.schedule.held[owner]
+        )
+        averaged = {name: tensor.to("cpu", copy=True) for name, (tensor, _) in plain.items()}
+        return IslandChange(owner, message, proposal, averaged), method.end_owner()
+
+    def _merge_changes(
+        self,
+        changes: Sequence[IslandChange],
+        senders: Sequence[Sequence[int]],
+        before: Mapping[str, torch.Tensor],
+    ) -> MergeResult:
+        """Exchange the changes, and load the merged weights."""
+        joined, common, run = self.joined, self.common, self.run
+        began_s = time.perf_counter()
+        names = [name for name in joined.fragments[0] if name in common.outer.weights]
+        like = joined.method.message_like(common.outer, names)
+        wanted = run.stopping or any(joined.inner.gather_json(run.stop_wanted))
+        say = MergeProposal(self.tokens, self.used, self.steps_per_s, wanted)
+        joined.merger.round_s = self.compute_s
+        joined.merger.send_changes(common.round, 0, changes, say, (like, before), senders)
+        self._finish_save()
+        with phase("merge with the other islands"):
+            merge = joined.merger.result()
+        self._load_start({**before, **merge.plain})
+        if any(merge.refused(owner) for owner in senders[self.policy.index]):
+            self._reset_broken()
+        self.exposed_s += time.perf_counter() - began_s
+        run.recorder.restart_clock()
+        return merge
+
+    @torch.no_grad()
+    def _load_start(self, plain: Mapping[str, torch.Tensor]) -> None:
+        """Load the merged weights, and running statistics, from which every owner starts."""
+        _, parts = collect_merge_tensors(self.run)
+        for name, tensor in plain.items():
+            parts[name][0].copy_(tensor)
+        load_merged_weights(self.run, self.joined, self.common.round)
+
+    def _close_owners_round(
+        self, merge: MergeResult, drawn: Sequence[int], began_s: float, steps: int
+    ) -> None:
+        """Write events and a checkpoint; raise if refusals are too many."""
+        common, policy, run = self.common, self.policy, self.run
+        round_number = common.round
+        if merge.committed:
+            common.round, common.digest = common.round + 1, merge.digest
+        common.failures = 0 if merge.committed else common.failures + 1
+        stops = common.refusals.count(drawn, collect_refusals([merge]))
+        if merge.committed and self.joined.method.resets_inner:
+            run.optimizer.state.clear()
+        self._emit_round(
+            [merge],
+            round_number,
+            time.perf_counter() - began_s,
+            steps,
+            sent_bytes=sum(self.joined.inner.gather_json(merge.sent_bytes)),
+            exchange_s=merge.seconds,
+            owners=policy.count,
+        )
+        if merge.committed:
+            common.keep()
+        unsaved = not merge.ballots[policy.index].saved
+        if run.recorder.folder is not None and (unsaved or merge.committed):
+            # A group whose owners were not drawn made no step, and each save has a step of its own.
+            run.step_count = max(run.step_count, self._saved_step + 1)
+            self._saved_step = run.step_count
+            self._start_save()
+        if own := [owner for owner in stops if owner in self.owners]:
+            name, why = self.owners[own[0]].name, collect_refusals([merge])[own[0]]
+            raise TrainingError(
+                f"owner {name}: its change was refused {policy.refusals} rounds in a row (last: "
+                f"{why}); its data or its machine are at fault"
+            )
+        self._stop_after_failures(merge)

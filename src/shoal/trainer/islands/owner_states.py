@@ -1,0 +1,149 @@
+"""State of owners that never leaves them: inner optimizer and method's control, by owner.
+
+A group of processes that trains one owner keeps its inner optimizer in the run, as any island does.
+A group that trains several in turn (`islands.concurrent`) copies it to host memory after an owner's
+steps, and back before its next ones. The control is that of the method (`MergeMethod.control`).
+
+In a checkpoint, with the state of all owners of the group:
+
+    owner.NUMBER.optimizer.NAME.KEY        sharded as the parameter NAME, if it has its shape
+    owner.NUMBER.control.NAME
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.format.manifest import Manifest
+from shoal.islands.outer_optimizer import all_finite
+from shoal.parallel.program import Part
+from shoal.trainer.run import Run
+
+PREFIX = "owner."
+OPTIMIZER, CONTROL = "optimizer.", "control."
+
+State = dict[str, torch.Tensor]
+"""Tensors of one owner, by their names in a checkpoint without PREFIX and number."""
+
+
+class OwnerStates:
+    """State of the owners of one group of processes, as one rank holds it; checkpointed.
+
+    Args:
+        owners: numbers of the owners that this group trains.
+        shards: of the parameters that merges update, by name.
+
+    Attributes:
+        kept: tensors of each owner, on the CPU.
+    """
+
+    def __init__(self, run: Run, owners: Sequence[int], shards: Mapping[str, Shard]) -> None:
+        self.run, self.shards = run, shards
+        self.kept: dict[int, State] = {owner: {} for owner in owners}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether the group trains several owners, one after another."""
+        return len(self.kept) > 1
+
+    def control(self, owner: int) -> State:
+        """Return the method's control of an owner, by parameter name; {} before its first round."""
+        kept = self.kept[owner]
+        return {n.removeprefix(CONTROL): t for n, t in kept.items() if n.startswith(CONTROL)}
+
+    def keep_control(self, owner: int, control: Mapping[str, torch.Tensor]) -> None:
+        """Replace the control of an owner."""
+        self.kept[owner] |= {CONTROL + name: tensor for name, tensor in control.items()}
+
+    @torch.no_grad()
+    def install(self, owner: int) -> None:
+        """Install the inner optimizer of an owner in the run, if owners take turns."""
+        if not self.takes_turns:
+            return
+        state = self.run.optimizer.state
+        state.clear()
+        for name, one in self.run.program.local.items():
+            head = f"{OPTIMIZER}{name}."
+            for full, tensor in self.kept[owner].items():
+                if full.startswith(head):
+                    device = one.parameter.device if tensor.dim() else tensor.device
+                    state[one.parameter][full.removeprefix(head)] = tensor.to(device, copy=True)
+
+    @torch.no_grad()
+    def store(self, owner: int) -> None:
+        """Keep the inner optimizer of an owner; state that is not finite begins anew."""
+        if not self.takes_turns:
+            return
+        found = {
+            f"{OPTIMIZER}{name}.{key}": value.detach().to("cpu", copy=True)
+            for name, one in self.run.program.local.items()
+            for key, value in self.run.optimizer.state.get(one.parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        sound = all(all_finite(tensor) for tensor in found.values())
+        control = {CONTROL + name: tensor for name, tensor in self.control(owner).items()}
+        self.kept[owner] = {**control, **(found if sound else {})}
+
+    def parts(self) -> dict[str, Part]:
+        """Return this rank's shards of all owners' states, by their names in a checkpoint."""
+        found: dict[str, Part] = {}
+        for owner, state in self.kept.items():
+            for name, tensor in state.items():
+                full, dtype = f"{PREFIX}{owner}.{name}", str(tensor.dtype).removeprefix("torch.")
+                shard = self._shard_of(name)
+                if shard is not None and tensor.numel() == shard.elements and tensor.dim():
+                    found[full] = (tensor, replace(shard, name=full, dtype=dtype))
+                else:
+                    found[full] = (tensor, Shard.whole(full, tuple(tensor.shape), dtype))
+        return found
+
+    def list_wanted_shards(self, manifest: Manifest) -> list[Shard]:
+        """Return this rank's shards of the owners' tensors in a checkpoint."""
+        found = []
+        for full, stored in manifest.tensors.items():
+            owner, name = _split_name(full)
+            shard = self._shard_of(name) if owner in self.kept else None
+            if shard is None:
+                continue  # another group's owner, or on another stage of a pipeline
+            if tuple(stored.shape) == shard.global_shape:
+                found.append(replace(shard, name=full, dtype=stored.dtype))
+            else:
+                found.append(Shard.whole(full, tuple(stored.shape), stored.dtype))
+                self._shapes[full] = tuple(stored.shape)
+        return [shard for shard in found if shard.slices]
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the result of `parts`."""
+        self.kept = {owner: {} for owner in self.kept}
+        for full, tensor in tensors.items():
+            owner, name = _split_name(full)
+            if owner in self.kept:
+                shape = self._shapes.get(full, self._local_shape(name))
+                self.kept[owner][name] = tensor.to("cpu", copy=True).reshape(shape)
+
+    def _shard_of(self, name: str) -> Shard | None:
+        """Return the shard of the parameter to which a tensor belongs, None if it is not here."""
+        parameter = self._parameter_of(name)
+        if name.startswith(OPTIMIZER):
+            local = self.run.program.local.get(parameter)
+            return None if local is None else local.shard
+        return self.shards.get(parameter)
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        return self.run.program.local[self._parameter_of(name)].parameter.shape
+
+    def _parameter_of(self, name: str) -> str:
+        if name.startswith(CONTROL):
+            return name.removeprefix(CONTROL)
+        return name.removeprefix(OPTIMIZER).rpartition(".")[0]
+
+
+def _split_name(full: str) -> tuple[int, str]:
+    """Return (owner, name without it) of a tensor in a checkpoint; (−1, "") for other tensors."""
+    number, _, name = full.removeprefix(PREFIX).partition(".")
+    return (int(number), name) if full.startswith(PREFIX) and number.isdecimal() else (-1, "")

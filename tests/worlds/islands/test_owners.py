@@ -1,0 +1,129 @@
+"""Owners on real groups of processes: equal to the papers' algorithms, written out by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import owners_case
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
+from worlds import Failed
+
+LENGTHS = [9, 4, 0, 17, 6]
+"""Unequal; owner 2 has no sample, and owner 1 is soon without any left."""
+ROUNDS = 6
+USUAL = {"period": 2, "sample": 0.5}
+
+METHODS = [
+    pytest.param({"method": "scaffold"}, id="scaffold"),
+    pytest.param({"method": "fedavg"}, id="fedavg"),
+    pytest.param({"method": "fedprox", "proximal": 0.3}, id="fedprox"),
+    *(pytest.param({"method": "fedopt", "server": s}, id=s) for s in ("adam", "yogi", "adagrad")),
+    pytest.param({"merge": "median", "sample": 1.0}, id="median"),
+    pytest.param({"merge": "trimmed", "sample": 1.0}, id="trimmed"),
+]
+
+
+@pytest.mark.parametrize("asked", METHODS)
+def test_a_method_is_the_papers(islands, tmp_path: Path, asked: dict[str, Any]) -> None:
+    """Two groups train five owners; a half is drawn, one runs out of data in its third epoch."""
+    keys = {**USUAL, **asked}
+    told = islands(2).call(
+        "owners_case:train", lengths=LENGTHS, rounds=ROUNDS, last_epoch=3, folder=str(tmp_path),
+        **keys,
+    )  # fmt: skip
+    check_reference(tmp_path, told, keys)
+
+
+def check_reference(folder: Path, told: Any, keys: dict[str, Any]) -> None:
+    """Every round within 1e-12 of the reference, on all groups."""
+    known = {"method": keys.get("method", "fedavg"), "merge": keys.get("merge", "mean")}
+    wanted = owners_case.expected(
+        LENGTHS, rounds=ROUNDS, period=keys["period"], share=keys["sample"], last_epoch=3,
+        server=keys.get("server", "adam"), **known,
+    )  # fmt: skip
+    for group in range(2):
+        found = torch.load(folder / f"weights-{group}.pt")
+        assert len(found) == ROUNDS
+        for ours, theirs in zip(found, wanted, strict=True):
+            apart = sum(
+                float(((a - b) ** 2).sum()) for a, b in zip(ours.values(), theirs, strict=True)
+            )
+            norm = sum(float((b**2).sum()) for b in theirs)
+            assert apart <= 1e-24 * norm
+    assert told[0][0]["weights"] == told[1][0]["weights"]
+
+
+def test_fsdp_inside_an_owner_does_not_matter(islands, tmp_path: Path) -> None:
+    """SCAFFOLD on two ranks per group, with controls that each rank holds in parts."""
+    keys = {**USUAL, "method": "scaffold"}
+    told = islands(2, 2).call(
+        "owners_case:train", lengths=LENGTHS, rounds=ROUNDS, last_epoch=3, folder=str(tmp_path),
+        layout="fsdp", **keys,
+    )  # fmt: skip
+    check_reference(tmp_path, told, keys)
+
+
+TURNS = {"lengths": LENGTHS, "period": 2, "sample": 0.5, "optimizer": "adamw", "last_epoch": 3}
+
+
+def test_groups_change_no_bit_and_read_only_their_owners_samples(islands) -> None:
+    """Each own sample once per own epoch; AdamW's moments stay with their owner."""
+    two = islands(2).call("owners_case:train", rounds=30, **TURNS)
+    alone = owners_case.train(owners_case.single(), 0, 1, "", rounds=30, **TURNS)
+    assert alone["weights"] == two[0][0]["weights"]
+    assert two[0][0]["positions"] == [3 * length for length in LENGTHS], "no samples left"
+    for group, (told,) in enumerate(two):
+        read = Counter(map(tuple, told["read"]))
+        wanted = {(owner, k): 3 for owner in range(group, 5, 2) for k in range(LENGTHS[owner])}
+        assert read == wanted
+    assert {**two[0][0]["kept"], **two[1][0]["kept"]} == alone["kept"]
+
+
+@pytest.mark.parametrize("method", ["scaffold", pytest.param("fedavg", marks=pytest.mark.proof)])
+def test_a_kill_in_the_middle_of_a_round_changes_no_bit(
+    islands, tmp_path: Path, method: str
+) -> None:
+    """Killed in round 0 and in round 2, one group and both: as if nothing had been."""
+    asked = {**TURNS, "rounds": 5, "method": method}
+    two = islands(2)
+    whole = two.call("owners_case:train", **asked)[0][0]
+    for dies in ([[1, 0]], [[1, 2]], [[0, 2], [1, 2]]):
+        folder = tmp_path / str(dies)
+        folder.mkdir()
+        if len(dies) == 1:
+            told = two.call("owners_case:train", folder=str(folder), dies=dies, ends=1, **asked)
+            assert "island 1" in told[0][0]["line"]
+        else:
+            with pytest.raises(Failed):
+                two.call("owners_case:train", folder=str(folder), dies=dies, **asked)
+        again = two.call("owners_case:train", folder=str(folder), **asked)
+        for (told,) in again:
+            assert told["began"] <= dies[0][1]
+            assert told["weights"] == whole["weights"][told["began"] :]
+            assert told["positions"] == whole["positions"]
+        assert again[0][0]["kept"] == whole["kept"]
+
+
+def test_a_wrong_owner_is_refused_and_repeats_its_samples(islands) -> None:
+    """Reversed and 1000 × as long, so that the others merge without it."""
+    asked = {"lengths": [8, 8, 8, 8, 8], "period": 1, "rounds": 2, "wrong": 3}
+    told = islands(2).call("owners_case:train", **asked)[0][0]
+    assert told["admitted"] == [[0, 1, 2, 4]] * 2
+    assert told["refused"][0]["3"].startswith("island 3: its change is ")
+    assert told["positions"] == [8, 8, 8, 0, 8]
+
+
+def test_bytes_are_as_foreseen(islands) -> None:
+    """Two groups, three of five owners in a round: within 2 % of the planner's figure."""
+    asked = {"lengths": [4] * 5, "period": 1, "sample": 0.6, "width": 4000, "rounds": 4}
+    told = islands(2).call("owners_case:train", **asked)
+    policy = IslandsPolicy("fedavg", count=5, data="own", concurrent=2, sample=0.6)
+    cost = islands_cost(policy, IslandsFacts(8 * 4000 + 1, 1.0, 1e9, element_bytes=8))
+    sent = sum(sum(one["sent_bytes"]) for (one,) in told) / 2 / 4
+    assert sent == pytest.approx(cost.sent_bytes, rel=0.02)
