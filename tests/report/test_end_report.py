@@ -18,6 +18,21 @@ from shoal.launch import RunOutcome, end_report
 from shoal.report import report_page
 
 
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report ends its process, so it sets variables of numpy there."""
+    for name, value in end_report.ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_report_loads_neither_rich_nor_torch(tmp_path: Path) -> None:
+    """Most of what a report of a short run costs is its imports."""
+    program = "import sys, shoal.report.report_page; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert {"rich", "torch", "numpy", "msgspec", "typer"} & set(done.stdout.split()) == set()
+    assert "shoal.report.report_page" in done.stdout
+
+
 def write_steps(folder: Path, steps: int, step_s: float) -> None:
     rows = [{"step": n, "loss": 1.0, "step_s": step_s, "tokens": 8} for n in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

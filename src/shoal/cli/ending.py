@@ -7,6 +7,7 @@ reported.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -19,7 +20,12 @@ from pathlib import Path
 from shoal.base.runlog.damaged_lines import Record
 from shoal.cli.islands import island_folder, island_folders
 from shoal.launch import RunOutcome
-from shoal.launch.end_report import command_line, exceeds_report_bytes, is_report_due
+from shoal.launch.end_report import (
+    ONE_THREAD,
+    command_line,
+    exceeds_report_bytes,
+    is_report_due,
+)
 from shoal.view import RunFolder
 from shoal.view.run_folder_reader import last_session_events
 
@@ -209,6 +215,7 @@ def write_end_report(folder: Path) -> str:
         return ""
     if exceeds_report_bytes(folder):
         return command_line(folder)
+    os.environ.update(ONE_THREAD)  # nothing else of this process computes from here on
     from shoal.report import report_page
 
     return report_page.write_end_report(folder)

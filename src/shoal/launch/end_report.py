@@ -24,6 +24,8 @@ REPORT_STEPS, REPORT_S = 20, 5.0
 """Steps, and seconds of steps, from which the end of a run writes its report."""
 REPORT_BYTES = 100_000_000
 """Bytes of metrics and rank records above which it would delay the exit by over two seconds."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""Variables of a process that imports numpy for a report: threads cost more than they compute."""
 WRITER = "shoal.report.report_page"
 """Module whose program writes the reports of the folders that it gets as arguments."""
 
@@ -64,7 +66,8 @@ def replace_process_by_report(folders: Sequence[Path]) -> None:
         return
     flush_streams()
     try:
-        os.execv(sys.executable, [sys.executable, "-m", WRITER, *map(str, due)])
+        words = [sys.executable, "-m", WRITER, *map(str, due)]
+        os.execve(sys.executable, words, {**os.environ, **ONE_THREAD})
     except OSError as failure:
         write_error(f"shoal: report: cannot be started: {failure.strerror}; {command_line(due[0])}")
 

@@ -215,6 +215,8 @@ def main() -> int:
         _watch_node(watch, ranks, teller, said)
     watch.records.append_steps(watch.own)
     watch.sampler.close()
+    while said.read_line() is not None:  # of a run that began just before the end
+        pass
     if folder is not None and teller.keeps:
         replace_process_by_report([watch.records.current_folder(), *said.folders])
     return 0
