@@ -265,3 +265,14 @@ def test_a_silent_run_says_since_when(tmp_path: Path) -> None:
     assert texts(run)[2] == "try: shoal diagnose runs/mine · last sign of life 5 min 00 s ago"
     run = replace(run, row=replace(ROW, last_sign_s=NOW_S + 3600))
     assert texts(run)[2] == "its clock is 1 h 00 min ahead"
+
+
+def test_a_death_is_not_pushed_out_by_the_notices_of_its_restart(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    write_event(folder, "worker_died", rank=1, pid=7, how="ended by the watch", attempt=0)
+    write_event(folder, "restarting", attempt=1, of=3, saved=None)
+    for number in range(4):
+        write_event(folder, "notice", rank=0, text=f"notice {number} " + "of many words " * 12)
+    screen = "\n".join(texts(read(folder)))
+    assert "rank 1 (pid 7): ended by the watch" in screen
+    assert "notice 3" in screen

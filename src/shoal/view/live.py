@@ -42,6 +42,7 @@ OPENING_LINES = 5
 ENDS_OPENING = ("compute_started", "worker_died", "restarting", "hang", "run_finished")
 STYLES = {
     "worker_died": "red",
+    "hang": "red",
     "checkpoint_damaged": "red",
     "checkpoint_failed": "yellow",
     "step_skipped": "yellow",

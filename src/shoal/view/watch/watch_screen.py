@@ -30,6 +30,8 @@ from shoal.view.watch.styled_lines import (
 )
 from shoal.view.watch.watch_state import EventLine, IslandState, WatchedRun
 
+FAULT_S = 600.0
+"""Seconds for which a fault stays on the screen, whatever happens after it."""
 VIEWS = ("all", "curves", "ranks", "events")
 STATE_STYLES = {
     "running": "bold green",
@@ -287,7 +289,7 @@ def _island_lines(islands: Sequence[IslandState], width: int) -> list[Line]:
 def _event_lines(
     events: Sequence[EventLine], width: int, room: int, first: int = 0, most: int = 3
 ) -> list[Line]:
-    """Return the newest events, wrapped, oldest of them first.
+    """Return the newest events, wrapped, oldest of them first; a recent fault is among them.
 
     Args:
         room: lines for all events.
@@ -296,9 +298,27 @@ def _event_lines(
     """
     if room <= 0:
         return []
-    found: list[Line] = []
     shown = events[: len(events) - first] if first else events
-    for event in reversed(shown):
+    if first or not (fault := _recent_fault(shown)):
+        return _newest_events(shown, width, room, most)
+    # A rank's death is not pushed out by what its restart reports.
+    above = _newest_events([fault], width, max(1, room // 2), most)
+    below = _newest_events(
+        [one for one in shown if one is not fault], width, room - len(above), most
+    )
+    whole = _newest_events(shown, width, room, most)
+    return whole if any(above[0] == line for line in whole) else above + below
+
+
+def _recent_fault(events: Sequence[EventLine]) -> EventLine | None:
+    """Return the newest fault, if it is at most `FAULT_S` older than the newest event."""
+    faults = [one for one in events if one.style == "red"]
+    return faults[-1] if faults and events[-1].time_s - faults[-1].time_s < FAULT_S else None
+
+
+def _newest_events(events: Sequence[EventLine], width: int, room: int, most: int) -> list[Line]:
+    found: list[Line] = []
+    for event in reversed(events):
         clock = local_time_text(event.time_s, "%H:%M:%S ") if event.time_s else ""
         lines = _wrap_event(event, clock, width, min(most, room))
         if found and len(found) + len(lines) > room:
