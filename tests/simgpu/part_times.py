@@ -3,7 +3,8 @@
 Two runs of the same steps, the second with a page, in one process. The last line is {"waits":
 [operators for which the host waited in each], "late": per step, the newest step of the page's rows
 just after it, "rows": seconds by part of each step, "whole_s": of all steps by the host, "timed_by": of
-both runs' lines, "behind": rows of steps that a device had not done when it was asked}.
+both runs' lines, "behind": rows of steps that a device had not done when it was asked, "actions": record
+of two actions of a pipeline}.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from own_loop import Tokens, launched, module_of, since
 
 import shoal
+from shoal.base.plans.pipeline_actions import Action
 from shoal.fabric import start_world
 from shoal.fabric.device import synchronize
 from shoal.launch.watch.page_reader import OwnedPage
+from shoal.parallel.pipeline.action_times import ActionTimes
 from shoal.trainer.device_timer import DevicePartTimer
 from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage, attach_page
 
@@ -67,6 +70,19 @@ class NeverDone:
         raise AssertionError
 
 
+def time_actions(device: torch.device) -> dict[str, Any]:
+    """Time two actions, each of which multiplies after its wait."""
+    times, a = ActionTimes(device), torch.ones(64, 64, device=device)
+    times.request_step()
+    times.start_actions([Action("F", 0, 0), Action("B", 0, 0)])
+    for _ in range(2):
+        times.read()
+        times.read()
+        a = a @ a
+        times.read()
+    return times.pop_step()
+
+
 def main() -> None:
     """See the module."""
     world = start_world()
@@ -97,6 +113,7 @@ def main() -> None:
                     "whole_s": whole_s,
                     "timed_by": [clocks[0]["timed_by"], *(row["timed_by"] for row in lines)],
                     "behind": [step for step in page.steps() if step > STEPS],
+                    "actions": time_actions(world.device),
                 }
             )
         )

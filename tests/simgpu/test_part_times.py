@@ -28,3 +28,9 @@ def test_parts_are_the_devices_and_come_one_step_later(forks: Any, mode: str) ->
         assert seconds[WAIT] == 0, "one process"
     assert sum(map(sum, rows.values())) <= told["whole_s"], "each moment counts once"
     assert told["behind"] == [], "no row where the device was behind, and nobody waited for it"
+    actions = told["actions"]
+    assert actions["timed_by"] == "device"
+    assert [row[0] for row in actions["actions"]] == ["F0@0", "B0@0"]
+    times_s = [second for row in actions["actions"] for second in row[1:]]
+    assert times_s == sorted(times_s)
+    assert 0 <= times_s[0] < times_s[-1] < 10
