@@ -36,6 +36,7 @@ WEIGHT = typer.Option(
     None, "--weight", metavar="S", help="Seconds for the weights' gradients; default 1."
 )
 BYTES = typer.Option(None, "--bytes", metavar="B", help="Message of a collective; default 64 MiB.")
+PROGRAM = typer.Option(None, "--program", metavar="FILE", help="Your own program of a puzzle.")
 SVG = typer.Option(None, "--svg", metavar="FILE", help="Also write the picture there.")
 TRACE = typer.Option(
     None, "--trace", metavar="FILE", help="Also write a trace for ui.perfetto.dev there."
@@ -52,6 +53,7 @@ def simulate(
     backward_s: float = BACKWARD,
     weight_s: float = WEIGHT,
     message_bytes: float = BYTES,
+    program: Path = PROGRAM,
     svg: Path = SVG,
     trace: Path = TRACE,
     as_json: bool = JSON,
@@ -79,13 +81,18 @@ def simulate(
         "--bytes": message_bytes,
     }
     check_options(what, entry, given, words[1:])
+    if program is not None and "--program" not in entry.takes:
+        raise ConfigError("--program: only a puzzle takes it; try: shoal simulate puzzle 0")
     if entry.function == CALCULATOR:
         _print_calculator(what, words[1:], svg, trace, as_json)
         return
     from shoal.teach import simulate_shows
 
     asked = SimulateRequest(
-        what, tuple(words[1:]), {k: v for k, v in given.items() if v is not None}
+        what,
+        tuple(words[1:]),
+        {k: v for k, v in given.items() if v is not None},
+        "" if program is None else str(program),
     )
     shown: SimulateContents = getattr(simulate_shows, entry.function)(asked)
     kept = simulate_shows.write_files(shown, what, svg, trace)

@@ -6,6 +6,7 @@ The record that `--json` prints is described in docs/how-it-works/simulate.md.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import textwrap
 from collections.abc import Iterator
@@ -58,6 +59,26 @@ def fsdp(asked: SimulateRequest) -> SimulateContents:
         asked.options.get("--backward", made.BACKWARD_S),
     )
     return SimulateContents(walk=walk)
+
+
+def ddp(asked: SimulateRequest) -> SimulateContents:
+    """Make DDP's buckets, all-reduced during the backward pass."""
+    from shoal.teach.walks import ddp_walk as made
+
+    walk = made.ddp(
+        asked.number("--ranks", 4),
+        asked.options.get("--forward", made.FORWARD_S),
+        asked.options.get("--backward", made.BACKWARD_S),
+        asked.options.get("--bytes", made.GRADIENT_BYTES),
+    )
+    return SimulateContents(walk=walk)
+
+
+def walk(asked: SimulateRequest) -> SimulateContents:
+    """Make tp, cp, ep, local-steps: walks that read a number of ranks alone."""
+    name = asked.what.replace("-", "_")
+    module = importlib.import_module(f"shoal.teach.walks.{name}_walk")
+    return SimulateContents(walk=getattr(module, name)(asked.number("--ranks", 4)))
 
 
 def zero(asked: SimulateRequest) -> SimulateContents:
@@ -127,6 +148,13 @@ def puzzle(asked: SimulateRequest) -> SimulateContents:
             f"shoal simulate puzzle: one number from 0 to {last} is wanted, got {got}"
         )
     number = int(asked.words[0])
+    if asked.program:
+        from shoal.teach.puzzles import get_puzzle
+        from shoal.teach.puzzles.user_program import run_user_program
+
+        timeline, lines = run_user_program(get_puzzle(number), asked.program)
+        timeline = dataclasses.replace(timeline, held_unit="numbers")
+        return SimulateContents(timelines=(timeline,), lines=tuple(lines))
     names = {"reference": "the author's program", "ours": "ours"}
     shown = []
     for which, name in names.items():
@@ -138,6 +166,13 @@ def puzzle(asked: SimulateRequest) -> SimulateContents:
     said += "in a box is a layer. Memory is looked at where an event starts; a score's time is the "
     said += "start of the last event."
     return SimulateContents(timelines=tuple(shown), lines=(said,))
+
+
+def exercise(asked: SimulateRequest) -> SimulateContents:
+    """Make the list of exercises, a question, its hints, or the answer to an answer."""
+    from shoal.teach.exercises.answers import exercise_lines
+
+    return SimulateContents(lines=tuple(exercise_lines(asked.words)))
 
 
 def puzzles(asked: SimulateRequest) -> SimulateContents:

@@ -17,11 +17,13 @@ class SimulateRequest:
         what: a key of WHATS.
         words: the further words on the command line.
         options: the user's options: flag, as "--ranks" → number.
+        program: file of a puzzle's program; "" for none.
     """
 
     what: str
     words: tuple[str, ...]
     options: dict[str, float]
+    program: str = ""
 
     def number(self, name: str, otherwise: int) -> int:
         """Return a whole-number option."""
@@ -51,7 +53,7 @@ CALCULATOR = "calculator"
 """Function of the entries that `teach/calculate.py` answers; their help line stands there."""
 
 _MOVE, _CUT = "Step by step: moving data", "Step by step: cutting up what is held"
-_PIPE, _PUZZLE = "Over time: pipelines", "Over time: LLM-Training-Puzzles"
+_PIPE, _PUZZLE = "Over time: pipelines", "Puzzles and exercises"
 _SENT = ("--ranks", "--bytes")
 _SECONDS = ("--ranks", "--micro-batches", "--forward", "--backward", "--weight")
 
@@ -68,7 +70,17 @@ WHATS: dict[str, Entry] = {
         "fsdp",
         ("--ranks", "--micro-batches", "--forward", "--backward"),
     ),
+    "ddp": Entry(
+        _CUT,
+        "gradients in buckets, all-reduced during the backward pass",
+        "ddp",
+        ("--ranks", "--forward", "--backward", "--bytes"),
+    ),
     "zero": Entry(_CUT, "ZeRO stages 0 to 3: who holds what, what it costs", "zero", ("--ranks",)),
+    "tp": Entry(_CUT, "tensor parallelism: matrices by columns, then rows", "walk", ("--ranks",)),
+    "cp": Entry(_CUT, "context parallelism: keys and values in a ring", "walk", ("--ranks",)),
+    "ep": Entry(_CUT, "expert parallelism: tokens to experts and back", "walk", ("--ranks",)),
+    "local-steps": Entry(_CUT, "DiLoCo: steps alone, then one exchange", "walk", ("--ranks",)),
     "gpipe": Entry(_PIPE, "all forwards, then all backwards (afab)", "pipeline", _SECONDS),
     "1f1b": Entry(_PIPE, "one forward, one backward: less memory", "pipeline", _SECONDS),
     "interleaved": Entry(
@@ -79,7 +91,10 @@ WHATS: dict[str, Entry] = {
     "dualpipe": Entry(_PIPE, "fed from both ends (DeepSeek-V3)", "pipeline", _SECONDS),
     "afab-vs-1f1b": Entry(_PIPE, "both on one scale, and what differs", "afab", _SECONDS),
     "puzzles": Entry(_PUZZLE, "all eight: targets, the author's programs, ours", "puzzles"),
-    "puzzle": Entry(_PUZZLE, "one of them: the author's program and ours", "puzzle", words="N"),
+    "puzzle": Entry(
+        _PUZZLE, "one of them; --program FILE: yours", "puzzle", ("--program",), words="N"
+    ),
+    "exercise": Entry(_PUZZLE, "a question of the learning pages", "exercise", words="NAME"),
     **{
         word: Entry("Calculators, with NAME=VALUE behind", "", CALCULATOR, words="…")
         for word in (
@@ -99,4 +114,7 @@ ALIASES = {
     "zb-h1": "zero-bubble",
     "zb-v": "zbv",
     "gather": "all-gather",
+    "tensor-parallel": "tp",
+    "ring-attention": "cp",
+    "experts": "ep",
 }
