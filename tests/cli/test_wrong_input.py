@@ -112,6 +112,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.prove=slow", "train.prove = slow: not one of quick, off"),
         ("precision.reduce=int8", "precision.reduce = int8: not one of auto, fp32, bf16"),
         ("precision.loss_scale=128", "only fp16 has a loss scale"),
+        ("precision.residual=bf16", "only bf16 products have a bf16 residual stream"),
         ("model.dmi=3", "model.dmi: no such argument of llama; try: model.dim"),
         ("model.name=lama", "try: model.name=llama"),
         ("model.dim=250 model.heads=4", "try: model.dim=2"),

@@ -18,6 +18,7 @@ from shoal.models.mlp import MLP
 from shoal.models.resnet import ResNet
 from shoal.trace.costs.traced_facts import trace_facts
 from shoal.trace.isolation.meta_inputs import cast_product_weights
+from shoal.trace.isolation.narrow_blocks import NarrowForward
 
 LLAMA_8B = TransformerShape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
 
@@ -38,7 +39,7 @@ def by_name(facts):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "rules", "units"), [("gpu", Kernels(), 41), ("cpu", Kernels(fused_norm=False), 53)]
+    ("kernels", "rules", "units"), [("gpu", Kernels(), 41), ("cpu", Kernels(), 41)]
 )
 def test_llama_3_8b_is_what_arithmetic_says(kernels, rules, units):
     """Nothing of its 16 GB is allocated; the two ways of counting were written apart."""
@@ -115,6 +116,26 @@ def test_autocast_keeps_what_a_real_step_keeps(positions):
     with torch.autocast("cpu", torch.bfloat16):
         kept = bytes_autograd_keeps(module, ids)
     assert 2 * sum(u.count * saved(u) for u in facts.units) == kept
+
+
+def test_bf16_residuals_keep_what_a_real_step_keeps():
+    def build():
+        return Llama(
+            vocabulary=64, dim=64, layers=3, heads=8, kv_heads=2, hidden=192, sequence=64, tied=False,
+        )  # fmt: skip
+
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    facts = trace_facts(build, ids, element_bytes=2, autocast=True, residual="bf16")
+    module = cast_product_weights(build(), torch.bfloat16)
+    for name, block in module.blocks.named_children():
+        block.to(torch.bfloat16)
+        NarrowForward(name, block, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = bytes_autograd_keeps(module, ids)
+    assert 2 * sum(u.count * saved(u) for u in facts.units) == kept
+    wide = trace_facts(build, ids, element_bytes=2, autocast=True)
+    assert saved(wide.units[1]) - saved(facts.units[1]) == 10 * 64 * 64, "10 bytes per number"
+    assert facts.units[1].input_bytes * 2 == wide.units[1].input_bytes
 
 
 def test_autocast_on_a_gpu_is_narrow_in_torchs_own_layers_too():

@@ -41,6 +41,8 @@ def told(**arguments: Any) -> str:
         ({"clip": float("nan")}, "clip = nan: at least 0 is wanted; try: clip=1.0"),
         ({"average": "ema"}, "average = ema: a number of at least 0 is wanted; try: average=0.999"),
         ({"loss_scale": 8.0}, 'loss_scale = 8.0: only fp16 has a loss scale, precision = auto; try: precision="fp16"'),
+        ({"residual": "bf16"}, 'residual = bf16: only bf16 products have a bf16 residual stream, precision = auto; try: precision="bf16"'),
+        ({"residual": "bfloat16"}, "residual = bfloat16: not one of fp32, bf16; try: bf16"),
         ({"schedule": "cosine"}, 'schedule = cosine: an OptimizerPolicy, or None is wanted; try: schedule=shoal.OptimizerPolicy(schedule="cosine") with total_steps'),
         ({"precision": torch.bfloat16}, "precision = torch.bfloat16: not one of auto, fp64, fp32, bf16, fp16; try: bf16"),
         ({"precision": "fp8"}, "precision = fp8: not one of auto, fp64, fp32, bf16, fp16; try: bf16"),

@@ -159,6 +159,7 @@ VALUES: dict[str, str] = {
     # Traced, for which data are opened: tokenizing the standard library would take 6 s.
     "layout.blocks": "layout.blocks=Block layout.strategy=fsdp data.source=synthetic",
     "precision.compute": "precision.compute=fp64",
+    "precision.residual": "precision.residual=bf16 precision.compute=bf16",
     "precision.reduce": "precision.reduce=bf16 layout.strategy=ddp",
     "precision.loss_scale": "precision.loss_scale=1024.0 precision.compute=fp16",
     "memory.recompute": "memory.recompute=full",

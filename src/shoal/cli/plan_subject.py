@@ -136,7 +136,9 @@ def resolve_model_facts(
     if section.name in FAMILIES:
         vocabulary = section.arguments.get("vocabulary") or _vocabulary(config)
         shape = own_shape(section.name, section.arguments, vocabulary=vocabulary, sequence=sequence)
-        kernels = own_kernels(cluster.device.kind, sequence, element_bytes)
+        kernels = own_kernels(
+            cluster.device.kind, sequence, element_bytes, config.precision.residual
+        )
         return transformer_facts(shape, sequence, element_bytes, kernels)
     if section.name.startswith("hf:"):
         shape = shape_from_config(Path(section.name[3:]).expanduser())
@@ -157,7 +159,7 @@ def resolve_model_facts(
         notes.append(f"data.sequence not given: {sequence}{of}")
     if most and sequence > most:
         notes.append(f"{shape.name} has {most} positions, fewer than data.sequence")
-    kernels = own_kernels(cluster.device.kind, sequence, element_bytes)
+    kernels = own_kernels(cluster.device.kind, sequence, element_bytes, config.precision.residual)
     return transformer_facts(shape, sequence, element_bytes, kernels)
 
 

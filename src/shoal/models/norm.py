@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
+OWN = (torch.float32, torch.float64, torch.bfloat16)
+"""Formats for which a CPU has the formulas of this module."""
+
+
 class RMSNorm(nn.Module):
     """RMSNorm over the last dim; `weight` [dim] starts at 1."""
 
@@ -34,10 +38,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to [..., dim]."""
         weight = self.weight.to(x.dtype)  # a layout may hand out a narrow copy
-        plain = x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
+        plain = x.dtype in OWN and not torch.compiler.is_compiling()
         if x.device.type == "cpu" and plain:
             y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
             return y
+        if x.dtype == torch.bfloat16 and not x.is_meta:
+            with torch.autocast(x.device.type, enabled=False):  # it would widen x
+                return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.rms_norm(x, weight.shape, weight, self.epsilon)
 
 
@@ -46,18 +53,24 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide_format(x))
         scale = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (x * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        dim = x.shape[-1]
+        narrow, dim = x.dtype, x.shape[-1]
+        upstream, x, weight = (t.to(scale.dtype) for t in (upstream, x, weight))
         product = (upstream * x).reshape(-1, dim)
         grad_weight = torch.mv(product.T, scale.reshape(-1))
         along = torch.mv(product, weight).view_as(scale) * scale.pow(3).div_(-dim)
         grad_x = torch.addcmul((upstream * weight).mul_(scale), x, along)
-        return grad_x, grad_weight, None
+        return grad_x.to(narrow), grad_weight.to(narrow), None
+
+
+def _wide_format(x: Tensor) -> torch.dtype:
+    """Return the format of sums over a vector: fp32 for bf16, else the vector's own."""
+    return torch.float32 if x.dtype == torch.bfloat16 else x.dtype

@@ -28,6 +28,7 @@ from shoal.base.layouts.policies import (
     CompressPolicy,
     OffloadPolicy,
     RecomputePolicy,
+    ResidualPolicy,
 )
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
@@ -40,8 +41,6 @@ from shoal.parallel.program import Program, bind_placements, make_undivided_prog
 
 if TYPE_CHECKING:
     from shoal.base.plans.comm_volume import CommVolume
-    from shoal.parallel.pipeline.partition_model import StageCut
-    from shoal.parallel.spmd.split_block import ModelSplit
     from shoal.trace.flow.forward_record import ForwardRecord
 
 
@@ -137,6 +136,7 @@ def place(
     module, plan, derived = program.module, program.plan, ModelDivision()
     if record is not None and plan.layout.is_derived:
         # Imported here: other layouts do not need these modules.
+        from shoal.parallel.residual import list_narrow_blocks
         from shoal.trace.isolation.module_copies import copy_to_meta
         from shoal.trace.isolation.stream_weights import share_first_weights, stream_weights
 
@@ -147,7 +147,8 @@ def place(
         ):
             derived = _derive_division(program, record)
         if plan.layout.cp == plan.layout.ep == 1:  # the traffic of cp and ep is not predicted yet
-            travel = partial(_predict_traffic, derived.split, derived.cut, samples)
+            # Not the program, whose whole parameters would outlive the cut.
+            travel = partial(_predict_traffic, derived, samples, list_narrow_blocks(program))
             program = replace(program, travel=travel)
         program = replace(program, twin=copy_to_meta(module))
     elif record is not None and plan.layout.zero == 3:
@@ -174,10 +175,10 @@ def _derive_division(program: Program, record: ForwardRecord) -> ModelDivision:
     return found
 
 
-def _predict_traffic(split: ModelSplit | None, cut: StageCut | None, samples: int) -> CommVolume:
+def _predict_traffic(derived: ModelDivision, samples: int, narrow: tuple[str, ...]) -> CommVolume:
     from shoal.parallel.exchange_rows import predict_traffic  # needed only to predict a run
 
-    return predict_traffic(split, cut, samples)
+    return predict_traffic(derived.split, derived.cut, samples, narrow)
 
 
 def materialise(program: Program, derived: ModelDivision) -> Program:
@@ -235,6 +236,8 @@ def _along_axes(plan: Plan) -> Iterator[tuple[str, Any]]:
 AROUND_BLOCKS: tuple[tuple[type, str], ...] = (
     # Innermost: nothing that a layout adds to a block becomes part of its compiled code.
     (CompilePolicy, "compiling"),
+    # Inside recompute, whose second run then has the formats of the first.
+    (ResidualPolicy, "residual"),
     # Inside the parameter gather (FSDP), which then gathers for the recomputed forward too.
     (RecomputePolicy, "recompute"),
     (OffloadPolicy, "offload"),

@@ -132,7 +132,7 @@ def derive_placements(
 
 def _whole_placements(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
     """Return the placements of a module that nothing divides."""
-    narrow = precision.list_narrow_copies(module, plan.compute, device)
+    narrow = precision.list_narrow_copies(module, plan, device)
     rows = {}
     for name, p in module.named_parameters():
         compute = narrow.get(name, "")

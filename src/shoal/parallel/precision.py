@@ -5,7 +5,8 @@
     bf16, fp16  matrix products in the narrow format under torch.autocast; weights, gradients' sums
                 and optimizer state stay fp32 (masters). Weights of linear layers and convolutions
                 are copied to the narrow format once per step instead of once per pass; embeddings,
-                and heads tied to them, keep fp32, and so does the residual stream
+                and heads tied to them, keep fp32. So does the residual stream, but for
+                `precision.residual=bf16` (`residual.py`)
     fp16        needs a loss scale (trainer), since small gradients vanish below 6e-8. A CPU has no
                 fast fp16: there operands and results are rounded to fp16 and multiplied in fp32,
                 which gives fp16's values and none of its speed
@@ -26,9 +27,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from shoal.base.plans.plan import Plan
 from shoal.fabric.device import get_device_capabilities, is_accelerator
 from shoal.parallel._torch import Convolution, pytree
 from shoal.parallel.program import Program
+from shoal.trace.find.blocks import residual_blocks
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,12 +53,14 @@ def convert_weights(module: nn.Module, compute: str) -> nn.Module:
     return module.double() if compute == "fp64" else module
 
 
-def list_narrow_copies(module: nn.Module, compute: str, device: torch.device) -> dict[str, str]:
+def list_narrow_copies(module: nn.Module, plan: Plan, device: torch.device) -> dict[str, str]:
     """Return the trainable parameters that forward passes read as narrow copies: name → dtype.
 
     These are the weights of linear layers and convolutions, whose products autocast makes narrow
-    anyway. There are none if fp16 is only emulated, and none that an embedding reads as well.
+    anyway, and under a narrow residual stream all weights of blocks. There are none if fp16 is only
+    emulated, and none that an embedding reads as well.
     """
+    compute = plan.compute
     if compute not in NARROW or is_emulated(compute, device):
         return {}
     wide: set[int] = set()
@@ -63,11 +68,15 @@ def list_narrow_copies(module: nn.Module, compute: str, device: torch.device) ->
     for part in module.modules():
         chosen = narrow if isinstance(part, nn.Linear | Convolution) else wide
         chosen.update(id(p) for p in part.parameters(recurse=False) if p.dtype == torch.float32)
+    copied = narrow - wide
+    if plan.residual == "bf16":
+        # Imported here: other plans do not need it.
+        from shoal.trace.isolation.narrow_blocks import list_narrow_weights
+
+        copied |= list_narrow_weights(module, residual_blocks(module, plan).values())
     dtype = str(NARROW[compute]).removeprefix("torch.")
     return {
-        name: dtype
-        for name, p in module.named_parameters()
-        if p.requires_grad and id(p) in narrow - wide
+        name: dtype for name, p in module.named_parameters() if p.requires_grad and id(p) in copied
     }
 
 

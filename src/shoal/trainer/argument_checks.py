@@ -212,6 +212,7 @@ def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
         elif kind is bool and not isinstance(value, bool):
             _refuse(name, value, "True or False", declared.default)
         check_value(name, declared, value)
+    plan.check_residual("residual", names.get("compute", "compute"), '"bf16"')
     plan.check_loss_scale("loss_scale", names.get("compute", "compute"), '"fp16"')
 
 

@@ -64,11 +64,12 @@ def _subject(record: Record) -> str:
     for group in machine["groups"]:
         where += f" + {group['devices']} × {group['device']}"
     links = machine["inside"] if machine["devices"] > 1 else ""
+    residual = ", residual stream bf16" if record.get("residual") == "bf16" else ""
     if machine["nodes"] > 1:
         links += f" inside, {machine['across']} across"
     return (
         f"{model['name']}: {count_text(model['parameters'])} parameters{sequence}, "
-        f"{record['compute']}; {record['batch']} samples per step{each}; on {where}"
+        f"{record['compute']}{residual}; {record['batch']} samples per step{each}; on {where}"
         f"{f' ({links})' if links else ''}"
     )
 

@@ -24,6 +24,7 @@ OTHER_FORMATS = {
 OTHER_FORMATS |= {f"torch.{name}": ours for name, ours in OTHER_FORMATS.items()}
 
 COMPILE = ("none", "blocks")
+RESIDUALS = ("fp32", "bf16")
 REDUCTIONS = ("auto", "fp32", "bf16")
 BY_NUMBER = ("int8", "one-bit")
 COMPRESS = ("none", *BY_NUMBER, "powersgd", "topk")
@@ -36,18 +37,33 @@ SPIKES = ("tell", "skip", "rewind", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionPolicy:
+class ComputePolicy:
+    """Number format of matrix products."""
+
+    compute: str = choice_field(PRECISIONS, OTHER_FORMATS)
+    """auto, fp64, fp32, bf16, fp16: the format of matrix products"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualPolicy:
+    """Number format of the residual stream: what blocks pass on, and save for backward."""
+
+    residual: str = choice_field(RESIDUALS, OTHER_FORMATS)
+    """fp32, bf16 (with compute=bf16): the format of what blocks pass on and save for backward"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPolicy(ResidualPolicy, ComputePolicy):
     """Number formats; narrow ones keep fp32 weights and optimizer state, fp64 is for proofs.
 
     Attributes:
         compute: format of matrix products: auto (bf16 on GPUs that have it, else fp32), fp64, fp32,
             bf16, fp16.
+        residual: format of the residual stream: fp32, or bf16 where products are bf16.
         reduce: format of gradients in collectives: auto (as stored), fp32, bf16.
         loss_scale: fp16: factor of the loss; 0: found and adjusted while training.
     """
 
-    compute: str = choice_field(PRECISIONS, OTHER_FORMATS)
-    """auto, fp64, fp32, bf16, fp16: the format of matrix products"""
     reduce: str = choice_field(REDUCTIONS, OTHER_FORMATS)
     """auto, fp32, bf16: the format in which gradients travel; auto: as they are kept"""
     loss_scale: float = number_field(0.0, least=0)
@@ -57,6 +73,19 @@ class PrecisionPolicy:
     def sums(self) -> str:
         """Format in which gradients are summed; "" as stored, which fp64 always is."""
         return "" if self.reduce == "auto" or self.compute == "fp64" else self.reduce
+
+    def check_residual(self, name: str, compute: str, bf16: str) -> None:
+        """Raise ConfigError if the residual stream is to be narrower than the products.
+
+        Args:
+            name, compute: the user's names of the two keys.
+            bf16: the user's name of the format.
+        """
+        if self.residual == "bf16" and self.compute != "bf16":
+            raise ConfigError(
+                f"{name} = {self.residual}: only bf16 products have a bf16 residual stream, "
+                f"{compute} = {self.compute}; try: {compute}={bf16}"
+            )
 
     def check_loss_scale(self, name: str, compute: str, fp16: str) -> None:
         """Raise ConfigError if a loss scale is set for a format that needs none.

@@ -63,7 +63,7 @@ class FrameworkMemory:
 
 
 OWN = Kernels(wide_residual=True)
-"""Shoal's models on a GPU: the residual stream is fp32 under autocast."""
+"""Shoal's models on a GPU: the residual stream is fp32 under autocast, unless it is set to bf16."""
 
 _TITAN = Kernels(repeated_kv=True, selective="half", keeps_unused=True)
 _TITAN_COMPILED = Kernels(repeated_kv=True, selective="half", fused_gate=True)
@@ -110,21 +110,28 @@ def framework_memory(name: str) -> FrameworkMemory:
     return FRAMEWORKS[name]
 
 
-def own_kernels(device_kind: str, sequence: int, element_bytes: int) -> Kernels:
+def own_kernels(
+    device_kind: str, sequence: int, element_bytes: int, residual: str = "fp32"
+) -> Kernels:
     """Return the kernels of Shoal's own models for `model_facts`, by device and sequence.
 
-    On all devices but "cpu" they are `OWN`. On a CPU attention over up to 2048 tokens is matrix
-    products on blocks of `score_rows` rows, over more tokens flash attention.
+    On all devices but "cpu" they are `OWN`, and with bf16 residuals `FUSED`. On a CPU attention over
+    up to 2048 tokens is matrix products on blocks of `score_rows` rows, over more tokens flash
+    attention.
 
     Args:
         sequence: tokens per sample.
         element_bytes: of activations.
+        residual: format of the residual stream, as `precision.residual`.
 
     >>> own_kernels("cpu", 512, 4).score_rows, own_kernels("gpu", 512, 2).flash
     (128, True)
+    >>> own_kernels("gpu", 512, 2, "bf16").wide_residual
+    False
     """
+    own = replace(OWN, wide_residual=residual != "bf16")
     if device_kind != "cpu":
-        return OWN
+        return own
     flash = sequence > 2048
     rows = 256 if element_bytes == 2 and sequence > 512 else 128
-    return replace(OWN, flash=flash, score_rows=0 if flash else rows)
+    return replace(own, flash=flash, score_rows=0 if flash else rows)

@@ -34,7 +34,7 @@ from shoal.forecast.memory.model_states import (
     rank_elements,
     shard_counts,
 )
-from shoal.planning.pipeline_stages import StageUnits, root_share
+from shoal.planning.pipeline_stages import StageUnits, is_block, root_share
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
 """Logits budget in fp32 of Shoal's chunked loss (`shoal.models.loss.default_chunk_rows`)."""
@@ -87,7 +87,7 @@ def frozen_bytes(case: PlanningCase, stage: StageUnits) -> float:
 
 
 def wide_elements(case: PlanningCase, stage: StageUnits) -> float:
-    """Return the elements without a narrow copy in Shoal: lookup tables, norms.
+    """Return the elements without a narrow copy in Shoal: lookup tables, norms of wide residuals.
 
     No product of its own unit reads a lookup table; a head tied to one reads it in its own width.
     """
@@ -97,7 +97,8 @@ def wide_elements(case: PlanningCase, stage: StageUnits) -> float:
     for unit, count in stage.units:
         one = rank_elements(unit, case.layout, case.layout.ep, case.expert_tp_degree)
         table = not unit.forward_flops and not unit.loss_bytes
-        found += count * (one.dense if table else unit.plain_parameters)
+        narrow = case.plan.residual == "bf16" and is_block(unit) and unit.block != "-"
+        found += count * (one.dense if table else 0 if narrow else unit.plain_parameters)
     return found
 
 

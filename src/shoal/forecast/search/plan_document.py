@@ -67,6 +67,7 @@ def plan_record(
         "machine": machine_record(case.cluster),
         "batch": case.batch,
         "compute": case.plan.compute,
+        **({"residual": "bf16"} if case.plan.residual == "bf16" else {}),
         "notes": list(notes),
         "searched": len(candidates),
         "fitting": sum(candidate.fits for candidate in candidates),

@@ -392,8 +392,14 @@ class OutputShapes:
 
     def _derive_shapes(self, plan: CallPlan, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         twin = self.cut.twin.get_submodule(plan.name)
+        own = next((p.dtype for p in twin.parameters() if p.is_floating_point()), None)
+
+        def to_twin(tensor: torch.Tensor) -> torch.Tensor:  # a residual stream may be narrower
+            like = _to_meta(tensor)
+            return like.to(own) if own and like.is_floating_point() else like
+
         args, kwargs = pytree.tree_map_only(
-            torch.device, lambda _: torch.device("meta"), map_tensors(_to_meta, (inputs, named))
+            torch.device, lambda _: torch.device("meta"), map_tensors(to_twin, (inputs, named))
         )
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -98,7 +98,7 @@ def _match_modes(bare: nn.Module, block: nn.Module) -> Iterator[None]:
         vars(copied).update((key, value) for key, value in plain.items() if key not in OF_TORCH)
     own_tensors = (*block.parameters(), *block.buffers())
     for shown, own_tensor in zip((*bare.parameters(), *bare.buffers()), own_tensors, strict=True):
-        if isinstance(own_tensor, nn.Parameter):
+        if isinstance(shown, nn.Parameter):  # the block's own may be a narrow cast of one
             number = torch.zeros((), dtype=own_tensor.dtype, device=own_tensor.device)
             shown.data = number.expand(shown.shape)
         else:

@@ -50,21 +50,27 @@ class GpuKernelMode(TorchFunctionMode):
     """Torch function mode that replaces norms and attention as above; for tensors without data.
 
     Args:
-        narrow: dtype of products under autocast, which torch does not apply to tensors without
-            data; None: every operation keeps its inputs' dtype.
+        narrow: dtype of products where the CPU's autocast is on, which torch does not apply to
+            tensors without data; None: every operation keeps its inputs' dtype.
     """
 
     def __init__(self, narrow: torch.dtype | None = None) -> None:
         super().__init__()
-        self.narrow = narrow
+        self._narrow = narrow
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """Return the dtype of products here; None where autocast is off."""
+        return self._narrow if torch.is_autocast_enabled("cpu") else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace norms and attention, and cast what autocast casts."""
         kwargs = kwargs or {}
-        if self.narrow and (func in NARROWED or func in WIDENED):
-            wanted = self.narrow if func in NARROWED else torch.float32
+        narrow = self.narrow if func in NARROWED or func in WIDENED else None
+        if narrow:
+            wanted = narrow if func in NARROWED else torch.float32
             args, kwargs = pytree.tree_map(_caster(wanted), (args, kwargs))
         if func is F.scaled_dot_product_attention:
             return emulate_attention(*args, **kwargs)
@@ -78,7 +84,8 @@ class GpuKernelMode(TorchFunctionMode):
     @contextmanager
     def _patch_functional(self) -> Iterator[None]:
         linear, fused = F.linear, F.scaled_dot_product_attention
-        cast = _caster(self.narrow) if self.narrow else _same
+        narrow = self.narrow
+        cast = _caster(narrow) if narrow else _same
 
         def narrow_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(cast(input), cast(weight), cast(bias))

@@ -166,6 +166,15 @@ def is_single_layer(block: nn.Module) -> bool:
     return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
+def residual_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
+    """Find the blocks that a residual stream passes through: those of several layers each.
+
+    >>> list(residual_blocks(nn.Sequential(nn.Linear(1, 1), nn.TransformerEncoderLayer(4, 2, 8))))
+    ['1']
+    """
+    return {n: b for n, b in detect_blocks(module, policy).items() if not is_single_layer(b)}
+
+
 def fsdp_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
     """Find the blocks that fsdp gathers one at a time: with layers inside, and no tied parameter.
 

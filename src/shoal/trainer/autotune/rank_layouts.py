@@ -104,6 +104,7 @@ def trace_facts_from_sample(
     kernels: str,
     element_bytes: int,
     blocks: BlocksPolicy,
+    residual: str = "fp32",
     name: str = "",
 ) -> ModelFacts:
     """Trace a model on the shapes of a batch of a few samples, as `run.step` takes it.
@@ -113,7 +114,7 @@ def trace_facts_from_sample(
         sample: the batch.
         loss: the run's loss, or None.
         kernels, element_bytes: as `facts_of`.
-        call, blocks: as `shoal.parallelize`.
+        call, blocks, residual: as `shoal.parallelize`.
         name: of the model, for messages.
 
     Raises:
@@ -126,6 +127,7 @@ def trace_facts_from_sample(
         kernels=kernels,
         element_bytes=element_bytes,
         autocast=element_bytes == 2,  # products alone are narrow, see parallel/precision.py
+        residual=residual,
         loss=loss,
         blocks=blocks,
         targets=targets,
@@ -182,6 +184,7 @@ def choose_loop_layout(
         plan.call,
         element_bytes=WIDTHS[plan.compute],
         blocks=plan,
+        residual=plan.residual,
     )
     return choose_best_plan(
         model, plan, layout_section(words), loop_case_settings(module, optimizer), world

@@ -103,6 +103,7 @@ class MicroBatchChooser:
             return trace_facts_from_sample(
                 self.make_meta_copy(), sample, self.loss, plan.call,
                 kernels=kernels, element_bytes=element_bytes, blocks=plan,
+                residual=plan.residual,
             )  # fmt: skip
 
         def further() -> dict[str, Any]:

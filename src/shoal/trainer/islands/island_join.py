@@ -304,6 +304,7 @@ def _shared_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
         "train.micro_batch": plan.micro_batch,
         "train.seed": run.plan.seed,
         "precision.compute": plan.compute,
+        **({"precision.residual": "bf16"} if plan.residual == "bf16" else {}),
         "parameters of the model": plan.parameters,
     }
 

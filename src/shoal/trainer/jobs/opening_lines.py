@@ -59,6 +59,7 @@ def write_opening(
     _write_plan(folder, plan, {**details, **about, **told})
     run.recorder.flops_per_sample = known
     formats = _collect_formats(run)
+    stream = ", residual stream bf16" if run.plan.residual == "bf16" else ""
     emit = run.recorder.events.emit
     if run.step_count == 0:
         short = plan.why.partition("; ")[0]
@@ -73,8 +74,9 @@ def write_opening(
         emit(
             "notice",
             opening=9,
-            text=f"formats: products {run.plan.compute}, weights read as {formats['read']} and "
-            f"stepped as {formats['stepped']}, gradients summed in {formats['summed']}",
+            text=f"formats: products {run.plan.compute}{stream}, "
+            f"weights read as {formats['read']} and stepped as {formats['stepped']}, "
+            f"gradients summed in {formats['summed']}",
         )
     emit(
         "compute_started",

@@ -120,6 +120,7 @@ def plan(
             kernels=cluster.device.kind,
             element_bytes=WIDTHS[compute],
             blocks=asked,
+            residual=asked.residual,
         ),
         cluster,
         replace(asked, compute=compute, batch=batch, micro_batch=micro_batch),

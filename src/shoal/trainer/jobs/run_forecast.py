@@ -81,7 +81,8 @@ def collect_model_facts(
         if source.vocabulary:
             known["vocabulary"] = source.vocabulary
         shape = own_shape(section.name, section.arguments, **known)
-        kept = own_kernels(kernels, config.data.sequence, element_bytes)
+        residual = config.precision.residual
+        kept = own_kernels(kernels, config.data.sequence, element_bytes, residual)
         return transformer_facts(shape, config.data.sequence, element_bytes, kept)
     if not is_indexed(source.train):
         raise PlanError(
@@ -98,6 +99,7 @@ def collect_model_facts(
         section.call,
         kernels=kernels,
         element_bytes=element_bytes,
+        residual=config.precision.residual,
         blocks=config.layout,
         name=section.build or section.name,
     )
