@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROOF_STAMP := .venv-proof/.installed
+DOCS_STAMP := .venv-docs/.installed
 KIT_PYTHON ?= 3.12
 # What is imported is compiled then, and kept: compiling every file of torch and transformers took 49 of 79 s.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 COMPILED := import torch._dynamo, torch._inductor.compile_fx, torch.distributed.fsdp, transformers.modeling_utils
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo guards test lint types floors lanes worlds endings commands parallel unit test-sim proof pictures quick proof-env wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo guards test lint types floors lanes worlds endings commands parallel unit test-sim proof pictures quick proof-env docs docs-open wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +27,23 @@ $(PROOF_STAMP): pyproject.toml constraints.txt
 
 proof-env: $(PROOF_STAMP)
 
+# The site is built without torch: what its extra names, and what `shoal simulate` and `plan` import.
+DOCS_NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*p["optional-dependencies"]["docs"], *(d for d in p["dependencies"] if d.startswith(("msgspec", "typer", "rich"))), sep="\n")
+
+$(DOCS_STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -c '$(DOCS_NEEDS)' > .venv-docs/needs.txt
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-docs/needs.txt
+	touch $(DOCS_STAMP)
+
+docs: $(DOCS_STAMP)  ## the site, in build/site: every number and output on its pages compared with its source
+	rm -rf build/site
+	.venv-docs/bin/python -m sphinx -n -W --keep-going -q -c website -d build/doctrees docs build/site
+
+docs-open: docs  ## the site at http://127.0.0.1:8010, on this machine alone
+	$(PYTHON) -m http.server 8010 --bind 127.0.0.1 --directory build/site
+
 demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, then compare layouts
 	$(BIN)/shoal train
 	$(BIN)/shoal compare
@@ -33,8 +51,8 @@ demo: $(STAMP)  ## train a small Llama on this machine's own Python sources, the
 test: lint floors lanes  ## everything that must hold before a change lands
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples website
+	$(BIN)/ruff format --check src tests benchmarks examples website
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -99,10 +117,10 @@ cuda-kit: $(STAMP)  ## wheels for a GPU machine without network, into .cuda-kit/
 # result goes there, after every part, for a machine that gives one folder back. PATIENCE=2: a busy machine,
 # twice the time for each part and for all.
 test-cuda:  ## one GPU, at most 9 minutes; result: build/cuda.json. SHOAL_TEST_DEVICE=cpu: small, on the CPU
-	$(PYTHON) tests/cuda/run.py $(if $(OUT),--out $(OUT)/cuda.json) $(if $(PATIENCE),--patience $(PATIENCE))
+	$(PYTHON) tests/cuda/run.py $(if $(PARTS),--parts "$(PARTS)") $(if $(OUT),--out $(OUT)/cuda.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
 test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpus.json, for proof/results/
-	$(PYTHON) tests/cuda/run.py --on several $(if $(OUT),--out $(OUT)/gpus.json) $(if $(PATIENCE),--patience $(PATIENCE))
+	$(PYTHON) tests/cuda/run.py --on several $(if $(PARTS),--parts "$(PARTS)") $(if $(OUT),--out $(OUT)/gpus.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
 clean:
-	rm -rf $(VENV) .venv-proof runs compare build .cuda-kit src/*.egg-info
+	rm -rf $(VENV) .venv-proof .venv-docs runs compare build .cuda-kit src/*.egg-info

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
-    *(page for folder in ("start", "recipes", "how-it-works", "reference", "proof")
+    *(page for folder in ("learn", "start", "recipes", "how-it-works", "reference", "proof")
       for page in sorted((DOCS / folder).glob("*.md"))),
 ]  # fmt: skip
 MADE = {"any-module.md", "architectures.md", "families.md", "guards.md", "landings.md", "names.md"}

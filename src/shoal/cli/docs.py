@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from shoal.base.errors import ConfigError
 
 PAGES = Path(__file__).resolve().parents[1] / "pages"
 FOLDERS = {
+    "learn": "Learn",
     "start": "Start",
     "recipes": "Recipes",
     "how-it-works": "How it works",
@@ -24,6 +26,9 @@ FOLDERS = {
     "proof": "Proof",
 }
 """Folder → its heading, in the order of reading."""
+
+VALUE = re.compile(r"\{value\}`([^`<]+?)\s*<[^`]+>`")
+"""A number of a learning page with its source, of which a terminal shows the number alone."""
 
 SYNONYMS = {"quickstart": "tutorial", "getting-started": "tutorial", "introduction": "tutorial"}
 """Names that pages of other projects have → ours."""
@@ -58,7 +63,7 @@ def docs(words: list[str] = PAGE, path: bool = WHERE, as_json: bool = JSON) -> N
     pages = list_pages()
     if words:
         page = find_page("-".join(words), pages)
-        text = Path(page.path).read_text(encoding="utf-8")
+        text = VALUE.sub(r"\1", Path(page.path).read_text(encoding="utf-8"))
         if as_json:
             typer.echo(json.dumps({**asdict(page), "text": text}))
         else:

@@ -1,0 +1,164 @@
+"""Sphinx extension of the learning pages: numbers with a source, exercises, widgets without network.
+
+`{value}` shows its text, with the source as a title. `{exercise} NAME` shows the question of
+`shoal simulate exercise NAME`, and checks answers in the page. Before a page is read, its numbers
+and console outputs are compared with their sources; a difference is a warning, so `-W` fails.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from page_values import ROLE, page_problems
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxRole
+
+from shoal.base.errors import ShoalError
+from shoal.teach.exercises.answers import exercise_record, find_exercise
+
+LOG = logging.getLogger(__name__)
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+FENCED = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
+"""Code of a page, in which nothing is a link."""
+
+
+class ValueRole(SphinxRole):
+    """A number: its text, with its source as a title."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """Return an abbreviation whose explanation is the source."""
+        found = re.fullmatch(r"(.+?)\s*<(.+)>", self.text, re.DOTALL)
+        if found is None:
+            message = self.inliner.reporter.error(f"{{value}}`{self.text}` has no <source>")
+            return [], [message]
+        source = found[2].strip()
+        title = f"computed: {source[1:].strip()}" if source.startswith("=") else f"from {source}"
+        return [nodes.abbreviation(found[1], found[1], explanation=title, classes=["value"])], []
+
+
+class ExerciseDirective(Directive):
+    """An exercise: the page's own text, hints, and a field that checks an answer."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Return the question, and a form as raw HTML."""
+        name = self.arguments[0]
+        try:
+            exercise = find_exercise(name)
+        except ShoalError as failure:
+            raise self.error(str(failure)) from None
+        text = " ".join(" ".join(self.content).split())
+        if text != exercise.question:
+            raise self.error(f"{name}: the page asks {text!r}, the exercise {exercise.question!r}")
+        box = nodes.container(classes=["exercise"])
+        self.state.nested_parse(self.content, self.content_offset, box)
+        record = html.escape(json.dumps(exercise_record(exercise), ensure_ascii=False))
+        if exercise.choices:
+            options = "".join(f"<option>{html.escape(word)}</option>" for word in exercise.choices)
+            field = f'<select aria-label="answer"><option value="">…</option>{options}</select>'
+        else:
+            field = '<input type="text" inputmode="decimal" size="9" aria-label="answer">'
+        hints = "".join(f"<li>{html.escape(hint)}</li>" for hint in exercise.hints)
+        form = (
+            f'<form class="answer" data-exercise="{record}">{field} '
+            f"<span>{html.escape(exercise.unit)}</span> "
+            '<button type="submit">Check</button> <output aria-live="polite"></output></form>'
+            f"<details><summary>Hints</summary><ol>{hints}</ol></details>"
+            f'<p class="terminal">In a terminal: <code>shoal simulate exercise {name} …</code></p>'
+        )
+        box += nodes.raw("", form, format="html")
+        return [box]
+
+
+def check_page(app: Sphinx, document: str, source: list[str]) -> None:
+    """Warn of every number and output of a page that is not its source's."""
+    text = source[0]
+    if "```console" in text or ROLE.search(text):
+        for line, message in page_problems(text):
+            LOG.warning("%s", message, location=(document, line), type="value")
+    source[0] = link_files(text, Path(app.srcdir, document).parent, Path(app.srcdir))
+    if document == app.config.root_doc:
+        source[0] += contents(app)
+
+
+def link_files(text: str, folder: Path, docs: Path) -> str:
+    """Return a page whose links to files outside of the site are downloads, to folders their first page.
+
+    In the repository the same links open the file.
+    """
+    parts = FENCED.split(text)
+    return "".join(
+        part if place % 2 else LINK.sub(lambda found: _file_link(found, folder, docs), part)
+        for place, part in enumerate(parts)
+    )
+
+
+def _file_link(found: re.Match[str], folder: Path, docs: Path) -> str:
+    words, target, anchor = found[1], found[2], found[3] or ""
+    path = (folder / target).resolve()
+    if "://" in target or not path.exists():
+        return found[0]
+    if path.is_dir():
+        pages = sorted(path.glob("*.md")) if path.is_relative_to(docs) else []
+        return f"[{words}]({os.path.relpath(pages[0], folder)})" if pages else words
+    if path.is_relative_to(docs) and path.suffix == ".md":
+        return f"[{words}]({target}{anchor})"
+    return f"{{download}}`{words.replace('`', '')} <{target}>`"
+
+
+def show_tables_as_written(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Turn a docstring's drawings and tables, indented text without markup, into literal blocks."""
+    blocks = re.split(r"\n\s*\n", "\n".join(lines))
+    shown = []
+    for block in blocks:
+        rows = block.split("\n")
+        first = rows[0]
+        plain = re.match(r"(\w+:$|- |\d+\. |>>>|\s+>>>)", first) is not None
+        deeper = any(row[:1] == " " for row in rows) and not first.startswith(("- ", "* "))
+        if deeper and not plain:
+            shown += ["::", "", *(f"    {row}" for row in rows), ""]
+        else:
+            shown += [*rows, ""]
+    lines[:] = shown
+
+
+def write_front_page(app: Sphinx, failure: Exception | None) -> None:
+    """Write index.html, which a server shows for the folder: the front page."""
+    if failure is None and app.builder.format == "html":
+        front = Path(app.outdir, f"{app.config.root_doc}.html").read_text(encoding="utf-8")
+        Path(app.outdir, "index.html").write_text(front, encoding="utf-8")
+
+
+def contents(app: Sphinx) -> str:
+    """Return the toctrees that the front page needs; in the repository its table is enough."""
+    parts = []
+    for caption, pages in app.config.shoal_contents.items():
+        rows = "\n".join(pages)
+        parts.append(f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{rows}\n```\n")
+    return "".join(parts)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register roles, directives and files."""
+    app.add_config_value("shoal_contents", {}, "env")
+    app.add_role("value", ValueRole())
+    app.add_directive("exercise", ExerciseDirective)
+    app.connect("source-read", check_page)
+    app.connect("autodoc-process-docstring", show_tables_as_written, priority=100)
+    app.connect("build-finished", write_front_page)
+    app.add_css_file("learn.css")
+    app.add_js_file("formulas.js", loading_method="defer")
+    app.add_js_file("learn.js", loading_method="defer")
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
