@@ -28,7 +28,6 @@ from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel._torch import in_backward
 from shoal.parallel.program import Program
 from shoal.trace.find.blocks import iterate_stacked_modules
-from shoal.trace.find.listed_experts import iterate_expert_lists
 
 EVERY = 20
 """Steps from one record to the next."""
@@ -166,8 +165,31 @@ def _find_experts(
         row = program.rows.get(program.aliases.get(f"{name}.{first}", f"{name}.{first}"))
         if row is not None:
             parts[name] = part, row.shape[0]
-    found = iterate_expert_lists(program.module, program.blocks)
-    return parts, {name: entries for name, entries in found if "." in name}
+    return parts, dict(_iterate_equal_lists(program))
+
+
+def _iterate_equal_lists(program: Program) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield lists inside of layers, with their names, whose entries are equal and no blocks.
+
+    By the shapes of the whole model: a rank may hold parts of some entries, and none of others.
+    """
+    for name, part in program.module.named_modules():
+        if not isinstance(part, nn.ModuleList) or len(part) < 2 or "." not in name:
+            continue
+        kinds = {
+            (type(entry), *_shapes_of(program, f"{name}.{place}", entry))
+            for place, entry in enumerate(part)
+        }
+        holds_blocks = any(block.startswith(f"{name}.") for block in program.blocks)
+        if len(kinds) == 1 and len(next(iter(kinds))) > 1 and not holds_blocks:
+            yield name, part
+
+
+def _shapes_of(program: Program, name: str, entry: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Yield the whole shape of each parameter of a module."""
+    for own, _ in entry.named_parameters():
+        row = program.rows.get(program.aliases.get(f"{name}.{own}", f"{name}.{own}"))
+        yield row.shape if row is not None else ()
 
 
 def _takes_routes(part: nn.Module) -> bool:
