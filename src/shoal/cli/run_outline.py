@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import glob
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.base.text.units import bytes_text, count_text
+from shoal.config.owners import select_owner
 from shoal.config.paths import GLOBS, is_remote, list_token_files, split_source
 from shoal.config.sections import Config, DataSection
 
@@ -27,7 +29,8 @@ def outline_lines(config: Config, folder: Path) -> list[str]:
         config: settled, as the run would start with it.
         folder: the run folder.
     """
-    data, optimizer, checkpoint = config.data, config.optimizer, config.checkpoint
+    optimizer, checkpoint = config.optimizer, config.checkpoint
+    data = select_owner(config.data, "*")
     kind = split_source(data.source)[0]
     texts = kind in (*GLOBS, "stdlib", "hf") and kind != "wds"
     samples, counted = count_samples(data)
@@ -38,7 +41,7 @@ def outline_lines(config: Config, folder: Path) -> list[str]:
     told = [f"data: {data.source}{f': {counted}' if counted else ''}"]
     told += [f"tokenizer {data.tokenizer}"] if texts and not config.model.build else []
     lines.append("; ".join([*told, *(["packed"] if data.packing == "on" else [])]))
-    lines.append(_validation_line(config, samples))
+    lines.append(_validation_line(replace(config, data=data), samples))
     warmup = f", warm-up {optimizer.warmup_steps} steps" if optimizer.warmup_steps > 0 else ""
     rate = f"lr {optimizer.lr:g} {optimizer.schedule}"
     lines.append(f"optimizer: {optimizer.name}, {rate}{warmup}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -109,16 +110,15 @@ def test_an_island_that_learnt_nothing_is_no_success(tmp_path: Path) -> None:
     assert not command.events("restarting")
 
 
-@pytest.mark.proof("faults")
-@pytest.mark.parametrize(("words", "code"), [(("a", "b"), 2), (("a", "a"), 0)])
-def test_owners_of_other_data_do_not_train_together(
-    tmp_path: Path, words: tuple[str, str], code: int
-) -> None:
-    """Two owners, each on its own machine, with texts of equal length; equal ones lie elsewhere."""
+WORDS = ("north", "south")
+
+
+def two_machines(tmp_path: Path, words: tuple[str, str], *more: str) -> list[CommandLine]:
+    """Two owners, each on its own machine, with texts of equal length."""
     at, started = f"127.0.0.1:{free_port()}", []
     for index, word in enumerate(words):
         folder = tmp_path / f"machine-{index}"
-        (folder / f"texts-{index}").mkdir(parents=True)
+        (folder / f"texts-{index}").mkdir(parents=True, exist_ok=True)
         for number in range(3):
             text = f"{word} owner's page {number}, and more of the same\n" * 60
             (folder / f"texts-{index}" / f"{number}.txt").write_text(text)
@@ -128,14 +128,49 @@ def test_owners_of_other_data_do_not_train_together(
                 *(f"data.source=text:texts-{index}/*.txt", "data.sequence=16", "model.dim=16"),
                 *("data.tokenizer=bpe:280", "model.heads=1", "model.layers=1", "train.batch=2"),
                 *("islands.method=diloco", "islands.count=2", "islands.period=2", "train.steps=4"),
-                *(f"islands.at={at}", f"islands.index={index}", "launch.processes=1"),
+                *(f"islands.at={at}", f"islands.index={index}", "launch.processes=1", *more),
             )
         )
-    for command in started:
+    return started
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize(("words", "code"), [(("a", "b"), 2), (("a", "a"), 0)])
+def test_owners_of_other_data_do_not_train_together(
+    tmp_path: Path, words: tuple[str, str], code: int
+) -> None:
+    """Without islands.data=own; equal data may lie elsewhere."""
+    for command in two_machines(tmp_path, words):
         found, output = command.finish(DEADLINE_S)
         assert found == code, output
         assert ("try: the same data on all islands" in output) == (code == 2), output
         assert bool(lines(command.run / "metrics.jsonl")) == (code == 0)
+
+
+@pytest.mark.proof("faults")
+def test_owners_train_together_on_data_of_their_own(tmp_path: Path) -> None:
+    """Each trained a tokenizer: refused. With that of owner 0: both validate, on what is theirs."""
+    refused = two_machines(tmp_path, WORDS, "islands.data=own")
+    for command in refused:
+        code, output = command.finish(DEADLINE_S)
+        assert code == 2, output
+        assert "try: copy hub/tokenizer.json of island 0's run folder to all owners" in output
+    shutil.copy(refused[0].run / "hub" / "tokenizer.json", tmp_path / "tokenizer.json")
+    shared = f"data.tokenizer={tmp_path / 'tokenizer.json'}"
+    commands = two_machines(
+        tmp_path, WORDS, "islands.data=own", shared, "data.validation=0.3", "run.name=own"
+    )
+    for command in commands:
+        code, output = command.finish(DEADLINE_S)
+        assert code == 0, output
+        assert "no sample leaves its owner; what does: the change of the weights" in output
+        (validated,) = [e for e in lines(command.run / "events.jsonl") if e["event"] == "validated"]
+        parts = validated["by_source"]
+        assert parts.keys() == {"0", "1"}
+        targets = [part["targets"] for part in parts.values()]
+        mean = sum(p["loss"] * n for p, n in zip(parts.values(), targets, strict=True))
+        assert validated["loss"] == pytest.approx(mean / sum(targets), rel=1e-12)
+        assert parts[validated["worst"]]["loss"] == max(part["loss"] for part in parts.values())
 
 
 def same_merged(run: Path, count: int) -> bool:

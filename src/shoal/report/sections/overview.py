@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from typing import Any
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.text.units import bytes_text, count_text, seconds_text
-from shoal.report.markup import Child, Markup, tag
+from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import list_starts
 from shoal.report.sections.measured_costs import median_name, median_of
@@ -16,6 +18,7 @@ from shoal.view.diagnose import read_continuation
 from shoal.view.progress import count_unit
 from shoal.view.run_table import RunRow, read_held_locks, read_row
 
+Record = dict[str, Any]
 LOW_GOODPUT = 0.5
 """Share of the sessions' time in steps below which the verdict mentions it."""
 PART_NAMES = {"start": "start-up", "lost": "lost steps", "skipped": "skipped steps"}
@@ -36,9 +39,39 @@ def overview_section(run: RunContents) -> Markup:
             _continuation_line(run),
             _islands_text(run),
             _figures(run),
+            _owners_table(run),
         ],
         id="verdict",
     )
+
+
+def _owners_table(run: RunContents) -> Child:
+    """Return the last validation of every owner, the largest loss first; None without owners."""
+    found = [event for event in run.curve_runs[0].named("validated") if event.get("worst")]
+    by_owner = found[-1].get("by_source") if found else None
+    if not isinstance(by_owner, dict) or not by_owner:
+        return None
+    rows = [(str(name), row) for name, row in by_owner.items() if isinstance(row, dict)]
+    rows.sort(key=lambda one: _loss_rank(one[1]))
+    text = f"Validation of each owner at step {found[-1].get('step')}, the worst first"
+    cells = [[name, *_owner_cells(row)] for name, row in rows]
+    return table(["owner", "loss", "accuracy", "targets"], cells, numeric=" nnn", caption=text)
+
+
+def _loss_rank(row: Record) -> float:
+    """Return a key that sorts by loss: not finite ones first, owners without targets last."""
+    if is_number(row.get("loss")):
+        return -float(row["loss"])
+    return -math.inf if row.get("targets") else math.inf
+
+
+def _owner_cells(row: Record) -> list[str]:
+    loss, accuracy, targets = (row.get(key) for key in ("loss", "accuracy", "targets"))
+    return [
+        f"{loss:.4f}" if is_number(loss) else "–",
+        f"{accuracy:.1%}" if is_number(accuracy) else "–",
+        count_text(targets) if is_number(targets) else "–",
+    ]
 
 
 def _islands_text(run: RunContents) -> Child:

@@ -1,0 +1,35 @@
+"""A report of owners lists the last validation of each, the worst first."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.report.sections.overview import _owners_table
+
+
+def run_of(*events: dict[str, Any]) -> Any:
+    one = SimpleNamespace(named=lambda name: [e for e in events if name == "validated"])
+    return SimpleNamespace(curve_runs=[one])
+
+
+def test_the_worst_owner_stands_first() -> None:
+    old = {"step": 1, "worst": "a", "by_source": {"a": {"loss": 9.0, "targets": 1}}}
+    rows = {
+        "a<b>": {"loss": 1.5, "accuracy": 0.5, "targets": 2000},
+        "c": {"loss": 2.5, "targets": 3},
+        "d": {"loss": None, "targets": 0},
+    }
+    found = str(_owners_table(run_of(old, {"step": 7, "worst": "c", "by_source": rows})))
+    assert "at step 7" in found
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", found)
+    assert cells[::4] == ["c", "a&lt;b&gt;", "d"]
+    assert cells[1:4] == ["2.5000", "–", "3"]
+    assert cells[5:7] == ["1.5000", "50.0%"]
+
+
+def test_a_mixture_has_no_owners() -> None:
+    mixture = {"step": 7, "by_source": {"a": {"loss": 1.0, "targets": 1}}}
+    assert _owners_table(run_of(mixture)) is None
+    assert _owners_table(run_of({"step": 7, "worst": "a", "by_source": [1]})) is None
