@@ -48,7 +48,11 @@ class LiftedCasts(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         first = args[0] if args else given.get("input")
-        if isinstance(first, Tensor) and first.dtype == torch.float64 and func not in BITS:
+        # Few calls name a dtype, and every call of a proof comes by.
+        casts = func not in BITS and (
+            func in NAMED or func is Tensor.to or _names_dtype(args, given)
+        )
+        if casts and isinstance(first, Tensor) and first.dtype == torch.float64:
             if func in NAMED:
                 self.record_line()
                 return first
@@ -85,6 +89,11 @@ def format_casts(lines: Sequence[str]) -> str:
     """
     more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     return f"the model's own casts ({', '.join(lines[:SHOWN])}{more})" if lines else ""
+
+
+def _names_dtype(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether an argument of a call is a dtype."""
+    return torch.dtype in map(type, args) or torch.dtype in map(type, named.values())
 
 
 def _widen_dtype(value: Any) -> Any:

@@ -39,6 +39,14 @@ HANDLES = frozenset(
 )
 """Functions that need no values of a lent tensor, or read them on the host."""
 
+READ_NOTHING_WHOLE = HANDLES | {"__get__", "__set__", "embedding"}
+"""Functions that read no tensor, or rows of one."""
+
+WITHOUT_TENSORS = frozenset(
+    {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type(...), slice}
+)
+"""Types of arguments in which no tensor is."""
+
 PLACES = {"device", "is_cuda", "is_cpu"}
 """Properties that depend on a tensor's device."""
 
@@ -118,12 +126,16 @@ class _ReadReportMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Report the tensors, then call the function."""
-        name = getattr(func, "__name__", "")
-        if name not in HANDLES and name not in ("__get__", "__set__", "embedding"):
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if type(leaf) in (Tensor, nn.Parameter):
-                    self.before(leaf)
-        return func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") not in READ_NOTHING_WHOLE:
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(value)
+                if kind is Tensor or kind is nn.Parameter:
+                    self.before(value)
+                elif kind not in WITHOUT_TENSORS:
+                    for leaf in pytree.tree_leaves(value):
+                        if type(leaf) in (Tensor, nn.Parameter):
+                            self.before(leaf)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class _WeightStreamMode(TorchFunctionMode):
