@@ -179,7 +179,7 @@ def test_values_are_the_same_after_a_file(tmp_path: Path) -> None:
 
 
 EQUAL = {
-    "asked": "ddp", "notes": [], "verdict": "equal", "layout": "ddp (dp_replicate = 2)", "steps": 4,
+    "asked": "ddp", "notes": [], "verdict": "equal", "layout": "ddp (dp_replicate = 2)", "steps": 4, "runs": 1,
     "parameters": 3, "largest": {"gradient": 2e-16, "weights": 0.0, "loss": 0.0},
 }  # fmt: skip
 DIFFERENCE = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,6 +35,10 @@ DEFAULT_PROCESSES = {"hsdp": 4, "3d": 8}
 """Processes of a layout if the user names none; 2 for the others."""
 UNPROVEN = ("single", "dp")
 """Strategies of one process."""
+LOG = re.compile("(; before the first step, so it is not tried again)?; traceback: [^ ]+")
+"""Part of a failure's line that names a log, which is removed with its folder."""
+DTYPE_ERRORS = ("dtype", "scalar type", "Double", "Float")
+"""Words of an error by torch about two formats in one operation."""
 ROUNDINGS = 16
 """Factor of a difference over that of changed last bits, up to which it is rounding."""
 
@@ -45,6 +50,7 @@ class LayoutProof:
     Attributes:
         layout: its name; "": the script's own.
         record: folder of its record.
+        alone: folder of the one process's record.
         report: of the comparison, or {"verdict": "not proven" or "refused", "reason": …}.
         notes: lines about it, such as lifted casts.
     """
@@ -52,6 +58,7 @@ class LayoutProof:
     layout: str
     record: Path
     report: dict[str, Any] = field(default_factory=dict)
+    alone: str = ""
     notes: list[str] = field(default_factory=list)
 
 
@@ -110,6 +117,9 @@ class _ScriptProof:
         steps: optimizer steps.
         processes: as in `prove_script`.
         folder: of all copies and records.
+        sample: record of the first layout that ran, whose first micro-batch can be a sample.
+        lifted: the script's own casts to narrower formats are lifted.
+        count: runs so far.
     """
 
     script: Path
@@ -118,6 +128,7 @@ class _ScriptProof:
     processes: int
     folder: Path
     sample: str = ""
+    lifted: bool = False
     count: int = 0
 
     def prove(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -128,23 +139,31 @@ class _ScriptProof:
             if not one.report:
                 groups.setdefault(digest_batches(one.record), []).append(one)
         for group in groups.values():
-            self._compare(group, lifted=False)
+            self._compare(group)
         for one in proofs:
             if one.report["verdict"] == "different":
                 self._exclude_rounding(one)
         return [{"asked": one.layout, "notes": one.notes, **one.report} for one in proofs]
 
-    def _record_layout(self, layout: str, *, lifted: bool = False) -> LayoutProof:
+    def _count_processes(self, layout: str) -> int:
+        return self.processes or DEFAULT_PROCESSES.get(layout, 2)
+
+    def _record_layout(self, layout: str) -> LayoutProof:
         """Run the script under a layout."""
-        count = self.processes or DEFAULT_PROCESSES.get(layout, 2)
-        side = self._make_side(layout=layout, processes=count, lifted=lifted, sample=self.sample)
+        count = self._count_processes(layout)
+        side = self._make_side(layout=layout, processes=count, sample=self.sample)
         proof = LayoutProof(layout, Path(side.record))
         failure, outcome = self._run(side, count)
         if outcome.get("needs_sample") and not self.sample:
             self.sample = self._record_sample()
-            return self._record_layout(layout, lifted=lifted)
+            return self._record_layout(layout)
+        if failure and not self.lifted and is_dtype_error(failure["reason"]):
+            self.lifted = True
+            return self._record_layout(layout)
         proof.report = failure or self._reason(outcome)
         proof.notes += _format_writes(outcome)
+        if casts := outcome.get("casts"):
+            proof.notes.append(f"the script's own casts to narrower formats lifted: {_join(casts)}")
         if not proof.report and not self.sample:
             self.sample = side.record
         return proof
@@ -155,51 +174,56 @@ class _ScriptProof:
         self._run(side, 1)
         return side.record
 
-    def _compare(self, group: Sequence[LayoutProof], *, lifted: bool) -> None:
+    def _compare(self, group: Sequence[LayoutProof]) -> None:
         """Run the script alone on the micro-batches of some layouts, and compare them."""
-        first = group[0].record
-        processes = self.processes or DEFAULT_PROCESSES.get(group[0].layout, 2)
         side = self._make_side(
-            processes=processes,
-            batches=str(first),
+            processes=self._count_processes(group[0].layout),
+            batches=str(group[0].record),
             compared=tuple(str(one.record) for one in group),
-            lifted=lifted,
         )
         failure, outcome = self._run(side, 1)
         problem = failure or self._reason(outcome)
         for number, one in enumerate(group):
+            one.alone = side.record
             if problem:
                 reason = f"alone, on the recorded micro-batches: {problem['reason']}"
                 one.report = {"verdict": "not proven", "reason": reason}
             else:
                 path = Path(side.record) / f"report-{number}.json"
                 one.report = json.loads(path.read_text(encoding="utf-8"))
-                one.report["alone"] = side.record
 
     def _exclude_rounding(self, proof: LayoutProof) -> None:
         """Replace the report of a layout whose difference is only rounding."""
-        lifted = self._record_layout(proof.layout, lifted=True)
-        casts = _read_outcome(lifted.record).get("casts", [])
-        if not lifted.report and casts:
-            self._compare([lifted], lifted=True)
-            if lifted.report["verdict"] == "equal":
-                proof.report = lifted.report
-                shown = ", ".join(casts[:2]) + ", …" * (len(casts) > 2)
-                proof.notes.append(f"the script's own casts to narrower formats lifted ({shown})")
-                return
-        alone = proof.report.pop("alone")
+        was, self.lifted = self.lifted, True
+        try:
+            if not was:
+                lifted = self._record_layout(proof.layout)
+                casts = _read_outcome(lifted.record).get("casts", [])
+                if casts and not lifted.report:
+                    self._compare([lifted])
+                    if "differences" in lifted.report:
+                        proof.report, proof.record = lifted.report, lifted.record
+                        proof.alone, proof.notes = lifted.alone, lifted.notes
+                else:
+                    self.lifted = False
+            if proof.report["verdict"] == "different":
+                self._compare_with_changed_bits(proof)
+        finally:
+            self.lifted = was
+
+    def _compare_with_changed_bits(self, proof: LayoutProof) -> None:
+        """Run the script alone with weights changed in their last bits; compare the distances."""
         side = self._make_side(
-            processes=self.processes or 2,
+            processes=self._count_processes(proof.layout),
             batches=str(proof.record),
-            compared=(alone,),
+            compared=(proof.alone,),
             jitter=True,
         )
         failure, outcome = self._run(side, 1)
         if failure or outcome.get("reason"):
             return
         path = Path(side.record) / "report-0.json"
-        rounding = json.loads(path.read_text(encoding="utf-8"))
-        if is_rounding(proof.report, rounding):
+        if is_rounding(proof.report, json.loads(path.read_text(encoding="utf-8"))):
             proof.report = {
                 "verdict": "not proven",
                 "reason": "the script amplifies rounding: one process whose weights differ in "
@@ -220,7 +244,7 @@ class _ScriptProof:
             str(home / "record"),
             self.words,
             writable=(str(home),),
-            **{"steps": self.steps, **values},
+            **{"steps": self.steps, "lifted": self.lifted, **values},
         )
 
     def _run(self, side: ScriptSide, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -257,13 +281,22 @@ class _ScriptProof:
             reason = f"{found['writes'][0]}, outside of the script's folder; try: a path below it"
             return {"verdict": "not proven", "reason": reason}, {}
         verdict = "refused" if outcome.exit_code in (2, 3) else "not proven"
-        text = outcome.message.replace(str(Path(side.cwd)) + os.sep, "")
+        text = LOG.sub("", outcome.message.replace(str(Path(side.cwd)) + os.sep, ""))
         return {"verdict": verdict, "reason": text, "exit_code": outcome.exit_code}, {}
 
     def _reason(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Return the report of a script that cannot be proven; {} for one that can."""
         reason = outcome.get("reason", "")
         return {"verdict": "not proven", "reason": reason} if reason else {}
+
+
+def is_dtype_error(line: str) -> bool:
+    """Return whether a failure is about two number formats, as a float32 teacher has in float64.
+
+    >>> is_dtype_error("train.py:4: RuntimeError: expected m1 and m2 to have the same dtype")
+    True
+    """
+    return "RuntimeError" in line and any(word in line for word in DTYPE_ERRORS)
 
 
 def digest_batches(record: Path) -> str:
@@ -300,6 +333,10 @@ def _read_outcome(record: Path) -> dict[str, Any]:
         writes = dict.fromkeys([*found.get("writes", ()), *one["writes"]])
         found = {**one, **found, "writes": list(writes)}
     return found
+
+
+def _join(lines: Sequence[str]) -> str:
+    return ", ".join(lines[:2]) + ", …" * (len(lines) > 2)
 
 
 def _format_writes(outcome: dict[str, Any]) -> list[str]:

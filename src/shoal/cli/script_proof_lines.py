@@ -34,9 +34,12 @@ def report_lines(report: Report) -> list[str]:
         return [f"{name}: {report['verdict']}: {report['reason']}", *notes]
     if report["verdict"] == "equal":
         size = report["largest"]["gradient"]
+        steps = f"{report['steps']} step{'s' * (report['steps'] != 1)}"
+        if report["runs"] > 1:
+            steps += f" of {report['runs']} runs"
         return [
-            f"{name}: equal to one process on the same micro-batches: {report['steps']} "
-            f"step{'s' * (report['steps'] != 1)}, {report['parameters']} parameters, largest "
+            f"{name}: equal to one process on the same micro-batches: {steps}, "
+            f"{report['parameters']} parameters, largest "
             f"difference of a gradient {size:.0e} of the whole",
             *notes,
         ]

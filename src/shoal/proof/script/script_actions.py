@@ -92,6 +92,7 @@ class ScriptActions:
                     if line := _user_line(hook):
                         found.append(f"has a gradient hook of {name} ({line})")
         self._hooked[number] = found
+        self.note_update(run, number)
 
     def own_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters that optimizers of the script's own step, by their variables."""
