@@ -153,8 +153,8 @@ def _comparisons(case: dict[str, Any], peers: list[str], family: str) -> list[tu
     return pairs
 
 
-def report(measured: dict[str, Any]) -> dict[str, Any]:
-    """Print one case's table; gives the record with the ratios added."""
+def report(measured: dict[str, Any], limit: float = LIMIT) -> dict[str, Any]:
+    """Print one case's table; return the record with the ratios added."""
     case, rows = measured["case"], measured["comparisons"]
     print(
         f"\n{case['size']} · {measured['parameters'] / 1e6:.1f} M parameters · {case['precision']}"
@@ -169,7 +169,7 @@ def report(measured: dict[str, Any]) -> dict[str, Any]:
         wall = ratio(row["ours_s"], row["theirs_s"])
         cpu = ratio(row["ours_cpu_s"], row["theirs_cpu_s"])
         row["ratio"], row["cpu_ratio"] = asdict(wall), asdict(cpu)
-        row["verdict"] = _verdict(row, wall)
+        row["verdict"] = _verdict(row, wall, limit)
         ours, theirs = sorted(row["ours_s"]), sorted(row["theirs_s"])
         middle = len(ours) // 2
         losses = [measured["final_losses"][row[side]] for side in ("ours", "theirs")]
@@ -182,13 +182,13 @@ def report(measured: dict[str, Any]) -> dict[str, Any]:
     return measured
 
 
-def _verdict(row: dict[str, Any], wall: Any) -> str:
+def _verdict(row: dict[str, Any], wall: Any, limit: float) -> str:
     if row["theirs"].endswith("_twin"):
         enough = wall.half_width <= NOISE_LIMIT
         return "A/A" if enough else f"A/A ±{wall.half_width:.1%}: add pairs"
     if row["theirs"].endswith("_default"):
         return "(their default)"
-    return f"{wall.verdict(LIMIT)} (≤ {LIMIT})" if len(row["ours_s"]) >= 100 else "too few pairs"
+    return f"{wall.verdict(limit)} (≤ {limit})" if len(row["ours_s"]) >= 100 else "too few pairs"
 
 
 if __name__ == "__main__":

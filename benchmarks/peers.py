@@ -5,8 +5,10 @@
     ddp                a good loop by hand: DDP(model), fused AdamW, clip_grad_norm_, no_sync
     accelerate fabric  the same loop through Accelerate and Lightning Fabric, both on DDP
     shoal_zero1 shoal_zero2 shoal_fsdp   Shoal's Llama in these layouts; peers: sharded_peers.py
-    *_compiled         a peer with torch.compile on the model
-    shoal_blocks       Shoal's Llama in ddp with train.compile = blocks
+    *_compiled         a peer with torch.compile on the model; fsdp2_blocks: on every block
+    shoal_blocks       Shoal's Llama in ddp with train.compile = blocks; shoal_fsdp_blocks: in fsdp;
+                       …_residual: with precision.residual = bf16 too
+    *_hf, *_hf_…       transformers' Llama of the same size: shoal_hf_blocks, accelerate_hf_compiled
     *_default          what each one's own quick start shows: no fused optimizer, no clipping, fp32
 
 Every program gets the same initial weights and the same samples: this rank's share of a step,
@@ -62,9 +64,16 @@ class Shoal(Program):
     """`shoal.parallelize`, with Shoal's Llama or the plain one."""
 
     def __init__(
-        self, case: Case, world: World, model: nn.Module, layout: str, compile: str
+        self,
+        case: Case,
+        world: World,
+        model: nn.Module,
+        layout: str,
+        compile: str,
+        residual: str = "fp32",
     ) -> None:
         self.losses = []
+        more = {} if residual == "fp32" else {"residual": residual}
         self.run = shoal.parallelize(
             model,
             lambda p: torch.optim.AdamW(p, lr=LR, fused=True),
@@ -75,6 +84,7 @@ class Shoal(Program):
             clip=CLIP,
             compile=compile,
             world=world,
+            **more,
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
@@ -118,9 +128,11 @@ class HandWritten(Program):
 
 
 class Accelerate(Program):
-    """The loop of Accelerate's documentation."""
+    """The loop of Accelerate's documentation; compiled: by its plugin, which compiles the whole."""
 
-    def __init__(self, case: Case, model: nn.Module, *, tuned: bool) -> None:
+    def __init__(
+        self, case: Case, model: nn.Module, *, tuned: bool, compiled: bool = False
+    ) -> None:
         from accelerate import Accelerator
 
         self.losses = []
@@ -129,10 +141,11 @@ class Accelerate(Program):
             cpu=True,
             mixed_precision="bf16" if case.precision == "bf16" else "no",
             gradient_accumulation_steps=case.accumulate,
+            dynamo_backend="inductor" if compiled else None,
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=tuned or None)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if not isinstance(self.model, DistributedDataParallel):
+        if not isinstance(getattr(self.model, "_orig_mod", self.model), DistributedDataParallel):
             raise RuntimeError("Accelerate did not wrap the model in DDP")
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
@@ -142,7 +155,7 @@ class Accelerate(Program):
         ):
             with self.accelerator.accumulate(self.model):
                 with self.accelerator.autocast():
-                    loss = mean_loss(self.model(x), y)
+                    loss = mean_loss(logits_of(self.model(x)), y)
                 self.accelerator.backward(loss)
                 if self.tuned and self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -192,21 +205,61 @@ class Fabric(Program):
         self.losses.append(sum(kept))
 
 
+def logits_of(outputs: Any) -> Tensor:
+    """The logits of a plain model, or of one of transformers."""
+    found: Tensor = getattr(outputs, "logits", outputs)
+    return found
+
+
+def transformers_llama(case: Case) -> nn.Module:
+    """The case's Llama as transformers has it; its weights are the same for all programs."""
+    import transformers
+
+    of = case.arguments
+    config = transformers.LlamaConfig(
+        vocab_size=of["vocabulary"],
+        hidden_size=of["dim"],
+        intermediate_size=of["hidden"],
+        num_hidden_layers=of["layers"],
+        num_attention_heads=of["heads"],
+        num_key_value_heads=of["kv_heads"],
+        max_position_embeddings=of["sequence"],
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
 def make(name: str, case: Case, world: World, weights: dict[str, Tensor] | None = None) -> Program:
     """The program of that name; without `weights` each draws its own.
 
     Errors: ImportError if its library is not installed.
     """
-    plain = name == "shoal_plain"
+    plain, foreign = name == "shoal_plain", "_hf" in name
     own = name.startswith("shoal") and not plain
-    model: nn.Module = Llama(**case.arguments) if own else PlainLlama(**case.arguments)
-    if weights is not None:
-        model.load_state_dict(weights)
+    model: nn.Module
+    if foreign:
+        model = transformers_llama(case)
+    else:
+        model = Llama(**case.arguments) if own else PlainLlama(**case.arguments)
+        if weights is not None:
+            model.load_state_dict(weights)
     if own or plain:
-        words = [w for w in name.split("_")[1:] if w not in ("twin", "plain")]
-        blocks = "blocks" in words
-        layout = "".join(word for word in words if word != "blocks") or "ddp"
-        return Shoal(case, world, model, layout, "blocks" if blocks else "none")
+        words = set(name.split("_")[1:])
+        layout = "".join(words - {"twin", "plain", "blocks", "residual", "hf"}) or "ddp"
+        compile = "blocks" if "blocks" in words else "none"
+        residual = "bf16" if "residual" in words else "fp32"
+        return Shoal(case, world, model, layout, compile, residual)
+    if foreign:
+        compiled = name.endswith("_compiled")
+        return Accelerate(case, model, tuned=True, compiled=compiled)
+    if name.endswith("_blocks"):
+        for block in model.blocks:
+            block.compile()
+        name = name.removesuffix("_blocks")
     if name.endswith("_compiled"):
         model.compile()
         name = name.removesuffix("_compiled")

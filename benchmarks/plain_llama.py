@@ -112,12 +112,16 @@ class PlainLlama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [batch, seq] to logits [batch, seq, vocabulary]."""
+        return self.head(self.hidden_states(tokens))
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """Token ids [batch, seq] to what the head reads, [batch, seq, dim]."""
         seq = tokens.shape[1]
         cos, sin = self.cos[:seq], self.sin[:seq]
         h = self.embedding(tokens)
         for block in self.blocks:
             h = block(h, cos, sin)
-        return self.head(self.norm(h))
+        return self.norm(h)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,12 @@ DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 SMALL = not ON_GPU or os.environ.get("SHOAL_TEST_SMALL", "") == "1"
 PATIENCE = float(os.environ.get("SHOAL_TEST_PATIENCE", "1"))  # `run.py --patience`, for rows
 GPUS = torch.cuda.device_count() if ON_GPU else 0
+UNTIL_S = float(os.environ.get("SHOAL_TEST_UNTIL_S", "inf"))  # of time.monotonic, set by `run.py`
+
+
+def left_s() -> float:
+    """Seconds until this part's time limit."""
+    return UNTIL_S - time.monotonic()
 
 
 def pick(full: Any, small: Any) -> Any:

@@ -15,18 +15,22 @@ from shoal.data.sources import open_source
 from shoal.fabric import World, start_world
 from shoal.machine.measure import measure_machine, quick_sizes
 from shoal.trainer.jobs.benchmark_row import measure_row
+from training_programs import residual_formats
 
 SIZES = pick(
     ["model.dim=1024", "model.layers=12", "data.sequence=1024", "train.batch=16"],
     ["model.dim=64", "model.layers=2", "data.sequence=32", "train.batch=4"],
 )
 CASES = [
-    ("bf16", "none", "none"),
-    ("bf16", "selective", "none"),
-    ("bf16", "full", "none"),
-    ("fp32", "none", "none"),
-    ("bf16", "none", "activations"),
+    ("bf16", "fp32", "none", "none"),
+    ("bf16", "bf16", "none", "none"),
+    ("bf16", "bf16", "full", "none"),
+    ("bf16", "fp32", "full", "none"),
+    ("bf16", "fp32", "selective", "none"),
+    ("fp32", "fp32", "none", "none"),
+    ("bf16", "fp32", "none", "activations"),
 ]
+"""compute, residual, recompute, offload; by value, since time may run out."""
 BOUND = 0.15
 
 
@@ -34,11 +38,16 @@ def memory(sheet: Sheet) -> None:
     """Every case: bytes foreseen and held, step time foreseen and measured."""
     world = start_world()
     world.device = DEVICE
-    for precision, recompute, offload in CASES:
+    for precision, residual, recompute, offload in CASES:
         if offload != "none" and not ON_GPU:
             continue  # there is no host beside the device
-        with sheet.row(f"{precision}, recompute {recompute}, offload {offload}") as told:
+        name = f"{precision}, residual {residual}, recompute {recompute}, offload {offload}"
+        with sheet.row(name) as told:
+            if residual not in residual_formats():
+                told["reason"] = "not run: this source has no precision.residual"
+                continue
             words = [f"precision.compute={precision}", f"memory.recompute={recompute}"]
+            words += [f"precision.residual={residual}"] if residual != "fp32" else []
             told.update(one(world, [*words, f"memory.offload={offload}"], "single"))
             if not SMALL:
                 assert abs(told["held_bytes"] / told["foreseen_bytes"] - 1) < BOUND

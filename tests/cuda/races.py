@@ -43,6 +43,31 @@ def races(sheet: Sheet) -> None:
         other = train("fp32", DEVICE, steps=1)
         assert other.restore(folder)
         assert apart(other, run) == 0.0
+    with sheet.row("loader with a worker") as told:
+        told["batches"] = fed_by_worker()
+
+
+def fed_by_worker() -> int:
+    """Train an epoch from a worker process, and count its batches.
+
+    A fork inherits the sanitizer, whose look at a tensor asks for CUDA, which a fork cannot have: it
+    is off while workers start, and on from the second batch.
+    """
+    from torch.cuda._sanitizer import cuda_sanitizer
+
+    run = train("fp32", DEVICE, steps=2)
+    watched = cuda_sanitizer.enabled
+    if watched:
+        cuda_sanitizer.disable()
+    batches = iter(run.loader(Tokens(97, 32), workers=1))
+    ran = 0
+    for batch in batches:
+        if watched and not ran:
+            cuda_sanitizer.enable()
+        run.step(batch)
+        ran += 1
+    assert ran, "the loader ended at once"
+    return ran
 
 
 def planted() -> None:

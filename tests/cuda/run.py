@@ -4,7 +4,8 @@
     make test-gpus     2 to 8 GPUs of one machine, NCCL among them: one command, one JSON
 
 The result is written after every part, and every few seconds within one, so that a machine that is
-taken away leaves what was done.
+taken away leaves what was done: the whole in OUT, and each part in a file of its own in a folder of
+that name.
 SHOAL_TEST_DEVICE=cpu runs every part small on the CPU. Only the standard library is used here: what
 the machine lacks is found by the first part, not by a traceback. Wheels that the machine has no
 network for are unpacked from `.cuda-kit` (`make cuda-kit`).
@@ -50,28 +51,33 @@ class Part:
     on_gpu: tuple[tuple[str, str], ...] = ()
 
 
-# What a GPU has most to say about comes first: time may run out, and what compiles takes long.
+# By value, since time may run out: the first four take 300 s at most, the first compile among them.
 PARTS = (
+    Part("speed", "speed:one_gpu", 145, (ONE,)),
+    Part("speed", "speed:several_gpus", 145, (SEVERAL,)),
+    Part("where the time goes", "where_time_goes:profiles", 60, (ONE,)),
+    Part("memory", "plans:memory", 45),
+    Part("losses", "speed:learning", 50, (ONE,)),
+    Part("1B parameters", "speed:one_billion", 70, (ONE,)),
+    Part("compiled layouts", "compiled_layouts:two_ranks", 100),
+    Part("races", "races:races", 60, (ONE,), (("TORCH_CUDA_SANITIZER", "1"),)),
+    Part("four ranks", "layouts:four_ranks", 120),
+    # Seen on one GPU; the rest of the time is theirs, or a run of their own: --parts.
     Part("machine", "one:machine", 60),
     Part("correctness", "one:correctness", 60, (ONE,)),
     Part("kernels", "kernel_checks:kernels", 45, (ONE,)),
+    Part("timeline", "timeline:timeline", 45, (ONE,)),
+    Part("compile", "kernel_checks:compiled", 120, (ONE,)),
     Part("formats", "kernel_checks:formats", 45, (ONE,)),
     Part("recompute and offload", "host_memory:parked", 60, (ONE,)),
-    Part("timeline", "timeline:timeline", 45, (ONE,)),
-    Part("speed", "speed:one_gpu", 90, (ONE,)),
-    Part("speed", "speed:several_gpus", 90, (SEVERAL,)),
     Part("two ranks", "layouts:two_ranks", 150),
-    Part("memory", "plans:memory", 60),
-    Part("four ranks", "layouts:four_ranks", 150),
     Part("eight ranks", "layouts:eight_ranks", 120, (SEVERAL,)),
     Part("larger than its share", "short_of_memory:one_device", 100, (ONE,)),
     Part("shards larger than their share", "short_of_memory:sharded", 100, (ONE,)),
     Part("command", "command:command", 120),
-    Part("races", "races:races", 60, (ONE,), (("TORCH_CUDA_SANITIZER", "1"),)),
-    Part("compile", "kernel_checks:compiled", 120, (ONE,)),
-    Part("speed of compiled blocks", "speed:one_gpu_compiled", 130, (ONE,)),
-    Part("speed of compiled blocks", "speed:several_gpus_compiled", 130, (SEVERAL,)),
 )
+FIRST, FIRST_S = ("speed", "where the time goes", "memory", "losses"), 300.0
+"""Parts that fit into the first five minutes of a GPU, and these minutes."""
 
 
 def main() -> int:
@@ -118,6 +124,7 @@ def run(on: str, names: list[str], out: Path, patience: float) -> int:
                     result["parts"][name] = told
                     result["seconds"] = round(time.monotonic() - began_s, 1)
                     write(out, result)
+                    write(own_result(out, name), {**result, "parts": {name: told}})
 
                 try:
                     told = one_part(part, folder, environ, left_s, keep)
@@ -153,7 +160,11 @@ def one_part(
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, str(HERE / "child.py"), part.work, str(rows)],
-            env={**environ, **(dict(part.on_gpu) if on_gpu() else {})},
+            env={
+                **environ,
+                **(dict(part.on_gpu) if on_gpu() else {}),
+                "SHOAL_TEST_UNTIL_S": str(began_s + limit_s),
+            },
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -198,7 +209,8 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """What every part inherits: our source first, then wheels that this machine lacks."""
-    places = [ROOT / "src", HERE, ROOT / "tests" / "worlds", ROOT / "benchmarks", kit(folder)]
+    tests = ROOT / "tests"
+    places = [ROOT / "src", HERE, tests / "worlds", ROOT / "benchmarks", kit(folder), tests]
     inherited = os.environ.get("PYTHONPATH", "")
     found = {
         **os.environ,
@@ -253,6 +265,15 @@ def source_hash() -> str:
     for path in sorted((ROOT / "src").rglob("*.py")):
         total.update(path.read_bytes())
     return total.hexdigest()[:16]
+
+
+def own_result(out: Path, part: str) -> Path:
+    """The file of one part, in a folder beside the result of all.
+
+    >>> str(own_result(Path("build/cuda.json"), "two ranks"))
+    'build/cuda/two-ranks.json'
+    """
+    return out.with_suffix("") / f"{part.replace(' ', '-')}.json"
 
 
 def write(out: Path, result: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""A 124M Llama beside torch's FSDP2, on equal terms: one after the other, in pairs of steps.
+"""A 124M Llama in the speed mode beside compiled PyTorch by hand: pairs of steps, MFU, losses, 1B.
 
-Both have the same initial weights and samples, bf16 products over fp32 weights, fused AdamW,
-clipping, the same micro-batches; FSDP2's loop is benchmarks/sharded_peers.py. What is told: the
-ratio of medians with its 95 % interval, our program against itself (the noise), MFU of both by one
-count of FLOPs and one measured matrix rate, and the losses of every step, which must agree.
+The programs are those of `training_programs.py`. A step of each follows the other's in one process,
+each between two synchronisations. Rows have the ratio of medians with its 95 % interval, our program
+against itself (the noise), MFU of all by one count of FLOPs and one measured matrix rate.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import gc
 import json
 import statistics
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,127 +18,132 @@ from typing import Any
 import torch
 
 from child import Sheet
-from device import DEVICE, GPUS, ON_GPU, PATIENCE, pick, synchronize
+from device import GPUS, ON_GPU, PATIENCE, left_s, pick, synchronize
 from layouts import Worlds
 from shoal.fabric import World
-
-GPT2_SIZE = {"vocabulary": 50304, "dim": 768, "layers": 12, "heads": 12, "kv_heads": 12}
-ARGUMENTS = pick(
-    {**GPT2_SIZE, "hidden": 2048, "sequence": 1024},
-    {"vocabulary": 128, "dim": 32, "layers": 2, "heads": 2, "kv_heads": 2, "hidden": 48}
-    | {"sequence": 16},
+from training_programs import (
+    ARGUMENTS,
+    BILLION,
+    NAMES,
+    Setting,
+    alone,
+    initial_weights,
+    make,
+    micro_batch,
+    one_rank_group,
+    text_rows,
+    timed,
 )
-MICRO_BATCH, ACCUMULATE, PAIRS = pick(16, 2), 2, pick(60, 3)
-WARM_UP, AGREE, AGREEING = 4, 2e-2, 24
+
+PAIRS, WARM_UP = pick(100, 3), 3
+AGREE, AGREEING = 2e-2, 24
 """Losses agree for so many steps; later the model knows the few samples by heart, and rounding grows."""
-ROW_S, PAIRS_S = 80.0 * PATIENCE, 30.0
+ROW_S, SPARE_S = 140.0 * PATIENCE, 8.0 * PATIENCE
+STEPS, LAST = pick(200, 6), pick(20, 3)
+"""Steps of the two courses of losses, and how many of the last ones are compared by their mean."""
 
 
 def one_gpu(sheet: Sheet) -> None:
-    """Shoal on one device against FSDP2 on one device."""
-    beside(sheet, 1, "single", compiled=False)
-
-
-def one_gpu_compiled(sheet: Sheet) -> None:
-    """The same with blocks compiled on both sides, a part of its own: compiling takes long."""
-    beside(sheet, 1, "single", compiled=True)
+    """The speed mode on one device beside FSDP2 and plain PyTorch; a row as soon as it is known."""
+    setting = Setting(ARGUMENTS, micro_batch())
+    with sheet.row("the programs") as told:
+        world = alone()
+        weights, flops = initial_weights(setting)
+        told.update(setting.as_json(), flops_of_a_step=flops * setting.rows)
+    data = data_of(setting, world)
+    programs: dict[str, Any] = {}
+    for name in NAMES:
+        with sheet.row(f"{name}: first steps") as told:
+            program = make(name, setting, world, weights, "single")
+            told["first_step_s"] = timed(lambda made=program: made.step(*data[0]))
+            for n in range(1, WARM_UP):
+                program.step(*data[n])
+            programs[name] = program
+    with sheet.row("pairs of steps") as told:
+        told.update(time_pairs(world, programs, data, flops * setting.rows))
+        assert told["loss_difference"] < AGREE, told["losses"]
 
 
 def several_gpus(sheet: Sheet) -> None:
-    """`fsdp` against FSDP2 on all GPUs."""
-    beside(sheet, max(2, GPUS), "fsdp", compiled=False)
-
-
-def several_gpus_compiled(sheet: Sheet) -> None:
-    """The same with blocks compiled on both sides."""
-    beside(sheet, max(2, GPUS), "fsdp", compiled=True)
-
-
-def beside(sheet: Sheet, ranks: int, layout: str, compiled: bool) -> None:
-    """One row: both in turn, in a world of their own."""
-    ending = ", both compiled" if compiled else ""
-    with sheet.row(f"{layout} × {ranks} beside FSDP2{ending}") as told:
+    """The speed mode under `fsdp` beside FSDP2 on all GPUs."""
+    ranks = max(2, GPUS)
+    with sheet.row(f"fsdp × {ranks} beside FSDP2, both compiled") as told:
         with tempfile.TemporaryDirectory() as folder:
             worlds = Worlds(Path(folder))
             try:
-                answers = worlds(ranks).call(
-                    "speed:pairs", deadline_s=ROW_S, layout=layout, compiled=compiled
-                )
+                answers = worlds(ranks).call("speed:pairs", deadline_s=ROW_S)
             finally:
                 worlds.drop(ranks)
         told.update(answers[0])
         assert told["loss_difference"] < AGREE, told["losses"]
 
 
-def pairs(world: World, layout: str, compiled: bool) -> dict[str, Any]:
-    """On every rank: build both, check that they agree, time them in turn."""
-    import sharded_peers
-    from peers import Case, Shoal
-    from ratios import ratio
+def pairs(world: World) -> dict[str, Any]:
+    """On every rank of a world: build all, warm them up, time them in turn."""
+    setting = Setting(ARGUMENTS, micro_batch(16))
+    weights, flops = initial_weights(setting)
+    one_rank_group(world)
+    data, programs = data_of(setting, world), {}
+    for name in ("shoal", "again", "fsdp2"):
+        programs[name] = make(name, setting, world, weights, "fsdp")
+        for n in range(WARM_UP):
+            programs[name].step(*data[n])
+    group = torch.distributed.get_backend()
+    told = time_pairs(world, programs, data, flops * setting.rows * world.size)
+    return {"group": group, **setting.as_json(), **told}
+
+
+def data_of(setting: Setting, world: World) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A few steps' samples of this rank, on the device."""
     from timed_steps import batches
 
-    from shoal.machine.matmul import matmul_flops_per_s
-    from shoal.models.llama import Llama
+    return [(x.to(world.device), y.to(world.device)) for x, y in batches(setting.case, world.rank)]
 
-    case = Case("124M", ARGUMENTS, "bf16", MICRO_BATCH, ACCUMULATE)
-    torch.manual_seed(0)
-    source = Llama(**ARGUMENTS)
-    weights = {name: tensor.clone() for name, tensor in source.state_dict().items()}
-    one_rank_group(world)
-    programs = {}
-    for name in ("shoal", "twin", "fsdp2"):
-        if name == "fsdp2":
-            model = plain_llama(weights, compiled)
-            programs[name] = sharded_peers.Fsdp2(case, model, tuned=True)
-        else:
-            own = Llama(**ARGUMENTS)
-            own.load_state_dict(weights)
-            compile = "blocks" if compiled else "none"
-            programs[name] = Shoal(case, world, own, layout, compile)
-    data = [(x.to(DEVICE), y.to(DEVICE)) for x, y in batches(case, world.rank)]
+
+def time_pairs(
+    world: World, programs: dict[str, Any], data: list[Any], flops: float
+) -> dict[str, Any]:
+    """Ratios, MFU and losses of programs that were warmed up; flops: of a step, all ranks."""
+    from ratios import ratio
+
+    from shoal.machine.matmul import matmul_flops_per_s
+
+    with tempfile.TemporaryDirectory() as cache:
+        rate = matmul_flops_per_s(world, "bf16", Path(cache)) * world.size
 
     def advance(name: str) -> float:
-        world.barrier()
-        synchronize()
-        began_s = time.perf_counter()
         program = programs[name]
-        program.step(*data[len(program.losses) % len(data)])
-        synchronize()
-        return time.perf_counter() - began_s
+        world.barrier()
+        return timed(lambda: program.step(*data[len(program.losses) % len(data)]))
 
-    for name in programs:
-        for _ in range(WARM_UP):
-            advance(name)
     gc.collect()
     gc.freeze()
     times: dict[str, list[float]] = {name: [] for name in programs}
-    until_s = time.perf_counter() + PAIRS_S
     for pair in range(PAIRS):
         # Rank 0 decides for all; a slow device has fewer pairs, and a wider interval.
-        if pair % 5 == 4 and world.broadcast_json(time.perf_counter() > until_s):
+        if pair % 5 == 4 and world.broadcast_json(left_s() < SPARE_S):
             break
         names = list(programs)
         for name in names if pair % 2 else names[::-1]:
             times[name].append(advance(name))
     slowest = {name: slowest_of(world, seconds) for name, seconds in times.items()}
     losses = {name: mean_losses(world, p.losses) for name, p in programs.items()}
-    with tempfile.TemporaryDirectory() as cache:
-        rate = matmul_flops_per_s(world, "bf16", Path(cache))
-    samples = MICRO_BATCH * ACCUMULATE * world.size
-    flops = samples * flops_of_one(source)
     step_s = {name: statistics.median(seconds) for name, seconds in slowest.items()}
+    ours, others = losses["shoal"], [losses[name] for name in programs if name != "shoal"]
     return {
-        "group": torch.distributed.get_backend(),
-        "parameters": sum(p.numel() for p in source.parameters()),
-        "samples_per_step": samples,
+        "pairs": len(slowest["shoal"]),
         "step_s": step_s,
         "mfu": {name: flops / seconds / rate for name, seconds in step_s.items()},
         "matrix_flops_per_s": rate,
-        "ratio": asdict(ratio(slowest["shoal"], slowest["fsdp2"])),
-        "noise": asdict(ratio(slowest["shoal"], slowest["twin"])),
+        "ratios": {
+            name: asdict(ratio(slowest["shoal"], seconds))
+            for name, seconds in slowest.items()
+            if name != "shoal"
+        },
         "loss_difference": max(
             abs(a - b) / b
-            for a, b in zip(losses["shoal"][:AGREEING], losses["fsdp2"][:AGREEING], strict=True)
+            for other in others
+            for a, b in zip(ours[:AGREEING], other[:AGREEING], strict=True)
         ),
         "losses": losses,
         "seconds": slowest,
@@ -148,36 +151,56 @@ def pairs(world: World, layout: str, compiled: bool) -> dict[str, Any]:
     }
 
 
-def one_rank_group(world: World) -> None:
-    """FSDP2 wants a process group also where there is one rank."""
-    if world.size == 1 and not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        backend = "nccl" if ON_GPU else "gloo"
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+def learning(sheet: Sheet) -> None:
+    """200 steps on text that no step repeats: the speed mode and plain PyTorch learn the same."""
+    setting = Setting(ARGUMENTS, micro_batch())
+    with sheet.row("loss of Shoal and of plain PyTorch") as told:
+        world = alone()
+        weights, _ = initial_weights(setting)
+        programs = {name: make(name, setting, world, weights, "single") for name in NAMES[::3]}
+        for step in range(STEPS):
+            if step % 10 == 9 and left_s() < SPARE_S:
+                break
+            rows = text_rows(setting, step)
+            for program in programs.values():
+                program.step(*rows)
+        losses = {name: [float(x) for x in p.losses] for name, p in programs.items()}
+        ends = {name: statistics.fmean(course[-LAST:]) for name, course in losses.items()}
+        told.update(setting.as_json(), steps=len(losses["shoal"]), ends=ends, losses=losses)
+        told["difference"] = abs(ends["shoal"] / ends["pytorch"] - 1)
+        assert told["difference"] < AGREE, ends
 
 
-def plain_llama(weights: dict[str, torch.Tensor], compiled: bool) -> torch.nn.Module:
-    """The peers' model, on the device."""
-    from plain_llama import PlainLlama
+def one_billion(sheet: Sheet) -> None:
+    """1B parameters on one device, in the speed mode alone."""
+    setting = Setting(BILLION, micro_batch(8, 0))
+    with sheet.row("1B parameters") as told:
+        told.update(setting.as_json())
+        if not setting.micro_batch:
+            told["reason"] = "not run: its states and activations want 60 GB"
+            return
+        from shoal.machine.matmul import matmul_flops_per_s
 
-    model = PlainLlama(**ARGUMENTS)
-    model.load_state_dict(weights)
-    model.to(DEVICE)
-    if compiled:
-        for block in model.blocks:
-            block.compile()
-    return model
-
-
-def flops_of_one(model: torch.nn.Module) -> float:
-    """Of one sample, forward and backward, by the planner's count of products (no recompute)."""
-    from shoal.models.loss import token_loss
-    from shoal.trace.costs.flops import count_training_flops
-
-    tokens = torch.zeros(1, ARGUMENTS["sequence"], dtype=torch.long)
-    found = count_training_flops(model, (tokens, tokens), lambda m, b: token_loss(m(b[0]), b[1])[0])
-    assert found, "the FLOPs of a step could not be counted"
-    return float(found)
+        world = alone()
+        weights, flops = initial_weights(setting)
+        told["parameters"] = sum(t.numel() for n, t in weights.items() if n != "head.weight")
+        with tempfile.TemporaryDirectory() as cache:
+            told["matrix_flops_per_s"] = rate = matmul_flops_per_s(world, "bf16", Path(cache))
+        program = make("shoal", setting, world, weights, "single")
+        del weights
+        rows = text_rows(setting, 0)
+        told["first_step_s"] = timed(lambda: program.step(*rows))
+        seconds = []
+        for n in range(1, pick(16, 3)):
+            if left_s() < SPARE_S:
+                break
+            rows = text_rows(setting, n)
+            seconds.append(timed(lambda batch=rows: program.step(*batch)))
+        told["seconds"], told["losses"] = seconds, [float(x) for x in program.losses]
+        told["step_s"] = statistics.median(seconds)
+        told["mfu"] = flops * setting.rows / told["step_s"] / rate
+        told["peak_bytes"] = torch.cuda.max_memory_allocated() if ON_GPU else 0
+        assert told["losses"][-1] < told["losses"][0]
 
 
 def slowest_of(world: World, seconds: list[float]) -> list[float]:
@@ -187,5 +210,6 @@ def slowest_of(world: World, seconds: list[float]) -> list[float]:
 
 def mean_losses(world: World, losses: list[Any]) -> list[float]:
     """Of every step, over ranks; ours are global already, and so their own mean."""
+    synchronize()
     everyone = world.gather_json(json.loads(json.dumps([float(x) for x in losses])))
     return [statistics.fmean(step) for step in zip(*everyone, strict=True)]
