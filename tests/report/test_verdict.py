@@ -376,3 +376,37 @@ def test_drawn_costs_are_named_with_their_gain() -> None:
     from made_verdicts import list_trials
 
     assert [one for one in list_trials(count=48, seed=11) if one["wrong"]] == []
+
+
+@pytest.mark.parametrize(
+    ("terms", "part"),
+    [
+        ({"matrix": 0.01, "optimizer": 0.004, "gradients": 0.001}, "forward and backward"),
+        ({"matrix": 0.02, "constants": 0.001, "optimizer": 0.0001}, "forward and backward"),
+        ({"matrix": 0.04, "optimizer": 0.004, "gradients": 0.001}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_step_of_twice_its_forecast_is_named_with_its_part(
+    tmp_path: Path, terms: dict[str, float], part: str
+) -> None:
+    make_run(tmp_path, plan={"batch": 8, "predicted": {"time": terms}})
+    verdict = find_verdict(tmp_path)
+    assert verdict.kind == "nothing"
+    assert ("times what was foreseen" in verdict.line()) == bool(part)
+    if part:
+        ratio = verdict.step_s / sum(terms.values())
+        assert verdict.line().endswith(f"{ratio:.1f} times what was foreseen, mostly in {part}")
+        assert "A step was foreseen to take" in verdict.evidence[-1]
+
+
+def test_a_cost_with_a_cure_says_nothing_of_the_forecast(tmp_path: Path) -> None:
+    """Waiting for a late rank would look like communication beside the forecast."""
+
+    def late(step: int, rank: int, part: str) -> float:
+        return 0.08 if (rank, part) == (1, "data") else 0.0
+
+    make_run(tmp_path, late, plan={"batch": 8, "predicted": {"time": {"matrix": 0.02}}})
+    verdict = find_verdict(tmp_path)
+    assert verdict.kind == "slow_rank"
+    assert "foreseen" not in " ".join((verdict.line(), *verdict.evidence))

@@ -2,7 +2,8 @@
 
     fault    what `shoal diagnose` finds, if the run did not get over it (fault_search.py)
     cost     the newest steps, replayed without each cost (step_replay.py): the largest gain
-    nothing  no cost above `LEAST_SHARE` of a step, or above the spread of the steps
+    nothing  no cost above `LEAST_SHARE` of a step, or above the spread of the steps; a step much
+             longer than foreseen is named with its part (forecast_gap.py)
 
 The step without the cost is a prediction: remove the cause, measure, compare.
 docs/reference/verdict.md describes each kind.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record, is_number
@@ -20,6 +21,7 @@ from shoal.base.text.event_sentences import strip_control_characters
 from shoal.base.text.units import seconds_text
 from shoal.report.verdict.device_costs import list_device_costs
 from shoal.report.verdict.fault_search import RunFault, find_fault
+from shoal.report.verdict.forecast_gap import ForecastGap, find_forecast_gap
 from shoal.report.verdict.pause_costs import list_pause_costs
 from shoal.report.verdict.run_facts import read_run_facts
 from shoal.report.verdict.stage_costs import list_stage_costs
@@ -109,7 +111,15 @@ def find_verdict(folder: Path) -> Verdict:
         *list_device_costs(replay, facts),
         *list_pause_costs(times, replay, events),
     ]
-    return _largest_cost(replay, costs)
+    return _add_gap(_largest_cost(replay, costs), find_forecast_gap(times, replay, facts))
+
+
+def _add_gap(verdict: Verdict, gap: ForecastGap | None) -> Verdict:
+    """Return a verdict; one that finds nothing to gain names a step much longer than foreseen."""
+    if gap is None or verdict.kind != "nothing":
+        return verdict
+    evidence = (*verdict.evidence, gap.sentence())
+    return replace(verdict, cause=f"{verdict.cause}, {gap.short_text()}", evidence=evidence)
 
 
 def read_replay(folder: Path) -> tuple[StepSeconds, StepReplay] | None:
