@@ -354,6 +354,8 @@ def _run_follower(
         if teller.keeps and unwritten is not None:
             watch.devices.append_sample(follower.nodes[follower.number].host, unwritten)
             unwritten = None
+        if teller.keeps:
+            watch.processes.append_sample(ranks, watch.own)
         if not said.ended and (told := said.read_line()) is not None:
             teller.keeps = bool(told.get("keeps"))
         try:

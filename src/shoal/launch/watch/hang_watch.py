@@ -46,6 +46,7 @@ from shoal.launch.watch.call_mismatch import (
 from shoal.launch.watch.collective_mismatch import compare_collectives
 from shoal.launch.watch.device_records import DeviceRecordFile, DeviceSampler
 from shoal.launch.watch.page_reader import OwnedPage, PageReader, PageSnapshot
+from shoal.launch.watch.process_records import ProcessRecordFile
 from shoal.launch.watch.silence_deadlines import (
     BETWEEN,
     FIRST,
@@ -131,7 +132,7 @@ class HangWatch:
         self.pages: list[PageReader] = []
         self.own: Mapping[int, PageReader] = {}
         self.records, self.sampler = StepRecordFile(folder), DeviceSampler()
-        self.devices = DeviceRecordFile(folder)
+        self.devices, self.processes = DeviceRecordFile(folder), ProcessRecordFile(folder)
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
         self._told: list[PageSnapshot] = []
@@ -166,6 +167,7 @@ class HangWatch:
             StepRecordFile(self.folder, node),
             DeviceRecordFile(self.folder),
         )
+        self.processes = ProcessRecordFile(self.folder)
 
     def close(self) -> None:
         """Close the pages."""
@@ -187,6 +189,8 @@ class HangWatch:
         told = [page.read() for page in self.pages]
         if told != self._told:
             self.records.append_steps(self.own)
+        if any(one.step for one in told):
+            self.processes.append_sample(workers, self.own)
         if not any(one.live for one in told) or all(one.code is not None for one in workers):
             return None
         before, self._told = self._told, told

@@ -21,8 +21,18 @@ from shoal.base.text.event_sentences import strip_control_characters
 from shoal.base.text.units import seconds_text
 from shoal.report.verdict.device_costs import list_device_costs
 from shoal.report.verdict.fault_search import RunFault, find_fault
-from shoal.report.verdict.forecast_gap import ForecastGap, find_forecast_gap
+from shoal.report.verdict.forecast_gap import (
+    ForecastGap,
+    find_forecast_gap,
+    measure_parts,
+    parts_text,
+)
 from shoal.report.verdict.pause_costs import list_pause_costs
+from shoal.report.verdict.processor_shares import (
+    evidence_sentences,
+    list_processor_costs,
+    read_run_processor_times,
+)
 from shoal.report.verdict.run_facts import read_run_facts
 from shoal.report.verdict.stage_costs import list_stage_costs
 from shoal.report.verdict.step_costs import StepCost, list_step_costs
@@ -37,6 +47,8 @@ WARM_UP_STEPS, LEAST_STEPS = 5, 20
 """Steps after each start that are left out · fewest other steps for a verdict on costs."""
 DEFECT = 1.25
 """Weight of the gain of one rank or stage: it is a defect, costs of all ranks belong to a setup."""
+STARVED = 0.8
+"""Share of the processor time asked for below which evidence names the rank that gets it."""
 SPREADS = 2.0
 """A gain below so many standard errors of its mean over blocks is noise."""
 
@@ -47,11 +59,11 @@ class Verdict:
 
     Attributes:
         kind: "fault", "input", "communication", "compute", "small_kernels", "memory",
-            "micro_batch", "slow_rank", "late_stage", "callbacks", "validation", "saves", or
-            "nothing".
+            "micro_batch", "slow_rank", "late_stage", "busy_machine", "callbacks", "validation",
+            "saves", or "nothing".
         cause: the cause in a few words, as "rank 3's data".
         evidence: sentences with the measurements.
-        share: share of a step; None if unknown.
+        share: share by which a step gets shorter; None if unknown.
         step_s: seconds of a step; None without steps.
         without_s: seconds of a step without the cause; None if unknown.
         command: what to try; "" for nothing.
@@ -70,14 +82,15 @@ class Verdict:
     def line(self) -> str:
         """Return the verdict as one line.
 
-        >>> Verdict("slow_rank", "rank 3's data", (), 0.31, 0.306, 0.214, "data.workers=4").line()
-        "rank 3's data: 31% of a step; without it 306.0 → 214.0 ms; try: data.workers=4"
+        >>> Verdict("slow_rank", "rank 3's data", (), 0.30, 0.306, 0.214, "data.workers=4").line()
+        "rank 3's data; without it a step is 30% shorter: 306.0 → 214.0 ms; try: data.workers=4"
         """
         text = self.cause
-        if self.share is not None:
-            text += f": {self.share:.0%} of a step"
-        if self.step_s is not None and self.without_s is not None:
-            text += f"; without it {_change_text(self.step_s, self.without_s)}"
+        if self.share is not None and self.step_s is not None and self.without_s is not None:
+            change = _change_text(self.step_s, self.without_s)
+            text += f"; without it a step is {self.share:.0%} shorter: {change}"
+        elif self.share is not None:
+            text += f": {self.share:.0%} of the steps"
         if self.command:
             text += f"; try: {self.command}"
         return strip_control_characters(text).replace("\n", " ")
@@ -111,7 +124,16 @@ def find_verdict(folder: Path) -> Verdict:
         *list_device_costs(replay, facts),
         *list_pause_costs(times, replay, events),
     ]
-    return _add_gap(_largest_cost(replay, costs), find_forecast_gap(times, replay, facts))
+    processor = read_run_processor_times(folder, times)
+    costs += list_processor_costs(replay, processor)
+    verdict = _largest_cost(replay, costs)
+    if verdict.kind == "nothing":
+        cause = f"{verdict.cause} ({parts_text(measure_parts(times, replay))})"
+        verdict = replace(verdict, cause=cause)
+    elif verdict.kind != "busy_machine":
+        starved = evidence_sentences(processor, below=STARVED)
+        verdict = replace(verdict, evidence=(*verdict.evidence, *starved))
+    return _add_gap(verdict, find_forecast_gap(times, replay, facts))
 
 
 def _add_gap(verdict: Verdict, gap: ForecastGap | None) -> Verdict:
@@ -182,9 +204,8 @@ def _largest_cost(replay: StepReplay, costs: Iterable[StepCost]) -> Verdict:
             best, best_now_s, best_s, weight = cost, now_s, gain_s, own_weight
     if best is None:
         least, step = f"{LEAST_SHARE:.0%}", seconds_text(step_s)
-        text = f"nothing to gain: no single cost takes more than {least} of a step"
-        count = len(replay.step_s)
-        return Verdict("nothing", f"{text}; a step takes {step}", step_s=step_s, steps=count)
+        text = f"nothing to gain: no avoidable cost above {least} of a step, which takes {step}"
+        return Verdict("nothing", text, step_s=step_s, steps=len(replay.step_s))
     return Verdict(
         best.kind,
         best.cause,

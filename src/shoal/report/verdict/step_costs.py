@@ -209,7 +209,7 @@ def _flip_costs(replay: StepReplay) -> Iterator[StepCost]:
     text += f"{seconds_text(float(np.median(lateness_s[late])))}, and not always the same one."
     yield StepCost(
         "slow_rank",
-        "ranks that are late by turns: the machine is busy",
+        "the machine is busy: ranks are late by turns",
         replay.without(_subtract_lateness(replay.own_s)),
         (text, f"Late most often: {_ranks_text(replay, often)}."),
         "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head",
