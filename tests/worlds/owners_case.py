@@ -28,6 +28,7 @@ from shoal.trainer.run import Run
 
 LR, SEED = 0.1, 3
 OPTIMIZERS = {
+    "slow": lambda p: torch.optim.SGD(p, lr=1e-6),
     "sgd": lambda p: torch.optim.SGD(p, lr=LR),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
 }

@@ -38,7 +38,10 @@ IMPORTS = (
 OF_MODELS = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
 """Where transformers is installed; each of six members would import it for two CPU seconds."""
 
-ENVIRON = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+ENVIRON = {
+    "PYTHONPATH": f"{HERE}:{HERE.parent}:{os.environ.get('PYTHONPATH', '')}",
+    "OMP_NUM_THREADS": "1",
+}
 MORE_IMPORTS += [*IMPORTS, *(OF_MODELS if importlib.util.find_spec("transformers") else ())]
 
 

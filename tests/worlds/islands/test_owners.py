@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import owners_case
+from netns import Forbidden, Net, skip
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
-from worlds import Failed
+from worlds import Failed, Islands
 
 LENGTHS = [9, 4, 0, 17, 6]
 """Unequal; owner 2 has no sample, and owner 1 is soon without any left."""
@@ -127,3 +128,27 @@ def test_bytes_are_as_foreseen(islands) -> None:
     cost = islands_cost(policy, IslandsFacts(8 * 4000 + 1, 1.0, 1e9, element_bytes=8))
     sent = sum(sum(one["sent_bytes"]) for (one,) in told) / 2 / 4
     assert sent == pytest.approx(cost.sent_bytes, rel=0.02)
+
+
+@pytest.mark.proof("faults")
+def test_the_kernel_counts_the_bytes_that_are_foreseen(tmp_path: Path) -> None:
+    """Two groups in namespaces: 20 rounds less 4, so that the start and its probes drop out."""
+    try:
+        net = Net(2)
+    except Forbidden as why:
+        skip("bytes of owners on real links NOT TESTED", str(why))
+    far = Islands(2, 1, tmp_path / "logs", [net.inside(group) for group in range(2)])
+    asked = {"lengths": [4] * 5, "period": 1, "sample": 0.6, "width": 40_000, "optimizer": "slow"}
+    counted = []
+    try:
+        for rounds in (4, 20):
+            before = sum(net.sent_bytes(group) for group in range(2))
+            told = far.call("owners_case:train", rounds=rounds, host=net.addresses[0], **asked)
+            assert all(len(one["sent_bytes"]) == rounds for (one,) in told)
+            counted.append(sum(net.sent_bytes(group) for group in range(2)) - before)
+    finally:
+        far.close()
+        net.close()
+    policy = IslandsPolicy("fedavg", count=5, data="own", concurrent=2, sample=0.6)
+    cost = islands_cost(policy, IslandsFacts(8 * 40_000 + 1, 1.0, 1e9, element_bytes=8))
+    assert (counted[1] - counted[0]) / 16 / 2 == pytest.approx(cost.sent_bytes, rel=0.02)
