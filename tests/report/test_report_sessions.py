@@ -108,7 +108,7 @@ def test_a_run_that_waited_longer_than_it_trained_says_so_beside_nothing_to_gain
     done.mkdir()
     rows = [{"step": n, "loss": 1.0, "step_s": 1.0} for n in range(1, 41)]
     (done / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for until_s, expected in ((200, "But only 20% of the run's time went into steps"), (75, "")):
+    for until_s, expected in ((200, "But only 20% of the 3 min 20 s in which a session ran went into"), (75, "")):
         events = [
             {"time_s": 1e9, "event": "run_started"},
             {"time_s": 1e9 + 30, "event": "compute_started", "step": 0},
@@ -117,12 +117,12 @@ def test_a_run_that_waited_longer_than_it_trained_says_so_beside_nothing_to_gain
         (done / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
         top = text_of(make_page(read_run(done))).partition("Curves")[0]
         assert (
-            "Nothing to gain: no single cost takes more than 5% of a step; a step takes 1.0 s"
+            "Nothing to gain: no avoidable cost above 5% of a step, which takes 1.0 s"
             in top
         )
         assert ("But only" in top) == bool(expected)
         assert expected in top
-        assert ("other 65%, start-up 15%." in top) == bool(expected)
+        assert ("steps; other 65%, start 15%." in top) == bool(expected)
         assert "started" in top
         assert "resumed" not in top
         assert "Newest checkpoint" not in top
@@ -174,6 +174,10 @@ def test_json_has_the_numbers_of_the_page(folder: Path) -> None:
     assert (found["loss"], found["validation_loss"]) == (5.0 - 0.71, 4.5)
     assert (found["median_step_s"], found["median_tokens_per_s"]) == (1.0, 64.0)
     assert found["goodput_share"] == pytest.approx(79 / 131)
+    assert found["goodput_share_of"] == "session_s"
+    assert found["session_s"] == pytest.approx(131)
+    assert sum(found["session_starts_s"]) == pytest.approx(found["goodput_parts_s"]["start"])
+    assert len(found["session_starts_s"]) == 2
     assert found["goodput_parts_s"]["between"] == 3600.0
     assert [one["resumed_from_step"] for one in found["newest_starts"]] == [None, 60]
     assert (found["starts"], found["lost_steps"], found["saved_steps"]) == (2, 7, [64])
@@ -181,6 +185,20 @@ def test_json_has_the_numbers_of_the_page(folder: Path) -> None:
     assert found["verdict_kind"] == "fault"
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     assert found["ranks"][0]["mean_step_s"] == pytest.approx(1.1)
+
+
+def test_the_rate_of_a_run_without_tokens_is_in_samples(tmp_path: Path) -> None:
+    """Targets of a run of images are labels; the number and its name are of samples."""
+    folder = write_run(tmp_path / "images")
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "unit": "samples"}))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "samples": [8 * at, 8 * at + 8]} for at, row in enumerate(rows)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"]).stdout)
+    assert found["median_samples_per_s"] == pytest.approx(8.0)
+    assert "median_tokens_per_s" not in found
+    assert "samples/s, median 8" in text_of(make_page(read_run(folder)))
 
 
 def test_a_restart_without_a_checkpoint_is_a_start_from_the_beginning() -> None:

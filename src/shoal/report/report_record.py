@@ -10,9 +10,10 @@ from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.runlog.rank_records import PARTS
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import list_starts
-from shoal.report.sections.measured_costs import median_of, peak_of
+from shoal.report.sections.measured_costs import median_of, median_rate, peak_of
 from shoal.report.verdict.run_verdict import Verdict
 from shoal.view.diagnose import read_continuation
+from shoal.view.progress import count_unit
 from shoal.view.run_table import read_held_locks, read_row
 
 MOST_RANKS, MOST_STARTS = 64, 100
@@ -48,9 +49,12 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
         "loss": losses[-1] if losses else None,
         "validation_loss": validated[-1] if validated else None,
         "median_step_s": median_of(run, "step_s"),
-        "median_tokens_per_s": median_of(run, "tokens_per_s"),
+        f"median_{count_unit(run.plan)}_per_s": median_rate(run),
         "peak_memory_bytes": peak_of(run),
         "goodput_share": goodput.session_share,
+        "goodput_share_of": "session_s",
+        "session_s": goodput.session_s,
+        "session_starts_s": list(goodput.session_starts[-MOST_STARTS:]),
         "goodput_parts_s": goodput.parts(),
         "wall_s": goodput.wall_s,
         "device_hours": goodput.device_hours,

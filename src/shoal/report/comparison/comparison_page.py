@@ -93,7 +93,7 @@ def comparison_record(found: Comparison) -> Record:
             "steps": len(run.series.steps),
             "verdict": run.verdict,
             "step_s": run.step_s,
-            "tokens_per_s": run.rate,
+            f"{run.unit}_per_s": run.rate,
         }
         for run in found.runs
     ]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record, is_number, read_object
+from shoal.base.text.units import seconds_text
 from shoal.report.metric_series import StepMetrics, read_step_metrics
 from shoal.report.verdict.step_seconds import LONGEST_S, OTHER, StepSeconds, read_step_seconds
 from shoal.view.diagnosis.folder_evidence import read_event_history
@@ -29,6 +30,10 @@ from shoal.view.diagnosis.folder_evidence import read_event_history
 STARTS = ("run_started", "restarting")
 """Events with which an attempt begins."""
 LAST_STEP = 1 << 62
+OWN_NAMES = ("committed", "between")
+PART_NAMES = {"lost": "steps made again", "skipped": "skipped steps"}
+MOST_PARTS, LEAST_SHARE = 3, 0.01
+"""Other parts that a line names · share of the sessions from which it does."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Goodput:
         lost_steps: `lost_s` in steps at the mean pace: at most so many were made again.
         starts: attempts.
         ranks: ranks of the last attempt.
+        session_starts: seconds of the start of each attempt; their sum is `start_s`.
     """
 
     wall_s: float = 0.0
@@ -64,6 +70,7 @@ class Goodput:
     lost_steps: int = 0
     starts: int = 0
     ranks: int = 1
+    session_starts: tuple[float, ...] = ()
 
     @property
     def share(self) -> float:
@@ -84,6 +91,28 @@ class Goodput:
     def device_hours(self) -> float:
         """Return the hours of all ranks' devices, without those between sessions."""
         return self.ranks * self.session_s / 3600
+
+    def text(self) -> str:
+        """Return the share of the sessions' time in steps, and the longest other parts; "" of none.
+
+        >>> Goodput(10.0, committed_s=5.0, start_s=4.0, between_s=1.0, starts=1).text()
+        '56% of the 9.0 s in which a session ran went into committed steps; start 44%'
+        """
+        if self.session_s <= 0:
+            return ""
+        others = {name: s for name, s in self.parts().items() if name not in OWN_NAMES}
+        most = sorted(others.items(), key=lambda pair: -pair[1])[:MOST_PARTS]
+        shares = [
+            f"{PART_NAMES.get(name, name)} {seconds / self.session_s:.0%}"
+            for name, seconds in most
+            if seconds >= LEAST_SHARE * self.session_s
+        ]
+        sessions = "a session" if self.starts < 2 else f"{self.starts:,} sessions"
+        text = (
+            f"{self.session_share:.0%} of the {seconds_text(self.session_s)} in which {sessions} "
+            f"ran went into committed steps"
+        )
+        return f"{text}; {', '.join(shares)}" if shares else text
 
     def parts(self) -> dict[str, float]:
         """Return seconds by part, without `_s` in the names; their sum is `wall_s`."""
@@ -188,6 +217,7 @@ def _add_attempt(
     saves_s = spend(saves * save_s)
     is_lost = attempt.rewound or (has_next and not attempt.finished)
     rest = {"lost_s" if is_lost else "other_s": left_s}
+    total = replace(total, session_starts=(*total.session_starts, start_s))
     return _add(
         total,
         start_s=start_s,

@@ -17,7 +17,7 @@ from shoal.report.svg_charts import stacked_bar
 
 QUIET = ("checkpoint_saved", "validated", "worker_started", "memory_peaks", "notice")
 """Events that a table sums up or lists apart: there are many of them."""
-SHOWN_EVENTS, SHOWN_NOTICES = 200, 100
+SHOWN_EVENTS, SHOWN_NOTICES, SHOWN_SESSIONS = 200, 100, 8
 RESUMED = re.compile(r"from step-(\d+) at step \1\b")
 PART_WORDS = {
     "committed": "steps that count",
@@ -52,7 +52,7 @@ def goodput_section(run: RunContents) -> Markup:
             name,
             seconds_text(seconds),
             f"{seconds / found.session_s:.1%}",
-            PART_WORDS.get(name, ""),
+            _part_text(found, name),
         ]
         for at, (name, seconds) in enumerate(parts)
     ]
@@ -76,6 +76,15 @@ def goodput_section(run: RunContents) -> Markup:
         ],
         id="goodput",
     )
+
+
+def _part_text(found: Goodput, name: str) -> str:
+    """Return a part in words; the start of several sessions by session, the newest ones."""
+    text = PART_WORDS.get(name, "")
+    if name != "start" or len(found.session_starts) < 2:
+        return text
+    newest = ", ".join(map(seconds_text, found.session_starts[-SHOWN_SESSIONS:]))
+    return f"{text}; by session {'… ' * (found.starts > SHOWN_SESSIONS)}{newest}"
 
 
 def _lost_text(found: Goodput) -> str:

@@ -12,6 +12,7 @@ from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents, iter_records
 from shoal.report.run_starts import list_starts
 from shoal.report.svg_charts import stacked_bar
+from shoal.view.progress import count_unit, step_amount
 
 MEDIAN_STEPS = 10_000
 """Newest steps of a median; the first step of a run is left out: it is its warm-up."""
@@ -141,6 +142,16 @@ def median_of(run: RunContents, name: str) -> float | None:
     values = run.metrics.column(name)[1]
     newest = values[max(1, len(values) - MEDIAN_STEPS) :] or values
     return statistics.median(newest) if len(newest) else None
+
+
+def median_rate(run: RunContents) -> float | None:
+    """Return the median of tokens per second, or of samples if the data are no tokens."""
+    unit = count_unit(run.plan)
+    if unit == "tokens":
+        return median_of(run, "tokens_per_s")
+    pairs = [(step_amount(row, unit), row.get("step_s")) for row in run.newest]
+    rates = [amount / s for amount, s in pairs if amount and is_number(s) and s > 0]
+    return statistics.median(rates) if rates else None
 
 
 def median_name(run: RunContents) -> str:

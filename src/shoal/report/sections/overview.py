@@ -12,7 +12,7 @@ from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import list_starts
-from shoal.report.sections.measured_costs import median_name, median_of
+from shoal.report.sections.measured_costs import median_name, median_of, median_rate
 from shoal.report.verdict.run_verdict import Verdict, find_verdict
 from shoal.view.diagnose import read_continuation
 from shoal.view.progress import count_unit
@@ -21,7 +21,6 @@ from shoal.view.run_table import RunRow, read_held_locks, read_row
 Record = dict[str, Any]
 LOW_GOODPUT = 0.5
 """Share of the sessions' time in steps below which the verdict mentions it."""
-PART_NAMES = {"start": "start-up", "lost": "lost steps", "skipped": "skipped steps"}
 
 
 def overview_section(run: RunContents) -> Markup:
@@ -108,16 +107,7 @@ def _low_goodput_line(run: RunContents, verdict: Verdict) -> Child:
         return None
     if found.session_share >= LOW_GOODPUT:
         return None
-    others = found.parts()
-    others = {name: others[name] for name in others if name not in ("committed", "between")}
-    most = sorted(others.items(), key=lambda pair: -pair[1])[:3]
-    names = [
-        f"{PART_NAMES.get(name, name)} {seconds / found.session_s:.0%}"
-        for name, seconds in most
-        if seconds >= 0.01 * found.session_s
-    ]
-    text = f"But only {found.session_share:.0%} of the run's time went into steps"
-    return tag("p", f"{text}: {', '.join(names)}." if names else f"{text}.", class_="caveat")
+    return tag("p", f"But only {found.text()}.", class_="caveat")
 
 
 def _verdict_box(verdict: Verdict, run: RunContents) -> Markup:
@@ -221,8 +211,7 @@ def _figures(run: RunContents) -> Markup:
             tiles.append(("best validation", f"{min(validated):.4f}"))
     if (step_s := median_of(run, "step_s")) is not None:
         tiles.append((f"step, {median_name(run)}", seconds_text(step_s)))
-    rate = median_of(run, "tokens_per_s")
-    if rate is not None and unit == "tokens":
+    if (rate := median_rate(run)) is not None:
         tiles.append((f"{unit}/s, median", count_text(rate)))
     total = metrics.running_sum("tokens")
     if total and total[-1] > 0:
