@@ -225,6 +225,7 @@ def environment(folder: Path) -> dict[str, str]:
     }
     if not on_gpu():
         found["CUDA_VISIBLE_DEVICES"] = ""
+    if not on_gpu() or "SIM_LIBRARY" in os.environ:  # a simulated device computes on the CPU too
         found.setdefault("OMP_NUM_THREADS", "1")
     return found
 

@@ -64,6 +64,7 @@ class FirstStepLoss:
         self.compared = False
         self.asked: set[str] = set()
         self.dropped: set[str] = set()
+        self.other_kernels: list[str] = []
         self.once = describe_single_backward(program)
         self.cut_off = self._tied = False
         self.micro_batches = program.data.size * len(batches)
@@ -79,6 +80,7 @@ class FirstStepLoss:
             reports.first_step_report.refuse_targets(targets)
         if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
             self.dropped |= reports.model_notices.list_dropped_losses(outputs)
+            self._note_other_kernels(outputs)
         outputs = pytree.tree_map(
             _without_hooks, forbid_double_backward(outputs, self.once) if self.once else outputs
         )
@@ -108,7 +110,7 @@ class FirstStepLoss:
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
-        if self.dropped or self.asked or self.together or self.compared:
+        if self.dropped or self.asked or self.together or self.compared or self.other_kernels:
             reports.first_step_report.print_findings(self, notice)
 
     def _check_connected(self, result: Any) -> None:
@@ -117,6 +119,11 @@ class FirstStepLoss:
         if isinstance(total, torch.Tensor) and some:  # another check reports an invalid count
             self.cut_off = not total.requires_grad and not self._tied
             self._tied = self._tied or total.requires_grad
+
+    def _note_other_kernels(self, outputs: Any) -> None:
+        plan, device = self.program.plan, self.program.world.device.type
+        lines = reports.model_notices.other_kernels_lines(self.module, outputs, plan, device)
+        self.other_kernels = self.other_kernels or lines
 
     def _watch_outputs(self, outputs: Any, targets: Any) -> None:
         if is_default(self.loss):

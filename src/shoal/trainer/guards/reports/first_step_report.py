@@ -23,6 +23,7 @@ class FirstStepFindings(Protocol):
     Attributes:
         module: the model.
         dropped: losses in its outputs that the default loss leaves out.
+        other_kernels: lines on kernels that it lacks.
         asked: functions of torch.distributed that the loss called.
         together: how many samples the loss compares with each other, 0 if it adds them up.
         micro_batches: of the step, over all ranks.
@@ -32,6 +33,7 @@ class FirstStepFindings(Protocol):
 
     module: nn.Module
     dropped: set[str]
+    other_kernels: list[str]
     asked: set[str]
     together: int
     micro_batches: int
@@ -53,6 +55,8 @@ def print_findings(seen: FirstStepFindings, notice: Callable[[str], None]) -> No
         from shoal.trainer.guards.reports.model_notices import print_dropped_losses
 
         print_dropped_losses(seen.module, seen.dropped, notice)
+    for line in seen.other_kernels:
+        notice(line)
     if seen.asked:
         notice(
             f"loss: calls torch.distributed.{', '.join(sorted(seen.asked))}; the run sums what it "
