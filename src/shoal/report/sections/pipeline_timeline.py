@@ -58,7 +58,8 @@ def _as_run(
         title = f"as run: step {found.step:,}, {layout.pp} ranks, ms"
         note = (
             f"Step {found.step:,} by the {found.timed_by}'s clock, in the pipeline of rank 0. "
-            f"A gap is a wait for another stage; steps that are a power of two are recorded."
+            f"A gap is a wait for another stage or for the processor. Recorded are steps that are "
+            f"a power of two."
         )
         drawn = _timeline_figure(title, found.actions, layout.pp, scale=1e3)
         return [drawn, tag("p", note, class_="note")]
