@@ -4,7 +4,7 @@
                                     [--only clean,drawn]
 
 Clean runs differ in layout, precision, islands, data workers, policies and loop; some are stopped
-and resumed on purpose: that is no fault. Right is the line "nothing wrong" and nothing in the JSON
+and resumed on purpose: that is no fault. Right is the line "no fault" and nothing in the JSON
 but advice. Five faults are drawn by the seed from kinds × places: kind, layout, rank, place and when;
 they are judged as those of faults.py. The seed came after what is tested was written.
 """
@@ -131,7 +131,7 @@ def clean(name: str) -> dict[str, Any]:
     wanted = [143, 0] if what == STOP else [0, 0] if what == AGAIN else [0]
     lines = said.stdout.splitlines()
     wrong = "" if codes == wanted else f"status {codes}"
-    if said.returncode or not lines or not lines[0].endswith(": nothing wrong"):
+    if said.returncode or not lines or not lines[0].endswith(": no fault"):
         wrong = wrong or f"diagnose {said.returncode}: {said.stdout[-300:]}{said.stderr[-300:]}"
     return {"codes": codes, "told": lines, "wrong": wrong}
 

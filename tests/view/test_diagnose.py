@@ -347,7 +347,7 @@ def test_nothing_wrong(tmp_path: Path) -> None:
     assert diagnose(tmp_path) == []
     told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
     first, last, *end = told.output.splitlines()
-    assert (told.exit_code, first) == (0, f"{tmp_path}: nothing wrong")
+    assert (told.exit_code, first) == (0, f"{tmp_path}: no fault")
     assert last.startswith("verdict: nothing to gain")
     assert end == [
         "end: stopped at step 60 (stopped)",
@@ -366,7 +366,7 @@ def test_a_wait_that_is_a_habit_is_advice(tmp_path: Path, waits: str, kind: str)
     assert found.what.startswith(f"{kind} takes 30% of a step")
     told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
     assert told.exit_code == 0
-    assert "nothing wrong" in told.output
+    assert "no fault" in told.output
     run_of(tmp_path, steps=40, **{waits: 0.03})
     assert diagnose(tmp_path) == [], "forty steps are a moment"
 
@@ -424,6 +424,47 @@ def test_islands_are_looked_at_each_and_json_is_a_line_each(tmp_path: Path) -> N
     assert told.exit_code == 1
     found = json.loads(line)
     assert (found["run"], found["kind"], found["rank"]) == (str(island), "worker_died", 1)
+
+
+def test_text_and_json_name_one_cause(tmp_path: Path) -> None:
+    """Advice that contradicts the verdict is in neither; the verdict is in both."""
+    run_of(tmp_path, ("run_finished", {"how": "completed"}), steps=60, data_wait_s=0.03)
+    text = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output.splitlines()
+    records = [
+        json.loads(line)
+        for line in CliRunner()
+        .invoke(app, ["diagnose", str(tmp_path), "--json"])
+        .output.splitlines()
+    ]
+    assert [one["kind"] for one in records][-1] == "verdict"
+    line = next(line for line in text if line.startswith("verdict: "))
+    assert records[-1]["what"] == line.removeprefix("verdict: ")
+    assert records[-1]["step_s"] > records[-1]["without_s"] > 0
+    assert set(records[0]) <= set(records[-1])
+    faster = [line.removeprefix("faster: ") for line in text if line.startswith("faster: ")]
+    assert [one["what"] for one in records[:-1]] == faster
+
+
+def test_sessions_of_a_run_say_where_each_began_and_how_it_ended(tmp_path: Path) -> None:
+    run_of(
+        tmp_path,
+        ("run_started", {}),
+        ("compute_started", {"step": 0}),
+        ("stop_requested", {"signal": "SIGINT"}),
+        ("checkpoint_saved", {"step": 261, "folder": "step-261"}),
+        ("run_finished", {"step": 261, "how": "stopped on request"}),
+        ("run_started", {}),
+        ("run_started", {}),
+        ("resumed", {"step": 261, "folder": "step-261"}),
+        ("compute_started", {"step": 261}),
+        ("run_finished", {"step": 261, "how": "completed"}),
+        steps=60,
+    )
+    text = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output.splitlines()
+    assert text[-2:] == [
+        "session 1: steps 1–261; stopped on request by Ctrl-C",
+        "session 2: no step, resumed from step 261; completed",
+    ]
 
 
 def test_no_run_folder_is_one_line_with_the_nearest(tmp_path: Path) -> None:
@@ -484,7 +525,7 @@ def test_speed_of_a_complete_run_is_advice_for_the_next_run(tmp_path: Path) -> N
     done = ("run_finished", {"how": "completed"})
     run_of(tmp_path, ("slow_rank", {**SLOW, "phase": "data"}), done, steps=60)
     status, lines = answer(tmp_path)
-    assert (status, lines[0]) == (0, "RUN: nothing wrong")
+    assert (status, lines[0]) == (0, "RUN: no fault")
     assert lines[1].startswith("faster: rank 1 on a is slow in data: 32.0 ms a step (30%)")
     assert lines[3] == "   try in the next run: data.workers=2"
     assert "--resume" not in "".join(lines)

@@ -53,8 +53,10 @@ def list_(path: Path = RUN, as_json: bool = JSON) -> None:
     The last line says how many steps the newest checkpoint is behind the run, if it is.
     """
     from shoal.checkpoint.format.listing import read_manifest
+    from shoal.view.diagnosis.run_folders import find_named_run
     from shoal.view.progress import local_time_text
 
+    path = find_named_run(path)
     rows: list[dict[str, object]] = []
     times_s = _save_times_s(path)
     for step_folder in list_run_checkpoints(path, tags=True):
@@ -335,7 +337,9 @@ def list_run_checkpoints(path: Path, tags: bool = False) -> list[Path]:
         ConfigError: the path holds no complete checkpoint.
     """
     from shoal.checkpoint.format.listing import list_checkpoints
+    from shoal.view.diagnosis.run_folders import find_named_run
 
+    path = find_named_run(path)
     if (path / "manifest.json").exists():
         return [path]
     roots = (path / "checkpoints", path)

@@ -75,9 +75,11 @@ def show_rows(
     nothing but the cache of tokens that a run would write.
     """
     from shoal.cli.data_lines import RowStyle, data_lines
+    from shoal.view.diagnosis.run_folders import find_named_run
     from shoal.view.phase_lines import show_phases
 
     path, overrides = split_arguments(arguments or [])
+    path = find_named_run(path) if path is not None else None
     folder = path if path is not None and path.is_dir() else None
     if folder is not None:
         from shoal.view.diagnosis.run_folders import explain_no_run, is_run_folder

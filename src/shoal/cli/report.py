@@ -26,6 +26,9 @@ def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) ->
     written gets its report among the temporary files; the path is printed. Exit status: 0, or 2
     without a run folder.
     """
+    from shoal.view.diagnosis.run_folders import find_named_run
+
+    runs = [find_named_run(run) for run in runs]
     if len(runs) > 1:
         _report_several(runs, out, as_json)
         return

@@ -26,8 +26,10 @@ def runs(folder: Path = FOLDER, alive: bool = ALIVE_ONLY, as_json: bool = AS_JSO
     Reads the folders only, also while their runs write. A terminal shows the columns that fit, a
     pipe all of them. Exit status: 0, or 2 without a folder.
     """
+    from shoal.view.diagnosis.run_folders import find_named_run
     from shoal.view.run_table import hidden_columns_line, list_runs, table_lines, worst_line
 
+    folder = find_named_run(folder)
     _check_folder(folder)
     now_s = time.time()
     rows = [row for row in list_runs(folder, now_s) if not alive or row.alive]

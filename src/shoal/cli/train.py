@@ -60,7 +60,10 @@ def train(
     diverged, 1 anything else, also a stop that could not save, and an end without its checkpoint.
     """
     from shoal.cli import start, torchrun
+    from shoal.view.diagnosis.run_folders import find_named_run
 
+    if resume is not None:
+        resume = find_named_run(resume)
     if torchrun.is_launched():
         raise typer.Exit(
             torchrun.train_as_worker(

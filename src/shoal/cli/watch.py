@@ -32,9 +32,11 @@ def watch(path: Path = RUN, once: bool = ONCE, as_json: bool = AS_JSON) -> None:
     changes the view, ? lists the others. Through a pipe it prints the state once. Exit status: 0,
     or 2 without a run to print; Ctrl-C 130.
     """
+    from shoal.view.diagnosis.run_folders import find_named_run
     from shoal.view.watch.run_watcher import IslandsWatcher
     from shoal.view.watch.watch_screen import ScreenOptions
 
+    path = find_named_run(path)
     _check_single_run(path)
     live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     watcher = IslandsWatcher(path)

@@ -109,7 +109,7 @@ def findings_text(folder: Path, found: list[RunFinding]) -> str:
     wrong = [one for one in found if not one.advice]
     # Nobody knows who starts a script again: its launcher or a person.
     how = "; the run went on" if is_user_script(folder) else "; the run went on by itself"
-    lines = [strip_control_characters(f"{folder}: nothing wrong")] if not wrong else []
+    lines = [strip_control_characters(f"{folder}: no fault")] if not wrong else []
     for number, one in enumerate(wrong, 1):
         lines += _finding_lines(f"{number}. ", one, how)
     for one in found:

@@ -32,8 +32,9 @@ STARTS = ("run_started", "restarting")
 LAST_STEP = 1 << 62
 OWN_NAMES = ("committed", "between")
 PART_NAMES = {"lost": "steps made again", "skipped": "skipped steps"}
-MOST_PARTS, LEAST_SHARE = 3, 0.01
-"""Other parts that a line names · share of the sessions from which it does."""
+MOST_PARTS, LEAST_SHARE, LEAST_SESSION_S = 3, 0.01, 1.0
+"""Other parts that a line names · share of the sessions from which it does · seconds of sessions
+below which shares say nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,15 @@ class Goodput:
         return self.ranks * self.session_s / 3600
 
     def text(self) -> str:
-        """Return the share of the sessions' time in steps, and the longest other parts; "" of none.
+        """Return the share of the sessions' time in steps, and the longest other parts.
+
+        "" of sessions of less than a second.
+
 
         >>> Goodput(10.0, committed_s=5.0, start_s=4.0, between_s=1.0, starts=1).text()
         '56% of the 9.0 s in which a session ran went into committed steps; start 44%'
         """
-        if self.session_s <= 0:
+        if self.session_s < LEAST_SESSION_S:
             return ""
         others = {name: s for name, s in self.parts().items() if name not in OWN_NAMES}
         most = sorted(others.items(), key=lambda pair: -pair[1])[:MOST_PARTS]

@@ -21,6 +21,17 @@ def is_run_folder(path: Path) -> bool:
     return any(os.path.lexists(path / name) for name in MARKS)
 
 
+def find_named_run(path: Path) -> Path:
+    """Return the folder of a run: the path, or runs/PATH if only that is a run folder.
+
+    So a command takes the name that `shoal runs` lists. A path that exists is never replaced.
+    """
+    below = Path("runs") / path
+    if os.path.lexists(path) or path.is_absolute() or ".." in path.parts:
+        return path
+    return below if is_run_folder(below) or (below / "run.toml").is_file() else path
+
+
 def find_run_folders(folder: Path) -> list[Path]:
     """Return a run folder itself, and those below it, at most DEPTH folders deep.
 
