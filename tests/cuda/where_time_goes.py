@@ -23,7 +23,7 @@ from training_programs import ARGUMENTS, Setting, alone, initial_weights, make, 
 STEPS = pick(3, 1)
 MADE = Path(__file__).resolve().parent / "made_profiles"
 PEERS = ("fsdp2", "pytorch")
-CUDA = torch.profiler.ProfilerActivity.CUDA
+CPU, CUDA = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
 
 
 def profiles(sheet: Sheet) -> None:
@@ -59,20 +59,28 @@ def profiled(
     program: Any, data: list[Any], step_s: float, setting: Setting
 ) -> tuple[Reading, bool]:
     """(the reading of some steps, whether a made profile was read, for want of kernels)."""
+    kinds = [CUDA] if kernels_in_profiles() else [CPU]
+    events = profiled_events(program, data, kinds)
+    if kinds == [CPU]:
+        return read_made(json.loads((MADE / "launches.json").read_text())), True
+    if not any(one.get("cat") == "kernel" for one in events):  # a profiler that wants both
+        events = profiled_events(program, data, [CPU, CUDA])
+    passes = setting.block_passes
+    return read_profile(events, step_s=step_s, steps=STEPS, block_passes=passes), False
+
+
+def profiled_events(program: Any, data: list[Any], kinds: list[Any]) -> list[dict[str, Any]]:
+    """The trace of some steps."""
     synchronize()
-    kind = CUDA if kernels_in_profiles() else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[kind]) as profile:
+    with torch.profiler.profile(activities=kinds) as profile:
         for n in range(STEPS):
             program.step(*data[n])
         synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    if kind != CUDA:
-        return read_made(json.loads((MADE / "launches.json").read_text())), True
-    passes = setting.block_passes
-    return read_profile(events, step_s=step_s, steps=STEPS, block_passes=passes), False
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
 
 
 def read_made(made: dict[str, Any]) -> Reading:
