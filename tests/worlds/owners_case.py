@@ -21,6 +21,7 @@ from shoal.fabric import World
 from shoal.fabric.islands.inter_island_group import IslandLost
 from shoal.islands.owner_schedule import OwnerSchedule
 from shoal.parallel.build.full_state import gather_weights
+from shoal.parallel.build.mmap_init import is_mapped
 from shoal.trainer.islands.island_join import IslandConnection, join_islands, resume_common_round
 from shoal.trainer.islands.owner_data import OwnerData, open_owner_loader
 from shoal.trainer.islands.owner_rounds import OwnerRounds
@@ -140,6 +141,7 @@ def train(
         "refused": [{str(k): why for k, why in m.verdict.refused.items()} for m in merges],
         "sent_bytes": [merge.sent_bytes for merge in merges],
         "read": list(READ),
+        "mapped": any(is_mapped(t) for one in loop.states.kept.values() for t in one.values()),
         "kept": {str(o): digest(one) for o, one in loop.states.kept.items()},
     }
     leave(run, joined)

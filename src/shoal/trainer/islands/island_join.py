@@ -137,7 +137,8 @@ def join_islands(
         index=policy.index,
     )
     if policy.owned:
-        common.owners = OwnerStates(run, policy.owners_of(policy.index), common.shards)
+        own = policy.owners_of(policy.index)
+        common.owners = OwnerStates(run, own, common.shards, policy.groups)
     plane = _connect(policy, inner, run.recorder.notice)
     merger = FragmentMerger(
         plane,

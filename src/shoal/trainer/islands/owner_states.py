@@ -2,7 +2,9 @@
 
 A group of processes that trains one owner keeps its inner optimizer in the run, as any island does.
 A group that trains several in turn (`islands.concurrent`) copies it to host memory after an owner's
-steps, and back before its next ones. The control is that of the method (`MergeMethod.control`).
+steps, and back before its next ones. Where the states of all owners would take more than a quarter
+of the machine's memory, they are in mapped files of the temporary folder instead. The control is
+that of the method (`MergeMethod.control`).
 
 In a checkpoint, with the state of all owners of the group:
 
@@ -13,16 +15,23 @@ In a checkpoint, with the state of all owners of the group:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
+from shoal.base.estimates.facts import read_machine_facts
 from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.format.manifest import Manifest
 from shoal.islands.outer_optimizer import all_finite
+from shoal.parallel.build.mmap_init import mmap_init
 from shoal.parallel.program import Part
 from shoal.trainer.run import Run
 
+FILES_FROM = 0.25
+"""Share of the machine's memory beyond which the states of waiting owners are in files."""
+LEAST_MAPPED_BYTES = 4096
+"""Smallest tensor that gets a file of its own."""
 PREFIX = "owner."
 OPTIMIZER, CONTROL = "optimizer.", "control."
 
@@ -36,13 +45,17 @@ class OwnerStates:
     Args:
         owners: numbers of the owners that this group trains.
         shards: of the parameters that merges update, by name.
+        groups: groups of processes on this machine.
 
     Attributes:
         kept: tensors of each owner, on the CPU.
     """
 
-    def __init__(self, run: Run, owners: Sequence[int], shards: Mapping[str, Shard]) -> None:
-        self.run, self.shards = run, shards
+    def __init__(
+        self, run: Run, owners: Sequence[int], shards: Mapping[str, Shard], groups: int = 1
+    ) -> None:
+        self.run, self.shards, self.groups = run, shards, groups
+        self._memory_bytes = read_machine_facts().memory_bytes
         self.kept: dict[int, State] = {owner: {} for owner in owners}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -79,15 +92,30 @@ class OwnerStates:
         """Keep the inner optimizer of an owner; state that is not finite begins anew."""
         if not self.takes_turns:
             return
-        found = {
-            f"{OPTIMIZER}{name}.{key}": value.detach().to("cpu", copy=True)
+        state = {
+            f"{OPTIMIZER}{name}.{key}": value.detach()
             for name, one in self.run.program.local.items()
             for key, value in self.run.optimizer.state.get(one.parameter, {}).items()
             if isinstance(value, torch.Tensor)
         }
-        sound = all(all_finite(tensor) for tensor in found.values())
-        control = {CONTROL + name: tensor for name, tensor in self.control(owner).items()}
-        self.kept[owner] = {**control, **(found if sound else {})}
+        self.kept[owner] = {CONTROL + name: tensor for name, tensor in self.control(owner).items()}
+        with self._choose_memory(sum(tensor.nbytes for tensor in state.values())):
+            found = {name: torch.empty_like(one, device="cpu") for name, one in state.items()}
+        for name, tensor in found.items():
+            tensor.copy_(state[name])
+        if all(all_finite(tensor) for tensor in found.values()):
+            self.kept[owner] |= found
+
+    def _choose_memory(self, size_bytes: int) -> AbstractContextManager[None]:
+        """Return a context in which new tensors lie in files if all owners' would fill memory.
+
+        Args:
+            size_bytes: of one owner's state on this rank.
+        """
+        of_machine = size_bytes * len(self.kept) * self.groups * self.run.world.size
+        if of_machine <= FILES_FROM * self._memory_bytes:
+            return nullcontext()
+        return mmap_init(LEAST_MAPPED_BYTES)
 
     def parts(self) -> dict[str, Part]:
         """Return this rank's shards of all owners' states, by their names in a checkpoint."""
