@@ -117,7 +117,7 @@ def launch_islands(
             folders = [island_folder(folder, index) for index in range(count)]
             islands = [_IslandSupervisor(one, guardian, attempt) for one in folders]
             codes = _run_islands(islands, environ, view, stop)
-            if size := _kept_micro_batch(loaded, plan.batch, folder):  # for resumes of the run
+            if size := _recorded_micro_batch(loaded, plan.batch, folder):  # for resumes of the run
                 write_derived(folder / "run.toml", "train", micro_batch=size)
             lost = [island for island, code in enumerate(codes) if code not in STOPPED]
             if not lost or stop.first is not None or attempt == restarts:
@@ -135,7 +135,7 @@ def launch_islands(
     ]
 
 
-def _kept_micro_batch(loaded: LoadedConfig, batch: int, folder: Path) -> int:
+def _recorded_micro_batch(loaded: LoadedConfig, batch: int, folder: Path) -> int:
     """Return the least micro-batch that the islands chose at an earlier start.
 
     0: they have chosen none for this batch, or the user chose it.
@@ -162,7 +162,7 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: boo
         sized: the plan's micro-batch was chosen by an earlier start.
     """
     at = f"127.0.0.1:{free_port()}"
-    islands, kept = loaded.config.islands, _kept_micro_batch(loaded, plan.batch, folder)
+    islands, kept = loaded.config.islands, _recorded_micro_batch(loaded, plan.batch, folder)
     is_open_size = loaded.origins.get(MICRO_BATCH) == "derived"
     data = loaded.config.data
     if islands.owned:
