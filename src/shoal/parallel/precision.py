@@ -17,15 +17,13 @@ Source: Micikevicius et al. 2018 (mixed precision: masters, loss scale)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from shoal.base.plans.plan import Plan
 from shoal.fabric.device import get_device_capabilities, is_accelerator
@@ -70,8 +68,7 @@ def list_narrow_copies(module: nn.Module, plan: Plan, device: torch.device) -> d
         chosen.update(id(p) for p in part.parameters(recurse=False) if p.dtype == torch.float32)
     copied = narrow - wide
     if plan.residual == "bf16":
-        # Imported here: other plans do not need it.
-        from shoal.trace.isolation.narrow_blocks import list_narrow_weights
+        from shoal.trace.isolation.narrow_blocks import list_narrow_weights  # for this alone
 
         copied |= list_narrow_weights(module, residual_blocks(module, plan).values())
     dtype = str(NARROW[compute]).removeprefix("torch.")
@@ -95,7 +92,9 @@ def apply(program: Program) -> Program:
             "precision.compute = fp16: this CPU has no fast fp16: operands and results are rounded "
             "to fp16 and multiplied in fp32; for speed: precision.compute=bf16"
         )
-        return replace(program, autocast=_emulate_half)
+        from shoal.trace.isolation.rounded_products import emulate_half  # for this alone
+
+        return replace(program, autocast=emulate_half)
     if compute not in NARROW:
         return program
     if device.type == "cpu" and program.plan.layout.zero == 3:
@@ -171,49 +170,3 @@ def _cast_floats(dtype: torch.dtype) -> Callable[[Any], Any]:
         return leaf.to(dtype) if floating else leaf
 
     return lambda batch: pytree.tree_map(cast, batch)
-
-
-class _RoundToHalf(torch.autograd.Function):
-    """Rounding to the nearest fp16 value, gradient likewise; too large values become inf."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.half().to(value.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0].half().to(gradients[0].dtype)
-
-
-def _round_to_half(value: Any) -> Any:
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return _RoundToHalf.apply(value) if floating else value
-
-
-PRODUCTS = {
-    F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
-    torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm,
-    F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d,
-    F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.conv_transpose1d,
-    torch.conv_transpose2d, torch.conv_transpose3d, torch.Tensor.__rmatmul__, torch.Tensor.addmm,
-    torch.Tensor.baddbmm, torch.addbmm, F.bilinear,
-    F.scaled_dot_product_attention,
-}  # fmt: skip
-"""Functions whose operands autocast casts to the narrow format."""
-
-
-class _HalfProducts(TorchFunctionMode):
-    """Function mode that rounds the inputs and outputs of matrix products to fp16."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in PRODUCTS or "out" in kwargs:
-            return func(*args, **kwargs)
-        args = pytree.tree_map(_round_to_half, args)
-        return _round_to_half(func(*args, **pytree.tree_map(_round_to_half, kwargs)))
-
-
-@contextmanager
-def _emulate_half() -> Iterator[None]:
-    with _HalfProducts():
-        yield

@@ -96,7 +96,7 @@ ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp fsdp": (4, "gpt", {"layout": {"tp": 2, "dp_shard": 2, "zero": 3}}),
     "ep fsdp": (4, "moe", {"layout": {"ep": 2, "dp_shard": 4, "zero": 3}}),
 }  # fmt: skip
-KEPT = ("tp, full", "pp", "cp", "ep")
+KEPT = ("tp, full", "pp", "ep")
 
 
 @pytest.mark.parametrize(
