@@ -15,6 +15,7 @@ from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.machine import matmul
 from shoal.machine.matmul import DAY_S, FILE, KEEP_DAYS, invalidate_rate, matmul_flops_per_s
 from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.step.metrics_rows import write_row
 
 NOW_S = 1_700_000_000.0
 
@@ -91,7 +92,7 @@ def test_steps_that_pass_it_have_it_measured_again(machine: Machine, tmp_path: P
     recorder = MetricsRecorder(tmp_path / "run", machine.world)
     recorder.machine_flops_per_s, recorder.flops_per_sample = rate, 1e30
     recorder.passed = lambda: invalidate_rate(machine.world, "fp32", machine.cache)
-    rows = [recorder.step({"step": step, "tokens": 1}, samples=8) for step in (1, 2)]
+    rows = [write_row(recorder, {"step": step, "tokens": 1}, 8) for step in (1, 2)]
     assert [row["mfu"] for row in rows] == [None, None]
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     said = [json.loads(line)["text"] for line in events]
@@ -100,7 +101,7 @@ def test_steps_that_pass_it_have_it_measured_again(machine: Machine, tmp_path: P
     assert "(2023-11-1" in said[0]
     assert machine.rate(147.5e9) == 147.5e9
     recorder.machine_flops_per_s, recorder.flops_per_sample = 1e30, 1e9
-    assert 0 < recorder.step({"step": 3, "tokens": 1}, samples=8)["mfu"] < 1
+    assert 0 < write_row(recorder, {"step": 3, "tokens": 1}, 8)["mfu"] < 1
 
 
 def test_formats_have_their_own_and_imitated_fp16_is_fp32(machine: Machine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -327,3 +329,25 @@ def test_torchs_modules_that_draw_nothing_need_no_key(
     expected = {"2", "7", "8"} | ({"3"} if hook else set())
     assert set(some.keyed) == expected
     assert len(each.keyed) == 9
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_the_users_own_random_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, by_bytes: bool
+) -> None:
+    """The cached second number of a normal pair included; keyed draws are those of `random.seed`."""
+    if by_bytes:
+        assert dropout_rng._find_python_state(), "CPython's state lies behind the object's head"
+    else:
+        monkeypatch.setattr(dropout_rng, "_find_python_state", lambda: 0)
+    random.seed(1)
+    random.gauss(0, 1)
+    before = random.getstate()
+    assert before[2] is not None
+    kept = dropout_rng._read_python_state()
+    random.seed(7)
+    drawn = random.random(), random.gauss(0, 1)
+    dropout_rng._write_python_state(kept)
+    assert random.getstate() == before
+    random.seed(7)
+    assert drawn == (random.random(), random.gauss(0, 1))

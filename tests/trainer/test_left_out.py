@@ -16,7 +16,7 @@ from shoal.base.errors import ClusterError
 from shoal.data.loading import read_retries
 from shoal.data.loading.read_retries import UnreadableSample
 from shoal.data.loading.step_samples import StepBatch
-from shoal.trainer.step.rank_share import choose_spare_micro_batch
+from shoal.trainer.step.rank_share import choose_spare_micro_batch, count_passes
 from shoal.view.diagnose import diagnose
 from shoal.view.summary import summarise_run
 
@@ -185,6 +185,7 @@ def test_a_rank_that_has_nothing_to_join_with_says_so() -> None:
     program: Any = SimpleNamespace(
         data=SimpleNamespace(size=2, rank=1), together=True, plan=SimpleNamespace(layout=layout)
     )
+    rounds, fewest = count_passes(program, batch, 0)
     with pytest.raises(ClusterError, match="sample 7 .* gone; rank 1 has no other sample yet"):
-        choose_spare_micro_batch(program, batch, None, None, 2)
-    assert choose_spare_micro_batch(program, batch, None, "kept", 2) == "kept"
+        choose_spare_micro_batch(program, batch, None, None, rounds, fewest)
+    assert choose_spare_micro_batch(program, batch, None, "kept", rounds, fewest) == "kept"

@@ -1,23 +1,20 @@
-"""Write one JSON line per step to metrics.jsonl, by rank 0 (`World.keeps`).
+"""Recorder of one process: events and step records in the run folder, notices, callbacks.
 
-Keys every line has: step loss grad_norm lr tokens step_s tokens_per_s mfu peak_memory_bytes
-comm_bytes comm_exposed_s data_wait_s. A line also has bytes by kind of collective and by axis,
-the stream positions [from, to) that the step consumed, and whether it was skipped.
+The rows of metrics.jsonl are in `step/metrics_rows.py`, which only a run that has them loads.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import ConfigError, shorten
-from shoal.base.runlog.events import EventLog, append_line
+from shoal.base.runlog.events import EventLog
 from shoal.fabric import World
-from shoal.fabric.device import device_utilisation, is_accelerator
+from shoal.fabric.device import is_accelerator
 from shoal.machine.process_memory import peak_memory_bytes
 from shoal.wire import phases
 
@@ -148,47 +145,17 @@ class MetricsRecorder:
         self.waiting_since_s = time.perf_counter()
         self.world.traffic.pop_counts()
 
-    def step(self, row: dict[str, Any], *, samples: int) -> dict[str, Any]:
-        """Complete and write the row of one step; return the row.
+    @property
+    def has_readers(self) -> bool:
+        """Return whether a step's row is used: by a file, a callback or a trace."""
+        return bool(self.folder is not None or self.events.listeners or self.trace is not None)
 
-        Args:
-            row: step, loss, grad_norm, lr, tokens, data_wait_s and extras.
-            samples: samples of the whole step, over all ranks.
-        """
-        self.apply_rewind()
-        now_s = time.perf_counter()
-        step_s = now_s - self.waiting_since_s
-        self.waiting_since_s = now_s
-        by_axis = self.world.traffic.bytes_by_axis()
-        sent, exposed_s = self.world.traffic.pop_counts()
-        mfu = self._compute_mfu(samples, step_s)
-        row = {
-            **row,
-            "step_s": step_s,
-            "tokens_per_s": row["tokens"] / step_s if step_s > 0 else 0.0,
-            "mfu": mfu,
-            "comm_bytes": sum(sent.values()),
-            "comm_bytes_by_kind": sent,
-            "comm_bytes_by_axis": by_axis,
-            "comm_exposed_s": exposed_s,
-            "timed_by": self.clock,
-            "gpu_utilisation": device_utilisation(self.world.device),
-        }
-        if self.folder is not None and self.world.writes_files:
-            try:
-                self.recreate_folder()
-                place = self.owner.current_path() if self.owner is not None else self.folder
-                append_line(place / "metrics.jsonl", _replace_non_finite(row))
-            except OSError:
-                self.events.dropped += 1  # a full disk must not stop training
+    def end_step_without_row(self, step: int) -> None:
+        """End the record of a step whose row nobody reads; the watch page alone notes its end."""
+        self.restart_clock()
         phases.record_step_part(phases.HOOKS)
-        for listen in self.events.listeners:
-            listen({"event": "step", "rank": self.world.rank, **row})
         if phases.page is not None:
-            phases.page.record_step_end(row["step"], row.get("peak_memory_bytes", 0), self.folder)
-        if self.trace is not None:
-            self.trace.after(row["step"])
-        return row
+            phases.page.record_step_end(step, 0, None)
 
     def recreate_folder(self) -> bool:
         """Make the run folder anew if it was deleted; call it before a write into it.
@@ -205,18 +172,6 @@ class MetricsRecorder:
                 self.notice(line)
                 return True
         return False
-
-    def _compute_mfu(self, samples: int, step_s: float) -> float | None:
-        """Return the share of the machine's rate that a step used; None if it cannot be right."""
-        if not (self.flops_per_sample and self.machine_flops_per_s and step_s > 0):
-            return None
-        share = self.flops_per_sample * samples / step_s / self.machine_flops_per_s
-        if share <= 1:
-            return share
-        self.machine_flops_per_s = None
-        if self.world.is_first:
-            self.notice(self.passed())
-        return None
 
     def mark_rewind(self, step: int) -> None:
         """Note that the next step follows `step`; drop later lines only once that step is recorded.
@@ -242,8 +197,3 @@ class MetricsRecorder:
         for name in STEP_FILES:
             if told := truncate_steps(self.folder / name, step):
                 self.notice(told)
-
-
-def _replace_non_finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with null for NaN and infinite numbers, which JSON lacks."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.machine.process_memory import peak_memory_bytes
+from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
 from shoal.trainer.guards import RunGuards
 from shoal.trainer.guards.call_log import get_call_log, record_forward_calls
@@ -34,7 +34,6 @@ from shoal.trainer.step.optimizer_step import (
     StepResult,
     StepTotals,
     as_count,
-    build_metrics_row,
     forward_backward,
     update,
 )
@@ -278,15 +277,18 @@ class StepRunner:
         for guard in self.guards.at("updated", step):
             guard.updated(step, skipped=done.skipped)
         self.step_count, self.epochs_done.steps = step, self.epochs_done.steps + 1
-        self.feed.mark_consumed(state.batch)
+        if isinstance(state.batch, StepBatch):
+            self.feed.mark_consumed(state.batch)
         targets = as_count(tally.count)
         result = StepResult(step=step, lr=lr, targets=targets, metrics=state.values, **vars(done))
-        extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
-        peak_bytes = peak_memory_bytes(self.program.world.device, fresh=step <= 8)
-        row, samples = build_metrics_row(
-            result, tally, state.batch, state.data_wait_s, peak_bytes, extras
-        )
-        self.recorder.step(row, samples=samples)
+        if self.recorder.has_readers:
+            from shoal.trainer.step.metrics_rows import build_row, write_row
+
+            extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
+            row = build_row(result, tally, state.batch, state.data_wait_s, extras)
+            write_row(self.recorder, *row)
+        else:
+            self.recorder.end_step_without_row(step)
         self.skips.record_step(step, done, tally, state.batch, self.loss_scale, self.recorder)
         return result
 

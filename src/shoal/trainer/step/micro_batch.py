@@ -116,8 +116,10 @@ class MicroBatch:
         """Add a loss sum and its count to the step's sums; return the tensor to differentiate."""
         if self.index == JOINING:
             total, count = total * 0, count * 0
-        with SUMS_LOCK:
-            self.sums.add_(torch.stack([total.detach().double(), count.to(self.sums)]))
+        with SUMS_LOCK:  # in float64, the format of the sums
+            losses, counts = self.sums.unbind()
+            losses.add_(total.detach())
+            counts.add_(count.detach().to(counts.device))
         if not self.program.differentiates:
             return total * 0
         return total if self.scale == 1.0 else total * self.scale

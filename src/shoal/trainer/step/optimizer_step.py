@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 
 from shoal.base.errors import BugError, ConfigError, PlanError
-from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 from shoal.fabric.device import copy_numbers_to_device, is_accelerator
 from shoal.parallel.program import Program, Reducer
@@ -283,6 +282,8 @@ def _squared_norm(program: Program, reducer: Reducer) -> torch.Tensor | float:
     if program.world.size == 1 and held and held[0].device != program.world.device:
         # Offloaded after measuring on the device: the host would add up in another order.
         return torch.stack([norm.double() for norm in reducer.local_norms()]).square().sum()
+    if program.world.size == 1:
+        return sum_of_squares(held)
     by_copies: dict[int, list[torch.Tensor]] = {}
     for name, tensor in zip(reducer.summed_names(), reducer.sums(), strict=True):
         by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)
@@ -307,12 +308,19 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     for tensor in tensors:
         flat = tensor.reshape(-1)
         count = flat.numel()
+        if count < NORM_ROW:
+            ends.append(flat)
+            terms.append(None)
+            continue
         whole = count // NORM_ROW * NORM_ROW
-        if whole:
-            rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
+        if whole == NORM_ROW:
+            norm = rows.item()
+            terms.append(norm * norm)
+        else:
             terms.append(rows.double().square().sum().item())
         if whole < count:
-            ends.append(flat[whole:] if whole else flat)
+            ends.append(flat[whole:])
             terms.append(None)
     end_norms = iter(torch._foreach_norm(ends) if ends else ())
     total = 0.0
@@ -482,40 +490,3 @@ class StepResult:
 def as_count(count: float) -> float:
     """Return a whole count as an integer, and a fractional sum of weights unchanged."""
     return int(count) if count.is_integer() else count
-
-
-def build_metrics_row(
-    result: StepResult,
-    tally: StepTotals,
-    batch: Any,
-    data_wait_s: float,
-    peak_bytes: int,
-    extras: dict[str, Any],
-) -> tuple[dict[str, Any], int]:
-    """Return (the step's row of metrics.jsonl, samples of the whole step; 0 if unknown).
-
-    Args:
-        result: of the step.
-        tally: totals of the step.
-        batch: this rank's batch.
-        data_wait_s: seconds that the step waited for it.
-        peak_bytes: of memory, in this process.
-        extras: further keys of the row.
-    """
-    samples = 0
-    if isinstance(batch, StepBatch):
-        extras = {**extras, "samples": [batch.position, batch.next_position]}
-        samples = batch.next_position - batch.position - int(sum(tally.numbers.sums("unreadable")))
-    row = {
-        "step": result.step,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "tokens": result.targets,
-        "data_wait_s": data_wait_s,
-        "peak_memory_bytes": peak_bytes,
-        "skipped": result.skipped,
-        **({"metrics": result.metrics} if result.metrics else {}),
-        **extras,
-    }
-    return row, samples

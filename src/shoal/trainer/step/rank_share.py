@@ -43,11 +43,10 @@ def build_rank_share(
     """
     micro_batches = list_own_micro_batches(batch, cut, program.data)
     micro_batches = [(first_key + index, value) for index, value in micro_batches]
-    rounds = max_micro_batches(program, batch, len(micro_batches))
+    rounds, fewest = count_passes(program, batch, len(micro_batches))
     own = micro_batches[-1][1] if micro_batches else None
-    return RankShare(
-        micro_batches, rounds, choose_spare_micro_batch(program, batch, own, kept, rounds)
-    )
+    spare = choose_spare_micro_batch(program, batch, own, kept, rounds, fewest)
+    return RankShare(micro_batches, rounds, spare)
 
 
 def list_own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:
@@ -79,17 +78,26 @@ def count_unreadable(batch: Any) -> float:
     return float(len(batch.left_out)) if isinstance(batch, StepBatch) else 0.0
 
 
-def max_micro_batches(program: Program, batch: Any, own: int) -> int:
-    """Return the micro-batches of the busiest rank if ranks must run equally many, else `own`."""
+def count_passes(program: Program, batch: Any, own: int) -> tuple[int, int]:
+    """Return the most and the fewest micro-batches of a rank; every rank calls it.
+
+    `own` twice, if ranks need not run equally many.
+    """
     world = program.data
     if not _needs_equal_passes(program):
-        return own
+        return own, own
     if isinstance(batch, StepBatch):
-        return max(batch.by_rank, default=-(-batch.total // world.size))
-    return world.all_reduce_max(own)
+        most = max(batch.by_rank, default=-(-batch.total // world.size))
+        return most, min(batch.by_rank, default=batch.total // world.size)
+    counts = torch.tensor([-own, own], device=world.messages)
+    world.all_reduce_min(counts)
+    least = counts.tolist()
+    return -least[0], least[1]
 
 
-def choose_spare_micro_batch(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
+def choose_spare_micro_batch(
+    program: Program, batch: Any, own: Any, kept: Any, rounds: int, fewest: int
+) -> Any:
     """Return a micro-batch for passes of weight 0, on ranks that have fewer than others.
 
     In the first step after a start, an uneven last batch of an epoch, no rank has kept one. Then a
@@ -100,7 +108,7 @@ def choose_spare_micro_batch(program: Program, batch: Any, own: Any, kept: Any, 
         batch: of `run.loader`, or this rank's own samples.
         own: this rank's last one, or None.
         kept: one of an earlier step, or None.
-        rounds: the result of `max_micro_batches`.
+        rounds, fewest: the result of `count_passes`.
 
     Raises:
         ConfigError: a micro-batch holds other objects than tensors, numbers and texts; on all
@@ -110,10 +118,6 @@ def choose_spare_micro_batch(program: Program, batch: Any, own: Any, kept: Any, 
     world, spare = program.data, kept if own is None else own
     if not (_needs_equal_passes(program) and program.together):
         return spare
-    if isinstance(batch, StepBatch):
-        fewest = min(batch.by_rank, default=batch.total // world.size)
-    else:
-        fewest = -world.all_reduce_max(-int(own is not None))
     if fewest and spare is None and isinstance(batch, StepBatch) and batch.left_out:
         raise ClusterError(f"{batch.left_out[0].text}; rank {world.rank} has no other sample yet")
     if fewest or not rounds or world.all_true(spare is not None):  # all call it, or none
