@@ -37,6 +37,9 @@ _HOMES = {
 
 __all__ = sorted([*_HOMES, "__version__"])
 
+_INSIDE = {"prove_first_batch": "shoal.proof.loop_proof"}
+"""What a room calls of a room above it, if the user switches it on."""
+
 if TYPE_CHECKING:
     from shoal.base.errors import CheckpointError as CheckpointError
     from shoal.base.errors import ConfigError as ConfigError
@@ -64,12 +67,13 @@ if os.environ.get("WORLD_SIZE", "1") != "1":  # a rank of a script, before it bu
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = _HOMES.get(name) or _INSIDE.get(name)
+    if home is None:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    if not _HOMES[name].startswith("shoal.base."):
+    if not home.startswith("shoal.base."):
         systems = importlib.import_module("shoal.base.operating_systems")
         systems.untested_system_warning()  # before an import that cannot work
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -20,7 +20,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,23 +113,53 @@ def prove_layout(
             f"proof: not proven: begun {begun} times and ended neither time (the run was killed, "
             f"hung or broke off); training goes on"
         )
+    return prove_case(
+        case,
+        world,
+        folder,
+        alone=f"shoal prove --quick {folder / 'run.toml'}",
+        record=lambda *done: attempts.write(begun + 1, *done),
+    )
+
+
+def prove_case(
+    case: ProofCase,
+    world: World,
+    folder: Path | None,
+    *,
+    alone: str,
+    record: Callable[..., None] = lambda *done: None,
+) -> str:
+    """Prove a case on two small steps, unless the cache knows it; every rank calls it.
+
+    Args:
+        folder: for tensors that exceed memory; None: the system's for temporary files.
+        alone: the command that proves it without a limit of time.
+        record: called on rank 0 with the verdict and the line of a refusal.
+
+    Returns:
+        The line for the user; empty if no proof ran.
+
+    Raises:
+        TrainingError: the two differ.
+    """
     known: Any = None
     key, expected_s = "", 0.0
     if world.is_first:
         key, known, expected_s = _inspect_case(case, world)
-        attempts.write(begun + 1, known["verdict"] if known else "")
+        record(known["verdict"] if known else "")
     known, expected_s = world.broadcast_json([known, expected_s])
     if known is not None:
         return ""
     if expected_s > BUDGET_S:
         if world.is_first:
-            attempts.write(begun + 1, "not proven")
-        return format_too_long(expected_s, folder)
+            record("not proven")
+        return format_too_long(expected_s, alone)
     battery = quick_battery(case, world.size, folder, BUDGET_S)
     report = battery.prove(world, case.layout, case.policies)
     refused = format_refusal(report) if report["verdict"] == "different" else ""
     if world.is_first:
-        attempts.write(begun + 1, report["verdict"], refused)
+        record(report["verdict"], refused)
     if refused:
         raise TrainingError(refused)
     if key and report["verdict"] == "equal":
@@ -242,17 +272,21 @@ def _build_structure(case: ProofCase) -> nn.Module | None:
         return None
 
 
-def format_too_long(expected_s: float, folder: Path) -> str:
-    """Return the line for a reference that would take longer than its budget."""
+def format_too_long(expected_s: float, alone: str) -> str:
+    """Return the line for a reference that would take longer than its budget.
+
+    Args:
+        alone: the command that proves it without a limit of time.
+    """
     return (
         f"proof: not proven: time: {STEPS} steps in one process would take about "
         f"{seconds_text(expected_s)}, {seconds_text(BUDGET_S)} are allowed; training goes on; "
-        f"alone it is proven by: shoal prove --quick {folder / 'run.toml'}"
+        f"alone it is proven by: {alone}"
     )
 
 
 def quick_battery(
-    case: ProofCase, processes: int, folder: Path, budget_s: float | None = None
+    case: ProofCase, processes: int, folder: Path | None, budget_s: float | None = None
 ) -> Battery:
     """Return a battery of two steps of SGD on small micro-batches, the second step a short one.
 

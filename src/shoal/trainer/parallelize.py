@@ -105,6 +105,7 @@ def parallelize(
     folder: str | Path | None = None,
     tokenizer: Any = None,
     world: World | None = None,
+    prove: str = "off",
     **policies: Any,
 ) -> Run:
     """Prepare a model for training on all started processes; the result equals one process's.
@@ -141,6 +142,9 @@ def parallelize(
             (`open_data(…).tokenizer`). Every save keeps it in folder/hub, for `shoal checkpoint
             export` and `sample`.
         world: the processes, if tests make a `World` by hand; default: found in the environment.
+        prove: "auto": on several processes, compare the layout with one process on the samples of
+            the first batch, before the first step: two small steps in float64, at most 30 s. A
+            difference raises a TrainingError. "off": not.
         policies: every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
             docs/reference/configuration.md): reduce, loss_scale, clip (here 0: none), average,
             seed, call, defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
@@ -157,6 +161,11 @@ def parallelize(
     References:
         design §5; the loss rule is design §6.
     """
+    if prove != "off":
+        arguments = dict(locals())
+        from shoal.trainer.first_batch_proof import parallelize_proven
+
+        return parallelize_proven(parallelize, **arguments)
     install_excepthook()
     refuse_unknown(parallelize, policies.keys() - POLICIES.keys(), ELSEWHERE)
     check_arguments(locals())

@@ -110,7 +110,7 @@ def change_arguments(
         sizes = {"batch": plan.batch or None, "micro_batch": plan.micro_batch or None}
         arguments = {**written, **sizes, "layout": layout_keys(plan.layout), **arguments}
     changed = {key: value for key, value in arguments.items() if key not in DROPPED}
-    changed["precision"] = "fp64"
+    changed |= {"precision": "fp64", "prove": "off"}
     if changed.get("folder") is not None:
         changed["folder"] = Path(side.record).parent / f"folder-{number}"
     if side.jitter:

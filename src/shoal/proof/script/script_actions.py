@@ -1,4 +1,4 @@
-"""What a script does between the calls of its runs: own changes of gradients, weights, optimizers.
+"""Record of a script's own changes of gradients, weights and optimizers between calls of its runs.
 
 The one process holds whole tensors, so changes are found there by versions and digests: between the
 last backward pass and the update, and between an update and the next step. Both sides list the

@@ -21,6 +21,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,18 @@ class WatchdogClient:
         if world.group is not None and self._fingerprints is None:
             self._fingerprints = CollectiveRecorder(self.page, 1)
 
+    @contextmanager
+    def pause_comparison(self, world: World) -> Iterator[None]:
+        """Record no collectives meanwhile: one rank works alone, and ranks make different calls."""
+        recorded, self._fingerprints = self._fingerprints, None
+        if recorded is not None:
+            recorded.close()
+        try:
+            yield
+        finally:
+            if recorded is not None:
+                self.compare_collectives(world)
+
     def close(self) -> None:
         """Count a run as closed; after the last one the watch ends."""
         self.runs -= 1
@@ -66,6 +79,11 @@ class WatchdogClient:
 
 _open: list[WatchdogClient] = []
 """The watch of the open runs, if there is one."""
+
+
+def pause_comparison(world: World) -> AbstractContextManager[None]:
+    """Return a context in which the ranks' collectives are not compared, if they are otherwise."""
+    return _open[0].pause_comparison(world) if _open else nullcontext()
 
 
 def start_watchdog(

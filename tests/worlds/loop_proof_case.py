@@ -1,0 +1,108 @@
+"""The quick proof of a user's own loop, `parallelize(…, prove="auto")`, in a world of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+import planted
+import shoal
+from guards import Lines
+from right_scripts import Mixture, Net, net, sgd, share, squares
+from shoal.base.errors import ShoalError
+from shoal.data.loading.sample_seeds import GENERATORS
+from shoal.fabric import World
+from shoal.trainer import first_batch_proof
+
+
+def attempt(
+    world: World, loop: str, layout: str, folder: str, prove: str = "auto", bug: str = "nothing"
+) -> dict[str, Any]:
+    """Run a loop; return its error, the lines about a proof, its numbers and the generators."""
+    torch.manual_seed(11)
+    error, numbers = "", []
+    cache = patch.dict("os.environ", {"SHOAL_CACHE": str(Path(folder) / "cache")})
+    with Lines() as written, cache, planted.BUGS[bug](world):
+        try:
+            numbers = LOOPS[loop](world, layout, prove)
+        except ShoalError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    return {
+        "error": error,
+        "lines": [line for line in written.lines if "proof: " in line],
+        "numbers": numbers,
+        "drawn": torch.rand(3).tolist(),
+        "states": [str(one.state())[:200] for one in GENERATORS],
+    }
+
+
+def run_steps(world: World, layout: str, prove: str, model: nn.Module, **more: Any) -> list[float]:
+    run = shoal.parallelize(
+        model, sgd(model.parameters()), squares, layout, world=world, prove=prove, **more
+    )
+    losses = [run.step(share(world, step)).loss for step in range(3)]
+    return [*losses, *(float(one.sum()) for one in run.state_dict().values())]
+
+
+def own_batches(world: World, layout: str, prove: str) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    return run_steps(world, layout, prove, model.double())
+
+
+class ByTask(Net):
+    """A head by the sign of a sample's first number: ranks' micro-batches take different ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head = int(x[0, 0] > 0)
+        return super().forward(x)
+
+
+def heads(world: World, layout: str, prove: str) -> list[float]:
+    return run_steps(world, layout, prove, net(ByTask), guards="off")
+
+
+def experts(world: World, layout: str, prove: str) -> list[float]:
+    return run_steps(world, layout, prove, net(Mixture))
+
+
+def loss_of_the_model(world: World, layout: str, prove: str) -> list[float]:
+    """The loss reads a weight of the model, which trains."""
+    model = net()
+    weight = model.into.weight
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        total, count = squares(outputs, targets)
+        return total + 0.1 * count * weight.square().sum(), count
+
+    run = shoal.parallelize(model, sgd(model.parameters()), loss, layout, world=world, prove=prove)
+    return [run.step(share(world, step)).loss for step in range(2)]
+
+
+def written_out(world: World, layout: str, prove: str) -> list[float]:
+    model = net()
+    run = shoal.parallelize(model, sgd(model.parameters()), layout=layout, world=world, prove=prove)
+    losses = []
+    for step in range(2):
+        for micro in run.micro_batches(share(world, step)):
+            total, count = squares(run.model(micro.inputs), micro.targets.to(micro.inputs))
+            run.backward(total, count)
+        losses.append(run.update().loss)
+    return losses
+
+
+def large(world: World, layout: str, prove: str) -> list[float]:
+    """The copies have no room."""
+    with patch.object(first_batch_proof, "MEMORY_SHARE", 0.0):
+        return run_steps(world, layout, prove, net())
+
+
+LOOPS: dict[str, Callable[[World, str, str], list[float]]] = {
+    one.__name__: one
+    for one in (own_batches, heads, experts, loss_of_the_model, written_out, large)
+}

@@ -1,0 +1,60 @@
+"""`parallelize(…, prove="auto")`: the layout is proven at the first batch of a user's own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EQUAL = "computes what one process computes"
+
+
+@pytest.fixture
+def attempt(worlds, tmp_path: Path):
+    def run(loop: str, layout: str = "ddp", **more: Any) -> dict[str, Any]:
+        folder = {"folder": str(tmp_path), **more}
+        return worlds(2).call("loop_proof_case:attempt", loop=loop, layout=layout, **folder)[0]
+
+    return run
+
+
+def test_a_proven_run_has_the_bits_of_one_without_a_proof(attempt) -> None:
+    """BatchNorm's buffers, dropout's draws and the generators among them."""
+    first, second, without = (
+        attempt("own_batches"),
+        attempt("own_batches"),
+        attempt("own_batches", prove="off"),
+    )
+    (line,) = first["lines"]
+    assert EQUAL in line
+    assert second["lines"] == [], "known by the cache"
+    assert without["lines"] == []
+    for key in ("error", "numbers", "drawn", "states"):
+        assert first[key] == second[key] == without[key]
+
+
+@pytest.mark.parametrize(
+    ("loop", "layout"), [("loss_of_the_model", "ddp"), ("written_out", "ddp"), ("experts", "zero2")]
+)
+def test_a_right_loop_is_proven(attempt, loop: str, layout: str) -> None:
+    answer = attempt(loop, layout)
+    assert answer["error"] == ""
+    (line,) = answer["lines"]
+    assert EQUAL in line
+
+
+def test_a_difference_ends_the_run_before_its_first_step(attempt) -> None:
+    answer = attempt("experts", bug="factor lost")
+    assert answer["error"].startswith(
+        "TrainingError: proof: ddp (dp_replicate = 2) on 2 processes does not compute what one"
+    )
+    assert answer["numbers"] == []
+
+
+def test_without_room_for_a_copy_it_says_so_and_trains(attempt) -> None:
+    answer = attempt("large")
+    (line,) = answer["lines"]
+    assert "proof: not proven: memory: copies of the model for " in line
+    assert line.endswith("training goes on")
+    assert len(answer["numbers"]) > 3
