@@ -46,7 +46,10 @@ def test_a_run_ends_with_what_was_foreseen(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     line = next(text for text in summarise_run(tmp_path).splitlines() if "foreseen" in text)
     assert line.split(None, 1)[1] == (
-        "step 90.0 ms (-10%), peak 1.0 MiB (-50%), sent 2.0 KiB (+100%)"
+        "step 90.0 ms → 100.0 ms (1.11 ×), peak 1.0 MiB → 2.0 MiB (2.00"
     )
+    assert "far off" not in summarise_run(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps({"predicted": {**said, "step_s": 9.0}}))
+    assert "forecast far off: the machine was busy when it was" in summarise_run(tmp_path)
     (tmp_path / "plan.json").write_text(json.dumps({"predicted": {"reason": "no sample"}}))
     assert "foreseen" not in summarise_run(tmp_path)

@@ -22,6 +22,7 @@ from shoal.base.text.event_sentences import (
     signal_text,
     strip_control_characters,
 )
+from shoal.base.text.forecast_text import forecast_comment, forecast_text
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.view.island_lines import islands_summary_line
 from shoal.view.progress import count_unit, mfu_text, step_amount
@@ -51,6 +52,7 @@ def summarise_run(folder: Path, width: int = 80) -> str:
         ("allocator", lambda: _allocator(events)),
         ("sent", lambda: _sent_text(steps)),
         ("foreseen", lambda: _forecast_text(plan, steps, events)),
+        ("", lambda: _comment_text(plan, steps)),
         ("islands", lambda: islands_summary_line(events, _islands_forecast(plan))),
         ("waited", lambda: _waits_text(steps, events)),
         ("restarts", lambda: _restarts(events)),
@@ -216,7 +218,7 @@ def _sent_text(steps: list[Record]) -> str:
 
 
 def _forecast_text(plan: Record, steps: list[Record], events: list[Record]) -> str:
-    """Return the planner's prediction before the run and its relative error."""
+    """Return the planner's prediction before the run beside the measurement."""
     said = plan.get("predicted")
     if not isinstance(said, dict) or "reason" in said or not steps:
         return ""
@@ -230,8 +232,17 @@ def _forecast_text(plan: Record, steps: list[Record], events: list[Record]) -> s
     parts = []
     for key, word, text in (*words, ("sent_bytes", "sent", bytes_text)):
         if is_number(said.get(key)) and said[key] and measured[key]:
-            parts.append(f"{word} {text(said[key])} ({said[key] / measured[key] - 1:+.0%})")
+            parts.append(f"{word} {forecast_text(said[key], measured[key], text)}")
     return ", ".join(parts)
+
+
+def _comment_text(plan: Record, steps: list[Record]) -> str:
+    """Return why the forecast of a step is far off; "" if it is not."""
+    said, times_s = plan.get("predicted"), _values(steps[1:] or steps, "step_s")
+    foreseen_s = said.get("step_s") if isinstance(said, dict) else None
+    if not is_number(foreseen_s) or foreseen_s <= 0 or not times_s:
+        return ""
+    return forecast_comment(foreseen_s, statistics.median(times_s))
 
 
 def _islands_forecast(plan: Record) -> Record:

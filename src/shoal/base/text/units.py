@@ -58,6 +58,15 @@ def count_text(count: float) -> str:
     return f"{_short(size)}T"
 
 
+def count_noun(count: int, noun: str, several: str = "") -> str:
+    """Return a count with its noun, in the plural where it has to be.
+
+    >>> count_noun(1, "rank"), count_noun(2, "rank"), count_noun(0, "process", "processes")
+    ('1 rank', '2 ranks', '0 processes')
+    """
+    return f"{count:,} {noun if count == 1 else several or f'{noun}s'}"
+
+
 def flops_text(flops_per_s: float) -> str:
     """Format a rate of floating-point operations per second: FLOP/s, KFLOP/s, … PFLOP/s.
 

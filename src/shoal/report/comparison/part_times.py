@@ -11,7 +11,7 @@ from shoal.base.text.units import seconds_text
 from shoal.report.comparison.compared_runs import ComparisonRun
 from shoal.report.comparison.run_comparison import Comparison
 from shoal.report.markup import Child, Markup, table, tag
-from shoal.report.sections.rank_heat import LOOKS, NAMES
+from shoal.report.sections.rank_heat import LOOKS, NAMES, part_name
 from shoal.report.svg_charts import colour_class, stacked_bar
 from shoal.report.verdict.step_seconds import WAITING, read_step_seconds
 
@@ -76,7 +76,9 @@ def step_parts_section(found: Comparison) -> Markup:
     for number, (run, one) in enumerate(zip(found.runs, parts, strict=True)):
         name: Child = [tag("i", class_=f"key {colour_class(number)}"), " ", run.label]
         rows.append([name, *(["–"] * 3 if one is None else _cells(one, used, longest_s))])
-    legend = [tag("span", tag("i", class_=f"key {LOOKS[part]}"), NAMES[part]) for part in used]
+    legend = [
+        tag("span", tag("i", class_=f"key {LOOKS[part]}"), part_name(part, used)) for part in used
+    ]
     head = ["run", "seconds of a step by part, mean over ranks", "step, mean", "slowest rank"]
     least, most = (pick(one.steps for one in known) for pick in (min, max))
     steps = f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -102,7 +104,9 @@ def _last_step(run: ComparisonRun) -> int | None:
 
 
 def _cells(one: StepParts, used: Sequence[int], longest_s: float) -> list[Child]:
-    words = ", ".join(f"{NAMES[part]} {seconds_text(float(one.mean_s[part]))}" for part in used)
+    words = ", ".join(
+        f"{part_name(part, used)} {seconds_text(float(one.mean_s[part]))}" for part in used
+    )
     bar = stacked_bar([(LOOKS[part], float(one.mean_s[part])) for part in used], longest_s, words)
     own, mean = (float(s[one.slowest_part]) for s in (one.slowest_s, one.mean_s))
     if own - mean < EVEN_SHARE * float(one.mean_s.sum()):

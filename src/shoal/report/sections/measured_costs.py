@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.text.forecast_text import forecast_comment, ratio_text
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.report.markup import Child, Markup, table, tag
 from shoal.report.run_contents import RunContents, iter_records
@@ -99,7 +100,7 @@ def forecast_section(run: RunContents) -> Markup:
             name,
             text(foreseen),
             text(found) if found is not None else "–",
-            f"{foreseen / found - 1:+.0%}" if found else "–",
+            ratio_text(foreseen, found) if found else "–",
         ]
         for name, foreseen, found, text in pairs
         if is_number(foreseen) and foreseen > 0
@@ -107,8 +108,12 @@ def forecast_section(run: RunContents) -> Markup:
     if not rows:
         return Markup("")
     parts: list[Child] = [tag("h2", "Foreseen and measured")]
-    head = ("", "foreseen", "measured", "foreseen − measured")
+    head = ("", "foreseen", "measured", "measured ÷ foreseen")
     parts.append(table(head, rows, numeric=" nnn"))
+    measured_s, foreseen_s = pairs[0][2], pairs[0][1]
+    if measured_s and is_number(foreseen_s) and foreseen_s > 0:
+        comment = forecast_comment(foreseen_s, measured_s)
+        parts.append(tag("p", f"{comment}.", class_="note") if comment else None)
     if len(starts := list_starts(run.events)) > 1:
         last = f"Foreseen at the last of {len(starts):,} starts; another start may foresee another."
         parts.append(tag("p", last, class_="note"))

@@ -31,9 +31,20 @@ LEAST_SHARE = 0.005
 LOOKS = ("s6", "s1", "s0", "s4", "s3", "s5", "s2", "wait")
 """Colour of each part, in the order of `PARTS`."""
 NAMES = (
-    "other calls", "data", "passes", "sum", "update", "callbacks", "backward", "waiting",
+    "other", "data", "forward and backward", "sum", "update", "callbacks", "backward", "waiting",
 )  # fmt: skip
+"""Name of each part, as in `shoal watch`; `part_name` is for runs with backward passes apart."""
+PASSES, BACKWARD = PARTS.index("passes"), PARTS.index("backward")
 SHOWN_MOMENTS = 12
+
+
+def part_name(part: int, used: Sequence[int]) -> str:
+    """Return the name of a part; passes are the forward ones where backward passes are recorded.
+
+    >>> part_name(2, [1, 2, 3]), part_name(2, [2, 6])
+    ('forward and backward', 'forward')
+    """
+    return "forward" if part == PASSES and BACKWARD in used else NAMES[part]
 
 
 def ranks_section(run: RunContents) -> Markup:
@@ -90,7 +101,9 @@ def _bars(run: RunContents, times: RankTimes) -> Markup:
         rows = [row[:-1] for row in rows]
     else:
         head.append("host")
-    legend = [tag("span", tag("i", class_=f"key {LOOKS[part]}"), NAMES[part]) for part in used]
+    legend = [
+        tag("span", tag("i", class_=f"key {LOOKS[part]}"), part_name(part, used)) for part in used
+    ]
     return tag(
         "figure",
         [
@@ -110,7 +123,9 @@ def _bar_row(
     worst_s: float | None,
     host: str,
 ) -> list[Child]:
-    told = ", ".join(f"{NAMES[part]} {seconds_text(float(seconds[part]))}" for part in used)
+    told = ", ".join(
+        f"{part_name(part, used)} {seconds_text(float(seconds[part]))}" for part in used
+    )
     bar = stacked_bar([(LOOKS[part], float(seconds[part])) for part in used], longest_s, told)
     late = [("–" if one is None else seconds_text(one)) for one in (late_s, worst_s)]
     whole, waits = float(seconds.sum()), float(seconds[-1])

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 PART_NAMES = {
-    DATA: "data", PASSES: "passes", BACKWARD: "backward pass", UPDATE: "optimizer update",
-    HOOKS: "callbacks",
+    DATA: "data", PASSES: "forward and backward", BACKWARD: "backward pass",
+    UPDATE: "optimizer update", HOOKS: "callbacks",
 }  # fmt: skip
 COMPUTED = [PASSES, BACKWARD, UPDATE]
 """Parts that a busy machine makes longer; data and callbacks have causes of their own."""

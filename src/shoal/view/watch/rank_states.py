@@ -5,6 +5,7 @@ It comes from the rank's records, ranks.json, devices.jsonl, the plan and the ev
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def collect_rank_states(
                 device,
                 _role(rank, plan),
                 last.step,
-                last.seconds,
+                mean_seconds(rows or (last,)),
                 lateness_s.get(rank, 0.0),
                 last.peak_memory_bytes,
                 notes.get(rank, ""),
@@ -69,6 +70,17 @@ def collect_rank_states(
             )
         )
     return found
+
+
+def mean_seconds(rows: Sequence[RankStep]) -> tuple[float, ...]:
+    """Return the mean seconds of some steps by part; the first of a session is left out.
+
+    >>> rows = [RankStep(n, 0, 1, 0.0, 0, (s,) * 8) for n, s in ((1, 9.0), (2, 1.0), (3, 3.0))]
+    >>> mean_seconds(rows)[0]
+    2.0
+    """
+    steady = [row for row in rows if row.step > 1] or rows
+    return tuple(statistics.fmean(own) for own in zip(*(r.seconds for r in steady), strict=True))
 
 
 def read_rank_devices(path: Path) -> dict[int, RankDevice]:

@@ -1,7 +1,8 @@
 """Table of the ranks of a run: a row each, or the worst of them under a line about all.
 
-A row has the rank's last step as a bar: its length is the step's time beside the slowest rank's,
-its letters are the parts. "late" is how long the others wait for this rank in a usual step.
+A row has the mean of the rank's newest steps as a bar: its length is the step's time beside the
+slowest rank's, its letters are the parts. "late" is how long the others wait for this rank in a
+usual step.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ from shoal.view.watch.watch_state import RankState
 
 LETTERS = {
     "data": ("d", "data"),
-    "passes": ("f", "forward+backward"),
+    "passes": ("f", "forward and backward"),
     "sum": ("s", "sum"),
     "update": ("u", "update"),
-    "hooks": ("h", "hooks"),
+    "hooks": ("c", "callbacks"),
     "other": ("o", "other"),
-    "waiting": (".", "waits"),
+    "waiting": (".", "waiting"),
 }
 """Part of a step → its letter in a bar, and its word in the legend."""
 LATE_SHARE = 0.1
 """A rank is late if the others wait for it for this share of its step."""
 NOTE_STYLES = {"dead": "bold red", "hung": "bold red"}
 HOST_WIDTH = 16
+MEAN_WIDTH = 34
+"""Columns of a bar from which its heading says what it is."""
 WIDE = 110
 """Columns from which host and device are shown."""
 
 
 def step_parts_s(rank: RankState) -> dict[str, float]:
-    """Return the seconds of a rank's last step by part; forward and backward are one."""
+    """Return the mean seconds of a rank's newest steps by part; forward and backward are one."""
     seconds = dict(zip(PARTS, rank.seconds, strict=True))
     seconds["passes"] += seconds.pop("backward")
     return {part: seconds[part] for part in LETTERS}
@@ -86,7 +89,7 @@ def draw_ranks(
         pad_text(one.head, columns_of, right=one.right)
         for one, columns_of in zip(columns, widths, strict=True)
     ]
-    heads.append(fit_legend(bar_width))
+    heads.append("by part, mean of recent steps" if bar_width > MEAN_WIDTH else "by part")
     lines.append(cut_line([("  ".join(heads), "dim")], width))
     for rank in shown:
         spans: list[Span] = []
@@ -98,14 +101,14 @@ def draw_ranks(
 
 
 def fit_legend(width: int) -> str:
-    """Return what the letters of a bar mean, in words if there is room.
+    """Return what the letters of a bar mean, in words as long as there is room for.
 
-    >>> fit_legend(42)
-    'd data  f fwd+bwd  s sum  u update  . wait'
+    >>> fit_legend(60)
+    'd data f fwd+bwd s sum u update c callbacks o other . wait'
     """
     long = "  ".join(f"{letter} {word}" for letter, word in LETTERS.values())
-    short = "d data  f fwd+bwd  s sum  u update  . wait"
-    return next((text for text in (long, short, "by part") if len(text) <= width), "")
+    short = "d data f fwd+bwd s sum u update c callbacks o other . wait"
+    return next((text for text in (long, short) if len(text) <= width), short)
 
 
 @dataclass(frozen=True)

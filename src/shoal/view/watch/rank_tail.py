@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.base.runlog.rank_records import FOLDER, HEADER, MAGIC, PARTS, ROW, RankStep
+from shoal.view.progress import WINDOW_STEPS
 
 ROWS = 2_048
-WINDOW = 12
-"""Steps of a rank that count for its lateness."""
+WINDOW = WINDOW_STEPS
+"""Newest steps of a rank that count for its time and its lateness, as in all other figures."""
 FEW_RANKS = 32
 """Of more ranks the median of all stands for that of the others; it is at most one rank off."""
 MOST_RANKS = 1 << 17
@@ -52,6 +53,10 @@ class RankTail:
             with contextlib.suppress(OSError):
                 found = self._read_file(path, share * ROW.size) or found
         return found
+
+    def peaks(self) -> list[float]:
+        """Return the peak memory of each rank, in bytes."""
+        return [float(own[-1].peak_memory_bytes) for own in self.rows.values() if own]
 
     def _read_file(self, path: Path, most_bytes: int) -> bool:
         status = path.stat()

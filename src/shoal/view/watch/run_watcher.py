@@ -8,7 +8,6 @@ runs` is read more rarely the longer its reading takes.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -21,15 +20,19 @@ from shoal.base.runlog.damaged_lines import (
     iter_lines_backward,
     parse_event,
 )
-from shoal.base.runlog.rank_records import RankStep
 from shoal.base.text.event_sentences import DAMAGED, died_text, event_text
-from shoal.base.text.units import bytes_text, seconds_text
 from shoal.view.island_lines import sum_rounds
 from shoal.view.live import STYLES
 from shoal.view.phase_lines import read_current_phases
 from shoal.view.progress import RunProgress
 from shoal.view.run_folder_reader import RunFolder, last_session_events
 from shoal.view.run_table import RunRow, read_held_locks, read_row
+from shoal.view.watch.figure_texts import (
+    comment_text,
+    forecast_texts,
+    left_text,
+    wait_texts,
+)
 from shoal.view.watch.loss_history import LossHistory
 from shoal.view.watch.rank_states import (
     DEVICES_FILE,
@@ -149,6 +152,9 @@ class RunWatcher:
         since_s = max((e["time_s"] for e in session if _is_start(e)), default=0.0)
         phases = read_current_phases(self.path, since_s)
         over = self._row is not None and not self._row.alive
+        ranks = collect_rank_states(
+            self.tail, self.lateness_s, self.hosts, self.samples, self.progress.plan, session
+        )
         return WatchedRun(
             self.name,
             row=self._row,
@@ -156,11 +162,11 @@ class RunWatcher:
             phases=replace(phases, phases=()) if over else phases,
             points=self.history.points,
             validations=validations,
-            ranks=collect_rank_states(
-                self.tail, self.lateness_s, self.hosts, self.samples, self.progress.plan, session
-            ),
-            forecast=_forecast_texts(self.progress, self.tail.rows),
-            waits=_wait_texts(self.progress),
+            ranks=ranks,
+            forecast=forecast_texts(self.progress, self.tail.peaks()),
+            comment=comment_text(self.progress),
+            waits=wait_texts(self.progress, ranks),
+            left=left_text(self.progress, self.history.points, events, time.time()),
             events=self.sentences,
         )
 
@@ -288,43 +294,3 @@ def _event_line(event: Record) -> EventLine | None:
         return None
     time_s = float(event["time_s"]) if is_number(event.get("time_s")) else 0.0
     return EventLine(time_s, clean_text(text), STYLES.get(event["event"], ""))
-
-
-def _forecast_texts(progress: RunProgress, rows: dict[int, deque[RankStep]]) -> list[str]:
-    """Return the planner's figures and the measured ones."""
-    said = progress.plan.get("predicted")
-    if not isinstance(said, dict) or progress.last is None:
-        return []
-    recent = list(progress.recent)
-    peaks = [own[-1].peak_memory_bytes for own in rows.values() if own]
-    measured = {
-        "step_s": [r["step_s"] for r in recent if is_number(r.get("step_s"))],
-        "peak_memory_bytes": [max(peaks)] if peaks else _values(recent, "peak_memory_bytes")[-1:],
-        "sent_bytes": _values(recent, "comm_bytes"),
-    }
-    parts = []
-    for key, word, text in (
-        ("step_s", "step", seconds_text),
-        ("peak_memory_bytes", "memory", bytes_text),
-        ("sent_bytes", "sent", bytes_text),
-    ):
-        foreseen, found = said.get(key), measured[key]
-        if is_number(foreseen) and foreseen > 0 and found:
-            now = statistics.median(found)
-            parts.append(f"{word} {text(foreseen)} → {text(now)} ({now / foreseen - 1:+.0%})")
-    return parts
-
-
-def _wait_texts(progress: RunProgress) -> list[str]:
-    step_s = progress.mean("step_s")
-    if not step_s:
-        return []
-    return [
-        f"{word} {seconds_text(value)} ({value / step_s:.0%})"
-        for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data"))
-        if (value := progress.mean(key)) is not None
-    ]
-
-
-def _values(records: Sequence[Record], key: str) -> list[float]:
-    return [r[key] for r in records if is_number(r.get(key))]

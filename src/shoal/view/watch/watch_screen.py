@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.base.text.event_sentences import number_text
-from shoal.base.text.units import count_text, seconds_text
+from shoal.base.text.units import count_noun, count_text, seconds_text
 from shoal.view.diagnosis.folder_state import WRONG
 from shoal.view.progress import local_time_text
 from shoal.view.run_table import RunRow
 from shoal.view.watch.letter_curves import draw_curve
-from shoal.view.watch.rank_table import draw_ranks
+from shoal.view.watch.rank_table import draw_ranks, fit_legend
 from shoal.view.watch.styled_lines import (
     Line,
     Span,
@@ -54,7 +54,7 @@ HELP = (
     "",
     "late          how long the others wait for a rank in a usual step",
     "foreseen      the planner's figures before the start, beside the measured ones",
-    "bar           a rank's last step by part; the letters are in the table's heading",
+    "time, bar     the mean of a rank's newest 20 steps, by part; the last line has the letters",
 )
 
 
@@ -130,8 +130,8 @@ def _top_lines(run: WatchedRun, width: int, options: ScreenOptions, now_s: float
     words: list[Span] = [(run.name, "bold"), state]
     if "step" in found:
         words.append((f"step {found['step']}", ""))
-    if "left" in found and not over:
-        words.append((f"{found['left']} left", ""))
+    if run.left and not over:
+        words.append((run.left, ""))
     if "loss" in found:
         words.append((f"loss {found['loss']}", "bold"))
     if "validation" in found:
@@ -177,9 +177,9 @@ def _progress_line(run: WatchedRun, width: int, found: dict[str, str], unicode: 
     rate = run.progress.rate()
     words: list[Span] = [(row.layout if row else "", "")]
     if run.ranks:
-        words.append((f"{len(run.ranks)} ranks", ""))
+        words.append((count_noun(len(run.ranks), "rank"), ""))
     if run.islands:
-        words.append((f"{len(run.islands)} islands", ""))
+        words.append((count_noun(len(run.islands), "island"), ""))
     if rate is not None and row:
         words.append((f"{count_text(rate)} {row.unit}/s", ""))
     for key, form in (("mfu", "MFU {}"), ("matmul", "{} of matmul rate"), ("gpu", "GPU {}")):
@@ -193,13 +193,18 @@ def _progress_line(run: WatchedRun, width: int, found: dict[str, str], unicode: 
 
 
 def _figure_lines(run: WatchedRun, width: int) -> list[Line]:
-    """Return foreseen and measured figures, and the waits of a step."""
-    rows = (("foreseen → now", run.forecast), ("waits in a step", run.waits))
-    return [
-        fit_spans([(f"{label:<15}", "dim"), *((text, "") for text in texts)], width, "  ")
+    """Return foreseen and measured figures, the waits of a step, and the letters of the bars."""
+    rows = [("foreseen → now", run.forecast), ("rank 0 waits", run.waits)]
+    lines = [
+        fit_spans([(f"{label:<14}", "dim"), *((text, "") for text in texts)], width, "  ")
         for label, texts in rows
         if texts
     ]
+    if run.comment:
+        lines.insert(1, cut_line([(run.comment, "yellow")], width))
+    if run.ranks:
+        lines.append(cut_line([(fit_legend(width), "dim")], width))
+    return lines
 
 
 def _middle_lines(run: WatchedRun, width: int, room: int, options: ScreenOptions) -> list[Line]:

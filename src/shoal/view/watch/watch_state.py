@@ -12,7 +12,7 @@ from shoal.view.run_table import RunRow
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank in its last step.
+    """A rank in its newest steps.
 
     Attributes:
         name: its number; among islands with the island's before it ("1/3").
@@ -20,7 +20,7 @@ class RankState:
         device: name of the device, "" if unknown.
         role: server, or the pipeline stage; "" otherwise.
         step: its last step.
-        seconds: of the last step by part, in the order of rank_records.PARTS.
+        seconds: by part, the mean of its newest steps, in the order of rank_records.PARTS.
         late_s: how long the others wait for it in a usual step.
         memory_bytes: its peak.
         note: dead, hung; "" otherwise.
@@ -40,7 +40,7 @@ class RankState:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of the last step, waiting included."""
+        """Return the mean seconds of the newest steps, waiting included."""
         return sum(self.seconds)
 
 
@@ -94,7 +94,9 @@ class WatchedRun:
         validations: step and loss.
         ranks: by rank; [] if the run records none.
         forecast: foreseen and measured figures, each as a text.
+        comment: why the forecast may be far off; "" if it is not.
         waits: what a step waits for, each as a text.
+        left: time until the end, as a text; "" if unknown.
         events: the newest ones, oldest first.
         islands: of a run with islands.
     """
@@ -108,6 +110,8 @@ class WatchedRun:
     validations: Sequence[tuple[float, float]] = ()
     ranks: Sequence[RankState] = ()
     forecast: Sequence[str] = ()
+    comment: str = ""
     waits: Sequence[str] = ()
+    left: str = ""
     events: Sequence[EventLine] = ()
     islands: Sequence[IslandState] = ()

@@ -1,0 +1,51 @@
+"""A forecast beside its measurement, as all commands print it: the ratio is measured ÷ foreseen.
+
+So 29.1 s → 1.6 s (0.05 ×) reads: foreseen were 29.1 s, measured 1.6 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+FAR = 3.0
+"""Ratio from which a forecast is far off, in either direction."""
+
+OFF = "forecast far off"
+
+
+def ratio_text(foreseen: float, measured: float) -> str:
+    """Return how many times the foreseen figure was measured.
+
+    >>> ratio_text(29.1, 1.6), ratio_text(0.2, 0.25), ratio_text(0.0045, 0.15)
+    ('0.05 ×', '1.25 ×', '33 ×')
+    """
+    ratio = measured / foreseen
+    return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×"
+
+
+def forecast_text(foreseen: float, measured: float, text: Callable[[float], str]) -> str:
+    """Return both figures and their ratio.
+
+    Args:
+        text: formats one of them with its unit.
+
+    >>> forecast_text(0.2, 0.25, lambda seconds: f"{seconds * 1000:.0f} ms")
+    '200 ms → 250 ms (1.25 ×)'
+    """
+    return f"{text(foreseen)} → {text(measured)} ({ratio_text(foreseen, measured)})"
+
+
+def forecast_comment(foreseen_s: float, measured_s: float) -> str:
+    """Return the likely reason of a forecast of step time that is far off; "" of a near one.
+
+    >>> forecast_comment(29.1, 1.6)
+    'forecast far off: the machine was busy when it was measured; try: shoal doctor'
+    >>> forecast_comment(1.0, 1.2)
+    ''
+    """
+    ratio = measured_s / foreseen_s
+    if ratio * FAR <= 1:
+        return f"{OFF}: the machine was busy when it was measured; try: shoal doctor"
+    if ratio >= FAR:
+        return f"{OFF}: the machine is slower now than measured; try: shoal doctor"
+    return ""

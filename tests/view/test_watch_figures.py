@@ -1,0 +1,88 @@
+"""Figures of a watched run: one window, waits with their rank, far forecasts, the time left."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from watched_runs import BEGAN_S, PLAN, make_run, step_row
+
+from shoal.view.progress import RunProgress
+from shoal.view.watch.figure_texts import comment_text, forecast_texts, left_text
+from shoal.view.watch.run_watcher import RunWatcher
+from shoal.view.watch.watch_state import StepPoint
+
+
+def progress_of(
+    step_s: float, *, steps: int = 20, total: int = 200, foreseen_s: float = 1.0
+) -> RunProgress:
+    progress = RunProgress(total)
+    progress.plan = {**PLAN, "predicted": {"step_s": foreseen_s}}
+    progress.add([step_row(n, step_s=step_s) for n in range(1, steps + 1)], cut_back=False)
+    return progress
+
+
+def test_rows_rate_and_forecast_are_means_of_the_same_steps(tmp_path: Path) -> None:
+    run = RunWatcher(make_run(tmp_path / "mine", rank_1=0.02)).read()
+    mean_s = run.progress.mean("step_s")
+    assert mean_s is not None
+    assert run.progress.rate() == pytest.approx(2048 / mean_s)
+    assert run.forecast[0] == "step 200.0 ms → 250.0 ms (1.25 ×)"
+    assert [round(rank.step_s, 3) for rank in run.ranks] == [0.225] * 4
+
+
+def test_a_wait_names_the_rank_that_it_is_for(tmp_path: Path) -> None:
+    late = RunWatcher(make_run(tmp_path / "late", rank_1=0.04)).read()
+    assert late.waits[0] == "communication 50.0 ms (20%), for rank 1: data"
+    assert late.waits[1] == "data 10.0 ms (4%)"
+    alike = RunWatcher(make_run(tmp_path / "alike")).read()
+    assert alike.waits[0] == "communication 50.0 ms (20%)"
+    own = RunWatcher(make_run(tmp_path / "own", rank_0=0.04)).read()
+    assert "for rank" not in own.waits[0], "rank 0 does not wait for itself"
+
+
+@pytest.mark.parametrize(
+    ("foreseen_s", "comment"),
+    [
+        (29.1, "forecast far off: the machine was busy when it was measured; try: shoal doctor"),
+        (0.01, "forecast far off: the machine is slower now than measured; try: shoal doctor"),
+        (0.5, ""),
+        (0.0, ""),
+    ],
+)
+def test_a_forecast_that_is_far_off_has_a_comment(foreseen_s: float, comment: str) -> None:
+    progress = progress_of(1.0, foreseen_s=foreseen_s)
+    assert comment_text(progress) == comment
+    assert len(comment) < 80
+    assert bool(forecast_texts(progress, ())) == bool(foreseen_s)
+
+
+def points_of(*step_s: float) -> list[StepPoint]:
+    """Points of blocks of 32 steps, each with its pace."""
+    return [StepPoint(n, 1.0, 1.0, s) for s in step_s for n in range(32)]
+
+
+def test_the_time_left_is_a_range_where_the_pace_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    steady, now_s = progress_of(1.0), BEGAN_S
+    assert left_text(steady, points_of(*[1.0] * 8), [], now_s) == "3 min 00 s left"
+    assert left_text(steady, points_of(1.0), [], now_s) == "3 min 00 s left", "too few points"
+    varied = points_of(0.5, 1.0, 1.0, 1.0, 1.5, 2.0, 2.0, 9.0)
+    assert left_text(steady, varied, [], now_s) == "3–6 min left"
+    long = progress_of(1.0, total=72_020)
+    assert left_text(long, [], [], now_s) == "20 h 00 min left, done 19 Nov 07:06"
+    assert left_text(long, varied, [], now_s) == "20–40 h left, done 19 Nov 07:06 to 20 Nov 03:06"
+    assert left_text(RunProgress(None), [], [], now_s) == ""
+
+
+def test_the_time_left_counts_the_validations_to_come() -> None:
+    """The last one at the end counts too; the interval follows from those that were made."""
+    progress = progress_of(1.0, total=100)
+    first = {"event": "validated", "step": 10, "seconds": 30.0}
+    second = {**first, "step": 20, "seconds": 10.0}
+    assert left_text(progress, [], [first], BEGAN_S) == "1 min 50 s left"
+    assert left_text(progress, [], [first, second], BEGAN_S) == "2 min 40 s left"
+    damaged = [{"event": "validated", "step": "x", "seconds": None}]
+    assert left_text(progress, [], damaged, BEGAN_S) == "1 min 20 s left"
