@@ -108,7 +108,10 @@ def test_a_run_that_waited_longer_than_it_trained_says_so_beside_nothing_to_gain
     done.mkdir()
     rows = [{"step": n, "loss": 1.0, "step_s": 1.0} for n in range(1, 41)]
     (done / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for until_s, expected in ((200, "But only 20% of the 3 min 20 s in which a session ran went into"), (75, "")):
+    for until_s, expected in (
+        (200, "But only 20% of the 3 min 20 s in which a session ran went into"),
+        (75, ""),
+    ):
         events = [
             {"time_s": 1e9, "event": "run_started"},
             {"time_s": 1e9 + 30, "event": "compute_started", "step": 0},
@@ -116,10 +119,7 @@ def test_a_run_that_waited_longer_than_it_trained_says_so_beside_nothing_to_gain
         ]
         (done / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
         top = text_of(make_page(read_run(done))).partition("Curves")[0]
-        assert (
-            "Nothing to gain: no avoidable cost above 5% of a step, which takes 1.0 s"
-            in top
-        )
+        assert "Nothing to gain: no avoidable cost above 5% of a step, which takes 1.0 s" in top
         assert ("But only" in top) == bool(expected)
         assert expected in top
         assert ("steps; other 65%, start 15%." in top) == bool(expected)
