@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROOF_STAMP := .venv-proof/.installed
 DOCS_STAMP := .venv-docs/.installed
+PYODIDE := build/pyodide/package/pyodide.js
 KIT_PYTHON ?= 3.12
 # What is imported is compiled then, and kept: compiling every file of torch and transformers took 49 of 79 s.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
@@ -37,7 +38,11 @@ $(DOCS_STAMP): pyproject.toml
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement .venv-docs/needs.txt
 	touch $(DOCS_STAMP)
 
-docs: $(DOCS_STAMP)  ## the site, in build/site: every number and output on its pages compared with its source
+# The simulator in the pages. Without npm or network the site is built all the same, and its buttons say so.
+$(PYODIDE):
+	-mkdir -p build/pyodide && cd build/pyodide && npm pack --silent pyodide@0.28.3 && tar xzmf pyodide-0.28.3.tgz
+
+docs: $(DOCS_STAMP) $(PYODIDE)  ## the site, in build/site: every number and output on its pages compared with its source
 	rm -rf build/site
 	.venv-docs/bin/python -m sphinx -n -W --keep-going -q -c website -d build/doctrees docs build/site
 

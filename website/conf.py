@@ -30,6 +30,7 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "Shoal"
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
 html_show_sourcelink = False
 html_copy_source = False
 html_baseurl = ""

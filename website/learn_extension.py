@@ -11,9 +11,11 @@ import html
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+from browser_zip import write_zip
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from page_values import ROLE, page_problems
@@ -26,6 +28,10 @@ from shoal.teach.exercises.answers import exercise_record, find_exercise
 
 LOG = logging.getLogger(__name__)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+PYODIDE = (
+    "pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json",
+)  # fmt: skip
+"""Files of npm's package that a browser loads."""
 FENCED = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
 """Code of a page, in which nothing is a link."""
 
@@ -139,6 +145,22 @@ def write_front_page(app: Sphinx, failure: Exception | None) -> None:
     if failure is None and app.builder.format == "html":
         front = Path(app.outdir, f"{app.config.root_doc}.html").read_text(encoding="utf-8")
         Path(app.outdir, "index.html").write_text(front, encoding="utf-8")
+        copy_python(Path(app.confdir).parent / "build" / "pyodide" / "package", Path(app.outdir))
+
+
+def copy_python(package: Path, site: Path) -> None:
+    """Copy what the simulator in a page needs: Pyodide's five files, and the zip of Shoal's rooms.
+
+    Without them (no npm, no network at the first build) pages read the same, and a button says so.
+    """
+    target = site / "_static" / "pyodide"
+    if not (package / PYODIDE[0]).exists():
+        LOG.info("no Pyodide in %s: the simulator is not in the pages", package)
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for name in PYODIDE:
+        shutil.copyfile(package / name, target / name)
+    write_zip(target / "shoal.zip")
 
 
 def contents(app: Sphinx) -> str:
@@ -161,4 +183,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_css_file("learn.css")
     app.add_js_file("formulas.js", loading_method="defer")
     app.add_js_file("learn.js", loading_method="defer")
+    app.add_js_file("python.js", loading_method="defer")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -88,9 +88,9 @@ class Browser:
         return dict(json.loads(line))
 
     def open(
-        self, path: Path, *, width: int = 1280, dark: bool = False, scripts: bool = True
+        self, path: Path | str, *, width: int = 1280, dark: bool = False, scripts: bool = True
     ) -> None:
-        """Open a file in a new page, without network, and wait until it is drawn."""
+        """Open a file, or an address of this machine, without network, and wait until it is drawn."""
         self.session = ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -104,7 +104,8 @@ class Browser:
         )  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        url = path if isinstance(path, str) else path.resolve().as_uri()
+        self.call("Page.navigate", url=url)
         until_s = time.monotonic() + ANSWER_S
         while not any(one.get("method") == "Page.loadEventFired" for one in self.events):
             self.events.append(self._next(until_s))

@@ -51,6 +51,10 @@ PARTS: dict[str, tuple[str, ...]] = {
         "python tests/proof/proof_pages.py report",
     ),
     "watch": ("python tests/proof/watch_cost.py",),
+    "learn": (
+        "python -m pytest tests/test_learn_pages.py -m proof",
+        "python tests/proof/learn_site.py --build",
+    ),
     "sinks": ("heavy -m pytest tests/trainer/test_sinks.py -m proof --part sinks",),
     "share": ("python -m pytest tests -m proof --part share",),
     "scripts": ("python -m pytest tests -m proof --part scripts",),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.teach import browser
 from shoal.teach.puzzles import PUZZLES, reference
 from shoal.teach.puzzles.user_program import load_program, run_user_program
 
@@ -29,6 +31,38 @@ def test_the_authors_programs_have_the_authors_scores(number: int, tmp_path: Pat
     assert timeline.facts["score"] == f"{steps:g} steps, memory {held:,.0f}"
     assert re.match(rf"yours\s+{steps:g} steps\s+{held:,.0f} numbers", lines[0])
     assert lines[-1] == "The target is reached."
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_page_starts_from_the_authors_program(number: int) -> None:
+    code = browser.author_code(number)["code"]
+    answer = json.loads(
+        browser.call(json.dumps({"what": "puzzle", "number": number, "code": code}))
+    )
+    steps, held = PUZZLES[number].author
+    assert answer["lines"][0].split()[1:4] == [f"{steps:g}", "steps", f"{held:,.0f}"]
+    assert answer["svg"].startswith("<svg ")
+
+
+@pytest.mark.parametrize(
+    ("request_of_page", "said"),
+    [
+        ({"what": "walk", "name": "ring", "ranks": 1}, "try: --ranks 2"),
+        ({"what": "walk", "name": "rings"}, "there is no such walk"),
+        ({"what": "pipeline", "name": "2f2b"}, "2f2b"),
+        ({"what": "puzzle", "number": 9, "code": ""}, "puzzles are 0 to 7"),
+    ],
+)
+def test_a_page_gets_one_line_for_a_mistake(request_of_page: dict[str, object], said: str) -> None:
+    answer = json.loads(browser.call(json.dumps(request_of_page)))
+    assert said in answer["error"]
+    assert "\n" not in answer["error"]
+
+
+@pytest.mark.parametrize("name", sorted(browser.WALKS))
+def test_a_page_draws_every_walk(name: str) -> None:
+    answer = json.loads(browser.call(json.dumps({"what": "walk", "name": name, "ranks": 4})))
+    assert answer["svg"].startswith("<svg ")
 
 
 ONE = "async def program(m):\n"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shoal.base.plans.timeline import Timeline, TimelineSpan
+from shoal.teach.drawings.packed_words import facts_lines
 from shoal.teach.drawings.timeline_rows import (
     TimelineRow,
     amount_text,
@@ -34,7 +35,6 @@ from shoal.teach.drawings.timeline_rows import (
     tick_text,
     time_unit,
 )
-from shoal.teach.drawings.timeline_text import facts_lines
 
 NARROW, WIDEST = 960, 1400
 """Pixels: the usual width, and the most for a picture with many small boxes."""

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from shoal.base.plans.timeline import Timeline, TimelineSpan
 from shoal.base.text.terminal_encoding import READABLE
+from shoal.teach.drawings.packed_words import facts_lines, pack_words
 from shoal.teach.drawings.timeline_rows import (
     CURVE_FILL,
     INK,
@@ -199,30 +200,6 @@ def _peaks(timeline: Timeline, most: float, *, coloured: bool) -> list[Text]:
         line = Text(group_name(ranks).ljust(margin))
         line.append(bar.ljust(BAR), style=CURVE_FILL if coloured else "")
         lines.append(line.append(f"  {amount_text(timeline, peak)}"))
-    return lines
-
-
-def facts_lines(facts: dict[str, str], width: int) -> list[str]:
-    """Return name and figure of every fact, as many on a line as fit.
-
-    >>> facts_lines({"makespan": "33 s", "bubble": "9 s"}, 100)
-    ['makespan 33 s · bubble 9 s']
-    """
-    return pack_words([f"{name} {figure}" for name, figure in facts.items()], " · ", width)
-
-
-def pack_words(words: Sequence[str], between: str, width: int) -> list[str]:
-    """Join words, as many on a line as fit.
-
-    >>> pack_words(["0 → 1", "1 → 2", "2 → 0"], " · ", 14)
-    ['0 → 1 · 1 → 2', '2 → 0']
-    """
-    lines: list[str] = []
-    for word in words:
-        if lines and len(lines[-1]) + len(between) + len(word) <= width:
-            lines[-1] += between + word
-        else:
-            lines.append(word)
     return lines
 
 

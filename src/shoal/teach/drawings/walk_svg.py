@@ -10,6 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from shoal.teach.drawings.packed_words import pack_words
 from shoal.teach.drawings.timeline_svg import (
     NARROW,
     PROSE,
@@ -23,9 +24,7 @@ from shoal.teach.drawings.timeline_svg import (
     text_width,
     timeline_parts,
 )
-from shoal.teach.drawings.timeline_text import pack_words
-from shoal.teach.drawings.walk_text import select_steps
-from shoal.teach.walks.walk import LOOKS, StepThrough, TableCell, WalkStep
+from shoal.teach.walks.walk import LOOKS, StepThrough, TableCell, WalkStep, select_steps
 
 FILLS = {
     "own": "#e3e8ee",

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from shoal.teach.drawings.timeline_text import WIDTH, facts_lines, pack_words, print_line
-from shoal.teach.walks.walk import LOOKS, StepThrough, TableCell, WalkStep
+from shoal.teach.drawings.packed_words import facts_lines, pack_words
+from shoal.teach.drawings.timeline_text import WIDTH, print_line
+from shoal.teach.walks.walk import LOOKS, StepThrough, TableCell, select_steps
 
-MANY_ROWS = 8
 STYLES = {"own": "", "part": "yellow", "whole": "bold green", "none": "dim", "busy": "cyan"}
 MARKS = {"own": "{}", "part": "{}+", "whole": "[{}]", "none": ".", "busy": "{}~"}
 
@@ -54,23 +53,6 @@ def walk_lines(walk: StepThrough, width: int = WIDTH) -> list[Text]:
     lines += [Text(line) for line in textwrap.wrap(f"checked: {walk.checked}", width)]
     facts = walk.facts if walk.timeline is None else {}
     return lines + [Text(line) for line in facts_lines(facts, width)]
-
-
-def select_steps(walk: StepThrough) -> list[WalkStep | int]:
-    """Return the steps to show: of many equal rounds the first two and the last.
-
-    A number stands for that many omitted rounds.
-    """
-    if len(walk.rows) <= MANY_ROWS:
-        return list(walk.steps)
-    shown: list[WalkStep | int] = []
-    for _, phase in groupby(walk.steps, key=lambda step: step.title.rpartition(", ")[2]):
-        alike = list(phase)
-        if len(alike) <= 4:
-            shown += alike
-        else:
-            shown += [*alike[:2], len(alike) - 3, alike[-1]]
-    return shown
 
 
 def _table(walk: StepThrough, cells: Sequence[Sequence[TableCell]], width: int) -> list[Text]:

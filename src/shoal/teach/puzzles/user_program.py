@@ -28,18 +28,48 @@ def load_program(path: str) -> Program:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--program {path}: no such file; try: a file with async def program(m)")
-    names: dict[str, Any] = {"__name__": "puzzle_program", "__file__": path}
+    return program_of(file.read_text(encoding="utf-8"), f"--program {path}")
+
+
+def program_of(code: str, name: str) -> Program:
+    r"""Return the function `program` of a text.
+
+    Args:
+        name: of the text, for messages and tracebacks.
+
+    Raises:
+        ConfigError: the code fails, or has no `async def program(m)`.
+
+    >>> program_of("async def program(m):\n    m.load(0)\n", "mine").__name__
+    'program'
+    """
+    names: dict[str, Any] = {"__name__": "puzzle_program", "__file__": name}
     try:
-        exec(compile(file.read_text(encoding="utf-8"), path, "exec"), names)
+        exec(compile(code, name, "exec"), names)
     except Exception as failure:
-        raise ConfigError(f"--program {path}: {_failure_text(path, failure)}") from None
+        raise ConfigError(f"{name}: {_failure_text(name, failure)}") from None
     found = names.get(FUNCTION)
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(
-            f"--program {path}: it has no async def {FUNCTION}(m); try: the first example of "
+            f"{name}: it has no async def {FUNCTION}(m); try: the first example of "
             "shoal docs puzzles"
         )
     return found
+
+
+def run_on_ranks(puzzle: Puzzle, program: Program, name: str) -> list[PuzzleRank]:
+    """Run a user's program on all ranks.
+
+    Raises:
+        ConfigError: its own code fails; the message has the line.
+        PlanError: it breaks a rule of the puzzle, or its ranks wait for each other.
+    """
+    try:
+        return puzzle.run_program(program)
+    except PlanError:
+        raise
+    except Exception as failure:
+        raise ConfigError(f"{name}: {_failure_text(name, failure)}") from None
 
 
 def run_user_program(puzzle: Puzzle, path: str) -> tuple[Timeline, list[str]]:
@@ -49,13 +79,7 @@ def run_user_program(puzzle: Puzzle, path: str) -> tuple[Timeline, list[str]]:
         ConfigError: the file has no program, or its own code fails.
         PlanError: the program breaks a rule of the puzzle, or its ranks wait for each other.
     """
-    program = load_program(path)
-    try:
-        models = puzzle.run_program(program)
-    except PlanError:
-        raise
-    except Exception as failure:
-        raise ConfigError(f"--program {path}: {_failure_text(path, failure)}") from None
+    models = run_on_ranks(puzzle, load_program(path), f"--program {path}")
     name = f"puzzle {puzzle.number}, {puzzle.title}: {Path(path).name}"
     return puzzle_run_timeline(models, name), score_lines(puzzle, models)
 

@@ -7,6 +7,7 @@ result raises BugError instead of being shown.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from shoal.base.errors import BugError, PlanError
 from shoal.base.plans.timeline import Timeline
@@ -22,6 +23,9 @@ LOOKS = {
 
 MOST_RANKS = 16
 """Most rows that can be followed by eye."""
+
+MANY_ROWS = 8
+"""Rows from which equal rounds are left out."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,23 @@ class StepThrough:
     looks: dict[str, str] = field(default_factory=dict)
     timeline: Timeline | None = None
     facts: dict[str, str] = field(default_factory=dict)
+
+
+def select_steps(walk: StepThrough) -> list[WalkStep | int]:
+    """Return the steps to show: of many equal rounds the first two and the last.
+
+    A number stands for that many omitted rounds.
+    """
+    if len(walk.rows) <= MANY_ROWS:
+        return list(walk.steps)
+    shown: list[WalkStep | int] = []
+    for _, phase in groupby(walk.steps, key=lambda step: step.title.rpartition(", ")[2]):
+        alike = list(phase)
+        if len(alike) <= 4:
+            shown += alike
+        else:
+            shown += [*alike[:2], len(alike) - 3, alike[-1]]
+    return shown
 
 
 def check_ranks(what: str, ranks: int, least: int = 2) -> None:

@@ -1,0 +1,217 @@
+"""Open every learning page of build/site in headless Chromium, and use its simulator, sliders and exercises.
+
+    python tests/proof/learn_site.py --build        # result: proof/results/learn-site.json
+
+A static server on this machine serves the site; the browser has no other network. Each page is
+opened at 1280 and 390 pixels, light and dark, and without scripts. What must hold: no request
+elsewhere, no complaint in the console, no page wider than the screen, every drawing loaded; the
+simulator draws, names a deadlock, and scores the author's programs as the author does; a right
+answer is accepted and a usual mistake named. The exit status is 1 if something else is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import http.server
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from chromium import Browser, find_chromium
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE, RESULT = ROOT / "build" / "site", ROOT / "proof" / "results" / "learn-site.json"
+PYODIDE = SITE / "_static" / "pyodide"
+WAIT_S = 60.0
+WAYS = [(width, dark) for width in (1280, 390) for dark in (False, True)]
+MOST_BYTES, MOST_PACKED_BYTES, MOST_CPU_S = 15e6, 6e6, 6.0
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files without a line for each."""
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+def serve() -> tuple[http.server.ThreadingHTTPServer, str]:
+    """Start a static server; return it and its address."""
+    handler = functools.partial(QuietHandler, directory=str(SITE))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def wait_for(browser: Browser, code: str) -> Any:
+    """Evaluate an expression until it is true; return its value."""
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        if value := browser.evaluate(code):
+            return value
+        time.sleep(0.1)
+    return None
+
+
+def look(browser: Browser, address: str, page: str) -> tuple[dict[str, Any], list[str]]:
+    """Open one page in every way; return what was seen, and what is wrong."""
+    seen: dict[str, Any] = {}
+    wrong = []
+    for width, dark in WAYS:
+        browser.open(f"{address}/learn/{page}.html", width=width, dark=dark)
+        name = f"{width}-{'dark' if dark else 'light'}"
+        wider = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        broken = "[...document.images].filter((i) => !i.complete || !i.naturalWidth).length"
+        found = {
+            "overflow": browser.evaluate(wider),
+            "broken": browser.evaluate(broken),
+            "elsewhere": [url for url in browser.requests() if not url.startswith(address)],
+            "complaints": browser.complaints(),
+        }
+        if any(found.values()):
+            wrong.append(f"{page} {name}: {found}")
+        seen[name] = found
+    browser.open(f"{address}/learn/{page}.html", scripts=False)
+    words = browser.evaluate("document.querySelector('article').innerText.split(/\\s+/).length")
+    seen["words without scripts"] = words
+    if words < 150:
+        wrong.append(f"{page}: {words} words without scripts")
+    return seen, wrong
+
+
+def press(browser: Browser, button: str) -> str:
+    """Press a button of the page's first simulator and return its answer."""
+    browser.evaluate(
+        "window.place = document.querySelector('[data-python]');"
+        f"[...place.querySelectorAll('button')].find((b) => b.textContent === '{button}').click()"
+    )
+    done = (
+        "(() => { const t = place.querySelector('output').innerText;"
+        " return t && !t.includes('…') ? t : ''; })()"
+    )
+    return str(wait_for(browser, done))
+
+
+def try_simulator(browser: Browser, address: str) -> tuple[dict[str, Any], list[str]]:
+    """Draw a walk; run the author's eight programs and one that ends in a deadlock."""
+    wrong = []
+    browser.open(f"{address}/learn/inside-layers.html")
+    drawn = press(browser, "Draw")
+    if not wait_for(browser, "place.querySelector('.picture img')?.naturalWidth > 500"):
+        wrong.append(f"inside-layers: nothing drawn: {drawn}")
+    browser.open(f"{address}/learn/puzzles.html")
+    scores = {}
+    for number, (steps, held) in enumerate(AUTHOR):
+        browser.evaluate(
+            "window.place = document.querySelector('[data-python]');"
+            f"place.querySelector('select').value = '{number}';"
+            "place.querySelector('select').dispatchEvent(new Event('change'))"
+        )
+        press_author(browser)
+        scores[number] = press(browser, "Run").splitlines()
+        if not scores[number] or scores[number][0].split() != [
+            "yours",
+            steps,
+            "steps",
+            held,
+            "numbers",
+        ]:
+            wrong.append(f"puzzle {number}: {scores[number]}")
+    stuck = (
+        "async def program(m):\\n    m.empty(0, 0)\\n    if m.rank:\\n"
+        "        await m.all_reduce(0)\\n    await m.receive(1, 1)\\n"
+    )
+    browser.evaluate(
+        "place.querySelector('select').value = '2';"
+        f"place.querySelector('textarea').value = '{stuck}'"
+    )
+    deadlock = press(browser, "Run")
+    if "deadlock: rank 0 waits in receive for rank 1" not in deadlock:
+        wrong.append(f"no deadlock is named: {deadlock}")
+    wrong += [f"simulator asked for {url}" for url in browser.requests() if address not in url]
+    return {"drawn": drawn, "scores": scores, "deadlock": deadlock}, wrong
+
+
+AUTHOR = (
+    ("16.5", "2,621,440"), ("16.5", "1,966,080"), ("5.1", "1,835,008"), ("19.9", "2,752,512"),
+    ("19.9", "2,359,296"), ("66.9", "3,145,728"), ("33.3", "4,194,304"), ("15.5", "966,656"),
+)  # fmt: skip
+"""Steps and numbers held of the author's programs, as the notebook prints them."""
+
+
+def press_author(browser: Browser) -> None:
+    """Load the author's program into the field."""
+    browser.evaluate(
+        "place.querySelector('textarea').value = '';"
+        "[...place.querySelectorAll('button')].find((b) => b.textContent.includes('author')).click()"
+    )
+    wait_for(browser, "place.querySelector('textarea').value.length > 60")
+
+
+def try_exercises(browser: Browser, address: str) -> list[str]:
+    """Type the answer and one mistake into every exercise of every page."""
+    wrong = []
+    for page in sorted(path.stem for path in (SITE / "learn").glob("*.html")):
+        browser.open(f"{address}/learn/{page}.html")
+        found = browser.evaluate("""
+            [...document.querySelectorAll("form.answer")].map((form) => {
+              const one = JSON.parse(form.dataset.exercise);
+              const field = form.querySelector("input, select");
+              const type = (text) => {
+                field.value = text;
+                form.querySelector("button").click();
+                return form.querySelector("output").textContent;
+              };
+              const [value, reason] = one.mistakes[0];
+              return [one.name, type(String(one.answer)).includes(" is right. "),
+                type(String(value)).includes(reason)];
+            })
+        """)
+        wrong += [f"{name}: right {right}, mistake {mistake}" for name, right, mistake in found
+                  if not (right and mistake)]  # fmt: skip
+    return wrong
+
+
+def count_bytes() -> tuple[float, float]:
+    """Return the simulator's bytes, raw and as a server packs them."""
+    files = sorted(PYODIDE.iterdir())
+    packed = sum(len(gzip.compress(path.read_bytes(), 9)) for path in files)
+    return float(sum(path.stat().st_size for path in files)), float(packed)
+
+
+def main() -> int:
+    """Look at everything and write the result."""
+    if "--build" in sys.argv:
+        subprocess.run(["make", "docs"], cwd=ROOT, check=True)
+    server, address = serve()
+    browser = Browser(find_chromium())
+    record: dict[str, Any] = {
+        "chromium": browser.call("Browser.getVersion")["product"],
+        "pages": {},
+    }
+    wrong: list[str] = []
+    try:
+        for path in sorted((SITE / "learn").glob("*.html")):
+            record["pages"][path.stem], found = look(browser, address, path.stem)
+            wrong += found
+        record["simulator"], found = try_simulator(browser, address)
+        wrong += found + try_exercises(browser, address)
+    finally:
+        browser.close()
+        server.shutdown()
+    raw, packed = count_bytes()
+    record |= {"simulator_bytes": raw, "simulator_packed_bytes": packed}
+    if raw > MOST_BYTES or packed > MOST_PACKED_BYTES:
+        wrong.append(f"the simulator has {raw:,.0f} bytes, {packed:,.0f} packed")
+    record["wrong"] = wrong
+    RESULT.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    sys.stdout.write("".join(f"{line}\n" for line in wrong) or f"all is well: {RESULT}\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

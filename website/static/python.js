@@ -1,0 +1,132 @@
+// The simulator in the page: it loads at the first press of a button, from this site alone.
+"use strict";
+(() => {
+  const places = document.querySelectorAll("[data-python]");
+  if (!places.length) return;
+  const LIMIT_MS = 20000;
+  const script = document.currentScript ? document.currentScript.src
+    : [...document.scripts].map((one) => one.src).find((src) => src.includes("python.js"));
+  let worker = null, count = 0, loaded = Promise.resolve();
+  const waiting = new Map();
+
+  function start() {
+    worker = new Worker(new URL("python_worker.js", script));
+    let tell;
+    loaded = new Promise((resolve) => {
+      tell = resolve;
+    });
+    worker.onmessage = (message) => {
+      if (message.data.ready) return tell();
+      waiting.get(message.data.number)?.(message.data.answer);
+      waiting.delete(message.data.number);
+    };
+    worker.onerror = () => {
+      for (const answer of waiting.values()) {
+        answer({ error: "The simulator could not be loaded. Start the site with make docs-open." });
+      }
+      waiting.clear();
+      worker = null;
+    };
+  }
+
+  function ask(request) {
+    if (!worker) {
+      try {
+        start();
+      } catch {
+        return Promise.resolve({ error: "A page from a file loads no simulator: start the site with make docs-open." });
+      }
+    }
+    const number = ++count;
+    return new Promise((resolve) => {
+      let late = 0;
+      loaded.then(() => {
+        late = setTimeout(() => {
+          worker?.terminate();
+          worker = null;
+          waiting.clear();
+          resolve({ error: `Stopped after ${LIMIT_MS / 1000} s: does the program end?` });
+        }, LIMIT_MS);
+      });
+      waiting.set(number, (answer) => {
+        clearTimeout(late);
+        resolve(answer);
+      });
+      worker.postMessage({ number, request });
+    });
+  }
+
+  const add = (tag, parent, text, attributes = {}) => {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    if (text) made.textContent = text;
+    parent.append(made);
+    return made;
+  };
+
+  function numberField(row, label, least, most, first) {
+    const box = add("label", row, `${label} `);
+    return add("input", box, "", { type: "number", min: least, max: most, value: first });
+  }
+
+  async function show(place, request) {
+    const out = place.querySelector("output"), picture = place.querySelector(".picture");
+    out.className = "";
+    out.textContent = worker ? "Computing …" : "Loading the simulator (once, 12 MB) …";
+    const answer = await ask(request);
+    out.textContent = "";
+    out.className = answer.error ? "wrong" : "";
+    for (const line of answer.error ? [answer.error] : answer.lines) add("span", out, line);
+    picture.replaceChildren();
+    if (answer.svg) {
+      const image = add("img", picture, "", { alt: "The drawing of this run" });
+      image.src = URL.createObjectURL(new Blob([answer.svg], { type: "image/svg+xml" }));
+    }
+    return answer;
+  }
+
+  const STUB = "async def program(m):\n    # m.rank, m.ranks, m.layers, m.batches\n    m.load(0)\n";
+
+  const FORMS = {
+    puzzle(place, row) {
+      const box = add("label", row, "puzzle ");
+      const number = add("select", box);
+      for (let n = 0; n < 8; n++) add("option", number, `${n}`);
+      const code = add("textarea", place, "", { rows: "16", spellcheck: "false", "aria-label": "your program" });
+      code.value = document.querySelector(".highlight-python pre")?.textContent ?? STUB;
+      number.addEventListener("change", () => {
+        code.value = STUB;
+      });
+      const author = add("button", row, "Show the author's", { type: "button" });
+      author.addEventListener("click", async () => {
+        const answer = await ask({ what: "author", number: Number(number.value) });
+        if (answer.code) code.value = answer.code;
+      });
+      return () => ({ what: "puzzle", number: Number(number.value), code: code.value });
+    },
+    walk(place, row) {
+      const ranks = numberField(row, "ranks", 2, Number(place.dataset.most ?? 8), Number(place.dataset.ranks ?? 4));
+      return () => ({ what: "walk", name: place.dataset.name, ranks: Number(ranks.value) });
+    },
+    pipeline(place, row) {
+      const box = add("label", row, "schedule ");
+      const name = add("select", box);
+      for (const one of ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe"]) add("option", name, one);
+      name.value = "1f1b";
+      const ranks = numberField(row, "ranks", 2, 16, 4), micro = numberField(row, "micro-batches", 1, 64, 8);
+      return () => ({ what: "pipeline", name: name.value, ranks: Number(ranks.value), micro_batches: Number(micro.value) });
+    },
+  };
+
+  for (const place of places) {
+    place.replaceChildren();
+    place.classList.add("python");
+    add("p", place, place.dataset.title ?? "Try it here", { class: "title" });
+    const row = add("div", place, "", { class: "row" });
+    const request = FORMS[place.dataset.python](place, row);
+    const button = add("button", row, place.dataset.python === "puzzle" ? "Run" : "Draw", { type: "button" });
+    add("output", place, "", { "aria-live": "polite" });
+    add("div", place, "", { class: "picture" });
+    button.addEventListener("click", () => show(place, request()));
+  }
+})();
