@@ -278,8 +278,7 @@ class IslandConnections:
         named = f"island{'s' * (len(islands) > 1)} {', '.join(map(str, islands))}"
         message = (
             f"islands: {named}: {words}; given up after {after_s:.1f} s of at most "
-            f"{deadline.deadline_s:g} s in {what}; --resume continues with the same or another "
-            "number of islands"
+            f"{deadline.deadline_s:g} s in {what}; --resume continues from the last merge"
         )
         return IslandLost(message, islands, after_s)
 

@@ -65,11 +65,18 @@ def open_first_source(config: Config) -> Source:
 
     With `data.split` it is the whole dataset, of which every owner has a part.
     """
-    section = config.data
-    if config.islands.owned:
-        first = config.islands.owners_of(config.islands.index)[0]
-        section = select_owner(section, list_owner_names(config)[first])
-    return open_source(section, config.train.seed)
+    if not config.islands.owned:
+        return open_source(config.data, config.train.seed)
+    first = config.islands.owners_of(config.islands.index)[0]
+    return _open_own_source(config, list_owner_names(config)[first])
+
+
+def _open_own_source(config: Config, name: str) -> Source:
+    """Open the data of one owner, whose name stands before any error."""
+    try:
+        return open_source(select_owner(config.data, name), config.train.seed)
+    except ConfigError as error:
+        raise ConfigError(f"owner {name}: {error}") from error
 
 
 def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
@@ -90,8 +97,7 @@ def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
     path = folder / SHARED_TOKENIZER
 
     def write() -> None:
-        names = list_owner_names(config)
-        first = open_source(select_owner(config.data, names[0]), config.train.seed)
+        first = _open_own_source(config, list_owner_names(config)[0])
         if world.writes_files:
             first.tokenizer.save(str(path))
 
@@ -123,7 +129,7 @@ def open_owners(run: Run, source: Source, config: Config) -> list[OwnerData]:
         elif number == numbers[0]:
             own = source
         else:
-            own = open_source(select_owner(config.data, names[number]), config.train.seed)
+            own = _open_own_source(config, names[number])
         if not is_indexed(own.train):
             raise ConfigError(
                 f"data.source: the samples of owner {names[number]} can only be iterated, and an "
