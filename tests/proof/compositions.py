@@ -160,7 +160,8 @@ class Fate:
         precision = self.words["precision.compute"]
         if precision != "fp64" and "layout.compress" not in self.words:
             wide = {**self.words, "precision.compute": "fp64"}
-            wide.pop("precision.reduce", None)
+            for narrow in ("precision.reduce", "precision.residual"):
+                wide.pop(narrow, None)
             wide |= {"train.prove": "off", "train.steps": "2"}
             self.must_end("in float64", self.start("cold-wide", wide))
             self.as_alone("-wide", wide)

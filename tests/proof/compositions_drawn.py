@@ -247,6 +247,8 @@ def draw(dice: random.Random) -> tuple[str, Words]:
     maybe("layout.schedule", 0.7 if "pp2 " in layout + " " and " " in layout else 0.0, *PIPES)
     if words.get("layout.schedule") == "interleaved":
         maybe("layout.chunks", 0.3, "2", "4")
+    if words["precision.compute"] == "bf16":
+        maybe("precision.residual", 0.5, "bf16")
     if "train.validate_every" in words:
         words |= HELD_OUT
     if words["train.batch"] == BASE["train.batch"] and degrees(words)["pp"] == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ import shoal
 from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.models.catalog import build
+from shoal.trainer.metrics_recorder import MetricsRecorder
 from shoal.trainer.run import Run
 
 VOCABULARY, SEQUENCE = 31, 8
@@ -135,3 +137,15 @@ def frozen(world: World, layout: str) -> dict[str, Any]:
         "kept": "".join({str(value.dtype) for value in still.values()}),
         "same": all(torch.equal(value.cpu(), before[name]) for name, value in still.items()),
     }
+
+
+def without_blocks(world: World) -> list[str]:
+    """What is said of a model that is no stack of blocks."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with mock.patch.object(MetricsRecorder, "notice") as notice:
+        run = started(world, layers, "single", loss=squares)
+    lines = [call.args[0] for call in notice.call_args_list]
+    told = [line for line in lines if line.startswith("precision.residual")]
+    run.step(numbers(world))
+    ended(run)
+    return told

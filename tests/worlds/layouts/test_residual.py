@@ -43,6 +43,8 @@ def long(*row: Any) -> Any:
         long(1, "single", "gpt", {"recompute": "full"}),
         long(2, "fsdp", "gpt", {"reshard": "no"}),
         long(2, "ddp", "llama", {"compress": "int8"}),
+        long(1, "single", "gpt", {"offload": "parameters", "offload_to": "files"}),
+        long(2, "zero1", "llama", {"offload": "optimizer", "offload_to": "files"}),
     ],
 )
 def test_layouts_agree_with_one_process(
@@ -129,6 +131,13 @@ def test_a_block_that_makes_fp32_is_refused(worlds) -> None:
         "(mat1 and mat2 must have the same dtype, but got Float and BFloat16); try: "
         "tensor.to(input.dtype) there, or precision.residual=fp32"
     )
+
+
+def test_a_model_without_blocks_is_named(worlds) -> None:
+    assert worlds(1).call("residual_case:without_blocks")[0] == [
+        "precision.residual = bf16: there is no residual stream: the model has no ModuleList or "
+        "Sequential whose entries are blocks of several layers; try: layout.blocks=NAME"
+    ]
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
