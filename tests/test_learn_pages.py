@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from shoal.cli.main import HEADINGS
+from shoal.config.sections import Config, keys
 from shoal.teach.exercises.answers import all_exercises
+from shoal.teach.simulate_table import ALIASES, WHATS
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE, LEARN = ROOT / "website", ROOT / "docs" / "learn"
@@ -96,6 +99,28 @@ def test_exercises_on_pages_are_those_of_the_command() -> None:
         for label, text in re.findall(r":::\{exercise\} (\S+)\n(.*?)\n:::", page(name), re.DOTALL):
             found[label] = " ".join(text.split())
     assert found == {name: one.question for name, one in all_exercises().items()}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_and_keys_in_a_sentence_exist(name: str) -> None:
+    """What stands as code in the text, which nobody runs: verbs, drawings, keys of run.toml."""
+    verbs = {verb for group in HEADINGS.values() for verb in group}
+    known = {
+        f"{section}.{key.name}"
+        for section, values in vars(Config()).items()
+        for key in keys(values)
+    }
+    text = re.sub(r"^```.*?^```$", "", page(name), flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", page_values.ROLE.sub("", text)):
+        words = code.split()
+        if words[0] == "shoal" and len(words) > 1:
+            assert words[1] in verbs, code
+        if words[:2] == ["shoal", "simulate"] and len(words) > 2:
+            assert words[2] in WHATS or words[2] in ALIASES, code
+        if words[:2] == ["shoal", "find"]:
+            assert words[2] in ("lr", "micro-batch"), code
+        for key in re.findall(r"\b([a-z]+\.[a-z_]+)=", code):
+            assert key in known or key.partition(".")[0] not in vars(Config()), code
 
 
 # Programs of the pages.
