@@ -115,9 +115,8 @@ def own_kernels(
 ) -> Kernels:
     """Return the kernels of Shoal's own models for `model_facts`, by device and sequence.
 
-    On all devices but "cpu" they are `OWN`, and with bf16 residuals `FUSED`. On a CPU attention over
-    up to 2048 tokens is matrix products on blocks of `score_rows` rows, over more tokens flash
-    attention.
+    On all devices but "cpu" they are `OWN`, with bf16 residuals `FUSED`. On a CPU attention over up
+    to 2048 tokens is matrix products on blocks of `score_rows` rows, over more tokens flash.
 
     Args:
         sequence: tokens per sample.
