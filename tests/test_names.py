@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "shoal"
+from source_facts import FILES, ROOT, Definition, read_contents
+
+SOURCE = ROOT / "src" / "shoal"
 WORDS = frozenset(
     [
         "told",
@@ -77,37 +75,11 @@ SAME_CLASS = frozenset(
 """Public classes of one name in two files; the list only shrinks."""
 
 
-class Definition(NamedTuple):
-    """A module, class, function or method."""
-
-    file: str
-    name: str
-    first_line: str  # of its docstring
-    is_public_class: bool  # at the top of its module
-
-
-@functools.cache
-def definitions() -> list[Definition]:
-    """Parse each file once for all tests."""
-    found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        file = str(path.relative_to(SOURCE))
-        tree = ast.parse(path.read_text())
-        for node in (tree, *walk_statements(tree)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
-                name = getattr(node, "name", path.stem)
-                first_line = (ast.get_docstring(node) or "").partition("\n")[0]
-                public = isinstance(node, ast.ClassDef) and node in tree.body and name[0] != "_"
-                found.append(Definition(file, name, first_line, public))
-    return found
-
-
-def walk_statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements below a node, at any depth, without their expressions."""
-    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for node in getattr(tree, field, ()):
-            yield node
-            yield from walk_statements(node)
+def definitions() -> Iterator[tuple[str, Definition]]:
+    """Yield (file, definition) for all of the source."""
+    for path in FILES:
+        for one in read_contents(path).definitions:
+            yield str(path.relative_to(SOURCE)), one
 
 
 def tokens(name: str) -> set[str]:
@@ -120,13 +92,13 @@ def tokens(name: str) -> set[str]:
 
 
 def test_no_everyday_word_is_a_name() -> None:
-    found = {one.name for one in definitions() if tokens(one.name) & WORDS}
+    found = {one.name for _, one in definitions() if tokens(one.name) & WORDS}
     assert found - set(OF_THE_FIELD) - LEFT == set(), "a word of the field is wanted: language.md"
     assert (LEFT | set(OF_THE_FIELD)) - found == set(), "renamed: take it off the list"
 
 
 def test_a_public_class_is_one_thing() -> None:
-    homes = Counter(one.name for one in definitions() if one.is_public_class)
+    homes = Counter(one.name for _, one in definitions() if one.is_public_class)
     assert {name for name, count in homes.items() if count > 1} == SAME_CLASS
 
 
@@ -134,6 +106,8 @@ def test_docstrings_say_what_a_thing_does() -> None:
     """Not "What …", "Whether …": a first line is an imperative or names a thing."""
     questions = re.compile(r"(What|Whether|Who|Whose|Where|When|How|Which|Why|Errors|Gives)\b")
     found = [
-        f"{one.file}: {one.first_line}" for one in definitions() if questions.match(one.first_line)
+        f"{file}: {one.first_line}"
+        for file, one in definitions()
+        if questions.match(one.first_line)
     ]
     assert found == []
