@@ -33,8 +33,8 @@ from shoal.islands.outer_optimizer import Build, OuterState
 
 CONTROL = "control:"
 """Prefix of a control's name in a message."""
-SUFFIX = "control"
-"""Key of a control in a checkpoint: NAME.control, next to the weight NAME."""
+SUFFIX = "scaffold_control"
+"""Key of a control in a checkpoint, next to the weight NAME: NAME.scaffold_control."""
 
 
 def _add_change(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -82,7 +82,7 @@ class ControlledOuterState(OuterState):
         return hashlib.sha256(both.encode()).hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return committed W and u, and c as NAME.control."""
+        """Return committed W and u, and c as NAME.scaffold_control."""
         controls = self.controls.tensors()
         return super().tensors() | {f"{name}.{SUFFIX}": part for name, part in controls.items()}
 

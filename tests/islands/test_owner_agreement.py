@@ -1,0 +1,184 @@
+"""What a person can get wrong with owners is one line; what owners must have in common is compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.config.load import LoadedConfig, load_config
+from shoal.config.owners import (
+    list_data_sections,
+    list_owner_names,
+    resolve_owners,
+)
+from shoal.config.resolve import resolve_islands
+from shoal.config.trust import _list_functions
+from shoal.islands.methods import find_method
+from shoal.trainer.islands.island_join import check_same_tokenizer
+from shoal.trainer.islands.owner_data import agree_on_owners
+
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "owners.md"
+OWN = ("islands.data=own", "islands.method=fedavg")
+FILES = "data.source=jsonl:owners/{owner}.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def hospitals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owners").mkdir()
+    for name in ("north", "east", "south"):
+        (tmp_path / "owners" / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+def settled(*words: str) -> LoadedConfig:
+    loaded = load_config(None, words)
+    resolve_islands(loaded)
+    resolve_owners(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("islands.data=own",),
+        ("data.source=jsonl:owners/east.jsonl", *OWN),
+        (FILES, *OWN, "islands.count=4"),
+        (FILES,),
+    ],
+)
+def test_the_page_shows_what_shoal_answers(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settled(*words)
+    shown = re.findall(r"^\| .* \| `(.*)` \|$", PAGE.read_text(), re.MULTILINE)
+    assert sum(text in str(caught.value) for text in shown) == 1, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("data.split=even",), "gives each owner data of its own; try: islands.data=own"),
+        ((FILES, "data.split=even", *OWN), "has one for each; try: leave data.split out"),
+        (("data.source=digits", "data.split=evn", *OWN), "dirichlet:0.1 is wanted; try: data.spl"),
+        (("data.source=digits", "data.split=labels:0", *OWN), "try: data.split=labels:1"),
+        ((FILES, *OWN, "data.owners=os:system"), "'os:system' is no plain name; try: letters"),
+        ((FILES.replace("owners/", "owner/"), *OWN), "no file matches; try: jsonl:owners/*.jsonl"),
+        ((FILES, *OWN, "islands.at=10.0.0.1:29400", "islands.concurrent=2", "islands.count=3"),
+         "are on one machine, and islands.at"),
+    ],
+)  # fmt: skip
+def test_one_line_with_the_nearest_right_value(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settled(*words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_name_and_count_the_owners() -> None:
+    loaded = settled(FILES, *OWN)
+    assert loaded.config.islands.count == 3
+    assert list_owner_names(loaded.config) == ("east", "north", "south")
+    sources = [section.source for section in list_data_sections(loaded.config)]
+    assert sources == [f"jsonl:owners/{name}.jsonl" for name in ("east", "north", "south")]
+    for number in (10, 9):
+        Path(f"of-{number}-x").mkdir()
+    folders = settled("data.source=tokens:of-{owner}-x", *OWN).config
+    assert list_owner_names(folders) == ("9", "10")
+    apart = settled(FILES, *OWN, "islands.at=10.0.0.1:29400", "islands.count=3", "islands.index=2")
+    assert list_owner_names(apart.config) == ("0", "1", "2")
+    assert [one.source for one in list_data_sections(apart.config)] == ["jsonl:owners/2.jsonl"]
+    named = settled("data.source=mine:of_{owner}", *OWN, "data.owners=a,b").config
+    assert (named.islands.count, list_owner_names(named)) == (2, ("a", "b"))
+
+
+def test_a_function_of_an_owner_is_code_of_a_run() -> None:
+    """Otherwise another user's run.toml would be called unasked."""
+    loaded = load_config(None, ["data.source=mine:of_{owner}", *OWN])
+    assert any("mine:of_{owner}" in text for text in _list_functions(loaded, "command line"))
+
+
+def test_a_period_of_epochs() -> None:
+    config = load_config(None, ["islands.period=2 epochs", *OWN]).config
+    assert (config.islands.epochs, config.islands.period) == (2, 0)
+    with pytest.raises(ConfigError, match="islands.period"):
+        load_config(None, ["islands.period=one epoch", *OWN])
+
+
+class Others:
+    """A plane to islands that answer with given messages."""
+
+    def __init__(self, *others: bytes) -> None:
+        self.others = others
+
+    def gather(self, message: bytes, *, deadline_s: float) -> list[bytes]:
+        return [*self.others, message]
+
+
+INNER: Any = SimpleNamespace(is_first=True, broadcast_json=lambda value: value)
+
+
+def test_tokenizers_are_compared_by_hash() -> None:
+    one, two = (SimpleNamespace(to_str=lambda text=text: text) for text in ("one", "two"))
+    other = Others()
+    check_same_tokenizer(other, INNER, one)  # type: ignore[arg-type]
+    sent = list[bytes]()
+    other.gather = lambda message, deadline_s: sent.append(message) or [message]  # type: ignore
+    check_same_tokenizer(other, INNER, one)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="data.tokenizer: .* on island 1, .* on island 0: .*try: copy"
+    ):
+        check_same_tokenizer(Others(sent[0]), INNER, two)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="data.tokenizer: none on island 1"):
+        check_same_tokenizer(Others(sent[0]), INNER, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "kept", "said"),
+    [
+        ([5, "samples", None, "b"], [], "owner b has samples, owner a has tokens of a vocabulary of 9"),
+        ([5, "tokens", 8, "b"], [], "owner b has tokens of a vocabulary of 8, owner a has tokens of"),
+        ([5, "tokens", 9, "b"], [4, 6], "owner b has 5 samples, and had 6 at the checkpoint"),
+        ([5, "tokens", 9, "b"], [4], "islands.count = 2: the checkpoint is of 1 owners"),
+        ([0, "tokens", 9, "b"], [], "data.source: no owner has a sample"),
+    ],
+)  # fmt: skip
+def test_owners_agree_before_the_first_round(own: list[Any], kept: list[int], said: str) -> None:
+    samples = 0 if own[0] == 0 else 4
+    first = json.dumps({"0": [samples, "tokens", 9, "a"]}).encode()
+    source = SimpleNamespace(kind=own[1], vocabulary=own[2])
+    owner: Any = SimpleNamespace(number=1, samples=own[0], source=source, name=own[3])
+    joined: Any = SimpleNamespace(plane=Others(first), common=SimpleNamespace(held=kept))
+    with pytest.raises(ConfigError, match=said):
+        agree_on_owners(joined, [owner])
+
+
+def test_controls_are_undone_saved_and_loaded_with_the_weights() -> None:
+    """A parameter may itself be called control."""
+    policy = IslandsPolicy("scaffold", count=4, data="own")
+    start = {"a": torch.ones(3), "a.control": torch.zeros(2)}
+    method = find_method(policy)
+    outer = method.open(start)
+    before = outer.digest()
+    mean = {name: torch.full_like(part, 0.5) for name, part in start.items()}
+    mean |= {f"control:{name}": torch.full_like(part, 2.0) for name, part in start.items()}
+    assert method.step(outer, mean, 2)
+    assert outer.digest() != before
+    outer.undo()
+    assert outer.digest() == before
+    assert method.step(outer, mean, 2)
+    outer.commit()
+    kept = outer.tensors()
+    assert torch.equal(kept["a.control.scaffold_control"], torch.ones(2)), "2 of 4 owners: half of 2"
+    assert torch.equal(kept["a"], torch.full((3,), 0.5))
+    other = find_method(policy).open(start)
+    other.load(kept)
+    assert other.digest() == outer.digest()
+    mean["control:a"][0] = torch.nan
+    assert not method.step(outer, mean, 2)
