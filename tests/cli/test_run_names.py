@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.main import app
+from shoal.cli.start import no_steps_line
 from shoal.view.diagnosis.run_folders import find_named_run
 
 
@@ -59,3 +62,23 @@ def test_a_path_that_exists_is_never_replaced(
     assert find_named_run(tmp_path / "tuesday") == tmp_path / "tuesday"
     (tmp_path / "tuesday").mkdir()
     assert find_named_run(Path("tuesday")) == Path("tuesday")
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "resumed", "expected"),
+    [
+        (4, 0, True, "0 steps: step 4 is not below train.steps = 4; try: train.steps=8"),
+        (3, 0, True, "0 steps: step 4 is not below train.steps = 3; try: train.steps=7"),
+        (5, 0, True, ""),
+        (3, 0, False, ""),
+        (0, 2, True, ""),  # epochs decide
+    ],
+)
+def test_a_resume_without_a_step_left_is_a_line_before_it_starts(
+    tmp_path: Path, steps: int, epochs: int, resumed: bool, expected: str
+) -> None:
+    make_run(tmp_path)
+    train = SimpleNamespace(steps=steps, epochs=epochs)
+    loaded = SimpleNamespace(config=SimpleNamespace(train=train))
+    prepared: Any = SimpleNamespace(loaded=loaded, folder=tmp_path, resumed=resumed)
+    assert no_steps_line(prepared) == expected

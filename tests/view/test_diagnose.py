@@ -382,7 +382,7 @@ def test_a_resume_with_other_settings_is_a_note_and_no_fault(tmp_path: Path) -> 
     run_of(tmp_path, ("resumed", {"step": 4, "folder": "step-4", "differs": ["seed: 0 → 1"]}))
     told = CliRunner().invoke(app, ["diagnose", str(tmp_path)])
     assert told.exit_code == 0
-    assert told.output.splitlines()[1].startswith("note: resumed from step-4 at step 4; different")
+    assert told.output.splitlines()[1].startswith("note: resumed from step-4; different")
     assert "went on by itself" not in told.output
     other = {"differs": ["layout: zero2 → single"], "changes_result": False}
     run_of(tmp_path / "moved", ("resumed", {"step": 4, "folder": "step-4", **other}))

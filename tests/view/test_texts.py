@@ -29,7 +29,7 @@ from shoal.view import summarise_run, summary
                                 "reason": "does not match its hash"},
          "checkpoint damaged: step-3/rank-0.safetensors w [0:4]: does not match its hash"),
         ("resumed", {"folder": "/r/checkpoints/step-9", "step": 9, "differs": {"processes": 4}},
-         "resumed from step-9 at step 9; different from then:\n  processes = 4"),
+         "resumed from step-9; different from then:\n  processes = 4"),
         ("resumed", {"folder": "elsewhere", "step": 9, "differs": ["train.lr"]},
          "resumed from elsewhere at step 9; different from then:\n  train.lr"),
         ("step_skipped", {"rank": 1, "step": 4, "micro_batches": [3], "samples": [6, 7, 9]},

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
-from watched_runs import BEGAN_S, PLAN, make_run, step_row
+from watched_runs import BEGAN_S, PLAN, make_run, step_row, write_event
 
 from shoal.view.progress import RunProgress
+from shoal.view.run_table import list_runs, table_lines
+from shoal.view.summary import summarise_run
 from shoal.view.watch.figure_texts import comment_text, forecast_texts, left_text
 from shoal.view.watch.run_watcher import RunWatcher
+from shoal.view.watch.styled_lines import line_text
+from shoal.view.watch.watch_screen import ScreenOptions, render_snapshot
 from shoal.view.watch.watch_state import StepPoint
 
 
@@ -86,3 +91,38 @@ def test_the_time_left_counts_the_validations_to_come() -> None:
     assert left_text(progress, [], [first, second], BEGAN_S) == "2 min 40 s left"
     damaged = [{"event": "validated", "step": "x", "seconds": None}]
     assert left_text(progress, [], damaged, BEGAN_S) == "1 min 20 s left"
+
+
+def test_a_snapshot_shows_a_stop_before_many_saves(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    write_event(folder, "stop_requested", signal="SIGINT", steps=True, step_s=0.1)
+    for step in range(20, 60):
+        write_event(folder, "checkpoint_saved", step=step, bytes=5, seconds=1)
+    run = RunWatcher(folder).read()
+    shown = "\n".join(map(line_text, render_snapshot(run, 80, ScreenOptions(), BEGAN_S)))
+    assert "Ctrl-C" in shown
+    assert shown.count("checkpoint saved: ") == 1
+    assert "step-59" in shown
+
+
+def test_a_resume_that_trains_no_step_says_so_everywhere(tmp_path: Path) -> None:
+    """A resume whose train.steps is passed already is complete, but trained nothing."""
+    folder = make_run(tmp_path / "mine", steps=60)
+    (folder / "plan.json").write_text(json.dumps({**PLAN, "steps": 40}))
+    write_event(folder, "run_finished", step=60, how="stopped on request")
+    write_event(folder, "run_started", processes=4, resumed=True)
+    write_event(folder, "resumed", step=60)
+    write_event(folder, "compute_started", step=60)
+    write_event(folder, "run_finished", step=60, how="completed", steps_here=0)
+    line = "0 steps: step 60 is not below train.steps = 40; try: train.steps=100"
+    row = list_runs(folder, BEGAN_S)[0]
+    assert (row.state, row.how) == ("ended", f"completed; {line}")
+    assert "60/40" in table_lines([row], None, BEGAN_S)[1]
+    assert " ".join(summarise_run(folder).split()).startswith(f"completed at step 60; {line}")
+    shown = "\n".join(
+        map(line_text, render_snapshot(RunWatcher(folder).read(), 120, ScreenOptions(), BEGAN_S))
+    )
+    assert "step 60/40" in shown
+    assert "100%" not in shown
+    assert "resumed from step-60" in shown
+    assert "at step 60" not in shown

@@ -336,6 +336,16 @@ def _check_paths(loaded: LoadedConfig) -> None:
         check_model_data(config.model.name, config.data.source, lambda: kind)
 
 
+def no_steps_line(prepared: PreparedRun) -> str:
+    """Return the line for a resume that has no step left to train; "" for any other run."""
+    from shoal.base.runlog.atomic_files import list_saved_steps
+    from shoal.view.progress import no_steps_text
+
+    train = prepared.loaded.config.train
+    saved = list_saved_steps(prepared.folder) if prepared.resumed and not train.epochs else []
+    return no_steps_text(saved[-1], train.steps) if saved and saved[-1] >= train.steps else ""
+
+
 def _check_resumable(folder: Path) -> None:
     if not (folder / "run.toml").exists():
         from shoal.view.diagnosis.run_folders import explain_no_run, is_run_folder

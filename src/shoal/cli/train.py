@@ -88,6 +88,8 @@ def train(
         raise typer.Exit(1) from None
     finally:
         typer.echo("" if dry_run else where)
+    if line := start.no_steps_line(prepared):
+        typer.echo(line)
     if dry_run:
         print_forecast(prepared)
         raise typer.Exit(0)

@@ -72,10 +72,10 @@ class RunProgress:
 
     @property
     def fraction(self) -> float | None:
-        """Return the completed share of the run, None if its length is unknown."""
-        if not self.total_steps or self.last is None:
+        """Return the completed share of the run, None if its length is unknown, or shorter."""
+        if not self.total_steps or self.last is None or self.last["step"] > self.total_steps:
             return None
-        return min(1.0, self.last["step"] / self.total_steps)
+        return float(self.last["step"] / self.total_steps)
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a field over the recent steps that have it."""
@@ -104,8 +104,7 @@ class RunProgress:
         last = self.last
         if last is None:
             return []
-        # A plan of fewer steps than were made is of another session.
-        total = f"/{self.total_steps}" if (self.total_steps or 0) >= max(1, last["step"]) else ""
+        total = f"/{self.total_steps}" if self.total_steps else ""
         rate, mfu, left_s = self.rate(), self.mean("mfu"), self.left_s()
         memory, gpu = last.get("peak_memory_bytes"), self.mean("gpu_utilisation")
         comm_s, wait_s = self.mean("comm_exposed_s"), self.mean("data_wait_s")
@@ -167,6 +166,20 @@ class RunProgress:
         found = dict(self.fields())
         words = [("left", "{} left"), ("comm", "comm {}"), ("data_wait", "data {}")]
         return [form.format(found[name]) for name, form in words if name in found]
+
+
+def no_steps_text(step: int, steps: int) -> str:
+    """Return why a session trains no step, with what would train some.
+
+    Args:
+        step: of the checkpoint that it resumes from.
+        steps: train.steps.
+
+    >>> no_steps_text(261, 140)
+    '0 steps: step 261 is not below train.steps = 140; try: train.steps=401'
+    """
+    near = step + max(1, steps)
+    return f"0 steps: step {step} is not below train.steps = {steps}; try: train.steps={near}"
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:

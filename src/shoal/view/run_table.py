@@ -187,8 +187,8 @@ def worst_line(rows: Iterable[RunRow]) -> str:
 
 
 def _cells(row: RunRow, now_s: float) -> tuple[str, ...]:
-    # A plan of fewer steps than were made is of another session.
-    of = f"{row.step}/{row.steps}" if row.steps >= max(1, row.step) else str(row.step)
+    # More steps than planned: a resume with a smaller train.steps.
+    of = f"{row.step}/{row.steps}" if row.steps else str(row.step)
     rate = f"{count_text(row.rate)} {row.unit[:3]}/s" if row.rate else "–"
     started, sign = row.started_s, row.last_sign_s
     return (

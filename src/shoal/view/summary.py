@@ -25,7 +25,7 @@ from shoal.base.text.event_sentences import (
 from shoal.base.text.forecast_text import forecast_comment, forecast_text
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.view.island_lines import islands_summary_line
-from shoal.view.progress import count_unit, mfu_text, step_amount
+from shoal.view.progress import count_unit, mfu_text, no_steps_text, step_amount
 from shoal.view.run_folder_reader import RunFolder, last_session_events
 
 LABEL_WIDTH = 13
@@ -62,7 +62,8 @@ def summarise_run(folder: Path, width: int = 80) -> str:
         ("checkpoints", lambda: _checkpoints(run, events)),
     ]
     lines = textwrap.wrap(
-        _row_text(lambda: _outcome_text(events, steps, run.checkpoints())), max(LEAST_WIDTH, width)
+        _row_text(lambda: _outcome_text(events, steps, run.checkpoints(), plan)),
+        max(LEAST_WIDTH, width),
     )
     for label, tell in rows:
         if text := _row_text(tell):
@@ -103,13 +104,17 @@ def _first_step(events: list[Record]) -> int:
     return 0
 
 
-def _outcome_text(events: list[Record], steps: list[Record], saved: list[int]) -> str:
+def _outcome_text(events: list[Record], steps: list[Record], saved: list[int], plan: Record) -> str:
     at = f" at step {steps[-1]['step']}" if steps else " before the first step"
     deaths = [event for event in _events_named(events, "worker_died") if event.get("fatal")]
     if deaths:
         return strip_control_characters(f"failed{at}: {died_text(deaths[-1])}")
     stops, ends = _events_named(events, "stop_requested"), _events_named(events, "run_finished")
     by = f", by {signal_text(str(stops[-1].get('signal', 'a signal')))}" if stops else ""
+    if not steps and ends and ends[-1].get("steps_here") == 0:
+        step, of = int(ends[-1].get("step") or 0), plan.get("steps")
+        if is_number(of) and 0 < of <= step:
+            return f"completed at step {step}; {no_steps_text(step, int(of))}"
     if ends:
         how, mark, trouble = str(ends[-1].get("how", "finished")).partition(";")
         return strip_control_characters(f"{how}{at}{by}{mark}{trouble}")

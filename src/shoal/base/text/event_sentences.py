@@ -123,7 +123,8 @@ def _saved(event: Record) -> str:
 
 
 def _resumed(event: Record) -> str:
-    where = f" at step {event['step']}" if event.get("step") is not None else ""
+    step, folder = event.get("step"), _folder_name(event)
+    where = "" if step is None or folder == f"step-{step}" else f" at step {step}"
     differs = event.get("differs") or []
     if isinstance(differs, dict):
         differs = [f"{key} = {value}" for key, value in differs.items()]
@@ -131,7 +132,7 @@ def _resumed(event: Record) -> str:
         differs = [differs]
     changes = "; different from then:" if differs else ""
     changes += "".join(f"\n  {one}" for one in differs)
-    return f"resumed from {_folder_name(event)}{where}{changes}"
+    return f"resumed from {folder}{where}{changes}"
 
 
 def _folder_name(event: Record) -> str:

@@ -18,7 +18,7 @@ from shoal.report.svg_charts import stacked_bar
 QUIET = ("checkpoint_saved", "validated", "worker_started", "memory_peaks", "notice")
 """Events that a table sums up or lists apart: there are many of them."""
 SHOWN_EVENTS, SHOWN_NOTICES, SHOWN_SESSIONS = 200, 100, 8
-RESUMED = re.compile(r"from step-(\d+) at step \1\b")
+RESUMED = re.compile(r"from step-(\d+)(?! at step)\b")
 PART_WORDS = {
     "committed": "steps that count",
     "skipped": "steps without update",

@@ -32,6 +32,7 @@ from shoal.base.runlog.damaged_lines import Record
 from shoal.base.text.event_sentences import signal_text, strip_control_characters
 from shoal.view.diagnosis.finding import death_line
 from shoal.view.diagnosis.folder_evidence import FolderEvidence, read_evidence, read_held_locks
+from shoal.view.progress import no_steps_text
 from shoal.view.script_lines import has_restarted, is_user_script
 
 ABANDONED_S = 86_400.0
@@ -151,7 +152,9 @@ def _read_end(seen: FolderEvidence) -> tuple[str, str] | None:
         if name not in ENDINGS:
             continue
         if name == "run_finished":
-            return _describe_finish(str(event.get("how", "completed")))
+            state, how = _describe_finish(str(event.get("how", "completed")))
+            is_idle = event.get("steps_here") == 0 and 0 < seen.planned <= seen.step
+            return state, f"{how}; {no_steps_text(seen.step, seen.planned)}" if is_idle else how
         if has_restarted(after, seen.folder) or seen.met_since(event):
             return None
         if name == "worker_died":

@@ -30,6 +30,8 @@ from shoal.view.watch.styled_lines import (
 )
 from shoal.view.watch.watch_state import EventLine, IslandState, WatchedRun
 
+SNAPSHOT_EVENTS, SAVED = 10, "checkpoint saved: "
+"""Lines of events in a snapshot · beginning of the text of a save."""
 FAULT_S = 600.0
 """Seconds for which a fault stays on the screen, whatever happens after it."""
 VIEWS = ("all", "curves", "ranks", "events")
@@ -110,8 +112,18 @@ def render_snapshot(
     lines += _island_lines(run.islands, width)
     lines += draw_ranks(run.ranks, width, 34)
     lines += _figure_lines(run, width)
-    lines += _event_lines(run.events, width, 8)
+    lines += _event_lines(_drop_older_saves(run.events), width, SNAPSHOT_EVENTS)
     return lines
+
+
+def _drop_older_saves(events: Sequence[EventLine]) -> list[EventLine]:
+    """Return events without saves that another save follows at once: they push out the others."""
+    saves = [event.text.startswith(SAVED) for event in events]
+    return [
+        event
+        for event, is_save, is_next in zip(events, saves, [*saves[1:], False], strict=True)
+        if not (is_save and is_next)
+    ]
 
 
 def _keys_text(options: ScreenOptions) -> str:
