@@ -80,16 +80,14 @@ def _diagnose_mismatch(event: Record, after: list[Record], folder: Path) -> RunF
 
 SLOW_IN: dict[str, tuple[str, str]] = {
     "data": (
-        "its samples take longer to read or to prepare (its disk, its files, its own workers), or, "
-        "in a loop of one's own, the code between two steps does",
+        "from the end of a step until its next batch it takes longer than the other ranks",
         "shoal train --resume {run} data.workers=2",
     ),
     "hooks": ("code of the user's own that runs after each step on that rank", "tail -n 50 {log}"),
 }
 """Part of a step in which a rank is slow → its causes, the next command; otherwise SLOW_ELSE."""
 SLOW_ELSE = (
-    "its own code, a core that others use too, or a processor that lowers its clock: what it "
-    "does there takes longer, and it waits least",
+    "what it does there takes longer than on the other ranks, and it waits least",
     "ps -eo pid,psr,pcpu,comm --sort=-pcpu | head",
 )
 

@@ -121,7 +121,7 @@ def _drop_older_saves(events: Sequence[EventLine]) -> list[EventLine]:
     saves = [event.text.startswith(SAVED) for event in events]
     return [
         event
-        for event, is_save, is_next in zip(events, saves, [*saves[1:], False], strict=True)
+        for event, is_save, is_next in zip(events, saves, [*saves[1:], False], strict=False)
         if not (is_save and is_next)
     ]
 
