@@ -124,7 +124,7 @@ def merge_rows(rows: Tensor, rule: MergeRule) -> Tensor:
     ...     merge_rows(rows, MergeRule("median")).item(),
     ...     merge_rows(rows, MergeRule("trimmed", 0.2)).item(),
     ... )
-    (3.0, 2.0)
+    (2.0, 2.0)
     """
     count = len(rows)
     drop = (count - 1) // 2 if rule.name == "median" else int(rule.trim * count)
