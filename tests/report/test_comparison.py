@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from shoal.base.errors import ConfigError
 from shoal.base.runlog.rank_records import HEADER, MAGIC, ROW
 from shoal.cli.main import app
+from shoal.report.comparison.best_run import best_run_text
 from shoal.report.comparison.comparison_page import (
     comparison_record,
     make_comparison_page,
@@ -210,13 +211,50 @@ def test_the_page_names_the_better_run_its_keys_and_the_steps(tmp_path: Path) ->
     assert "optimizer.lr" in page.texts["results"]
     assert "run.name" not in page.texts["keys"]
     assert "(the shortest run)" in page.texts["equal"]
-    assert "; after 30.0 s, too:" in head
+    assert "30.0 s" not in head, "a learning rate does not change the pace"
+    assert "; what differs: optimizer.lr (0.1, 0.2)" in head
     losses = f"base {base[2]!r}, better {better[2]!r}".replace("np.float64", "")
     assert re.sub(r"[()]", "", losses) in page.texts["differences"]
     folders[0].rename(tmp_path / "moved")
     page = Page([tmp_path / "moved", folders[1]])
     assert "run.name" in page.texts["keys"], "a folder that was renamed"
-    assert "Versions and sources of moved and better are not recorded." in page.texts["verdict"]
+    assert "Versions of moved and better are not recorded." in page.texts["verdict"]
+
+
+def test_the_validation_stands_first_and_time_only_where_a_key_can_change_it(
+    tmp_path: Path,
+) -> None:
+    base, toml = noise(5), "[train]\nmicro_batch = 4\n"
+    folders = [
+        write_run(tmp_path / "base", base, toml=toml),
+        write_run(tmp_path / "better", base - 0.4, toml=toml.replace("4", "8")),
+    ]
+    for folder, loss in zip(folders, (3.5, 3.25), strict=True):
+        with (folder / "events.jsonl").open("a") as file:
+            event = {"event": "validated", "time_s": 2e9, "step": 300, "loss": loss}
+            file.write(json.dumps(event) + "\n")
+    text = best_run_text(read_comparison(folders))
+    assert text.startswith(
+        "better has the lowest validation loss: 3.2500, 0.25 below base; in training after 19.2K "
+    )
+    assert "; after 30.0 s, too: " in text
+    assert " (a step: base 100.0 ms, better 100.0 ms)" in text
+    assert text.endswith("; what differs: train.micro_batch (4, 8)")
+    for folder in folders:
+        text = (folder / "run.toml").read_text() + f"[data]\nsource = 'text:{folder.name}'\n"
+        (folder / "run.toml").write_text(text)
+    assert "validation" not in best_run_text(read_comparison(folders)), "another task"
+
+
+def test_short_runs_have_a_distance_and_no_step(tmp_path: Path) -> None:
+    base = noise(5)[:60]
+    runs = [write_run(tmp_path / "a", base), write_run(tmp_path / "b", base + 0.5)]
+    text = read_comparison(runs).summary()
+    assert re.fullmatch(
+        r"first different loss: step 1; [\d.]+ spreads apart over the last 50 steps \(from which "
+        r"step: needs 74 common losses\)",
+        text,
+    )
 
 
 def write_equal_runs(tmp_path: Path, *step_s: float) -> list[Path]:
@@ -234,7 +272,7 @@ def test_of_runs_with_equal_losses_the_faster_one_is_the_best(tmp_path: Path) ->
     page = Page(folders)
     words = "run1: equal in every loss, and 1.72 times faster (183.1 against 315.8 ms a step)"
     assert words in page.texts["verdict"]
-    assert "No key of run.toml differs; versions and sources of" in page.texts["verdict"]
+    assert "No key of run.toml differs; versions of" in page.texts["verdict"]
     assert "run0 lies under run1" in page.texts["curves"]
     assert "identical" in page.texts["differences"]
     record = comparison_record(page.found)

@@ -50,13 +50,13 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
     "a rank that is slow in data": (
         [("slow_rank", {**SLOW, "phase": "data"})],
         "rank 1 on a is slow in data: 32.0 ms a step (30%) more than the others",
-        "its samples take longer to read",
+        "it takes longer than the other ranks",
         "shoal train --resume RUN data.workers=2",
     ),
     "a rank that is slow in its passes": (
         [("slow_rank", {**SLOW, "phase": "forward"})],
         "rank 1 on a is slow in forward",
-        "a core that others use too",
+        "it waits least",
         "ps -eo pid,psr,pcpu,comm",
     ),
     "a kill": (

@@ -10,6 +10,15 @@ from shoal.report.comparison.key_differences import join_names
 from shoal.report.comparison.loss_differences import first_difference_text
 from shoal.report.comparison.run_comparison import Comparison, EqualPoint
 
+PACELESS_KEYS = (
+    "optimizer.lr", "optimizer.betas", "optimizer.weight_decay", "optimizer.clip",
+    "optimizer.schedule", "optimizer.warmup_steps", "train.seed", "train.steps", "run.",
+)  # fmt: skip
+"""Beginnings of keys that leave the seconds of a step as they are."""
+COMPARABLE = ("data.source", "data.tokenizer", "data.validation", "model.loss", "data.packing")
+"""Keys that change what a loss is a mean of."""
+FEW_KEYS, FEW_TIMES = 3, 4
+"""Keys whose values a sentence has · runs whose times, or values, it has."""
 LEAST_SPEEDUP = 1.03
 """Ratio of the seconds of a step from which a run is called faster."""
 
@@ -24,7 +33,11 @@ def loss_text(loss: float) -> str:
 
 
 def best_run_text(found: Comparison) -> str:
-    """Return the best run in one sentence: by loss, or by speed if all losses are equal."""
+    """Return the best run in one sentence: by loss, or by speed if all losses are equal.
+
+    The validation stands first, then the losses at equal tokens and at equal time, then the keys
+    that differ. Equal time counts only if a key that differs can change the pace.
+    """
     if found.has_equal_losses and (speed := _speed_text(found)):
         return speed
     shared = [point for point in found.points if point.is_shared and point.winners]
@@ -32,15 +45,66 @@ def best_run_text(found: Comparison) -> str:
         return "A single run is left"
     if not shared:
         return "The runs have no amount of tokens or time in common"
+    if not can_change_pace(found):
+        shared = [point for point in shared if point.kind != "time"] or shared
     point = shared[0]
+    headline = _validation_text(found)
     text = _point_text(found, point)
+    if headline:
+        alone = f"{found.runs[point.winners[0]].label} has the lowest loss "
+        is_same = headline.startswith(alone.replace("loss", "validation loss").rstrip())
+        text = f"{headline}; {text.replace(alone, 'in training ', 1) if is_same else text}"
     for other in shared[1:]:
         if other.winners == point.winners and len(point.winners) < len(other.ranking):
             text += f"; after {other.text()}, too: {_loss_words(found, other)}"
         else:
             words = _point_text(found, other)
             text += f"; {words[:1].lower() + words[1:] if _is_tie_of_all(other) else words}"
-    return text
+        if other.kind == "time":
+            text += _pace_text(found)
+    return f"{text}{_cause_text(found)}"
+
+
+def can_change_pace(found: Comparison) -> bool:
+    """Return whether a key that differs between the runs can change the seconds of a step."""
+    return any(not one.key.startswith(PACELESS_KEYS) for one in found.keys)
+
+
+def _pace_text(found: Comparison) -> str:
+    """Return the seconds of a step of each run of a few, in brackets; "" if one is unknown."""
+    times_s = [run.step_s for run in found.runs if run.step_s]
+    if len(times_s) < len(found.runs) or len(times_s) > FEW_TIMES:
+        return ""
+    steps = ", ".join(f"{run.label} {seconds_text(run.step_s or 0.0)}" for run in found.runs)
+    return f" (a step: {steps})"
+
+
+def _validation_text(found: Comparison) -> str:
+    """Return the run with the lowest last validation loss, and its distance from the next one.
+
+    "" if a run has none, or if a key differs that makes validations another task.
+    """
+    losses = [
+        (run.validation, at) for at, run in enumerate(found.runs) if run.validation is not None
+    ]
+    if len(losses) < len(found.runs) or any(one.key in COMPARABLE for one in found.keys):
+        return ""
+    (least, best), (next_least, second) = sorted(losses)[:2]
+    if least == next_least:
+        return ""
+    gap = f"{next_least - least:.2g} below {found.runs[second].label}"
+    return f"{found.runs[best].label} has the lowest validation loss: {loss_text(least)}, {gap}"
+
+
+def _cause_text(found: Comparison) -> str:
+    """Return the keys that change the result and differ: with their values if there are few."""
+    changing = [one for one in found.keys if one.changes]
+    if not changing:
+        return ""
+    if len(changing) > FEW_KEYS or len(found.runs) > FEW_TIMES:
+        return f"; {len(changing)} keys that change the result differ"
+    words = (f"{one.key} ({', '.join(one.values)})" for one in changing)
+    return f"; what differs: {join_names(list(words))}"
 
 
 def _speed_text(found: Comparison) -> str:

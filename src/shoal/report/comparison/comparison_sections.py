@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.base.text.units import count_text, seconds_text
 from shoal.report.comparison.best_run import (
+    COMPARABLE,
     best_run_text,
     covered_text,
     loss_text,
@@ -13,6 +14,7 @@ from shoal.report.comparison.best_run import (
 from shoal.report.comparison.compared_runs import ComparisonRun
 from shoal.report.comparison.key_differences import compared_keys_text
 from shoal.report.comparison.loss_differences import (
+    LEAST_STEPS,
     WINDOW,
     LossDifference,
     first_difference_text,
@@ -28,8 +30,6 @@ SHOWN_KEYS, KEY_COLUMNS = 200, 8
 """Keys of the table of keys · of the table of results: those that change the result first."""
 OPEN_VERDICTS = 8
 """Runs up to which the verdicts stand before the curves; of more, a press shows them."""
-COMPARABLE = ("data.source", "data.tokenizer", "data.validation", "model.loss", "data.packing")
-"""Keys that change what a loss is a mean of."""
 
 
 def name_cell(number: int, label: str) -> list[Child]:
@@ -193,7 +193,8 @@ def differences_section(found: Comparison) -> Markup:
     for at, (run, one) in enumerate(zip(found.runs[1:], found.differences, strict=True), 1):
         losses = list(zip((baseline, run.label), one.first_losses or (), strict=False))
         at_step = f"{one.first_step:,}" if one.first_step is not None else "none"
-        separation = "none" if one.is_long_enough or one.first_step is None else "too short"
+        is_known = one.is_long_enough or one.first_step is None
+        separation = "none" if is_known else f"needs {LEAST_STEPS} steps"
         if one.separation_step is not None:
             separation = f"{one.separation_step:,}"
         rows.append(

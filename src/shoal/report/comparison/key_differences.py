@@ -58,6 +58,8 @@ class RunKeys:
     def unrecorded(self) -> list[str]:
         """Return those of "run.toml", "versions" and "sources" that are not known."""
         kinds = {"versions": "version of ", "sources": "source of "}
+        if self.settings is not None and not self.functions:
+            del kinds["sources"]  # the run calls no code but Shoal's, which the version names
         return (["run.toml"] if self.settings is None else []) + [
             kind
             for kind, begin in kinds.items()
@@ -191,7 +193,7 @@ def compared_keys_text(labels: Sequence[str], runs: Sequence[RunKeys]) -> str:
     """Return the keys that cannot be compared, because no run or not every run recorded them.
 
     >>> compared_keys_text(["a", "b"], [RunKeys({}, {}), RunKeys({}, {"version of torch": "2"})])
-    'versions and sources of a, and sources of b are not recorded'
+    'versions of a are not recorded'
     """
     missing: dict[str, list[str]] = {}
     for label, run in zip(labels, runs, strict=True):
