@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shoal.base.errors import UserError
+from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.fetch import (
     FetchedMicroBatches,
     Fetcher,
@@ -100,3 +101,21 @@ def test_one_tensor_travels_for_all_micro_batches() -> None:
     assert isinstance(found, FetchedMicroBatches)
     assert isinstance(found.value, torch.Tensor)
     assert found.value.shape == (6, 3)
+
+
+def test_a_digest_of_a_dict_needs_no_text_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is that of the pairs' texts, as in checkpoints before; text of a tensor is slow."""
+    sample = {
+        "b": torch.zeros(2),
+        10: "ten",
+        "a": {"y": torch.ones(3), "x": 1.5},
+        1: b"one",
+        "ab": 7,
+    }
+    pairs = [part for pair in sorted(sample.items(), key=repr) for part in pair]
+    inside = pairs.index("a") + 1
+    pairs[inside] = [part for pair in sorted(sample["a"].items(), key=repr) for part in pair]
+    expected = digest_of(pairs)
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor: pytest.fail("text of a tensor"))
+    assert digest_of(sample) == expected
+    assert digest_of({**sample, "b": torch.ones(2)}) != expected

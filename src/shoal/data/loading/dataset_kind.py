@@ -69,7 +69,9 @@ def _digest_into(total: Any, value: Any) -> None:
     elif isinstance(value, np.ndarray) and value.dtype != object:
         total.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
     elif isinstance(value, Mapping):
-        _digest_into(total, [part for pair in sorted(value.items(), key=repr) for part in pair])
+        # In the order of the pairs' texts; a value's text, say of a tensor, may take milliseconds.
+        pairs = sorted(value.items(), key=lambda pair: f"({pair[0]!r}, ")
+        _digest_into(total, [part for pair in pairs for part in pair])
     elif isinstance(value, list | tuple):
         total.update(f"{len(value)}".encode())
         for part in value:
