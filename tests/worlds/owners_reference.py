@@ -16,7 +16,7 @@ Gradient = Callable[[Weights, int, Sequence[int]], Weights]
 def federate(x: Weights, lengths: Sequence[int], gradient: Gradient,
              order: Callable[[int, int, int], int], *, method: str, rounds: int, batch: int,
              period: int, share: float, lr: float, seed: int, last_epoch: int = 0,
-             merge: str = "mean", server: str = "adam", momentum: float = 0.0) -> list[Weights]:  # fmt: skip
+             merge: str = "mean", server: str = "adam", weighting: str = "tokens") -> list[Weights]:  # fmt: skip
     """Return the merged weights after every round.
 
     order: (owner, epoch, offset) → sample number.
@@ -50,7 +50,7 @@ def federate(x: Weights, lengths: Sequence[int], gradient: Gradient,
                 seen, steps, places[i] = seen + len(numbers), steps + 1, stop
             changes[i] = [a / steps - b for a, b in zip(g_sum, each_c[i], strict=True)]
             ys.append(y)
-            sizes.append(seen if method != "scaffold" else 1)
+            sizes.append({"tokens": seen, "samples": lengths[i], "uniform": 1}[weighting])
         columns = [torch.stack(one) for one in zip(*ys, strict=True)]
         if merge == "mean":
             new = [sum(s * y for s, y in zip(sizes, column, strict=True)) / sum(sizes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -185,3 +187,24 @@ def same_merged(run: Path, count: int) -> bool:
     ]
     assert any(name.startswith("outer.") for name in shared[0])
     return all(one == shared[0] for one in shared)
+
+
+@pytest.mark.proof("faults")
+def test_the_page_of_owners_trains_three_hospitals(tmp_path: Path) -> None:
+    """The first command of docs/start/owners.md, on a smaller model; the last line names the worst."""
+    page = Path(__file__).parents[3] / "docs" / "start" / "owners.md"
+    block = re.findall(r"^```\n(shoal train .*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)[
+        0
+    ]
+    words = shlex.split(block.replace("\\\n", " "))[2:]
+    (tmp_path / "owners").mkdir()
+    for name, rows in (("east", 60), ("north", 90), ("south", 40)):
+        text = "".join(f'{{"text": "Patient {k} of {name} left well."}}\n' for k in range(rows))
+        (tmp_path / "owners" / f"{name}.jsonl").write_text(text)
+    small = ("model.dim=16", "model.layers=1", "model.heads=1", "data.sequence=16")
+    command = CommandLine(tmp_path, *words, *small, "train.batch=4", "launch.processes=1")
+    code, output = command.finish(DEADLINE_S)
+    assert code == 0, output
+    assert "own data of 3 owners" in output
+    assert "round 2: 3 of 3 owners merged" in output
+    assert re.search(r"mean of 3 owners, worst (east|north|south): \d", output)

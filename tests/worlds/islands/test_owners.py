@@ -24,6 +24,8 @@ USUAL = {"period": 2, "sample": 0.5}
 METHODS = [
     pytest.param({"method": "scaffold"}, id="scaffold"),
     pytest.param({"method": "fedavg"}, id="fedavg"),
+    pytest.param({"weighting": "samples", "period": 1}, id="samples"),
+    pytest.param({"weighting": "uniform"}, id="uniform"),
     pytest.param({"method": "fedprox", "proximal": 0.3}, id="fedprox"),
     *(pytest.param({"method": "fedopt", "server": s}, id=s) for s in ("adam", "yogi", "adagrad")),
     pytest.param({"merge": "median", "sample": 1.0}, id="median"),
@@ -44,10 +46,12 @@ def test_a_method_is_the_papers(islands, tmp_path: Path, asked: dict[str, Any]) 
 
 def check_reference(folder: Path, told: Any, keys: dict[str, Any]) -> None:
     """Every round within 1e-12 of the reference, on all groups."""
-    known = {"method": keys.get("method", "fedavg"), "merge": keys.get("merge", "mean")}
+    method = keys.get("method", "fedavg")
+    usual = "uniform" if method == "scaffold" else "tokens"
+    known = {"merge": keys.get("merge", "mean"), "weighting": keys.get("weighting", usual)}
     wanted = owners_case.expected(
         LENGTHS, rounds=ROUNDS, period=keys["period"], share=keys["sample"], last_epoch=3,
-        server=keys.get("server", "adam"), **known,
+        server=keys.get("server", "adam"), method=method, **known,
     )  # fmt: skip
     for group in range(2):
         found = torch.load(folder / f"weights-{group}.pt")
