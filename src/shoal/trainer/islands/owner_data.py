@@ -96,12 +96,14 @@ def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
         return config
     path = folder / SHARED_TOKENIZER
 
-    def write() -> None:
+    def write() -> Any:
         first = _open_own_source(config, list_owner_names(config)[0])
-        if world.writes_files:
+        if world.writes_files and first.tokenizer is not None:
             first.tokenizer.save(str(path))
+        return first.tokenizer
 
-    world.run_local_first(write)
+    if world.run_local_first(write) is None:
+        return config  # hf:FOLDER may hold images
     return replace(config, data=replace(config.data, tokenizer=str(path)))
 
 
