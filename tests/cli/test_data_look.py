@@ -175,11 +175,14 @@ def test_losses_of_samples_are_the_loss_of_the_step(runs: Path) -> None:
     ordered = sorted(rows, key=lambda row: -row["loss"])
     assert shown == [(f"{row['loss']:.4f}", str(row["sample"])) for row in ordered]
     assert re.findall(r"^ +(\d\.\d{4}) +(\d+) ", text, re.M) == shown, "the list before the texts"
-    assert "by the weights of step 2: runs/chat/checkpoints/step-2\n" in text
+    mean = f"computed with the weights of step 2; mean {step['checkpoint_loss']:.4g}\n"
+    assert f"{mean}            runs/chat/checkpoints/step-2\n" in text
+    assert re.search(r"^step +3: samples .* of the stream, rows of \d+ tokens, loss", text, re.M)
+    assert text.count("position: its place in the stream") == 1
     assert len(re.findall(r"^loss ", answer("runs/chat", "--step", "3"), re.M)) == 3
     later = json.loads(answer("runs/chat", "--step", "1", "--json"))["step"]
     assert later["checkpoint_step"] == 2
-    assert "step-2, trained on them already" in answer("runs/chat", "--step", "1")
+    assert "have trained on the samples; no older ones" in answer("runs/chat", "--step", "1")
 
 
 def test_chats_show_what_is_learnt(runs: Path) -> None:

@@ -40,7 +40,9 @@ ARGUMENTS = typer.Argument(
     help="A configuration or a run folder, and overrides.",
 )
 STEP = typer.Option(None, "--step", min=1, help="The samples of this step of a run folder.")
-ROWS = typer.Option(None, "--rows", min=0, help="So many rows with their texts; default: 3.")
+ROWS = typer.Option(
+    None, "--rows", min=0, help="So many rows with their texts; default: 3, about a screen."
+)
 NORMS = typer.Option(
     False, "--norms", help="Of a step: each sample's gradient norm too, by a backward pass each."
 )
@@ -71,8 +73,8 @@ def show_rows(
 
     Without --step: sizes, lengths and shares of the data, and its first rows. With --step N of a
     run folder: the samples that this step consumed, each with its source and text, by loss under
-    the newest checkpoint before the step. It uses the run's own loader on one process, and writes
-    nothing but the cache of tokens that a run would write.
+    the newest checkpoint before the step, else under the oldest later one. It uses the run's own
+    loader on one process, and writes nothing but the cache of tokens that a run would write.
     """
     from shoal.cli.data_lines import RowStyle, data_lines
     from shoal.view.diagnosis.run_folders import find_named_run
@@ -91,7 +93,8 @@ def show_rows(
     is_of_run = folder is not None and loaded.origins.get("data.source") == f"{folder / RUN_FILE}"
     if folder is not None and is_of_run:
         _check_relative_source(folder, loaded.config.data.source, step)
-    with show_phases(sys.stderr):
+    # A pipe gets the document alone: seconds of waiting mean nothing in it afterwards.
+    with show_phases(sys.stderr) if sys.stderr.isatty() else contextlib.nullcontext():
         document = _collect(loaded, path, folder, found, rows, changed, not no_loss, norms)
     if as_json:
         typer.echo(json.dumps(document))

@@ -66,6 +66,8 @@ def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator
         yield from sample_table_lines(rows, style.width, is_mixture=_is_mixture(document))
         if by == "loss" and any(by in row for row in rows):
             yield "the gradient norm of each sample: --norms"
+        if rows[:most]:
+            yield "sample: its number in the data; position: its place in the stream of the run"
     else:
         yield from head_lines(document["data"])
     for row in rows[:most]:
@@ -218,6 +220,8 @@ def step_lines(document: dict[str, Any]) -> Iterator[str]:
     ]
     skipped = ", skipped" if step.get("skipped") else ""
     span = f"samples {start} … {stop - 1} of the stream"
+    if data.get("kind") == "tokens" and "sequence" in data:
+        span += f", rows of {data['sequence']} tokens"
     yield f"{'step':<{NAME_WIDTH}}{step['step']}: {span}{''.join(numbers)}{skipped}"
     for text in step.get("events", ()):
         yield f"{'event':<{NAME_WIDTH}}{escape_text(text)}"
@@ -225,13 +229,20 @@ def step_lines(document: dict[str, Any]) -> Iterator[str]:
     if _is_mixture(document):
         yield from _source_lines(document["rows"])
     if "checkpoint" in step:
-        number, whole = step["checkpoint_step"], step["checkpoint_loss"]
-        mean = f"{whole:.4g} over all, by" if isinstance(whole, float) else "by"
-        trained = ", trained on them already" if number >= step["step"] else ""
-        text = f"{mean} the weights of step {number}: {step['checkpoint']}{trained}"
-        yield f"{'losses':<{NAME_WIDTH}}{escape_text(text)}"
+        yield from _checkpoint_lines(step)
     elif "why_no_loss" in step:
         yield f"{'losses':<{NAME_WIDTH}}{escape_text('none: ' + step['why_no_loss'])}"
+
+
+def _checkpoint_lines(step: dict[str, Any]) -> Iterator[str]:
+    """Yield with which weights the samples' losses are computed, and their mean."""
+    number, whole = step["checkpoint_step"], step["checkpoint_loss"]
+    mean = f"; mean {whole:.4g}" if isinstance(whole, float) else ""
+    text = f"those below are computed with the weights of step {number}{mean}"
+    yield f"{'losses':<{NAME_WIDTH}}{text}"
+    if number >= step["step"]:
+        yield f"{'':<{NAME_WIDTH}}these weights have trained on the samples; no older ones are kept"
+    yield f"{'':<{NAME_WIDTH}}{escape_text(step['checkpoint'])}"
 
 
 def _is_mixture(document: dict[str, Any]) -> bool:
