@@ -24,7 +24,11 @@ MODULES = (
     *(f"shoal.teach.walks.{name}_walk" for name in (
         "collectives", "cp", "ddp", "ep", "fsdp", "local_steps", "pipelines", "tp", "zero",
     )),
+    "shoal.forecast.search.case_settings",
     "shoal.forecast.search.layout_search",
+    "shoal.forecast.search.plan_document",
+    "shoal.forecast.machines.cluster_syntax",
+    "shoal.forecast.models.published_models",
     "shoal.forecast.fit.peak_memory",
     "shoal.forecast.time.step_time",
 )  # fmt: skip

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from chromium import Browser, find_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,9 +101,17 @@ def try_simulator(browser: Browser, address: str) -> tuple[dict[str, Any], list[
     """Draw a walk; run the author's eight programs and one that ends in a deadlock."""
     wrong = []
     browser.open(f"{address}/learn/inside-layers.html")
+    before_s = cpu_seconds(browser)
     drawn = press(browser, "Draw")
+    spent_s = cpu_seconds(browser) - before_s
+    if spent_s > MOST_CPU_S:
+        wrong.append(f"the first drawing took {spent_s:.1f} CPU s")
     if not wait_for(browser, "place.querySelector('.picture img')?.naturalWidth > 500"):
         wrong.append(f"inside-layers: nothing drawn: {drawn}")
+    browser.open(f"{address}/learn/planning.html")
+    planned = press(browser, "Plan")
+    if not planned.startswith("1. ") or "per step" not in planned:
+        wrong.append(f"planning: {planned}")
     browser.open(f"{address}/learn/puzzles.html")
     scores = {}
     for number, (steps, held) in enumerate(AUTHOR):
@@ -133,7 +142,20 @@ def try_simulator(browser: Browser, address: str) -> tuple[dict[str, Any], list[
     if "deadlock: rank 0 waits in receive for rank 1" not in deadlock:
         wrong.append(f"no deadlock is named: {deadlock}")
     wrong += [f"simulator asked for {url}" for url in browser.requests() if address not in url]
-    return {"drawn": drawn, "scores": scores, "deadlock": deadlock}, wrong
+    return {
+        "first_drawing_cpu_s": round(spent_s, 2),
+        "drawn": drawn,
+        "planned": planned,
+        "scores": scores,
+        "deadlock": deadlock,
+    }, wrong
+
+
+def cpu_seconds(browser: Browser) -> float:
+    """Return the processor seconds of the browser's processes so far."""
+    own = psutil.Process(browser.process.pid)
+    times = [one.cpu_times() for one in (own, *own.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 AUTHOR = (

@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.cli.main import app
 from shoal.teach import browser
 from shoal.teach.puzzles import PUZZLES, reference
 from shoal.teach.puzzles.user_program import load_program, run_user_program
@@ -51,6 +53,8 @@ def test_a_page_starts_from_the_authors_program(number: int) -> None:
         ({"what": "walk", "name": "rings"}, "there is no such walk"),
         ({"what": "pipeline", "name": "2f2b"}, "2f2b"),
         ({"what": "puzzle", "number": 9, "code": ""}, "puzzles are 0 to 7"),
+        ({"what": "plan", "model": "llama-9", "machines": "8xH100-80GB", "samples": 8}, "llama-9"),
+        ({"what": "plan", "model": "llama-3-8b", "machines": "8xH9", "samples": 8}, "H9"),
     ],
 )
 def test_a_page_gets_one_line_for_a_mistake(request_of_page: dict[str, object], said: str) -> None:
@@ -63,6 +67,18 @@ def test_a_page_gets_one_line_for_a_mistake(request_of_page: dict[str, object], 
 def test_a_page_draws_every_walk(name: str) -> None:
     answer = json.loads(browser.call(json.dumps({"what": "walk", "name": name, "ranks": 4})))
     assert answer["svg"].startswith("<svg ")
+
+
+@pytest.mark.parametrize(
+    ("model", "machines"), [("llama-3-8b", "8xH100-80GB"), ("gpt-3-1.3b", "1xRTX4090-24GB")]
+)
+def test_a_page_plans_as_the_command_does(model: str, machines: str) -> None:
+    words = [f"model.name={model}", "--on", machines, "train.batch=512", "--json"]
+    told = CliRunner().invoke(app, ["plan", *words])
+    request = {"what": "plan", "model": model, "machines": machines, "samples": 512}
+    answer = json.loads(browser.call(json.dumps(request)))
+    assert answer["layouts"] == json.loads(told.stdout)["layouts"]
+    assert answer["lines"][0].startswith("1. ")
 
 
 ONE = "async def program(m):\n"

@@ -108,6 +108,15 @@
       const ranks = numberField(row, "ranks", 2, Number(place.dataset.most ?? 8), Number(place.dataset.ranks ?? 4));
       return () => ({ what: "walk", name: place.dataset.name, ranks: Number(ranks.value) });
     },
+    plan(place, row) {
+      const box = add("label", row, "model ");
+      const model = add("select", box);
+      for (const one of ["gpt-3-1.3b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "gpt-3-175b"]) add("option", model, one);
+      model.value = "llama-3-8b";
+      const machines = add("input", add("label", row, "machines "), "", { type: "text", size: 16, value: "8xH100-80GB" });
+      const samples = numberField(row, "samples per step", 1, 100000, 512);
+      return () => ({ what: "plan", model: model.value, machines: machines.value, samples: Number(samples.value) });
+    },
     pipeline(place, row) {
       const box = add("label", row, "schedule ");
       const name = add("select", box);
@@ -124,7 +133,8 @@
     add("p", place, place.dataset.title ?? "Try it here", { class: "title" });
     const row = add("div", place, "", { class: "row" });
     const request = FORMS[place.dataset.python](place, row);
-    const button = add("button", row, place.dataset.python === "puzzle" ? "Run" : "Draw", { type: "button" });
+    const label = { puzzle: "Run", plan: "Plan" }[place.dataset.python] ?? "Draw";
+    const button = add("button", row, label, { type: "button" });
     add("output", place, "", { "aria-live": "polite" });
     add("div", place, "", { class: "picture" });
     button.addEventListener("click", () => show(place, request()));

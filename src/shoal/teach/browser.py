@@ -11,9 +11,11 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shoal.base.errors import PlanError, ShoalError
+from shoal.base.text.units import bytes_text, seconds_text
 from shoal.teach.drawings.timeline_svg import timeline_svg
 from shoal.teach.drawings.walk_svg import walk_svg
 from shoal.teach.puzzles import get_puzzle, puzzle_run_timeline, reference
@@ -28,6 +30,9 @@ WALKS = {
 }
 """Name of a walk → its module, without `_walk`."""
 
+
+LONGEST = 8192
+"""Longest sequence of a plan, as `shoal plan` takes it if the user gives none."""
 
 NAME = "your program"
 """Of a program in a page, for messages and tracebacks."""
@@ -114,9 +119,53 @@ def author_code(number: int) -> dict[str, Any]:
     return {"code": code.replace(": PuzzleRank", "").replace(" -> None", "")}
 
 
+def plan_model(model: str, machines: str, samples: int) -> dict[str, Any]:
+    """Return the planner's ranking for a published model, as `shoal plan` computes it.
+
+    Args:
+        machines: as --on, such as "8xH100-80GB".
+        samples: of an optimizer step.
+
+    Raises:
+        PlanError: an unknown model or machine, or a batch that no layout divides.
+    """
+    # Only here: a page without the planner does not pay for its import.
+    from shoal.base.estimates.estimate import PlanningCase
+    from shoal.base.layouts.layout import Layout
+    from shoal.base.plans.plan import Plan
+    from shoal.config.sections import Config
+    from shoal.forecast.machines.cluster_syntax import parse_machines
+    from shoal.forecast.memory.framework_memory import own_kernels
+    from shoal.forecast.models.published_models import published_shape
+    from shoal.forecast.models.transformer_costs import transformer_facts
+    from shoal.forecast.search.case_settings import case_settings
+    from shoal.forecast.search.layout_search import search_layouts
+    from shoal.forecast.search.plan_document import plan_record
+    from shoal.forecast.search.search_space import SearchSpace
+
+    cluster, shape = parse_machines(machines), published_shape(model)
+    sequence = shape.positions or min(shape.context or LONGEST, LONGEST)
+    kernels = own_kernels(cluster.device.kind, sequence, 2, "fp32")
+    facts = transformer_facts(shape, sequence, 2, kernels)
+    config = replace(Config(), model=replace(Config().model, name=model))
+    case = PlanningCase(
+        facts, cluster, Plan(Layout(), samples, compute="bf16"), **case_settings(config)
+    )
+    space = SearchSpace()
+    record = plan_record(search_layouts(case, space), space, top=5, notes=())
+    lines = [
+        f"{row['rank']}. {row['text']}: {seconds_text(row['step_s'])} per step, "
+        f"{bytes_text(row['peak_bytes'])}, {row['verdict']}"
+        for row in record["layouts"]
+    ]
+    fixes = [f"try: {fix['set']}: {bytes_text(fix['peak_bytes'])}" for fix in record["fixes"]]
+    return {"lines": [*lines, record["guide"], *fixes], "layouts": record["layouts"]}
+
+
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "walk": draw_walk,
     "pipeline": draw_pipeline,
     "puzzle": run_puzzle_code,
     "author": author_code,
+    "plan": plan_model,
 }
