@@ -59,7 +59,8 @@ def causal_attention(
     Returns:
         [batch, heads, seq, head_dim].
     """
-    as_one = opaque_ops_enabled() and not dropout
+    # torch.compile cannot read a context variable: it would cut every block in three there.
+    as_one = not torch.compiler.is_compiling() and opaque_ops_enabled() and not dropout
     if q.device.type == "cpu" and q.shape[2] < FLASH_FROM and not as_one:
         return _attend_by_blocks(q, k, v, dropout, documents)
     if q.device.type not in ("cpu", "meta") and (
