@@ -83,6 +83,40 @@ def test_a_script_is_proven_and_no_file_changes(project: Path, prove) -> None:
     assert contents(project) == before
 
 
+RESET = "    run.save()\n    model[0].weight.data = model[0].weight.data * 0.5\n"
+TEACHER = """
+teacher = nn.Linear(6, 3).float()
+taught = teacher(X).detach()
+"""
+ENDINGS = {
+    "weights": (
+        lambda text: text.replace("    run.save()\n", RESET).replace("8, folder", "24, folder"),
+        "fsdp", 3, "different at step 2: the weights 0.weight are off by ",
+    ),
+    "writes": (
+        lambda text: text.replace('"loss.txt"', '"/loss.txt"'),
+        "ddp", 1, "not proven: train.py:13 writes /loss.txt, outside of the script's folder; try: ",
+    ),
+    "teacher": (
+        lambda text: text.replace("rate =", f"from torch import nn{TEACHER}rate ="),
+        "ddp", 0, "the script's own casts to narrower formats lifted: train.py:7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.proof("scripts")
+@pytest.mark.parametrize("name", ENDINGS)
+def test_how_a_proof_ends(project: Path, prove, name: str) -> None:
+    """A difference that both checks of rounding leave; a write; a float32 module in float64."""
+    change, layout, code, text = ENDINGS[name]
+    (project / "train.py").write_text(change(SCRIPT))
+    done = prove("--layouts", layout, "--", "train.py", "2")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert text in done.stdout
+    if name == "weights":
+        assert "  the script changed 0.weight\n" in done.stdout
+
+
 def test_what_is_wrong_with_the_request_is_one_line(prove) -> None:
     done = prove("--", "trian.py")
     assert (done.returncode, done.stderr) == (
