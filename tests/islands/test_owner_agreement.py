@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, TrainingError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.config.load import LoadedConfig, load_config
 from shoal.config.owners import (
@@ -21,9 +21,11 @@ from shoal.config.owners import (
 )
 from shoal.config.resolve import resolve_islands
 from shoal.config.trust import _list_functions
+from shoal.islands.admission import RefusalCounter
 from shoal.islands.methods import find_method
 from shoal.trainer.islands.island_join import check_same_tokenizer
 from shoal.trainer.islands.owner_data import agree_on_owners
+from shoal.trainer.islands.owner_rounds import OwnerRounds
 
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "owners.md"
 OWN = ("islands.data=own", "islands.method=fedavg")
@@ -175,10 +177,35 @@ def test_controls_are_undone_saved_and_loaded_with_the_weights() -> None:
     assert method.step(outer, mean, 2)
     outer.commit()
     kept = outer.tensors()
-    assert torch.equal(kept["a.control.scaffold_control"], torch.ones(2)), "2 of 4 owners: half of 2"
+    assert torch.equal(kept["a.control.scaffold_control"], torch.ones(2)), (
+        "2 of 4 owners: half of 2"
+    )
     assert torch.equal(kept["a"], torch.full((3,), 0.5))
     other = find_method(policy).open(start)
     other.load(kept)
     assert other.digest() == outer.digest()
     mean["control:a"][0] = torch.nan
     assert not method.step(outer, mean, 2)
+
+
+def test_a_group_that_was_not_drawn_is_well_and_a_stopped_owner_is_not() -> None:
+    rounds = OwnerRounds.__new__(OwnerRounds)
+    asked = list[str]()
+    rounds.run = SimpleNamespace(
+        skips=SimpleNamespace(check_moved=lambda *words: asked.append(str(words))), step_count=1
+    )  # type: ignore[assignment]
+    rounds.common = SimpleNamespace(refusals=RefusalCounter(2))  # type: ignore[assignment]
+    rounds.owners, rounds._steps, rounds.first_step = {1: SimpleNamespace(name="east")}, 0, 0  # type: ignore[dict-item]
+    rounds.policy = IslandsPolicy("fedavg", count=2, data="own", refusals=2)
+    rounds.states = SimpleNamespace(takes_turns=False)  # type: ignore[assignment]
+    rounds.check_moved()
+    assert not asked, "it made no step"
+    rounds._steps = 1
+    rounds.check_moved()
+    assert asked
+    for _ in range(2):
+        rounds.common.refusals.count([1], [1])
+    with pytest.raises(TrainingError, match="owner east: its change was refused 2 rounds in a row"):
+        rounds.check_moved()
+    rounds.states = SimpleNamespace(takes_turns=True)  # type: ignore[assignment]
+    rounds.check_moved()

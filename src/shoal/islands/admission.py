@@ -252,6 +252,10 @@ class RefusalCounter:
         for island in islands:
             times = self._in_a_row.get(island, 0)
             self._in_a_row[island] = times + 1 if island in refused else 0
+        return self.at_limit()
+
+    def at_limit(self) -> tuple[int, ...]:
+        """Return the islands that were refused `limit` times in a row."""
         return tuple(i for i, times in sorted(self._in_a_row.items()) if times >= self.limit)
 
     def state(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ is a sample of epoch p // n, where n is the number of its samples. The state is 
 owner, and the numbers n are known to all islands. So every island computes the same, and no sample
 numbers travel:
 
-    active    owners that have samples, and epochs left
+    active    owners that have samples and epochs left, and were not refused too often
     drawn     max(1, round(share · active)) of them: the least hashes of (seed, round, owner)
     range     of one owner: H steps, or E epochs, from its position; not beyond its last epoch
     commit    the position of an owner moves on if its change was admitted
@@ -68,22 +68,29 @@ class OwnerSchedule:
             return -(-self.last_epoch // self.epochs)
         return max(1, -(-self.last_epoch * -(-max(self.held) // self.batch) // self.period))
 
-    def active(self, positions: Sequence[int]) -> list[int]:
-        """Return the owners that have samples to train on."""
+    def active(self, positions: Sequence[int], stopped: Collection[int] = ()) -> list[int]:
+        """Return the owners that have samples to train on, without the `stopped` ones."""
         return [
             owner
             for owner, (samples, position) in enumerate(zip(self.held, positions, strict=True))
-            if samples and not (self.last_epoch and position >= self.last_epoch * samples)
+            if samples
+            and owner not in stopped
+            and not (self.last_epoch and position >= self.last_epoch * samples)
         ]
 
-    def draw(self, round_number: int, positions: Sequence[int]) -> tuple[int, ...]:
+    def draw(
+        self, round_number: int, positions: Sequence[int], stopped: Collection[int] = ()
+    ) -> tuple[int, ...]:
         """Return the owners that train in a round, ascending; () if none is active.
+
+        Args:
+            stopped: owners whose changes were refused too often.
 
         >>> schedule = OwnerSchedule((5, 5, 0, 5, 5), 2, period=1, share=0.5)
         >>> len(schedule.draw(0, [0] * 5)), schedule.draw(0, [0] * 5) == schedule.draw(0, [0] * 5)
         (2, True)
         """
-        active = self.active(positions)
+        active = self.active(positions, stopped)
         count = max(1, round(self.share * len(active))) if active else 0
         if count == len(active):
             return tuple(active)

@@ -111,6 +111,8 @@ def test_a_kill_in_the_middle_of_a_round_changes_no_bit(
         else:
             with pytest.raises(Failed):
                 two.call("owners_case:train", folder=str(folder), dies=dies, **asked)
+            for world in two.worlds:
+                world.kill()
         again = two.call("owners_case:train", folder=str(folder), **asked)
         for (told,) in again:
             assert told["began"] <= dies[0][1]
@@ -120,12 +122,13 @@ def test_a_kill_in_the_middle_of_a_round_changes_no_bit(
 
 
 def test_a_wrong_owner_is_refused_and_repeats_its_samples(islands) -> None:
-    """Reversed and 1000 × as long, so that the others merge without it."""
-    asked = {"lengths": [8, 8, 8, 8, 8], "period": 1, "rounds": 2, "wrong": 3}
+    """Reversed and 1000 × as long: the others merge without it, and after two rounds it is out."""
+    asked = {"lengths": [8, 8, 8, 8, 8], "period": 1, "rounds": 3, "wrong": 3, "refusals": 2}
     told = islands(2).call("owners_case:train", **asked)[0][0]
-    assert told["admitted"] == [[0, 1, 2, 4]] * 2
+    assert told["admitted"] == [[0, 1, 2, 4]] * 3
     assert told["refused"][0]["3"].startswith("island 3: its change is ")
-    assert told["positions"] == [8, 8, 8, 0, 8]
+    assert [list(one) for one in told["refused"]] == [["3"], ["3"], []]
+    assert told["positions"] == [12, 12, 12, 0, 12]
 
 
 def test_bytes_are_as_foreseen(islands) -> None:

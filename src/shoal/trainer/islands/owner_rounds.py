@@ -116,11 +116,28 @@ class OwnerRounds(IslandRounds):
         if states.takes_turns:  # the losses of different owners are no series
             run.spikes = SpikeDetector("off")
         self._saved_step = run.step_count
+        self._steps = 0
 
     @property
     def has_work(self) -> bool:
         """Return whether an owner has samples left to train on."""
-        return bool(self.schedule.active(self.common.positions))
+        return bool(self.schedule.active(self.common.positions, self.common.refusals.at_limit()))
+
+    def check_moved(self) -> None:
+        """Raise TrainingError if no step of this group moved a weight, or its owner was stopped.
+
+        A group whose owners were not drawn made no step, and nothing is wrong. A stopped owner
+        among several of a group is reported by a line alone.
+        """
+        if self._steps:
+            super().check_moved()
+        stopped = set(self.common.refusals.at_limit()) & set(self.owners)
+        if stopped and not self.states.takes_turns:
+            name = self.owners[stopped.pop()].name
+            raise TrainingError(
+                f"owner {name}: its change was refused {self.policy.refusals} rounds in a row, and "
+                f"the others went on without it; its data or its machine are at fault"
+            )
 
     def save_start(self) -> None:
         """Save the state before the first round, so that all groups always hold a common round."""
@@ -140,7 +157,8 @@ class OwnerRounds(IslandRounds):
         """
         common, run, policy = self.common, self.run, self.policy
         began_s = time.perf_counter()
-        drawn = self.schedule.draw(common.round, common.positions)
+        stopped = common.refusals.at_limit()
+        drawn = self.schedule.draw(common.round, common.positions, stopped)
         senders = [
             [owner for owner in policy.owners_of(group) if owner in drawn]
             for group in range(policy.groups)
@@ -164,6 +182,7 @@ class OwnerRounds(IslandRounds):
                 self.states.keep_control(owner, control)
         if merge.committed:
             common.positions = self.schedule.advance(common.positions, drawn, counts)
+        self._steps += run.step_count - first_step
         self._close_owners_round(merge, drawn, began_s, run.step_count - first_step)
         return merge
 
@@ -247,7 +266,9 @@ class OwnerRounds(IslandRounds):
         if merge.committed:
             common.round, common.digest = common.round + 1, merge.digest
         common.failures = 0 if merge.committed else common.failures + 1
-        stops = common.refusals.count(drawn, collect_refusals([merge]))
+        before = common.refusals.at_limit()
+        refused = collect_refusals([merge])
+        stopped = set(common.refusals.count(drawn, refused)) - set(before)
         if merge.committed and self.joined.method.resets_inner:
             run.optimizer.state.clear()
         self._emit_round(
@@ -267,10 +288,9 @@ class OwnerRounds(IslandRounds):
             run.step_count = max(run.step_count, self._saved_step + 1)
             self._saved_step = run.step_count
             self._start_save()
-        if own := [owner for owner in stops if owner in self.owners]:
-            name, why = self.owners[own[0]].name, collect_refusals([merge])[own[0]]
-            raise TrainingError(
-                f"owner {name}: its change was refused {policy.refusals} rounds in a row (last: "
-                f"{why}); its data or its machine are at fault"
+        for owner in sorted(stopped):
+            run.recorder.notice(
+                f"refused {policy.refusals} rounds in a row, last because {refused[owner]}: it "
+                f"trains no more in this run, and gets the merged weights"
             )
         self._stop_after_failures(merge)
