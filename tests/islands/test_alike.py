@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.layouts.layout import Layout
 from shoal.base.plans.plan import Plan
@@ -22,8 +23,10 @@ from shoal.cli.start import _check_islands_resume, _has_island_folders
 from shoal.config.load import LoadedConfig, load_config
 from shoal.config.save import MICRO_BATCH, is_derived, to_toml
 from shoal.config.sections import Config
+from shoal.forecast.machines.measured_machine import estimate_this_machine
 from shoal.forecast.time.codec_costs import CODINGS
 from shoal.islands.common_round import ResumePoint
+from shoal.trainer.autotune import micro_batch_size
 from shoal.trainer.islands.island_join import (
     FEEDS_BACK,
     OWN,
@@ -52,7 +55,7 @@ class Others:
 
 def run_of(**settings: Any) -> Any:
     plan = SimpleNamespace(
-        layout=SimpleNamespace(text=lambda: "single"), batch=8, micro_batch=2, compute="fp32", seed=1, keep=2,
+        layout=SimpleNamespace(text=lambda: "single"), batch=8, micro_batch=2, compute="fp32", residual="fp32", seed=1, keep=2,
         parameters=10,
     )  # fmt: skip
     return SimpleNamespace(plan=SimpleNamespace(**{**vars(plan), **settings}))
@@ -265,3 +268,31 @@ def test_islands_take_the_least_micro_batch_that_nobody_gave(
     assert (kept["micro_batch"], kept.get("sized", False)) == (size, size < 8)
     told = ["train.micro_batch: 8 → 2, the least of all islands"]
     assert notices == (told if size < 8 else [])
+
+
+@pytest.mark.parametrize(
+    ("at", "concurrent", "runs"),
+    [("127.0.0.1:9", 0, 3), ("127.0.0.1:9", 2, 2), ("10.0.0.1:9", 0, 1)],
+)
+def test_islands_of_one_machine_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str, concurrent: int, runs: int
+) -> None:
+    """Of owners that take turns those that train at a time."""
+    seen: list[int] = []
+
+    def choose(plan: Plan, *_: Any, sharing: int) -> tuple[Plan, str]:
+        seen.append(sharing)
+        return plan, ""
+
+    monkeypatch.setattr(micro_batch_size, "is_micro_batch_open", lambda folder: True)
+    monkeypatch.setattr(micro_batch_size, "choose_size", choose)
+    policy = IslandsPolicy("fedavg", count=3, at=at, data="own", concurrent=concurrent)
+    world: Any = SimpleNamespace(writes_files=False)
+    nothing: Any = None
+    micro_batch_size.choose_micro_batch(
+        replace(Config(), islands=policy), Plan(Layout()), nothing, world, tmp_path, nothing
+    )
+    assert seen == [runs]
+    whole = estimate_this_machine(MachineFacts(cores=4, memory_bytes=12 * 2**30, gpus=0), 1)
+    part = micro_batch_size._divide_memory(whole, runs)
+    assert part.device.memory_bytes == part.node_memory_bytes == 12 * 2**30 / runs

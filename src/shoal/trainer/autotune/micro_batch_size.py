@@ -62,7 +62,7 @@ def choose_micro_batch(
         return plan, ""
 
     said, islands = "train.batch={} train.micro_batch={}", config.islands
-    sharing = islands.count if islands.on and islands.at.startswith("127.") else 1
+    sharing = islands.groups if islands.on and islands.at.startswith("127.") else 1
     further = partial(case_settings, config)
     plan, line = choose_size(plan, facts, further, world, said, trial, sharing=sharing)
     if world.writes_files:
