@@ -441,6 +441,8 @@ def test_text_and_json_name_one_cause(tmp_path: Path) -> None:
     assert records[-1]["what"] == line.removeprefix("verdict: ")
     assert records[-1]["step_s"] > records[-1]["without_s"] > 0
     assert set(records[0]) <= set(records[-1])
+    assert sum(records[-1]["parts_s"].values()) == pytest.approx(records[-1]["step_s"], rel=0.2)
+    assert any(line.startswith("   a step: ") and "data 30%" in line for line in text)
     faster = [line.removeprefix("faster: ") for line in text if line.startswith("faster: ")]
     assert [one["what"] for one in records[:-1]] == faster
 

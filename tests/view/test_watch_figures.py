@@ -89,6 +89,9 @@ def test_the_time_left_counts_the_validations_to_come() -> None:
     second = {**first, "step": 20, "seconds": 10.0}
     assert left_text(progress, [], [first], BEGAN_S) == "1 min 50 s left"
     assert left_text(progress, [], [first, second], BEGAN_S) == "2 min 40 s left"
+    announced = [{"event": "notice", "text": "validation at the end: 8 held-out samples"}]
+    assert left_text(progress, [], announced, BEGAN_S) == "1 min 20 s left and a validation"
+    assert left_text(progress, [], [*announced, first], BEGAN_S) == "1 min 50 s left"
     damaged = [{"event": "validated", "step": "x", "seconds": None}]
     assert left_text(progress, [], damaged, BEGAN_S) == "1 min 20 s left"
 

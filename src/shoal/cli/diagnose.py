@@ -70,6 +70,7 @@ class FolderDiagnosis:
             "share": verdict.share,
             "step_s": verdict.step_s,
             "without_s": verdict.without_s,
+            "parts_s": verdict.parts_s,
             "goodput": self.goodput,
             "sessions": list(self.sessions),
         }
@@ -107,6 +108,10 @@ class FolderDiagnosis:
             lines.append(f"verdict: {self.verdict_line()}")
             if self.verdict.evidence:
                 lines.append(f"   why: {' '.join(self.verdict.evidence)}")
+            if self.verdict.parts_s and self.verdict.kind != "nothing":
+                from shoal.report.verdict.forecast_gap import parts_text
+
+                lines.append(f"   a step: {parts_text(self.verdict.parts_s)}")
         if self.goodput:
             lines.append(f"goodput: {self.goodput}")
         return [*lines, *self.sessions]

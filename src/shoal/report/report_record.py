@@ -41,6 +41,7 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
         "verdict_step_s": verdict.step_s,
         "verdict_without_s": verdict.without_s,
         "verdict_steps": verdict.steps,
+        "verdict_parts_s": verdict.parts_s,
         "verdict_command": verdict.command,
         "state": row.state,
         "how": row.how,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.base.runlog.damaged_lines import Record, is_number
@@ -68,6 +68,7 @@ class Verdict:
         without_s: seconds of a step without the cause; None if unknown.
         command: what to try; "" for nothing.
         steps: number of steps of which `step_s` is the mean; 0 if unknown.
+        parts_s: seconds of a step by part, the mean over ranks, as recorded; {} if unknown.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class Verdict:
     without_s: float | None = None
     command: str = ""
     steps: int = 0
+    parts_s: dict[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the verdict as one line.
@@ -126,9 +128,10 @@ def find_verdict(folder: Path) -> Verdict:
     ]
     processor = read_run_processor_times(folder, times)
     costs += list_processor_costs(replay, processor)
-    verdict = _largest_cost(replay, costs)
+    parts_s = measure_parts(times, replay)
+    verdict = replace(_largest_cost(replay, costs), parts_s=parts_s)
     if verdict.kind == "nothing":
-        cause = f"{verdict.cause} ({parts_text(measure_parts(times, replay))})"
+        cause = f"{verdict.cause} ({parts_text(parts_s)})"
         verdict = replace(verdict, cause=cause)
     elif verdict.kind != "busy_machine":
         starved = evidence_sentences(processor, below=STARVED)

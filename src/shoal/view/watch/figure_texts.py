@@ -103,15 +103,23 @@ def left_text(
         return ""
     mean_s = progress.mean("step_s") or 0.0
     pause_s = _validations_left(progress, events)
+    # Nobody has timed the first validation yet: it is named, and not counted.
+    more = " and a validation" if not pause_s and left_s and _will_validate(events) else ""
     fast_s, slow_s = _pace_range(points) or (mean_s, mean_s)
     steps = left_s / mean_s if mean_s else 0.0
     from_s, until_s = steps * fast_s + pause_s, steps * slow_s + pause_s
     if steps and until_s > VARIES * from_s:
         clocks = _clock_range(now_s + from_s, now_s + until_s, now_s)
-        return f"{_range_text(from_s, until_s)} left{clocks}"
+        return f"{_range_text(from_s, until_s)} left{more}{clocks}"
     whole_s = left_s + pause_s
     done = f", done {_clock(now_s + whole_s, now_s)}" if whole_s >= CLOCK_S else ""
-    return f"{remaining_time_text(whole_s)} left{done}"
+    return f"{remaining_time_text(whole_s)} left{more}{done}"
+
+
+def _will_validate(events: Sequence[Record]) -> bool:
+    """Return whether the run announced validations."""
+    texts = (str(one.get("text")) for one in events if one.get("event") == "notice")
+    return any(text.startswith("validation ") for text in texts)
 
 
 def _pace_range(points: Sequence[StepPoint]) -> tuple[float, float] | None:
