@@ -24,7 +24,7 @@ from shoal.config.trust import _list_functions
 from shoal.islands.admission import RefusalCounter
 from shoal.islands.methods import find_method
 from shoal.trainer.islands.island_join import check_same_tokenizer
-from shoal.trainer.islands.owner_data import agree_on_owners
+from shoal.trainer.islands.owner_data import agree_on_owners, estimate_group_steps
 from shoal.trainer.islands.owner_rounds import OwnerRounds
 
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "owners.md"
@@ -209,3 +209,13 @@ def test_a_group_that_was_not_drawn_is_well_and_a_stopped_owner_is_not() -> None
         rounds.check_moved()
     rounds.states = SimpleNamespace(takes_turns=True)  # type: ignore[assignment]
     rounds.check_moved()
+
+
+def test_progress_counts_the_steps_of_a_group() -> None:
+    words = ("islands.count=100", "islands.concurrent=2", "islands.sample=0.2", *OWN)
+    config = load_config(None, ["data.source=digits", "data.split=even", "train.epochs=3", *words])
+    assert estimate_group_steps(config.config, 300) == 30, "3 steps of each, 10 owners in a round"
+    assert (
+        estimate_group_steps(load_config(None, [FILES, "train.steps=40", *words]).config, 40) == 400
+    )
+    assert estimate_group_steps(load_config(None, []).config, 40) == 40

@@ -39,14 +39,18 @@ from shoal.planning.settle import Words, is_layout_open
 from shoal.trainer.autotune.micro_batch_size import choose_micro_batch, is_micro_batch_open
 from shoal.trainer.autotune.rank_layouts import choose_run_layout
 from shoal.trainer.autotune.trial_passes import run_trial_passes
+from shoal.trainer.islands.island_job import STOPPED, train_rounds
 from shoal.trainer.islands.island_join import (
     IslandConnection,
     forecast_rounds,
     join_islands,
     resume_common_round,
 )
-from shoal.trainer.islands.island_job import STOPPED, train_rounds
-from shoal.trainer.islands.owner_data import open_first_source, share_tokenizer
+from shoal.trainer.islands.owner_data import (
+    estimate_group_steps,
+    open_first_source,
+    share_tokenizer,
+)
 from shoal.trainer.jobs.configured_run import (
     build_model,
     count_total_steps,
@@ -179,7 +183,8 @@ def _prepare(
         "predicted": foreseen,
     }
     validates = source.validation is not None and _is_fresh_pretrained(run, config)
-    write_opening(run, run.plan, source, total_steps, folder, told, validates=validates)
+    steps = estimate_group_steps(config, total_steps)
+    write_opening(run, run.plan, source, steps, folder, told, validates=validates)
     if world.is_first and joined is None:  # islands on one machine disturb each other's times
         learner = StepTimeFeedback(foreseen, run.plan.compute, world)
         run.recorder.events.listeners.append(learner.on_event)

@@ -29,6 +29,7 @@ from shoal.data.loading.loader import Loader
 from shoal.data.owner_split import OwnerSubset, deal_samples
 from shoal.data.sources import Source, open_source
 from shoal.fabric import World
+from shoal.forecast.time.island_costs import mean_messages
 from shoal.islands.peer_deadline import MOST_S
 from shoal.trainer.islands.island_join import MEET_S, IslandConnection
 from shoal.trainer.jobs.validation import Values, count_correct
@@ -77,6 +78,18 @@ def _open_own_source(config: Config, name: str) -> Source:
         return open_source(select_owner(config.data, name), config.train.seed)
     except ConfigError as error:
         raise ConfigError(f"owner {name}: {error}") from error
+
+
+def estimate_group_steps(config: Config, total_steps: int) -> int:
+    """Estimate the inner steps of a group in the whole run, for the progress that a user sees.
+
+    Args:
+        total_steps: inner steps of one owner; of the whole dataset's epochs with `data.split`.
+    """
+    if not config.islands.owned:
+        return total_steps
+    share = 1 / config.islands.count if config.data.split and config.train.epochs else 1.0
+    return max(1, math.ceil(total_steps * share * mean_messages(config.islands)))
 
 
 def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
@@ -229,8 +242,8 @@ def describe_sent_data(run: Run, joined: IslandConnection, held: Sequence[int]) 
         f"own data of {len(held)} owners, {sum(held)} samples{without}: no sample leaves its "
         f"owner; what does: the change of the weights once a round ({bytes_text(sum(sizes))}, "
         f"codec {joined.policy.codec}), numbers of samples, tokens and steps, loss and accuracy of "
-        f"validations, the tokenizer. A change can reveal samples: there are no secure sums and no "
-        f"differential privacy"
+        f"validations, the tokenizer's hash. A change can reveal samples: there are no secure sums "
+        f"and no differential privacy"
     )
 
 
