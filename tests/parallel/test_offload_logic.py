@@ -26,6 +26,7 @@ from shoal.parallel.offload.copy_stream import CopyStream
 from shoal.parallel.offload.offloaded_activations import ActivationOffload
 from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program, make_undivided_program
+from shoal.trace.isolation.module_copies import copy_to_meta
 
 CPU = torch.device("cpu")
 
@@ -135,6 +136,14 @@ def test_parked_activations_give_the_same_bits(policy: str) -> None:
     if policy == "full":
         # tokens, a block's input times 3, and around the head: two norms' worth and the loss
         assert len([shape for shape in lane.sent if shape == (3, 16, 32)]) <= 2 * (3 + 3)
+
+
+def test_a_module_with_parked_activations_can_be_copied() -> None:
+    """As fsdp does, to have the shapes of what it shards; a stream cannot be copied."""
+    model = llama()
+    park = ActivationOffload(model, ("blocks.0",), CPU)
+    assert copy_to_meta(model).blocks[0] is not model.blocks[0]
+    park.close()
 
 
 def test_weights_and_small_and_expanded_tensors_stay() -> None:

@@ -69,6 +69,9 @@ class ActivationOffload:
             for part in (module, *map(module.get_submodule, blocks))
         ]
 
+    def __deepcopy__(self, known: object) -> ActivationOffload:
+        return self  # fsdp copies the module to the meta device, and streams cannot be copied
+
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
         """Install the hooks around a forward and backward pass."""
