@@ -35,7 +35,13 @@ def test_a_proven_run_has_the_bits_of_one_without_a_proof(attempt) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "layout"), [("loss_of_the_model", "ddp"), ("written_out", "ddp"), ("experts", "zero2")]
+    ("loop", "layout"),
+    [
+        ("loss_of_the_model", "ddp"),
+        ("written_out", "ddp"),
+        ("experts", "zero2"),
+        ("heads", "zero1"),
+    ],
 )
 def test_a_right_loop_is_proven(attempt, loop: str, layout: str) -> None:
     answer = attempt(loop, layout)
