@@ -12,7 +12,7 @@ from watched_runs import BEGAN_S, PLAN, make_run, step_row, write_event
 from shoal.view.progress import RunProgress
 from shoal.view.run_table import list_runs, table_lines
 from shoal.view.summary import summarise_run
-from shoal.view.watch.figure_texts import comment_text, forecast_texts, left_text
+from shoal.view.watch.figure_texts import comment_text, forecast_texts, left_texts
 from shoal.view.watch.run_watcher import RunWatcher
 from shoal.view.watch.styled_lines import line_text
 from shoal.view.watch.watch_screen import ScreenOptions, render_snapshot
@@ -72,14 +72,21 @@ def test_the_time_left_is_a_range_where_the_pace_varies(monkeypatch: pytest.Monk
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     steady, now_s = progress_of(1.0), BEGAN_S
-    assert left_text(steady, points_of(*[1.0] * 8), [], now_s) == "3 min 00 s left"
-    assert left_text(steady, points_of(1.0), [], now_s) == "3 min 00 s left", "too few points"
+    three = ("3 min 00 s left", "")
+    assert left_texts(steady, points_of(*[1.0] * 8), [], now_s) == three
+    assert left_texts(steady, points_of(1.0), [], now_s) == three, "too few points"
     varied = points_of(0.5, 1.0, 1.0, 1.0, 1.5, 2.0, 2.0, 9.0)
-    assert left_text(steady, varied, [], now_s) == "3–6 min left"
+    assert left_texts(steady, varied, [], now_s) == ("3–6 min left", "")
     long = progress_of(1.0, total=72_020)
-    assert left_text(long, [], [], now_s) == "20 h 00 min left, done 19 Nov 07:06"
-    assert left_text(long, varied, [], now_s) == "20–40 h left, done 19 Nov 07:06 to 20 Nov 03:06"
-    assert left_text(RunProgress(None), [], [], now_s) == ""
+    assert left_texts(long, [], [], now_s) == ("20 h 00 min left", "steps done 19 Nov 07:06")
+    assert left_texts(long, varied, [], now_s) == (
+        "20–40 h left",
+        "steps done 19 Nov 07:06 to 20 Nov 03:06",
+    )
+    announced = [{"event": "notice", "text": "validation at the end: 8 held-out samples"}]
+    done = left_texts(long, [], announced, now_s)[1]
+    assert done == "steps done 19 Nov 07:06, then a validation"
+    assert left_texts(RunProgress(None), [], [], now_s) == ("", "")
 
 
 def test_the_time_left_counts_the_validations_to_come() -> None:
@@ -87,13 +94,10 @@ def test_the_time_left_counts_the_validations_to_come() -> None:
     progress = progress_of(1.0, total=100)
     first = {"event": "validated", "step": 10, "seconds": 30.0}
     second = {**first, "step": 20, "seconds": 10.0}
-    assert left_text(progress, [], [first], BEGAN_S) == "1 min 50 s left"
-    assert left_text(progress, [], [first, second], BEGAN_S) == "2 min 40 s left"
-    announced = [{"event": "notice", "text": "validation at the end: 8 held-out samples"}]
-    assert left_text(progress, [], announced, BEGAN_S) == "1 min 20 s left and a validation"
-    assert left_text(progress, [], [*announced, first], BEGAN_S) == "1 min 50 s left"
+    assert left_texts(progress, [], [first], BEGAN_S)[0] == "1 min 50 s left"
+    assert left_texts(progress, [], [first, second], BEGAN_S)[0] == "2 min 40 s left"
     damaged = [{"event": "validated", "step": "x", "seconds": None}]
-    assert left_text(progress, [], damaged, BEGAN_S) == "1 min 20 s left"
+    assert left_texts(progress, [], damaged, BEGAN_S)[0] == "1 min 20 s left"
 
 
 def test_a_snapshot_shows_a_stop_before_many_saves(tmp_path: Path) -> None:

@@ -88,10 +88,12 @@ def _latest_part(late: RankState, ranks: Sequence[RankState]) -> str:
     return LETTERS[part][1]
 
 
-def left_text(
+def left_texts(
     progress: RunProgress, points: Sequence[StepPoint], events: Sequence[Record], now_s: float
-) -> str:
-    """Return the time until the end, a range if the pace varies, and when that is; "" if unknown.
+) -> tuple[str, str]:
+    """Return the time until the end, a range if the pace varies, and when that is.
+
+    Each is "" if unknown; the second one also if the end is near.
 
     Args:
         points: of the curves, by step.
@@ -100,20 +102,26 @@ def left_text(
     """
     left_s = progress.left_s()
     if left_s is None or progress.last is None:
-        return ""
+        return "", ""
     mean_s = progress.mean("step_s") or 0.0
     pause_s = _validations_left(progress, events)
     # Nobody has timed the first validation yet: it is named, and not counted.
-    more = " and a validation" if not pause_s and left_s and _will_validate(events) else ""
+    more = ", then a validation" if not pause_s and left_s and _will_validate(events) else ""
     fast_s, slow_s = _pace_range(points) or (mean_s, mean_s)
     steps = left_s / mean_s if mean_s else 0.0
     from_s, until_s = steps * fast_s + pause_s, steps * slow_s + pause_s
     if steps and until_s > VARIES * from_s:
-        clocks = _clock_range(now_s + from_s, now_s + until_s, now_s)
-        return f"{_range_text(from_s, until_s)} left{more}{clocks}"
+        return f"{_range_text(from_s, until_s)} left", _done_text(from_s, until_s, now_s, more)
     whole_s = left_s + pause_s
-    done = f", done {_clock(now_s + whole_s, now_s)}" if whole_s >= CLOCK_S else ""
-    return f"{remaining_time_text(whole_s)} left{more}{done}"
+    return f"{remaining_time_text(whole_s)} left", _done_text(whole_s, whole_s, now_s, more)
+
+
+def _done_text(from_s: float, until_s: float, now_s: float, more: str) -> str:
+    """Return when a run is done: one clock time, or two; "" of one that is soon."""
+    if until_s < CLOCK_S:
+        return ""
+    first, last = _clock(now_s + from_s, now_s), _clock(now_s + until_s, now_s)
+    return f"steps done {first}{'' if first == last else f' to {last}'}{more}"
 
 
 def _will_validate(events: Sequence[Record]) -> bool:
@@ -163,12 +171,6 @@ def _range_text(from_s: float, until_s: float) -> str:
     low, high = from_s / size, until_s / size
     digits = 1 if low < 4 and name != "s" else 0
     return f"{f'{low:.{digits}f}'.removesuffix('.0')}–{high:.0f} {name}"
-
-
-def _clock_range(from_s: float, until_s: float, now_s: float) -> str:
-    if until_s - now_s < CLOCK_S:
-        return ""
-    return f", done {_clock(from_s, now_s)} to {_clock(until_s, now_s)}"
 
 
 def _clock(time_s: float, now_s: float) -> str:

@@ -30,7 +30,7 @@ from shoal.view.run_table import RunRow, read_held_locks, read_row
 from shoal.view.watch.figure_texts import (
     comment_text,
     forecast_texts,
-    left_text,
+    left_texts,
     wait_texts,
 )
 from shoal.view.watch.loss_history import LossHistory
@@ -155,6 +155,7 @@ class RunWatcher:
         ranks = collect_rank_states(
             self.tail, self.lateness_s, self.hosts, self.samples, self.progress.plan, session
         )
+        left, done = left_texts(self.progress, self.history.points, events, time.time())
         return WatchedRun(
             self.name,
             row=self._row,
@@ -166,7 +167,8 @@ class RunWatcher:
             forecast=forecast_texts(self.progress, self.tail.peaks()),
             comment=comment_text(self.progress),
             waits=wait_texts(self.progress, ranks),
-            left=left_text(self.progress, self.history.points, events, time.time()),
+            left=left,
+            done=done,
             events=self.sentences,
         )
 

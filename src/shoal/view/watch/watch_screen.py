@@ -174,6 +174,8 @@ def _state_spans(run: WatchedRun, row: RunRow, width: int, now_s: float) -> list
         clock = local_time_text(row.started_s, "%m-%d %H:%M")
         ago = seconds_text(max(0.0, now_s - row.started_s))
         found.append((f"started {clock}, {ago} ago", "dim"))
+    if run.done and row.alive:
+        found.append((run.done, ""))
     return found
 
 

@@ -97,6 +97,7 @@ class WatchedRun:
         comment: why the forecast may be far off; "" if it is not.
         waits: what a step waits for, each as a text.
         left: time until the end, as a text; "" if unknown.
+        done: when that is; "" if it is soon or unknown.
         events: the newest ones, oldest first.
         islands: of a run with islands.
     """
@@ -113,5 +114,6 @@ class WatchedRun:
     comment: str = ""
     waits: Sequence[str] = ()
     left: str = ""
+    done: str = ""
     events: Sequence[EventLine] = ()
     islands: Sequence[IslandState] = ()
