@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.estimates.facts import usable_cores
-from shoal.base.text.units import bytes_text
+from shoal.base.text.units import bytes_text, count_noun
 
 LEAST_FREE_BYTES = 2**30
 """Room for two checkpoints of the first model and a cache of its text; else `--free-gib`."""
@@ -204,7 +204,9 @@ def check_memory(
     if free_bytes >= needed:
         return CheckResult("memory", True, what)
     fit = max(0, free_bytes // WORKER_BYTES)
-    what += f", {processes} processes with torch take {bytes_text(needed)} before any model"
+    takes = "take" if processes != 1 else "takes"
+    who = count_noun(processes, "process", "processes")
+    what += f", {who} with torch {takes} {bytes_text(needed)} before any model"
     return CheckResult(
         "memory", False, what, f"launch.processes={fit}" if fit else "end other programs"
     )

@@ -69,7 +69,7 @@ def write_opening(
             "notice",
             opening=1,
             text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
-            f"{plan.arithmetic()}; {total_steps} steps",
+            f"{plan.arithmetic()}; {total_steps} step{'s' * (total_steps != 1)}",
         )
         emit(
             "notice",
