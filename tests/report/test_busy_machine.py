@@ -6,14 +6,18 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_verdict import OWN_S, SUM_S, make_run
 
 from shoal.launch.watch import process_records
+from shoal.launch.watch.hang_watch import HangWatch
 from shoal.launch.watch.process_records import PROCESSES_FILE, ProcessRecordFile
 from shoal.report.verdict import find_verdict, processor_shares
 from shoal.report.verdict.processor_shares import read_processor_times
+from shoal.wire.phases import PASSES
+from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
 
 
 def write_samples(folder: Path, shares: dict[int, float], *, until_s: float, pid: int = 7) -> None:
@@ -85,6 +89,12 @@ def test_samples_of_an_older_process_do_not_count(tmp_path: Path) -> None:
     assert read_processor_times(tmp_path / "none", 0.0, 1e9) == {}
 
 
+counts = pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this kernel does not count"
+)
+
+
+@counts
 def test_the_watch_records_ranks_of_this_machine(tmp_path: Path) -> None:
     """A process id of another machine means nothing here; lines have their least distance."""
     file = ProcessRecordFile(tmp_path)
@@ -92,8 +102,6 @@ def test_the_watch_records_ranks_of_this_machine(tmp_path: Path) -> None:
     file.append_sample([*ranks, SimpleNamespace(rank=2, pid=1 << 30)], {0: None, 2: None})
     file.append_sample(ranks, {0: None})
     lines = (tmp_path / PROCESSES_FILE).read_text().splitlines()
-    if not Path("/proc/self/schedstat").exists():
-        pytest.skip("this kernel does not count")
     (record,) = (json.loads(line) for line in lines)
     (rank,) = record["ranks"]
     assert (rank["rank"], rank["pid"]) == (0, os.getpid())
@@ -105,3 +113,23 @@ def test_the_watch_records_ranks_of_this_machine(tmp_path: Path) -> None:
 
 def test_reader_and_writer_name_one_file() -> None:
     assert processor_shares.PROCESSES_FILE == process_records.PROCESSES_FILE
+
+
+@counts
+def test_the_watch_begins_with_the_first_step(tmp_path: Path) -> None:
+    """A start says nothing of steps: imports and reads of a disk are in it."""
+    watch = HangWatch(tmp_path, lambda event, **fields: None, 1e9)
+    (path,) = watch.start_attempt(1)
+    page = WatchPage.open({PAGE_VARIABLE: path})
+    rank: Any = SimpleNamespace(rank=0, pid=os.getpid(), code=None)
+    try:
+        for step in (0, 1):
+            if step:
+                page.record_part(PASSES)
+                page.record_step_end(step, peak_bytes=1)
+            watch._looked_s = 0.0
+            watch.poll([rank])
+            assert (tmp_path / PROCESSES_FILE).exists() == bool(step), step
+    finally:
+        page._cast(memoryview(bytearray(1 << 20)))
+        watch.close()
