@@ -191,6 +191,8 @@ def test_commands_of_pages_succeed(name: str, tmp_path: Path, programs: Any) -> 
         if words[0] == "shoal" and not one.runs_here and not own_file:
             done = programs.run("-m", *words, cwd=tmp_path, timeout=600)
             assert done.returncode == 0, (one.command, done.stderr[-2000:])
+            if one.shown:
+                assert page_values.same_output(one.shown, done.stdout), (one.command, done.stdout)
 
 
 def test_programs_of_bugs_are_short() -> None:

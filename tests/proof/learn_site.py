@@ -26,6 +26,10 @@ import psutil
 from chromium import Browser, find_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "website"))
+
+from browser_zip import MODULES  # noqa: E402
+
 SITE, RESULT = ROOT / "build" / "site", ROOT / "proof" / "results" / "learn-site.json"
 PYODIDE = SITE / "_static" / "pyodide"
 WAIT_S = 60.0
@@ -198,6 +202,40 @@ def try_exercises(browser: Browser, address: str) -> list[str]:
     return wrong
 
 
+NODE = """
+const folder = process.argv[1];
+const fs = require("node:fs");
+const { loadPyodide } = require(`${folder}/pyodide.js`);
+(async () => {
+  const python = await loadPyodide({ indexURL: `${folder}/` });
+  const packed = new Uint8Array(fs.readFileSync(`${folder}/shoal.zip`));
+  python.unpackArchive(packed, "zip", { extractDir: "/shoal" });
+  python.globals.set("names", process.argv.slice(2));
+  console.log(python.runPython(`
+import sys
+sys.path.insert(0, "/shoal")
+for name in names:
+    __import__(name)
+strange = {one.split(".")[0] for one in sys.modules} - set(sys.stdlib_module_names)
+" ".join(sorted(one for one in strange if "pyodide" not in one))
+`));
+  const spent = process.cpuUsage();
+  console.log(((spent.user + spent.system) / 1e6).toFixed(2));
+})();
+"""
+"""Loads the site's Pyodide under node; prints what was imported beside the standard library, and CPU s."""
+
+
+def try_node() -> tuple[dict[str, Any], list[str]]:
+    """Import every module of the zip under node: Shoal and the standard library, nothing else."""
+    done = subprocess.run(
+        ["node", "-e", NODE, str(PYODIDE), *MODULES], capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    wrong = [] if lines[:1] == ["__main__ shoal"] else [f"under node: {lines} {done.stderr[-300:]}"]
+    return {"imported": lines[:1], "cpu_s": lines[-1:]}, wrong
+
+
 def count_bytes() -> tuple[float, float]:
     """Return the simulator's bytes, raw and as a server packs them."""
     files = sorted(PYODIDE.iterdir())
@@ -225,6 +263,8 @@ def main() -> int:
     finally:
         browser.close()
         server.shutdown()
+    record["node"], found = try_node()
+    wrong += found
     raw, packed = count_bytes()
     record |= {"simulator_bytes": raw, "simulator_packed_bytes": packed}
     if raw > MOST_BYTES or packed > MOST_PACKED_BYTES:
