@@ -175,7 +175,7 @@ def _slow_rank_cost(
     evidence.append(
         f"The others wait {seconds_text(waits_s)} a step, {who} {seconds_text(least_s)}."
     )
-    command = "shoal doctor on its host: another process, a hot or a slow processor"
+    command = "shoal doctor on its host"
     if list(parts) == [DATA]:
         command = input_cure(facts, late_s, replay.mean_s(replay.step_s))[0]
     elif list(parts) == [HOOKS]:
