@@ -257,6 +257,26 @@ def test_short_runs_have_a_distance_and_no_step(tmp_path: Path) -> None:
     )
 
 
+def test_of_several_short_runs_the_farthest_is_named(tmp_path: Path) -> None:
+    base = noise(5)[:60]
+    shifts = {"a": 0.0, "b": 0.1, "c": 0.5}
+    found = read_comparison([write_run(tmp_path / n, base + s) for n, s in shifts.items()])
+    text = found.summary()
+    assert re.search(r"step 1 \(b\); [\d.]+ spreads apart over the last 50 steps \(c\)$", text)
+
+
+def test_validations_of_other_steps_have_their_steps(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "short", noise(5)[:100]), write_run(tmp_path / "long", noise(6))
+    ]  # fmt: skip
+    for folder, loss in zip(folders, (3.5, 3.25), strict=True):
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "validated", "time_s": 2e9, "step": 9, "loss": loss}))
+            file.write("\n")
+    text = best_run_text(read_comparison(folders))
+    assert "loss: 3.2500 (step 300), 0.25 below short (step 100)" in text
+
+
 def write_equal_runs(tmp_path: Path, *step_s: float) -> list[Path]:
     folders = []
     for at, seconds in enumerate(step_s):

@@ -92,8 +92,12 @@ def _validation_text(found: Comparison) -> str:
     (least, best), (next_least, second) = sorted(losses)[:2]
     if least == next_least:
         return ""
-    gap = f"{next_least - least:.2g} below {found.runs[second].label}"
-    return f"{found.runs[best].label} has the lowest validation loss: {loss_text(least)}, {gap}"
+    steps = [f" (step {found.runs[at].row.step:,})" for at in (best, second)]
+    if len({run.row.step for run in found.runs}) == 1:
+        steps = ["", ""]
+    gap = f"{next_least - least:.2g} below {found.runs[second].label}{steps[1]}"
+    name = found.runs[best].label
+    return f"{name} has the lowest validation loss: {loss_text(least)}{steps[0]}, {gap}"
 
 
 def _cause_text(found: Comparison) -> str:

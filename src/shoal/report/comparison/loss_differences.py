@@ -99,16 +99,22 @@ class LossDifference:
         if self.separation_step is not None:
             return f"apart by more than three spreads from step {self.separation_step:,}"
         if not self.is_long_enough:
-            return f"{self._newest_text()} (from which step: needs {LEAST_STEPS} common losses)"
+            return f"{self.newest_text()} (from which step: needs {LEAST_STEPS} common losses)"
         return f"within three spreads up to step {self.last_step:,}"
 
-    def _newest_text(self) -> str:
+    @property
+    def newest_spreads(self) -> float | None:
+        """Return how many spreads the newest losses are apart; None for too few of them."""
+        if self.newest_mean is None or not self.newest_spread:
+            return None
+        return abs(self.newest_mean) / self.newest_spread
+
+    def newest_text(self) -> str:
         """Return how far the newest losses are apart, for runs too short for a separation."""
-        mean, spread = self.newest_mean, self.newest_spread
-        if mean is None or not spread:
+        if self.newest_spreads is None:
             return "too short for a spread"
         count = min(WINDOW, self.common_steps)
-        return f"{abs(mean) / spread:.3g} spreads apart over the last {count} steps"
+        return f"{self.newest_spreads:.3g} spreads apart over the last {count} steps"
 
 
 def compare_losses(first: LossSeries, second: LossSeries) -> LossDifference:

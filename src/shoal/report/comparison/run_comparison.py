@@ -116,6 +116,9 @@ class Comparison:
         run, found = min(differ, key=lambda pair: pair[1].first_step or 0)
         text = f"first different loss: step {found.first_step:,} ({run.label})"
         separated = [pair for pair in pairs if pair[1].separation_step is not None]
+        if not separated and not all(pair[1].is_long_enough for pair in differ):
+            run, found = max(differ, key=lambda pair: pair[1].newest_spreads or 0.0)
+            return f"{text}; {found.newest_text()} ({run.label})"
         if not separated:
             return f"{text}; none apart by more than three spreads"
         run, found = min(separated, key=lambda pair: pair[1].separation_step or 0)
