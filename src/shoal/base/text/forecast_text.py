@@ -1,6 +1,6 @@
 """A forecast beside its measurement, as all commands print it: the ratio is measured ÷ foreseen.
 
-So 29.1 s → 1.6 s (0.05 ×) reads: foreseen were 29.1 s, measured 1.6 s.
+So 29.1 s → 1.6 s (0.055 ×) reads: foreseen were 29.1 s, measured 1.6 s.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ def ratio_text(foreseen: float, measured: float) -> str:
     """Return how many times the foreseen figure was measured.
 
     >>> ratio_text(29.1, 1.6), ratio_text(0.2, 0.25), ratio_text(0.0045, 0.15)
-    ('0.05 ×', '1.25 ×', '33 ×')
+    ('0.055 ×', '1.25 ×', '33 ×')
     """
     ratio = measured / foreseen
+    if ratio < 0.1:
+        return f"{ratio:.2g} ×"
     return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×"
 
 
