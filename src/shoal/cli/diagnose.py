@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.report.verdict import Verdict
     from shoal.view.diagnose import RunFinding
 
-RUN = typer.Argument(..., metavar="RUN", help="A run folder, also a copy of one.")
+RUN = typer.Argument(..., metavar="RUN", help="A run folder, also a copy, or a name in runs/.")
 CAUSES = {"communication": "communication", "data": "input"}
 """Kind of advice → kind of the verdict beside which it is printed: they must not contradict."""
 PARTS = {

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import typer
 
-RUNS = typer.Argument(..., metavar="RUN…", help="Run folders, also of runs that go on; at most 20.")
+RUNS = typer.Argument(
+    ..., metavar="RUN…", help="Run folders or names, also of runs that go on; at most 20."
+)
 OUT = typer.Option(
     None, "--out", metavar="FILE", help="The file; default: RUN/report.html, or comparison.html."
 )

@@ -20,7 +20,7 @@ from shoal.base.text.terminal_encoding import READABLE
 if TYPE_CHECKING:
     from shoal.view.watch.watch_state import WatchedRun
 
-RUN = typer.Argument(..., metavar="RUN", help="A run folder, also a copy, or one yet to come.")
+RUN = typer.Argument(..., metavar="RUN", help="A run folder or name, also of a run yet to come.")
 ONCE = typer.Option(False, "--once", help="Print the state of the moment and exit.")
 AS_JSON = typer.Option(False, "--json", help="Print the state of the moment as JSON and exit.")
 
