@@ -72,6 +72,10 @@ def test_the_page_shows_what_shoal_answers(words: tuple[str, ...]) -> None:
         (("data.source=digits", "data.split=labels:0", *OWN), "try: data.split=labels:1"),
         ((FILES, *OWN, "data.owners=os:system"), "'os:system' is no plain name; try: letters"),
         ((FILES.replace("owners/", "owner/"), *OWN), "no file matches; try: jsonl:owners/*.jsonl"),
+        ((FILES, *OWN, "islands.count=5"), "try: islands.count=3, or add the data of 2 more owners"),
+        ((FILES, *OWN, "data.owners=north,west"),
+         "jsonl:owners/west.jsonl: owner west has no file there; try: put the data of west there"),
+        ((FILES, *OWN, "data.owners=north,east,north"), "north more than once; try: data.owners=north,e"),
         ((FILES, *OWN, "islands.at=10.0.0.1:29400", "islands.concurrent=2", "islands.count=3"),
          "are on one machine, and islands.at"),
     ],
@@ -98,6 +102,19 @@ def test_files_name_and_count_the_owners() -> None:
     assert [one.source for one in list_data_sections(apart.config)] == ["jsonl:owners/2.jsonl"]
     named = settled("data.source=mine:of_{owner}", *OWN, "data.owners=a,b").config
     assert (named.islands.count, list_owner_names(named)) == (2, ("a", "b"))
+
+
+def test_two_owners_with_one_file_are_refused_and_equal_files_noticed() -> None:
+    Path("owners/north.jsonl").write_text('{"text": "b"}\n')
+    Path("owners/east.jsonl").write_text('{"text": "longer"}\n')
+    assert settled(FILES, *OWN).notices == []
+    Path("owners/west.jsonl").write_text('{"text": "longer"}\n')
+    (line,) = settled(FILES, *OWN).notices
+    assert "owners/west.jsonl of owner west is equal to owners/east.jsonl of owner east" in line
+    Path("owners/west.jsonl").unlink()
+    Path("owners/west.jsonl").symlink_to("east.jsonl")
+    with pytest.raises(ConfigError, match="owners east and west have the same file .*east.jsonl"):
+        settled(FILES, *OWN)
 
 
 def test_a_function_of_an_owner_is_code_of_a_run() -> None:

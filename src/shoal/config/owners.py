@@ -11,6 +11,7 @@ sees the files of the others, an owner is named by its number. `data.owners` nam
 
 from __future__ import annotations
 
+import filecmp
 import fnmatch
 import glob
 import math
@@ -20,13 +21,15 @@ from pathlib import Path
 
 from shoal.base.errors import ConfigError
 from shoal.config.load import LoadedConfig
-from shoal.config.paths import GLOBS, glob_files, split_source, suggest_path
+from shoal.config.paths import GLOBS, glob_files, is_remote, split_source, suggest_path
 from shoal.config.sections import Config, DataSection
 
 OWNER = "{owner}"
 """Place of an owner's name in data.source and data.validation."""
 ON_PATHS = (*GLOBS, "tokens", "images", "hf")
 """Kinds of sources that are paths."""
+LOCAL = (*GLOBS, "tokens", "images")
+"""Kinds of sources whose paths are always on this disk; a name after `hf:` may be one of a hub."""
 SPLITS, SPLIT_FORMS = ("even", "labels", "dirichlet"), "even, labels:1 or dirichlet:0.1"
 
 
@@ -53,6 +56,8 @@ def resolve_owners(loaded: LoadedConfig) -> None:
             f"machine, and islands.at = {islands.at} is of several; try: leave one of them out"
         )
     if islands.at:
+        if data.owners and OWNER in data.source and islands.index < len(data.owners):
+            find_owner_files(data, (data.owners[islands.index],))
         return
     if not data.split and OWNER not in data.source:
         raise ConfigError(
@@ -68,8 +73,71 @@ def resolve_owners(loaded: LoadedConfig) -> None:
         raise ConfigError(
             f"islands.count = {islands.count}: data.{'owners' if data.owners else 'source'} names "
             f"{len(names)} owners ({', '.join(names[:6])}{', …' if len(names) > 6 else ''}); try: "
-            f"islands.count={len(names)}"
+            f"islands.count={len(names)}{_suggest_missing_files(data, islands.count, len(names))}"
         )
+    if OWNER in data.source:
+        loaded.notices.extend(_compare_owner_files(find_owner_files(data, names)))
+
+
+def _suggest_missing_files(data: DataSection, count: int, found: int) -> str:
+    """Return the other cure, if fewer files are there than owners were asked for."""
+    if data.owners or found >= count:
+        return ""
+    return f", or add the data of {count - found} more owner{'s' * (count - found > 1)}"
+
+
+def find_owner_files(data: DataSection, names: tuple[str, ...]) -> dict[str, list[Path]]:
+    """Return the files or the folder of each owner; {} for a source that is not on this disk.
+
+    Raises:
+        ConfigError: an owner has none. The line suggests no path: a similar one is another owner's.
+    """
+    kind = data.source.partition(":")[0]
+    if kind not in LOCAL or is_remote(data.source):
+        return {}
+    found = {}
+    for name in names:
+        source = data.source.replace(OWNER, name)
+        pattern = split_source(source)[1]
+        paths = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
+        if not paths:
+            raise ConfigError(
+                f"data.source = {source}: owner {name} has no file there; try: put the data of "
+                f"{name} there, or leave {name} out of data.owners"
+            )
+        found[name] = paths
+    return found
+
+
+def _compare_owner_files(files: dict[str, list[Path]]) -> list[str]:
+    """Return a line for each owner whose one file has the bytes of another owner's.
+
+    Raises:
+        ConfigError: two owners have the same file, by one path or by links.
+    """
+    paths: dict[Path, str] = {}
+    sizes: dict[int, list[tuple[str, Path]]] = {}
+    lines = []
+    for name, path in ((name, path) for name, found in files.items() for path in found):
+        other = paths.setdefault(path.resolve(), name)
+        if other != name:
+            raise ConfigError(
+                f"data.source: owners {other} and {name} have the same file {path.resolve()}: "
+                f"its samples would count twice; try: a file of its own for each owner"
+            )
+        if not path.is_file() or not (size := path.stat().st_size):
+            continue
+        alike = sizes.setdefault(size, [])
+        for first, copy in alike:
+            if first != name and filecmp.cmp(copy, path, shallow=False):
+                lines.append(
+                    f"data.source: {path} of owner {name} is equal to {copy} of owner {first}: "
+                    f"its samples count twice"
+                )
+                break
+        else:
+            alike.append((name, path))
+    return lines
 
 
 def _refuse_own_data(data: DataSection) -> None:
@@ -83,7 +151,13 @@ def _refuse_own_data(data: DataSection) -> None:
 
 
 def _check_names(data: DataSection) -> None:
-    """Refuse names that are parts of a path or of a function, and a split that is none."""
+    """Refuse names that are twice there or parts of a path, and a split that is none."""
+    twice = [name for name in data.owners if data.owners.count(name) > 1]
+    if twice:
+        raise ConfigError(
+            f"data.owners = {','.join(data.owners)}: has {twice[0]} more than once; try: "
+            f"data.owners={','.join(dict.fromkeys(data.owners))}"
+        )
     for name in data.owners:
         if not name or set(name) & set(":/\\"):
             raise ConfigError(
