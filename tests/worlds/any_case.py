@@ -58,6 +58,7 @@ OURS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "our llama": ("llama", {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "dropout": 0.1}, 61),
     "our gpt": ("gpt", {"dim": 32, "layers": 4, "heads": 4, "dropout": 0.1}, 61),
     # Without dropout: its blocks are no graphs, and under tp such a one may not drop out.
+    "our gpt, one block": ("gpt", {"dim": 32, "layers": 1, "heads": 4, "dropout": 0.0}, 61),
     "our moe": ("moe", {"dim": 32, "layers": 4, "heads": 4, "experts": 4, "hidden": 24}, 61),
     # Sequences that 4 ranks can share, and heads that they cannot.
     "our llama, 6 heads": (

@@ -11,6 +11,7 @@ import any_case
 
 SAMPLE = [
     pytest.param("our gpt", "tp2", marks=pytest.mark.proof),
+    ("our gpt, one block", "tp2"),  # nothing repeats; its tables are split by themselves
     pytest.param("our vit", "tp2", marks=pytest.mark.proof),
     pytest.param("our moe", "tp2", marks=pytest.mark.proof),
     pytest.param("nested", "tp2", marks=pytest.mark.proof),

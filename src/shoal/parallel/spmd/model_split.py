@@ -168,7 +168,22 @@ class _SplitPlanner:
             self.module.get_submodule(".".join(shared)), nn.ModuleList | nn.ModuleDict
         ):
             shared.pop()  # has no forward of its own
-        return (".".join(shared),) if trunk.blocks else ()
+        name = ".".join(shared)
+        if any(isinstance(p, nn.Embedding) for p in self.module.get_submodule(name).modules()):
+            # Tables of a vocabulary are split by themselves, not as layers of a block.
+            return self.lone_blocks(trunk, name)
+        return (name,) if trunk.blocks else ()
+
+    def lone_blocks(self, trunk: Trunk, name: str) -> tuple[str, ...]:
+        """Return the outermost parts of a layer that hold several layers and look nothing up."""
+        found: list[str] = []
+        for own, part in self.module.get_submodule(name).named_modules(prefix=name):
+            if own not in trunk.called or own.startswith(tuple(f"{one}." for one in found)):
+                continue
+            if not any(isinstance(inner, nn.Embedding) for inner in part.modules()):
+                has_layers = any(list(one.parameters()) for one in part.children())
+                found += [own] if has_layers else []
+        return tuple(found)
 
     def group_layers(self, names: list[str], calls: dict[str, LayerCall]) -> list[list[str]]:
         """Group equal layers for which the user wants the same split."""
