@@ -35,7 +35,10 @@ from shoal.base.layouts.island_options import DEFAULTS, METHODS, IslandsPolicy
         ({"method": "diloco", "count": 6, "regions": 4}, "try: islands.regions=3"),
         ({"method": "diloco", "period": -1}, "islands.period = -1: at least 1"),
         ({"method": "diloco", "weighting": "token"}, "try: tokens"),
-        ({"data": "own"}, "islands.data = own: how islands merge is not said; try: islands.method="),
+        (
+            {"data": "own"},
+            "islands.data = own: how islands merge is not said; try: islands.method=",
+        ),
         ({"method": "fedavg", "sample": 0.5}, "try: islands.data=own"),
         ({"method": "fedavg", "concurrent": 2, "count": 4}, "try: islands.data=own"),
         ({"method": "scaffold", "count": 2}, "try: islands.data=own, or islands.method=fedavg"),

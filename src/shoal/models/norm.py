@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
 OWN = (torch.float32, torch.float64, torch.bfloat16)
 """Formats for which a CPU has the formulas of this module."""
 

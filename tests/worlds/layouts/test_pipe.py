@@ -52,7 +52,9 @@ def assert_messages_arrive_after_they_are_sent(timed: list[dict[str, Any]]) -> N
     found = read_recorded_step([{"step": 2, "ranks": rows}], len(timed), 4_096)
     assert found is not None
     firsts = [next(o.start_s for o in found.actions if o.rank == r) for r in range(len(rows))]
-    shifts = [s - row["began_s"] - row["actions"][0][2] for s, row in zip(firsts, rows, strict=True)]
+    shifts = [
+        s - row["began_s"] - row["actions"][0][2] for s, row in zip(firsts, rows, strict=True)
+    ]
     assert max(shifts) - min(shifts) < 1e-3
 
 
