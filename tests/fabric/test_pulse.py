@@ -98,3 +98,19 @@ def test_a_strange_beat_ends_no_pulse_and_blames_nobody(monkeypatch: pytest.Monk
         assert member.blame((0, 1, 2), "all") == ((2,), "silent")
     for member in members:
         member.close()
+
+
+def test_the_island_that_was_silent_before_the_store_is_blamed() -> None:
+    """Island 0 gave up on island 1 and ended with the store, before island 2 learnt of it."""
+    member = HeartbeatThread.__new__(HeartbeatThread)
+    member.index, member.begun = 2, {}
+    member._told = [pulses.HeartbeatMessage({}) for _ in range(3)]
+    now_s = time.monotonic()
+    member._answered_s = now_s - 30
+    member._heard_s = [now_s - 30, now_s - 30 - 2.1 * pulses.BEAT_S, now_s]
+    words = "silent, and after that island 0, which holds the store"
+    assert member.blame((0, 1, 2), "all") == ((1,), words)
+    member._heard_s[1] = now_s - 30
+    islands, words = member.blame((0, 1, 2), "all")
+    assert islands == (0,)
+    assert "gave up on another island" in words

@@ -176,7 +176,7 @@ class HeartbeatThread:
                 if islands:
                     return islands, words
             if silent := self._silent(others):
-                return silent, "silent"
+                return self._describe_silence(silent, others)
             # A beat read within BEAT_S of the failure may have been sent before it.
             if all(self._heard_s[other] > failed_s + 2 * BEAT_S for other in others):
                 break
@@ -186,6 +186,25 @@ class HeartbeatThread:
         if late:
             return tuple(late), "alive, but did not come"
         return tuple(others), "alive, but the link to it carries nothing"
+
+    def _describe_silence(
+        self, silent: tuple[int, ...], others: Sequence[int]
+    ) -> tuple[tuple[int, ...], str]:
+        """Return the islands to blame and the reason, if these islands are silent.
+
+        If the store's island ends because it gave up on another one, its last beat may get lost
+        with the store. The beats before show who was silent first.
+        """
+        if silent != (STORE_ISLAND,):
+            return silent, "silent"
+        first = tuple(
+            other
+            for other in others
+            if other != STORE_ISLAND and self._answered_s - self._heard_s[other] > 2 * BEAT_S
+        )
+        if first:
+            return first, f"silent, and after that island {STORE_ISLAND}, which holds the store"
+        return silent, "silent, or it gave up on another island: its own last lines say which"
 
     def _silent(self, others: Sequence[int]) -> tuple[int, ...]:
         answered_s = self._answered_s

@@ -47,6 +47,8 @@ with one peer then sends to the other peer alone, and all islands queue at that 
 128 KiB 1.09 ×).
 """
 LEAST_S = 1e-3
+CLOSED_S = 0.05
+"""A wait below it was none: the connection was closed before."""
 LOOK_S = 0.25
 """Seconds to wait for a transfer before a test message checks whether the peer is connected.
 
@@ -277,8 +279,8 @@ class IslandConnections:
         self.pulse.report_given_up(islands, words)
         named = f"island{'s' * (len(islands) > 1)} {', '.join(map(str, islands))}"
         message = (
-            f"islands: {named}: {words}; given up after {after_s:.1f} s of at most "
-            f"{deadline.deadline_s:g} s in {what}; --resume continues from the last merge"
+            f"islands: {named}: {words}; given up {_describe_wait(after_s, deadline.deadline_s)} "
+            f"in {what}; --resume continues from the last merge"
         )
         return IslandLost(message, islands, after_s)
 
@@ -294,3 +296,14 @@ class IslandConnections:
             )
         except RuntimeError as failure:
             raise _TransferFailed from failure
+
+
+def _describe_wait(after_s: float, deadline_s: float) -> str:
+    """Return how long an exchange waited; one that found its connection closed did not wait.
+
+    >>> _describe_wait(0.01, 49.3), _describe_wait(4.0, 49.3)
+    ('at once, the connection was closed', 'after 4.0 s of at most 49.3 s')
+    """
+    if after_s < CLOSED_S:
+        return "at once, the connection was closed"
+    return f"after {after_s:.1f} s of at most {deadline_s:g} s"

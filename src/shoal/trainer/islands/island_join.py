@@ -387,7 +387,7 @@ def resume_common_round(run: Run, joined: IslandConnection) -> None:
         held = [decode_rounds(one, island) for island, one in enumerate(told)]
         point = None if is_before_first_round(held) else find_resume_point(held)
         if point is not None:
-            check_donors(point)
+            check_donors(point, owned=policy.owned)
         if point is None or restore_round(run, plane, here, point.round):
             break
     if point is None:
@@ -478,14 +478,23 @@ def _convert_single_run(run: Run, joined: IslandConnection, round_number: int) -
     )
 
 
-def check_donors(point: ResumePoint) -> None:
-    """Raise CheckpointError, the same on all islands, if an island holds no round; name a donor."""
+def check_donors(point: ResumePoint, *, owned: bool = False) -> None:
+    """Raise CheckpointError, the same on all islands, if an island holds no round; name a donor.
+
+    Args:
+        owned: islands are owners, and another owner's optimizer state is of other data.
+    """
     for island, donor in enumerate(point.donors):
         if donor != island:
+            copy = (
+                f"copy checkpoints/ of island {donor}'s run folder into that of island {island}, "
+                "then resume"
+            )
+            lost = "bring them back from a copy, or start a new run" if owned else copy
             raise CheckpointError(
                 f"island {island}: holds no round of this run, island {donor} holds round "
-                f"{point.round}; try: copy checkpoints/ of island {donor}'s run folder into "
-                f"that of island {island}, then resume"
+                f"{point.round}; try: shoal train --resume RUN on island {island}, where RUN is "
+                f"the run folder with its checkpoints; only if they are lost, {lost}"
             )
 
 

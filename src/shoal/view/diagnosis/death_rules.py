@@ -57,7 +57,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "tail -n 50 {log}",
     ),
     (
-        r"islands?: .*(silent|given up after|is lost|are lost)",
+        r"islands?: .*(silent|given up (?:after|at once)|is lost|are lost)",
         "another island ended, hangs, or the link to it broke; it is no cause of its own",
         "shoal diagnose {all}",
     ),
