@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.base.errors import ConfigError, PlanError, UserError, format_choice_error
 from shoal.base.estimates.facts import MachineFacts
-from shoal.base.layouts.layout import PLANNED, STRATEGIES, Layout
+from shoal.base.layouts.layout import STRATEGIES, Layout
 from shoal.base.layouts.schedule_names import model_copies
 from shoal.base.layouts.strategies import expand_strategy
 from shoal.base.plans.batches import default_turn
@@ -63,7 +63,7 @@ def parse_layout_names(text: str) -> list[str]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in (*STRATEGIES, *PLANNED):
+        if name not in STRATEGIES:
             raise ConfigError(format_choice_error("--layouts", name, STRATEGIES))
     if not names:
         raise ConfigError("--layouts: is empty; try: --layouts single,ddp")
@@ -104,9 +104,6 @@ def plan_rows(names: list[str], counts: list[int], batch: int, micro_batch: int)
 
 def _plan_row(name: str, count: int, batch: int, micro_batch: int) -> RowPlan:
     row = RowPlan(name, count)
-    if name in PLANNED:
-        row.reason = "not built in this version"
-        return row
     if name != "single" and count == 1:
         row.reason = "on one process it is single; try: --processes 1,2"
         return row

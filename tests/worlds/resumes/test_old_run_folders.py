@@ -75,7 +75,7 @@ def test_it_goes_on_as_if_it_had_never_stopped(
         worlds(2).call("old_runs_case:resume_own_loop", cwd=str(here))
     elif name == "islands":
         found = prepared(folder)
-        cli_islands._write_folders(found.loaded, found.plan, folder)
+        cli_islands._write_folders(found.loaded, found.plan, folder, sized=False)
         asked = {"cwd": str(here), "folder": str(folder)}
         assert islands(2).call("old_runs_case:resume_island", **asked) == [[0], [0]]
     else:

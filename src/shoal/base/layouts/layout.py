@@ -42,9 +42,6 @@ STRATEGIES = {
 }
 """Strategies that this version builds."""
 
-PLANNED = ("scaffold",)
-"""Strategies of the vocabulary that are not built yet; naming one raises a clear error."""
-
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
 """ZeRO stage of dp_shard, by strategy."""
 

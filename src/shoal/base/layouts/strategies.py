@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.base.errors import PlanError, format_choice_error
-from shoal.base.layouts.layout import PIPELINES, PLANNED, STAGES, STRATEGIES, Layout
+from shoal.base.layouts.layout import PIPELINES, STAGES, STRATEGIES, Layout
 from shoal.base.layouts.schedule_names import canonical_schedule, resolve_schedule
 
 
@@ -57,11 +57,6 @@ def expand_strategy(
                 f"layout.strategy = {strategy}: is between islands, not inside one; try: "
                 f"islands.method={strategy} islands.count=2"
             )
-    if strategy in PLANNED:
-        raise PlanError(
-            f"layout.strategy = {strategy}: not built in this version, which has "
-            f"{', '.join(STRATEGIES)}; try: layout.strategy=ddp"
-        )
     if strategy not in STRATEGIES:
         raise PlanError(format_choice_error("layout.strategy", strategy, ["auto", *STRATEGIES]))
     _check_extra_keys(strategy, threads, zero)
