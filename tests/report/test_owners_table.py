@@ -6,11 +6,13 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.report.sections.overview import _owners_table
+from shoal.report.sections.overview import _owner_shares_table, _owners_table
 
 
 def run_of(*events: dict[str, Any]) -> Any:
-    one = SimpleNamespace(named=lambda name: [e for e in events if name == "validated"])
+    one = SimpleNamespace(
+        named=lambda name: [e for e in events if name == e.get("event", "validated")]
+    )
     return SimpleNamespace(curve_runs=[one])
 
 
@@ -33,3 +35,18 @@ def test_a_mixture_has_no_owners() -> None:
     mixture = {"step": 7, "by_source": {"a": {"loss": 1.0, "targets": 1}}}
     assert _owners_table(run_of(mixture)) is None
     assert _owners_table(run_of({"step": 7, "worst": "a", "by_source": [1]})) is None
+
+
+def test_shares_are_means_over_all_merges_and_rows_that_are_none_do_not_count() -> None:
+    row = {"samples": 30, "steps": 3, "weight": 0.75}
+    rounds: list[dict[str, Any]] = [
+        {"a": row, "b": {"samples": 10, "steps": 1, "weight": 0.25}},
+        {"a": {**row, "weight": 1.0}, "c": {"samples": "many"}, "d": 7},
+        {},
+    ]
+    events = [{"event": "round_committed", "by_owner": one} for one in rounds]
+    found = str(_owner_shares_table(run_of(*events)))
+    assert "in the 2 merges" in found
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", found)
+    assert cells == ["a", "30", "2", "6", "87.5%", "b", "10", "1", "1", "12.5%"]
+    assert _owner_shares_table(run_of(events[2])) is None

@@ -142,6 +142,7 @@ def train(
         "sent_bytes": [merge.sent_bytes for merge in merges],
         "read": list(READ),
         "mapped": any(is_mapped(t) for one in loop.states.kept.values() for t in one.values()),
+        "shares": {str(owner): sums for owner, sums in loop.shares.sums.items()},
         "kept": {str(o): digest(one) for o, one in loop.states.kept.items()},
     }
     leave(run, joined)

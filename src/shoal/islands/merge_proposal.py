@@ -73,6 +73,7 @@ class MergeResult:
         sent_bytes: encoded bytes sent by this rank.
         spread: distance of the admitted islands' weights before the merge, relative to their norm;
             None if the method makes them equal, or fewer than two were admitted.
+        weights: weight of each sender's change, by its number; 0 for a refused one.
     """
 
     round: int
@@ -88,6 +89,7 @@ class MergeResult:
     sent_bytes: int
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     spread: float | None = None
+    weights: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def stop(self) -> bool:

@@ -230,6 +230,7 @@ class _ExchangeTask:
             sent_bytes=merger.plane.sent_bytes - sent_before,
             plain=plain if outcome.committed else {},
             spread=merger.method.weight_distance(_select_products(gram, members, verdict.admitted)),
+            weights=dict(zip(members, weights, strict=True)),
         )
 
     def _commit_or_undo(

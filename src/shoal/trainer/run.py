@@ -301,12 +301,16 @@ class Run(StepRunner):
         """
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
+        self.check_folder()
+        super().begin_step(batch, is_own=is_own)
+
+    def check_folder(self) -> None:
+        """Refuse a run folder with checkpoints that were not restored; once, on all ranks."""
         if (folder := self.recorder.folder) is not None and folder not in self._restored:
             from shoal.trainer.run_folder.folder_lease import refuse_old_checkpoints
 
             refuse_old_checkpoints(folder, self.world, self.plan.remote)
             self._restored.add(folder)
-        super().begin_step(batch, is_own=is_own)
 
     def update_weights(self) -> StepResult:
         """Step the optimizer, and save if some rank requested it."""

@@ -163,3 +163,15 @@ def test_the_kernel_counts_the_bytes_that_are_foreseen(tmp_path: Path) -> None:
     policy = IslandsPolicy("fedavg", count=5, data="own", concurrent=2, sample=0.6)
     cost = islands_cost(policy, IslandsFacts(8 * 40_000 + 1, 1.0, 1e9, element_bytes=8))
     assert (counted[1] - counted[0]) / 16 / 2 == pytest.approx(cost.sent_bytes, rel=0.02)
+
+
+def test_an_owner_that_is_drawn_late_takes_its_first_step_after_a_save(
+    islands, tmp_path: Path
+) -> None:
+    """The run's own first checkpoint is none of an earlier run; all changes are in the shares."""
+    asked = {"lengths": [9, 9], "period": 1, "sample": 0.5, "folder": str(tmp_path)}
+    told = islands(2).call("owners_case:train", rounds=5, **asked)
+    assert all(len(one["weights"]) == 5 for (one,) in told)
+    assert told[0][0]["shares"] == told[1][0]["shares"]
+    first, second = told[0][0]["shares"].values()  # one of the two was drawn later
+    assert [a + b for a, b in zip(first, second, strict=True)] == [5, 5, 5.0]

@@ -19,6 +19,8 @@ from shoal.view.progress import count_unit
 from shoal.view.run_table import RunRow, read_held_locks, read_row
 
 Record = dict[str, Any]
+SHARES = ("samples", "steps", "weight")
+"""Numbers of each owner in the event of a round."""
 LOW_GOODPUT = 0.5
 """Share of the sessions' time in steps below which the verdict mentions it."""
 
@@ -39,6 +41,7 @@ def overview_section(run: RunContents) -> Markup:
             _islands_text(run),
             _figures(run),
             _owners_table(run),
+            _owner_shares_table(run),
         ],
         id="verdict",
     )
@@ -55,6 +58,36 @@ def _owners_table(run: RunContents) -> Child:
     text = f"Validation of each owner at step {found[-1].get('step')}, the worst first"
     cells = [[name, *_owner_cells(row)] for name, row in rows]
     return table(["owner", "loss", "accuracy", "targets"], cells, numeric=" nnn", caption=text)
+
+
+def _owner_shares_table(run: RunContents) -> Child:
+    """Return how much each owner's data counted in the merges; None without owners."""
+    sums: dict[str, list[float]] = {}
+    rounds = 0
+    for event in run.curve_runs[0].named("round_committed"):
+        by_owner = event.get("by_owner")
+        if not isinstance(by_owner, dict) or not by_owner:
+            continue
+        rounds += 1
+        for name, row in by_owner.items():
+            if not isinstance(row, dict):
+                continue
+            values = [float(row[key]) for key in SHARES if is_number(row.get(key))]
+            if len(values) == len(SHARES):
+                samples, steps, weight = values
+                old = sums.setdefault(str(name), [0.0, 0.0, 0.0, 0.0])
+                sums[str(name)] = [samples, old[1] + 1, old[2] + steps, old[3] + weight]
+    if not sums:
+        return None
+    cells = [
+        [name, f"{samples:,.0f}", f"{trained:,.0f}", f"{steps:,.0f}", f"{weight / rounds:.1%}"]
+        for name, (samples, trained, steps, weight) in sorted(
+            sums.items(), key=lambda one: -one[1][3]
+        )
+    ]
+    text = f"Share of each owner in the {rounds:,} merges, the largest weight first"
+    heads = ["owner", "samples", "rounds", "steps", "mean weight"]
+    return table(heads, cells, numeric=" nnnn", caption=text)
 
 
 def _loss_rank(row: Record) -> float:

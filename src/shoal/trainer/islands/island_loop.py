@@ -291,7 +291,7 @@ class IslandRounds:
         round_number: int,
         round_s: float,
         steps: int,
-        **sums: float,
+        **sums: Any,
     ) -> None:
         if not self.run.world.is_first:
             return

@@ -39,6 +39,9 @@ from shoal.trainer.run import Run
 SHARED_TOKENIZER = "tokenizer.json"
 """File of an island's folder: the tokenizer of owner 0, on one machine."""
 
+MOST_NAMES = 8
+"""Owners whose names the first line lists."""
+
 
 @dataclass(frozen=True)
 class OwnerData:
@@ -230,19 +233,32 @@ def _describe_kind(about: Sequence[Any]) -> str:
     return f"{kind} of a vocabulary of {vocabulary}" if vocabulary else str(kind)
 
 
-def describe_sent_data(run: Run, joined: IslandConnection, held: Sequence[int]) -> str:
-    """Return the line that names all that leaves an owner."""
+def describe_sent_data(
+    run: Run,
+    joined: IslandConnection,
+    held: Sequence[int],
+    names: Sequence[str],
+    *,
+    has_text: bool,
+) -> str:
+    """Return the line that names all that leaves an owner.
+
+    Args:
+        has_text: the data have a tokenizer, whose hash leaves.
+    """
     shares = joined.merger.shares
     message = joined.method.message_like(joined.common.outer, joined.fragments[0])
     codec = joined.merger.codec
     sizes = joined.inner.gather_json(codec.size_bytes(shares.count_elements(message)))
     empty = sum(not samples for samples in held)
     without = f", {empty} without any" if empty else ""
+    listed = f" ({', '.join(names)})" if len(names) <= MOST_NAMES else ""
+    tokenizer = ", the tokenizer's hash" if has_text else ""
     return (
-        f"own data of {len(held)} owners, {sum(held)} samples{without}: no sample leaves its "
-        f"owner; what does: the change of the weights once a round ({bytes_text(sum(sizes))}, "
+        f"own data of {len(held)} owners{listed}, {sum(held)} samples{without}: no sample leaves "
+        f"its owner; what does: the change of the weights once a round ({bytes_text(sum(sizes))}, "
         f"codec {joined.policy.codec}), numbers of samples, tokens and steps, loss and accuracy of "
-        f"validations, the tokenizer's hash. A change can reveal samples: there are no secure sums "
+        f"validations{tokenizer}. A change can reveal samples: there are no secure sums "
         f"and no differential privacy"
     )
 

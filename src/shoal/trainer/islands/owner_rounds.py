@@ -40,6 +40,7 @@ from shoal.trainer.islands.owner_data import (
     make_owner_validator,
     open_owners,
 )
+from shoal.trainer.islands.owner_shares import OwnerShares
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
 from shoal.trainer.step.skipped_steps import SpikeDetector
@@ -77,16 +78,38 @@ def open_owner_rounds(
         {one.number: one for one in owners},
         schedule,
         schedule.count_rounds(total_steps),
+        names,
     )
     run.rate.length.total_steps = rounds.last * schedule.round_steps
-    line = describe_sent_data(run, joined, held)
+    has_text = source.tokenizer is not None
+    line = describe_sent_data(run, joined, held, names, has_text=has_text)
     if run.world.is_first and not run.step_count:
-        run.recorder.notice(line)
+        for text in (line, *_describe_choices(config, schedule)):
+            run.recorder.notice(text)
     if not config.data.split:
         return rounds, make_owner_validator(run, joined, owners, config)
     # Only training samples are dealt: the first group validates for all, on what is held out.
     validate = make_validator(run, source, config)
     return rounds, validate if not policy.index else joined.merger.patience.extend_next_deadline
+
+
+def _describe_choices(config: Config, schedule: OwnerSchedule) -> list[str]:
+    """Return a line for each choice of keys that does less than a reader may expect."""
+    islands, train, lines = config.islands, config.train, []
+    if islands.method == "scaffold" and config.optimizer.name != "sgd":
+        lines.append(
+            f"islands.method = scaffold: the paper's inner optimizer is sgd, and here it is "
+            f"{config.optimizer.name}; all owners weigh the same; try: optimizer.name=sgd "
+            f"optimizer.schedule=constant"
+        )
+    if islands.sample < 1 and train.epochs and islands.epochs:
+        rounds = schedule.count_rounds(0)
+        lines.append(
+            f"islands.sample = {islands.sample:g}: train.epochs / islands.period make {rounds} "
+            f"rounds, and an owner trains in {rounds * islands.sample:.3g} of them in the mean; "
+            f"try: train.epochs={round(train.epochs / islands.sample)} for {train.epochs} passes"
+        )
+    return lines
 
 
 class OwnerRounds(IslandRounds):
@@ -95,6 +118,7 @@ class OwnerRounds(IslandRounds):
     Args:
         owners: their data, by number.
         last: the round after which the run ends; 0: never.
+        names: of all owners, by number.
     """
 
     def __init__(
@@ -104,6 +128,7 @@ class OwnerRounds(IslandRounds):
         owners: Mapping[int, OwnerData],
         schedule: OwnerSchedule,
         last: int = 0,
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__(run, joined, run.feed.loaders[0], last)
         common, states = joined.common, joined.common.owners
@@ -117,6 +142,8 @@ class OwnerRounds(IslandRounds):
             run.spikes = SpikeDetector("off")
         self._saved_step = run.step_count
         self._steps = 0
+        self.names = names or [str(owner) for owner in range(len(common.held))]
+        self.shares = OwnerShares(self.names, common.held, common.round)
 
     @property
     def has_work(self) -> bool:
@@ -144,6 +171,7 @@ class OwnerRounds(IslandRounds):
         if self.run.recorder.folder is None or self.common.digest:
             return
         if not self.common.round:
+            self.run.check_folder()  # an owner that is not drawn at once takes its first step later
             self.common.digest = self.joined.compute_digest()
             self.common.keep()
             self._start_save()
@@ -163,6 +191,9 @@ class OwnerRounds(IslandRounds):
             [owner for owner in policy.owners_of(group) if owner in drawn]
             for group in range(policy.groups)
         ]
+        steps = {
+            owner: len(self.schedule.cut_steps(owner, common.positions[owner])) for owner in drawn
+        }
         self.compute_s = self.exposed_s = self.steps_per_s = 0.0
         self.tokens, self.used = 0, 0
         first_step = run.step_count
@@ -182,6 +213,7 @@ class OwnerRounds(IslandRounds):
                 self.states.keep_control(owner, control)
         if merge.committed:
             common.positions = self.schedule.advance(common.positions, drawn, counts)
+            self.shares.add_round(steps, merge.weights, by_size=policy.merge == "mean")
         self._steps += run.step_count - first_step
         self._close_owners_round(merge, drawn, began_s, run.step_count - first_step)
         return merge
@@ -279,7 +311,10 @@ class OwnerRounds(IslandRounds):
             sent_bytes=sum(self.joined.inner.gather_json(merge.sent_bytes)),
             exchange_s=merge.seconds,
             owners=policy.count,
+            by_owner=self.shares.last_round if merge.committed else {},
         )
+        if merge.committed and (common.round == self.last or not self.has_work):
+            run.recorder.notice(self.shares.describe())
         if merge.committed:
             common.keep()
         unsaved = not merge.ballots[policy.index].saved
