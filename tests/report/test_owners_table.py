@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from shoal.report.sections.overview import _owner_shares_table, _owners_table
+from shoal.report.sections.history import _saves_text
+from shoal.report.sections.overview import (
+    _owner_shares_table,
+    _owners_table,
+    _state_text,
+    _verdict_box,
+)
+from shoal.report.sections.rank_heat import ranks_section
+from shoal.report.verdict.run_verdict import Verdict
 
 
 def run_of(*events: dict[str, Any]) -> Any:
@@ -50,3 +58,20 @@ def test_shares_are_means_over_all_merges_and_rows_that_are_none_do_not_count() 
     cells = re.findall(r"<td[^>]*>(.*?)</td>", found)
     assert cells == ["a", "30", "2", "6", "87.5%", "b", "10", "1", "1", "12.5%"]
     assert _owner_shares_table(run_of(events[2])) is None
+
+
+def test_the_report_of_all_islands_leaves_steps_ranks_and_checkpoints_to_theirs() -> None:
+    run = cast("Any", SimpleNamespace(
+        islands=[1, 2], plan={}, metrics=SimpleNamespace(steps=[]), rank_times=None, saved=[],
+        event_counts={}, named=lambda name: [],
+    ))  # fmt: skip
+    row: Any = SimpleNamespace(state="ended", how="", step=84, steps=84)
+    nothing = Verdict("nothing", "no verdict yet: fewer than 20 steps after warm-up")
+    assert "step 84 of 84" in _state_text(run, row, nothing)
+    assert "no verdict" not in str(_verdict_box(nothing, run))
+    assert _saves_text(run) == "Each island's checkpoints are in its own folder."
+    assert "macOS" not in str(ranks_section(run))
+    run.islands = []
+    assert "step 0" in _state_text(run, row, nothing)
+    assert _saves_text(run) == "No checkpoint is on disk."
+    assert "macOS" in str(ranks_section(run))

@@ -135,6 +135,8 @@ def _saves_text(run: RunContents) -> str:
     if run.saved:
         steps = ", ".join(f"{step:,}" for step in run.saved[-5:])
         words.append(f"On disk: step{'s' if len(run.saved) > 1 else ''} {steps}.")
+    elif run.islands:
+        words.append("Each island's checkpoints are in its own folder.")
     else:
         words.append("No checkpoint is on disk.")
     for name, word in (("restarting", "restart"), ("resumed", "resume"), ("worker_died", "death")):

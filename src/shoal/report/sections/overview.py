@@ -145,6 +145,9 @@ def _low_goodput_line(run: RunContents, verdict: Verdict) -> Child:
 
 def _verdict_box(verdict: Verdict, run: RunContents) -> Markup:
     known = verdict.step_s is not None
+    if run.islands and verdict.kind == "nothing" and not known:
+        text = "Verdicts on the steps are in the report of each island"
+        return tag("div", tag("p", text, class_="headline"), class_="verdict")
     look = {"fault": "bad", "nothing": "good" if known else ""}.get(verdict.kind, "warn")
     headline, _, cure = verdict.line().partition("; try: ")
     parts: list[Child] = [
@@ -180,8 +183,8 @@ def _saving_bar(step_s: float, without_s: float) -> Markup:
 def _state_text(run: RunContents, row: RunRow, verdict: Verdict) -> str:
     """Return state, step, layout and model; a cause that the verdict names stands only there."""
     steps = run.metrics.steps
-    at = steps[-1] if steps else 0
-    of = run.plan.get("steps")
+    at = steps[-1] if steps else row.step if run.islands else 0
+    of = run.plan.get("steps") if not run.islands else row.steps
     total = f" of {of:,}" if is_number(of) and of else ""
     is_new = row.how and row.how != row.state and row.how not in verdict.line()
     how = f" ({row.how})" if is_new else ""

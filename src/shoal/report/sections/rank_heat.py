@@ -56,6 +56,8 @@ def ranks_section(run: RunContents) -> Markup:
             "No times by rank were recorded: this run had no watchdog (macOS, some own loops), or "
             "its version wrote none. The curves show rank 0."
         )
+        if run.islands:
+            why = "Times by rank are in the report of each island. The curves show its rank 0."
         return tag("section", [*parts, tag("p", why)], id="ranks")
     parts += [_bars(run, times), _means_note(run, times)]
     if len(times.ranks) > 1:
