@@ -21,8 +21,10 @@ from shoal.config.owners import (
 )
 from shoal.config.resolve import resolve_islands
 from shoal.config.trust import _list_functions
+from shoal.fabric.islands.inter_island_group import IslandLost
 from shoal.islands.admission import RefusalCounter
 from shoal.islands.methods import find_method
+from shoal.trainer.islands.island_job import name_lost_owners
 from shoal.trainer.islands.island_join import check_same_tokenizer
 from shoal.trainer.islands.owner_data import agree_on_owners, estimate_group_steps
 from shoal.trainer.islands.owner_rounds import OwnerRounds
@@ -75,6 +77,10 @@ def test_the_page_shows_what_shoal_answers(words: tuple[str, ...]) -> None:
         ((FILES, *OWN, "islands.count=5"), "try: islands.count=3, or add the data of 2 more owners"),
         ((FILES, *OWN, "data.owners=north,west"),
          "jsonl:owners/west.jsonl: owner west has no file there; try: put the data of west there"),
+        ((FILES, *OWN, "data.owners=north,west", "islands.at=10.0.0.1:29400", "islands.count=3"),
+         "data.owners names 2 owners (north, west); try: islands.count=2"),
+        ((FILES, *OWN, "data.owners=north,west", "islands.at=10.0.0.1:29400", "islands.count=2",
+          "islands.index=1"), "owner west has no file there"),
         ((FILES, *OWN, "data.owners=north,east,north"), "north more than once; try: data.owners=north,e"),
         ((FILES, *OWN, "islands.at=10.0.0.1:29400", "islands.concurrent=2", "islands.count=3"),
          "are on one machine, and islands.at"),
@@ -226,6 +232,13 @@ def test_a_group_that_was_not_drawn_is_well_and_a_stopped_owner_is_not() -> None
         rounds.check_moved()
     rounds.states = SimpleNamespace(takes_turns=True)  # type: ignore[assignment]
     rounds.check_moved()
+
+
+def test_a_lost_island_is_named_by_its_owner() -> None:
+    lost = IslandLost("islands: island 1: silent", (1,), 2.0)
+    named = load_config(None, [FILES, *OWN, "data.owners=north,east"]).config
+    assert str(name_lost_owners(lost, named)).endswith("island 1: silent; island 1 is owner east")
+    assert name_lost_owners(lost, load_config(None, [FILES, *OWN]).config) is lost
 
 
 def test_progress_counts_the_steps_of_a_group() -> None:

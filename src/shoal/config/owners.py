@@ -56,8 +56,9 @@ def resolve_owners(loaded: LoadedConfig) -> None:
             f"machine, and islands.at = {islands.at} is of several; try: leave one of them out"
         )
     if islands.at:
-        if data.owners and OWNER in data.source and islands.index < len(data.owners):
-            find_owner_files(data, (data.owners[islands.index],))
+        if data.owners:
+            _check_count(loaded, data.owners)
+            find_owner_files(data, data.owners[islands.index : islands.index + 1])
         return
     if not data.split and OWNER not in data.source:
         raise ConfigError(
@@ -69,14 +70,21 @@ def resolve_owners(loaded: LoadedConfig) -> None:
         return
     if "islands.count" not in loaded.origins:
         loaded.replace("islands", "of data.source", count=len(names))
-    elif islands.count != len(names):
+    else:
+        _check_count(loaded, names)
+    if OWNER in data.source:
+        loaded.notices.extend(_compare_owner_files(find_owner_files(data, names)))
+
+
+def _check_count(loaded: LoadedConfig, names: tuple[str, ...]) -> None:
+    """Refuse another number of names than of owners."""
+    data, islands = loaded.config.data, loaded.config.islands
+    if islands.count != len(names):
         raise ConfigError(
             f"islands.count = {islands.count}: data.{'owners' if data.owners else 'source'} names "
             f"{len(names)} owners ({', '.join(names[:6])}{', …' if len(names) > 6 else ''}); try: "
             f"islands.count={len(names)}{_suggest_missing_files(data, islands.count, len(names))}"
         )
-    if OWNER in data.source:
-        loaded.notices.extend(_compare_owner_files(find_owner_files(data, names)))
 
 
 def _suggest_missing_files(data: DataSection, count: int, found: int) -> str:
@@ -93,7 +101,7 @@ def find_owner_files(data: DataSection, names: tuple[str, ...]) -> dict[str, lis
         ConfigError: an owner has none. The line suggests no path: a similar one is another owner's.
     """
     kind = data.source.partition(":")[0]
-    if kind not in LOCAL or is_remote(data.source):
+    if kind not in LOCAL or OWNER not in data.source or is_remote(data.source):
         return {}
     found = {}
     for name in names:

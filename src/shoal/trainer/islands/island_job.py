@@ -57,8 +57,9 @@ def train_rounds(
             if every and (done + rounds.round_steps) // every > done // every:
                 validate()
     except IslandLost as lost:
-        _handle_lost_island(run, joined, lost)
-        raise
+        named = name_lost_owners(lost, config)
+        _handle_lost_island(run, joined, named)
+        raise named from lost
     rounds.load_merged()  # if no round was left
     joined.common.keep()
     saved = run.save()
@@ -113,6 +114,15 @@ def _stop_run(run: Run, joined: IslandConnection) -> int:
     joined.close()
     run.close()
     return STOPPED if saved else UNSAVED_CODE
+
+
+def name_lost_owners(lost: IslandLost, config: Config) -> IslandLost:
+    """Return the error with the owners of the lost islands, if `data.owners` names them."""
+    names = config.data.owners
+    if not config.islands.owned or config.islands.concurrent or not names:
+        return lost
+    owners = ", ".join(f"island {island} is owner {names[island]}" for island in lost.islands)
+    return IslandLost(f"{lost}; {owners}", lost.islands, lost.after_s)
 
 
 def _handle_lost_island(run: Run, joined: IslandConnection, lost: IslandLost) -> None:

@@ -252,7 +252,9 @@ def describe_sent_data(
     sizes = joined.inner.gather_json(codec.size_bytes(shares.count_elements(message)))
     empty = sum(not samples for samples in held)
     without = f", {empty} without any" if empty else ""
-    listed = f" ({', '.join(names)})" if len(names) <= MOST_NAMES else ""
+    known = any(name != str(number) for number, name in enumerate(names))
+    listed = ", ".join(f"{number} {name}" for number, name in enumerate(names))
+    listed = f" ({listed})" if known and len(names) <= MOST_NAMES else ""
     tokenizer = ", the tokenizer's hash" if has_text else ""
     return (
         f"own data of {len(held)} owners{listed}, {sum(held)} samples{without}: no sample leaves "
