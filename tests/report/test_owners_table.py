@@ -62,16 +62,17 @@ def test_shares_are_means_over_all_merges_and_rows_that_are_none_do_not_count() 
 
 def test_the_report_of_all_islands_leaves_steps_ranks_and_checkpoints_to_theirs() -> None:
     run = cast("Any", SimpleNamespace(
-        islands=[1, 2], plan={}, metrics=SimpleNamespace(steps=[]), rank_times=None, saved=[],
+        islands=[1], plan={}, curve_runs=[SimpleNamespace(metrics=SimpleNamespace(steps=steps))
+        for steps in ([1, 12], [84], [])], rank_times=None, saved=[],
         event_counts={}, named=lambda name: [],
     ))  # fmt: skip
-    row: Any = SimpleNamespace(state="ended", how="", step=84, steps=84)
+    row: Any = SimpleNamespace(state="ended", how="", step=12, steps=84)
     nothing = Verdict("nothing", "no verdict yet: fewer than 20 steps after warm-up")
     assert "step 84 of 84" in _state_text(run, row, nothing)
     assert "no verdict" not in str(_verdict_box(nothing, run))
     assert _saves_text(run) == "Each island's checkpoints are in its own folder."
     assert "macOS" not in str(ranks_section(run))
-    run.islands = []
+    run.islands, run.curve_runs = [], run.curve_runs[2:]
     assert "step 0" in _state_text(run, row, nothing)
     assert _saves_text(run) == "No checkpoint is on disk."
     assert "macOS" in str(ranks_section(run))

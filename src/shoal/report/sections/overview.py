@@ -182,8 +182,8 @@ def _saving_bar(step_s: float, without_s: float) -> Markup:
 
 def _state_text(run: RunContents, row: RunRow, verdict: Verdict) -> str:
     """Return state, step, layout and model; a cause that the verdict names stands only there."""
-    steps = run.metrics.steps
-    at = steps[-1] if steps else row.step if run.islands else 0
+    # Owners take unequal numbers of steps: the island with the most shows how far the run is.
+    at = max((one.metrics.steps[-1] for one in run.curve_runs if one.metrics.steps), default=0)
     of = run.plan.get("steps") if not run.islands else row.steps
     total = f" of {of:,}" if is_number(of) and of else ""
     is_new = row.how and row.how != row.state and row.how not in verdict.line()
