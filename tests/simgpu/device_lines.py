@@ -606,6 +606,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("shoal/parallel/offload/parameters.py", "StreamedGradients._hook.ready: return"): (
         "a backward pass of the user's own, beside the step's; none of these programs makes one"
     ),
+    (
+        "shoal/parallel/offload/offloaded_activations.py",
+        "ActivationOffload.__deepcopy__: return self",
+    ): ("fsdp alone copies a module; the programs that offload here run in one process"),
 }
 """Statements that no simulated device reaches, and why."""
 

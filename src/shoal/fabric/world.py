@@ -195,13 +195,20 @@ class World:
         Args:
             number: this rank's.
         """
-        if self.group is None:
-            return number
-        told = torch.tensor([number], device=self.messages)
-        self.traffic.count(ALL_REDUCE, told.numel() * told.element_size(), self.size, self.axis)
-        with self.traffic.waiting():
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        return int(told.item())
+        negated = torch.tensor([-number], device=self.messages)
+        self.all_reduce_min(negated)
+        return -int(negated.item())
+
+    def find_extremes(self, number: int) -> tuple[int, int]:
+        """Return the largest and the smallest of a number over ranks, by one all-reduce.
+
+        Args:
+            number: this rank's.
+        """
+        both = torch.tensor([-number, number], device=self.messages)
+        self.all_reduce_min(both)
+        negated, least = both.tolist()
+        return -negated, least
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-gather one equal-shaped tensor of every rank: [...] → [size, ...].

@@ -64,7 +64,7 @@ def test_a_killed_rank_and_a_stop_are_survived_bit_for_bit(tmp_path: Path, unbro
     code, output = resumed.finish()
     assert code == 0, f"seed {seed}\n{output}"
     assert_same(command.run, unbroken)
-    assert f"step {stopped_at}" in output
+    assert f"resumed from step-{stopped_at}" in output
     check_goodput(command.run)
 
 

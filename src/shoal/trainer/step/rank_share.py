@@ -89,10 +89,7 @@ def count_passes(program: Program, batch: Any, own: int) -> tuple[int, int]:
     if isinstance(batch, StepBatch):
         most = max(batch.by_rank, default=-(-batch.total // world.size))
         return most, min(batch.by_rank, default=batch.total // world.size)
-    counts = torch.tensor([-own, own], device=world.messages)
-    world.all_reduce_min(counts)
-    least = counts.tolist()
-    return -least[0], least[1]
+    return world.find_extremes(own)
 
 
 def choose_spare_micro_batch(

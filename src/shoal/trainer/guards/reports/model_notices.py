@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base.layouts.policies import CompilePolicy
 from shoal.base.plans.plan import Plan
 from shoal.base.text.units import bytes_text
 from shoal.models.norm import RMSNorm
@@ -140,7 +141,7 @@ def other_kernels_lines(module: nn.Module, outputs: Any, plan: Plan, device: str
         for part in module.modules()
         if type(part).__name__.endswith("RMSNorm") and not isinstance(part, nn.RMSNorm | RMSNorm)
     )
-    if norms and plan.compile == "none" and device != "cpu":
+    if norms and not plan.differs_from_default(CompilePolicy) and device != "cpu":
         (name, count), *_ = norms.most_common()
         lines.append(
             f"model: {count} {name} run as 6 kernels each, torch's own RMSNorm as 1; "
