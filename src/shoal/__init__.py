@@ -38,7 +38,7 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 _INSIDE = {"prove_first_batch": "shoal.proof.loop_proof"}
-"""What a room calls of a room above it, if the user switches it on."""
+"""Names that a room takes from a room above it, if the user switches that on."""
 
 if TYPE_CHECKING:
     from shoal.base.errors import CheckpointError as CheckpointError
