@@ -39,6 +39,7 @@ from shoal.base.layouts.island_options import DEFAULTS, METHODS, IslandsPolicy
             {"data": "own"},
             "islands.data = own: how islands merge is not said; try: islands.method=",
         ),
+        ({"data": "owns"}, "islands.data = owns: not one of shared, own; try: own"),
         ({"method": "fedavg", "sample": 0.5}, "try: islands.data=own"),
         ({"method": "fedavg", "concurrent": 2, "count": 4}, "try: islands.data=own"),
         ({"method": "scaffold", "count": 2}, "try: islands.data=own, or islands.method=fedavg"),

@@ -217,6 +217,8 @@ class IslandsPolicy:
         }
 
     def _without(self) -> IslandsPolicy:
+        if self.data not in DATA:  # a mistyped `own` would train on shared data
+            raise ConfigError(format_choice_error("islands.data", self.data, DATA))
         if self.count > 1 or self.at or self.data == "own":
             said = f"count = {self.count}" if self.count > 1 else f"at = {self.at}"
             said = said if self.data == "shared" else f"data = {self.data}"
