@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from shoal.checkpoint.format.lease import RunLease
 from shoal.cli import main
 from shoal.cli.usage_errors import SYNONYMS
 from shoal.config.load import load_config
@@ -177,6 +179,23 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
     code, text = shoal("train", "--resume", "runs/empty")
     assert code == 2
     assert "holds no complete checkpoint" in text
+
+
+@pytest.mark.parametrize("run_toml", ["", '[islands]\ncount = 2\nmethod = "diloco"\n'])
+def test_resume_of_a_run_before_its_first_save(run_toml: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "young"
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(run_toml)
+    lease = RunLease(folder, "young")
+    lease.acquire()
+    code, text = shoal("train", "--resume", "runs/young")
+    assert code == 2
+    assert re.search(r"runs/young: in use by pid \d+ on host", text), text
+    assert "start anew" not in text, "two runs in one folder"
+    lease.release()
+    code, text = shoal("train", "--resume", "runs/young")
+    assert code == 2
+    assert "checkpoint; start anew with" in text
 
 
 def saved_run(tmp_path: Path, name: str, run_toml: str) -> Path:

@@ -386,6 +386,7 @@ def check_islands_resumable(folder: Path) -> None:
         ConfigError: no island holds a complete checkpoint.
     """
     if not island_folders(folder):
+        RunLease(folder, folder.name).check()  # a run before its first save has none yet
         raise ConfigError(
             f"--resume {folder}: none of its islands holds a complete checkpoint; start anew with "
             f"shoal train {folder}/run.toml"

@@ -359,6 +359,7 @@ def _check_resumable(folder: Path) -> None:
     if _has_island_folders(load_config(folder / "run.toml").config.islands, folder):
         return check_islands_resumable(folder)
     if not list_checkpoints(folder / "checkpoints"):
+        RunLease(folder, folder.name).check()  # a run before its first save has none yet
         remote = load_config(folder / "run.toml").config.checkpoint.remote
         there = f", which goes on from what {remote} has" if remote else ""
         raise ConfigError(

@@ -126,6 +126,27 @@ class RunLease:
         self._write_owner()
         return before
 
+    def check(self) -> None:
+        """Refuse a folder that another process has, and leave its lock and owner as they are.
+
+        For a message about the folder's content, which another process may be writing just now.
+
+        Raises:
+            CheckpointError: another process has it.
+        """
+        try:
+            descriptor = os.open(self.folder / LOCK_FILE, os.O_RDONLY)
+        except OSError:  # never locked, or not ours to read
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as failure:
+            raise CheckpointError(self._format_refusal()) from failure
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
+
     def release(self) -> None:
         """Unlock the folder; do nothing if it is not locked."""
         if self._descriptor is None:
