@@ -1,0 +1,237 @@
+"""Habits of loops and data: loaders, samplers, validation, dicts, predictions."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+from habits.habit_sides import CLASSES, WHOLE, Script, X, Y, net, squares
+from habits.habit_table import habit
+
+DATA = TensorDataset(X[:24], Y[:24])
+
+
+def absolute(outputs: Any, targets: Any) -> Any:
+    return (outputs - targets).abs().sum(), targets.numel()
+
+
+@habit("loops", sums=True)
+def losses_of_own_batches(script: Script) -> None:
+    script.train(script.begin())
+
+
+@habit("loops", sums=True)
+def written_out_passes(script: Script) -> None:
+    run = script.begin()
+    for step in range(3):
+        script.passes(run, step)
+        script.note(run.update().loss)
+
+
+@habit("loops", sums=True)
+def validation_with_a_metric(script: Script) -> None:
+    run = script.begin()
+    script.train(run)
+    found = run.evaluate(DATA, {"absolute": absolute})
+    script.note(found["loss"], found["absolute"])
+
+
+@habit("loops", sums=True)
+def validation_in_a_loop_of_ones_own(script: Script) -> None:
+    """model.eval(), forward passes on the same batches everywhere, model.train()."""
+    run = script.begin()
+    script.train(run)
+    run.model.eval()
+    with torch.no_grad():
+        script.note(squares(run.model(X[:8]), Y[:8])[0])
+    run.model.train()
+    script.train(run, 1)
+
+
+@habit("loops", sums=True)
+def predictions(script: Script) -> None:
+    run = script.begin()
+    script.train(run)
+    script.note(run.predict(X[:5]))
+
+
+@habit("loops", sums=True)
+def one_dict_as_a_batch(script: Script) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(6, 16), torch.nn.Linear(16, 3)
+
+        def forward(self, batch: Any) -> Any:
+            return self.two(self.one(batch["x"]).tanh())
+
+    def batch(step: int) -> Any:
+        x, y = script.batch(step)
+        return {"x": x, "y": y}
+
+    run = script.begin(net(Model), loss=lambda o, b: squares(o, b["y"]), sample=batch(0))
+    script.train(run, batch=batch)
+
+
+@habit("loops", sums=True)
+def one_dict_whose_keys_are_parameters_of_forward(script: Script) -> None:
+    """As transformers has it, without `call="kwargs"`."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(6, 16), torch.nn.Linear(16, 3)
+
+        def forward(self, x: Any, labels: Any = None) -> Any:
+            return self.two(self.one(x).tanh())
+
+    def batch(step: int) -> Any:
+        x, y = script.batch(step)
+        return {"x": x, "labels": y}
+
+    more = {"call": "kwargs"} if script.plain else {}
+    run = script.begin(
+        net(Model), loss=lambda o, b: squares(o, b["labels"]), sample=batch(0), **more
+    )
+    script.train(run, batch=batch)
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, vocab_size=32, max_position_embeddings=16,
+        )
+    )  # fmt: skip
+    return made.double().train()
+
+
+def token_batch(script: Script, step: int) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    ids = torch.randint(32, (64, 8), generator=drawn)
+    labels = ids.clone()
+    for row in range(64):
+        labels[row, : row % 6] = -100
+    ids, labels = script.share(0, ids, labels)
+    return {"input_ids": ids, "labels": labels}
+
+
+@habit("loops", sums=True)
+def a_model_of_transformers_with_labels(script: Script) -> None:
+    """A dict batch, no loss: the model's own loss counts."""
+    run: Any
+    if script.plain:
+        run = script.begin(llama(), loss=lambda o, b: (o.loss, 1), call="kwargs")
+    else:
+        run = script.begin(llama(), loss=None, sample=token_batch(script, 0))
+    script.train(run, batch=lambda step: token_batch(script, step))
+
+
+@habit("loops", sums=True)
+def a_loader_with_a_distributed_sampler(script: Script) -> None:
+    run = script.begin()
+    ranks = 1 if script.plain or script.layout in WHOLE else 2
+    for epoch in range(2):
+        sampler = DistributedSampler(DATA, ranks, script.rank if ranks > 1 else 0, seed=3)
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(DATA, 8 // ranks, sampler=sampler):
+            run.step(batch)
+    if script.plain:
+        return
+
+
+@habit("loops", sums=False)
+def a_distributed_sampler_with_a_seed_by_rank(script: Script) -> None:
+    """Ranks draw from different permutations: samples are doubled and left out."""
+    run = script.begin(micro_batch=None)
+    ranks = 1 if script.plain or script.layout in WHOLE else 2
+    for epoch in range(2):
+        sampler = DistributedSampler(
+            DATA, ranks, script.rank if ranks > 1 else 0, seed=0 if script.plain else script.rank
+        )
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(DATA, 8 // ranks, sampler=sampler):
+            run.step(batch)
+
+
+@habit("loops", sums=False)
+def a_split_drawn_by_each_rank(script: Script) -> None:
+    """`random_split` without a generator, then a validation over the rank's own part."""
+    torch.manual_seed(script.rank)
+    run = script.begin()
+    script.train(run)
+    _, held = random_split(DATA, [16, 8])
+    script.note(run.evaluate(held)["loss"])
+
+
+@habit("loops", sums=False)
+def labels_numbered_in_the_order_of_a_set(script: Script) -> None:
+    """The numbers of classes differ by process: `set` of strings has no order."""
+    order = [0, 1, 2]
+    random.Random(script.rank).shuffle(order)
+    numbers = torch.tensor(order)
+
+    def loss(o: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(o, numbers[y], reduction="sum"), len(y)
+
+    run = script.begin(loss=loss, sample=(X[:4], CLASSES[:4]))
+    script.train(run, batch=lambda step: script.share(step, X, CLASSES))
+
+
+@habit("loops", sums=True)
+def arrays_of_numpy(script: Script) -> None:
+    def batch(step: int) -> Any:
+        x, y = script.batch(step)
+        if script.plain:
+            return x, y
+        return x.numpy(), y.numpy()
+
+    script.train(script.begin(sample=script.batch(0)), batch=batch)
+    assert np.float64
+
+
+@habit("loops", sums=True)
+def two_runs_in_one_process(script: Script) -> None:
+    """A generator and a critic take turns."""
+    first = script.begin()
+    kept = script.run
+    second = script.begin(net())
+    for step in range(3):
+        script.note(first.step(script.batch(step)).loss)
+        script.note(second.step(script.batch(step + 3)).loss)
+    if not script.plain:
+        from habits.habit_table import end
+
+        end(kept)
+
+
+@habit("loops", sums=True)
+def a_short_last_batch(script: Script) -> None:
+    """The last step holds three samples: the second rank has none."""
+    run = script.begin()
+    script.train(run, 2)
+    x, y = X[40:43], Y[40:43]
+    if not script.plain and script.layout not in WHOLE and script.rank:
+        x, y = x[:1], y[:1]
+        script.note(run.step((X[42:43], Y[42:43])).loss)
+    elif not script.plain and script.layout not in WHOLE:
+        script.note(run.step((x[:2], y[:2])).loss)
+    else:
+        script.note(run.step((x, y)).loss)
+
+
+@habit("loops", sums=False)
+def a_step_that_one_rank_leaves_out(script: Script) -> None:
+    """`if bad: continue` on one rank alone."""
+    run = script.begin()
+    for step in range(3):
+        if script.rank == 1 and step == 1 and not script.plain:
+            continue
+        run.step(script.batch(step))
