@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.base.layouts.island_options import DEFAULTS, METHODS, IslandsPolicy
+from shoal.base.layouts.island_options import DEFAULTS, METHODS, WORDS, IslandsPolicy
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,8 @@ from shoal.base.layouts.island_options import DEFAULTS, METHODS, IslandsPolicy
         ({"method": "fedavg", "data": "own", "sample": 1.5}, "above 0 and at most 1; try: islands"),
         ({"method": "fedavg", "merge": "trimmed", "trim": 0.5}, "at most 0.49; try: islands.trim="),
         ({"method": "fedavg", "merge": "medain"}, "try: median"),
+        *[({key: "typo"}, f"islands.{key} = typo: not one of") for key in WORDS],
+        ({"merge": "medain"}, "try: median"),
     ],
 )
 def test_one_line_with_the_nearest_right_value(given: dict[str, Any], said: str) -> None:

@@ -41,6 +41,12 @@ DATA = ("shared", "own")
 MERGES = ("mean", "median", "trimmed")
 PACES = ("speed", "equal")
 SERVERS = ("adam", "yogi", "adagrad")
+WORDS = {
+    "method": METHODS, "codec": CODECS, "weighting": WEIGHTINGS, "pace": PACES, "server": SERVERS,
+    "data": DATA, "merge": MERGES,
+}  # fmt: skip
+"""Words of each key that has a few; `outer` has those of torch.optim, and is checked with a method.
+"""
 
 KEEP = 2
 """Fewest checkpoints of an island that guarantee a common round."""
@@ -181,10 +187,9 @@ class IslandsPolicy:
         >>> one.period, one.outer_lr, one.outer_momentum, one.codec, one.fragments
         (50, 0.7, 0.9, 'none', 1)
         """
+        self._check_words()
         if not self.on:
             return self._without()
-        if self.method not in METHODS:
-            raise ConfigError(format_choice_error("islands.method", self.method, METHODS))
         own = DEFAULTS[self.method]
         period = self.period or own.period
         # A short period reduces the method's defaults; the user's own values are checked.
@@ -217,8 +222,6 @@ class IslandsPolicy:
         }
 
     def _without(self) -> IslandsPolicy:
-        if self.data not in DATA:  # a mistyped `own` would train on shared data
-            raise ConfigError(format_choice_error("islands.data", self.data, DATA))
         if self.count > 1 or self.at or self.data == "own":
             said = f"count = {self.count}" if self.count > 1 else f"at = {self.at}"
             said = said if self.data == "shared" else f"data = {self.data}"
@@ -228,17 +231,15 @@ class IslandsPolicy:
             )
         return self
 
-    def _check(self) -> None:
-        for key, got, known in (
-            ("codec", self.codec, CODECS),
-            ("weighting", self.weighting, WEIGHTINGS),
-            ("pace", self.pace, PACES),
-            ("server", self.server, SERVERS),
-            ("data", self.data, DATA),
-            ("merge", self.merge, MERGES),
-        ):
-            if got not in known:
+    def _check_words(self) -> None:
+        """Refuse a mistyped word, also without a method: `data = owns` would train shared data."""
+        for key, known in WORDS.items():
+            got = getattr(self, key)
+            unset = getattr(type(self), key)
+            if got != unset and got not in known:
                 raise ConfigError(format_choice_error(f"islands.{key}", got, known))
+
+    def _check(self) -> None:
         for key, least in LEAST.items():
             if getattr(self, key) < least:
                 raise ConfigError(

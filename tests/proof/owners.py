@@ -1,0 +1,314 @@
+"""Owners with unlike data, on real runs: SCAFFOLD beside FedAvg, honest owners, one wrong owner.
+
+    python tests/proof/owners.py              all parts; about ten processor minutes
+    python tests/proof/owners.py splits       one part: rounds, splits, wrong
+
+    rounds   rounds until a validation accuracy, SCAFFOLD and FedAvg, two models
+    splits   accuracy after some rounds on Dirichlet(0.1) and one-label data; refused owners
+    wrong    one of five owners sends its change reversed, or learns permuted labels
+
+Each trial is the main job of `shoal train` on the digits, in a child of this process that has all
+modules imported: configuration, rounds, checkpoints, validations and events are a run's own. The
+wrong owner is planted from outside. Gates, seeds and settings are in owners_gates.toml, which was
+committed before the first trial. Trials that the result has of these gates are not made again: each
+has the hash of the source that it was made with. Several parts may run at the same time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from owner_models import ACCURACY  # noqa: E402
+from processes import machine  # noqa: E402
+from source import source_hash  # noqa: E402
+
+TARGET = ROOT / "proof" / "results" / "owners.json"
+GATES = HERE / "owners_gates.toml"
+T_95 = {5: 2.776, 10: 2.262}
+"""Quantile 0.975 of Student's t with n − 1 degrees of freedom, by n."""
+
+Trial = dict[str, Any]
+Row = dict[str, Any]
+
+
+def trials(gates: dict[str, Any]) -> Iterable[Trial]:
+    """Yield every trial: its part, what tells it apart, and the words of `shoal train`."""
+    common = gates["rounds"]
+    for model in ("logistic", "cnn"):
+        for seed in common["seeds"]:
+            for method in ("fedavg", "scaffold"):
+                own = {**common, **common[model], "rounds": common[model]["most"]}
+                words = [*many_owners(own, method, common["split"], seed, model)]
+                yield {"part": "rounds", "model": model, "method": method, "seed": seed,
+                       "words": words, "accuracy": own["accuracy"]}  # fmt: skip
+    own = gates["splits"]
+    for split in own["splits"]:
+        for seed in own["seeds"]:
+            for method in own["methods"]:
+                words = [*many_owners(own, method, split, seed, "logistic")]
+                yield {"part": "splits", "split": split, "method": method, "seed": seed,
+                       "words": words}  # fmt: skip
+    own = gates["wrong"]
+    for merge in own["merges"]:
+        for fault in ("none", *own["faults"]):
+            for seed in own["seeds"]:
+                words = [
+                    *usual(own, seed, "logistic"), "islands.method=fedavg", "data.split=even",
+                    f"islands.merge={merge}", f"islands.trim={own['trim']}", "islands.bound=1e9",
+                    "islands.period=1 epoch", f"train.epochs={own['rounds']}",
+                ]  # fmt: skip
+                yield {"part": "wrong", "merge": merge, "fault": fault, "seed": seed,
+                       "words": words}  # fmt: skip
+
+
+def usual(own: dict[str, Any], seed: int, model: str) -> list[str]:
+    """Return the words of every trial."""
+    return [
+        "data.source=digits", f"data.validation={own['validation']}", "train.validate_samples=all",
+        f"model.build=owner_models:{model}", "islands.data=own", "islands.concurrent=1",
+        f"islands.count={own['owners']}", f"train.seed={seed}", f"train.batch={own['batch']}",
+        "optimizer.name=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0",
+        "optimizer.clip=0", "optimizer.schedule=constant", f"optimizer.lr={own['lr']}",
+        "launch.processes=1", "layout.strategy=single", "train.prove=off", "checkpoint.keep=2",
+    ]  # fmt: skip
+
+
+def many_owners(own: dict[str, Any], method: str, split: str, seed: int, model: str) -> list[str]:
+    """Return the words of a trial in which a share of many owners is drawn."""
+    return [
+        *usual(own, seed, model), f"islands.method={method}", f"data.split={split}",
+        f"islands.sample={own['sample']}", f"islands.period={own['period']}",
+        f"train.steps={own['rounds'] * own['period']}", f"train.validate_every={own['period']}",
+        "train.on=owner_models:stop_at_accuracy",
+    ]  # fmt: skip
+
+
+def plant(fault: str, owner: int, seed: int) -> None:
+    """Make an owner wrong in this process."""
+    from shoal.trainer.islands import owner_data
+    from shoal.trainer.islands.owner_rounds import OwnerRounds
+
+    if fault == "reversed":
+        train_owner = OwnerRounds._train_owner
+
+        def reversed_change(self: Any, number: int) -> Any:
+            change, control = train_owner(self, number)
+            if number == owner:
+                for tensor in change.message.values():
+                    tensor.neg_()
+            return change, control
+
+        OwnerRounds._train_owner = reversed_change  # type: ignore[method-assign]
+        return
+    honest = owner_data.OwnerSubset
+    made: list[int] = []
+
+    class Permuted(honest):  # type: ignore[misc, valid-type]
+        """The samples of an owner; of the wrong one, label y is called another."""
+
+        def __init__(self, dataset: Any, indices: Any) -> None:
+            super().__init__(dataset, indices)
+            self.is_wrong = len(made) == owner
+            made.append(1)
+
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image, (label + 1 + seed % 9) % 10 if self.is_wrong else label
+
+    owner_data.OwnerSubset = Permuted  # type: ignore[misc]
+
+
+def run_trial(trial: Trial, owners: int) -> Row:
+    """Run a trial in a child; return what its events say."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                status = train(trial, Path(folder), owners)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        _, state, used = os.wait4(child, 0)
+        if os.waitstatus_to_exitcode(state) not in (0, 143):
+            raise SystemExit(f"{trial}: {Path(folder, 'log').read_text()[-3000:]}")
+        lines = (Path(folder) / "trial" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    curve = [event["accuracy"] for event in events if event["event"] == "validated"]
+    rounds = [event for event in events if event["event"] in ("round_committed", "round_discarded")]
+    row = {key: value for key, value in trial.items() if key not in ("words", "accuracy")}
+    return {
+        **row,
+        "rounds": len(rounds),
+        "refused": sum(len(event.get("refused") or {}) for event in rounds),
+        "curve": [round(one, 4) for one in curve],
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+    }
+
+
+def train(trial: Trial, folder: Path, owners: int) -> int:
+    """Make the run folder of a trial and train it; return the exit code."""
+    from shoal.cli.start import prepare_run, write_run_folder
+    from shoal.trainer.main_job import train as train_folder
+
+    os.environ[ACCURACY] = str(trial.get("accuracy", 2.0))
+    if trial.get("fault", "none") != "none":
+        plant(trial["fault"], owners - 1, trial["seed"])
+    words = [*trial["words"], f"run.folder={folder}", "run.name=trial"]
+    prepared = prepare_run(words, None, trust=True)
+    prepared.folder.mkdir(parents=True)
+    write_run_folder(prepared)
+    return train_folder(prepared.folder, lambda *_: "")
+
+
+def reached(row: Row, gates: dict[str, Any]) -> int:
+    """Return the first round whose validation has the accuracy; most + 1 if none has."""
+    own = gates["rounds"][row["model"]]
+    each = row["curve"][: own["most"]]  # the last validation comes twice
+    there = [k for k, one in enumerate(each, 1) if one >= own["accuracy"]]
+    return there[0] if there else own["most"] + 1
+
+
+def interval(values: list[float]) -> list[float]:
+    """Return the mean, and the ends of its 95 % interval."""
+    n = len(values)
+    mean = sum(values) / n
+    deviation = (sum((one - mean) ** 2 for one in values) / (n - 1)) ** 0.5 if n > 1 else 0.0
+    half = T_95.get(n, 2.776) * deviation / n**0.5
+    return [round(one, 4) for one in (mean, mean - half, mean + half)]
+
+
+def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the figures of all rows, and the gates that are not met."""
+    missed: list[str] = []
+    figures: dict[str, Any] = {"rounds": {}, "splits": {}, "wrong": {}}
+    by = lambda **keys: [r for r in rows if all(r.get(k) == v for k, v in keys.items())]  # noqa: E731
+    for model in ("logistic", "cnn"):
+        first = {
+            method: {r["seed"]: reached(r, gates) for r in by(part="rounds", model=model, method=method)}
+            for method in ("fedavg", "scaffold")
+        }  # fmt: skip
+        both = sorted(first["fedavg"].keys() & first["scaffold"].keys())
+        wins = sum(first["scaffold"][seed] < first["fedavg"][seed] for seed in both)
+        figures["rounds"][model] = {
+            **{method: [of[seed] for seed in both] for method, of in first.items()}, "wins": wins
+        }  # fmt: skip
+        if len(both) == len(gates["rounds"]["seeds"]) and wins < gates["rounds"]["wins"]:
+            missed.append(f"rounds, {model}: SCAFFOLD first in {wins} of {len(both)} seeds")
+    for split in gates["splits"]["splits"]:
+        for method in gates["splits"]["methods"]:
+            found = by(part="splits", split=split, method=method)
+            if found:
+                figures["splits"][f"{split} {method}"] = {
+                    "seeds": len(found),
+                    "accuracy": interval([row["curve"][-1] for row in found]),
+                    "least": min(row["curve"][-1] for row in found),
+                    "refused": sum(row["refused"] for row in found),
+                }
+    honest = [*by(part="splits"), *by(part="rounds")]
+    if refused := sum(row["refused"] for row in honest):
+        missed.append(f"honest owners were refused {refused} times")
+    points = gates["wrong"]["points"]
+    for merge in gates["wrong"]["merges"]:
+        right = {r["seed"]: r["curve"][-1] for r in by(part="wrong", merge=merge, fault="none")}
+        if right:
+            figures["wrong"][f"{merge} none"] = {"accuracy": interval([*right.values()])}
+        for fault in gates["wrong"]["faults"]:
+            found = [r for r in by(part="wrong", merge=merge, fault=fault) if r["seed"] in right]
+            if not found:
+                continue
+            lost = [100 * (right[r["seed"]] - r["curve"][-1]) for r in found]
+            figures["wrong"][f"{merge} {fault}"] = {
+                "accuracy": interval([r["curve"][-1] for r in found]),
+                "lost_points": [round(one, 2) for one in lost],
+                "mean_lost": round(sum(lost) / len(lost), 2),
+            }
+            if merge != "mean" and sum(lost) / len(lost) > points:
+                missed.append(f"wrong, {merge}, {fault}: {sum(lost) / len(lost):.2f} points lost")
+    return figures, missed
+
+
+def warm() -> None:
+    """Import what every trial needs, once."""
+    import sklearn.datasets  # noqa: F401
+    import torch
+    import torch._dynamo  # noqa: F401
+
+    import shoal.cli.start  # noqa: F401
+    import shoal.trainer.main_job  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def tell_apart(one: dict[str, Any]) -> str:
+    """Return what tells a trial from all others."""
+    return json.dumps(
+        {k: one.get(k) for k in ("part", "model", "split", "merge", "fault", "method", "seed")}
+    )
+
+
+def add_row(row: Row | None, gates_hash: str, gates: dict[str, Any]) -> dict[str, Any]:
+    """Add a row to the result, which several processes may write; return the whole record."""
+    TARGET.touch()
+    with TARGET.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        record = json.loads(file.read() or "{}")
+        rows = record.get("trials", []) if record.get("gates") == gates_hash else []
+        rows += [row] if row else []
+        rows.sort(key=tell_apart)
+        figures, missed = judge(rows, gates)
+        sources = dict(Counter(one["source"] for one in rows))
+        record = {"gates": gates_hash, "sources": sources, "machine": machine(),
+                  "figures": figures, "missed": missed, "trials": rows}  # fmt: skip
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def main() -> int:
+    """Make the trials that are missing, write every row, judge."""
+    os.chdir(HERE)  # model.build is found from the working folder
+    parts = sys.argv[1:] or ["rounds", "splits", "wrong"]
+    text = GATES.read_text(encoding="utf-8")
+    gates = tomllib.loads(text)
+    gates_hash, source = hashlib.sha256(text.encode()).hexdigest()[:16], source_hash()
+    known = {tell_apart(row) for row in add_row(None, gates_hash, gates)["trials"]}
+    warm()
+    for trial in trials(gates):
+        if trial["part"] in parts and tell_apart(trial) not in known:
+            row = run_trial(trial, gates["wrong"]["owners"]) | {"source": source}
+            add_row(row, gates_hash, gates)
+            sys.stderr.write(json.dumps({**row, "curve": row["curve"][-1:]}) + "\n")
+    record = add_row(None, gates_hash, gates)
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    sys.stderr.write(json.dumps(record["figures"], indent=1) + "\n")
+    sys.stderr.write(f"{own.ru_utime + own.ru_stime:.0f} CPU s; missed: {record['missed']}\n")
+    return 1 if record["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
