@@ -24,8 +24,10 @@ def row(**changed: Any) -> dict[str, Any]:
 
 def test_a_row_shows_how_far_the_prediction_was() -> None:
     lines = [text for text, _ in forecast_error_lines([row()])]
-    assert lines[1].split() == ["ddp", "2", "110.0", "ms", "+10%", "5.0", "MiB", "+25%", "1000",
-                                "B", "+0%"]  # fmt: skip
+    assert lines[1].split() == [
+        "ddp", "2", "110.0", "ms", "(0.91", "×)", "5.0", "MiB", "(0.80", "×)", "1000", "B", "(1.00",
+        "×)",
+    ]  # fmt: skip
     assert all(len(line) <= 80 for line in lines)
 
 

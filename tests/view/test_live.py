@@ -149,6 +149,25 @@ def test_the_last_step_comes_before_what_followed_it(tmp_path: Path, clock: Cloc
     ]  # fmt: skip
 
 
+def test_the_first_line_is_the_first_steps_if_later_steps_come_with_it(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """Also before the validation of such a step, and after the notices of the start."""
+    view, stream = piped(tmp_path, total_steps=3)
+    events_of(tmp_path).emit("notice", text="data: 3 files", opening=2)
+    events_of(tmp_path).emit("compute_started", step=0)
+    for step in (1, 2, 3):
+        write_step(tmp_path, step, loss=float(step))
+    events_of(tmp_path).emit("validated", step=3, loss=4.0, targets=5)
+    view.tick()
+    view.finish()
+    found = [line.split()[:2] for line in stream.getvalue().splitlines()]
+    assert found == [
+        ["data:", "3"], ["step=1/3", "loss=1.0000"], ["step=3/3", "loss=3.0000"],
+        ["validation", "at"],
+    ]  # fmt: skip
+
+
 def test_old_lines_of_a_resumed_folder_are_not_shown_again(tmp_path: Path, clock: Clock) -> None:
     log = events_of(tmp_path)
     for event, text in (("run_started", ""), ("notice", "old"), ("run_started", "")):

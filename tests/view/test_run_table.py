@@ -21,7 +21,7 @@ from shoal.base.runlog.events import append_line
 from shoal.checkpoint.format.lease import Owner
 from shoal.cli.main import app
 from shoal.view import run_table
-from shoal.view.run_table import RunRow, list_runs, table_lines
+from shoal.view.run_table import RunRow, list_runs, read_row, table_lines
 
 NOW_S = time.time()
 START = {"event": "run_started", "time_s": NOW_S - 50, "step": None}
@@ -233,6 +233,14 @@ def test_a_folder_of_islands_has_the_state_and_the_figures_of_its_islands(tmp_pa
     make(parent / "island-1", START, END, steps=4)
     row = next(row for row in list_runs(tmp_path, NOW_S) if row.name == "run")
     assert (row.state, row.step, row.steps) == ("ended", 3, 10)
-    assert (row.loss, row.validation, row.rate, row.unit) == (2.0, 4.25, 400.0, "tokens")
+    assert (row.loss, row.validation, row.rate, row.unit) == (1.5, 4.25, 400.0, "tokens")
+    rows = [{"step": 5, "loss": loss, "tokens": count} for loss, count in ((4.0, 300), (8.0, 100))]
+    for island, last in enumerate(rows):
+        append_line(parent / f"island-{island}/metrics.jsonl", last)
+    assert read_row(parent, tmp_path, NOW_S, set()).loss == 5.0, "300 tokens of 4.0, 100 of 8.0"
+    append_line(parent / "island-1/metrics.jsonl", {"step": 6, "loss": 8.0})
+    assert read_row(parent, tmp_path, NOW_S, set()).loss == 6.0, "not all counts are known"
+    os.utime(parent / "island-1/metrics.jsonl", (NOW_S - 900, NOW_S - 900))
+    assert read_row(parent, tmp_path, NOW_S, set()).loss == 4.0, "an island that is long gone"
     make(parent / "island-2", START, DIED)
     assert states(tmp_path)["run"] == "killed"

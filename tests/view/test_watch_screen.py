@@ -179,6 +179,10 @@ def test_islands_have_rows_and_their_ranks_the_name_of_their_island(tmp_path: Pa
     names = [line.split()[0] for line in lines if "/" in line.split("  ")[0] and line[0] == " "]
     assert {"0/0", "1/3"} <= {name for line in lines for name in line.split()[:1]}, names
     assert any("island-0: data: 3 files" in line for line in lines)
+    row = IslandsWatcher(tmp_path / "far").read().row
+    assert row is not None
+    assert row.rate == 2 * 8192.0, "of both islands"
+    assert row.layout == "ddp"
     for island in range(2):
         write_event(tmp_path / "far" / f"island-{island}", "run_finished", how="completed")
     row = IslandsWatcher(tmp_path / "far").read().row

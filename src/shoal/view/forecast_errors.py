@@ -1,7 +1,7 @@
 """Predicted and measured figures of a comparison's rows: step time, memory, bytes sent.
 
 Memory is the allocation of torch on the fullest rank (states and the peak of a step beyond them);
-bytes are one rank's in one step.
+bytes are one rank's in one step. The ratio is measured ÷ predicted, as in all commands.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shoal.base.text.forecast_text import ratio_text
 from shoal.base.text.units import bytes_text, seconds_text
 
 Record = dict[str, Any]
@@ -51,7 +52,7 @@ def forecast_error_lines(rows: Sequence[Record]) -> list[tuple[str, str]]:
     known = [(row, found) for row in rows if (found := predicted_and_measured(row))]
     if not known:
         return []
-    head = f"{'predicted / measured':<20}{'step time':>22}{'memory':>19}{'sent':>19}"
+    head = f"{'predicted (ratio)':<20}{'step time':>22}{'memory':>19}{'sent':>19}"
     lines = [(head, "bold")]
     for row, found in known:
         name = f"{row['layout']} {row['parts']}"
@@ -67,4 +68,4 @@ def forecast_error_lines(rows: Sequence[Record]) -> list[tuple[str, str]]:
 def _cell(pair: tuple[float, float] | None, text: Text, width: int) -> str:
     if pair is None:
         return " " * width
-    return f"{text(pair[0])} {pair[0] / pair[1] - 1:+.0%}".rjust(width)
+    return f"{text(pair[0])} ({ratio_text(*pair)})".rjust(width)

@@ -183,15 +183,31 @@ class LiveView:
         # In this order, the steps before an event have been read when it is shown.
         events = self.untold + self.folder.events.read()[0]
         self.untold = []
-        self._add_steps(*self.folder.metrics.read())
+        steps, cut_back = self.folder.metrics.read()
+        # The first line of a pipe is the first step's own, if later steps were recorded with it.
+        is_first = not (self.on_terminal or cut_back or self.progress.last)
+        later = steps[1:] if is_first else []
+        self._add_steps(steps[: len(steps) - len(later)], cut_back)
         if self.progress.fraction == 1 and not self._is_drawn():
             self._draw_last()
         for event in self.opening.select(events):
+            if later and _is_at_or_after(event, steps[0]):
+                later = self._draw_first(later)
             self._write_event(event)
+        if later:
+            self._draw_first(later)
         if self.on_terminal:
             self._draw_in_place()
         else:
             self._draw_line()
+
+    def _draw_first(self, later: list[Record]) -> list[Record]:
+        """Draw the first step, add the later ones, and return that none is left."""
+        self._draw_line()
+        self._add_steps(later, cut_back=False)
+        if self.progress.fraction == 1:
+            self._draw_last()
+        return []
 
     def _finish(self) -> None:
         self._tick()
@@ -345,6 +361,11 @@ class LiveView:
         bar = ProgressBar(total=1.0, completed=fraction, complete_style="cyan")
         row.add_row(bar, Text(beside))
         return Group(dense, row)
+
+
+def _is_at_or_after(event: Record, row: Record) -> bool:
+    """Return whether an event is of a step's row, or of a later step."""
+    return is_number(event.get("step")) and event["step"] >= row["step"]
 
 
 def _workers_start_s(events: list[Record]) -> float:

@@ -16,6 +16,7 @@ from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.event_sentences import number_text, strip_control_characters
 from shoal.base.text.units import count_text, seconds_text
 from shoal.view.diagnosis.folder_evidence import (
+    SILENT_S,
     FolderEvidence,
     read_evidence,
     read_first_start_s,
@@ -45,7 +46,8 @@ class RunRow:
         state: as in the table of `diagnosis/folder_state.py`.
         how: how it ended, in words; "" if it did not.
         step, steps: the last step, and all of them; 0: unknown.
-        loss, validation: the newest ones, the validation of any session.
+        loss: the newest one; of islands the mean, weighted by the tokens or samples of their steps.
+        validation: the newest one of any session.
         rate: tokens or samples a second over the newest steps; of islands together.
         unit: tokens or samples.
         layout: its name.
@@ -86,9 +88,9 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
     """Return the row of one run folder, whatever is missing or damaged in it."""
     seen = read_evidence(path, now_s, held)
     state = decide_state(seen)
-    # The islands of a run make its steps; all hold the same weights after a round.
+    # The islands of a run make its steps.
     parts = seen.islands if seen.islands and not seen.steps else (seen,)
-    losses = [s["loss"] for s in parts[0].steps if is_number(s.get("loss"))]
+    # A validation is of the merged weights, which all islands hold after a round.
     validations = (read_last_validation(one.folder) for one in parts)
     below = path.relative_to(root) if path != root else Path(path.absolute().name)
     return RunRow(
@@ -98,7 +100,7 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
         state.how,
         state.step,
         state.steps,
-        losses[-1] if losses else None,
+        _mean_loss(parts),
         next(filter(is_number, validations), None),
         _rate_of_all(parts),
         count_unit(parts[0].plan),
@@ -107,6 +109,27 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
         state.last_sign_s,
         state.alive,
     )
+
+
+def _mean_loss(parts: Sequence[FolderEvidence]) -> float | None:
+    """Return the mean of the islands' newest losses, weighted by what each step trained on.
+
+    Islands that stopped long before the others are left out. Without the counts of all of them,
+    each counts as much as any other.
+    """
+    newest_s = max(one.rows_s for one in parts)
+    found: list[tuple[float, float | None]] = []
+    for one in parts:
+        rows = [row for row in one.steps if is_number(row.get("loss"))]
+        if rows and one.rows_s >= newest_s - SILENT_S:
+            found.append((rows[-1]["loss"], step_amount(rows[-1], count_unit(one.plan))))
+    if not found:
+        return None
+    weights = [weight for _, weight in found if weight]
+    if len(weights) < len(found):
+        weights = [1.0] * len(found)
+    pairs = zip(found, weights, strict=True)
+    return sum(loss * weight for (loss, _), weight in pairs) / sum(weights)
 
 
 def _rate_of_all(parts: Sequence[FolderEvidence]) -> float | None:

@@ -230,23 +230,16 @@ class IslandsWatcher:
 
 
 def _join_rows(whole: RunRow | None, islands: Sequence[RunRow]) -> RunRow | None:
-    """Return the state of all islands with the figures of the first one.
+    """Return the row of all islands, with the end of the islands if they all ended alike.
 
-    Islands that all ended alike decide: their launcher may record no end.
+    Their launcher may record no end.
     """
     if whole is None or not islands:
         return whole
     first = islands[0]
     if not whole.alive and len({row.state for row in islands}) == 1:
-        return replace(first, path=whole.path)
-    return replace(
-        first,
-        path=whole.path,
-        state=whole.state,
-        how=whole.how,
-        alive=whole.alive,
-        last_sign_s=whole.last_sign_s,
-    )
+        whole = replace(whole, state=first.state, how=first.how, alive=first.alive)
+    return replace(whole, layout=first.layout)
 
 
 def _island_number(path: Path) -> tuple[int, str]:

@@ -144,7 +144,9 @@ def _top_lines(run: WatchedRun, width: int, options: ScreenOptions, now_s: float
         words.append((f"step {found['step']}", ""))
     if run.left and not over:
         words.append((run.left, ""))
-    if "loss" in found:
+    if run.islands and row.loss is not None:
+        words.append((f"mean loss {row.loss:.4f}", "bold"))
+    elif "loss" in found:
         words.append((f"loss {found['loss']}", "bold"))
     if "validation" in found:
         words.append((run.progress.validation_form().format(found["validation"]), "bold"))
@@ -188,7 +190,7 @@ def _progress_line(run: WatchedRun, width: int, found: dict[str, str], unicode: 
         done, left = "━─" if unicode else "#."
         spans = [(done * full, "cyan"), (left * (bar - full), "dim"), (f" {fraction:.0%}  ", "")]
     room = width - sum(len(text) for text, _ in spans)
-    rate = run.progress.rate()
+    rate = row.rate if row and run.islands else run.progress.rate()
     words: list[Span] = [(row.layout if row else "", "")]
     if run.ranks:
         words.append((count_noun(len(run.ranks), "rank"), ""))
