@@ -93,11 +93,22 @@ class MetricsRecorder:
         self.events.listeners.append(listen)
 
     def log_validation(
-        self, step: int, values: Mapping[str, float], by_source: Mapping[str, Any]
+        self,
+        step: int,
+        values: Mapping[str, float],
+        by_source: Mapping[str, Any],
+        **details: object,
     ) -> None:
-        """Emit the results of an evaluation in the user's own loop, by rank 0."""
+        """Emit the results of a validation, by rank 0.
+
+        Args:
+            step: after which it was made.
+            values: `loss`, `targets` and the metrics by name.
+            by_source: the same of each source or owner; empty: left out.
+            details: further fields of the event; a value of the same name is no metric then.
+        """
         if self.world.writes_files:
-            numbers = {"loss": values["loss"], "targets": values["targets"]}
+            numbers = {"loss": values["loss"], "targets": values["targets"], **details}
             named = {name: value for name, value in values.items() if name not in numbers}
             parts = {"by_source": dict(by_source)} if by_source else {}
             self.events.emit("validated", step=step, **numbers, metrics=named, **parts)

@@ -304,19 +304,17 @@ def make_owner_validator(
         if not by_owner:
             return None
         values = merge_validations(by_owner)
-        if run.world.writes_files:
-            run.recorder.events.emit(
-                "validated",
-                step=run.step_count,
-                loss=values["loss"],
-                accuracy=values.get("accuracy"),
-                targets=int(values["targets"]),
-                unigram_entropy=values.get("entropy"),
-                baseline="unigram entropy",
-                seconds=time.perf_counter() - began_s,
-                by_source=by_owner,
-                worst=find_worst_owner(by_owner),
-            )
+        numbers = {name: values[name] for name in values if name != "entropy"}
+        run.recorder.log_validation(
+            run.step_count,
+            {**numbers, "targets": int(values["targets"])},
+            by_owner,
+            accuracy=values.get("accuracy"),
+            unigram_entropy=values.get("entropy"),
+            baseline="unigram entropy",
+            seconds=time.perf_counter() - began_s,
+            worst=find_worst_owner(by_owner),
+        )
         return values
 
     return validate

@@ -99,21 +99,15 @@ def make_validator(run: Run, source: Source, config: Config) -> Callable[[], Val
         )
         if not values:
             return None
-        if run.world.writes_files:
-            run.recorder.events.emit(
-                "validated",
-                step=run.step_count,
-                loss=values["loss"],
-                accuracy=values.get("accuracy"),
-                targets=int(values["targets"]),
-                metrics={
-                    n: v for n, v in values.items() if n not in ("loss", "accuracy", "targets")
-                },
-                unigram_entropy=source.unigram_entropy,
-                baseline=baseline,
-                seconds=time.perf_counter() - began_s,
-                **({"by_source": sources} if (sources := run.validated_by_source) else {}),
-            )
+        run.recorder.log_validation(
+            run.step_count,
+            {**values, "targets": int(values["targets"])},
+            run.validated_by_source,
+            accuracy=values.get("accuracy"),
+            unigram_entropy=source.unigram_entropy,
+            baseline=baseline,
+            seconds=time.perf_counter() - began_s,
+        )
         return values
 
     return validate
