@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 
-from shoal.cli.plan_subject import resolve_subject
+from shoal.cli.plan_subject import narrow_model_facts, resolve_subject
 from shoal.config.load import load_config
 from shoal.forecast.fit.peak_memory import predict_memory
 from shoal.forecast.memory.activations import boundary_bytes
 from shoal.forecast.models.published_models import published_shape
 from shoal.forecast.models.transformer_costs import transformer_facts
 from shoal.forecast.search.layout_search import LayoutCandidate, search_layouts
+from shoal.forecast.search.memory_suggestions import NARROW
+from shoal.forecast.search.plan_document import plan_record
+from shoal.view.plan_lines import print_plan
 
 WORDS = (
     "model.name=llama-2-70b precision.compute=bf16 layout.strategy=fsdp train.micro_batch=6 "
@@ -44,3 +48,31 @@ def test_the_published_run_fits_with_bf16_residuals_only() -> None:
 def test_stages_send_half() -> None:
     narrow, wide = (planned(residual, "full").case.model for residual in ("bf16", "fp32"))
     assert 2 * boundary_bytes(narrow) == boundary_bytes(wide)
+
+
+def proposed(*words: str, on: str = "16x8xA100-80GB") -> list[str]:
+    """The settings that `shoal plan` proposes, as it prints them."""
+    loaded = load_config(None, [*WORDS.split(), "memory.recompute=full", *words])
+    subject = resolve_subject(loaded, on)
+    record = plan_record(
+        search_layouts(subject.case, subject.space),
+        subject.space,
+        top=1,
+        notes=[],
+        narrow=lambda: narrow_model_facts(loaded, subject.case),
+    )
+    text = io.StringIO()
+    print_plan(record, text)
+    printed = " ".join(text.getvalue().split())
+    assert not record["fixes"] or f" {record['fixes'][0]['set']}: " in printed
+    assert (NARROW in printed) == ("as FSDP2's param_dtype has them" in printed)
+    return [fix["set"] for fix in record["fixes"]]
+
+
+def test_bf16_residuals_are_proposed_where_fp32_ones_do_not_fit() -> None:
+    assert NARROW in proposed("precision.residual=fp32")
+
+
+@pytest.mark.parametrize("words", ["precision.residual=bf16", "precision.compute=fp32"])
+def test_bf16_residuals_are_proposed_to_runs_alone_that_can_have_them(words: str) -> None:
+    assert not [one for one in proposed(words, on="8x8xA100-80GB") if "residual" in one]

@@ -87,7 +87,7 @@ def _make_plan(
     arguments: list[str], on: str, top: int, *, trust: bool
 ) -> tuple[dict[str, Any], Any]:
     """Return the plan's document, and its best candidate."""
-    from shoal.cli.plan_subject import resolve_subject
+    from shoal.cli.plan_subject import narrow_model_facts, resolve_subject
     from shoal.config.trust import load_trusted
     from shoal.forecast.search.layout_search import search_layouts
     from shoal.forecast.search.plan_document import plan_record
@@ -95,7 +95,13 @@ def _make_plan(
     loaded = load_trusted(*split_arguments(arguments), trust=trust)
     subject = resolve_subject(loaded, on)
     found = search_layouts(subject.case, subject.space)
-    record = plan_record(found, subject.space, top=top, notes=subject.notes)
+    record = plan_record(
+        found,
+        subject.space,
+        top=top,
+        notes=subject.notes,
+        narrow=lambda: narrow_model_facts(loaded, subject.case),
+    )
     best = found[0]
     if best.memory.others_bytes:
         from shoal.forecast.time.replica_costs import describe_replicas

@@ -163,6 +163,24 @@ def resolve_model_facts(
     return transformer_facts(shape, sequence, element_bytes, kernels)
 
 
+def narrow_model_facts(loaded: LoadedConfig, case: PlanningCase) -> ModelFacts | None:
+    """Return the model's facts with a bf16 residual stream; None if the run cannot have one.
+
+    Args:
+        loaded: the user's configuration.
+        case: what it became, with fp32 residuals.
+    """
+    if case.plan.compute != "bf16" or case.plan.residual == "bf16":
+        return None
+    config = loaded.config
+    precision = replace(config.precision, compute="bf16", residual="bf16")
+    narrow = replace(loaded, config=replace(config, precision=precision))
+    try:
+        return resolve_model_facts(narrow, case.cluster, WIDTHS["bf16"], [])
+    except PlanError:  # a block that mixes formats
+        return None
+
+
 def _vocabulary(config: Config) -> int:
     kind, _, size = config.data.tokenizer.partition(":")
     return int(size) if kind == "bpe" and size.isdecimal() else 2048

@@ -18,6 +18,7 @@ from shoal.base.errors import PlanError, ShoalError
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.teach.drawings.timeline_svg import timeline_svg
 from shoal.teach.drawings.walk_svg import walk_svg
+from shoal.teach.drawings.word_translation import WordTranslation
 from shoal.teach.puzzles import get_puzzle, puzzle_run_timeline, reference
 from shoal.teach.puzzles.user_program import program_of, run_on_ranks, score_lines
 from shoal.teach.walks.pipelines_walk import PipelineCase, pipeline
@@ -30,6 +31,8 @@ WALKS = {
 }
 """Name of a walk → its module, without `_walk`."""
 
+DRAWN = ("walk", "pipeline")
+"""Requests whose drawings are translated."""
 
 LONGEST = 8192
 """Longest sequence of a plan, as `shoal plan` takes it if the user gives none."""
@@ -38,8 +41,11 @@ NAME = "your program"
 """Of a program in a page, for messages and tracebacks."""
 
 
-def call(request: str) -> str:
+def call(request: str, messages: str = "{}") -> str:
     """Answer one request of a page, as JSON: {"svg": …, "lines": […]} or {"error": one line}.
+
+    Args:
+        messages: translations of the words in drawings, as JSON; none on an English page.
 
     >>> json.loads(call('{"what": "puzzle", "number": 0, "code": "x = 1"}'))["error"]
     'your program: it has no async def program(m); try: the first example of shoal docs puzzles'
@@ -47,14 +53,17 @@ def call(request: str) -> str:
     True
     """
     asked = json.loads(request)
+    what = asked.pop("what")
+    if what in DRAWN:
+        asked["words"] = WordTranslation(json.loads(messages))
     try:
-        answer = _ANSWERS[asked.pop("what")](**asked)
+        answer = _ANSWERS[what](**asked)
     except ShoalError as failure:
         answer = {"error": str(failure)}
     return json.dumps(answer, ensure_ascii=False)
 
 
-def draw_walk(name: str, **numbers: Any) -> dict[str, Any]:
+def draw_walk(name: str, words: WordTranslation, **numbers: Any) -> dict[str, Any]:
     """Return the drawing of a walk.
 
     Raises:
@@ -64,18 +73,19 @@ def draw_walk(name: str, **numbers: Any) -> dict[str, Any]:
     if key not in WALKS:
         raise PlanError(f"walk {name}: there is no such walk; try: {', '.join(WALKS)}")
     module = importlib.import_module(f"shoal.teach.walks.{WALKS[key]}_walk")
-    walk = getattr(module, key)(**numbers)
-    return {"svg": walk_svg(walk), "lines": [walk.checked]}
+    walk = words.walk(getattr(module, key)(**numbers))
+    return {"svg": words.svg(walk_svg(walk)), "lines": [walk.checked]}
 
 
-def draw_pipeline(name: str, **numbers: Any) -> dict[str, Any]:
+def draw_pipeline(name: str, words: WordTranslation, **numbers: Any) -> dict[str, Any]:
     """Return the drawing of a pipeline schedule.
 
     Raises:
         PlanError: an unknown schedule, or numbers that it does not allow.
     """
-    line = pipeline(name, PipelineCase(**numbers))
-    return {"svg": timeline_svg([line]), "lines": [f"{k}: {v}" for k, v in line.facts.items()]}
+    line = words.timeline(pipeline(name, PipelineCase(**numbers)))
+    lines = [f"{k}: {v}" for k, v in line.facts.items()]
+    return {"svg": words.svg(timeline_svg([line])), "lines": lines}
 
 
 def run_puzzle_code(number: int, code: str) -> dict[str, Any]:
@@ -145,14 +155,17 @@ def plan_model(model: str, machines: str, samples: int) -> dict[str, Any]:
 
     cluster, shape = parse_machines(machines), published_shape(model)
     sequence = shape.positions or min(shape.context or LONGEST, LONGEST)
-    kernels = own_kernels(cluster.device.kind, sequence, 2, "fp32")
-    facts = transformer_facts(shape, sequence, 2, kernels)
+    facts, narrow = (
+        transformer_facts(shape, sequence, 2, own_kernels(cluster.device.kind, sequence, 2, stream))
+        for stream in ("fp32", "bf16")
+    )
     config = replace(Config(), model=replace(Config().model, name=model))
     case = PlanningCase(
         facts, cluster, Plan(Layout(), samples, compute="bf16"), **case_settings(config)
     )
     space = SearchSpace()
-    record = plan_record(search_layouts(case, space), space, top=5, notes=())
+    found = search_layouts(case, space)
+    record = plan_record(found, space, top=5, notes=(), narrow=lambda: narrow)
     lines = [
         f"{row['rank']}. {row['text']}: {seconds_text(row['step_s'])} per step, "
         f"{bytes_text(row['peak_bytes'])}, {row['verdict']}"

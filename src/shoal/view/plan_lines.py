@@ -219,10 +219,10 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
                 (
                     "make it fit" if best["after"] == "no" else "fits surely",
                     f"{first['set']}: {bytes_text(first['peak_bytes'])}, "
-                    f"{seconds_text(first['step_s'])} per step",
+                    f"{seconds_text(first['step_s'])} per step{_format_change(first['set'])}",
                 )
             )
-            found += [("or", fix["set"]) for fix in fixes[1:]]
+            found += [("or", fix["set"] + _format_change(fix["set"])) for fix in fixes[1:]]
         elif best["after"] == "no":
             found.append(
                 (
@@ -241,6 +241,12 @@ def _sentences(record: Record) -> list[tuple[str, str]]:
     if record.get("next"):
         found.append(("next", record["next"]))
     return found
+
+
+def _format_change(settings: str) -> str:
+    """Return what settings change beside memory and time: the one that changes a number format."""
+    narrow = "precision.residual=bf16" in settings
+    return " (blocks' activations in bf16, as FSDP2's param_dtype has them)" if narrow else ""
 
 
 def _labelled_lines(label: str, text: str, width: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Settings that make a layout fit in memory: the cheapest one, or pair.
 
 Each change lowers the peak of one rank, and may cost time. Changes that help are ranked by the
-predicted step time.
+predicted step time. A narrower residual stream changes what a model's units save, so its facts come
+from the caller.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.base.estimates.estimate import PlanningCase
+from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import RECOMPUTE
 from shoal.base.layouts.schedule_names import SPLIT_BACKWARD
@@ -34,22 +35,32 @@ CHANGES: tuple[Change, ...] = (
 """Settings that lower the peak, tried one at a time."""
 
 
-def suggest_settings(case: PlanningCase) -> list[tuple[str, LayoutCandidate]]:
+NARROW = "precision.compute=bf16 precision.residual=bf16"
+"""Settings with the facts `narrow` of `suggest_settings`; `compute=auto` refuses the second."""
+
+
+def suggest_settings(
+    case: PlanningCase, narrow: ModelFacts | None = None
+) -> list[tuple[str, LayoutCandidate]]:
     """Return settings with which a case's steps fit; pairs if no single one suffices.
 
     Only the steps count, not the start of a run. `case` does not change; the function does not
     check that it does not fit.
 
+    Args:
+        narrow: the model's facts with a bf16 residual stream; None: it cannot have one, or has one.
+
     Returns:
         (settings as a user types them, prediction with them): those that fit first, then the tight
         ones, each by step time; [] if no setting helps.
     """
-    found = _fitting_settings([(name, made) for name, change in CHANGES if (made := change(case))])
+    changes = (*CHANGES, (NARROW, lambda c: _change_residual(c, narrow)))
+    found = _fitting_settings([(name, made) for name, change in changes if (made := change(case))])
     if not any(candidate.verdict.after == "fits" for _, candidate in found):
         pairs = []
-        for place, (first, change) in enumerate(CHANGES):
+        for place, (first, change) in enumerate(changes):
             made = change(case)
-            for second, other in CHANGES[place + 1 :]:
+            for second, other in changes[place + 1 :]:
                 if made and first != second and (both := other(made)):
                     pairs.append((f"{first} {second}", both))
         both_fit = _fitting_settings(pairs)
@@ -105,6 +116,12 @@ def _change_zero_stage(case: PlanningCase, stage: int) -> PlanningCase | None:
         layout, dp_replicate=1, dp_shard=ranks, zero=stage, servers=0, updates="", serves=""
     )
     return case.but(layout=split)
+
+
+def _change_residual(case: PlanningCase, narrow: ModelFacts | None) -> PlanningCase | None:
+    if narrow is None or case.plan.compute != "bf16" or case.plan.residual == "bf16":
+        return None
+    return replace(case.but(residual="bf16"), model=narrow)
 
 
 def _change_offload(case: PlanningCase, what: str) -> PlanningCase | None:

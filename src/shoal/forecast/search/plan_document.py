@@ -23,7 +23,7 @@ Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -45,7 +45,12 @@ VERSION = 1
 
 
 def plan_record(
-    candidates: Sequence[LayoutCandidate], space: SearchSpace, *, top: int, notes: Sequence[str]
+    candidates: Sequence[LayoutCandidate],
+    space: SearchSpace,
+    *,
+    top: int,
+    notes: Sequence[str],
+    narrow: Callable[[], ModelFacts | None] = lambda: None,
 ) -> dict[str, Any]:
     """Make the JSON document of a search: the best candidate of each of the `top` best layouts.
 
@@ -56,6 +61,8 @@ def plan_record(
         candidates: not empty, best first.
         notes: lines to copy into the document.
         space: the searched space; a layout that the user fixed is not compared with the guide.
+        narrow: returns the model's facts with a bf16 residual stream; called only if no layout's
+            steps surely fit, since it may trace the model.
     """
     best = candidates[0]
     case = best.case
@@ -78,7 +85,7 @@ def plan_record(
         "layouts": [],
     }
     if not best.runs or best.verdict.after == "tight":
-        found = suggest_settings(case)
+        found = suggest_settings(case, narrow())
         record["fixes"] = [
             {"set": text, "step_s": made.time.step_s, "peak_bytes": made.memory.peak_bytes}
             for text, made in found

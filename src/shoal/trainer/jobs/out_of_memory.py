@@ -26,7 +26,7 @@ import torch
 from shoal.base.errors import ClusterError, ConfigError
 from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import read_object
-from shoal.config.save import MICRO_BATCH, is_derived
+from shoal.config.save import MICRO_BATCH, is_derived, write_derived
 from shoal.planning.micro_batch_sizes import default_micro_batch, with_micro_batch
 
 if TYPE_CHECKING:
@@ -61,18 +61,28 @@ def largest_proper_divisor(micro_batch: int) -> int:
     return next((n for n in range(micro_batch // 2, 0, -1) if micro_batch % n == 0), 0)
 
 
-def apply_reduced_micro_batch(plan: Plan, config: Config, folder: Path) -> Plan:
+def apply_reduced_micro_batch(
+    plan: Plan, config: Config, folder: Path, *, writes: bool = False
+) -> Plan:
     """Return the plan with the reduced micro-batch of an earlier start of this run.
 
     A `train.micro_batch` that the user has changed since wins. A micro-batch that Shoal chose
     follows the layout, but stays at most at the reduced size.
+
+    Args:
+        writes: this rank records a reduced choice of Shoal's in run.toml. Later starts, also on
+            other ranks, then count from the size that was trained with.
     """
     told = read_object(folder / FILE)
     size = told.get("micro_batch")
     if not isinstance(size, int) or size < 1:
         return plan
     if is_derived(folder / "run.toml", MICRO_BATCH):
-        return with_micro_batch(plan, default_micro_batch(plan.layout, plan.batch, at_most=size))
+        most = min(size, plan.micro_batch)
+        size = default_micro_batch(plan.layout, plan.batch, at_most=most)
+        if writes and size != plan.micro_batch:
+            write_derived(folder / "run.toml", "train", micro_batch=size)
+        return with_micro_batch(plan, size)
     if told.get("asked") != config.train.micro_batch:
         return plan
     return with_micro_batch(plan, size)
@@ -113,8 +123,28 @@ def handle_out_of_memory(run: Run, config: Config, folder: Path) -> Iterator[Non
             lost = ClusterError(told)
             lost.here = True
             raise lost from failure
-        fits = f"train.micro_batch={size} (the same batch in more passes), or " if size else ""
-        how = "" if not size else ", train.on_oom=halve to have that done by itself"
+        how = ", train.on_oom=halve to have that done by itself" if size else ""
         raise ConfigError(
-            f"train.micro_batch = {used}: {where}; try: {fits}memory.recompute=full{how}"
+            f"train.micro_batch = {used}: {where}; try: {_format_settings(run.plan, size)}{how}"
         ) from failure
+
+
+def _format_settings(plan: Plan, size: int) -> str:
+    """Return the settings that would hold fewer bytes than a plan does, as a user types them.
+
+    Args:
+        size: a smaller micro-batch; 0: there is none.
+
+    >>> from shoal.base.layouts.layout import Layout
+    >>> from shoal.base.plans.plan import Plan
+    >>> _format_settings(Plan(Layout(), recompute="full", compute="bf16"), 0)
+    "precision.compute=bf16 precision.residual=bf16 (blocks' activations in bf16)"
+    >>> _format_settings(Plan(Layout(), recompute="full", compute="fp32"), 0)
+    'a layout that splits more, by shoal plan'
+    """
+    found = [f"train.micro_batch={size} (the same batch in more passes)"] if size else []
+    if plan.recompute != "full":
+        found.append("memory.recompute=full")
+    if plan.compute == "bf16" and plan.residual != "bf16":
+        found.append("precision.compute=bf16 precision.residual=bf16 (blocks' activations in bf16)")
+    return ", or ".join(found or ["a layout that splits more, by shoal plan"])
