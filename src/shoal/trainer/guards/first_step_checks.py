@@ -121,9 +121,10 @@ class FirstStepLoss:
             self._tied = self._tied or total.requires_grad
 
     def _note_other_kernels(self, outputs: Any) -> None:
-        plan, device = self.program.plan, self.program.world.device.type
-        lines = reports.model_notices.other_kernels_lines(self.module, outputs, plan, device)
-        self.other_kernels = self.other_kernels or lines
+        if not self.other_kernels and hasattr(self.module, "config"):
+            plan, device = self.program.plan, self.program.world.device.type
+            lines = reports.kernel_notices.other_kernels_lines(self.module, outputs, plan, device)
+            self.other_kernels = lines
 
     def _watch_outputs(self, outputs: Any, targets: Any) -> None:
         if is_default(self.loss):

@@ -5,7 +5,6 @@
     mixtures         of transformers: the default loss reads logits, and adds no auxiliary loss;
                      nor any other loss that a model returns beside its logits
     unheld weights   get gradients, and are in no optimizer: Muon over matrices leaves norms out
-    other kernels    a model of another library has norms of several kernels, and returns all logits
 
 Users may leave weights out on purpose: to train a head alone, adapters, biases. So a notice needs a
 block, layer or model that is torn: the optimizer holds its matrices and not its vectors, or all but
@@ -16,17 +15,13 @@ from __future__ import annotations
 
 import gc
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.base.layouts.policies import CompilePolicy
 from shoal.base.plans.plan import Plan
-from shoal.base.text.units import bytes_text
-from shoal.models.norm import RMSNorm
 from shoal.parallel._torch import BatchNorm
 from shoal.trace.find.blocks import detect_blocks
 from shoal.trainer.step.call_contract import Loss, is_default
@@ -112,42 +107,6 @@ def list_dropped_losses(outputs: Any) -> set[str]:
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
         if "loss" in str(name) and name != "loss"
     }
-
-
-LEAST_LOGITS_BYTES = 2**30
-"""Size from which logits are worth a notice."""
-LOSS_BYTES = 12
-"""Bytes per logit of a plain loss: the logits in fp32, their log-softmax, their gradient."""
-
-
-def other_kernels_lines(module: nn.Module, outputs: Any, plan: Plan, device: str) -> list[str]:
-    """Return notices on kernels that Shoal's own models have and this one has not, with their size.
-
-    Args:
-        outputs: of the model's first pass, read by the default loss.
-        device: type of device on which it runs.
-    """
-    lines = []
-    named = outputs.get("logits") if isinstance(outputs, Mapping) else None
-    logits = getattr(outputs, "logits", named)
-    if isinstance(logits, torch.Tensor) and LOSS_BYTES * logits.numel() >= LEAST_LOGITS_BYTES:
-        lines.append(
-            f"model: returns all logits of a micro-batch, {list(logits.shape)}: their loss takes "
-            f"{bytes_text(LOSS_BYTES * logits.numel())}, where Shoal's own models compute it in "
-            f"chunks of at most 512 MiB; try: a smaller train.micro_batch if memory is short"
-        )
-    norms = Counter(
-        type(part).__name__
-        for part in module.modules()
-        if type(part).__name__.endswith("RMSNorm") and not isinstance(part, nn.RMSNorm | RMSNorm)
-    )
-    if norms and not plan.differs_from_default(CompilePolicy) and device != "cpu":
-        (name, count), *_ = norms.most_common()
-        lines.append(
-            f"model: {count} {name} run as 6 kernels each, torch's own RMSNorm as 1; "
-            f"try: train.compile=blocks, which fuses them"
-        )
-    return lines
 
 
 def auxiliary_loss_lines(module: nn.Module, loss: Loss) -> list[str]:
