@@ -147,3 +147,24 @@ def test_what_memory_allowed_stays_on_other_ranks(tmp_path: Path) -> None:
             apply_reduced_micro_batch(given.plan, given.loaded.config, first.folder).micro_batch
             == size
         )
+
+
+def test_later_starts_count_from_a_reduced_size(tmp_path: Path) -> None:
+    """run.toml then holds what is trained with, and the line of a start says what changes."""
+    words = ["data.source=digits", "model.name=vit", f"run.folder={tmp_path}", "run.name=a"]
+    first = prepare_run([*words, "train.batch=24", "layout.strategy=ddp"], None, 2)
+    first.folder.mkdir(parents=True)
+    write_run_folder(first)
+    kept = {"asked": None, "micro_batch": 3, "was": 6, "because": "rank 0, step 3"}
+    (first.folder / "micro_batch.json").write_text(json.dumps(kept))
+    apply_reduced_micro_batch(first.plan, first.loaded.config, first.folder, writes=True)
+    assert "micro_batch = 3 " in (first.folder / "run.toml").read_text()
+    for processes, size, said in ((2, 3, ""), (3, 2, "3 → 2"), (4, 2, ""), (1, 2, "")):
+        again = prepare_run([str(first.folder / "run.toml")], None, processes)
+        write_run_folder(again)
+        plan = apply_reduced_micro_batch(again.plan, again.loaded.config, first.folder, writes=True)
+        assert plan == again.plan, "nothing is left to lower"
+        assert plan.micro_batch == size
+        assert [line.split("train.micro_batch: ")[1][:5] for line in changed(again.loaded)] == (
+            [said] if said else []
+        )

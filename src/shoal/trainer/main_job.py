@@ -133,7 +133,7 @@ def _prepare(
     make, call = partial(build_model, config, source), plan.call
     trial = partial(run_trial_passes, make, source.train, source.collate, call)
     plan, sized = choose_micro_batch(config, plan, facts, world, folder, trial)
-    plan = apply_reduced_micro_batch(plan, config, folder)
+    plan = apply_reduced_micro_batch(plan, config, folder, writes=world.writes_files)
     proven = prove(config, source, world, folder, plan, said)
     gc.collect()
     reset_peak_memory(world.device)  # the proof's memory is not the run's
