@@ -12,7 +12,7 @@ from shoal.base.errors import ConfigError
 from shoal.cli.config_import import import_
 from shoal.config.load import load_config
 from shoal.neighbours.configs.accelerate_config import BLOCK_OF, AccelerateSettings, read
-from shoal.neighbours.configs.written_config import KeyRow, read_table
+from shoal.neighbours.configs.written_config import NARROW_BLOCKS, KeyRow, read_table
 
 KNOWN = json.loads((Path(__file__).parent / "accelerate_documented.json").read_text())
 TABLE: dict[str, KeyRow] = read_table("accelerate_keys")
@@ -204,10 +204,12 @@ def test_the_same_run_as_by_hand(
     kind, block, text = CASES[name]
     source, out, hand = (tmp_path / one for one in ("default_config.yaml", "run.toml", "hand.toml"))
     source.write_text(WRITTEN.format(kind=kind, block=block))
-    hand.write_text(HAND.format(ranks=8) + text)
+    narrow = "" if kind == "MULTI_GPU" else 'residual = "bf16"\n'
+    hand.write_text(HAND.format(ranks=8) + narrow + text)
     import_(str(source), 0, "", out, as_json=False)
     assert load_config(out).config == load_config(hand).config
     lines = capsys.readouterr().out.splitlines()
+    assert (f"differs  {NARROW_BLOCKS}" in lines) == bool(narrow)
     assert lines[0].startswith('kept     distributed_type = "')
     assert lines[-1].startswith(f"next: shoal plan {out}")
     assert any(line.startswith("no batch, optimizer or data is in the file") for line in lines)
@@ -224,6 +226,7 @@ def test_a_file_of_deepspeeds_inside_says_the_rest(
     import_(str(source), 0, "", out, as_json=False)
     found = load_config(out).config
     assert (found.train.batch, found.precision.compute) == (32, "bf16")
+    assert found.precision.residual == "bf16"
     assert (found.launch.processes, found.layout.strategy) == (4, "ddp")
     assert "kept     train_batch_size = 32" in capsys.readouterr().out
     block["zero_stage"] = 3

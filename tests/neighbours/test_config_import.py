@@ -14,6 +14,7 @@ from shoal.config.resolve import make_plan
 from shoal.forecast.search.layout_search import search_layouts
 from shoal.forecast.search.plan_document import plan_record
 from shoal.neighbours.configs.deepspeed_config import read
+from shoal.neighbours.configs.written_config import NARROW_BLOCKS
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 ADAM_TOML = 'name = "adamw"\nlr = 3e-4\nbetas = [0.9, 0.95]\nweight_decay = 0.1\n'
@@ -28,13 +29,13 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "accumulated": (
         {"train_batch_size": 64, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}},
         f'[train]\nbatch = 64\nmicro_batch = 2\n[layout]\nstrategy = "ddp"\n'
-        f'[precision]\ncompute = "bf16"\n[optimizer]\n{OWN}',
+        f'[precision]\ncompute = "bf16"\nresidual = "bf16"\n[optimizer]\n{OWN}',
     ),
     "zero1": (
         {"train_micro_batch_size_per_gpu": 2, "zero_optimization": True, "optimizer": ADAM,
          "bf16": {"enabled": True}},
         f'[train]\nbatch = 16\nmicro_batch = 2\n[layout]\nstrategy = "zero1"\n'
-        f'[precision]\ncompute = "bf16"\n[optimizer]\n{ADAM_TOML}{OWN}',
+        f'[precision]\ncompute = "bf16"\nresidual = "bf16"\n[optimizer]\n{ADAM_TOML}{OWN}',
     ),
     "zero2 in buckets": (
         {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "optimizer": ADAM,
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
                                "contiguous_gradients": True, "allgather_bucket_size": 2e8},
          "bf16": {"enabled": "true"}, "communication_data_type": "fp32"},
         f'[train]\nbatch = 32\nmicro_batch = 1\n[layout]\nstrategy = "zero2"\n'
-        f'[precision]\ncompute = "bf16"\nreduce = "fp32"\n[optimizer]\n{ADAM_TOML}{OWN}',
+        f'[precision]\ncompute = "bf16"\nresidual = "bf16"\nreduce = "fp32"\n[optimizer]\n{ADAM_TOML}{OWN}',
     ),
     "zero2 with its optimizer on the host": (
         {"train_batch_size": 32, "gradient_accumulation_steps": 4,
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"train_batch_size": 16, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
          "optimizer": {"type": "Adam", "params": {"lr": 2e-5}}},
         f'[train]\nbatch = 16\nmicro_batch = 2\n[layout]\nstrategy = "fsdp"\n'
-        f'[precision]\ncompute = "bf16"\n[optimizer]\nlr = 2e-5\nbetas = [0.9, 0.999]\n'
+        f'[precision]\ncompute = "bf16"\nresidual = "bf16"\n[optimizer]\nlr = 2e-5\nbetas = [0.9, 0.999]\n'
         f"weight_decay = 0\n{OWN}",
     ),
     "zero3 on the host": (
@@ -65,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
          "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
                                "offload_param": {"device": "cpu"}, "sub_group_size": 1e9}},
         f'[train]\nbatch = 16\nmicro_batch = 2\n[layout]\nstrategy = "fsdp"\n'
-        f'[precision]\ncompute = "bf16"\n[memory]\noffload = "parameters"\n'
+        f'[precision]\ncompute = "bf16"\nresidual = "bf16"\n[memory]\noffload = "parameters"\n'
         f"[optimizer]\n{ADAM_TOML}{OWN}",
     ),
     "a warm-up": (
@@ -108,7 +109,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
                                "stage3_param_persistence_threshold": "auto"},
          "bf16": {"enabled": True}, "steps_per_print": 100},
         f'[train]\nbatch = 16\nmicro_batch = 2\n[layout]\nstrategy = "fsdp"\n'
-        f'[precision]\ncompute = "bf16"\n[optimizer]\nlr = 5e-5\nbetas = [0.9, 0.999]\n'
+        f'[precision]\ncompute = "bf16"\nresidual = "bf16"\n[optimizer]\nlr = 5e-5\nbetas = [0.9, 0.999]\n'
         f"weight_decay = 0\nclip = 1.0\n{OWN}",
     ),
 }  # fmt: skip
@@ -171,6 +172,9 @@ def test_what_differs_is_said() -> None:
                   "matrices only", "eps = 1e-06", "OneCycle", "memory.recompute=full",
                   "an epoch's last step"):  # fmt: skip
         assert any(words in line for line in differs), words
+    assert NARROW_BLOCKS not in differs, "products in fp16 have fp32 residuals"
+    config |= {"fp16": {}, "bf16": {"enabled": True}}
+    assert NARROW_BLOCKS in translate_settings(read(config, data_parallel=1), 1)[1]
 
 
 @pytest.mark.parametrize(

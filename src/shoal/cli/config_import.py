@@ -167,6 +167,8 @@ def translate_settings(settings: DeepSpeedSettings, ranks: int) -> tuple[dict[st
     Raises:
         ConfigError: no key can express the schedule or the optimizer.
     """
+    from shoal.neighbours.configs.written_config import NARROW_BLOCKS
+
     values: dict[str, Any] = {
         "train.batch": settings.batch,
         "train.micro_batch": settings.micro_batch,
@@ -178,6 +180,9 @@ def translate_settings(settings: DeepSpeedSettings, ranks: int) -> tuple[dict[st
     differs: list[str] = []
     if settings.stage and ranks == 1:
         differs.append(f"zero_optimization.stage = {settings.stage}: one process splits nothing")
+    if settings.compute == "bf16":
+        values["precision.residual"] = "bf16"
+        differs.append(NARROW_BLOCKS)
     if settings.reduce:
         values["precision.reduce"] = settings.reduce
     _translate_loss_scale(settings, values, differs)

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.base.errors import ConfigError, format_choice_error, shorten
 from shoal.neighbours.configs.written_config import (
+    NARROW_BLOCKS,
     KeyVerdict,
     WrittenConfig,
     format_ignored_keys,
@@ -196,6 +197,7 @@ class _AccelerateReader(WrittenConfig):
             self._megatron(ranks)
         else:
             self.values["layout.strategy"] = "ddp" if ranks > 1 else "single"
+        self._residual(kind)
         return AccelerateSettings(
             self.values,
             ranks,
@@ -222,6 +224,12 @@ class _AccelerateReader(WrittenConfig):
                 f"{self.where}: {format_choice_error('mixed_precision', said, known)}"
             )
         self.values["precision.compute"] = PRECISIONS[said]
+
+    def _residual(self, kind: str) -> None:
+        """Set the residual stream's format: autocast alone (DDP, one process) leaves it in fp32."""
+        if kind not in PLAIN and self.values.get("precision.compute") == "bf16":
+            self.values["precision.residual"] = "bf16"
+            self.differs.append(NARROW_BLOCKS)
 
     def _compiled(self) -> None:
         said = str(self.value("dynamo_config.dynamo_backend")).upper()

@@ -28,6 +28,12 @@ from typing import Any
 
 from shoal.base.errors import ConfigError, nearest_word, shorten
 
+NARROW_BLOCKS = (
+    "bf16: blocks pass on and save bf16, as there; embeddings, the loss and code outside of blocks "
+    "stay fp32; for blocks as under autocast: precision.residual=fp32"
+)
+"""Line on bf16 of libraries that cast a model's weights; decision 45."""
+
 
 @dataclass(frozen=True)
 class KeyRow:
