@@ -218,8 +218,8 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "SHOAL_CACHE": str(folder / "cache"),
         # A compiler that a time limit kills leaves half a file, which every later run would load.
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor-kernels"),
+        "TRITON_CACHE_DIR": str(folder / "triton-kernels"),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "GLOO_SOCKET_IFNAME": "lo",
     }
