@@ -67,6 +67,7 @@ PARTS = (
     Part("correctness", "one:correctness", 60, (ONE,)),
     Part("kernels", "kernel_checks:kernels", 45, (ONE,)),
     Part("timeline", "timeline:timeline", 45, (ONE,)),
+    Part("verdicts", "gpu_verdicts:causes", 200, (ONE,)),
     Part("compile", "kernel_checks:compiled", 120, (ONE,)),
     Part("formats", "kernel_checks:formats", 45, (ONE,)),
     Part("recompute and offload", "host_memory:parked", 60, (ONE,)),
