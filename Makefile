@@ -45,6 +45,7 @@ $(PYODIDE):
 docs: $(DOCS_STAMP) $(PYODIDE)  ## the site, in build/site: every number and output on its pages compared with its source
 	rm -rf build/site
 	.venv-docs/bin/python -m sphinx -n -W --keep-going -q -c website -d build/doctrees docs build/site
+	.venv-docs/bin/python -m sphinx -n -W --keep-going -q -c website -t zh -d build/doctrees-zh docs/zh build/site/zh
 
 docs-open: docs  ## the site at http://127.0.0.1:8010, on this machine alone
 	$(PYTHON) -m http.server 8010 --bind 127.0.0.1 --directory build/site

@@ -9,16 +9,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]
 
+import translated_pages  # noqa: E402
+
 import shoal  # noqa: E402
+
+CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821
+"""`sphinx -t zh` builds docs/zh: fewer pages, no reference, a search that cuts Chinese words."""
 
 project, author, copyright = "Shoal", "the Shoal authors", "the Shoal authors, Apache-2.0"
 version = release = shoal.__version__
-extensions = ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension", "learn_extension"]
-root_doc = "README"
+extensions = ["myst_parser", "sphinx.ext.napoleon", "learn_extension"]
+if not CHINESE:
+    extensions.insert(2, "autoapi.extension")
+root_doc = "learn/README" if CHINESE else "README"
+language = "zh_CN" if CHINESE else "en"
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["pictures/runs/**", "**/*.template.md"]
+exclude_patterns = ["pictures/runs/**", "**/*.template.md", "zh/**"]
 nitpicky = True
 napoleon_use_ivar = True
+html_search_language = "zh" if CHINESE else "en"
 suppress_warnings = [
     "autoapi.python_import_resolution",  # the reference reads the public modules alone
     "misc.highlighting_failure",  # a page may leave out lines of a program by …
@@ -86,6 +95,8 @@ def _pages(folder: str) -> list[str]:
 
 
 shoal_contents = {
+    "学习": [f"/learn/{name}" for name in translated_pages.LESSONS],
+} if CHINESE else {
     "Learn": ["learn/README", *(f"learn/{name}" for name in LEARN
                                 if (ROOT / f"docs/learn/{name}.md").exists())],
     "Start": _pages("start"),

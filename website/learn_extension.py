@@ -15,11 +15,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import translated_pages
 from browser_zip import write_zip
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from page_values import ROLE, page_problems
 from sphinx.application import Sphinx
+from sphinx.search.zh import SearchChinese
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxRole
 
@@ -32,6 +34,11 @@ PYODIDE = (
     "pyodide.js", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json",
 )  # fmt: skip
 """Files of npm's package that a browser loads."""
+DOCS = translated_pages.ROOT / "docs"
+MOVED = (
+    '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={}.html">\n'
+)
+"""First page of the Chinese site's folder: its contents lie beside the lessons."""
 FENCED = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
 """Code of a page, in which nothing is a link."""
 
@@ -63,27 +70,47 @@ class ExerciseDirective(Directive):
             exercise = find_exercise(name)
         except ShoalError as failure:
             raise self.error(str(failure)) from None
+        chinese = self.state.document.settings.env.config.language == "zh_CN"
+        words = translated_pages.exercise_words(exercise.page) if chinese else {}
+        question = words.get(exercise.question, exercise.question)
         text = " ".join(" ".join(self.content).split())
-        if text != exercise.question:
-            raise self.error(f"{name}: the page asks {text!r}, the exercise {exercise.question!r}")
+        if text != question:
+            raise self.error(f"{name}: the page asks {text!r}, the exercise {question!r}")
         box = nodes.container(classes=["exercise"])
         self.state.nested_parse(self.content, self.content_offset, box)
-        record = html.escape(json.dumps(exercise_record(exercise), ensure_ascii=False))
-        if exercise.choices:
-            options = "".join(f"<option>{html.escape(word)}</option>" for word in exercise.choices)
-            field = f'<select aria-label="answer"><option value="">…</option>{options}</select>'
-        else:
-            field = '<input type="text" inputmode="decimal" size="9" aria-label="answer">'
-        hints = "".join(f"<li>{html.escape(hint)}</li>" for hint in exercise.hints)
-        form = (
-            f'<form class="answer" data-exercise="{record}">{field} '
-            f"<span>{html.escape(exercise.unit)}</span> "
-            '<button type="submit">Check</button> <output aria-live="polite"></output></form>'
-            f"<details><summary>Hints</summary><ol>{hints}</ol></details>"
-            f'<p class="terminal">In a terminal: <code>shoal simulate exercise {name} …</code></p>'
-        )
-        box += nodes.raw("", form, format="html")
+        record = translated_pages.translate_values(exercise_record(exercise), words)
+        box += nodes.raw("", answer_form(record, words), format="html")
         return [box]
+
+
+def answer_form(record: dict[str, Any], words: dict[str, str]) -> str:
+    """Return the form that takes and checks an answer, with the hints below, as HTML.
+
+    Args:
+        record: of the exercise, in the language of the page.
+        words: translations of the form's own words; none on an English page.
+    """
+
+    def say(english: str) -> str:
+        return html.escape(words.get(english, english))
+
+    packed = html.escape(json.dumps(record, ensure_ascii=False))
+    if record["choices"]:
+        options = "".join(f"<option>{html.escape(word)}</option>" for word in record["choices"])
+        field = (
+            f'<select aria-label="{say("answer")}"><option value="">…</option>{options}</select>'
+        )
+    else:
+        field = f'<input type="text" inputmode="decimal" size="9" aria-label="{say("answer")}">'
+    hints = "".join(f"<li>{html.escape(hint)}</li>" for hint in record["hints"])
+    return (
+        f'<form class="answer" data-exercise="{packed}">{field} '
+        f"<span>{html.escape(record['unit'])}</span> "
+        f'<button type="submit">{say("Check")}</button> <output aria-live="polite"></output></form>'
+        f"<details><summary>{say('Hints')}</summary><ol>{hints}</ol></details>"
+        f'<p class="terminal">{say("In a terminal:")} '
+        f"<code>shoal simulate exercise {record['name']} …</code></p>"
+    )
 
 
 def check_page(app: Sphinx, document: str, source: list[str]) -> None:
@@ -114,12 +141,24 @@ def _file_link(found: re.Match[str], folder: Path, docs: Path) -> str:
     path = (folder / target).resolve()
     if "://" in target or not path.exists():
         return found[0]
+    if (
+        path.suffix == ".md"
+        and is_chinese(path) != is_chinese(folder)
+        and path.is_relative_to(DOCS)
+    ):
+        page = os.path.relpath(path.with_suffix(".html"), folder)
+        return f'<a href="{page}{anchor}">{words}</a>'
     if path.is_dir():
         pages = sorted(path.glob("*.md")) if path.is_relative_to(docs) else []
         return f"[{words}]({os.path.relpath(pages[0], folder)})" if pages else words
     if path.is_relative_to(docs) and path.suffix == ".md":
         return f"[{words}]({target}{anchor})"
     return f"{{download}}`{words.replace('`', '')} <{target}>`"
+
+
+def is_chinese(path: Path) -> bool:
+    """Return whether a page or folder belongs to the Chinese site."""
+    return path.is_relative_to(translated_pages.FOLDER)
 
 
 def show_tables_as_written(
@@ -142,7 +181,12 @@ def show_tables_as_written(
 
 def write_front_page(app: Sphinx, failure: Exception | None) -> None:
     """Write index.html, which a server shows for the folder: the front page."""
-    if failure is None and app.builder.format == "html":
+    if failure is None and app.config.language == "zh_CN":
+        Path(app.outdir, "index.html").write_text(MOVED.format(app.config.root_doc), "utf-8")
+        words = json.dumps(translated_pages.browser_messages(), ensure_ascii=False)
+        script = Path(app.outdir, "_static", "messages.js")
+        script.write_text(f"const shoalMessages = {words};\n", encoding="utf-8")
+    elif failure is None and app.builder.format == "html":
         front = Path(app.outdir, f"{app.config.root_doc}.html").read_text(encoding="utf-8")
         Path(app.outdir, "index.html").write_text(front, encoding="utf-8")
         copy_python(Path(app.confdir).parent / "build" / "pyodide" / "package", Path(app.outdir))
@@ -172,16 +216,41 @@ def contents(app: Sphinx) -> str:
     return "".join(parts)
 
 
+class ChineseSearch(SearchChinese):
+    """Search of the Chinese site: jieba cuts pages into words, the browser cuts questions likewise."""
+
+    js_splitter_code = (Path(__file__).with_name("static") / "split_query.js").read_text("utf-8")
+
+
+def add_language_link(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """Put a link to the other language above a page that has one."""
+    if "body" not in context or page not in translated_pages.PAGES or page == "README":
+        return
+    chinese = app.config.language == "zh_CN"
+    up = "../" * (page.count("/") + chinese)
+    address = f"{up}{page}.html" if chinese else f"{up}zh/{page}.html"
+    words, language = ("English", "en") if chinese else ("中文", "zh")
+    link = f'<p class="language"><a href="{address}" lang="{language}">{words}</a></p>'
+    context["body"] = link + context["body"]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register roles, directives and files."""
     app.add_config_value("shoal_contents", {}, "env")
     app.add_role("value", ValueRole())
     app.add_directive("exercise", ExerciseDirective)
+    app.add_search_language(ChineseSearch)
     app.connect("source-read", check_page)
+    app.connect("html-page-context", add_language_link)
     app.connect("autodoc-process-docstring", show_tables_as_written, priority=100)
     app.connect("build-finished", write_front_page)
     app.add_css_file("learn.css")
-    app.add_js_file("formulas.js", loading_method="defer")
+    if app.tags.has("zh"):
+        app.add_js_file("messages.js", loading_method="defer")
+    for name in ("words.js", "formulas.js"):
+        app.add_js_file(name, loading_method="defer")
     app.add_js_file("learn.js", loading_method="defer")
     app.add_js_file("python.js", loading_method="defer")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -134,7 +134,8 @@ def test_the_wheel_holds_the_pages(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    assert {"shoal/pages/start/own-loop.md", "shoal/pages/README.md"} <= set(names)
+    pages = {"start/own-loop.md", "README.md", "zh/learn/ranks.md"}
+    assert {f"shoal/pages/{name}" for name in pages} <= set(names)
 
 
 def options(command: Any) -> set[str]:

@@ -4,39 +4,39 @@
   const number = (value, digits = 3) => Number(value.toPrecision(digits)).toLocaleString("en");
   const seconds = (s) => (s >= 1 ? `${number(s)} s` : s >= 1e-3 ? `${number(s * 1e3)} ms` : `${number(s * 1e6)} µs`);
   const bytes = (b) => (b >= 1e9 ? `${number(b / 1e9)} GB` : `${number(b / 1e6)} MB`);
+  const fill = (text, ...words) => text.replace(/\{\}/g, () => words.shift());
   const SVG = "http://www.w3.org/2000/svg";
-  const f = shoalFormulas;
+  const f = shoalFormulas, t = shoalWords.text;
 
   // One slider: name, label, least, most, first; log: steps are powers of two or ten.
   const WIDGETS = {
     amdahl: {
-      title: "Amdahl's law",
+      title: t("Amdahl's law"),
       sliders: [
-        ["serial", "serial share of the step, %", 0, 30, 5, 0.5],
-        ["power", "devices, 2 to the power", 0, 12, 6, 1],
+        ["serial", t("serial share of the step, %"), 0, 30, 5, 0.5],
+        ["power", t("devices"), 0, 12, 6, 1],
       ],
       curve: (v) => ({
         points: Array.from({ length: 13 }, (_, p) => [p, Math.log2(f.amdahl(v.serial / 100, 2 ** p))]),
         ideal: Array.from({ length: 13 }, (_, p) => [p, p]),
         at: [v.power, Math.log2(f.amdahl(v.serial / 100, 2 ** v.power))],
-        labels: ["devices (each mark doubles)", "times as fast (each mark doubles)"],
+        labels: [t("devices (each mark doubles)"), t("times as fast (each mark doubles)")],
       }),
       lines: (v) => {
         const n = 2 ** v.power, s = f.amdahl(v.serial / 100, n);
-        const limit = v.serial ? number(100 / v.serial) : "no limit";
-        return [`${number(n, 5)} devices: ${number(s)} times as fast, ${number((100 * s) / n)} % efficient.`,
-          `Endless devices: ${limit}${v.serial ? " times" : ""}.`];
+        return [t(`${number(n, 5)} devices: ${number(s)} times as fast, ${number((100 * s) / n)} % efficient.`),
+          v.serial ? t(`Endless devices: ${number(100 / v.serial)} times.`) : t("Endless devices: no limit.")];
       },
     },
     "alpha-beta": {
-      title: "A step with communication",
+      title: t("A step with communication"),
       sliders: [
-        ["single", "step on one device, ms", 50, 2000, 1000, 50],
-        ["power", "devices, 2 to the power", 0, 7, 4, 1],
-        ["gb", "gradients, GB", 0.1, 10, 2.4, 0.1],
-        ["rate", "link, GB/s", 1, 400, 25, 1],
-        ["alpha", "latency, µs", 1, 200, 20, 1],
-        ["overlap", "share of compute that hides messages, %", 0, 66, 0, 1],
+        ["single", t("step on one device, ms"), 50, 2000, 1000, 50],
+        ["power", t("devices"), 0, 7, 4, 1],
+        ["gb", t("gradients, GB"), 0.1, 10, 2.4, 0.1],
+        ["rate", t("link, GB/s"), 1, 400, 25, 1],
+        ["alpha", t("latency, µs"), 1, 200, 20, 1],
+        ["overlap", t("share of compute that hides messages, %"), 0, 66, 0, 1],
       ],
       curve: (v) => {
         const speed = (n, volume) => v.single / 1e3 /
@@ -46,60 +46,63 @@
           other: Array.from({ length: 8 }, (_, p) => [p, Math.log2(speed(2 ** p, 1.5))]),
           ideal: Array.from({ length: 8 }, (_, p) => [p, p]),
           at: [v.power, Math.log2(speed(2 ** v.power, 1))],
-          labels: ["devices (each mark doubles)", "times as fast: ddp, fsdp below"],
+          labels: [t("devices (each mark doubles)"), t("times as fast: ddp, fsdp below")],
         };
       },
       lines: (v) => {
         const n = 2 ** v.power, one = v.single / 1e3;
         const ring = f.ringSeconds(n, v.gb * 1e9, v.alpha * 1e-6, v.rate * 1e9);
         const step = f.stepSeconds(one, n, v.gb * 1e9, v.alpha * 1e-6, v.rate * 1e9, 1, v.overlap / 100);
-        return [`Compute ${seconds(one / n)}, all-reduce ${seconds(ring)}, step ${seconds(step)}.`,
-          `${n} devices: ${number(one / step)} times as fast.`];
+        return [t(`Compute ${seconds(one / n)}, all-reduce ${seconds(ring)}, step ${seconds(step)}.`),
+          t(`${n} devices: ${number(one / step)} times as fast.`)];
       },
     },
     targets: {
-      title: "Two ranks, two counts of targets",
+      title: t("Two ranks, two counts of targets"),
       sliders: [
-        ["countA", "targets of rank 0", 1, 100, 10, 1],
-        ["lossA", "mean loss of rank 0", 0, 10, 2, 0.1],
-        ["countB", "targets of rank 1", 1, 100, 2, 1],
-        ["lossB", "mean loss of rank 1", 0, 10, 5, 0.1],
+        ["countA", t("targets of rank 0"), 1, 100, 10, 1],
+        ["lossA", t("mean loss of rank 0"), 0, 10, 2, 0.1],
+        ["countB", t("targets of rank 1"), 1, 100, 2, 1],
+        ["lossB", t("mean loss of rank 1"), 0, 10, 5, 0.1],
       ],
       lines: (v) => {
         const right = f.meanOfTargets(v.countA, v.lossA, v.countB, v.lossB);
         const wrong = f.meanOfMeans(v.lossA, v.lossB);
-        return [`Mean over all ${v.countA + v.countB} targets: ${number(right, 4)}.`,
-          `Mean of the two means: ${number(wrong, 4)}, ${number((100 * (wrong - right)) / (right || 1))} % off.`];
+        return [t(`Mean over all ${v.countA + v.countB} targets: ${number(right, 4)}.`),
+          t(`Mean of the two means: ${number(wrong, 4)}; ${number((100 * (wrong - right)) / (right || 1))} % off.`)];
       },
     },
     states: {
-      title: "States of one rank",
+      title: t("States of one rank"),
       sliders: [
-        ["billions", "parameters, billion", 1, 100, 7, 1],
-        ["power", "ranks, 2 to the power", 0, 10, 3, 1],
+        ["billions", t("parameters, billion"), 1, 100, 7, 1],
+        ["power", t("ranks"), 0, 10, 3, 1],
       ],
       lines: (v) => ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"].map(
         (name, stage) => `${name}: ${bytes(f.stateBytes(stage, 2 ** v.power, v.billions * 1e9))}`),
     },
     bubble: {
-      title: "Bubble of GPipe and 1F1B",
+      title: t("Bubble of GPipe and 1F1B"),
       sliders: [
-        ["ranks", "ranks p", 2, 32, 4, 1],
-        ["micro", "micro-batches m", 1, 128, 8, 1],
+        ["ranks", t("ranks p"), 2, 32, 4, 1],
+        ["micro", t("micro-batches m"), 1, 128, 8, 1],
       ],
-      lines: (v) => [`Idle: (p − 1)/(m + p − 1) = ${number(100 * f.bubbleShare(v.ranks, v.micro))} % of the step.`,
-        `Rank 0 holds ${v.micro} micro-batches under GPipe, ${Math.min(v.micro, v.ranks)} under 1F1B.`],
+      lines: (v) => [
+        t(`Idle: (p − 1)/(m + p − 1) = ${number(100 * f.bubbleShare(v.ranks, v.micro))} % of the step.`),
+        t(`Rank 0 holds ${v.micro} micro-batches under GPipe, ${Math.min(v.micro, v.ranks)} under 1F1B.`),
+      ],
     },
     young: {
-      title: "How often to save",
+      title: t("How often to save"),
       sliders: [
-        ["stall", "stall of a save, s", 1, 300, 60, 1],
-        ["hours", "hours between failures", 0.5, 100, 3.1, 0.1],
+        ["stall", t("stall of a save, s"), 1, 300, 60, 1],
+        ["hours", t("hours between failures"), 0.5, 100, 3.1, 0.1],
       ],
       lines: (v) => {
         const every = f.youngSeconds(v.stall, v.hours * 3600);
-        return [`Save every ${number(every / 60)} minutes of work (Young).`,
-          `Saves cost ${number((100 * v.stall) / every)} %, repeated work ${number((50 * every) / (v.hours * 3600))} %.`];
+        const again = (50 * every) / (v.hours * 3600);
+        return [t(`Save every ${number(every / 60)} minutes of work (Young).`),
+          t(`Saves cost ${number((100 * v.stall) / every)} %, repeated work ${number(again)} %.`)];
       },
     },
   };
@@ -162,7 +165,7 @@
     for (const [name, label, least, most, first, step] of widget.sliders) {
       values[name] = first;
       const row = element("label", list);
-      element("span", row, name === "power" ? label.replace(", 2 to the power", "") : label);
+      element("span", row, label);
       const slider = element("input", row, "", { type: "range", min: least, max: most, step, value: first });
       shown[name] = element("b", row);
       slider.addEventListener("input", () => {
@@ -182,13 +185,13 @@
     const got = one.choices.length ? typed : Number.parseFloat(typed.replace(/,/g, "").replace("−", "-"));
     out.className = "wrong";
     if (typed === "" || Number.isNaN(got)) {
-      out.textContent = "A number is wanted.";
+      out.textContent = t("A number is wanted.");
     } else if (close(one.answer, got)) {
       out.className = "right";
-      out.textContent = `${one.text} is right. ${one.because}`;
+      out.textContent = fill(t("{} is right. {}"), one.text, one.because);
     } else {
       const found = one.mistakes.find(([value]) => close(value, got));
-      out.textContent = found ? `Not ${typed}: ${found[1]}.` : `Not ${typed}. The hints help.`;
+      out.textContent = found ? fill(t("Not {}: {}."), typed, found[1]) : fill(t("Not {}. The hints help."), typed);
     }
   }
 

@@ -3,14 +3,16 @@
 (() => {
   const places = document.querySelectorAll("[data-python]");
   if (!places.length) return;
-  const LIMIT_MS = 20000;
+  const LIMIT_MS = 20000, t = shoalWords.text;
   const script = document.currentScript ? document.currentScript.src
     : [...document.scripts].map((one) => one.src).find((src) => src.includes("python.js"));
   let worker = null, count = 0, loaded = Promise.resolve();
   const waiting = new Map();
 
   function start() {
-    worker = new Worker(new URL("python_worker.js", script));
+    // The Chinese site lies in a folder of the English one, which has the simulator.
+    const folder = document.documentElement.lang.startsWith("zh") ? "../../_static/" : "";
+    worker = new Worker(new URL(`${folder}python_worker.js`, script));
     let tell;
     loaded = new Promise((resolve) => {
       tell = resolve;
@@ -22,7 +24,7 @@
     };
     worker.onerror = () => {
       for (const answer of waiting.values()) {
-        answer({ error: "The simulator could not be loaded. Start the site with make docs-open." });
+        answer({ error: t("The simulator could not be loaded. Start the site with make docs-open.") });
       }
       waiting.clear();
       worker = null;
@@ -34,7 +36,7 @@
       try {
         start();
       } catch {
-        return Promise.resolve({ error: "A page from a file loads no simulator: start the site with make docs-open." });
+        return Promise.resolve({ error: t("A page from a file loads no simulator: start the site with make docs-open.") });
       }
     }
     const number = ++count;
@@ -45,14 +47,14 @@
           worker?.terminate();
           worker = null;
           waiting.clear();
-          resolve({ error: `Stopped after ${LIMIT_MS / 1000} s: does the program end?` });
+          resolve({ error: t(`Stopped after ${LIMIT_MS / 1000} s: does the program end?`) });
         }, LIMIT_MS);
       });
       waiting.set(number, (answer) => {
         clearTimeout(late);
         resolve(answer);
       });
-      worker.postMessage({ number, request });
+      worker.postMessage({ number, request, messages: shoalWords.messages });
     });
   }
 
@@ -72,14 +74,14 @@
   async function show(place, request) {
     const out = place.querySelector("output"), picture = place.querySelector(".picture");
     out.className = "";
-    out.textContent = worker ? "Computing …" : "Loading the simulator (once, 12 MB) …";
+    out.textContent = worker ? t("Computing …") : t("Loading the simulator (once, 12 MB) …");
     const answer = await ask(request);
     out.textContent = "";
     out.className = answer.error ? "wrong" : "";
     for (const line of answer.error ? [answer.error] : answer.lines) add("span", out, line);
     picture.replaceChildren();
     if (answer.svg) {
-      const image = add("img", picture, "", { alt: "The drawing of this run" });
+      const image = add("img", picture, "", { alt: t("The drawing of this run") });
       image.src = URL.createObjectURL(new Blob([answer.svg], { type: "image/svg+xml" }));
     }
     return answer;
@@ -89,15 +91,15 @@
 
   const FORMS = {
     puzzle(place, row) {
-      const box = add("label", row, "puzzle ");
+      const box = add("label", row, `${t("puzzle")} `);
       const number = add("select", box);
       for (let n = 0; n < 8; n++) add("option", number, `${n}`);
-      const code = add("textarea", place, "", { rows: "16", spellcheck: "false", "aria-label": "your program" });
+      const code = add("textarea", place, "", { rows: "16", spellcheck: "false", "aria-label": t("your program") });
       code.value = document.querySelector(".highlight-python pre")?.textContent ?? STUB;
       number.addEventListener("change", () => {
         code.value = STUB;
       });
-      const author = add("button", row, "Show the author's", { type: "button" });
+      const author = add("button", row, t("Show the author's"), { type: "button" });
       author.addEventListener("click", async () => {
         const answer = await ask({ what: "author", number: Number(number.value) });
         if (answer.code) code.value = answer.code;
@@ -105,24 +107,24 @@
       return () => ({ what: "puzzle", number: Number(number.value), code: code.value });
     },
     walk(place, row) {
-      const ranks = numberField(row, "ranks", 2, Number(place.dataset.most ?? 8), Number(place.dataset.ranks ?? 4));
+      const ranks = numberField(row, t("ranks"), 2, Number(place.dataset.most ?? 8), Number(place.dataset.ranks ?? 4));
       return () => ({ what: "walk", name: place.dataset.name, ranks: Number(ranks.value) });
     },
     plan(place, row) {
-      const box = add("label", row, "model ");
+      const box = add("label", row, `${t("model")} `);
       const model = add("select", box);
       for (const one of ["gpt-3-1.3b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "gpt-3-175b"]) add("option", model, one);
       model.value = "llama-3-8b";
-      const machines = add("input", add("label", row, "machines "), "", { type: "text", size: 16, value: "8xH100-80GB" });
-      const samples = numberField(row, "samples per step", 1, 100000, 512);
+      const machines = add("input", add("label", row, `${t("machines")} `), "", { type: "text", size: 16, value: "8xH100-80GB" });
+      const samples = numberField(row, t("samples per step"), 1, 100000, 512);
       return () => ({ what: "plan", model: model.value, machines: machines.value, samples: Number(samples.value) });
     },
     pipeline(place, row) {
-      const box = add("label", row, "schedule ");
+      const box = add("label", row, `${t("schedule")} `);
       const name = add("select", box);
       for (const one of ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe"]) add("option", name, one);
       name.value = "1f1b";
-      const ranks = numberField(row, "ranks", 2, 16, 4), micro = numberField(row, "micro-batches", 1, 64, 8);
+      const ranks = numberField(row, t("ranks"), 2, 16, 4), micro = numberField(row, t("micro-batches"), 1, 64, 8);
       return () => ({ what: "pipeline", name: name.value, ranks: Number(ranks.value), micro_batches: Number(micro.value) });
     },
   };
@@ -130,10 +132,10 @@
   for (const place of places) {
     place.replaceChildren();
     place.classList.add("python");
-    add("p", place, place.dataset.title ?? "Try it here", { class: "title" });
+    add("p", place, place.dataset.title ?? t("Try it here"), { class: "title" });
     const row = add("div", place, "", { class: "row" });
     const request = FORMS[place.dataset.python](place, row);
-    const label = { puzzle: "Run", plan: "Plan" }[place.dataset.python] ?? "Draw";
+    const label = { puzzle: t("Run"), plan: t("Plan") }[place.dataset.python] ?? t("Draw");
     const button = add("button", row, label, { type: "button" });
     add("output", place, "", { "aria-live": "polite" });
     add("div", place, "", { class: "picture" });

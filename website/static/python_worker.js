@@ -12,10 +12,10 @@ const ready = (async () => {
   return call;
 })();
 self.onmessage = async (message) => {
-  const { number, request } = message.data;
+  const { number, request, messages } = message.data;
   try {
     const call = await ready;
-    self.postMessage({ number, answer: JSON.parse(call(JSON.stringify(request))) });
+    self.postMessage({ number, answer: JSON.parse(call(JSON.stringify(request), JSON.stringify(messages))) });
   } catch (failure) {
     self.postMessage({ number, answer: { error: String(failure).split("\n").filter(Boolean).pop() } });
   }

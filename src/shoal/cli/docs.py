@@ -36,6 +36,8 @@ SYNONYMS = {"quickstart": "tutorial", "getting-started": "tutorial", "introducti
 PAGE = typer.Argument(None, metavar="[PAGE]", help="A page by its name, as own-loop.")
 WHERE = typer.Option(False, "--path", help="Print the file's path instead of its text.")
 JSON = typer.Option(False, "--json", help="One JSON document: the list, or the page.")
+LANGUAGES = ("en", "zh")
+LANGUAGE = typer.Option("en", "--lang", metavar="en|zh", help="Language of the pages; zh: Chinese.")
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,16 @@ class Page:
     path: str
 
 
-def docs(words: list[str] = PAGE, path: bool = WHERE, as_json: bool = JSON) -> None:
+def docs(
+    words: list[str] = PAGE, path: bool = WHERE, as_json: bool = JSON, language: str = LANGUAGE
+) -> None:
     """List the pages of the documentation, or print one.
 
     Exit status: 0, or 2 for a page that does not exist, with the nearest name.
     """
-    pages = list_pages()
+    pages = list_pages(language_folder(language))
     if words:
-        page = find_page("-".join(words), pages)
+        page = find_in_language("-".join(words), pages, language)
         text = VALUE.sub(r"\1", Path(page.path).read_text(encoding="utf-8"))
         if as_json:
             typer.echo(json.dumps({**asdict(page), "text": text}))
@@ -76,6 +80,18 @@ def docs(words: list[str] = PAGE, path: bool = WHERE, as_json: bool = JSON) -> N
         typer.echo(json.dumps([asdict(page) for page in pages], indent=1))
     else:
         typer.echo("\n".join(list_lines(pages)))
+
+
+def language_folder(language: str) -> Path:
+    """Return the folder with the pages of a language.
+
+    Raises:
+        ConfigError: there are none in that language.
+    """
+    if language not in LANGUAGES:
+        known = ", ".join(LANGUAGES)
+        raise ConfigError(f"docs: no pages in {language}, only {known}; try: shoal docs --lang zh")
+    return PAGES if language == "en" else PAGES / language
 
 
 def list_pages(root: Path = PAGES) -> list[Page]:
@@ -110,6 +126,22 @@ def find_page(word: str, pages: list[Page]) -> Page:
     near = find_nearest_page(name, pages)
     hint = f"try: shoal docs {_call_name(near, pages)}" if near else "all pages: shoal docs"
     raise ConfigError(f"docs {word}: no such page; {hint}")
+
+
+def find_in_language(word: str, pages: list[Page], language: str) -> Page:
+    """Return the page of a name in a language.
+
+    Raises:
+        ConfigError: there is none; if there is an English one, the message names it.
+    """
+    try:
+        return find_page(word, pages)
+    except ConfigError:
+        if language == "en":
+            raise
+    english = list_pages()
+    call = _call_name(find_page(word, english), english)
+    raise ConfigError(f"docs {word}: no page in {language}; try: shoal docs {call}")
 
 
 def find_nearest_page(name: str, pages: list[Page]) -> Page | None:
@@ -148,9 +180,12 @@ def list_lines(pages: list[Page]) -> list[str]:
     width = max(len(page.name) for page in pages)
     lines = []
     for folder, heading in FOLDERS.items():
-        lines.append(f"{heading}:")
-        for page in (one for one in pages if one.folder == folder):
+        inside = [one for one in pages if one.folder == folder]
+        lines += [f"{heading}:"] if inside else []
+        for page in inside:
             call = f"  ({_call_name(page, pages)})" if _namesakes(page, pages) else ""
             lines.append(f"  {page.name:<{width}}  {page.title}{call}")
-        lines.append("")
-    return [*lines, "Print one: shoal docs own-loop"]
+        lines += [""] if inside else []
+    english = {page.folder for page in pages} == set(FOLDERS)
+    last = "own-loop; 中文: shoal docs --lang zh" if english else "--lang zh ranks"
+    return [*lines, f"Print one: shoal docs {last}"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shoal.base.plans.timeline import Timeline, TimelineSpan
-from shoal.teach.drawings.packed_words import facts_lines
+from shoal.teach.drawings.packed_words import count_letters, facts_lines
 from shoal.teach.drawings.timeline_rows import (
     TimelineRow,
     amount_text,
@@ -72,7 +72,7 @@ def text_width(text: str, size: float) -> float:
     >>> text_width("rank 0", 10)
     36.0
     """
-    return len(text) * size * LETTER
+    return count_letters(text) * size * LETTER
 
 
 def svg_document(parts: Sequence[str], width: float, height: float, name: str) -> str:

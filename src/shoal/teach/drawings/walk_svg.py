@@ -7,10 +7,9 @@ has just arrived from rank 3. Colours show how complete a cell is. Light and dar
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
-from shoal.teach.drawings.packed_words import pack_words
+from shoal.teach.drawings.packed_words import pack_words, wrap_words
 from shoal.teach.drawings.timeline_svg import (
     NARROW,
     PROSE,
@@ -87,13 +86,13 @@ def _widths(walk: StepThrough) -> tuple[float, float]:
 
 def _wrap_texts(texts: Sequence[str], width: float, size: float = TEXT) -> list[str]:
     letters = max(20, int(width / (size * PROSE)))
-    return [line for text in texts for line in textwrap.wrap(text, letters)]
+    return [line for text in texts for line in wrap_words(text, letters)]
 
 
 def _step_lines(step: WalkStep, room: float) -> list[str]:
     letters = int(room / (12 * PROSE))
     return [part for line in pack_words(step.happens, " · ", letters)
-            for part in textwrap.wrap(line, letters)]  # fmt: skip
+            for part in wrap_words(line, letters)]  # fmt: skip
 
 
 def _panel(
