@@ -225,6 +225,25 @@ def test_the_lock_counts_before_everything_else(
     }
 
 
+def test_ranks_that_start_again_are_starting(tmp_path: Path, hold: Callable[[Path], Path]) -> None:
+    """Their metrics still have the steps of the attempt before."""
+    here, resumed = Owner.this_process("x"), {"event": "resumed", "step": 2}
+    dead = [START, COMPUTE, {**died("killed by SIGKILL"), "fatal": False}, AGAIN]
+    cases: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
+        "again": (dead, {}, "starting"),
+        "restored": ([*dead, {**resumed, "step": 3}], {}, "starting"),
+        "steps": ([*dead, resumed, COMPUTE], {}, "running"),
+        "loop": ([START, AGAIN], {"script": True}, "starting"),
+        "loop-met": (
+            [START, AGAIN], {"script": True, "files": {"ranks.json": ranks("a", age_s=9)}}, "running",
+        ),
+    }  # fmt: skip
+    for name, (events, rest, _) in cases.items():
+        hold(make(tmp_path / name, *events, owner=here, **rest))
+    states = {row.name: row.state for row in list_runs(tmp_path, NOW_S)}
+    assert states == {name: word for name, (_, _, word) in cases.items()}
+
+
 def test_a_run_of_islands_is_as_its_worst_island(tmp_path: Path) -> None:
     parent = make(tmp_path / "run", START, steps=0)
     make(parent / "island-0", START, END, steps=10)

@@ -160,8 +160,21 @@ def test_a_rank_that_died_or_hangs_is_marked(
 def test_a_run_that_has_no_step_yet_or_no_watchdog(tmp_path: Path) -> None:
     lines = texts(read(make_run(tmp_path / "mine", steps=0), "starting"))
     assert lines[0] == "mine · starting"
-    assert any("no rank has made a step" in line for line in lines)
+    assert any("no rank has made a step yet" in line for line in lines)
     assert any("data: 3 files" in line for line in lines)
+
+
+def test_nobody_foretells_the_end_of_a_run_that_starts_again(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    assert " left" in texts(read(folder))[0]
+    for state in ("starting", "hung", "silent"):
+        assert " left" not in texts(read(folder, state))[0]
+
+
+def test_a_sample_of_code_takes_no_lines_for_its_blanks(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    write_event(folder, "notice", text="a sample: def f(x):" + 100 * " " + "return x")
+    assert any(line.endswith("a sample: def f(x): return x") for line in texts(read(folder)))
 
 
 def test_islands_have_rows_and_their_ranks_the_name_of_their_island(tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ class FolderEvidence:
         return is_number(at_s) and self.ranks_s > at_s
 
     @property
+    def is_restarting(self) -> bool:
+        """Return whether the ranks were started again and have not yet computed since."""
+        newest = {event["event"]: place for place, event in enumerate(self.events)}
+        again = newest.get("restarting")
+        if again is None:
+            return False
+        computed = [newest[name] for name in ("resumed", "compute_started") if name in newest]
+        if computed:
+            return max(computed) < again
+        return not self.met_since(self.events[again])  # own loops may restore nothing
+
+    @property
     def started_s(self) -> float:
         """Return when the session began, 0.0 if unknown."""
         return next((at_s for event in self.events if (at_s := _time_of(event))), 0.0)

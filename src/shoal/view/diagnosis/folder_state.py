@@ -127,7 +127,8 @@ def _decide_living(seen: FolderEvidence) -> Decision:
         return "hung", "", ""
     if seen.silent:
         return "silent", seen.damage, "silent"
-    return ("running" if seen.begun else "starting"), seen.damage, ""
+    is_training = seen.begun and not seen.is_restarting
+    return ("running" if is_training else "starting"), seen.damage, ""
 
 
 def _decide_ended(seen: FolderEvidence) -> Decision:

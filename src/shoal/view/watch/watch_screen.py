@@ -138,11 +138,10 @@ def _top_lines(run: WatchedRun, width: int, options: ScreenOptions, now_s: float
     lines = [cut_line([(run.message, "bold yellow")], width)] if run.message else []
     row, found = run.row, dict(run.progress.fields())
     state: Span = (row.state, STATE_STYLES.get(row.state, ""))
-    over = not row.alive
     words: list[Span] = [(run.name, "bold"), state]
     if "step" in found:
         words.append((f"step {found['step']}", ""))
-    if run.left and not over:
+    if run.left and row.state == "running":
         words.append((run.left, ""))
     if run.islands and row.loss is not None:
         words.append((f"mean loss {row.loss:.4f}", "bold"))
@@ -176,7 +175,7 @@ def _state_spans(run: WatchedRun, row: RunRow, width: int, now_s: float) -> list
         clock = local_time_text(row.started_s, "%m-%d %H:%M")
         ago = seconds_text(max(0.0, now_s - row.started_s))
         found.append((f"started {clock}, {ago} ago", "dim"))
-    if run.done and row.alive:
+    if run.done and row.state == "running":
         found.append((run.done, ""))
     return found
 
@@ -251,6 +250,8 @@ def _middle_lines(run: WatchedRun, width: int, room: int, options: ScreenOptions
 def _no_ranks(run: WatchedRun) -> list[Line]:
     if run.row is None:
         return []
+    if run.row.state == "starting":
+        return [(("no rank has made a step yet", "dim"),)]
     return [(("no rank has made a step, or the run has no watchdog that records them", "dim"),)]
 
 
@@ -351,9 +352,10 @@ def _newest_events(events: Sequence[EventLine], width: int, room: int, most: int
 def _wrap_event(event: EventLine, clock: str, width: int, most: int) -> list[Line]:
     """Return an event in at most `most` lines; a cut one ends with an ellipsis."""
     columns = max(10, width - len(clock))
-    text = event.text[: most * columns]
+    whole = " ".join(event.text.split())  # a sample of code is mostly blanks
+    text = whole[: most * columns]
     pieces = textwrap.wrap(text, columns, break_on_hyphens=False) or [""]
-    if len(pieces) > most or text != event.text:
+    if len(pieces) > most or text != whole:
         pieces = pieces[:most]
         pieces[-1] = cut_text(f"{pieces[-1]}{' ' * columns}", columns)
     blank = " " * len(clock)
