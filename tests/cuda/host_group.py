@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from device import DEVICE
+from device import DEVICE, PATIENCE
 from shoal.fabric import World, start_world
 
 NAME = "host"
-LIMIT = timedelta(seconds=100)
+LIMIT = timedelta(seconds=100 * PATIENCE)
+"""Of one message: a stage may compile while the other one waits."""
 
 
 class Done(dist._Work):

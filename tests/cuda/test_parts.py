@@ -114,6 +114,8 @@ def test_no_cache_outlives_a_run(tmp_path: Path) -> None:
     inherited = driver().environment(tmp_path)
     for name in ("SHOAL_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert Path(inherited[name]).is_relative_to(tmp_path)
+        # Parts run in this folder: `import triton` found the empty one of the compiler's kernels.
+        assert not Path(inherited[name]).name.isidentifier() or name == "SHOAL_CACHE"
 
 
 def test_a_rank_finds_what_it_imports(tmp_path: Path) -> None:
