@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from watched_runs import BEGAN_S, PLAN, make_run, step_row, write_event
+from watched_runs import BEGAN_S, PLAN, make_run, step_row, write_event, write_ranks
 
 from shoal.view.progress import RunProgress
 from shoal.view.run_table import list_runs, table_lines
@@ -35,6 +35,16 @@ def test_rows_rate_and_forecast_are_means_of_the_same_steps(tmp_path: Path) -> N
     assert run.progress.rate() == pytest.approx(2048 / mean_s)
     assert run.forecast[0] == "step 200.0 ms → 250.0 ms (1.25 ×)"
     assert [round(rank.step_s, 3) for rank in run.ranks] == [0.225] * 4
+
+
+def test_the_first_step_after_a_restart_is_in_no_mean(tmp_path: Path) -> None:
+    """Its seconds have what went before it: restoring, compiling."""
+    folder = make_run(tmp_path / "mine", steps=10)
+    write_event(folder, "restarting", attempt=1, of=3, saved=10)
+    write_event(folder, "resumed", step=10)
+    write_ranks(folder, range(11, 12), {0: 5.0})
+    write_ranks(folder, range(12, 15), {})
+    assert [round(rank.step_s, 3) for rank in RunWatcher(folder).read().ranks] == [0.205] * 4
 
 
 def test_a_wait_names_the_rank_that_it_is_for(tmp_path: Path) -> None:

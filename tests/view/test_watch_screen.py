@@ -196,6 +196,7 @@ def test_islands_have_rows_and_their_ranks_the_name_of_their_island(tmp_path: Pa
     assert row is not None
     assert row.rate == 2 * 8192.0, "of both islands"
     assert row.layout == "ddp"
+    assert "2 islands, each ddp · 8 ranks" in lines[1]
     for island in range(2):
         write_event(tmp_path / "far" / f"island-{island}", "run_finished", how="completed")
     row = IslandsWatcher(tmp_path / "far").read().row

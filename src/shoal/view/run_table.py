@@ -29,7 +29,7 @@ from shoal.view.progress import count_unit, local_time_text, step_amount
 
 __all__ = (
     *("RunRow", "hidden_columns_line", "list_runs", "read_held_locks", "read_row"),
-    *("table_lines", "worst_line"),
+    *("table_lines", "weigh_losses", "worst_line"),
 )
 
 SHORT_NAME = 20
@@ -112,23 +112,30 @@ def read_row(path: Path, root: Path, now_s: float, held: set[int]) -> RunRow:
 
 
 def _mean_loss(parts: Sequence[FolderEvidence]) -> float | None:
-    """Return the mean of the islands' newest losses, weighted by what each step trained on.
-
-    Islands that stopped long before the others are left out. Without the counts of all of them,
-    each counts as much as any other.
-    """
+    """Return the mean of the islands' newest losses, without islands that stopped long before."""
     newest_s = max(one.rows_s for one in parts)
-    found: list[tuple[float, float | None]] = []
+    found = []
     for one in parts:
         rows = [row for row in one.steps if is_number(row.get("loss"))]
         if rows and one.rows_s >= newest_s - SILENT_S:
             found.append((rows[-1]["loss"], step_amount(rows[-1], count_unit(one.plan))))
-    if not found:
+    return weigh_losses(found)
+
+
+def weigh_losses(losses: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the mean of losses, each weighted by the tokens or samples of its step.
+
+    Without the counts of all of them, each weighs as much as any other; None of no losses.
+
+    >>> weigh_losses([(4.0, 300), (8.0, 100)]), weigh_losses([(4.0, 300), (8.0, None)])
+    (5.0, 6.0)
+    """
+    if not losses:
         return None
-    weights = [weight for _, weight in found if weight]
-    if len(weights) < len(found):
-        weights = [1.0] * len(found)
-    pairs = zip(found, weights, strict=True)
+    weights = [weight for _, weight in losses if weight]
+    if len(weights) < len(losses):
+        weights = [1.0] * len(losses)
+    pairs = zip(losses, weights, strict=True)
     return sum(loss * weight for (loss, _), weight in pairs) / sum(weights)
 
 

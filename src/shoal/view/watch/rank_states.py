@@ -47,7 +47,7 @@ def collect_rank_states(
         plan: plan.json.
         session: events of the newest start.
     """
-    notes = _rank_notes(session, tail.rows)
+    notes, firsts = _rank_notes(session, tail.rows), _first_steps(session)
     found = []
     for rank in sorted(tail.rows.keys() | notes.keys()):
         rows = tail.rows.get(rank)
@@ -61,7 +61,7 @@ def collect_rank_states(
                 device,
                 _role(rank, plan),
                 last.step,
-                mean_seconds(rows or (last,)),
+                mean_seconds(rows or (last,), firsts),
                 lateness_s.get(rank, 0.0),
                 last.peak_memory_bytes,
                 notes.get(rank, ""),
@@ -71,14 +71,22 @@ def collect_rank_states(
     return found
 
 
-def mean_seconds(rows: Sequence[RankStep]) -> tuple[float, ...]:
-    """Return the mean seconds of some steps by part; the first of a session is left out.
+def _first_steps(session: Sequence[Record]) -> frozenset[int]:
+    """Return the first step after each start, which also has the seconds of what went before."""
+    resumed = (one.get("step") for one in session if one["event"] == "resumed")
+    return frozenset({1, *(int(step) + 1 for step in resumed if is_number(step))})
+
+
+def mean_seconds(
+    rows: Sequence[RankStep], firsts: frozenset[int] = frozenset({1})
+) -> tuple[float, ...]:
+    """Return the mean seconds of some steps by part, without those in `firsts` if there are others.
 
     >>> rows = [RankStep(n, 0, 1, 0.0, 0, (s,) * 8) for n, s in ((1, 9.0), (2, 1.0), (3, 3.0))]
     >>> mean_seconds(rows)[0]
     2.0
     """
-    steady = [row for row in rows if row.step > 1] or rows
+    steady = [row for row in rows if row.step not in firsts] or rows
     count = len(steady)  # a plain sum: this runs for each of 1,024 ranks at each refresh
     return tuple(sum(own) / count for own in zip(*(r.seconds for r in steady), strict=True))
 

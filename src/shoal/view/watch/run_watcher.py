@@ -24,9 +24,9 @@ from shoal.base.text.event_sentences import DAMAGED, died_text, event_text
 from shoal.view.island_lines import sum_rounds
 from shoal.view.live import STYLES
 from shoal.view.phase_lines import read_current_phases
-from shoal.view.progress import RunProgress
+from shoal.view.progress import RunProgress, count_unit, step_amount
 from shoal.view.run_folder_reader import RunFolder, last_session_events
-from shoal.view.run_table import RunRow, read_held_locks, read_row
+from shoal.view.run_table import RunRow, read_held_locks, read_row, weigh_losses
 from shoal.view.watch.figure_texts import (
     comment_text,
     forecast_texts,
@@ -182,7 +182,18 @@ class RunWatcher:
             totals = None
         share = totals.exposed_s / totals.seconds if totals and totals.seconds else None
         rounds, discarded = (totals.rounds, totals.discarded) if totals else (0, 0)
-        return IslandState(state.row, rounds, discarded, share)
+        last, row = self.progress.last, state.row
+        if last is not None:  # the row is read more rarely
+            loss = float(last["loss"]) if is_number(last.get("loss")) else row.loss
+            row = replace(row, step=int(last["step"]), loss=loss, rate=self.progress.rate())
+        return IslandState(row, rounds, discarded, share)
+
+    def newest_loss(self) -> tuple[float, float | None] | None:
+        """Return the newest loss, and the tokens or samples of its step; None without one."""
+        last = self.progress.last if self._seen else None
+        if last is None or not is_number(last.get("loss")):
+            return None
+        return float(last["loss"]), step_amount(last, count_unit(self.progress.plan))
 
 
 ENDS = ("run_started", "run_finished", "worker_died", "hang", "restarting")
@@ -222,24 +233,32 @@ class IslandsWatcher:
             first,
             name=self.whole.name,
             message=state.message,
-            row=_join_rows(state.row, [island.row for island in islands]),
+            row=_join_rows(state.row, islands, self.members.values()),
             ranks=ranks,
             events=merged,
             islands=islands,
         )
 
 
-def _join_rows(whole: RunRow | None, islands: Sequence[RunRow]) -> RunRow | None:
+def _join_rows(
+    whole: RunRow | None, islands: Sequence[IslandState], members: Iterable[RunWatcher]
+) -> RunRow | None:
     """Return the row of all islands, with the end of the islands if they all ended alike.
 
-    Their launcher may record no end.
+    Their launcher may record no end. While they train, the loss and the rate are of their newest
+    steps.
     """
     if whole is None or not islands:
         return whole
-    first = islands[0]
-    if not whole.alive and len({row.state for row in islands}) == 1:
-        whole = replace(whole, state=first.state, how=first.how, alive=first.alive)
-    return replace(whole, layout=first.layout)
+    rows = [one.row for one in islands]
+    if not whole.alive and len({row.state for row in rows}) == 1:
+        whole = replace(whole, state=rows[0].state, how=rows[0].how, alive=rows[0].alive)
+    losses = [one.newest_loss() for one in members]
+    rates = [row.rate for row in rows if row.rate is not None]
+    if whole.alive and None not in losses:
+        loss = weigh_losses([one for one in losses if one is not None])
+        whole = replace(whole, loss=loss, rate=sum(rates) if rates else whole.rate)
+    return replace(whole, layout=rows[0].layout)
 
 
 def _island_number(path: Path) -> tuple[int, str]:

@@ -191,10 +191,11 @@ def _progress_line(run: WatchedRun, width: int, found: dict[str, str], unicode: 
     room = width - sum(len(text) for text, _ in spans)
     rate = row.rate if row and run.islands else run.progress.rate()
     words: list[Span] = [(row.layout if row else "", "")]
+    if run.islands:
+        islands = count_noun(len(run.islands), "island")
+        words = [(f"{islands}, each {row.layout}" if row and row.layout else islands, "")]
     if run.ranks:
         words.append((count_noun(len(run.ranks), "rank"), ""))
-    if run.islands:
-        words.append((count_noun(len(run.islands), "island"), ""))
     if rate is not None and row:
         words.append((f"{count_text(rate)} {row.unit}/s", ""))
     for key, form in (("mfu", "MFU {}"), ("matmul", "{} of matmul rate"), ("gpu", "GPU {}")):
