@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
 from shoal.launch.watch.page_reader import OwnedPage
-from shoal.fabric.collectives.collective_log import CollectiveRecorder
+from shoal.trainer.guards.collective_log import CollectiveRecorder
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 watched = OwnedPage("test")

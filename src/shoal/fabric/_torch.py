@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # 2.13 renamed `all_gather_into_tensor`; the old name still works there but warns at every use.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+"""Count of references to a storage, by its address; None where torch lacks it."""
+storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # Imported here for its side effect: its functions have the default group as default ARGUMENT,
 # taken at import. Imported later (torch itself does, from many places) it would hold the process
@@ -25,13 +30,6 @@ def fused_optimizer_devices() -> list[str]:
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
     return list(_get_fused_kernels_supported_devices())
-
-
-def is_unshared(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor alone owns its memory: no view and no collective refers to it."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    # The second use is the storage that is asked here.
-    return count is not None and count(tensor.untyped_storage()._cdata) == 2
 
 
 KNOCK = 1

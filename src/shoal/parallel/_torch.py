@@ -1,7 +1,8 @@
 """Private names of torch that this package uses, and what 2.11 lacks; tested on 2.11 and 2.13."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ flash_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 flash_device = aten._scaled_dot_product_flash_attention.default
 flash_device_backward = aten._scaled_dot_product_flash_attention_backward.default
 
+# Names and no functions of ours: each is called many times in a step.
+version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Count of in-place writes into a tensor; writes through `.data` do not count."""
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that runs on this thread, from 0; −1: none runs."""
+function_modes: Callable[[], list[AbstractContextManager[object]]] = (
+    _get_current_function_mode_stack
+)
+"""Active torch function modes, the outermost first (rounding to fp16)."""
+
 __all__ = [
     "BatchNorm",
     "Convolution",
@@ -31,7 +42,6 @@ __all__ = [
     "disable_modes_and_hooks",
     "drop_process_groups",
     "enable_version_counter",
-    "enter_function_modes",
     "flash_cpu",
     "flash_cpu_backward",
     "flash_device",
@@ -39,6 +49,7 @@ __all__ = [
     "function_modes",
     "get_compile_cache",
     "get_generators",
+    "graph_task_id",
     "in_backward",
     "keep_saved_tensors",
     "pytree",
@@ -64,16 +75,16 @@ def get_generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, *device_generators(device)]
 
 
+def in_backward() -> bool:
+    """Return whether autograd runs on this thread, so that a called module is being recomputed."""
+    return graph_task_id() >= 0
+
+
 def get_compile_cache() -> Path:
     """Return the folder where torch.compile keeps its generated code; imports the compiler."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
-
-
-def in_backward() -> bool:
-    """Return whether autograd runs on this thread, so that a called module is being recomputed."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def keep_saved_tensors() -> Callable[[], None]:
@@ -117,22 +128,6 @@ def clear_forward_order(shard: Any) -> None:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in filter(None, groups):
         group._post_forward_indices.clear()
-
-
-def function_modes() -> tuple[AbstractContextManager[object], ...]:
-    """Return the active torch function modes, the outermost first (rounding to fp16)."""
-    return tuple(_get_current_function_mode_stack())
-
-
-@contextmanager
-def enter_function_modes(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
-    """Enter those of the given function modes that are not active yet."""
-    here = {id(mode) for mode in function_modes()}
-    with ExitStack() as stack:
-        for mode in modes:
-            if id(mode) not in here:
-                stack.enter_context(mode)
-        yield
 
 
 @contextmanager
@@ -193,8 +188,3 @@ def reduce_unused_gradients(shard: Any) -> None:
         reduce(*unused)
 
     group.post_backward = post_backward
-
-
-def version_counter(tensor: torch.Tensor) -> int:
-    """Return a tensor's version counter: how often it was written in place (but by `.data`)."""
-    return tensor._version

@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import PlanError
-from shoal.parallel._torch import get_generators, in_backward
+from shoal.parallel._torch import get_generators, graph_task_id
 from shoal.parallel.program import Program
 
 
@@ -229,7 +229,7 @@ class _GeneratorSeeding:
 
     def again(self, *_: object) -> None:
         """Reset the call counts at the start of a forward pass (a pipeline: of each stage's)."""
-        if not in_backward():
+        if graph_task_id() < 0:
             self.calls, self.inside = {}, {}
 
     def enter(self, block: str, *_: object) -> None:
@@ -237,7 +237,7 @@ class _GeneratorSeeding:
         if self.at is None:
             return
         arrival = (block, self.generators[0].initial_seed())
-        if in_backward():
+        if graph_task_id() >= 0:
             call = self.arrived.get(arrival, 0)
         else:
             call = self.calls.get(block, 0)

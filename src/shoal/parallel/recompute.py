@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +33,8 @@ from shoal.base.errors import PlanError
 from shoal.parallel._torch import (
     TorchDispatchMode,
     enable_version_counter,
-    enter_function_modes,
     function_modes,
-    in_backward,
+    graph_task_id,
     pytree,
 )
 from shoal.parallel.program import Program, own_blocks
@@ -125,7 +124,7 @@ class _RecomputedForward(ReplacedForward):
         """Run the block's forward pass; without gradients nothing runs again."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if in_backward():
+        if graph_task_id() >= 0:
             self.told.note_nested_recompute(self.name)
         # All tensors become arguments of `checkpoint`, which notices changes of arguments only.
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -154,7 +153,7 @@ class _BlockCall:
 
     def __init__(self, recomputed: _RecomputedForward, structure: Any) -> None:
         self.recomputed, self.structure = recomputed, structure
-        self.modes = function_modes()
+        self.modes = tuple(function_modes())
         self.before: dict[int, torch.Tensor | None] | None = None
 
     def __call__(self, *leaves: Any) -> Any:
@@ -166,8 +165,19 @@ class _BlockCall:
             self.before = block.buffers.changed_since(look)
             return outputs
         block.told.block = block.name
-        with block.buffers.restore(self.before), enter_function_modes(self.modes):
+        with block.buffers.restore(self.before), _enter_function_modes(self.modes):
             return block.forward(*args, **kwargs)
+
+
+@contextmanager
+def _enter_function_modes(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
+    """Enter those of the given function modes that are not active yet."""
+    here = {id(mode) for mode in function_modes()}
+    with ExitStack() as stack:
+        for mode in modes:
+            if id(mode) not in here:
+                stack.enter_context(mode)
+        yield
 
 
 @dataclass

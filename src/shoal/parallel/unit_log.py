@@ -26,7 +26,7 @@ from typing import Any
 from shoal.base.errors import BugError
 from shoal.fabric import World
 from shoal.fabric.axis_worlds import list_axis_groups
-from shoal.parallel._torch import in_backward
+from shoal.parallel._torch import graph_task_id
 from shoal.wire.watch_page import UNIT_TEXT
 
 KEPT = 4096
@@ -126,7 +126,7 @@ class LoggedGather:
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> Any:
         """Log the all-gather and run it."""
-        self.log.log_collective(self.calls[group.size()], *self.said[in_backward()])
+        self.log.log_collective(self.calls[group.size()], *self.said[graph_task_id() >= 0])
         return self.inner(output_tensor, input_tensor, group, async_op)
 
 

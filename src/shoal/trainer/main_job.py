@@ -101,7 +101,7 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
         phases.NOWHERE
     )  # the proof's steps are over; the first batch may be slow
     if phases.page is not None and world.group is not None:
-        from shoal.fabric.collectives.collective_log import CollectiveRecorder
+        from shoal.trainer.guards.collective_log import CollectiveRecorder
 
         CollectiveRecorder(phases.page, run.step_count + 1)
     try:

@@ -10,7 +10,7 @@ stacks in the same page (`stack_dumps.py`). The reading end: `launch/watch/page_
     bytes 1024–      the last answer, JSON: its length in 4 bytes, then UTF-8
     from `CALLS_AT`  8 slots, each of one step whose collectives are kept by name: the step and the
                      length in 8 bytes each, then a line per call
-                     (`fabric/collectives/collective_log.py`)
+                     (`trainer/guards/collective_log.py`)
     from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
                      this rank did not wait for a collective, then those in which it did; negative
                      where ranks have different work in that part; then the sum of 2ᵖ over the

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.fabric._torch import all_gather_single, is_unshared
+from shoal.fabric._torch import all_gather_single, storage_address, storage_use_count
 from shoal.fabric.collectives.traffic_counts import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -23,7 +23,6 @@ from shoal.fabric.collectives.traffic_counts import (
     TrafficCounter,
 )
 from shoal.fabric.collectives.uneven_collectives import free_storage, reduce_scatter
-from shoal.fabric.device import is_accelerator
 
 
 class BufferCache:
@@ -64,6 +63,13 @@ class BufferCache:
         self._spare, self._last_bytes = None, 0
 
 
+def _is_unshared(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor alone owns its memory: no view and no collective refers to it."""
+    count = storage_use_count
+    # The second use is the storage that is asked here.
+    return count is not None and count(storage_address(tensor.untyped_storage())) == 2
+
+
 class GatherParameters:
     """All-gather for `FSDPModule.set_custom_all_gather`; `GatherParameters(traffic, axis)`.
 
@@ -82,14 +88,14 @@ class GatherParameters:
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return a buffer of `size` elements with arbitrary values."""
-        if is_accelerator(device):
+        if device.type != "cpu":
             return torch.empty(*size, dtype=dtype, device=device)
         asked = (tuple(size), dtype)
         if asked != self._last:  # a unit gathered once a pass keeps no buffer
             self._kept, self._last = [], asked
             return torch.empty(*size, dtype=dtype)
         for buffer in self._kept:
-            if is_unshared(buffer):
+            if _is_unshared(buffer):
                 return buffer.detach()
         made = torch.empty(*size, dtype=dtype)
         self._kept = [*self._kept[-1:], made]
@@ -145,7 +151,7 @@ class ScatterGradients:
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return a buffer of `size` elements with arbitrary values."""
-        if is_accelerator(device):
+        if device.type != "cpu":
             return torch.empty(*size, dtype=dtype, device=device)
         return self._sent.acquire(math.prod(size), dtype).view(*size)
 
@@ -168,7 +174,7 @@ class ScatterGradients:
         self.traffic.count(REDUCE_SCATTER, input_bytes, group.size(), self.axes[-1])
         own_bytes = output_tensor.numel() * output_tensor.element_size()
         self.traffic.count(ALL_REDUCE, own_bytes, self.replicas, self.axes[0])
-        if is_accelerator(input_tensor.device):
+        if input_tensor.device.type != "cpu":
             return dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )

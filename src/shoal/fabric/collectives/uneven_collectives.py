@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single
-from shoal.fabric.device import is_accelerator
 
 
 def free_storage(tensor: torch.Tensor) -> None:
@@ -81,7 +80,7 @@ def reduce_scatter(
     """
     sizes = _sizes(cuts)
     mine, ranks = sizes[rank], len(sizes)
-    if is_accelerator(tensor.device):
+    if tensor.device.type != "cpu":
         out = tensor.new_empty(mine)
         if len(set(sizes)) == 1:
             work = dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
@@ -102,7 +101,7 @@ def all_gather_parts(
     if len(set(sizes)) == 1:
         # its own memory: gloo would read what it is writing
         return all_gather_single(tensor, own.clone(), group=group, async_op=True)
-    if is_accelerator(tensor.device):
+    if tensor.device.type != "cpu":
         return dist.all_gather(list(tensor.split(sizes)), own.clone(), group=group, async_op=True)
     ranks = len(sizes)
     return dist.all_to_all_single(

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.parallel._torch import in_backward, pytree
+from shoal.parallel._torch import graph_task_id, pytree
 from shoal.parallel.spmd import autograd_collectives
 from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.labelling.labels import Split
@@ -91,7 +91,7 @@ class ContextShard(SequenceShard):
         """Run an operation on the parts if that is equivalent, else on the whole."""
         kwargs = kwargs or {}
         done = None
-        if in_backward() and not torch.is_grad_enabled():
+        if graph_task_id() >= 0 and not torch.is_grad_enabled():
             pass  # a user's own backward: its gradients are summands that differ on each rank
         elif func in POINTWISE:
             done = _run_pointwise(func, args, kwargs)

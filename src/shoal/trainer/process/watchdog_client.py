@@ -27,8 +27,8 @@ from typing import Any
 
 from shoal.base.text.user_frames import OWN_FOLDER
 from shoal.fabric import World
-from shoal.fabric.collectives.collective_log import CollectiveRecorder
 from shoal.fabric.rendezvous.rendezvous_store import is_loopback
+from shoal.trainer.guards.collective_log import CollectiveRecorder
 from shoal.wire import phases
 from shoal.wire.stack_dumps import start_stack_thread
 from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage, attach_page, supports_watch_pages

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.layouts.policies import CompilePolicy
-from shoal.parallel._torch import in_backward
+from shoal.parallel._torch import graph_task_id
 from shoal.parallel.program import Program
 from shoal.trace.find.blocks import iterate_stacked_modules
 
@@ -136,7 +136,7 @@ class ExpertCounts:
 
     def _is_repeated(self) -> bool:
         """Return whether this forward pass counts nothing: it runs again, or only joins."""
-        return self._joins or not torch.is_grad_enabled() or in_backward()
+        return self._joins or not torch.is_grad_enabled() or graph_task_id() >= 0
 
 
 def count_experts(program: Program) -> tuple[ExpertCounts | None, Program]:

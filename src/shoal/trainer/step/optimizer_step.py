@@ -23,7 +23,7 @@ import torch
 
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.fabric import World
-from shoal.fabric.device import copy_numbers_to_device, is_accelerator
+from shoal.fabric.device import copy_numbers_to_device
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.micro_batch import JOINING, MicroBatch
@@ -170,7 +170,7 @@ def reduce_step(program: Program, sums: torch.Tensor, ran: int, flags: StepFlags
     reducer = reducer_of(program)
     reducer.finish()
     # Before others' gradients come in; alone the sum itself says whether it is finite.
-    alone = program.world.size == 1 and not is_accelerator(program.world.device)
+    alone = program.world.size == 1 and program.world.device.type == "cpu"
     used, norms = reducer.used_parameters(), [] if alone else reducer.local_norms()
     if program.has_shared_gradients:
         from shoal.parallel.data_parallel.shared_parameters import all_reduce_shared_gradients
@@ -218,7 +218,7 @@ def _reduce_totals(
     vector.add("used", [float(name in here) for name in program.names])
     vector.add_device_entry("measured")
     square_sum = _squared_norm(program, reducer)
-    if is_accelerator(world.device):
+    if world.device.type != "cpu":
         # All numbers of the host go to the device in one asynchronous copy.
         sent = copy_numbers_to_device(world.device, vector.values)
         # A rank whose loss is not finite must not turn the sums of the others into NaN.
@@ -300,34 +300,36 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     """
     if not tensors:
         return 0.0
-    if is_accelerator(tensors[0].device):
+    if tensors[0].device.type != "cpu":
         norms = list(torch._foreach_norm(list(tensors)))
         return torch.stack(norms).double().square().sum()
-    terms: list[float | None] = []  # in the order of the tensors; None: the next of `ends`
-    ends: list[torch.Tensor] = []
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        count = flat.numel()
-        if count < NORM_ROW:
-            ends.append(flat)
-            terms.append(None)
+    terms = [0.0] * (2 * len(tensors))  # added up in the order of the tensors: rows, then the rest
+    rests: dict[int, torch.Tensor] = {}
+    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if (count := tensor.numel()) < NORM_ROW:
+            alike.setdefault((tensor.shape, tensor.dtype), []).append(place)
             continue
-        whole = count // NORM_ROW * NORM_ROW
+        flat, whole = tensor.reshape(-1), count // NORM_ROW * NORM_ROW
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
-        if whole == NORM_ROW:
-            norm = rows.item()
-            terms.append(norm * norm)
-        else:
-            terms.append(rows.double().square().sum().item())
+        terms[2 * place] = rows.double().square().sum().item()
         if whole < count:
-            ends.append(flat[whole:])
-            terms.append(None)
-    end_norms = iter(torch._foreach_norm(ends) if ends else ())
+            rests[2 * place + 1] = flat[whole:]
+    for places in alike.values():
+        if len(places) == 1:
+            rests[2 * places[0]] = tensors[places[0]].contiguous()
+            continue
+        # A call for each small tensor takes longer than a copy of all.
+        rows = torch.stack([tensors[place] for place in places]).view(len(places), -1)
+        for place, norm in zip(places, torch.linalg.vector_norm(rows, dim=1).tolist(), strict=True):
+            terms[2 * place] = norm * norm
+    for place, one in zip(
+        rests, torch._foreach_norm([*rests.values()]) if rests else (), strict=False
+    ):
+        norm = one.item()
+        terms[place] = norm * norm
     total = 0.0
     for term in terms:
-        if term is None:
-            norm = next(end_norms).item()
-            term = norm * norm
         total += term
     return total
 
