@@ -40,3 +40,13 @@ def test_a_reading_may_serve_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
     del held
     reset_peak_memory(CPU)
     assert peak_memory_bytes(CPU, fresh=False) < before + 128 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident peaks can be reset on Linux only")
+def test_what_the_heap_keeps_of_an_earlier_phase_is_not_held() -> None:
+    """Blocks below the threshold of mmap, freed under one that stays: glibc keeps their memory."""
+    blocks = [torch.ones(2**16, dtype=torch.uint8) for _ in range(4096)]
+    full = peak_memory_bytes(CPU)
+    del blocks[:-1]
+    reset_peak_memory(CPU)
+    assert peak_memory_bytes(CPU) < full - 128 * MIB

@@ -70,12 +70,18 @@ def _resident_peak_bytes() -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak of `peak_memory_bytes` to the memory held now; on a CPU under Linux only."""
+    """Reset the peak of `peak_memory_bytes` to the memory held now; on a CPU under Linux only.
+
+    On a CPU freed memory of the heap goes back to the system first. Otherwise what an earlier phase
+    freed would count as held, although the next phase takes the same memory again: after the proof
+    of the demo under ddp rank 0 held 510 MiB, and 348 after a trim.
+    """
     global _peak_read
     _peak_read = -math.inf, 0
     if is_accelerator(device):
         reset_peak_bytes(device)
         return
+    trim_heap()
     with contextlib.suppress(OSError):
         (PROCESS / "clear_refs").write_text("5", encoding="utf-8")
 
