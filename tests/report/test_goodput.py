@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shoal.base.runlog.rank_records import RankStep, encode_header
 from shoal.report.goodput import compute_goodput
 
 
@@ -52,6 +53,39 @@ def test_the_wall_time_of_a_killed_and_resumed_run_is_divided(tmp_path: Path) ->
     assert found.lost_steps == 6, "11 s at 2 s a step"
     assert found.share == pytest.approx(60.0 / 3706.0)
     assert found.device_hours == pytest.approx(4 * 105.0 / 3600)
+
+
+def write_ranks(folder: Path, ends_s: dict[int, float], node: int) -> None:
+    """Records of two ranks, whose steps of two seconds end at these times."""
+    (folder / "rank_steps").mkdir(exist_ok=True)
+    seconds = (0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    rows = [RankStep(n, rank, 1, at, 0, seconds) for n, at in ends_s.items() for rank in (0, 1)]
+    text = encode_header(node) + b"".join(row.encode() for row in rows)
+    (folder / f"rank_steps/node-{node}.bin").write_bytes(text)
+
+
+def test_a_loop_of_ones_own_has_its_starts_from_the_ranks(tmp_path: Path) -> None:
+    """It writes neither a start nor when training begins: all was counted as a start."""
+    write(tmp_path, [event(140.0, "spike", 20)])
+    (tmp_path / "ranks.json").write_text('{"time_s": 95.0, "ranks": [{"rank": 0}, {"rank": 1}]}')
+    write_ranks(tmp_path, {step: 100.0 + 2 * step for step in range(1, 31)}, 0)
+    found = compute_goodput(tmp_path)
+    parts = {"committed": 60.0, "start": 5.0}
+    assert {name: s for name, s in found.parts().items() if s} == pytest.approx(parts)
+    assert (found.starts, found.ranks, found.steps) == (1, 2, 30)
+    # It is killed in step 15, and goes on from step 10 an hour later.
+    write(tmp_path, [event(125.0, "checkpoint_saved", 10), event(3700.0, "resumed", 10)])
+    (tmp_path / "ranks.json").write_text('{"time_s": 3695.0, "ranks": [{"rank": 0}]}')
+    write_ranks(tmp_path, {step: 100.0 + 2 * step for step in range(1, 11)}, 0)
+    write_ranks(tmp_path, {step: 3690.0 + 2 * step for step in range(11, 31)}, 1)
+    found = compute_goodput(tmp_path)
+    assert (found.starts, found.committed_s) == (2, pytest.approx(60.0))
+    assert found.parts()["between"] == pytest.approx(3695.0 - 125.0)
+    assert found.parts()["start"] == pytest.approx(15.0)
+    write(tmp_path, [event(140.0, "spike", 20)])
+    for path in (tmp_path / "rank_steps").iterdir():
+        path.unlink()
+    assert compute_goodput(tmp_path).text() == "", "nothing tells when its steps were made"
 
 
 def test_skipped_steps_are_not_committed(tmp_path: Path) -> None:

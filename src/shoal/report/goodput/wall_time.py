@@ -2,7 +2,8 @@
 
     events.jsonl   starts, restarts and ends: the run's attempts, with the step each resumed from
     metrics.jsonl  seconds of the committed steps; a resume has cut those that were made again
-    rank_steps/    pauses between steps, from which the time of saves is taken
+    rank_steps/    pauses between steps, from which the time of saves is taken; starts and ends of a
+                   loop of the user's own, which writes no event of them
 
     |– attempt 0: start | steps 1–30 | steps 31–37, lost –| gap |– attempt 1: start | steps 31–70 –|
 
@@ -153,16 +154,21 @@ def compute_goodput(folder: Path, metrics: StepMetrics | None = None) -> Goodput
         metrics: the columns of its metrics.jsonl, if they are read already.
     """
     events = [event for event in read_event_history(folder) if is_number(event.get("time_s"))]
-    attempts = _split_attempts(events)
-    if not attempts:
-        return Goodput()
+    is_loop = not any(event.get("event") in (*STARTS, "compute_started") for event in events)
     if metrics is None:
         metrics = read_step_metrics(folder / "metrics.jsonl")
     steps, sums = metrics.steps, metrics.running_sum("step_s")
     if len(sums) != len(steps):
         steps, sums = array("q"), array("d")
-    skipped = _steps_of(events, "step_skipped")
     times = read_step_seconds(folder, [])
+    if is_loop:
+        met_s = read_object(folder / "ranks.json").get("time_s")
+        attempts = _list_loop_attempts(events, times, (steps, sums), met_s)
+    else:
+        attempts = _split_attempts(events)
+    if not attempts:
+        return Goodput()
+    skipped = _steps_of(events, "step_skipped")
     save_s = _mean_save(times, events)
     if times is not None and times.by_rank:  # a run without an end: until its last step
         attempts[-1] = replace(attempts[-1], end_s=_last_time(attempts[-1], times))
@@ -298,6 +304,59 @@ def _split_attempts(events: Sequence[Record]) -> list[_Attempt]:
             groups.append([])
         groups[-1].append(event)
     return [_make_attempt(group) for group in groups]
+
+
+def _list_loop_attempts(
+    events: Sequence[Record],
+    times: StepSeconds | None,
+    metrics: tuple[Sequence[float], Sequence[float]],
+    met_s: object,
+) -> list[_Attempt]:
+    """Return the attempts of a loop of the user's own, which writes no event of a start.
+
+    A session begins with `resumed`, if it restored anything, and the newest one when its ranks met.
+    Without records of the ranks there is none: nothing tells when a step was made.
+
+    Args:
+        events: of all sessions.
+        times: times of the steps.
+        metrics: steps, and the sums of their seconds.
+        met_s: when the ranks of the newest session met, seconds since 1970.
+    """
+    if times is None or not times.by_rank:
+        return []
+    groups: list[list[Record]] = [[]]
+    for event in events:
+        if event.get("event") == "resumed" and is_number(event.get("step")):
+            groups.append([])
+        groups[-1].append(event)
+    firsts = [int(group[0]["step"]) if at else 0 for at, group in enumerate(groups)]
+    ends_s = times.end_s.max(axis=1)
+    found: list[_Attempt] = []
+    for at, (group, after) in enumerate(zip(groups, firsts, strict=True)):
+        after = after if abs(after) < LAST_STEP else 0
+        until = min(firsts[at + 1 :], default=LAST_STEP)
+        since_s = float(group[0]["time_s"]) if at else 0.0
+        mask = (times.steps > after) & (times.steps <= until) & (ends_s >= since_s)
+        if not mask.any():
+            continue
+        first, last = mask.nonzero()[0][[0, -1]]
+        train_s = float(ends_s[first]) - _seconds_until(metrics, after, int(times.steps[first]))
+        begin_s = since_s or train_s
+        if at + 1 == len(groups) and is_number(met_s) and met_s < train_s:
+            begin_s = min(float(met_s), begin_s)
+        end_s = max([float(ends_s[last]), *(float(one["time_s"]) for one in group)])
+        found.append(_Attempt(begin_s, max(train_s, begin_s), end_s, after, tuple(group)))
+    return found
+
+
+def _seconds_until(
+    metrics: tuple[Sequence[float], Sequence[float]], after: int, step: int
+) -> float:
+    """Return the seconds of the steps after one step, up to another."""
+    steps, sums = metrics
+    first, last = (bisect.bisect_right(steps, one) for one in (after, step))
+    return max(0.0, sums[last - 1] - (sums[first - 1] if first else 0.0)) if last > first else 0.0
 
 
 def _has_trained(groups: list[list[Record]]) -> bool:
