@@ -306,4 +306,4 @@ def _describe_wait(after_s: float, deadline_s: float) -> str:
     """
     if after_s < CLOSED_S:
         return "at once, the connection was closed"
-    return f"after {after_s:.1f} s of at most {deadline_s:g} s"
+    return f"after {after_s:.1f} s of at most {deadline_s:.1f} s"
