@@ -11,7 +11,7 @@ Each trial is the main job of `shoal train` on the digits, in a child of this pr
 modules imported: configuration, rounds, checkpoints, validations and events are a run's own. The
 wrong owner is planted from outside. Gates, seeds and settings are in owners_gates.toml, which was
 committed before the first trial. Trials that the result has of these gates are not made again: each
-has the hash of the source that it was made with. Several parts may run at the same time.
+has the hash of the source that it was made with. Several processes may run at the same time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import resource
 import sys
 import tempfile
@@ -277,7 +278,8 @@ def add_row(row: Row | None, gates_hash: str, gates: dict[str, Any]) -> dict[str
         fcntl.flock(file, fcntl.LOCK_EX)
         record = json.loads(file.read() or "{}")
         rows = record.get("trials", []) if record.get("gates") == gates_hash else []
-        rows += [row] if row else []
+        taken = {tell_apart(one) for one in rows}
+        rows += [row] if row and tell_apart(row) not in taken else []
         rows.sort(key=tell_apart)
         figures, missed = judge(rows, gates)
         sources = dict(Counter(one["source"] for one in rows))
@@ -296,10 +298,12 @@ def main() -> int:
     text = GATES.read_text(encoding="utf-8")
     gates = tomllib.loads(text)
     gates_hash, source = hashlib.sha256(text.encode()).hexdigest()[:16], source_hash()
-    known = {tell_apart(row) for row in add_row(None, gates_hash, gates)["trials"]}
     warm()
-    for trial in trials(gates):
-        if trial["part"] in parts and tell_apart(trial) not in known:
+    wanted = [one for one in trials(gates) if one["part"] in parts]
+    random.shuffle(wanted)  # so that processes that run at the same time make different ones
+    for trial in wanted:
+        known = {tell_apart(row) for row in add_row(None, gates_hash, gates)["trials"]}
+        if tell_apart(trial) not in known:
             row = run_trial(trial, gates["wrong"]["owners"]) | {"source": source}
             add_row(row, gates_hash, gates)
             sys.stderr.write(json.dumps({**row, "curve": row["curve"][-1:]}) + "\n")

@@ -195,6 +195,7 @@ VALUES: dict[str, str] = {
     "islands.cosine": f"islands.cosine=-0.1 {DILOCO}",
     "islands.refusals": f"islands.refusals=2 {DILOCO}",
     "checkpoint.every": "checkpoint.every=3",
+    "checkpoint.initial_load_path": "checkpoint.initial_load_path=FOLDER",
     "checkpoint.keep": "checkpoint.keep=4",
     "checkpoint.remote": "checkpoint.remote=memory://runs/mine",
     "run.folder": "run.folder=elsewhere",
@@ -263,6 +264,7 @@ NOT_BY_PARALLELIZE = {
     "train.on": "listeners of the main job's recorder",
     "islands.": "joined by the main job after the run is made",
     "checkpoint.every": "the loop's own: `run.save` is called",
+    "checkpoint.initial_load_path": "an own loop calls `run.restore(folder)`, or loads its module",
     "run.": "`folder` is an argument of the own loop",
     "launch.": "whoever starts the processes",
 }

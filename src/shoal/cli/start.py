@@ -25,6 +25,7 @@ from shoal.base.runlog.events import EventLog
 from shoal.base.runlog.truncate_logs import quarantine_damage
 from shoal.checkpoint.format.lease import RunLease
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
+from shoal.checkpoint.format.weighted_paths import find_weighted_checkpoints
 from shoal.cli.ending import (
     SessionEnding,
     error_text,
@@ -197,6 +198,8 @@ def settle_run(
     check_cores(count, machine)
     loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=count)
     _check_paths(loaded)
+    if config.checkpoint.initial_load_path and resume is None:
+        find_weighted_checkpoints(config.checkpoint.initial_load_path)
     parameters = None
     if not config.model.build:
         parameters = count_parameters(

@@ -38,6 +38,7 @@ class MergeMethod:
         resets_inner: the inner optimizer is reset when an island has adopted the merged weights.
         pulls: `before_update` changes gradients, so it must run before every inner update.
         keeps: share of a message's encoding error that is added to the next message.
+        saves_branches: the weights of each owner are saved as a tag before they are merged.
         common_past: the partners have always merged together, so their records of past rounds (the
             norms for admission) are equal.
         control: state of the owner that trains now, which never leaves it, by parameter name.
@@ -50,6 +51,7 @@ class MergeMethod:
     resets_inner: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
     keeps: ClassVar[float] = 1.0
+    saves_branches: ClassVar[bool] = False
     common_past: ClassVar[bool] = True
 
     def __init__(self, policy: IslandsPolicy) -> None:

@@ -72,6 +72,7 @@ from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.process.stop_signals import install_stop_handlers
 from shoal.trainer.run import Run
 from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
+from shoal.trainer.state.initial_weights import load_initial_weights
 from shoal.trainer.state.replaced_folder import save_if_deleted
 from shoal.trainer.state.rewind import rewind_run
 from shoal.wire import phases
@@ -141,6 +142,7 @@ def _prepare(
     with phase("set up"):
         given = not is_derived(folder / "run.toml", MICRO_BATCH)
         run = open_run(config, source, world, plan, said, folder=folder, is_cut_by_user=given)
+    load_initial_weights(run, config.checkpoint.initial_load_path)
     for line, importance in ((sized, 5), (proven, 4)) if world.writes_files else ():
         if line:
             run.recorder.events.emit("notice", text=line, opening=importance)

@@ -322,10 +322,14 @@ class CheckpointPolicy(KeepPolicy):
 
     Attributes:
         every: steps between checkpoints; 0: five over the run, and the last step always.
+        initial_load_path: checkpoints whose weights a fresh run starts with.
     """
 
     every: int = number_field(0, least=0)
     """steps between checkpoints; 0: five over the run, and the last step always"""
+    initial_load_path: str = ""
+    """a run folder, tag or checkpoint whose weights a fresh run starts with, and nothing else of
+    it; or a mean of several: 0.6*runs/a+0.4*runs/b"""
 
 
 @dataclass(frozen=True, kw_only=True)

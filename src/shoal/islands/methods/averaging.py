@@ -78,14 +78,16 @@ class BranchTrainMerge(MergeMethod):
         branch      w_i ← W, with an inner optimizer that begins anew
 
     The inner optimizer's moments belong to the weights before the merge, so they are dropped; the
-    learning-rate schedule continues.
+    learning-rate schedule continues. An owner's branch is saved before its merge (the tag
+    `branch-NAME`): as an expert of an ensemble, and to grow other branches from.
 
     Source: Li et al. 2022, "Branch-train-merge"; weights averaged as in Wortsman et al. 2022 (model
-    soups), where the paper also keeps the branches as an ensemble
+    soups)
     """
 
     name = "branch-train-merge"
     resets_inner = True
+    saves_branches = True
 
 
 class DiLoCo(MergeMethod):

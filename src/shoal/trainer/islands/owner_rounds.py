@@ -11,6 +11,7 @@ the merged weights after a round. An owner whose change is refused repeats its s
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,8 +44,12 @@ from shoal.trainer.islands.owner_data import (
 from shoal.trainer.islands.owner_shares import OwnerShares
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
+from shoal.trainer.state.initial_weights import hash_weights
 from shoal.trainer.step.skipped_steps import SpikeDetector
 from shoal.wire.phases import phase
+
+BRANCH = "branch-"
+"""Start of the tags under which a method saves the weights of its owners."""
 
 
 def open_owner_rounds(
@@ -245,6 +250,8 @@ class OwnerRounds(IslandRounds):
         self.tokens, self.used = self.tokens + tokens, self.used + used
         self.compute_s += seconds
         self.steps_per_s = len(steps) / seconds
+        if method.saves_branches:
+            self._save_branch(owner, len(steps))
         weights, plain = collect_merge_tensors(run)
         local = {name: tensor for name, (tensor, _) in weights.items()}
         names = [name for name in self.joined.fragments[0] if name in local]
@@ -255,6 +262,19 @@ class OwnerRounds(IslandRounds):
         )
         averaged = {name: tensor.to("cpu", copy=True) for name, (tensor, _) in plain.items()}
         return IslandChange(owner, message, proposal, averaged), method.end_owner()
+
+    def _save_branch(self, owner: int, steps: int) -> None:
+        """Save the weights of an owner as an expert, before the merge changes them."""
+        run, name = self.run, self.owners[owner].name
+        if run.recorder.folder is None:
+            return
+        plain = re.fullmatch(r"[\w.-]+", name)
+        tag = f"{BRANCH}{name if plain else owner}"
+        digest = hash_weights(run.program)
+        saved = run.save(tag=tag)
+        if saved is not None and run.world.is_first:
+            line = f"owner {name}: {steps} steps alone; its branch is {saved}, digest {digest[:12]}"
+            run.recorder.events.emit("notice", text=line, weights=digest)
 
     def _merge_changes(
         self,

@@ -65,18 +65,18 @@ def generate_text(
             average.
     """
     config = read_text_config(folder)
-    tokenizer = _load_tokenizer(folder, config is None)
+    tokenizer = read_tokenizer(folder, is_own=config is None)
     prompt = _format_question(folder, prompt) if chat and prompt else prompt
     # As the run's own text was encoded: without special tokens.
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise ConfigError("--prompt: is empty, and there is nothing to go on from; try: 'The'")
     device = torch.device(accelerator_type() or "cpu")
-    model: Any = _build_model(config, folder, tokenizer.get_vocab_size())
+    model: Any = make_saved_model(config, folder, tokenizer.get_vocab_size())
     load_weights(model, checkpoint, average)
     model.to(device).eval()
     begun = torch.tensor([ids], device=device)
-    longest = _context_length(model, config)
+    longest = context_length(model, config)
     if is_pretrained(model) and model.can_generate() and len(ids) + tokens <= longest:
         written = _generate_with_transformers(model, begun, tokens, temperature, seed)
     else:
@@ -129,7 +129,7 @@ def read_text_config(folder: Path) -> Config | None:
     return config
 
 
-def _load_tokenizer(folder: Path, is_own: bool) -> Any:
+def read_tokenizer(folder: Path, *, is_own: bool) -> Any:
     """Return the tokenizer that the run stores; `is_own`: of a user's own loop.
 
     Raises:
@@ -155,7 +155,7 @@ def _load_tokenizer(folder: Path, is_own: bool) -> Any:
 
 
 @phase("build")
-def _build_model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
+def make_saved_model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
     """Build the run's model, with any weights."""
     if config is None:
         return build(f"{HF}{folder / HUB / CONFIG}", {})
@@ -197,7 +197,7 @@ def load_weights(model: nn.Module, checkpoint: Path, average: bool) -> None:
         here[short].copy_(load_from(checkpoint, found.manifest, [whole])[name])
 
 
-def _context_length(model: nn.Module, config: Config | None) -> int:
+def context_length(model: nn.Module, config: Config | None) -> int:
     """Return the context length of the model in tokens."""
     if is_pretrained(model):
         told: Any = model.config
