@@ -95,7 +95,7 @@ def test_a_page_names_the_next_one(name: str, following: str) -> None:
 
 def test_exercises_on_pages_are_those_of_the_command() -> None:
     found = {}
-    for name in CONCEPTS:
+    for name in PAGES:
         for label, text in re.findall(r":::\{exercise\} (\S+)\n(.*?)\n:::", page(name), re.DOTALL):
             found[label] = " ".join(text.split())
     assert found == {name: one.question for name, one in all_exercises().items()}

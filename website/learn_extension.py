@@ -39,6 +39,14 @@ MOVED = (
     '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={}.html">\n'
 )
 """First page of the Chinese site's folder: its contents lie beside the lessons."""
+FRAME = {
+    "Previous": "上一页", "Next": "下一页", "On this page": "本页内容", "Contents": "目录", "Menu": "菜单",
+    "Expand": "展开", "Light mode": "浅色", "Dark mode": "深色", "Skip to content": "跳到正文", "Back to top": "回到顶部",
+    "Toggle site navigation sidebar": "显示或隐藏导航", "Toggle table of contents sidebar": "显示或隐藏本页目录",
+    "Toggle Light / Dark / Auto color theme": "切换浅色、深色、自动", "Hide table of contents sidebar": "隐藏本页目录",
+    "Hide navigation sidebar": "隐藏导航", "View this page": "查看本页",
+}  # fmt: skip
+"""Words of the theme around a page."""
 FENCED = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
 """Code of a page, in which nothing is a link."""
 
@@ -183,6 +191,8 @@ def write_front_page(app: Sphinx, failure: Exception | None) -> None:
     """Write index.html, which a server shows for the folder: the front page."""
     if failure is None and app.config.language == "zh_CN":
         Path(app.outdir, "index.html").write_text(MOVED.format(app.config.root_doc), "utf-8")
+        for page in Path(app.outdir).rglob("*.html"):
+            page.write_text(translate_frame(page.read_text("utf-8")), encoding="utf-8")
         words = json.dumps(translated_pages.browser_messages(), ensure_ascii=False)
         script = Path(app.outdir, "_static", "messages.js")
         script.write_text(f"const shoalMessages = {words};\n", encoding="utf-8")
@@ -214,6 +224,15 @@ def contents(app: Sphinx) -> str:
         rows = "\n".join(pages)
         parts.append(f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{rows}\n```\n")
     return "".join(parts)
+
+
+def translate_frame(page: str) -> str:
+    """Return a page with the theme's own words, which it has in English alone, in Chinese."""
+    for english, chinese in FRAME.items():
+        page = page.replace(f">{english}<", f">{chinese}<").replace(
+            f'="{english}"', f'="{chinese}"'
+        )
+    return page
 
 
 class ChineseSearch(SearchChinese):

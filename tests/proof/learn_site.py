@@ -1,9 +1,11 @@
 """Open every learning page of build/site in headless Chromium, and use its simulator, sliders and exercises.
 
     python tests/proof/learn_site.py --build        # result: proof/results/learn-site.json
+    python tests/proof/learn_site.py --pictures F   # and a picture of every page into the folder F
 
-A static server on this machine serves the site; the browser has no other network. Each page is
-opened at 1280 and 390 pixels, light and dark, and without scripts. What must hold: no request
+A static server on this machine serves the site; the browser has no other network. Each page, of
+both languages, is opened at 1280 and 390 pixels, light and dark, and without scripts. Chinese
+needs a font on this machine, as apt's fonts-wqy-microhei. What must hold: no request
 elsewhere, no complaint in the console, no page wider than the screen, every drawing loaded; the
 simulator draws, names a deadlock, and scores the author's programs as the author does; a right
 answer is accepted and a usual mistake named. The exit status is 1 if something else is seen.
@@ -21,6 +23,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psutil
 from chromium import Browser, find_chromium
@@ -30,6 +33,9 @@ sys.path.append(str(ROOT / "website"))
 
 from browser_zip import MODULES  # noqa: E402
 
+CHINESE = "zh/learn"
+LEAST_WORDS, LEAST_LETTERS = 150, 500
+"""Words of an English page and letters of a Chinese one, without scripts."""
 SITE, RESULT = ROOT / "build" / "site", ROOT / "proof" / "results" / "learn-site.json"
 PYODIDE = SITE / "_static" / "pyodide"
 WAIT_S = 60.0
@@ -62,12 +68,20 @@ def wait_for(browser: Browser, code: str) -> Any:
     return None
 
 
-def look(browser: Browser, address: str, page: str) -> tuple[dict[str, Any], list[str]]:
+def all_pages() -> list[str]:
+    """Return the learning pages of both languages, as addresses without their ending."""
+    found = [path for folder in ("learn", CHINESE) for path in (SITE / folder).glob("*.html")]
+    return sorted(str(path.relative_to(SITE).with_suffix("")) for path in found)
+
+
+def look(
+    browser: Browser, address: str, page: str, pictures: Path | None
+) -> tuple[dict[str, Any], list[str]]:
     """Open one page in every way; return what was seen, and what is wrong."""
     seen: dict[str, Any] = {}
     wrong = []
     for width, dark in WAYS:
-        browser.open(f"{address}/learn/{page}.html", width=width, dark=dark)
+        browser.open(f"{address}/{page}.html", width=width, dark=dark)
         name = f"{width}-{'dark' if dark else 'light'}"
         wider = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         broken = "[...document.images].filter((i) => !i.complete || !i.naturalWidth).length"
@@ -80,11 +94,16 @@ def look(browser: Browser, address: str, page: str) -> tuple[dict[str, Any], lis
         if any(found.values()):
             wrong.append(f"{page} {name}: {found}")
         seen[name] = found
-    browser.open(f"{address}/learn/{page}.html", scripts=False)
+        if pictures is not None:
+            browser.screenshot(pictures / f"{page.replace('/', '-')}-{name}.png")
+    browser.open(f"{address}/{page}.html", scripts=False)
     words = browser.evaluate("document.querySelector('article').innerText.split(/\\s+/).length")
-    seen["words without scripts"] = words
-    if words < 150:
-        wrong.append(f"{page}: {words} words without scripts")
+    letters = browser.evaluate(
+        "(document.querySelector('article').innerText.match(/\\p{Script=Han}/gu) ?? []).length"
+    )
+    seen["words without scripts"] = letters if page.startswith(CHINESE) else words
+    if words < LEAST_WORDS and not (page.startswith(CHINESE) and letters > LEAST_LETTERS):
+        wrong.append(f"{page}: {words} words, {letters} Chinese letters without scripts")
     return seen, wrong
 
 
@@ -155,6 +174,56 @@ def try_simulator(browser: Browser, address: str) -> tuple[dict[str, Any], list[
     }, wrong
 
 
+def try_chinese(browser: Browser, address: str) -> tuple[dict[str, Any], list[str]]:
+    """Draw in a Chinese page, read its sliders and exercises, and follow the link to English."""
+    wrong = []
+    browser.open(f"{address}/{CHINESE}/inside-layers.html")
+    drawn = press(browser, "画图")
+    if "单进程一致" not in drawn:
+        wrong.append(f"the simulator answers in a Chinese page: {drawn}")
+    browser.open(f"{address}/{CHINESE}/targets.html")
+    widget = browser.evaluate("document.querySelector('[data-widget]').innerText")
+    if "偏差 40 %" not in widget or "rank 0 的目标数" not in widget:
+        wrong.append(f"sliders of a Chinese page: {widget}")
+    form = browser.evaluate("""(() => {
+        const form = document.querySelector("form.answer");
+        form.querySelector("input").value = "3.5";
+        form.querySelector("button").click();
+        return form.innerText + form.querySelector("output").textContent; })()""")
+    if "那是各 rank 平均值的平均值" not in form or "检查" not in form:
+        wrong.append(f"exercise of a Chinese page: {form}")
+    links = browser.evaluate("document.querySelector('.language a').href")
+    if links != f"{address}/learn/targets.html":
+        wrong.append(f"the link to English leads to {links}")
+    return {"drawn": drawn, "widget": widget, "exercise": form}, wrong
+
+
+FOUND = (
+    ("zh/", "梯度累积", "learn/precision"), ("zh/", "环形注意力", "learn/inside-layers"),
+    ("zh/", "死锁", "learn/ranks"), ("zh/", "断点续训 检查点", "learn/failures"),
+    ("zh/", "气泡", "learn/pipelines"), ("zh/", "联邦学习", "learn/diloco"),
+    ("", "gradient accumulation", "learn/precision"), ("", "ring attention", "learn/inside-layers"),
+)  # fmt: skip
+"""(site, question, page that must be among the first results)."""
+
+
+def try_search(browser: Browser, address: str) -> tuple[dict[str, Any], list[str]]:
+    """Ask both sites' search; return the first results, and what was not found."""
+    seen, wrong = {}, []
+    for site, question, page in FOUND:
+        browser.open(f"{address}/{site}search.html?q={quote(question)}")
+        links = wait_for(
+            browser,
+            "(() => { const a = [...document.querySelectorAll('#search-results li a')];"
+            " return a.length ? a.slice(0, 12).map((one) => one.href) : null; })()",
+        )
+        names = [one.partition(f"{address}/{site}")[2].partition(".html")[0] for one in links or []]
+        seen[question] = list(dict.fromkeys(names))
+        if page not in names:
+            wrong.append(f"search for {question!r} finds {names}")
+    return seen, wrong
+
+
 def cpu_seconds(browser: Browser) -> float:
     """Return the processor seconds of the browser's processes so far."""
     own = psutil.Process(browser.process.pid)
@@ -181,8 +250,8 @@ def press_author(browser: Browser) -> None:
 def try_exercises(browser: Browser, address: str) -> list[str]:
     """Type the answer and one mistake into every exercise of every page."""
     wrong = []
-    for page in sorted(path.stem for path in (SITE / "learn").glob("*.html")):
-        browser.open(f"{address}/learn/{page}.html")
+    for page in all_pages():
+        browser.open(f"{address}/{page}.html")
         found = browser.evaluate("""
             [...document.querySelectorAll("form.answer")].map((form) => {
               const one = JSON.parse(form.dataset.exercise);
@@ -193,11 +262,12 @@ def try_exercises(browser: Browser, address: str) -> list[str]:
                 return form.querySelector("output").textContent;
               };
               const [value, reason] = one.mistakes[0];
-              return [one.name, type(String(one.answer)).includes(" is right. "),
+              const right = document.documentElement.lang.startsWith("zh") ? " 正确。" : " is right. ";
+              return [one.name, type(String(one.answer)).includes(right),
                 type(String(value)).includes(reason)];
             })
         """)
-        wrong += [f"{name}: right {right}, mistake {mistake}" for name, right, mistake in found
+        wrong += [f"{page}, {name}: right {right}, mistake {mistake}" for name, right, mistake in found
                   if not (right and mistake)]  # fmt: skip
     return wrong
 
@@ -247,6 +317,8 @@ def main() -> int:
     """Look at everything and write the result."""
     if "--build" in sys.argv:
         subprocess.run(["make", "docs"], cwd=ROOT, check=True)
+    at = sys.argv.index("--pictures") + 1 if "--pictures" in sys.argv else 0
+    pictures = Path(sys.argv[at]) if at else None
     server, address = serve()
     browser = Browser(find_chromium())
     record: dict[str, Any] = {
@@ -255,9 +327,13 @@ def main() -> int:
     }
     wrong: list[str] = []
     try:
-        for path in sorted((SITE / "learn").glob("*.html")):
-            record["pages"][path.stem], found = look(browser, address, path.stem)
+        for page in all_pages():
+            record["pages"][page], found = look(browser, address, page, pictures)
             wrong += found
+        record["chinese"], found = try_chinese(browser, address)
+        wrong += found
+        record["search"], found = try_search(browser, address)
+        wrong += found
         record["simulator"], found = try_simulator(browser, address)
         wrong += found + try_exercises(browser, address)
     finally:

@@ -1,17 +1,19 @@
-"""Questions about runs: precision and memory, failures, planning, proving."""
+"""Questions about runs: precision and memory, failures, planning, proving, puzzles, bugs."""
 
 from __future__ import annotations
 
+import math
 import struct
 
 from shoal.teach.calculators import goodput, utilisation
 from shoal.teach.exercises.exercise import Exercise
+from shoal.teach.puzzles import get_puzzle, score
 from shoal.teach.walks.zero_walk import formula_bytes
 
 
 def questions() -> tuple[Exercise, ...]:
     """Return the exercises of these pages."""
-    return (*_precision(), *_failures(), *_planning(), *_proving())
+    return (*_precision(), *_failures(), *_planning(), *_proving(), *_puzzles(), *_bugs())
 
 
 def _precision() -> tuple[Exercise, ...]:
@@ -123,5 +125,44 @@ def _proving() -> tuple[Exercise, ...]:
             "Neighbours of 1e8 in float32 are 8 apart, so the 1 is lost. Order of sums matters.",
             ("float32 keeps 24 bits: about 7 digits.", "Which float32 is nearest to 100,000,001?"),
             ((1.0, "that needs 27 bits"), (8.0, "the sum rounds down, not up")),
+        ),
+    )  # fmt: skip
+
+
+def _puzzles() -> tuple[Exercise, ...]:
+    puzzle = get_puzzle(0)
+    steps = score(puzzle.reference())[0]
+    last = steps - 0.5
+    return (
+        Exercise(
+            "puzzles-1",
+            f"In puzzle 0 one rank has {puzzle.layers} layers and {puzzle.batches} batch elements. "
+            "A forward or a backward takes one step per element, an update 0.5. The score is the "
+            "start of the last event. What is the fewest steps that a program can score?",
+            steps,
+            f"{puzzle.layers} · {puzzle.batches} · 2 = {last:g} steps of passes; the first update "
+            "runs from then on, and the second starts 0.5 later.",
+            ("Count the passes: layers · elements · 2.", "Which event is the last, and when does "
+             "it start?"),
+            ((steps + 0.5, "that is the end of the last update; its start is what counts"),
+             (last, "that is where the first update starts; a rank does one thing at a time"),
+             (last / 2, "the backward pass takes as long again")),
+        ),
+    )  # fmt: skip
+
+
+def _bugs() -> tuple[Exercise, ...]:
+    parts = (3.0, 4.0)
+    return (
+        Exercise(
+            "bugs-1",
+            "Two ranks hold the halves of a gradient. The norm of one half is 3, that of the other "
+            "is 4. By which norm must both ranks clip?",
+            math.hypot(*parts),
+            "√(3² + 4²): squares of parts add up, norms do not.",
+            ("What is the norm of the whole gradient?", "Add the squares of both norms first."),
+            ((sum(parts), "that adds norms; their squares add up"),
+             (max(parts), "that is one rank's part; then the other clips by another factor"),
+             (sum(parts) / 2, "that is a mean of norms, smaller than the larger part's")),
         ),
     )  # fmt: skip
