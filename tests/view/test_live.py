@@ -72,6 +72,7 @@ def shown(stream: io.StringIO) -> list[str]:
 def test_a_pipe_gets_key_values_now_and_then_and_the_last_step(
     tmp_path: Path, clock: Clock
 ) -> None:
+    (tmp_path / "plan.json").write_text('{"unit": "tokens"}')
     view, stream = piped(tmp_path)
     for step in range(1, 41):
         write_step(tmp_path, step)
@@ -217,6 +218,7 @@ def test_a_terminal_shows_one_dense_line_and_a_bar_within_80_columns(
     view = LiveView(tmp_path, total_steps=300, stream=stream, colour=False)
     view.tick()
     assert any(line.startswith("starting") for line in shown(stream))
+    (tmp_path / "plan.json").write_text('{"unit": "tokens"}')
     for step in (1, 150):
         write_step(tmp_path, step)
     events_of(tmp_path).emit("notice", text="word " * 40)

@@ -224,6 +224,14 @@ def test_the_first_start_and_the_last_validation_of_all_sessions_are_shown(tmp_p
     assert (row.validation, row.started_s) == (4.25, NOW_S - 90_000)
 
 
+def test_a_loop_of_ones_own_counts_targets(tmp_path: Path) -> None:
+    """It has no plan: tokens of a text, or images of a classifier, which were called tokens."""
+    (make(tmp_path / "a", START) / "plan.json").unlink()
+    [row] = list_runs(tmp_path, NOW_S)
+    assert (row.unit, row.rate) == ("targets", 200.0)
+    assert " 200 tgt/s " in "\n".join(table_lines([row], None, NOW_S))
+
+
 def test_a_folder_of_islands_has_the_state_and_the_figures_of_its_islands(tmp_path: Path) -> None:
     """As `shoal islands` leaves it: the folder above has a plan without steps, and no end."""
     parent = make(tmp_path / "run", START, steps=0)

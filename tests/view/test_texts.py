@@ -87,6 +87,7 @@ def test_every_sentence_is_of_a_known_event_and_survives_missing_fields() -> Non
 def fake_run(folder: Path, *, steps: int = 4, **metrics: Any) -> EventLog:
     log = EventLog(folder / "events.jsonl", None)
     log.emit("run_started")
+    (folder / "plan.json").write_text('{"unit": "tokens"}')
     for step in range(1, steps + 1):
         record = {"step": step, "loss": 5.0 - step / 10, "tokens": 1000,
                   "step_s": 9.0 if step == 1 else 0.1, "tokens_per_s": 10000.0, "mfu": 0.25,

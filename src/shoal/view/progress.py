@@ -90,7 +90,7 @@ class RunProgress:
         seconds = sum(step_s for _, step_s in known)
         if seconds > 0:
             return float(sum(count for count, _ in known) / seconds)
-        return self.mean("tokens_per_s") if unit == "tokens" else None
+        return self.mean("tokens_per_s") if unit != "samples" else None
 
     def left_s(self) -> float | None:
         """Return the seconds to the end at the present pace."""
@@ -204,16 +204,27 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
 
 
 def count_unit(plan: Record) -> str:
-    """Return the unit of a run: tokens, or samples if the data are no tokens.
+    """Return the unit of a run: tokens, samples, or targets if it has no plan, as own loops.
 
-    >>> count_unit({}), count_unit({"unit": "samples"})
-    ('tokens', 'samples')
+    >>> count_unit({"steps": 5}), count_unit({"unit": "samples"}), count_unit({})
+    ('tokens', 'samples', 'targets')
     """
+    if not plan:
+        return "targets"  # a loss counts them: tokens of a text, images of a classifier
     return "samples" if plan.get("unit") == "samples" else "tokens"
 
 
+def short_unit(unit: str) -> str:
+    """Return the unit as tables have it.
+
+    >>> short_unit("tokens"), short_unit("samples"), short_unit("targets")
+    ('tok', 'sam', 'tgt')
+    """
+    return "tgt" if unit == "targets" else unit[:3]
+
+
 def step_amount(record: Record, unit: str) -> float | None:
-    """Return the tokens or samples of one step; None if its record has none.
+    """Return the tokens, targets or samples of one step; None if its record has none.
 
     >>> (
     ...     step_amount({"tokens": 64, "samples": [32, 40]}, "samples"),
@@ -221,7 +232,7 @@ def step_amount(record: Record, unit: str) -> float | None:
     ... )
     (8, 64)
     """
-    if unit == "tokens":
+    if unit != "samples":
         return record["tokens"] if is_number(record.get("tokens")) else None
     span = record.get("samples")
     known = isinstance(span, list) and len(span) == 2 and all(map(is_number, span))

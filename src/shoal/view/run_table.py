@@ -25,7 +25,7 @@ from shoal.view.diagnosis.folder_evidence import (
 )
 from shoal.view.diagnosis.folder_state import WRONG, decide_state
 from shoal.view.diagnosis.run_folders import find_run_folders
-from shoal.view.progress import count_unit, local_time_text, step_amount
+from shoal.view.progress import count_unit, local_time_text, short_unit, step_amount
 
 __all__ = (
     *("RunRow", "hidden_columns_line", "list_runs", "read_held_locks", "read_row"),
@@ -49,7 +49,7 @@ class RunRow:
         loss: the newest one; of islands the mean, weighted by the tokens or samples of their steps.
         validation: the newest one of any session.
         rate: tokens or samples a second over the newest steps; of islands together.
-        unit: tokens or samples.
+        unit: tokens, samples, or targets of own loops.
         layout: its name.
         started_s: when its first session began, seconds since 1970; 0.0: unknown.
         last_sign_s: seconds since 1970; 0.0: unknown.
@@ -219,7 +219,7 @@ def worst_line(rows: Iterable[RunRow]) -> str:
 def _cells(row: RunRow, now_s: float) -> tuple[str, ...]:
     # More steps than planned: a resume with a smaller train.steps.
     of = f"{row.step}/{row.steps}" if row.steps else str(row.step)
-    rate = f"{count_text(row.rate)} {row.unit[:3]}/s" if row.rate else "–"
+    rate = f"{count_text(row.rate)} {short_unit(row.unit)}/s" if row.rate else "–"
     started, sign = row.started_s, row.last_sign_s
     return (
         row.name,

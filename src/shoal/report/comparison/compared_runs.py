@@ -89,8 +89,8 @@ class ComparisonRun:
 
     @property
     def unit(self) -> str:
-        """Return what its steps count: tokens, or the targets of samples."""
-        return "tokens" if count_unit(self.contents.plan) == "tokens" else "targets"
+        """Return what its steps count: tokens, as far as is known, or the targets of samples."""
+        return "targets" if count_unit(self.contents.plan) == "samples" else "tokens"
 
 
 def read_compared_runs(folders: Sequence[Path]) -> tuple[list[ComparisonRun], list[str]]:

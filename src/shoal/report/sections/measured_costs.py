@@ -152,7 +152,7 @@ def median_of(run: RunContents, name: str) -> float | None:
 def median_rate(run: RunContents) -> float | None:
     """Return the median of tokens per second, or of samples if the data are no tokens."""
     unit = count_unit(run.plan)
-    if unit == "tokens":
+    if unit != "samples":
         return median_of(run, "tokens_per_s")
     pairs = [(step_amount(row, unit), row.get("step_s")) for row in run.newest]
     rates = [amount / s for amount, s in pairs if amount and is_number(s) and s > 0]

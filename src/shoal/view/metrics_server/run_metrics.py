@@ -94,7 +94,7 @@ def _gauges(rows: Iterable[tuple[str, str]]) -> tuple[MetricFamily, ...]:
 FAMILIES = (
     *_gauges([
         ("shoal_runs", "Runs in the folder, by state."),
-        ("shoal_run_info", "Always 1; labels: layout and unit (tokens or samples)."),
+        ("shoal_run_info", "Always 1; labels: layout and unit (tokens, samples or targets)."),
         ("shoal_run_state", "1 for the state of a run, 0 for the other states."),
         ("shoal_run_step", "Newest step of a run."),
         ("shoal_run_steps", "Steps that a run is to make."),
@@ -102,6 +102,7 @@ FAMILIES = (
         ("shoal_run_validation_loss", "Newest validation loss."),
         ("shoal_run_tokens_per_second", "Tokens per second, mean of 20 steps."),
         ("shoal_run_samples_per_second", "Samples per second, mean of 20 steps."),
+        ("shoal_run_targets_per_second", "Targets per second of an own loop, mean of 20 steps."),
         *OF_STEP.values(),
         *MEANS.values(),
         ("shoal_run_started_timestamp_seconds", "Start of the run's last session."),

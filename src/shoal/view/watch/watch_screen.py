@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from shoal.base.text.event_sentences import number_text
 from shoal.base.text.units import count_noun, count_text, seconds_text
 from shoal.view.diagnosis.folder_state import WRONG
-from shoal.view.progress import local_time_text
+from shoal.view.progress import local_time_text, short_unit
 from shoal.view.run_table import RunRow
 from shoal.view.watch.letter_curves import draw_curve
 from shoal.view.watch.rank_table import draw_ranks, fit_legend
@@ -297,7 +297,7 @@ def _island_lines(islands: Sequence[IslandState], width: int) -> list[Line]:
     for one in islands:
         row = one.row
         of = f"{row.step}/{row.steps}" if row.steps else str(row.step)
-        rate = f"{count_text(row.rate)} {row.unit[:3]}/s" if row.rate else "–"
+        rate = f"{count_text(row.rate)} {short_unit(row.unit)}/s" if row.rate else "–"
         share = "–" if one.exposed_share is None else f"{one.exposed_share:.0%}"
         merged = f"{one.rounds}" + (f"-{one.discarded}" if one.discarded else "")
         spans: list[Span] = [
