@@ -45,6 +45,7 @@ sample = (torch.randn(6, 4), torch.randn(6, 2))
 loss = lambda outputs, targets: (outputs - targets) ** 2
 run = shoal.parallelize(model, lambda p: torch.optim.SGD(p, lr=0.1), loss, asked["layout"],
                         sample=sample, folder="run")
+sys.stderr.write("-- the run is open\\n")
 
 def began():
     with open("began.tmp", "w") as file:
@@ -198,7 +199,8 @@ def one(trial: dict[str, Any]) -> dict[str, Any]:
         told = [
             line
             for text in said
-            for line in text.splitlines()
+            # What a start prints is no cause.
+            for line in text.rpartition("-- the run is open\n")[2].splitlines()
             if "shoal: " in line or "Error: " in line
         ]
         return {
