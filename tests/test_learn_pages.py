@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -283,3 +284,23 @@ def test_an_item_that_is_not_there_is_reported() -> None:
     assert [problem.partition(":")[0] for problem in learn_items.find_problems(lost)] == [
         "item 1", "item 2", "item 3",
     ]  # fmt: skip
+
+
+# Questions to readers.
+
+
+def test_answers_to_the_readers_questions_are_those_of_the_pages() -> None:
+    folder = ROOT / "tests" / "readers" / "learn-questions"
+    questions = (folder / "questions.md").read_text(encoding="utf-8")
+    answers = tomllib.loads((folder / "answers.toml").read_text(encoding="utf-8"))["answer"]
+    asked = [int(number) for number in re.findall(r"^(\d+)\. ", questions, re.MULTILINE)]
+    assert asked == [one["number"] for one in answers] == list(range(1, 31))
+    assert len(re.findall(r"^\d+\. .*[\u4e00-\u9fff]", questions, re.MULTILINE)) == 10
+    for one in answers:
+        assert one["page"] in PAGES
+        if "source" in one:
+            value = page_values.find_value(one["source"])
+            assert page_values.agrees(one["figure"], value), one
+            figure = one["figure"].partition(" ")[0]
+            assert re.search(one["accept"][0], one["figure"])
+            assert figure in page(one["page"])
