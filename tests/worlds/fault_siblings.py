@@ -34,7 +34,7 @@ def held(run: Any) -> list[torch.Tensor]:
 @fault(CHANGED, proof=FOUR)
 def multiplied_together(world: World, layout: str) -> None:
     run = begin(world, layout)
-    passes(run, part(world, layout), behind=lambda: torch._foreach_mul_(held(run), 0.5))
+    passes(run, part(world, layout), inside=lambda: torch._foreach_mul_(held(run), 0.5))
 
 
 @fault(CHANGED, proof=FOUR)
@@ -47,7 +47,7 @@ def divided_by_the_world(world: World, layout: str) -> None:
             if p.grad is not None:
                 p.grad /= 2
 
-    passes(run, part(world, layout), behind=divide)
+    passes(run, part(world, layout), inside=divide)
 
 
 @fault("ConfigError: step 1: gradients were ", proof=FOUR)
@@ -59,7 +59,7 @@ def another_gradient_put_in(world: World, layout: str) -> None:
             if p.grad is not None:
                 p.grad = p.grad.clamp(-0.01, 0.01)
 
-    passes(run, part(world, layout), behind=put)
+    passes(run, part(world, layout), inside=put)
 
 
 @fault(CHANGED, proof=FOUR)
@@ -72,7 +72,7 @@ def centred(world: World, layout: str) -> None:
             if gradient.dim() > 1:
                 gradient.sub_(gradient.mean(1, keepdim=True))
 
-    passes(run, part(world, layout), behind=centre)
+    passes(run, part(world, layout), inside=centre)
 
 
 @fault(CHANGED, proof=("ddp", "zero1", "zero2", "tp"))
@@ -84,7 +84,7 @@ def no_gradient_that_is_not_finite(world: World, layout: str) -> None:
         for gradient in held(run):
             torch.nan_to_num(gradient, out=gradient)
 
-    passes(run, part(world, layout), behind=mend)
+    passes(run, part(world, layout), inside=mend)
 
 
 @fault(f"ConfigError: step 1: clip_grads_with_norm_ was called {WRITTEN}", proof=FOUR)
@@ -96,7 +96,7 @@ def clipped_with_a_norm(world: World, layout: str) -> None:
         norm = nn.utils.get_total_norm(held(run)) if held(run) else torch.tensor(9.0)
         nn.utils.clip_grads_with_norm_(weights, 1e-3, norm)
 
-    passes(run, part(world, layout), behind=clip)
+    passes(run, part(world, layout), inside=clip)
 
 
 @fault(CHANGED, proof=FOUR)

@@ -852,14 +852,6 @@ def clipped_after_the_step(world: World, layout: str) -> None:
     run.step(share(world, 1))
 
 
-@mistake("gradients were changed between run.forward_backward and run.update", layouts=("ddp",))
-def clipped_between_the_halves(world: World, layout: str) -> None:
-    run = begin(world, layout)
-    run.forward_backward(share(world))
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.001)
-    run.update()
-
-
 @mistake(RIGHT)
 def own_zero_grad(world: World, layout: str) -> float:
     run = begin(world, layout)

@@ -106,6 +106,7 @@ def parallelize(
     tokenizer: Any = None,
     world: World | None = None,
     prove: str = "off",
+    coupled: bool = False,
     **policies: Any,
 ) -> Run:
     """Prepare a model for training on all started processes; the result equals one process's.
@@ -145,6 +146,8 @@ def parallelize(
         prove: "auto": on several processes, compare the layout with one process on the samples of
             the first batch, before the first step: two small steps in float64, at most 30 s. A
             difference raises a TrainingError. "off": not.
+        coupled: the loss couples the samples of a micro-batch on purpose (a contrastive one), and
+            no line says so.
         policies: every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
             docs/reference/configuration.md): reduce, loss_scale, clip (here 0: none), average,
             seed, call, defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
@@ -197,7 +200,7 @@ def parallelize(
         ranks_layouts=sample is not None,
         folder=Path(folder) if folder is not None else None, world=world,
     )  # fmt: skip
-    run.metrics = metrics or {}
+    run.metrics, run.coupled = metrics or {}, coupled
     run.tokenizer = tokenizer
     if tokenizer is not None and run.tokenizer_check is not None:
         run.tokenizer_check.check_tokenizer(tokenizer)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.trainer.passes.written_out_passes import UserMicroBatch, UserPasses
     from shoal.trainer.state.run_state import ExtraState
     from shoal.trainer.step.call_contract import Metric
+    from shoal.trainer.step.whole_gradients import WholeGradients
 
 
 class Run(StepRunner):
@@ -200,13 +201,16 @@ class Run(StepRunner):
 
     @collective_call("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
-        """Run the first half of `step`: the loss sum's gradients, summed over ranks, in `.grad`.
+        """Run the first half of `step`: then `.grad` is the step's mean gradient, over all ranks.
+
+        It is whole under ddp, and this rank's part under other layouts: `clip_grad_norm_` is right
+        on all of them.
 
         Args:
             batch: as in `step`.
         """
         self.run_passes(batch)
-        self.guards.writes.after()
+        self.open_gradients("run.forward_backward")
 
     def micro_batches(self, batch: Any) -> Iterator[UserMicroBatch]:
         """Yield the micro-batches of one optimizer step, for a loop that runs the model itself.
@@ -215,6 +219,9 @@ class Run(StepRunner):
                 outputs = run.model(micro.inputs)
                 run.backward(loss_sum(outputs, micro.targets), count)
             run.update()
+
+        After the loop `.grad` is the step's mean gradient, as after `forward_backward`. A loop that
+        is left without `update` drops the step.
 
         Args:
             batch: as `step` takes it.
@@ -239,6 +246,11 @@ class Run(StepRunner):
         around = self.guards.around(self.step_count + 1, len(share.micro_batches))
         with self.meeting.record_passes(alike=self.program.together), around:
             yield from self.meeting.record_each("run.micro_batches", own.run())
+            # Before the guards' own messages: ranks with fewer passes owe collectives.
+            tally = own.finish()
+        with self.meeting.at("run.micro_batches"):
+            self.accept_sums(tally, own.spare)
+            self.open_gradients("run.micro_batches")
 
     @collective_call("run.backward")
     def backward(
@@ -324,16 +336,58 @@ class Run(StepRunner):
     @collective_call("run.update")
     def update(self) -> StepResult:
         """Run the second half of `step`: clipping and optimizer step, or a skip on all ranks."""
-        if (written := self.step_state.written) is not None:
-            self.step_state.written = None
+        written, state = self.step_state.written, self.step_state
+        if written is not None and state.tally is None:
+            state.written = None
             self.accept_sums(written.finish(), written.spare)
-        elif self.step_state.tally is not None:
-            # Nothing is left of a step that a guard refuses.
-            state, self.step_state = self.step_state, StepState()
-            for guard in self.guards.at("between", self.step_count + 1):
-                guard.between(self.step_count + 1)
-            self.step_state = state
+        elif state.tally is not None:
+            self.accept_changes(compare=written is not None)
         return self.update_weights()
+
+    @collective_call("run.clip_grad_norm_")
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the step's mean gradient by its norm over all parts on all ranks.
+
+        Call it between the passes and `update`, on every rank.
+        `torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)` is the same there.
+
+        Args:
+            max_norm: largest norm; inf: return the norm alone.
+            norm_type: p of the p-norm; inf: the largest absolute value.
+
+        Returns:
+            The norm before clipping, equal on all ranks.
+
+        Raises:
+            ConfigError: no gradients are at hand.
+        """
+        whole = self._mean_gradients("clip_grad_norm_")
+        names = list(self.program.local)
+        norm = whole.total_norm(names, norm_type)
+        if max_norm != float("inf"):
+            whole.scale(names, max_norm, norm)
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the step's mean gradient to [−clip_value, clip_value].
+
+        Args:
+            clip_value: the largest absolute value.
+
+        Raises:
+            ConfigError: no gradients are at hand.
+        """
+        self._mean_gradients("clip_grad_value_").clip_value(list(self.program.local), clip_value)
+
+    def _mean_gradients(self, name: str) -> WholeGradients:
+        from shoal.trainer.step.whole_gradients import WholeGradients
+
+        if self.step_state.tally is None:
+            raise ConfigError(
+                f"run.{name}: no gradients are at hand; call it between run.forward_backward, or "
+                f"the loop over run.micro_batches, and run.update; try: clip=… of shoal.parallelize"
+            )
+        return WholeGradients(self.program)
 
     @collective_call("run.evaluate")
     def evaluate(

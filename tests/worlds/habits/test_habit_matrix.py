@@ -1,13 +1,11 @@
 """No habit trains other numbers than plain PyTorch without a line; most are right.
 
-`make proof PART=habits` measures every cell (`tests/proof/habits.py`); here are some cheap ones.
+`make proof PART=habits` measures every cell (`tests/proof/habit_matrix.py`); here are some cheap ones.
 """
 
 from __future__ import annotations
 
-import pytest
-
-from habits.habit_table import LAYOUTS, outcome, table
+from habits.habit_table import LAYOUTS, table
 
 FEW = 60
 

@@ -67,6 +67,7 @@ class ExternalWriteGuard(Guard):
 
     Attributes:
         weights_written: foreign code wrote weights since the last step.
+        changed_gradients: user code changed gradients between the passes and the update.
         watching: False: every change is intended.
     """
 
@@ -82,7 +83,8 @@ class ExternalWriteGuard(Guard):
         self._agreed, self.drift = agreed, drift
         self.ours, self.watching = False, True
         self.weights_written = self._uncounted = False
-        self._told, self._step = False, 0
+        self.changed_gradients = False
+        self._step, self._call = 0, "run.forward_backward"
         self._halves: HalfStepGradients | None = None
         pieces = {id(one.parameter): one.parameter for one in program.local.values()}
         if program.plan.layout.zero < 3:  # under zero 3 torch makes them anew in every pass
@@ -141,21 +143,19 @@ class ExternalWriteGuard(Guard):
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
 
     def between(self, step: int) -> None:
-        """Check what user code did to the gradients since `run.forward_backward`.
+        """Check what user code did to the gradients since the passes.
 
         Raises:
             ConfigError: all gradients were removed.
         """
         regraded = self._changed_gradients() if self.watching else []
-        changed = self._halves is not None and self._halves.close()
+        rows = self._halves is not None and self._halves.close()  # puts aliases' gradients back
+        self.changed_gradients = rows or bool(regraded)
         if regraded:
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             reports.writes_report.refuse_dropped_gradients(
-                held, self._gradients, self._step, "run.forward_backward"
+                held, self._gradients, self._step, self._call
             )
-        if not self._told and (changed or has_nonzero_gradient(regraded)):
-            self._told = True
-            self.notice(reports.writes_report.CHANGED)
 
     @contextmanager
     def mark_own_step(self) -> Iterator[None]:
@@ -228,11 +228,12 @@ class ExternalWriteGuard(Guard):
             )
         self.drift.agree(numbers)
 
-    def after(self, following: int = 0) -> None:
+    def after(self, following: int = 0, call: str = "run.forward_backward") -> None:
         """Record the state after a step, half of one, or an evaluation.
 
         Args:
             following: the step that comes next, if weights may have moved.
+            call: the call that ended the passes of half a step.
         """
         self._under_way = False
         if following:
@@ -243,11 +244,12 @@ class ExternalWriteGuard(Guard):
         if self._in_parts and self.watching:
             from shoal.trainer.guards.gradient_halves import HalfStepGradients
 
-            self._halves = self._halves or HalfStepGradients(self.program)
+            self._halves = self._halves or HalfStepGradients(self.program, self.notice)
             if following:
                 self._halves.forbid_clipping()
             else:
-                self._halves.open(self._step)
+                self._halves.open(self._step, call)
+        self._call = call
         for one in list(_all):
             one._gradients = read_gradient_marks(one.checked_parameters)
 
@@ -287,6 +289,11 @@ class ExternalWriteGuard(Guard):
     def _refuse_foreign_step(self, *_what: object) -> None:
         if self.watching and not self.ours:
             raise reports.writes_report.foreign_step_error()
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter of a run of this process."""
+    return any(one is tensor for guard in _all for one in guard.graded)
 
 
 def _sample_tensors(tensors: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -7,20 +7,22 @@
     samples in the loss      it compares the samples of a micro-batch with each other
     gradients of gradients   under layouts that can be differentiated once only
     evaluation mode          dropout is off and BatchNorm frozen while the model trains
+    weights beside the run   the loss has parameters that no run holds
+    parts of a micro-batch   they add up to the whole (`loss_trial.py`)
 
-None of them calls the loss twice. The first reads the autograd graph. The second reads the gradient
-at the last position of the outputs, which no shifted loss uses. Two watch the loss's calls of
-torch.distributed and of torch, one takes its second derivative.
+None but the last calls the loss twice. The first reads the autograd graph. The second reads the
+gradient at the last position of the outputs, which no shifted loss uses. Two watch the loss's calls
+of torch.distributed and of torch, one takes its second derivative.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +43,14 @@ from shoal.trainer.step.call_contract import (
 )
 from shoal.trainer.step.optimizer_step import NO_GRADIENT
 
+if TYPE_CHECKING:
+    from shoal.trainer.guards.loss_trial import TrialFinding
+
 FEWEST = 8
 """Targets that must all equal their inputs before a notice is printed."""
+
+TRIES = 3
+"""Micro-batches on which a loss is tried: a few rows of one may happen to be alike."""
 
 DRAWS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -54,7 +62,14 @@ DRAWS = (
 class FirstStepLoss:
     """Wrapper of a run's loss in its first step; its results are the same."""
 
-    def __init__(self, loss: Loss, program: Program, batches: list[tuple[int, Any]]) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        program: Program,
+        batches: list[tuple[int, Any]],
+        *,
+        coupled: bool = False,
+    ) -> None:
         self.loss, self.program, self.module = loss, program, program.module
         self.ranks = program.world.size
         found = [pair for _, value in batches if (pair := _match_copied_targets(value)) is not None]
@@ -68,7 +83,11 @@ class FirstStepLoss:
         self.once = describe_single_backward(program)
         self.cut_off = self._tied = False
         self.micro_batches = program.data.size * len(batches)
-        self.looked, self.together = False, 0
+        self.looked, self.together = coupled, 0
+        untried = coupled or is_default(loss) or program.plan.layout.threads > 1
+        self.tries = 0 if untried else TRIES
+        self.trial: TrialFinding | None = None
+        self.foreign: Sequence[torch.Tensor] | None = None
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """Return the result of the loss, after the checks.
@@ -98,6 +117,13 @@ class FirstStepLoss:
             self.looked, self.together = True, _count_compared_samples(plain, outputs, targets)
         if self.copied:
             self._watch_outputs(outputs, targets)
+        if self.foreign is None:
+            self.foreign = list_foreign_leaves(plain, outputs, self.program)
+        if self.tries and self.trial is None and not self.asked:
+            from shoal.trainer.guards.loss_trial import try_loss
+
+            self.tries -= 1
+            self.trial = try_loss(self.loss, outputs, targets, self.module)
         return result
 
     def print_notices(self, notice: Callable[[str], None]) -> None:
@@ -110,7 +136,8 @@ class FirstStepLoss:
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
-        if self.dropped or self.asked or self.together or self.compared or self.other_kernels:
+        found = self.dropped or self.asked or self.together or self.compared or self.other_kernels
+        if found or self.trial is not None or self.foreign:
             reports.first_step_report.print_findings(self, notice)
 
     def _check_connected(self, result: Any) -> None:
@@ -255,6 +282,45 @@ def _are_copies(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
     bounds = torch.iinfo(targets.dtype)
     least = targets.masked_fill(~valid, bounds.max).min()
     return bool(least < targets.masked_fill(~valid, bounds.min).max())
+
+
+FOREIGN, NODES = 8, 5_000
+"""Weights beside the run that are named at most: more are another network · visited nodes."""
+
+
+def list_foreign_leaves(result: Any, outputs: Any, program: Program) -> list[torch.Tensor]:
+    """Return parameters that a loss depends on and that no run holds, such as a temperature.
+
+    Args:
+        result: the loss, or (sum, count).
+        outputs: of the model, where the search in the autograd graph ends.
+        program: the run's.
+
+    Returns:
+        Parameters, and tensors without dims; [] for more than a few, as a network beside has.
+    """
+    total = result[0] if isinstance(result, tuple) and result else result
+    root = getattr(total, "grad_fn", None)
+    if root is None:
+        return []
+    leaves = pytree.tree_leaves(outputs)
+    ends = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    own = {id(p) for p in program.module.parameters()}
+    given = {id(leaf) for leaf in leaves}
+    seen, open_nodes, found = {root}, [root], dict[int, Any]()
+    while open_nodes and len(seen) < NODES:
+        node = open_nodes.pop()
+        leaf = getattr(node, "variable", None)
+        is_weight = isinstance(leaf, torch.Tensor) and (
+            isinstance(leaf, nn.Parameter) or not leaf.ndim
+        )
+        if is_weight and id(leaf) not in own and id(leaf) not in given:
+            found[id(leaf)] = leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and following not in ends:
+                seen.add(following)
+                open_nodes.append(following)
+    return list(found.values()) if len(found) <= FOREIGN else []
 
 
 MOST = 1 << 20

@@ -1,19 +1,20 @@
-"""Protect gradients between run.forward_backward and run.update, and after the update.
+"""Protect gradients between a step's passes and run.update, and after the update.
 
-    run.forward_backward … run.update      sums over all ranks, in parts where a layout has them
-    run.update … the next step             none: what is done to them is lost
+    the passes … run.update        the step's mean gradient, in parts where a layout has them
+    run.update … the next step     none: what is done to them is lost
 
-If a layout shards gradients, a norm, a clamp or a mask on the visible gradients is none on the
-stepped ones. That ends the run, with an error that names the right call. torch's own clipping
-functions ask before they act (`_torch.ask_before_clipping`). With a limit that no gradient reaches
-they are called for the norm alone, which changes nothing.
+torch's own functions on gradients (`clip_grad_norm_`, `clip_grad_value_`, `get_total_norm`) ask
+before they act (`_torch.intercept_gradient_clipping`). Where ranks hold parts they get the norm of
+all parts, and clip the tensors that are stepped. Any other norm, clamp or mask on gradients that
+are not the stepped ones ends the run, with an error that names the right call.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,46 +22,63 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
-from shoal.trainer._torch import intercept_gradient_clipping, make_gradient_placeholder
 from shoal.trainer.guards import reports
-from shoal.trainer.guards.checksums import is_value_check_step, local_part
+from shoal.trainer.guards._torch import (
+    Found,
+    intercept_gradient_clipping,
+    make_gradient_placeholder,
+    mark_partial_gradient,
+)
+from shoal.trainer.guards.checksums import fingerprint, is_value_check_step, local_part
+from shoal.trainer.step.optimizer_step import sum_of_squares
+from shoal.trainer.step.whole_gradients import WholeGradients
 
 
 class HalfStepGradients:
-    """Gradients between run.forward_backward and run.update, where ranks step parts of the sums.
+    """Gradients between a step's passes and run.update, where ranks step parts of them.
 
-    Under zero 1 and 2 parameters have no gradient there: a placeholder in `.grad` refuses writes.
+    Under zero 1 and 2 parameters have no gradient there: a placeholder in `.grad` refuses writes,
+    and a line says that it reads as zeros.
 
     Under zero 3 they have their rows, which may be scaled. Another tensor, or none, in their place
     would change nothing, since the optimizer steps over the rows. torch's functions for lists
     (`_foreach_…`) leave no trace in the counters of a DTensor: the norms of steps 1, 2, 4, 8 and
-    so on show them. Under tp and pp a rank has gradients of its own parts, whose norm is not that
-    of the whole.
+    so on show them. Under tp and pp a rank has gradients of its own parts.
 
     Args:
         program: the run's.
+        notice: prints a line, by rank 0.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.layout = program.plan.layout
+    def __init__(self, program: Program, notice: Callable[[str], None]) -> None:
+        self.layout, self.whole = program.plan.layout, WholeGradients(program)
         self.parameters = [p for p in program.parameters.values() if p.requires_grad]
-        self.names = {id(p) for p in self.parameters}
-        self.step, self._over = 0, False
+        self.step, self.call, self._over = 0, "run.forward_backward", False
         self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
-        self._is_part = bool(program.cuts) or program.pipe.size > 1
         if self.layout.zero in (1, 2):
+            read = functools.cache(lambda: notice(reports.writes_report.ZEROS))
             self._stand_ins = {
-                p: make_gradient_placeholder(p, self._write_error) for p in self.parameters
+                p: make_gradient_placeholder(p, self._write_error, read) for p in self.parameters
             }
+        part = functools.cache(lambda: notice(reports.writes_report.PART))
+        self._read_part: Callable[[str], None] = lambda _: part()
+        self._cut = [
+            program.parameters[name] for name in program.cuts if name in program.parameters
+        ]
+        self._aliases: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
         self._held: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._norms: list[torch.Tensor] = []
 
-    def open(self, step: int) -> None:
-        """Start to protect the gradients after the first half of a step."""
-        self.step, self._over = step, False
+    def open(self, step: int, call: str) -> None:
+        """Start to protect the gradients after the passes of a step, which `call` ended."""
+        self.step, self.call, self._over = step, call, False
         for parameter, stand_in in self._stand_ins.items():
             if parameter.grad is None:
                 parameter.grad = stand_in
+        for parameter in self._cut:
+            if (gradient := parameter.grad) is not None and type(gradient) is torch.Tensor:
+                alias = parameter.grad = mark_partial_gradient(gradient, self._read_part)
+                self._aliases.append((parameter, alias, gradient))
         held = self.parameters if self.layout.zero else []
         self._held = [(p, p.grad) for p in held if p.grad is not None]
         self._norms = [] if self._stand_ins or not is_value_check_step(step) else self._row_norms()
@@ -73,6 +91,7 @@ class HalfStepGradients:
             ConfigError: gradients were removed or replaced.
         """
         WATCHED.discard(self)
+        self._remove_aliases()
         norms, self._norms = self._norms, []
         changed = bool(norms) and not all(map(torch.equal, norms, self._row_norms()))
         held, self._held = self._held, []
@@ -81,10 +100,17 @@ class HalfStepGradients:
         for parameter in self._stand_ins:
             parameter.grad = None
         if gone and len(gone) == len(held):
-            raise reports.writes_report.dropped_gradients_error(self.step, "run.forward_backward")
+            raise reports.writes_report.dropped_gradients_error(self.step, self.call)
         if gone or others:
             raise self._change_error("set to None" if gone else "replaced")
         return changed
+
+    def _remove_aliases(self) -> None:
+        """Put the gradients of split weights back in place of their aliases."""
+        aliases, self._aliases = self._aliases, []
+        for parameter, alias, gradient in aliases:
+            if parameter.grad is alias:
+                parameter.grad = gradient
 
     def _row_norms(self) -> list[torch.Tensor]:
         """Return norms of the rows, without gradients that are gone."""
@@ -99,52 +125,87 @@ class HalfStepGradients:
     def release(self) -> None:
         """Stop protecting the gradients, since another step begins or the run is closed."""
         WATCHED.discard(self)
+        self._remove_aliases()
 
-    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
-        """Raise ConfigError for torch's clipping if it would change nothing."""
-        if self._over:
+    def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
+        """Return the owner of a call's tensors; raise if the call would change nothing."""
+        names = self.whole.list_names(tensors)
+        if names and name and self._over:
             raise reports.writes_report.foreign_change_error()
-        if self._stand_ins:
-            raise self._change_error(f"given to {name}")
-        if self._is_part and "norm" in name:
-            raise reports.writes_report.partial_norm_error(self.step, name, self.layout.text())
+        return (self.whole, names) if names else None
 
     def _write_error(self, operation: str) -> ConfigError:
         if operation == "zero_":
-            return reports.writes_report.dropped_gradients_error(self.step, "run.forward_backward")
+            return reports.writes_report.dropped_gradients_error(self.step, self.call)
         return self._change_error("changed")
 
     def _change_error(self, what: str) -> ConfigError:
-        return reports.writes_report.half_step_change_error(self.step, what, self.layout.text())
+        return reports.writes_report.half_step_change_error(
+            self.step, what, self.call, self.layout.text()
+        )
+
+
+def compare_changes(program: Program, step: int, changed: bool) -> float:
+    """Return the norm of the gradients before an update; refuse changes that differ by rank.
+
+    Every rank calls it once a step, in loops that write out the passes. It compares gradients that
+    several ranks hold whole. Rows that a rank steps alone may differ from those of others.
+
+    Args:
+        program: the run's.
+        step: the current step.
+        changed: user code changed gradients of this rank since the passes.
+
+    Returns:
+        The norm over all parts on all ranks; nan if some gradient is.
+
+    Raises:
+        ConfigError: ranks changed the same gradients differently; the same on all ranks.
+    """
+    world, whole = program.world, WholeGradients(program)
+    held = whole.by_copies(list(program.local))
+    square = sum(float(sum_of_squares(some)) / copies for copies, some in held.items())
+    everywhere = held.get(world.size, []) if world.size > 1 else []
+    replicated = [] if program.plan.layout.zero else [one for some in held.values() for one in some]
+    codes = [float(fingerprint(some, whole=True)) if changed and some else 0.0
+             for some in (everywhere, replicated)]  # fmt: skip
+    own = torch.tensor([square, float(changed), *codes], dtype=torch.float64, device=world.device)
+    rows = world.all_gather(own).tolist()
+    places = {number: rank for rank, number in enumerate(world.ranks)}
+    copies_here = [places[number] for number in program.replicas.ranks]
+    for column, ranks in ((2, list(range(world.size))), (3, copies_here)):
+        unlike = next(
+            (rank for rank in ranks if rows[rank][column] != rows[ranks[0]][column]), None
+        )
+        if unlike is not None:
+            pair, flags = (ranks[0], unlike), [bool(row[1]) for row in rows]
+            raise reports.writes_report.unlike_changes_error(step, pair, flags)
+    total = sum(row[0] for row in rows)
+    return math.sqrt(total) if total >= 0 else math.nan
 
 
 class ClippingWatcher(Protocol):
     """Object that protects the gradients of some parameters from clipping."""
 
-    names: set[int]
-
-    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
-        """Check a call of torch's clipping function `name` on some of these parameters."""
+    def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
+        """Return the owner of some tensors of a call of torch's function `name`, or raise."""
 
 
 WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects whose `asked` is called."""
+"""Objects whose `find_owner` is called."""
 
 
 def watch_clipping(one: ClippingWatcher) -> None:
-    """Register an object whose `asked` runs before torch's clipping of its gradients."""
+    """Register an object whose `find_owner` runs before torch's clipping of its gradients."""
     _install()
     WATCHED.add(one)
 
 
 @functools.cache
 def _install() -> None:
-    intercept_gradient_clipping(WATCHED, _notify_watchers)
+    intercept_gradient_clipping(WATCHED, _find_owner)
 
 
-def _notify_watchers(name: str, parameters: Sequence[Any]) -> bool:
-    """Call `asked` of the owners of these parameters; return whether only the norm is wanted."""
-    asked = [one for one in WATCHED if any(id(p) in one.names for p in parameters)]
-    for one in asked if name else ():
-        one.check_clipping(name, parameters)
-    return bool(asked) and not name
+def _find_owner(name: str, tensors: Sequence[Any]) -> Found:
+    """Return the owner of the tensors of a call, parameters or gradients."""
+    return next((found for one in list(WATCHED) if (found := one.find_owner(name, tensors))), None)

@@ -1,18 +1,17 @@
 """Refuse changes that user code makes to gradients between two calls of a run.
 
-    run.backward … run.backward … run.update   a rank's gradients are sums over its own samples
-    run.forward_backward … run.update          `guards/gradient_halves.py`
-    step hooks of the optimizer                the mean gradient, in parts where a layout has them
+    run.backward … the end of the loop     a rank's gradients are sums over its own samples
+    the passes … run.update                `guards/gradient_halves.py`
+    step hooks of the optimizer            the mean gradient, in parts where a layout has them
 
 A norm, a clamp or noise differs on such partial sums, and ranks diverge. That ends the run, with an
-error that names the right call. So does `optimizer.zero_grad()` before the update, after which no
-gradient is left.
+error that names the right call: after the loop. So does `optimizer.zero_grad()` inside of it.
 
 torch's write counters show the writes: the check reads no number, and waits for no device. Writes
 through `.data` are not counted: norms show them in steps 1, 2, 4, 8, …, read after the step's one
-wait. torch's own clipping functions ask before they act (`_torch.ask_before_clipping`): under zero2
-parameters have no gradient there, and clipping would silently do nothing. With a limit that no
-gradient reaches they are called for the norm alone, which changes nothing.
+wait. torch's own clipping functions ask before they act (`_torch.intercept_gradient_clipping`):
+under zero2 parameters have no gradient there, and clipping would silently do nothing. With a limit
+that no gradient reaches they are called for the norm alone, which changes nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +24,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import BugError, ConfigError
 from shoal.parallel.program import Program, Reducer
-from shoal.trainer._torch import get_step_pre_hooks, make_gradient_placeholder
+from shoal.trainer._torch import get_step_pre_hooks
+from shoal.trainer.guards._torch import (
+    REDUCTIONS,
+    Found,
+    make_gradient_placeholder,
+)
 from shoal.trainer.guards.checksums import (
     Marks,
     has_nonzero_gradient,
@@ -42,12 +46,7 @@ from shoal.trainer.guards.reports.writes_report import (
     dropped_gradients_error,
     refuse_dropped_gradients,
 )
-
-REDUCTIONS = frozenset(
-    {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}
-    | {"vdot", "max", "amax", "min", "amin"}
-)
-"""Functions of torch whose result depends on elements that may lie on another rank."""
+from shoal.trainer.step.whole_gradients import WholeGradients
 
 
 class PassGradients:
@@ -65,7 +64,7 @@ class PassGradients:
     ) -> None:
         self.graded, self.step, self.scale = graded, step, scale
         self.own = {id(p) for p in program.parameters.values()}
-        self.names = self.own | {id(p.parameter) for p in program.local.values()}
+        self.whole = WholeGradients(program)
         self.alone = program.world.size == 1
         self.passes, self.means = 0, False
         self._reads, self._norms = is_value_check_step(step), list[torch.Tensor]()
@@ -136,10 +135,12 @@ class PassGradients:
             if torch.stack(before).tolist() != torch.stack(after).tolist():
                 raise self._write_error()
 
-    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
+    def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
         """Raise ConfigError for torch's clipping of sums over this rank's own samples."""
-        if self.passes and not self._is_mean():
+        names = self.whole.list_names(tensors)
+        if name and names and self.passes and not self._is_mean():
             raise self.refusal(f"{name} was called")
+        return (OwnSums(tensors), names) if names and not name else None
 
     def close(self) -> None:
         """Check the gradients a last time before the update, and stop watching."""
@@ -150,9 +151,9 @@ class PassGradients:
     def refusal(self, what: str) -> ConfigError:
         """Return the error that ends the run, for a change described by `what`."""
         return ConfigError(
-            f"step {self.step}: {what} between run.backward and run.update, where each rank has "
-            f"sums over its own samples: a norm, a clamp or noise is not that of the step's mean "
-            f"gradient; {CLIP}; a factor or a mask: weight.register_hook(…)"
+            f"step {self.step}: {what} inside of the loop over run.micro_batches, where each rank "
+            f"has sums over its own samples: a norm, a clamp or noise is not that of the step's "
+            f"mean gradient; try: the same after the loop, before run.update"
         )
 
     def _gradient_norms(self) -> list[torch.Tensor]:
@@ -195,13 +196,12 @@ class HookGradients:
 
     def __init__(self, program: Program, stepped: Sequence[nn.Parameter], step: int) -> None:
         self.layout, self.stepped, self.step = program.plan.layout.text(), stepped, step
-        self.names = {id(p) for p in (*program.parameters.values(), *stepped)}
+        self.whole = WholeGradients(program)
 
-    def check_clipping(self, name: str, parameters: Sequence[Any]) -> None:
-        """Raise ConfigError for clipping by a norm, or of parameters without a gradient here."""
-        ours = [p for p in parameters if id(p) in self.names]
-        if ours and ("norm" in name or all(p.grad is None for p in ours)):
-            raise self._hook_error(f"calls {name}")
+    def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
+        """Return the owner of parameters, or of parts of them that are stepped."""
+        names = self.whole.list_names(tensors)
+        return (self.whole, names) if names else None
 
     @contextmanager
     def watch_hooks(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -239,6 +239,32 @@ class HookGradients:
             f"under {self.layout} a rank steps parts of the weights, so that its norm is another "
             f"one than all gradients'; {CLIP}"
         )
+
+
+class OwnSums:
+    """Gradients during the passes, whose norm alone is asked for: that of this rank's own sums.
+
+    Args:
+        tensors: parameters, or their gradients.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        held = (t.grad if isinstance(t, nn.Parameter) else t for t in tensors)
+        self.gradients = [one for one in held if one is not None]
+
+    def total_norm(
+        self, names: Sequence[str], norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Return the norm of this rank's own sums until now."""
+        return nn.utils.get_total_norm(self.gradients, norm_type, error_if_nonfinite)
+
+    def scale(self, names: Sequence[str], max_norm: float, total_norm: torch.Tensor) -> None:
+        """Refused before it is called."""
+        raise BugError("clipping of a rank's own sums was not refused")
+
+    def clip_value(self, names: Sequence[str], clip_value: float) -> None:
+        """Refused before it is called."""
+        raise BugError("clipping of a rank's own sums was not refused")
 
 
 class _ReductionMode(TorchFunctionMode):

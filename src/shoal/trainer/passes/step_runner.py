@@ -13,7 +13,7 @@ interface to this class.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
 from shoal.trainer.guards import RunGuards
 from shoal.trainer.guards.call_log import get_call_log, record_forward_calls
+from shoal.trainer.guards.external_writes import is_watched
 from shoal.trainer.guards.first_step_checks import FirstStepLoss
 from shoal.trainer.guards.optimizer_checks import LearningRateSetter, ScheduleLength
 from shoal.trainer.loaders.epochs import EpochCounter
@@ -80,6 +81,7 @@ class StepRunner:
         adjust: changes the final mean gradient.
         lr_step: the step that sets the learning rate, if it is not `step_count`.
         first_key: added to the indices of micro-batches, which are keys of random generators.
+        coupled: the loss couples the samples of a micro-batch on purpose.
         stopping: some rank requested a stop, and all ranks know it.
         stop_wanted: this rank requested a stop.
     """
@@ -97,6 +99,7 @@ class StepRunner:
         plan = program.plan
         self.recorder, self.optimizer, self.loss = recorder, optimizer, loss
         self.step_count = self.first_key = 0
+        self.coupled = False
         self.step_state, self.spare = StepState(), None
         self.feed = RunLoaders(
             plan, program.data, recorder.notice, recorder.emit_rank_notice, given
@@ -174,7 +177,7 @@ class StepRunner:
         Raises:
             ConfigError: the step before has no update yet.
         """
-        if self.step_state.tally is not None:
+        if self.step_state.tally is not None and self.step_state.written is None:
             raise ConfigError(
                 "run.forward_backward was called twice without run.update between; give all "
                 "micro-batches of one optimizer step in one batch"
@@ -195,7 +198,11 @@ class StepRunner:
         """Run the passes of a step, and sum gradients, loss and count over all ranks."""
         share = self.begin_batch(batch)
         seen = self.guards.optimizer.state_checked
-        first = None if seen else FirstStepLoss(self.loss, self.program, share.micro_batches)
+        first = None
+        if not seen:
+            first = FirstStepLoss(
+                self.loss, self.program, share.micro_batches, coupled=self.coupled
+            )
         with self.guards.around(self.step_count + 1, len(share.micro_batches)):
             tally = forward_backward(
                 self.program,
@@ -209,7 +216,11 @@ class StepRunner:
             )
         self.accept_sums(tally, share.spare)
         if first is not None:
-            first.print_notices(self.recorder.notice)
+            pipe, data = self.program.pipe, self.program.data
+            last = pipe.rank > 0 == data.rank == self.program.tensor.rank  # it alone has losses
+            notice = self.recorder.emit_rank_notice if last else self.recorder.notice
+            first.foreign = [one for one in first.foreign or () if not is_watched(one)]
+            first.print_notices(notice)
 
     def collect_flags(self) -> StepFlags:
         """Return the values that this rank adds to the step's all-reduce after its passes."""
@@ -250,6 +261,41 @@ class StepRunner:
         self.stopping = tally.stop
         if tally.save_failed:
             self.checkpoint_saver.wait_pending()  # on all ranks; reports the save's error
+
+    def open_gradients(self, call: str) -> None:
+        """Make `.grad` the step's mean gradient, which user code may change before the update.
+
+        Args:
+            call: the call that ended the passes, for errors.
+        """
+        from shoal.trainer.step.whole_gradients import average_gradients
+
+        if (tally := self.step_state.tally) is not None:
+            self.step_state.tally = average_gradients(self.program, tally, self.scale)
+        self.guards.writes.after(call=call)
+
+    def accept_changes(self, *, compare: bool) -> None:
+        """Check what user code did to the mean gradient, before the update.
+
+        Args:
+            compare: compare the gradients of all ranks, and take their norm anew.
+
+        Raises:
+            ConfigError: gradients were removed, or changed differently by ranks.
+        """
+        # Nothing is left of a step that a guard refuses.
+        state, self.step_state = self.step_state, StepState()
+        step = self.step_count + 1
+        for guard in self.guards.at("between", step):
+            guard.between(step)
+        if compare and state.tally is not None and state.tally.averaged and self.guards.on:
+            from shoal.trainer.guards.gradient_halves import compare_changes
+
+            changed = self.guards.writes.changed_gradients
+            state.tally = replace(
+                state.tally, norm_now=compare_changes(self.program, step, changed)
+            )
+        self.step_state = state
 
     def update_weights(self) -> StepResult:
         """Step the optimizer by the mean gradient, or skip the update, on all ranks."""

@@ -2,7 +2,8 @@
 
     for micro in run.micro_batches(batch):          keys of randomness, autocast, no sum travels yet
         run.backward(loss_sum, count)               once or more, equally often in all of them
-    run.update()                                    gradients, loss and count are summed over ranks
+    …                                               gradients, loss and count are summed over ranks
+    run.update()                                    after the user's own work on the mean gradient
 
 Several losses of a micro-batch share one count. A loss with another denominator is divided by that
 of the whole step first (`run.total`), and so are then the others: none comes with a count.

@@ -51,6 +51,8 @@ class StepTotals:
         measured: sums of `StepFlags.measured`.
         unnamed: some rank has values of unknown names.
         broken_ranks: returns the ranks whose numbers are not finite; every rank calls it.
+        averaged: gradients are the mean already, which user code may have changed.
+        norm_now: norm of the mean gradient after these changes; None: it is `norm`'s.
     """
 
     loss_sum: float
@@ -69,6 +71,8 @@ class StepTotals:
     measured: Sequence[float]
     unnamed: bool
     broken_ranks: Callable[[], list[int]]
+    averaged: bool = False
+    norm_now: float | None = None
 
 
 @dataclass(frozen=True)
@@ -431,10 +435,14 @@ def update(
         program.align(bool(reason))
     if reason:
         return UpdateResult(math.nan if tally.loss_broken else loss, norm, True, reason, spike)
-    coefficient = 1.0 / (tally.count * scale)
+    if tally.norm_now is not None and not math.isfinite(tally.norm_now):
+        return UpdateResult(loss, norm, True, "gradients that are not finite before the update")
+    coefficient = 1.0 if tally.averaged else 1.0 / (tally.count * scale)
     if clip > 0:
-        coefficient *= min(1.0, clip / (norm + 1e-6))
-    if sums:
+        coefficient *= min(
+            1.0, clip / ((norm if tally.norm_now is None else tally.norm_now) + 1e-6)
+        )
+    if sums and coefficient != 1.0:
         torch._foreach_mul_(sums, coefficient)
     for name, used in zip(program.names, tally.used, strict=True):
         if not used and name in program.local:

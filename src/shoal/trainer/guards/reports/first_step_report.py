@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.trainer.guards.loss_trial import TrialFinding
 
 EVALUATES = (
     "the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen; try: "
@@ -29,6 +30,8 @@ class FirstStepFindings(Protocol):
         micro_batches: of the step, over all ranks.
         compared: whether the loss compared targets that are the inputs with them, place by place.
         labels: whether such targets are tensors of their own.
+        trial: what the trial of the loss on parts of a micro-batch found.
+        foreign: parameters of the loss that no run holds.
     """
 
     module: nn.Module
@@ -39,6 +42,8 @@ class FirstStepFindings(Protocol):
     micro_batches: int
     compared: bool
     labels: bool
+    trial: TrialFinding | None
+    foreign: Sequence[torch.Tensor] | None
 
 
 def print_findings(seen: FirstStepFindings, notice: Callable[[str], None]) -> None:
@@ -68,8 +73,13 @@ def print_findings(seen: FirstStepFindings, notice: Callable[[str], None]) -> No
             f"loss: what a sample adds depends on the others beside it (like negatives out of the "
             f"batch), and only the {seen.together} of a micro-batch are beside each other, of "
             f"which the step has {seen.micro_batches}; other layouts give the same numbers for the "
-            f"same micro-batches, not for the same batch"
+            f"same micro-batches, not for the same batch; if it is meant: {COUPLED}"
         )
+    if seen.foreign:
+        notice(foreign_line(seen.foreign))
+    trial = seen.trial
+    if trial is not None and not (trial.kind == "coupled" and _is_alone(seen)):
+        notice(trial_line(trial))
     if not seen.compared:
         return
     line = (
@@ -81,6 +91,82 @@ def print_findings(seen: FirstStepFindings, notice: Callable[[str], None]) -> No
     if seen.labels and ("CausalLM" in kind or "LMHead" in kind):
         raise ConfigError(f"batch: {line}; {SHIFT}")
     notice(f"batch: {line}; for next-token training {SHIFT}; if a copy is meant, all is well")
+
+
+COUPLED = "shoal.parallelize(…, coupled=True)"
+
+
+def _is_alone(seen: FirstStepFindings) -> bool:
+    """Return whether coupled samples need no second line: one micro-batch, or they are named."""
+    return seen.micro_batches < 2 or bool(seen.together)
+
+
+def foreign_line(leaves: Sequence[torch.Tensor]) -> str:
+    """Return the notice on parameters of a loss that no run holds.
+
+    Args:
+        leaves: the parameters.
+    """
+    shapes = ", ".join(str(list(one.shape)) for one in leaves)
+    return (
+        f"loss: it depends on {len(leaves)} tensor{'s' if len(leaves) > 1 else ''} of shape "
+        f"{shapes} that require a gradient and are no parameters of the run: their gradient is "
+        f"neither summed over ranks nor divided by the step's count; try: make them parameters of "
+        f"the model, which returns them among its outputs, or requires_grad_(False)"
+    )
+
+
+def trial_line(found: TrialFinding) -> str:
+    """Return the notice on a loss whose parts do not add up, or that was not tried.
+
+    Args:
+        found: the finding.
+    """
+    rows, first = found.rows, found.first
+    one, other = found.parts
+    parts = f"{one:g} and {other:g} for {first} and {rows - first} of them"
+    if found.kind == "mean":
+        return (
+            f"loss: the first of (sum, count) is a mean over the micro-batch ({found.whole:g} for "
+            f"{rows} samples, {parts}), and the run divides it by the count once more; try: the "
+            f'mean × count, reduction="sum", or shoal.mean_of_samples around the mean'
+        )
+    if found.kind == "product":
+        return (
+            f"loss: a sum over the micro-batch is multiplied by its number of samples "
+            f"({found.whole:g} for {rows} samples, {parts}), as if it were a mean; try: (sum, "
+            f"count) without shoal.mean_of_samples"
+        )
+    if found.kind == "fixed":
+        return (
+            f"loss: its count is {found.whole:g} for {rows} samples and for {first} of them, so "
+            f"that the step divides by its number of micro-batches, which layouts change; try: "
+            f"(sum, len(targets))"
+        )
+    if found.kind == "count":
+        told = parts if first else f"{one:g} for none"
+        return (
+            f"loss: its counts do not add up ({told}"
+            f"{f', {found.whole:g} for all {rows}' if first else ''}), as with "
+            f"clamp(min=1) or max(1, n); try: the count of this micro-batch as it is, 0 too: the "
+            f"run divides by that of the whole step"
+        )
+    if found.kind == "coupled":
+        return (
+            f"loss: what a sample adds depends on the others of its micro-batch (a mean over a "
+            f"mask or over tokens, a weight, a norm or negatives of the batch): {found.whole:g} "
+            f"for {rows} samples, {parts}; other layouts cut other micro-batches; try: (sum, "
+            f"count) over targets, with statistics of the whole dataset; if it is meant: {COUPLED}"
+        )
+    why = {
+        "random": "it draws random numbers",
+        "state": "it keeps a state between calls",
+        "shape": "its inputs have no common dimension of samples",
+    }[found.kind]
+    return (
+        f"loss: not tried on parts of a micro-batch, since {why}; the run takes it for a sum over "
+        f"samples"
+    )
 
 
 def refuse_targets(targets: object) -> NoReturn:

@@ -175,10 +175,19 @@ def foreign_step_error() -> ConfigError:
 
 
 CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
-CHANGED = (
-    "gradients were changed between run.forward_backward and run.update, where they are sums over "
-    f"the step's targets, and no means; to clip, {CLIP}"
+ZEROS = (
+    "a gradient reads as zeros between the passes and run.update, since under this layout each "
+    "rank has some rows of it, on the tensors that the optimizer holds; try: the norm by "
+    "run.clip_grad_norm_(float('inf')), or by torch.nn.utils.clip_grad_norm_ and get_total_norm"
 )
+"""Notice on a gradient that was read where there is a placeholder."""
+
+PART = (
+    "a gradient whose weight is split over ranks was reduced to a norm, a sum or a mean: the "
+    "number is that of this rank's part; try: the norm by run.clip_grad_norm_(float('inf')), or by "
+    "torch.nn.utils.clip_grad_norm_ and get_total_norm, which are right here"
+)
+"""Notice on a reduction of a part of a gradient."""
 
 
 def refuse_dropped_gradients(
@@ -219,26 +228,40 @@ def foreign_change_error() -> ConfigError:
     )
 
 
-def half_step_change_error(step: int, what: str, layout: str) -> ConfigError:
-    """Return the error for gradients that were changed where ranks step parts of the sums.
+def half_step_change_error(step: int, what: str, call: str, layout: str) -> ConfigError:
+    """Return the error for gradients that were changed where ranks step parts of them.
 
     Args:
         step: the current step.
         what: the change, as a participle.
+        call: the call that ended the passes.
         layout: the layout, as a line.
     """
     return ConfigError(
-        f"step {step}: gradients were {what} between run.forward_backward and run.update, "
-        f"where under {layout} the update steps other tensors, so it would change "
-        f"nothing; {CLIP}; a factor or a mask: weight.register_hook(…); parts that shall rest: "
-        f"requires_grad_(False) before shoal.parallelize"
+        f"step {step}: gradients were {what} between {call} and run.update, where under {layout} "
+        f"the update steps other tensors, so it would change nothing; try: run.clip_grad_norm_, "
+        f"run.clip_grad_value_, or clip=… of shoal.parallelize; a factor or a mask: "
+        f"weight.register_hook(…); parts that shall rest: requires_grad_(False) before "
+        f"shoal.parallelize"
     )
 
 
-def partial_norm_error(step: int, name: str, layout: str) -> ConfigError:
-    """Return the error for a clipping function that would take a part's norm for the whole one."""
+def unlike_changes_error(step: int, ranks: Sequence[int], changed: Sequence[bool]) -> ConfigError:
+    """Return the error for gradients that user code changed differently on ranks.
+
+    Args:
+        step: the current step.
+        ranks: two ranks whose gradients differ.
+        changed: by rank: whether its user code changed some.
+    """
+    first, other = ranks
+    how = (
+        f"changed on rank {first if changed[first] else other} and not on rank "
+        f"{other if changed[first] else first}"
+        if changed[first] != changed[other]
+        else f"changed on ranks {first} and {other} by different numbers"
+    )
     return ConfigError(
-        f"step {step}: gradients were given to {name} between run.forward_backward "
-        f"and run.update, where under {layout} a rank has some of them, so "
-        f"that its norm is another one than all gradients'; {CLIP}"
+        f"step {step}: gradients were {how} before run.update, so that ranks would step different "
+        f"models; try: the same change on every rank (noise: a generator with one seed), or none"
     )

@@ -1,0 +1,239 @@
+"""Private names of torch that guards of gradients use; tested on 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from shoal.trainer._torch import pytree
+
+__all__ = [
+    "REDUCTIONS",
+    "Found",
+    "GradientOwner",
+    "intercept_gradient_clipping",
+    "make_gradient_placeholder",
+    "mark_partial_gradient",
+]
+
+
+CLIPPING = {
+    "clip_grad_norm_": "max_norm",
+    "clip_grads_with_norm_": "max_norm",
+    "clip_grad_value_": "clip_value",
+    "get_total_norm": "",
+}
+"""torch's functions on gradients, and the name of their limit, the second argument."""
+
+NORM_ALONE = 1e6
+"""A call of `clip_grad_norm_` with at least this limit only wants the norm that it returns."""
+
+
+class GradientOwner(Protocol):
+    """Owner of gradients of which this rank may hold parts (`WholeGradients`)."""
+
+    def total_norm(
+        self, names: Sequence[str], norm_type: float = ..., *, error_if_nonfinite: bool = ...
+    ) -> torch.Tensor:
+        """Return the norm over all parts on all ranks."""
+
+    def scale(self, names: Sequence[str], max_norm: float, total_norm: torch.Tensor) -> None:
+        """Scale gradients down to a norm."""
+
+    def clip_value(self, names: Sequence[str], clip_value: float) -> None:
+        """Clamp every element."""
+
+
+Found = tuple[GradientOwner, Sequence[str]] | None
+"""The owner of the tensors of a call, and their names; None: torch's function is right."""
+
+
+def intercept_gradient_clipping(
+    watched: Collection[Any], find: Callable[[str, Sequence[Any]], Found]
+) -> None:
+    """Make torch's functions on gradients ask `find` first, and use the owner that it returns.
+
+    Scripts may have imported the functions under other names. So this replaces the function that
+    they call internally; a torch version without one stays unchanged.
+
+    Args:
+        watched: empty while no call has to be checked.
+        find: called with the function's name and the tensors of the call; the name is "" if no
+            gradient can reach the limit. May raise.
+    """
+    for name, limit in CLIPPING.items():
+        function: Any = getattr(nn.utils, name)
+        inside = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        if "func" in inside:
+            cell = inside["func"]
+            cell.cell_contents = _wrap_clipping_function(
+                name, limit, cell.cell_contents, watched, find
+            )
+
+
+def _wrap_clipping_function(
+    name: str,
+    limit: str,
+    clip: Callable[..., Any],
+    watched: Collection[Any],
+    find: Callable[[str, Sequence[Any]], Found],
+) -> Callable[..., Any]:
+    signature = inspect.signature(clip)
+
+    @functools.wraps(clip)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        if not watched:
+            return clip(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        first = next(iter(given.arguments))
+        tensors = given.arguments[first]
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given.arguments[first] = tensors  # a generator is exhausted by now
+        reads = name == "get_total_norm" or (
+            name == "clip_grad_norm_" and float(given.arguments[limit]) >= NORM_ALONE
+        )
+        found = find("" if reads else name, tensors)
+        if found is None:
+            return clip(*given.args, **given.kwargs)
+        with torch._C.DisableTorchFunction():  # not a reduction of user code
+            return _use_owner(name, limit, reads, *found, given.arguments)
+
+    return asking
+
+
+def _use_owner(
+    name: str,
+    limit: str,
+    reads: bool,
+    owner: GradientOwner,
+    names: Sequence[str],
+    arguments: Mapping[str, Any],
+) -> torch.Tensor | None:
+    """Do what a function of torch does on gradients, on all parts of them."""
+    if name == "clip_grad_value_":
+        owner.clip_value(names, float(arguments[limit]))
+        return None
+    if name == "clip_grads_with_norm_":
+        owner.scale(names, float(arguments[limit]), arguments["total_norm"])
+        return None
+    norm = owner.total_norm(
+        names,
+        float(arguments["norm_type"]),
+        error_if_nonfinite=bool(arguments["error_if_nonfinite"]),
+    )
+    if not reads:
+        owner.scale(names, float(arguments[limit]), norm)
+    return norm
+
+
+def make_gradient_placeholder(
+    like: torch.Tensor,
+    refusal: Callable[[str], Exception],
+    read: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Return a placeholder for `.grad` of a parameter whose gradient is stored in another buffer.
+
+    It reads as zeros and has no memory. A write into it would change nothing, so it raises.
+
+    Args:
+        like: a tensor with the placeholder's shape, dtype and device.
+        refusal: builds the error that a write raises, from the name of torch's operation.
+        read: called when its elements are read.
+    """
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        _GradientPlaceholder, like.shape, dtype=like.dtype, device=like.device
+    )
+    made.refusal, made.read = refusal, read
+    return cast(torch.Tensor, made)
+
+
+class _GradientPlaceholder(torch.Tensor):
+    """Placeholder tensor of `make_gradient_placeholder`; its views are placeholders too."""
+
+    refusal: Callable[[str], Exception]
+    read: Callable[[], None]
+    stands_for = "a gradient that is kept elsewhere"  # other modules read this: it has no memory
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, schema = kwargs or {}, func._schema
+        for place, argument in enumerate(schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, _GradientPlaceholder):
+                        raise leaf.refusal(schema.name.partition("::")[2])
+        result = func(
+            *pytree.tree_map(_replace_placeholder, args),
+            **pytree.tree_map(_replace_placeholder, kwargs),
+        )
+        is_view = (
+            isinstance(args[0], _GradientPlaceholder) and schema.returns[0].alias_info is not None
+        )
+        if is_view and isinstance(result, torch.Tensor):
+            return make_gradient_placeholder(result, args[0].refusal, args[0].read)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, _GradientPlaceholder):
+                leaf.read()
+        return result
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return zeros, like every other read of the placeholder."""
+        self.read()
+        return _replace_placeholder(self).cpu().numpy()
+
+    def tolist(self) -> Any:
+        """Return zeros as nested lists."""
+        self.read()
+        return _replace_placeholder(self).tolist()
+
+
+def _replace_placeholder(leaf: Any) -> Any:
+    if not isinstance(leaf, _GradientPlaceholder):
+        return leaf
+    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+
+
+REDUCTIONS = frozenset(
+    {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}
+    | {"vdot", "max", "amax", "min", "amin"}
+)
+"""Functions of torch whose result depends on elements that may lie on another rank."""
+
+
+def mark_partial_gradient(gradient: torch.Tensor, read: Callable[[str], None]) -> torch.Tensor:
+    """Return an alias of a gradient that is a part of a whole; it shares the memory.
+
+    Args:
+        gradient: this rank's part.
+        read: called with the name of a reduction that user code makes of the alias.
+    """
+    made: Any = gradient.as_subclass(_PartialGradient)
+    made.read = read
+    return cast(torch.Tensor, made)
+
+
+class _PartialGradient(torch.Tensor):
+    """Alias of `mark_partial_gradient`; results of operations are plain tensors."""
+
+    read: Callable[[str], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in REDUCTIONS:
+            for leaf in pytree.tree_leaves((args, kwargs or {})):
+                if isinstance(leaf, _PartialGradient):
+                    leaf.read(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,330 @@
+"""Try the user's loss once, on parts of a micro-batch: do the parts add up to the whole?
+
+    (sum, count) of all rows = (sum, count) of the first k rows + (sum, count) of the others
+    (sum, count) of no rows  = (0, 0)
+
+Cuts at unequal places show a mean that is not the loss's last operation, a sum that was wrapped
+as a mean, a count that is clamped or fixed, and a loss that couples samples: by a mean over a mask,
+by a weight or a norm of the batch, by negatives. The trial is made on a few rows of detached
+outputs, on a copy of the loss, and restores the random generators. It makes nine calls, once in a
+run. A loss that draws random numbers, keeps a state between calls, or gets outputs without a
+dimension of samples is not tried. Losses that call collectives are not tried either, since ranks
+would have to try together.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ShoalError
+from shoal.data.loading.sample_seeds import GENERATORS, preserved_rng
+from shoal.trainer._torch import pytree
+from shoal.trainer.step.call_contract import Loss, batch_length, sum_and_count
+
+ROWS, ELEMENTS = 11, 1 << 20
+"""Rows of a trial at most · elements of their outputs at most, but for two rows."""
+LARGE = 1 << 20
+"""Elements from which on a tensor or module that a loss refers to is not copied."""
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+HALF_TOLERANCE = 3e-2
+
+
+@dataclass(frozen=True)
+class TrialFinding:
+    """A loss whose parts do not add up.
+
+    Attributes:
+        kind: mean, product, count, fixed, coupled; or random, state, shape: it was not tried.
+        rows: rows of the trial.
+        first: rows of the first part.
+        whole, parts: sums of the whole, and of both parts; counts for `count` and `fixed`.
+    """
+
+    kind: str
+    rows: int
+    first: int = 0
+    whole: float = 0.0
+    parts: tuple[float, float] = (0.0, 0.0)
+
+
+Sums = tuple[float, float]
+"""(sum, count) of a call."""
+
+
+def try_loss(loss: Loss, outputs: Any, targets: Any, module: nn.Module) -> TrialFinding | None:
+    """Call a copy of a loss on parts of a micro-batch.
+
+    Args:
+        loss: the user's.
+        outputs: of the model for the micro-batch.
+        targets: of the micro-batch.
+        module: the model, which is never copied.
+
+    Returns:
+        The finding; None if the parts add up, or if the micro-batch has one sample.
+    """
+    try:
+        samples = batch_length(targets)
+        per_row = sum(leaf.numel() for leaf in _tensors(outputs)) // max(samples, 1)
+        rows = min(samples, ROWS, max(2, ELEMENTS // max(per_row, 1)))
+        if rows < 2 or rows * per_row > 8 * ELEMENTS:
+            return None
+        layouts = [how for how in (_cut_first, _cut_second, _cut_halves)
+                   if how(outputs, targets, samples, slice(0, rows)) is not None]  # fmt: skip
+    except (ShoalError, IndexError):
+        return None
+    if not layouts:
+        return TrialFinding("shape", rows)
+    finding = None
+    for how in layouts:  # an ambiguous shape is innocent if one reading of it adds up
+        finding = _try_cuts(loss, functools.partial(how, outputs, targets, samples), rows, module)
+        if finding is None or finding.kind != "coupled":
+            break
+    return finding
+
+
+@torch.no_grad()
+def _try_cuts(
+    loss: Loss, cut: Callable[[slice], Any], rows: int, module: nn.Module
+) -> TrialFinding | None:
+    """Compare the whole with its parts, for three cuts and for no rows."""
+    tried = copy_loss(loss, module)
+    dtype = torch.float64
+
+    def call(start: int, stop: int) -> Sums:
+        nonlocal dtype
+        given, wanted = cut(slice(start, stop))
+        total, count = sum_and_count(tried(given, wanted), wanted)
+        dtype = total.dtype
+        return float(total), float(count)
+
+    try:
+        with preserved_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            before = [one.state() for one in GENERATORS]
+            whole = call(0, rows)
+            if not _are_equal(before, [one.state() for one in GENERATORS]):
+                return TrialFinding("random", rows)
+            if call(0, rows) != whole and all(map(math.isfinite, whole)):
+                return TrialFinding("state", rows)
+            cuts = sorted({max(1, rows // 3), max(1, rows // 2), max(1, rows - 2)}, reverse=True)
+            found = [(k, call(0, k), call(k, rows)) for k in cuts]
+    except Exception:  # it needs a whole micro-batch, a gradient, or a row of each kind
+        return None
+    near = TOLERANCES.get(dtype, HALF_TOLERANCE)
+    kinds = [_judge(whole, one, other, k, rows - k, near) for k, one, other in found]
+    for kind in ("coupled", "count", "fixed", "product", "mean"):
+        if kind in kinds:  # one cut is a proof; another may add up by chance
+            place = len(kinds) - 1 - kinds[::-1].index(kind)
+            k, one, other = found[place]
+            side = int(kind in ("count", "fixed"))
+            return TrialFinding(kind, rows, k, whole[side], (one[side], other[side]))
+    return _try_no_rows(call, rows)
+
+
+def _try_no_rows(call: Callable[[int, int], Sums], rows: int) -> TrialFinding | None:
+    """Call the loss without samples, whose count must be 0."""
+    try:
+        with preserved_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            total, count = call(0, 0)
+    except Exception:  # many losses take no empty tensors, and never get one
+        return None
+    if math.isfinite(count) and count != 0:
+        return TrialFinding("count", rows, 0, 0.0, (count, total))
+    return None
+
+
+def _judge(whole: Sums, one: Sums, other: Sums, first: int, second: int, near: float) -> str:
+    """Return how a whole differs from the sum of its parts; "" if it does not."""
+    (total, count), (a, n), (b, m) = whole, one, other
+    if not all(map(math.isfinite, (total, count, a, b, n, m))):
+        return ""
+
+    def equal(x: float, y: float, size: float) -> bool:
+        return abs(x - y) <= near * max(abs(size), 1e-30)
+
+    if not equal(count, n + m, max(abs(count), abs(n) + abs(m))):
+        return "fixed" if n == m == count else "count"
+    if equal(total, a + b, max(abs(total), abs(a) + abs(b))):
+        return ""
+    rows = first + second
+    if equal(total * rows, a * first + b * second, abs(a) * first + abs(b) * second):
+        return "mean"
+    if equal(total / rows, a / first + b / second, abs(a) / first + abs(b) / second):
+        return "product"
+    return "coupled"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_list_of_samples(value: Any, samples: int) -> bool:
+    plain = isinstance(value, list) and len(value) == samples
+    return plain and not any(
+        isinstance(one, torch.Tensor | Mapping | list | tuple) for one in value
+    )
+
+
+def _cut_first(outputs: Any, targets: Any, samples: int, rows: slice) -> Any:
+    """Cut along dim 0; outputs may have several rows for a sample. None: some tensor has none."""
+    return _cut_leaves(outputs, targets, samples, rows, 0)
+
+
+def _cut_second(outputs: Any, targets: Any, samples: int, rows: slice) -> Any:
+    """Cut outputs of shape [time, batch, …] along dim 1, if all can be."""
+    fit = [one.ndim > 1 and one.shape[1] == samples for one in _tensors(outputs) if one.ndim]
+    return _cut_leaves(outputs, targets, samples, rows, 1) if fit and all(fit) else None
+
+
+def _cut_halves(outputs: Any, targets: Any, samples: int, rows: slice) -> Any:
+    """Cut a batch of pairs whose first halves come before all second ones, as DPO stacks them."""
+    half = samples // 2
+    if samples % 2 or rows.stop > half:
+        return None
+    places = torch.arange(samples)
+    places = torch.cat([places[:half][rows], places[half:][rows]])
+
+    def choose(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == samples:
+            return leaf.detach()[places.to(leaf.device)]
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(choose, outputs), pytree.tree_map(choose, targets)
+
+
+def _cut_leaves(outputs: Any, targets: Any, samples: int, rows: slice, dim: int) -> Any:
+    unfit = False
+
+    def cut(leaf: Any) -> Any:
+        nonlocal unfit
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+        size = leaf.shape[dim]
+        if size % samples or not size:
+            unfit = True
+            return leaf
+        each = size // samples
+        return leaf.detach().narrow(dim, rows.start * each, (rows.stop - rows.start) * each)
+
+    def cut_target(leaf: Any) -> Any:
+        if _is_list_of_samples(leaf, samples):
+            return leaf[rows]
+        fits = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == samples
+        return leaf[rows] if fits else leaf
+
+    plain = dict(targets) if isinstance(targets, Mapping) else targets
+    given = pytree.tree_map(cut, outputs)
+    wanted = pytree.tree_map(
+        cut_target, plain, is_leaf=lambda value: _is_list_of_samples(value, samples)
+    )
+    return None if unfit else (given, wanted)
+
+
+def _are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether generators have equal states: tensors, or tuples with arrays."""
+    for one, other in zip(some, others, strict=True):
+        same = (
+            torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
+        )
+        if not same:
+            return False
+    return True
+
+
+def copy_loss(loss: Loss, module: nn.Module) -> Loss:
+    """Return a copy of a loss, whose calls leave the original's state alone.
+
+    Closures, bound objects and mutable globals are copied; the model and other large modules and
+    tensors are shared, as is what cannot be copied.
+
+    Args:
+        loss: a function, a module, or any callable object.
+        module: the run's model.
+    """
+    known: dict[int, Any] = {id(one): one for one in module.modules()}
+    copied: Loss = _copied(loss, known)
+    return copied
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, functools.partial):
+        given = [_copied(one, known) for one in value.args]
+        named = {key: _copied(one, known) for key, one in value.keywords.items()}
+        return functools.partial(_copied(value.func, known), *given, **named)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _copied(value.__self__, known))
+    if isinstance(value, types.FunctionType):
+        return _copied_function(value, known)
+    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
+        return value
+    if _elements(value) > LARGE:
+        return value
+    _share_large(value, known, 3)
+    try:
+        return copy.deepcopy(value, known)
+    except Exception:  # a lock, a file, a tensor with a graph
+        return value
+
+
+def _copied_function(function: types.FunctionType, known: dict[int, Any]) -> Any:
+    """Return a function with copies of its cells and of the mutable globals that it names."""
+    if (function.__module__ or "").partition(".")[0] in ("torch", "numpy", "transformers"):
+        return function
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    names = set(function.__code__.co_names)
+    own = {
+        name: _copied(value, known)
+        for name, value in function.__globals__.items()
+        if name in names and isinstance(value, list | dict | set | deque | torch.Tensor)
+    }
+    made = types.FunctionType(
+        function.__code__, {**function.__globals__, **own}, function.__name__,
+        function.__defaults__, cells,
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    known[id(function)] = made
+    for cell, held in zip(cells, function.__closure__ or (), strict=True):
+        try:
+            cell.cell_contents = _copied(held.cell_contents, known)
+        except ValueError:  # a name that is not bound yet
+            continue
+    return made
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, nn.Module):
+        return sum(one.numel() for one in (*value.parameters(), *value.buffers()))
+    return 0
+
+
+def _share_large(value: Any, known: dict[int, Any], depth: int) -> None:
+    """Note large modules and tensors inside of an object, which a copy of it then shares."""
+    inside: list[Any] = []
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple | deque):
+        inside = list(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        inside = list(vars(value).values())
+    for one in inside[:1000]:
+        if _elements(one) > LARGE:
+            known[id(one)] = one
+        elif depth:
+            _share_large(one, known, depth - 1)
