@@ -25,7 +25,7 @@ from shoal.forecast.memory.bytes_in_flight import (
 )
 from shoal.forecast.memory.framework_memory import framework_memory
 from shoal.forecast.memory.model_states import ParameterElements
-from shoal.forecast.memory.transient_memory import loss_bytes, sharded_bytes
+from shoal.forecast.memory.transient_memory import HEAP_HOLES, loss_bytes, sharded_bytes
 from shoal.parallel.data_parallel import zero
 from shoal.planning.pipeline_stages import stage_units
 
@@ -219,3 +219,21 @@ def test_a_traced_loss_says_itself_what_it_holds() -> None:
     four = traced.but(micro_batch=4, batch=8)
     one, more = (predict_memory(found).parts["loss"] for found in (traced, four))
     assert (one, more) == (2.5 * MIB + MIB, 4 * 2.5 * MIB + MIB)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_heap_of_a_cpu_has_holes_beside_what_is_allocated(layout: str) -> None:
+    """A share of what is temporary, and gradients lie beside the holes although they come later."""
+    given = case(layout)
+    found = predict_memory(given)
+    share, states = HEAP_HOLES[given.layout.zero], ("weights", "gradients", "optimizer")
+    alive = found.allocated_bytes - sum(found.parts.get(name, 0.0) for name in states)
+    gradients = 17 * MIB / (1 if given.layout.zero < 2 else 2) - found.parts.get("gradients", 0.0)
+    assert alive > 8 * MIB
+    holes = found.parts["allocator"]
+    assert holes >= share * alive + gradients - 1
+    assert found.peak_bytes == pytest.approx(found.allocated_bytes + holes)
+    if layout == "ddp":
+        assert holes == pytest.approx(0.65 * 32 * MIB)
+    other = predict_memory(case(layout, cluster=GPUS))
+    assert other.parts["allocator"] < 0.1 * other.peak_bytes + 32 * MIB

@@ -54,6 +54,7 @@ from shoal.forecast.memory.transient_memory import (
     block_share,
     frozen_bytes,
     head_share,
+    heap_hole_bytes,
     idle_bytes,
     local_elements,
     loss_bytes,
@@ -207,6 +208,9 @@ def _estimate(case: PlanningCase, habits: FrameworkMemory, stage: StageUnits) ->
         # made on a separate stream, whose pool stays reserved
         idle += (1 - best.made) * gradients
     parts["allocator"] = idle + (_reserved_ratio(case, habits) - 1) * (allocated + idle)
+    most = max(instant.size for instant in instants)
+    counted = best.size + best.made * gradients
+    parts["allocator"] += heap_hole_bytes(case, counted, most, gradients)
     parts["context"] = case.cluster.device.reserved_bytes
     return _finish(parts, allocated, best.when, stage.rank, segment_bytes(case))
 

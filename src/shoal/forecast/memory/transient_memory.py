@@ -44,6 +44,14 @@ SEGMENT_BYTES = 20 * 2**20
 """Segment of torch's allocator for blocks of 1 to 10 MiB (c10: kLargeBuffer)."""
 
 
+HEAP_HOLES = {0: 0.65, 1: 1.25, 2: 1.25, 3: 0.9}
+"""Memory that glibc's heap keeps in holes, as a share of a step's temporary bytes, by ZeRO stage.
+
+Measured: benchmarks/peaks.py (docs/proof/cpu-memory.md). torch aligns blocks, and glibc then asks
+for size + alignment, which the hole of a freed block of that size lacks.
+"""
+
+
 class ShardedBytes(NamedTuple):
     """Bytes of gathered and flat weights, and of gradients in flight: block, head, root.
 
@@ -217,6 +225,22 @@ def idle_bytes(
         words = stage.head.loss_bytes / 12
         idle += habits.idle_word_bytes * words * case.micro_batch / _loss_split(case, habits)
     return idle
+
+
+def heap_hole_bytes(case: PlanningCase, counted: float, most: float, gradients: float) -> float:
+    """Predict the bytes in holes of the C heap at the peak; 0.0 on devices.
+
+    The heap grows to the most temporary bytes of any moment, the holes between them, and the
+    gradients, which do not fit into the holes. It keeps all of that to the run's end.
+
+    Args:
+        counted: temporary bytes and gradients that the peak counts already.
+        most: most temporary bytes at any moment of the step.
+        gradients: bytes of all gradients that this rank keeps.
+    """
+    if case.cluster.device.kind != "cpu" or case.framework != "shoal":
+        return 0.0
+    return max(0.0, (1 + HEAP_HOLES[case.layout.zero]) * most + gradients - counted)
 
 
 def segment_bytes(case: PlanningCase) -> float:
