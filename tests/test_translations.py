@@ -52,6 +52,23 @@ def test_the_drawings_are_those_of_the_english_pages() -> None:
         assert translated_pages.draw(stem, words) == committed.read_text(encoding="utf-8")
 
 
+TEXT = re.compile(r'<text class="\w+" x="([\d.]+)" y="[\d.]+" font-size="(\d+)">([^<]*)</text>')
+
+
+def test_no_line_of_a_drawing_is_wider_than_it() -> None:
+    """A Chinese letter takes one em, a latin one half of it: lines are broken by that."""
+    lines = 0
+    for path in sorted((ROOT / "docs" / "zh" / "drawings").glob("*.svg")):
+        drawn = path.read_text(encoding="utf-8")
+        width = float(drawn.partition('width="')[2].partition('"')[0])
+        for x, size, text in TEXT.findall(drawn):
+            wide = len(re.findall(r"[\u3000-\u9fff\uff00-\uff60]", text))
+            right = float(x) + float(size) * (wide + 0.5 * (len(text) - wide))
+            assert right <= width, (path.name, text)
+            lines += wide > 40
+    assert lines >= 10
+
+
 def test_a_changed_message_is_found(tmp_path: Path) -> None:
     """A sentence, a heading and a cell of an English page: each makes its catalog old."""
     page = tmp_path / "ranks.md"
