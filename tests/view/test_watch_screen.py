@@ -171,6 +171,15 @@ def test_nobody_foretells_the_end_of_a_run_that_starts_again(tmp_path: Path) -> 
         assert " left" not in texts(read(folder, state))[0]
 
 
+def test_a_rank_that_stepped_after_its_death_is_not_dead(tmp_path: Path) -> None:
+    """A loop of the user's own that is started again writes no event of it."""
+    folder = make_run(tmp_path / "mine")
+    write_event(folder, "worker_died", rank=2, how="killed by SIGTERM", time_s=BEGAN_S + 30)
+    assert not any(line.startswith("   2  dead") for line in texts(read(folder)))
+    write_event(folder, "worker_died", rank=2, how="killed by SIGTERM", time_s=BEGAN_S + 90)
+    assert any(line.startswith("   2  dead") for line in texts(read(folder)))
+
+
 def test_a_sample_of_code_takes_no_lines_for_its_blanks(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "mine")
     write_event(folder, "notice", text="a sample: def f(x):" + 100 * " " + "return x")

@@ -131,7 +131,7 @@ def _rank_notes(session: Sequence[Record], rows: dict[int, deque[RankStep]]) -> 
             notes.clear()
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             continue
-        if name == "worker_died":
+        if name == "worker_died" and not _went_on(event, rows.get(rank)):
             notes[rank] = "dead"
         elif name == "worker_started":
             notes.pop(rank, None)
