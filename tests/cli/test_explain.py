@@ -54,6 +54,21 @@ def test_axes_together() -> None:
     assert "gradients of stages 0, 2 summed" in str(tied["collective"])
 
 
+def test_messages_of_a_bf16_residual_stream_are_half() -> None:
+    """Those of blocks; the embedding's, the last norm's and the loss's stay fp32."""
+    words = [*SMALL, "layout.tp=2", "precision.compute=bf16"]
+    sent = []
+    for residual in ("fp32", "bf16"):
+        loaded = load_config(None, [*words, f"precision.residual={residual}"])
+        explained = explain_model(loaded.config, Layout(tp=2))
+        sent.append({(one.name, one.kind, one.when): one for one in explained.exchanges})
+    assert sent[0].keys() == sent[1].keys()
+    for at, wide in sent[0].items():
+        ratio = wide.payload_bytes / sent[1][at].payload_bytes
+        assert ratio == (2 if at[0].startswith("blocks.") else 1), at
+    assert any(owner.startswith("blocks.") for owner, _, _ in sent[0])
+
+
 @pytest.mark.parametrize(
     ("layout", "axis", "shard", "said"),
     [

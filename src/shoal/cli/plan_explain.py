@@ -23,6 +23,7 @@ from shoal.base.plans.parameter_splits import (
     SplitRow,
     shard_text,
 )
+from shoal.base.plans.plan import Plan
 from shoal.cli.words import split_arguments
 from shoal.config.load import LoadedConfig
 from shoal.config.sections import Config
@@ -112,7 +113,7 @@ def explain_model(config: Config, layout: Layout) -> SplitReport:
     plan = replace(make_plan(config), layout=layout)
     found = derive_division(ForwardRecord(module, look, plan), plan)
     tensor = (
-        _tensor_parallel_effect(module, found.split, layout)
+        _tensor_parallel_effect(module, found.split, plan)
         if found.split is not None
         else AxisEffect()
     )
@@ -245,9 +246,13 @@ def _build_and_trace(
     return module, run_sample, flops
 
 
-def _tensor_parallel_effect(module: Any, split: Any, layout: Layout) -> AxisEffect:
+def _tensor_parallel_effect(module: Any, split: Any, plan: Plan) -> AxisEffect:
     """Return the effect of tensor parallelism on every parameter."""
-    held = {}
+    from shoal.parallel.exchange_rows import list_exchanges
+    from shoal.trace.find.blocks import residual_blocks
+
+    held, layout = {}, plan.layout
+    narrow = tuple(residual_blocks(module, plan)) if plan.residual == "bf16" else ()
     for name, parameter in module.named_parameters():
         one = split.parameters[name]
         shard = shard_label_text(tuple(parameter.shape), one.label, layout.tp)
@@ -258,7 +263,7 @@ def _tensor_parallel_effect(module: Any, split: Any, layout: Layout) -> AxisEffe
         reason = one.reason.partition(":")[0] if cut else one.reason.removeprefix("whole: ")
         held[name] = ParameterShard("tp" if cut else "", shard, collective, reason)
     counted: Counter[tuple[str, str, str, int]] = Counter()
-    for owner, exchanges in split.exchanges.items():
+    for owner, exchanges in list_exchanges(split, narrow).items():
         counted.update((owner, e.when, e.kind, e.payload_bytes) for e in exchanges)
     rows = tuple(
         ExchangeRow(owner, kind, when, payload_bytes, count)

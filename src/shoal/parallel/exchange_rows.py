@@ -34,16 +34,27 @@ def predict_traffic(
     stages = 1 if cut is None else cut.stages
     stage_of = {} if cut is None else {call.name: call.stage for call in cut.calls}
     exchanges: list[list[TensorExchange]] = [[] for _ in range(stages)]
-    for name, several in (split.exchanges if split else {}).items():
-        at = _stage(name, stage_of, stages)
-        width = 2 if _is_inside(name, narrow) else 1
-        exchanges[at] += [TensorExchange(e.kind, e.when, e.payload_bytes // width) for e in several]
+    for name, several in (list_exchanges(split, narrow) if split else {}).items():
+        exchanges[_stage(name, stage_of, stages)] += several
     parts = _parts(split) if split else {}
     return CommVolume(
         samples,
         tuple(tuple(one) for one in exchanges),
         () if cut is None else tuple(_crossing(cut, s, parts, narrow) for s in range(1, stages)),
     )
+
+
+def list_exchanges(split: ModelSplit, narrow: Collection[str]) -> dict[str, list[TensorExchange]]:
+    """Return the collectives of a tensor split by module, in the formats of a run.
+
+    Args:
+        narrow: names of the blocks whose residual stream is bf16.
+    """
+    found = {}
+    for name, several in split.exchanges.items():
+        width = 2 if _is_inside(name, narrow) else 1
+        found[name] = [TensorExchange(e.kind, e.when, e.payload_bytes // width) for e in several]
+    return found
 
 
 def _stage(name: str, stage_of: Mapping[str, int], stages: int) -> int:
