@@ -10,6 +10,7 @@ to `proof/results/habits.json`; the exit status is 1 if a cell is WRONG.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -32,6 +33,10 @@ DEFINITION = (
     "named: an error of Shoal or a line to the user; raised: another exception; hung: no answer; "
     "WRONG: other numbers without a line"
 )
+
+
+ERROR = re.compile(r'"error": "([^"]+)')
+"""The error of a rank that answered while others wait for it."""
 
 
 class Rooms:
@@ -65,6 +70,8 @@ def measure(rooms: Rooms, name: str, layout: str, deadline_s: float) -> tuple[st
         told = [one for text in texts for one in text.splitlines() if one.startswith("shoal: ")]
         if told:
             return "named", told[0]
+        if found := ERROR.search(str(failure)):  # a launcher ends the ranks that wait for this one
+            return "named", found[1]
         silent = "silent" in str(failure)
         return ("hung" if silent else "raised"), str(failure)[-600:]
     return outcome(answers)

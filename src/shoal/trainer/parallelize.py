@@ -266,7 +266,7 @@ def start_run(
     Raises:
         ShoalError: as in `parallelize`.
     """
-    loss = loss or default_loss()
+    given_loss, loss = loss, loss or default_loss()
     own, world = world is None, world or start_world()
     install_excepthook().world = world
     check_sums(world)
@@ -278,6 +278,10 @@ def start_run(
     _check_equal_arguments(world, _compared_arguments(plan, said, length))
     plan = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
     module, notices = _build_model(model, plan, said, world)
+    if given_loss is None and hasattr(module, "loss_function") and hasattr(module, "config"):
+        from shoal.trainer.step.model_loss import ModelLoss
+
+        loss = ModelLoss(module)
     check_tokenizers = _prepare_tokenizer_check(module, plan)
     parameters = trainable_parameters(module)
     notices += narrow_weight_notices(parameters, plan.compute) + _auxiliary_loss_notices(

@@ -38,22 +38,27 @@ class Habit:
         act: the script.
         kind: what it is about.
         sums: it is a sum over samples.
+        near: largest relative difference that counts as equal; more than EQUAL where the model
+            computes in fp32.
     """
 
     act: Callable[[Script], None]
     kind: str
     sums: bool
+    near: float = EQUAL
 
 
 TABLE: dict[str, Habit] = {}
 
 
-def habit(kind: str, *, sums: bool) -> Callable[[Callable[[Script], None]], Any]:
+def habit(
+    kind: str, *, sums: bool, near: float = EQUAL
+) -> Callable[[Callable[[Script], None]], Any]:
     """Put a habit into the table."""
 
     def mark(act: Callable[[Script], None]) -> Callable[[Script], None]:
         assert act.__name__ not in TABLE, f"two habits are called {act.__name__}"
-        TABLE[act.__name__] = Habit(act, kind, sums)
+        TABLE[act.__name__] = Habit(act, kind, sums, near)
         return act
 
     return mark
@@ -88,6 +93,7 @@ def attempt(world: World, name: str, layout: str) -> dict[str, Any]:
             found["raised"] = f"{type(error).__name__}: {str(error)[:300]}"
         finally:
             end(ours.run)
+    found["near"] = table()[name].near
     found["lines"] = [line for line in heard.lines if not any(part in line for part in USUAL)]
     return found
 
@@ -123,7 +129,7 @@ def outcome(answers: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if raised := [one["raised"] for one in answers if one["raised"]]:
         return "raised", raised[0]
     worst = max(answers, key=lambda one: one["difference"])
-    if worst["difference"] <= EQUAL:
+    if worst["difference"] <= worst["near"]:
         return "right", ""
     if lines := [line for one in answers for line in one["lines"]]:
         return "named", " | ".join(lines)

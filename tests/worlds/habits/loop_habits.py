@@ -123,7 +123,7 @@ def token_batch(script: Script, step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-@habit("loops", sums=True)
+@habit("loops", sums=True, near=1e-6)
 def a_model_of_transformers_with_labels(script: Script) -> None:
     """A dict batch, no loss: the model's own loss counts."""
     run: Any

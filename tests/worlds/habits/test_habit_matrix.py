@@ -16,3 +16,36 @@ def test_the_table_has_habits_of_every_kind() -> None:
         *("losses", "gradients", "optimizer", "weights", "models", "loops")
     }
     assert len(LAYOUTS) == 6
+
+
+CELLS = [
+    # act, layout, outcome, a part of its line
+    ("clip_by_norm_in_written_out_passes", "zero2", "right", ""),
+    ("clip_by_norm_in_written_out_passes", "tp", "right", ""),
+    ("clip_by_the_run_after_forward_backward", "pp", "right", ""),
+    ("clip_in_a_step_pre_hook", "fsdp", "right", ""),
+    ("noise_that_differs_by_rank", "ddp", "named", "by different numbers before run.update"),
+    ("norms_by_parameter_name", "tp", "named", "the number is that of this rank's part"),
+    ("norm_of_one_weight_read_for_a_log", "zero2", "named", "a gradient reads as zeros"),
+    ("weight_times_a_mean", "pp", "named", "rank 1: loss: the first of (sum, count) is a mean"),
+    ("a_temperature_learned_in_the_loss", "ddp", "named", "it depends on 1 tensor of shape []"),
+    ("one_dict_whose_keys_are_parameters_of_forward", "ddp", "right", ""),
+    ("a_model_of_transformers_with_labels", "ddp", "right", ""),
+    ("written_out_passes", "zero2", "right", ""),
+    ("clip_by_the_largest_element", "zero2", "right", ""),
+    ("clip_by_value_in_written_out_passes", "fsdp", "right", ""),
+    ("clip_between_forward_backward_and_update", "tp", "right", ""),
+    ("norm_read_for_a_log", "tp", "right", ""),
+    ("a_masked_mean_wrapped_as_a_mean_of_samples", "ddp", "named", "depends on the others"),
+    ("a_model_of_transformers_with_labels", "tp", "right", ""),
+    ("a_model_of_transformers_with_labels", "pp", "right", ""),
+]
+SHORT = [cell[:2] for cell in CELLS[:12]]
+
+
+@pytest.mark.parametrize(("name", "layout", "verdict", "part"), chosen(CELLS, SHORT))
+def test_a_habit_is_right_or_named(worlds, name: str, layout: str, verdict: str, part: str) -> None:
+    answers = worlds(2).call("habits.habit_table:attempt", name=name, layout=layout)
+    found, shown = outcome(answers)
+    assert found == verdict, shown
+    assert part in shown

@@ -87,7 +87,7 @@ def _wrap_clipping_function(
 
     @functools.wraps(clip)
     def asking(*args: Any, **kwargs: Any) -> Any:
-        if not watched:
+        if not watched or _owners:
             return clip(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -101,10 +101,18 @@ def _wrap_clipping_function(
         found = find("" if reads else name, tensors)
         if found is None:
             return clip(*given.args, **given.kwargs)
-        with torch._C.DisableTorchFunction():  # not a reduction of user code
-            return _use_owner(name, limit, reads, *found, given.arguments)
+        _owners.append(found[0])
+        try:
+            with torch._C.DisableTorchFunction():  # not a reduction of user code
+                return _use_owner(name, limit, reads, *found, given.arguments)
+        finally:
+            _owners.pop()
 
     return asking
+
+
+_owners: list[GradientOwner] = []
+"""The owner of a call in progress, which may call torch's function itself."""
 
 
 def _use_owner(

@@ -87,6 +87,7 @@ class FirstStepLoss:
         untried = coupled or is_default(loss) or program.plan.layout.threads > 1
         self.tries = 0 if untried else TRIES
         self.trial: TrialFinding | None = None
+        self.own_loss: Any = None
         self.foreign: Sequence[torch.Tensor] | None = None
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
@@ -95,9 +96,12 @@ class FirstStepLoss:
         Raises:
             ConfigError: a mean is returned as a sum.
         """
-        if is_default(self.loss) and not isinstance(targets, torch.Tensor):
+        find_loss = getattr(self.loss, "find_loss", None)
+        if find_loss is not None and find_loss(outputs, targets) is not None:
+            self.own_loss, self.copied, self.looked, self.tries = self.loss, False, True, 0
+        elif is_default(self.loss) and not isinstance(targets, torch.Tensor):
             reports.first_step_report.refuse_targets(targets)
-        if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
+        if is_default(self.loss) and not (self.own_loss or isinstance(outputs, torch.Tensor)):
             self.dropped |= reports.model_notices.list_dropped_losses(outputs)
             self._note_other_kernels(outputs)
         outputs = pytree.tree_map(
@@ -137,7 +141,7 @@ class FirstStepLoss:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
         found = self.dropped or self.asked or self.together or self.compared or self.other_kernels
-        if found or self.trial is not None or self.foreign:
+        if found or self.trial is not None or self.foreign or self.own_loss:
             reports.first_step_report.print_findings(self, notice)
 
     def _check_connected(self, result: Any) -> None:

@@ -65,6 +65,8 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, list[str]]:
 def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs.
 
+    A dict whose keys are all parameters of `forward` is passed by name, as transformers has it.
+
     Args:
         module: the model.
         inputs: its inputs, a dict unless call is "single".
@@ -80,8 +82,9 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
             f"model.call = kwargs: inputs must be a dict, got {type(inputs).__name__}; "
             f"try: model.call=single"
         )
+    by_name = call != "single" or (isinstance(inputs, Mapping) and _takes_by_name(module, inputs))
     try:
-        return module(inputs) if call == "single" else module(**inputs)
+        return module(**inputs) if by_name else module(inputs)
     except ShoalError:
         raise
     except Exception as error:
@@ -89,6 +92,16 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
         if not line:
             raise
         raise ConfigError(line) from error
+
+
+def _takes_by_name(module: nn.Module, inputs: Mapping[Any, Any]) -> bool:
+    """Return whether all keys of a dict are parameters of `forward`, however it is wrapped."""
+    forward = inspect.unwrap(module.forward)
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if code is None or not inputs:
+        return False
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return inputs.keys() <= set(names) - {"self"}
 
 
 def _diagnose_call(module: nn.Module, inputs: Any, call: str, error: Exception) -> str:
@@ -204,7 +217,12 @@ def default_loss() -> Loss:
 
 
 def is_default(loss: Loss) -> bool:
-    """Return whether a loss is the default loss; a loss that is not yet imported cannot be."""
+    """Return whether a loss is the default loss; a loss that is not yet imported cannot be.
+
+    `ModelLoss` is, which stands for it if a model of transformers may compute its own.
+    """
+    if getattr(loss, "is_default", False):
+        return True
     imported = sys.modules.get("shoal.models.loss")
     return imported is not None and loss is imported.token_loss
 

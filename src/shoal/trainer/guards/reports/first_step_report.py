@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ class FirstStepFindings(Protocol):
         labels: whether such targets are tensors of their own.
         trial: what the trial of the loss on parts of a micro-batch found.
         foreign: parameters of the loss that no run holds.
+        own_loss: the `ModelLoss`, if the model's own loss counts.
     """
 
     module: nn.Module
@@ -44,6 +45,7 @@ class FirstStepFindings(Protocol):
     labels: bool
     trial: TrialFinding | None
     foreign: Sequence[torch.Tensor] | None
+    own_loss: Any
 
 
 def print_findings(seen: FirstStepFindings, notice: Callable[[str], None]) -> None:
@@ -60,6 +62,8 @@ def print_findings(seen: FirstStepFindings, notice: Callable[[str], None]) -> No
         from shoal.trainer.guards.reports.model_notices import print_dropped_losses
 
         print_dropped_losses(seen.module, seen.dropped, notice)
+    if seen.own_loss is not None:
+        notice(seen.own_loss.line())
     for line in seen.other_kernels:
         notice(line)
     if seen.asked:
@@ -176,8 +180,7 @@ def refuse_targets(targets: object) -> NoReturn:
         got = f"one dict ({', '.join(map(str, targets))})"
     raise ConfigError(
         f"loss: the default loss takes a tensor of integer targets, got {got}; try: a loss of "
-        f"your own; for a model that shifts labels and takes their mean itself: lambda out, batch: "
-        f'(out.loss * n, n) with n = (batch["labels"][:, 1:] != -100).sum()'
+        f"your own; for a model of transformers: labels in the dict, and its own loss counts"
     )
 
 
