@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from guards import Lines, message
@@ -26,7 +27,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A trunk and two heads; `kind` says what a micro-batch of task 1 runs otherwise than one of 0."""
+    """A trunk and two heads; `kind` says what a micro-batch of task 1 runs otherwise than one of 0.
+
+    heads in the loss   the loss calls the head, after the model's pass is over
+    reentrant   each drops another block, and torch's old checkpoints run blocks in the backward pass
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -37,14 +42,20 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
         other = bool(task[0])
         layers = [0, 1, 2]
-        if self.kind == "layer drop":  # each drops one, not the same
+        if self.kind in ("layer drop", "reentrant"):  # each drops one, not the same
             layers.remove(1 + other)
         if self.kind == "order" and other:
             layers = [1, 0, 2]
         if self.kind == "experts":  # all tokens of this rank go to one of two
             layers = [0, 1 + other]
         for layer in layers:
-            x = x + self.trunk[layer](x)
+            if self.kind == "reentrant":
+                x = x if x.requires_grad else x.requires_grad_()
+                x = x + checkpoint(self.trunk[layer], x, use_reentrant=True)
+            else:
+                x = x + self.trunk[layer](x)
+        if self.kind == "heads in the loss":
+            return x
         return self.heads["b" if other and self.kind in ("heads", "groups") else "a"](x)
 
 
@@ -76,8 +87,13 @@ def _steps(
     world: World, layout: Any, model: nn.Module, way: str, task: int, losses: list[float], more: Any
 ) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        late = model.kind == "heads in the loss"
+        return squares(model.heads["ab"[task]](outputs) if late else outputs, targets)
+
     run = shoal.parallelize(
-        model, torch.optim.SGD(trained, lr=0.1), squares, layout, world=world, precision="fp64",
+        model, torch.optim.SGD(trained, lr=0.1), loss, layout, world=world, precision="fp64",
         call="kwargs", **more,
     )  # fmt: skip
     for step in range(3):

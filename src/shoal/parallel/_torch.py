@@ -42,6 +42,7 @@ __all__ = [
     "disable_modes_and_hooks",
     "drop_process_groups",
     "enable_version_counter",
+    "end_unit_backward",
     "flash_cpu",
     "flash_cpu_backward",
     "flash_device",
@@ -51,10 +52,13 @@ __all__ = [
     "get_generators",
     "graph_task_id",
     "in_backward",
+    "join_unit_forward",
     "keep_saved_tensors",
+    "keep_version",
     "pytree",
     "reduce_unused_gradients",
     "set_post_forward_mesh",
+    "start_unit_backward",
     "version_counter",
 ]
 
@@ -75,16 +79,16 @@ def get_generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, *device_generators(device)]
 
 
-def in_backward() -> bool:
-    """Return whether autograd runs on this thread, so that a called module is being recomputed."""
-    return graph_task_id() >= 0
-
-
 def get_compile_cache() -> Path:
     """Return the folder where torch.compile keeps its generated code; imports the compiler."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs on this thread, so that a called module is being recomputed."""
+    return graph_task_id() >= 0
 
 
 def keep_saved_tensors() -> Callable[[], None]:
@@ -144,6 +148,42 @@ def disable_modes_and_hooks() -> Iterator[None]:
         yield
 
 
+def join_unit_forward(shard: Any) -> None:
+    """Gather and reshard a `fully_shard` unit as its forward pass does, without a forward pass.
+
+    Args:
+        shard: one FSDPModule, inside of a forward pass of the root.
+    """
+    state = shard._get_fsdp_state()
+    # FSDP reuses the tensors that it makes at the first gather, so none may be of inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        state._pre_forward(shard, (), {})
+        state._post_forward(shard, (), ())
+
+
+def start_unit_backward(shard: Any, gradient: torch.Tensor) -> None:
+    """Gather a `fully_shard` unit, and prefetch the one before it, as its backward pass does."""
+    shard._get_fsdp_state()._pre_backward(gradient)
+
+
+def end_unit_backward(shard: Any) -> bool:
+    """Reduce a `fully_shard` unit's gradients, zeros for unused ones, and reshard it.
+
+    Returns:
+        Whether this was due: False if the hook of its inputs has done so before.
+    """
+    state = shard._get_fsdp_state()  # 2.13 has several groups of parameters, earlier ones one
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    due = [
+        group
+        for group in reversed([*filter(None, groups)])
+        if group._training_state.name != "POST_BACKWARD"
+    ]
+    for group in due:
+        group.post_backward()
+    return bool(due)
+
+
 def set_post_forward_mesh(unit: Any, mesh: DeviceMesh) -> None:
     """Let a unit of `fully_shard` stay sharded over the last of two mesh axes between its passes.
 
@@ -188,3 +228,9 @@ def reduce_unused_gradients(shard: Any) -> None:
         reduce(*unused)
 
     group.post_backward = post_backward
+
+
+def keep_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context that leaves a tensor's version counter as it was."""
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return kept

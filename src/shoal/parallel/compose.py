@@ -154,7 +154,8 @@ def place(
     elif record is not None and plan.layout.zero == 3:
         derived = replace(derived, called=count_block_calls(record))
     if record is not None:
-        program = replace(program, passes=record.passes)
+        calls = tuple(record.first_pass.begun) if plan.layout.zero == 3 else ()
+        program = replace(program, passes=record.passes, recorded=calls)
     rows = derive_placements(module, plan, derived, program.world.device)
     return bind_placements(program, rows.values()), derived
 

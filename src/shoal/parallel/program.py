@@ -151,6 +151,7 @@ class Program:
         forward: a pass for evaluation; returns None if the outputs are not on this rank.
         twin: a copy of the module on the meta device, for counting, if it can no longer be copied.
         passes: forward passes on the sample so far, by purpose (`trace.record.Record`).
+        recorded: names of modules in the order of their first calls on the sample, under zero 3.
         mirrored: `data` plus the ranks of a pipeline's second copy that hold the same part, or the
             ranks of `data` that hold it if servers hold tables; None: `data`.
         together: every rank must run as many passes as the busiest one (parameters are gathered).
@@ -195,6 +196,7 @@ class Program:
     unit_log: UnitLog | None = None
     twin: nn.Module | None = None
     passes: Mapping[str, int] = field(default_factory=dict)
+    recorded: tuple[str, ...] = ()
     travel: Callable[[], CommVolume] | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     keyed: Callable[[int, int], AbstractContextManager[None]] | None = None

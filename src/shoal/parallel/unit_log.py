@@ -8,6 +8,7 @@ sizes are equal nothing fails.
     UnitCalls    the units' collectives over one process group: a checksum, and the names
     UnitLog      those of this rank, for every axis over which units are sent
     logged       wrappers of torch's collectives of one unit: log each collective as it begins
+    UnitSequence compare each unit that runs with the one that is expected next
 
 The trainer compares the checksums in the step's all-reduce (`trainer/guards/unit_order.py`). If
 ranks wait for each other there is no all-reduce, so the log is in the watch page too
@@ -20,8 +21,12 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
@@ -34,6 +39,8 @@ KEPT = 4096
 FORWARD, BACKWARD, GRADIENTS = "forward pass", "backward pass", "gradients"
 ROOT = "the root unit"
 """Name of the unit that holds the parameters outside of all blocks."""
+NO_UNIT = -1
+"""Number that no unit has: the end of a list of units."""
 
 
 _made = itertools.count()
@@ -154,6 +161,81 @@ class LoggedScatter:
                 calls, *self.said
             )  # before it waits, so that the watchdog sees it
         return self.inner(output_tensor, input_tensor, group, op, async_op)
+
+
+class UnitSequence:
+    """Sequence of the units of forward passes, on a fast path while they come as expected.
+
+    A subclass decides what a unit means that comes otherwise (`unit_visits.py`).
+
+    Attributes:
+        expected: numbers of the units in the order of their visits, then NO_UNIT; NO_UNIT
+            alone: nothing is expected, so each visit is the subclass's.
+        at: index of the next one.
+        is_open: a forward pass of the model is in progress.
+        has_gradients: it records gradients.
+    """
+
+    def __init__(self) -> None:
+        self.expected, self.at = [NO_UNIT], 0
+        self.is_open = self.has_gradients = False
+
+    def watch(self, root: nn.Module, units: Sequence[nn.Module]) -> list[RemovableHandle]:
+        """Register hooks of the model and its units, which run before those of `fully_shard`.
+
+        Returns:
+            The hooks.
+        """
+        hooks = [
+            root.register_forward_pre_hook(self._start, prepend=True),
+            root.register_forward_hook(self._end, prepend=True),
+        ]
+        for number, unit in enumerate(units):
+            enter = self._enter(number)
+            hooks += [
+                unit.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                unit.register_forward_hook(self._exit),
+            ]
+        return hooks
+
+    def start_pass(self) -> None:
+        """Begin a pass in which nothing is expected."""
+
+    def enter_unit(self, unit: int, inputs: Any) -> None:
+        """Handle a unit that is about to run, and is not the expected one."""
+
+    def exit_unit(self, outputs: Any) -> None:
+        """Handle the outputs of a unit in a pass in which nothing is expected."""
+
+    def end_pass(self, outputs: Any) -> Any:
+        """Handle the end of a pass in which nothing is expected, or units are left; its outputs."""
+        return outputs
+
+    def _start(self, _root: nn.Module, _given: Any) -> None:
+        if graph_task_id() < 0:
+            self.is_open, self.at, self.has_gradients = True, 0, torch.is_grad_enabled()
+            if self.expected[0] == NO_UNIT:
+                self.start_pass()
+
+    def _enter(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def enter(_unit: nn.Module, given: Any, named: Any) -> None:
+            if self.expected[self.at] == number:
+                self.at += 1
+            elif self.is_open and graph_task_id() < 0:  # else it is recomputed: no visit
+                self.enter_unit(number, (given, named))
+
+        return enter
+
+    def _exit(self, _unit: nn.Module, _given: Any, outputs: Any) -> None:
+        if self.expected[0] == NO_UNIT and self.is_open and graph_task_id() < 0:
+            self.exit_unit(outputs)
+
+    def _end(self, _root: nn.Module, _given: Any, outputs: Any) -> Any:
+        if self.is_open and graph_task_id() < 0:
+            if self.expected[0] == NO_UNIT or self.expected[self.at] != NO_UNIT:
+                outputs = self.end_pass(outputs)
+            self.is_open = False
+        return outputs
 
 
 def _name_collective(unit: str, what: str) -> tuple[str, bytes]:

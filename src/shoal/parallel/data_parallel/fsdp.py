@@ -15,10 +15,12 @@ leaves unused count as zero, so that ranks with different unused parameters stil
 Under bf16 and fp16 a unit's vectors (norms, biases) are gathered in the narrow dtype with its
 matrices; the root unit is gathered in its own dtype.
 
+A rank that skips a block joins the collectives of it (`unit_visits.py`).
+
 Source: Zhao et al. 2023 (PyTorch FSDP); torch.distributed.fsdp.fully_shard
-Limits: ranks that run different blocks in one step are reported (`unit_log.py`), not supported; a
-        block that is a bare layer stays in the root unit (in-place operations on its output would
-        fail)
+Limits: under pp and ep ranks that run different blocks in one step are reported (`unit_log.py`),
+        not supported; a block that is a bare layer stays in the root unit (in-place operations on
+        its output would fail)
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ from shoal.parallel.data_parallel.shared_parameters import all_reduce_message
 from shoal.parallel.mutated_weights import watch_unit_weights
 from shoal.parallel.program import LocalParameter, Program, frozen_parameters, trainable_parameters
 from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
+from shoal.parallel.unit_visits import make_unit_visits
 from shoal.trace.find.blocks import fsdp_blocks
 from shoal.trace.isolation.module_copies import copy_to_meta
 from shoal.trace.isolation.replaced_forward import ReplacedForward
@@ -75,7 +78,8 @@ def apply(program: Program) -> Program:
     axes = ["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else ["dp_shard"]
     twin = program.twin or copy_to_meta(module)  # a sharded module cannot be copied
     _prepare_parameters(program)
-    units = [module.get_submodule(name) for name in _unit_names(program)]
+    blocks = {name: module.get_submodule(name) for name in _unit_names(program)}
+    units = [*blocks.values()]
     program.notices.extend(
         _no_blocks_notice(program, units)
         + _scalars_notice(program)
@@ -106,6 +110,9 @@ def apply(program: Program) -> Program:
         hook for shard in shards for hook in reducer.watch_gradients(shard, paths[id(shard)])
     ]
     detours.append(module.register_forward_hook(reducer.free_gather_buffers))
+    if (visits := make_unit_visits(program, blocks)) is not None:
+        detours += visits.watch(module, units)
+        reducer.on_finish = visits.finish_step
     still = frozen_parameters(module)
     parts = {
         name: (_to_local(p).detach(), program.rows[name].stored_shard(program.at, layout))
@@ -221,14 +228,19 @@ def _scalars_notice(program: Program) -> list[str]:
 
 
 def _expert_layers(program: Program, names: list[str]) -> list[nn.Module]:
-    """Return the expert layers that ep distributes; a replaced forward calls their experts."""
+    """Return the expert layers that ep distributes; a replaced forward calls their experts.
+
+    A block around them has a replaced forward, too, where its residual stream is bf16.
+    """
     own = {id(program.parameters[name]) for name in names}
-    return [
+    found = [
         part
         for part in program.module.modules()
         if isinstance(part.__dict__.get("forward"), ReplacedForward)
         and {id(p) for p in part.parameters() if p.requires_grad} & own
     ]
+    around = {id(part) for part in found for one in found if one in [*part.modules()][1:]}
+    return [part for part in found if id(part) not in around]
 
 
 class _UnitComms:
@@ -404,6 +416,7 @@ class ShardedGradients:
         self.seen: set[str] = set()
         self.fresh: set[str] = set()
         self.hooks: dict[str, Any] = {}
+        self.on_finish: Callable[[], None] = lambda: None
 
     def watch_gradients(
         self, unit: nn.Module, path: str
@@ -487,6 +500,7 @@ class ShardedGradients:
             else:
                 local.parameter.grad = _to_local(gradient)
         self._all_reduce_unsharded()
+        self.on_finish()
 
     def _all_reduce_unsharded(self) -> None:
         """All-reduce the gradients of unsharded parameters, bucket by bucket."""

@@ -1,0 +1,109 @@
+"""Twelve models whose micro-batches skip blocks, under fsdp and hsdp, beside one process in float64.
+
+`make proof PART=branches` runs it, some ten minutes on 2 cores: 12 models × fsdp (plain, recompute,
+written-out passes, AdamW) on 2 and 4 ranks, hsdp and fsdp × pp on 4. Results go to
+proof/results/branches.json row by row; what is done stays, --fresh begins anew. Exit status 1 if a
+row under fsdp or hsdp is not equal, or a pipeline neither equals one process nor names what it
+refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "proof" / "results" / "branches.json"
+sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "worlds/faults", "")]
+
+import branch_case  # noqa: E402
+from branch_models import MODELS  # noqa: E402
+from precision_case import alone  # noqa: E402
+from worlds import Members  # noqa: E402
+
+LAYOUTS: dict[str, Any] = {
+    "fsdp": "fsdp",
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "fsdp × pp": {"dp_shard": 2, "pp": 2},
+}
+WAYS = branch_case.WAYS
+GROUPS = [("fsdp", 2, way) for way in WAYS] + [("fsdp", 4, way) for way in WAYS]
+GROUPS += [("hsdp", 4, "plain"), ("fsdp × pp", 4, "plain")]
+LIMITS = {"adamw": 1e-10}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fresh", action="store_true", help="forget what is done already")
+    parser.add_argument("--out", type=Path, default=TARGET)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {}
+    if options.out.exists() and not options.fresh:
+        rows = json.loads(options.out.read_text())["rows"]
+    references: dict[tuple[str, str], Any] = {}
+    for layout, size, way in GROUPS:
+        due = [kind for kind in MODELS if f"{kind} · {layout} {size} · {way}" not in rows]
+        world = Members(size, Path(tempfile.mkdtemp())) if due else None
+        for kind in due if world else ():
+            if (kind, way) not in references:
+                references[kind, way] = branch_case.train(alone(), "single", kind, **WAYS[way])
+            key = f"{kind} · {layout} {size} · {way}"
+            more = {"sampled": True} if layout == "fsdp × pp" else {}
+            answers = world.call(
+                "branch_case:train", layout=LAYOUTS[layout], kind=kind, **WAYS[way], **more
+            )
+            rows[key] = judge(answers, references[kind, way], LIMITS.get(way, 1e-12))
+            print(key, rows[key], flush=True)
+            write(options.out, rows)
+        if world is not None:
+            world.close()
+    verdicts = [row["verdict"] for row in rows.values()]
+    print({verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))})
+    bad = [key for key, row in rows.items() if row["verdict"] not in allowed(key)]
+    print(*bad, sep="\n")
+    return bool(bad)
+
+
+def allowed(key: str) -> set[str]:
+    return {"equal", "refused"} if "pp" in key else {"equal"}
+
+
+def judge(answers: list[Any], reference: Any, limit: float) -> dict[str, Any]:
+    """Compare the ranks' losses, norms and weights with one process's."""
+    errors = {one["error"] for one in answers}
+    if errors != {"nothing was raised"}:
+        return {"verdict": "refused", "text": sorted(errors)}
+    worst = 0.0
+    for one in answers:
+        for key in ("losses", "norms"):
+            pairs = zip(one[key], reference[key], strict=True)
+            worst = max([worst, *(abs(own - wanted) / abs(wanted) for own, wanted in pairs)])
+        for own, wanted in zip(one["weights"], reference["weights"], strict=True):
+            worst = max(worst, branch_case.distance(own, wanted))
+    verdict = "equal" if worst < limit else "differs"
+    joined = [one["joined"] for one in answers]
+    return {"verdict": verdict, "largest_distance": worst, "joined_visits": joined}
+
+
+def write(path: Path, rows: dict[str, Any]) -> None:
+    record = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "task": "five steps of 16 samples in micro-batches of 2, float64, gloo, beside one process",
+        "machine": {"platform": platform.platform(), "torch": torch.__version__},
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
