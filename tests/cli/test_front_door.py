@@ -152,6 +152,7 @@ FACTS = (
         "links",
         "plan",
         "prove",
+        "replay",
         "report",
         "runs",
         "sample",

@@ -32,6 +32,7 @@ from shoal.cli import (
     links,
     plan,
     prove,
+    replay,
     report,
     run,
     runs,
@@ -65,6 +66,7 @@ HEADINGS = {
         "runs": "List runs: state, step, loss, rate, last sign of life.",
         "watch": "Show a run live: ranks, curves, waits, events.",
         "report": "Write one HTML file of a run, or of several side by side.",
+        "replay": "Repeat a step, or compare two runs tensor by tensor.",
         "diagnose": "Name what went wrong, on which rank, what to try.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },
@@ -99,11 +101,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-STARTING = ("train", "compare", "doctor", "links", "prove")
+STARTING = ("train", "compare", "doctor", "links", "prove", "replay")
 """Verbs that start processes, and so need features that only some systems have."""
 
 
-KEEPING = ("train", "compare", "prove", "find", "data")
+KEEPING = ("train", "compare", "prove", "replay", "find", "data")
 """Verbs that keep tokens, measurements and proofs in the cache folder."""
 BUILDING = (*KEEPING, "plan", "run", "sample")
 """Verbs that build models, for which torch may import its compiler and make its cache folder."""
@@ -153,6 +155,7 @@ app.command("doctor")(doctor.doctor)
 app.command("links")(links.links)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
+app.command("replay")(replay.replay)
 app.command("report")(report.report)
 app.command("run")(run.run)
 app.command("runs")(runs.runs)

@@ -8,6 +8,7 @@ builder.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tomllib
@@ -242,6 +243,9 @@ def _set_key(loaded: LoadedConfig, section: str, key: str, value: Any, origin: s
         value = str(value)
     if hints[key] == tuple[str, ...] and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+    if hints[key] == tuple[float, float] and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = [float(part) for part in value.split(",")]
     try:
         typed = msgspec.convert(value, type=hints[key], strict=True)
     except msgspec.ValidationError:

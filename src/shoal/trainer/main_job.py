@@ -12,9 +12,10 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -75,6 +76,7 @@ from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
 from shoal.trainer.state.initial_weights import load_initial_weights
 from shoal.trainer.state.replaced_folder import save_if_deleted
 from shoal.trainer.state.rewind import rewind_run
+from shoal.trainer.step.optimizer_step import StepResult
 from shoal.wire import phases
 from shoal.wire.phases import phase
 
@@ -84,8 +86,40 @@ the layout is open) before the run is built; returns a line for the user, "" if 
 """
 
 
-def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
+class StepObserver(Protocol):
+    """Observer of the steps of a replay; every rank has one and calls it (collective)."""
+
+    def begin(self, run: Run) -> None:
+        """Observe a run before its first step."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Observe a step that was just taken, before the next one."""
+
+
+@dataclass(frozen=True)
+class ReplayedSteps:
+    """Steps of an earlier run that are trained again, to be looked at.
+
+    Attributes:
+        last_step: the run stops after it, without a validation; schedules keep the run's length.
+        observer: of each step.
+    """
+
+    last_step: int
+    observer: StepObserver
+
+
+def train(
+    folder: Path,
+    prove: Prove,
+    *,
+    world: World | None = None,
+    replayed: ReplayedSteps | None = None,
+) -> int:
     """Train the run whose resolved configuration is `folder/run.toml`; return the exit code.
+
+    Args:
+        replayed: stop early and observe each step; None: train to the end.
 
     Raises:
         ShoalError: any of its classes; the caller turns it into one line and an exit code.
@@ -109,6 +143,8 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
         with handle_out_of_memory(run, config, folder):
             if joined is not None:
                 return train_rounds(run, joined, source, config, total_steps)
+            if replayed is not None:
+                return _repeat_steps(run, source, config, replayed)
             return _run_steps(run, source, config, total_steps)
     except TrainingError:
         with contextlib.suppress(ShoalError):  # all ranks work: finish the save in flight
@@ -258,6 +294,21 @@ def _run_steps(run: Run, source: Source, config: Config, total_steps: int) -> in
     emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
     run.close()
     return 0 if saved else UNSAVED_CODE
+
+
+def _repeat_steps(run: Run, source: Source, config: Config, replayed: ReplayedSteps) -> int:
+    """Step to the last step of a replay and save it; return the exit code."""
+    loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
+    replayed.observer.begin(run)
+    while run.step_count < replayed.last_step:
+        for batch in loader:
+            result = run.step(batch)
+            replayed.observer.after_step(run, result)
+            if rewind_run(run, result.spike, batch):
+                break
+            if run.stopping or run.step_count >= replayed.last_step:
+                return _stop_run(run)
+    return _stop_run(run)
 
 
 def _is_fresh_pretrained(run: Run, config: Config) -> bool:

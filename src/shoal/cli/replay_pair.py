@@ -1,0 +1,183 @@
+"""`shoal replay --against`: the first step and the first tensor in which two runs part."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ConfigError
+from shoal.base.text.units import count_noun
+from shoal.cli.replay import check_step, find_run, run_replay
+from shoal.replay.first_difference import (
+    NumberDifference,
+    TensorDifference,
+    find_number_difference,
+    find_tensor_difference,
+)
+from shoal.replay.replay_folder import read_last_step, read_rows
+from shoal.replay.replay_lines import Replay, difference_text
+from shoal.replay.step_marks import BEFORE, FORWARD, StepRecord, read_record
+from shoal.report.comparison.key_differences import list_key_differences, read_run_keys
+from shoal.report.run_contents import read_run
+
+MOST_KEYS = 8
+
+
+@dataclass
+class PairFinding:
+    """First step and tensor in which two runs part.
+
+    Attributes:
+        first: the replay of the first run.
+        other: name of the second run, or of the file of its record.
+        steps: number of steps that both wrote.
+        number: the first number that differs in what they wrote; None: none does.
+        tensor: the first tensor that differs, in the order of time; None: none was found.
+        keys: settings, versions and sources that differ, each in one text.
+        is_reproduced: each run repeated its own bits.
+    """
+
+    first: Replay
+    other: str
+    steps: int
+    number: NumberDifference | None = None
+    tensor: TensorDifference | None = None
+    keys: list[str] = field(default_factory=list)
+    is_reproduced: bool = True
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether no number and no tensor differs."""
+        return self.number is None and self.tensor is None
+
+    def text(self) -> str:
+        """Return the finding in a few lines: step, tensor, and what differs before it."""
+        if self.is_equal:
+            return f"equal: {count_noun(self.steps, 'step')} of {self.first.run} and {self.other}"
+        lines = []
+        if self.number is not None:
+            lines.append(
+                f"first different number: step {self.number.step}, {self.number.key} "
+                f"{difference_text(self.number)}"
+            )
+        if self.tensor is not None:
+            one = self.tensor
+            lines.append(
+                f"first different tensor: step {one.step}, {one.kind}, {one.name} "
+                f"({one.differing} of {one.compared} differ)"
+            )
+            lines.append(f"so: {self.cause(one)}")
+        lines += [f"differs: {one}" for one in self.keys[:MOST_KEYS]]
+        if len(self.keys) > MOST_KEYS:
+            lines.append(f"differs: {len(self.keys) - MOST_KEYS} more keys; --json has all")
+        if not self.is_reproduced:
+            lines.append(
+                "a replay did not repeat its run's bits: what differed then is not on this machine "
+                "now (another torch, source or device, or a fault of that moment)"
+            )
+        return "\n".join(lines)
+
+    def cause(self, tensor: TensorDifference) -> str:
+        """Return what the kind of the first tensor means, in one sentence."""
+        if self.number is not None and self.number.key == "samples":
+            return "the step met other samples: look at data, seed, order and batch"
+        if tensor.kind == BEFORE and tensor.step == 1:
+            return "the runs began with other weights"
+        if tensor.kind == BEFORE:
+            return "an earlier step left other weights"
+        if tensor.kind == FORWARD:
+            return "weights are equal and this part's output is not: its inputs, masks or code"
+        if tensor.kind == "gradients":
+            return "outputs are equal and this gradient is not: the loss, a backward pass, or sums"
+        return "gradients are equal and the updates are not: the optimizer's numbers or its state"
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the finding as one JSON document."""
+        return {
+            "run": str(self.first.run),
+            "against": self.other,
+            "equal": self.is_equal,
+            "steps": self.steps,
+            "number": asdict(self.number) if self.number else None,
+            "tensor": asdict(self.tensor) if self.tensor else None,
+            "cause": self.cause(self.tensor) if self.tensor else "",
+            "differing_keys": self.keys,
+            "reproduced": self.is_reproduced,
+        }
+
+
+def compare_with(
+    run: Path,
+    step: int,
+    other: Path,
+    overrides: list[str],
+    *,
+    quiet: bool = False,
+    trust: bool = False,
+) -> PairFinding:
+    """Find the first step and tensor in which a run and another one, or a record, part.
+
+    Args:
+        step: the last step to compare; 0: the last that both have.
+
+    Raises:
+        ConfigError: the second is neither run nor record, or they have no step in common.
+    """
+    if other.is_file():
+        return _compare_with_record(run, step, other, overrides, quiet=quiet, trust=trust)
+    second = find_run(other)
+    last = min(read_last_step(run), read_last_step(second), step or sys.maxsize)
+    if not last:
+        raise ConfigError(f"--against {other}: the runs have no step in common")
+    rows = read_rows(run, 1, last), read_rows(second, 1, last)
+    shared = len(rows[0].keys() & rows[1].keys())
+    number = find_number_difference(*rows)
+    keys = _differing_keys(run, second)
+    at, width, good = number.step if number else last, 1, True
+    while True:
+        # A loss shows what the steps before it left, so these are recorded too.
+        begin = max(1, at - width)
+        done = [
+            run_replay(one, at, overrides, begin, quiet=quiet, trust=trust) for one in (run, second)
+        ]
+        good = good and all(one.repeats_run() for one in done)
+        tensor = _first_tensor(done[0].record, done[1].record)
+        if tensor is None or (tensor.step, tensor.kind) != (begin, BEFORE) or begin == 1:
+            return PairFinding(done[0], str(other), shared, number, tensor, keys, good)
+        at, width = begin - 1, 2 * width  # an earlier step left other weights, and the same loss
+
+
+def _compare_with_record(
+    run: Path, step: int, file: Path, overrides: list[str], *, quiet: bool, trust: bool
+) -> PairFinding:
+    """Compare a run with a record that `--record` wrote, on this machine or another one."""
+    record = read_record(file)
+    recorded = sorted(record.steps)
+    if not recorded:
+        raise ConfigError(f"--against {file}: has no tensors; record it with --record FILE")
+    at = step or recorded[-1]
+    if at not in record.steps:
+        raise ConfigError(f"--step {at}: {file} has {', '.join(map(str, recorded))}")
+    check_step(run, at)
+    begin = min(one for one in recorded if one <= at)
+    done = run_replay(run, at, overrides, begin, quiet=quiet, trust=trust)
+    rows = done.record.rows, {one: row for one, row in record.rows.items() if one <= at}
+    number = find_number_difference(*rows)
+    tensor = _first_tensor(done.record, record)
+    shared = len(rows[0].keys() & rows[1].keys())
+    return PairFinding(done, str(file), shared, number, tensor, [], done.repeats_run())
+
+
+def _first_tensor(first: StepRecord, second: StepRecord) -> TensorDifference | None:
+    for step in sorted(first.steps.keys() & second.steps.keys()):
+        if found := find_tensor_difference(first.steps[step], second.steps[step]):
+            return found
+    return None
+
+
+def _differing_keys(*runs: Path) -> list[str]:
+    """Return the settings, versions and sources that differ, as `key: value → value`."""
+    found = list_key_differences([read_run_keys(read_run(run)) for run in runs])
+    return [f"{one.key}: {' → '.join(one.values)}" for one in found]

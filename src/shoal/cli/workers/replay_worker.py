@@ -1,0 +1,69 @@
+"""One process of `shoal replay`: `python -m shoal.cli.workers.replay_worker FOLDER`.
+
+The supervisor starts it, never a user. It trains the folder's run up to the asked step, as a worker
+of `shoal train` would, and rank 0 writes the tensors of the recorded steps into the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.runlog.atomic_files import write_atomically
+from shoal.launch import run_and_exit
+from shoal.replay.replay_folder import RECORDED, ReplayRequest
+from shoal.wire.phases import phase, write_phases_to_folder
+from shoal.wire.stack_dumps import start_page_reports
+
+if TYPE_CHECKING:
+    from shoal.fabric import World
+
+
+def main() -> int:
+    """Repeat the steps that the folder's replay.json asks for."""
+    folder = Path(sys.argv[1])
+    start_page_reports()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.environ.get("RANK", "0") == "0":
+        write_phases_to_folder(folder)
+    return repeat_steps(folder)
+
+
+def repeat_steps(folder: Path, world: World | None = None) -> int:
+    """Repeat the steps and write the tensors of the recorded ones; return the exit code.
+
+    Args:
+        folder: of a replay, filled and with its request.
+        world: the processes; None: those that the environment names.
+    """
+    with phase("import"):
+        from shoal.fabric import start_world
+        from shoal.replay.step_recorder import StepRecorder
+        from shoal.trainer.islands.island_job import STOPPED
+        from shoal.trainer.main_job import ReplayedSteps, train
+    request = ReplayRequest.read(folder)
+    recorder = StepRecorder(request.record_from or request.last_step + 1)
+    world = world or start_world()
+    writes = world.is_first
+    steps = ReplayedSteps(request.last_step, recorder)
+    code = train(folder, prove_nothing, world=world, replayed=steps)
+    if writes:
+        found = [asdict(one) for one in recorder.steps]
+        write_atomically(folder / RECORDED, json.dumps(found) + "\n")
+    return 0 if code == STOPPED else code  # it was asked to stop there
+
+
+def prove_nothing(*arguments: Any) -> str:
+    """Return "": a replay repeats a run whose layout was proven at its own start."""
+    del arguments
+    return ""
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

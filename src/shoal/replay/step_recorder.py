@@ -1,0 +1,153 @@
+"""Record digests of the tensors of a replayed step: weights, outputs of parts, gradients.
+
+Weights and gradients are gathered whole, one tensor at a time, on rank 0, so they are the same on
+every layout but for rounding. Outputs are recorded where the model's own modules are called: each
+rank's in its order, joined to one digest per part. A step's gradients are gathered after the
+update, when they are the clipped mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.parallel.build.full_state import iterate_gradients, iterate_weights
+from shoal.parallel.compare_weights import tensor_digest
+from shoal.replay.step_marks import (
+    AFTER,
+    BEFORE,
+    FORWARD,
+    GRADIENTS,
+    Marks,
+    StepMarks,
+    TensorMark,
+)
+from shoal.trainer._torch import pytree
+from shoal.trainer.run import Run
+from shoal.trainer.step.optimizer_step import StepResult
+
+DIGITS = 16
+"""Hex digits of a digest: by chance two of a million tensors agree once in 10⁷ records."""
+
+
+class StepRecorder:
+    """Recorder of the tensors of some steps of a run (collective: every rank makes one).
+
+    Args:
+        first_step: tensors of steps before it are not recorded.
+    """
+
+    def __init__(self, first_step: int) -> None:
+        self.first_step = first_step
+        self.steps: list[StepMarks] = []
+        self._weights: Marks | None = None
+        self._outputs: OutputDigests | None = None
+
+    def begin(self, run: Run) -> None:
+        """Prepare the first step, before it; weights are gathered if it is to be recorded."""
+        self._prepare(run, run.step_count + 1)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Record a step that was just taken, and prepare the next one."""
+        if result.step >= self.first_step:
+            outputs = self._outputs.collect_marks(run) if self._outputs is not None else {}
+            gradients: Marks = {}
+            each, used = iterate_gradients(run.program)
+            for name, tensor in each:  # all ranks go through all of them
+                if name in used and not result.skipped:
+                    gradients[name] = mark_tensor(tensor)
+            before, after = self._weights or {}, mark_tensors(iterate_weights(run.program))
+            marks = {BEFORE: before, FORWARD: outputs, GRADIENTS: gradients, AFTER: after}
+            self.steps.append(StepMarks(result.step, marks))
+            self._weights = after
+        self._prepare(run, result.step + 1)
+
+    def _prepare(self, run: Run, step: int) -> None:
+        if step < self.first_step:
+            return
+        if self._weights is None:
+            self._weights = mark_tensors(iterate_weights(run.program))
+        if self._outputs is None:
+            self._outputs = OutputDigests(run.model)
+
+
+class OutputDigests:
+    """Digests of the outputs of a model's parts: its children, and members of its lists of layers.
+
+    Args:
+        model: the module as this rank calls it; parts that a layout replaces are not called, and
+            have no digest.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: dict[str, Any] = {}
+        self.sums: dict[str, list[float]] = {}  # squares, elements
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, part in list_parts(model):
+            part.register_forward_hook(self._make_hook(name))
+
+    def _make_hook(self, name: str) -> Any:
+        def add(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            del inputs
+            if not module.training or not torch.is_grad_enabled():
+                return
+            for tensor in pytree.tree_leaves(outputs):
+                if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                    seen = self.calls.setdefault(name, hashlib.sha256())
+                    seen.update(tensor_digest(tensor).encode())
+                    sums = self.sums.setdefault(name, [0.0, 0])
+                    sums[:] = sums[0] + _square(tensor), sums[1] + tensor.numel()
+                    self.shapes.setdefault(name, tuple(tensor.shape))
+
+        return add
+
+    def collect_marks(self, run: Run) -> Marks:
+        """Return the marks of all outputs since the last call, joined over ranks (collective)."""
+        mine = {
+            name: [seen.hexdigest(), *self.sums[name], list(self.shapes[name])]
+            for name, seen in self.calls.items()
+        }
+        self.calls, self.sums, self.shapes = {}, {}, {}
+        ranks = run.world.gather_json(mine)
+        found: Marks = {}
+        for name in dict.fromkeys(name for rank in ranks for name in rank):
+            held = [rank[name] for rank in ranks if name in rank]
+            joined = hashlib.sha256("".join(one[0] for one in held).encode()).hexdigest()
+            norm = sum(one[1] for one in held) ** 0.5
+            count = sum(int(one[2]) for one in held)
+            found[name] = TensorMark(tuple(held[0][3]), joined[:DIGITS], norm, count)
+        return found
+
+
+def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return the parts whose outputs are recorded: children, or the layers in lists of layers.
+
+    >>> layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    >>> [name for name, _ in list_parts(nn.ModuleDict({"embed": nn.Embedding(4, 2), "h": layers}))]
+    ['embed', 'h.0', 'h.1']
+    """
+    for name, child in model.named_children():
+        has_lists = any(isinstance(one, nn.ModuleList) for one in child.modules())
+        if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict) or has_lists:
+            yield from ((f"{name}.{inner}", part) for inner, part in list_parts(child))
+        else:
+            yield name, child
+
+
+def mark_tensor(tensor: torch.Tensor) -> TensorMark:
+    """Return a tensor's shape, digest and norm."""
+    digest = tensor_digest(tensor)[:DIGITS]
+    return TensorMark(tuple(tensor.shape), digest, _square(tensor) ** 0.5, tensor.numel())
+
+
+def mark_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Marks:
+    """Return the marks of named tensors, in their order."""
+    return {name: mark_tensor(tensor) for name, tensor in named}
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.sum(tensor.detach().double() ** 2))

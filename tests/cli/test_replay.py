@@ -1,0 +1,198 @@
+"""`shoal replay`: a step repeats to the bit, and two runs part at the planted step and tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli import replay, start
+from shoal.cli.main import app
+from shoal.cli.workers.replay_worker import repeat_steps
+from shoal.fabric import start_world
+from shoal.trainer import main_job
+
+MODEL = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
+        self.drop = torch.nn.Dropout(0.2)
+        self.head = torch.nn.Linear(8, 3)
+        self.scale, self.calls = scale, 0
+    def forward(self, x):
+        for at, layer in enumerate(self.layers):
+            x = torch.relu(layer(x)) * (self.scale if at == 1 else 1.0)
+        return self.head(self.drop(x))
+def build(scale=1.0):
+    return Net(scale)
+def rows(seed=0, bad=None):
+    keys = torch.Generator().manual_seed(seed)
+    found = [(torch.randn(8, generator=keys), torch.tensor(n % 3)) for n in range(48)]
+    return found
+def other_rows():
+    found = rows()
+    found[30] = (found[30][0] * 50, found[30][1])
+    return found
+"""
+WORDS = ("model.build=replay_net:build", "data.source=replay_net:rows", "train.steps=9",
+         "train.batch=8", "train.micro_batch=4", "data.validation=0.2", "checkpoint.every=3",
+         "train.validate_every=2", "checkpoint.keep=9", "train.prove=off", "train.guards=off")  # fmt: skip
+
+
+def train(name: str, *words: str, resume: str = "") -> Path:
+    """Train a run in this process; return its folder."""
+    settings = [*words] if resume else [*WORDS, f"run.name={name}", *words]
+    prepared = start.prepare_run(settings, Path(resume) if resume else None, 1, force=True)
+    prepared.folder.mkdir(parents=True, exist_ok=True)
+    start.write_run_folder(prepared)
+    assert main_job.train(prepared.folder, lambda *_: "", world=start_world({})) == 0
+    return prepared.folder
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder with a run of nine steps; replays train in this process."""
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "replay_net.py").write_text(MODEL)
+    patch = pytest.MonkeyPatch()
+    patch.chdir(folder)
+    patch.syspath_prepend(str(folder))
+    patch.setattr(main_job, "measure_machine", lambda *_: None)
+    save = main_job.Run.save
+    patch.setattr(main_job.Run, "save", lambda run, **more: save(run, **{**more, "wait": True}))
+    patch.setattr(replay, "_train", lambda prepared, **_: in_process(prepared.folder))
+    train("a")
+    yield folder
+    patch.undo()
+    sys.modules.pop("replay_net", None)
+
+
+def in_process(folder: Path) -> None:
+    assert repeat_steps(folder, start_world({})) == 0
+
+
+def ask(*words: str, code: int = 0) -> str:
+    """What `shoal replay` prints."""
+    done = CliRunner().invoke(app, ["replay", *words])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.usefixtures("here")
+def test_every_step_repeats_to_the_bit_and_nothing_is_written() -> None:
+    """With dropout, validations on the way, from checkpoints and from the start."""
+    before = listing(Path("runs"))
+    for step, began in ((2, 0), (4, 3), (6, 3), (9, 6)):
+        found = json.loads(ask("a", "--step", str(step), "--json"))
+        assert found["repeats"], found
+        assert (found["from_step"], found["compared_steps"]) == (began, step - began)
+        assert found["same_layout"]
+    assert listing(Path("runs")) == before, "the run is only read, and no folder stays"
+    text = ask("runs/a", "--step", "5", "--statistics")
+    assert "from its checkpoint of step 3: 2 steps, single on 1 process" in text
+    assert text.count("same bits") == 2
+    assert "repeated: 2 steps with the run's bits" in text
+    assert re.search(r"\d +\S+ +layers\.2\.weight \[8×8\]", text), text
+    assert re.search(r"\d +layers\.0 \[4×8\]", text), "rms of its outputs"
+
+
+@pytest.mark.usefixtures("here")
+def test_another_format_agrees_to_rounding_and_a_changed_setting_is_named() -> None:
+    found = json.loads(ask("a", "--step", "4", "--precision", "fp64", "--json"))
+    assert found["repeats"]
+    assert (found["compute"], found["from_step"]) == ("fp64", 0), "checkpoints are fp32"
+    assert not found["same_layout"]
+    text = ask("a", "--step", "4", "optimizer.lr=0.5", code=3)
+    assert "different from step 4: lr" in text, text
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("words", "step", "kind", "tensor", "key"),
+    [
+        (["train.seed=1"], 1, "weights before", "layers.0.weight", "train.seed: 0 → 1"),
+        (["optimizer.betas=0.9,0.999"], 1, "weights after", "layers.0.weight", "optimizer.betas"),
+        (["model.scale=1.01"], 1, "forward", "layers.2", "model.scale"),
+        (["data.source=replay_net:other_rows"], 4, "forward", "layers.0", "data.source"),
+    ],
+    ids=["seed", "betas", "code of a layer", "a bad sample"],
+)
+def test_two_runs_part_at_the_planted_step_and_tensor(
+    words: list[str], step: int, kind: str, tensor: str, key: str
+) -> None:
+    name = re.sub(r"\W", "-", words[0])
+    other = train(name, *words)
+    record = json.loads(ask("a", "--against", str(other), "--json", code=3))
+    assert record["reproduced"]
+    found = record["tensor"]
+    if key == "data.source":
+        step = found["step"]  # where the order of the samples brings the bad one
+        assert record["number"]["step"] == step
+        assert step > 1, "nothing parts before it"
+    assert (found["step"], found["kind"], found["name"]) == (step, kind, tensor), record
+    assert any(key in one for one in record["differing_keys"]), record
+
+
+@pytest.mark.usefixtures("here")
+def test_a_record_is_compared_later_and_equal_runs_are_equal(tmp_path: Path) -> None:
+    file = tmp_path / "step-5.json"
+    ask("a", "--step", "5", "--record", str(file))
+    assert "equal: 2 steps" in ask("a", "--against", str(file))
+    found = json.loads(file.read_text())
+    marks = found["steps"]["5"]["marks"]["gradients"]
+    marks["layers.1.weight"]["digest"] = "0" * 16
+    file.write_text(json.dumps(found))
+    text = ask("a", "--against", str(file), code=3)
+    assert "first different tensor: step 5, gradients, layers.1.weight (1 of 8 differ)" in text
+    assert "outputs are equal and this gradient is not" in text
+    train("twin")
+    assert "equal: 9 steps of runs/a and twin" in ask("a", "--against", "twin")
+    file.write_text("{}")
+    done = CliRunner().invoke(app, ["replay", "a", "--against", str(file)])
+    assert "is no record of steps; try: shoal replay RUN" in str(done.exception)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", "3"], "replay: no run is named; try: shoal replay runs/NAME --step N"),
+        (["a", "--step", "12"], "--step 12: runs/a has steps 1 to 9; try: --step 9"),
+        (["a"], "--step 0: runs/a has steps 1 to 9; try: --step 1"),
+        (["runs/none", "--step", "1"], "does not exist"),
+        (["a", "--step", "3", "--layout", "fdsp"], "--layout = fdsp"),
+        (["a", "--step", "3", "layout.tp=3"], "tp"),
+    ],
+    ids=["no run", "late step", "no step", "no folder", "layout", "degree"],
+)
+def test_what_a_user_gets_wrong_is_one_line(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["replay", *words])
+    told = done.output + str(done.exception)
+    assert done.exit_code
+    assert said in told, told
+
+
+def test_islands_servers_and_own_loops_are_refused_by_name(tmp_path: Path) -> None:
+    for key, said in (
+        ('[islands]\ncount = 2\nmethod = "diloco"\n', "is a run of islands"),
+        ('[layout]\nstrategy = "parameter-server"\nupdates = "asynchronous"\n', "layout.updates"),
+    ):
+        (tmp_path / "run.toml").write_text(key)
+        done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "1"])
+        assert said in str(done.exception), (done.output, done.exception)
+    (tmp_path / "run.toml").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"loss":1.0}\n')
+    (tmp_path / "plan.json").write_text("{}")
+    done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "1"])
+    assert "a script of your own made it" in str(done.exception), done.exception
