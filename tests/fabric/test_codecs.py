@@ -264,3 +264,21 @@ def test_places_come_back_exactly(dtype: torch.dtype) -> None:
     assert float(values.abs().min()) >= float(numbers.abs().sort().values[-7])
     numbers[3] = math.nan
     assert top_k_indices(numbers, 1).tolist() == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_codes_of_one_public_scale_add_up_as_integers(dtype: torch.dtype) -> None:
+    """Messages of three members: the sum of their codes, decoded once, is the sum of all."""
+    codec, scale, count = Int8Codec(dtype, 8, scale=0.25), 0.25, 21
+    messages = [torch.randn(count, dtype=dtype) for _ in range(3)]
+    packed = []
+    for one in messages:
+        out = torch.empty(codec.size_bytes(count), dtype=torch.uint8)
+        codec.encode(one, out)
+        packed.append(codec._fields(out, count)[1].view(torch.int8).to(torch.int32))
+    summed = sum(packed).to(dtype) * scale  # type: ignore[union-attr]
+    assert torch.equal(summed, sum(through(codec, one) for one in messages))
+    assert float((summed - sum(messages)).abs().max()) <= 3 * scale / 2 * 1.0001
+    wild = through(codec, torch.tensor([1e4, -1e4, 0.0] + 8 * [torch.inf], dtype=dtype))
+    assert wild[:2].isnan().all()
+    assert through(codec, torch.tensor([1e4, -1e4], dtype=dtype)).tolist() == [31.75, -31.75]

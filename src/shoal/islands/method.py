@@ -15,7 +15,7 @@ Source: Douillard et al. 2023 (DiLoCo), algorithm 1; McMahan et al. 2017 (weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -42,6 +42,8 @@ class MergeMethod:
         common_past: the partners have always merged together, so their records of past rounds (the
             norms for admission) are equal.
         control: state of the owner that trains now, which never leaves it, by parameter name.
+        before_send: function that gets each owner's message before it is encoded, and returns the
+            message that leaves: the place for clipping, noise or masks. None: it leaves as it is.
 
     Raises:
         ConfigError: torch lacks the outer optimizer, or it refuses its numbers.
@@ -57,6 +59,7 @@ class MergeMethod:
     def __init__(self, policy: IslandsPolicy) -> None:
         self.policy = policy
         self.control: dict[str, Tensor] = {}
+        self.before_send: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
         self._build = self.optimizer_builder()
 
     def optimizer_builder(self) -> Build:

@@ -14,6 +14,7 @@ from netns import Forbidden, Net, skip
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
 from shoal.trainer.islands import owner_states
+from shoal.trainer.islands.owner_rounds import OwnerRounds
 from worlds import Failed, Islands
 
 LENGTHS = [9, 4, 0, 17, 6]
@@ -119,6 +120,27 @@ def test_a_kill_in_the_middle_of_a_round_changes_no_bit(
             assert told["weights"] == whole["weights"][told["began"] :]
             assert told["positions"] == whole["positions"]
         assert again[0][0]["kept"] == whole["kept"]
+
+
+def test_a_hook_gets_each_change_before_it_leaves(monkeypatch) -> None:
+    """It returns the change that is merged: without any change the weights stay."""
+    seen: list[list[str]] = []
+    start = OwnerRounds.__init__
+
+    def drop(message: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        seen.append(sorted(message))
+        return {name: 0 * tensor for name, tensor in message.items()}
+
+    def hooked(self: OwnerRounds, *given: Any, **named: Any) -> None:
+        start(self, *given, **named)
+        self.joined.method.before_send = drop
+
+    monkeypatch.setattr(OwnerRounds, "__init__", hooked)
+    asked = {"lengths": [4, 4, 4], "period": 1, "rounds": 2}
+    told = owners_case.train(owners_case.single(), 0, 1, "", **asked)
+    assert told["weights"][0] == told["weights"][1]
+    assert len(seen) == 6
+    assert seen[0] == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
 def test_a_wrong_owner_is_refused_and_repeats_its_samples(islands) -> None:

@@ -256,6 +256,8 @@ class OwnerRounds(IslandRounds):
         local = {name: tensor for name, (tensor, _) in weights.items()}
         names = [name for name in self.joined.fragments[0] if name in local]
         message = method.message(common.outer, names, local)
+        if method.before_send is not None:
+            message = method.before_send(message)
         self.states.store(owner)
         proposal = MergeProposal(
             tokens, used, self.steps_per_s, run.stopping, self.schedule.held[owner]
