@@ -50,7 +50,11 @@ PARTS: dict[str, tuple[str, ...]] = {
         "python tests/proof/comparison_pages.py",
         "python tests/proof/proof_pages.py report",
     ),
-    "watch": ("python tests/proof/watch_cost.py",),
+    "traceml": (
+        "python tests/proof/beside_traceml.py",
+        "python tests/proof/proof_pages.py verdict",
+    ),
+    "watch": ("python tests/proof/watch_cost.py", "python tests/proof/watch_layouts.py"),
     "learn": (
         "python -m pytest tests/test_learn_pages.py -m proof",
         "python tests/proof/learn_site.py --build",
@@ -58,6 +62,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sinks": ("heavy -m pytest tests/trainer/test_sinks.py -m proof --part sinks",),
     "share": ("python -m pytest tests -m proof --part share",),
     "scripts": ("python -m pytest tests -m proof --part scripts",),
+    "branches": ("python tests/proof/branches.py",),
+    "replays": ("python tests/proof/replays.py",),
     "faults": ("python tests/proof/faults.py", "python -m pytest tests -m proof --part faults"),
     "diagnosed": ("python tests/proof/diagnosed.py --seed 35",),
     "poison": (f"python tests/proof/poison.py --out {PROOFS}/poison.json",),
