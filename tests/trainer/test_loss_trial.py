@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.trainer.guards.first_step_checks import list_foreign_leaves
-from shoal.trainer.guards.loss_trial import copy_loss, try_loss
+from shoal.trainer.guards.loss_trial import TrialRows, copy_loss, try_loss
 from shoal.trainer.guards.reports.first_step_report import foreign_line, trial_line
 
 B, C, T = 7, 5, 4
@@ -333,3 +333,31 @@ def test_a_temperature_beside_the_model_is_named() -> None:
     assert "it depends on 1 tensor of shape []" in foreign_line([leaf])
     penalty = outputs.sum() + MODEL.weight.square().sum()
     assert list_foreign_leaves((penalty, 3), outputs, program) == []
+
+
+def test_micro_batches_of_one_sample_are_joined() -> None:
+    rows = TrialRows()
+    for place in range(B):
+        rows.add(OUT[place : place + 1], (Y[place : place + 1], MASK[place : place + 1]))
+    joined = rows.join()
+    assert joined is not None
+    assert torch.equal(joined[0], OUT)
+    found = try_loss(shoal.mean_of_samples(masked_mean), *joined, MODEL)
+    assert found is not None
+    assert TOGETHER in trial_line(found)
+
+
+def test_micro_batches_of_other_shapes_are_not_joined() -> None:
+    rows = TrialRows()
+    rows.add(OUT[:2], Y[:2])
+    rows.add(OUT[:2, :3], Y[:2, :3])
+    joined = rows.join()
+    assert joined is not None
+    assert torch.equal(joined[0], OUT[:2])
+    loss, outputs, targets = RIGHT["ctc, time first"]
+    rows = TrialRows()
+    rows.add(outputs, targets)
+    rows.add(outputs, targets)
+    alone = rows.join()
+    assert alone is not None
+    assert try_loss(loss, *alone, MODEL) is None

@@ -374,26 +374,6 @@ def hooked(world: World, layout: str, hook: Callable[[list[nn.Parameter]], Any])
 HOOK = "ConfigError: step 1: a step hook of the optimizer (register_step_pre_hook)"
 
 
-@fault(
-    f"{HOOK} calls clip_grad_norm_, and under ",
-    layouts=("zero1", "fsdp", "tp"),
-    proof=("zero2", "pp"),
-)
-def hook_that_clips(world: World, layout: str) -> None:
-    hooked(world, layout, lambda held: nn.utils.clip_grad_norm_(held, 0.01))
-
-
-@fault(f"{HOOK} calls clip_grad_norm_, and under ", proof=("zero1", "fsdp", "pp"))
-def hook_that_clips_the_model(world: World, layout: str) -> None:
-    """Through the model's own parameters, which have no gradient under zero1."""
-    model = net()
-    optimizer = sgd(model.parameters())
-    optimizer.register_step_pre_hook(
-        lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01) and None
-    )
-    begin(world, layout, model, optimizer).step(part(world, layout))
-
-
 def own_norm(held: list[nn.Parameter]) -> None:
     gradients = [p.grad for p in held if p.grad is not None]
     norm = torch.stack([g.norm() for g in gradients]).norm()
@@ -410,8 +390,9 @@ def hook_with_a_norm_of_its_own(world: World, layout: str) -> None:
     hooked(world, layout, own_norm)
 
 
-@fault(SILENT, layouts=("ddp",))
+@fault(SILENT, layouts=("zero1", "fsdp", "tp"), proof=("ddp", "zero2", "pp"))
 def hook_that_clips_whole_gradients(world: World, layout: str) -> float:
+    """Under tp and pp by the norm of all parts, of the stepped tensors under zero."""
     run = hooked(world, layout, lambda held: nn.utils.clip_grad_norm_(held, 0.01))
     model = net()
     squares(model(whole(world)[0]), whole(world)[1]).mean().backward()

@@ -679,7 +679,7 @@ run = shoal.parallelize(m, sgd(m), guards="off")
 for s in range(5):
     for micro in run.micro_batches(share(s)):
         run.backward(((run.model(micro.inputs) - micro.targets) ** 2).sum(), len(micro.targets))
-    torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
     run.update()
 """
 )

@@ -43,7 +43,7 @@ def rate_of_all_groups_set_by_hand(script: Script) -> None:
 @habit("optimizer", sums=False)
 def second_rate_set_on_rank_0_alone(script: Script) -> None:
     def set_rate(run: Any, step: int) -> None:
-        if script.rank == 0 and not script.plain:
+        if script.rank == 0 and not (script.plain or script.layout == "single"):
             run.optimizer.param_groups[1]["lr"] = 0.5
 
     steps(script, set_rate, optimizer=by_groups)

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from habits.habit_table import LAYOUTS, table
+import pytest
+
+from habits.habit_table import LAYOUTS, outcome, table
+from proof_rows import chosen
 
 FEW = 60
 

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,13 +44,10 @@ from shoal.trainer.step.call_contract import (
 from shoal.trainer.step.optimizer_step import NO_GRADIENT
 
 if TYPE_CHECKING:
-    from shoal.trainer.guards.loss_trial import TrialFinding
+    from shoal.trainer.guards.loss_trial import TrialFinding, TrialRows
 
 FEWEST = 8
 """Targets that must all equal their inputs before a notice is printed."""
-
-TRIES = 3
-"""Micro-batches on which a loss is tried: a few rows of one may happen to be alike."""
 
 DRAWS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -85,7 +82,7 @@ class FirstStepLoss:
         self.micro_batches = program.data.size * len(batches)
         self.looked, self.together = coupled, 0
         untried = coupled or is_default(loss) or program.plan.layout.threads > 1
-        self.tries = 0 if untried else TRIES
+        self.tries, self.trial_rows = not untried, cast("TrialRows | None", None)
         self.trial: TrialFinding | None = None
         self.own_loss: Any = None
         self.foreign: Sequence[torch.Tensor] | None = None
@@ -98,7 +95,7 @@ class FirstStepLoss:
         """
         find_loss = getattr(self.loss, "find_loss", None)
         if find_loss is not None and find_loss(outputs, targets) is not None:
-            self.own_loss, self.copied, self.looked, self.tries = self.loss, False, True, 0
+            self.own_loss, self.copied, self.looked, self.tries = self.loss, False, True, False
         elif is_default(self.loss) and not isinstance(targets, torch.Tensor):
             reports.first_step_report.refuse_targets(targets)
         if is_default(self.loss) and not (self.own_loss or isinstance(outputs, torch.Tensor)):
@@ -123,11 +120,11 @@ class FirstStepLoss:
             self._watch_outputs(outputs, targets)
         if self.foreign is None:
             self.foreign = list_foreign_leaves(plain, outputs, self.program)
-        if self.tries and self.trial is None and not self.asked:
-            from shoal.trainer.guards.loss_trial import try_loss
+        if self.tries:
+            from shoal.trainer.guards.loss_trial import TrialRows
 
-            self.tries -= 1
-            self.trial = try_loss(self.loss, outputs, targets, self.module)
+            self.trial_rows = self.trial_rows or TrialRows()
+            self.trial_rows.add(outputs, targets)
         return result
 
     def print_notices(self, notice: Callable[[str], None]) -> None:
@@ -140,6 +137,11 @@ class FirstStepLoss:
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
+        joined = self.trial_rows.join() if self.trial_rows and not self.asked else None
+        if joined is not None:
+            from shoal.trainer.guards.loss_trial import try_loss
+
+            self.trial = try_loss(self.loss, *joined, self.module)
         found = self.dropped or self.asked or self.together or self.compared or self.other_kernels
         if found or self.trial is not None or self.foreign or self.own_loss:
             reports.first_step_report.print_findings(self, notice)

@@ -3,13 +3,13 @@
     (sum, count) of all rows = (sum, count) of the first k rows + (sum, count) of the others
     (sum, count) of no rows  = (0, 0)
 
-Cuts at unequal places show a mean that is not the loss's last operation, a sum that was wrapped
-as a mean, a count that is clamped or fixed, and a loss that couples samples: by a mean over a mask,
-by a weight or a norm of the batch, by negatives. The trial is made on a few rows of detached
-outputs, on a copy of the loss, and restores the random generators. It makes nine calls, once in a
-run. A loss that draws random numbers, keeps a state between calls, or gets outputs without a
-dimension of samples is not tried. Losses that call collectives are not tried either, since ranks
-would have to try together.
+Cuts at unequal places show a mean that is not the loss's last operation, a sum that was wrapped as
+a mean, a count that is clamped or fixed, and a loss that couples samples: by a mean over a mask, by
+a weight or a norm of the batch, by negatives. The trial is made once in a run, on a few rows of the
+first micro-batches, of detached outputs. It makes nine calls of a copy of the loss, and restores
+the random generators. A loss that draws random numbers, keeps a state between calls, or gets
+outputs without a dimension of samples is not tried. Losses that call collectives are not tried
+either, since ranks would have to try together.
 """
 
 from __future__ import annotations
@@ -60,6 +60,64 @@ class TrialFinding:
 
 Sums = tuple[float, float]
 """(sum, count) of a call."""
+
+
+class TrialRows:
+    """Rows of the first micro-batches of a step, joined for the trial of a loss.
+
+    A micro-batch may hold one sample, which cannot be cut. Rows are clones of detached outputs, so
+    that they keep no other memory.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[Any, Any]] = []
+        self.rows = 0
+
+    def add(self, outputs: Any, targets: Any) -> None:
+        """Keep some rows of a micro-batch, until there are enough.
+
+        Args:
+            outputs: of the model.
+            targets: of the micro-batch.
+        """
+        try:
+            samples = batch_length(targets) if self.rows < ROWS else 0
+        except ShoalError:
+            return
+        if not samples:
+            return
+        per_row = max(1, sum(leaf.numel() for leaf in _tensors(outputs)) // samples)
+        few = min(samples, ROWS - self.rows, max(2, ELEMENTS // per_row))
+        piece = _cut_first(outputs, targets, samples, slice(0, few))
+        if few * per_row > 8 * ELEMENTS:
+            return
+        if piece is None and not self.pieces and samples * per_row <= ELEMENTS:
+            piece, few = (outputs, targets), ROWS  # another dimension: this micro-batch alone
+        if piece is not None:
+            clone = functools.partial(pytree.tree_map_only, torch.Tensor, _clone)
+            self.pieces.append((clone(piece[0]), clone(piece[1])))
+            self.rows += few
+
+    def join(self) -> tuple[Any, Any] | None:
+        """Return (outputs, targets) of all rows, or of the first micro-batch if shapes differ."""
+        if len(self.pieces) < 2:
+            return self.pieces[0] if self.pieces else None
+        columns = [pytree.tree_flatten(piece) for piece in self.pieces]
+        joined = []
+        for leaves in zip(*(column for column, _ in columns), strict=False):
+            shapes = {
+                tuple(leaf.shape[1:]) if isinstance(leaf, torch.Tensor) and leaf.ndim else None
+                for leaf in leaves
+            }
+            if len(shapes) > 1 or None in shapes:
+                return self.pieces[0]
+            joined.append(torch.cat(leaves))
+        same = len({len(column) for column, _ in columns}) == 1
+        return pytree.tree_unflatten(joined, columns[0][1]) if same else self.pieces[0]
+
+
+def _clone(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach().clone()
 
 
 def try_loss(loss: Loss, outputs: Any, targets: Any, module: nn.Module) -> TrialFinding | None:
