@@ -75,8 +75,45 @@ def verdict_page() -> str:
             "",
             "Each trial with its sizes and seconds: [verdicts.json](../../proof/results/verdicts.json).",
             "",
+            *traceml_section(),
         ]
     )
+
+
+def traceml_section() -> list[str]:
+    """Return the verdicts of TraceML beside ours, as lines; none before they were taken."""
+    if not (RESULTS / "traceml.json").exists():
+        return []
+    record = read("traceml.json")
+    free_ms = record["rows"]["nothing"]["shoal"]["step_s"] * 1e3
+    rows = []
+    for name, row in record["rows"].items():
+        without_s = row["shoal"]["without_s"]
+        foretold = (
+            f"{without_s * 1e3:.0f} → {free_ms:.0f}" if without_s and name != "nothing" else "–"
+        )
+        ours = row["shoal"]["told"].partition("; without it")[0]
+        theirs = row["traceml"]["told"].removeprefix("Verdict: ").partition(" Next: ")[0]
+        rows.append(f"| {name} | {cell(ours)} | {foretold} | {cell(theirs)} |")
+    return [
+        "## Beside TraceML",
+        "",
+        "    make proof PART=traceml",
+        "",
+        f"[TraceML](https://pypi.org/project/traceml-ai/) {record['traceml']} watches a loop in plain PyTorch: two ranks, "
+        "DistributedDataParallel.",
+        "Shoal trains the same model on the same samples with `shoal.parallelize`. Both get the same sleeps.",
+        "The step measured is that of Shoal's run without a cost.",
+        "",
+        f"{date_of('traceml.json')}, seed {record['seed']}, {machine_text(record)}, source {record['source']}.",
+        "",
+        "| planted | Shoal | step without it: foretold → measured, ms | TraceML |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "TraceML names no step without the cost. Its summaries: [traceml.json](../../proof/results/traceml.json).",
+        "",
+    ]
 
 
 def report_page() -> str:
