@@ -238,6 +238,8 @@ def translate_frame(page: str) -> str:
 class ChineseSearch(SearchChinese):
     """Search of the Chinese site: jieba cuts pages into words, the browser cuts questions likewise."""
 
+    # Sphinx names the stemmer by the language, and its file for Chinese has the English one.
+    language_name = "English"
     js_splitter_code = (Path(__file__).with_name("static") / "split_query.js").read_text("utf-8")
 
 
