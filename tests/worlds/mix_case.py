@@ -23,6 +23,9 @@ VOCABULARY, SEQUENCE, MICRO_BATCH = 31, 8, 2
 ROWS = (4, 3)
 """Of the batches of two steps: full micro-batches, then a short one, whose graph is made late."""
 
+ONLY = ("precision", "residual", "clip", "loss_scale")
+"""What decides numbers in one process too."""
+
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "hidden": 48}
 MORE = {"moe": {"experts": 4, "kv_heads": 2}, "llama": {"kv_heads": 2}, "gpt": {}}
 
@@ -64,11 +67,26 @@ class Own(nn.Module):
 
 
 def model_of(name: str, dropout: float, layers: int) -> nn.Module:
-    """A small one by name."""
+    """A small one by name, perhaps with a word on its weights: untied, frozen, lora."""
+    name, _, how = name.partition(" ")
     if name == "own":
         return Own(dropout)
     sizes = {**SIZES, **MORE[name], "dropout": dropout, "layers": layers}
-    return build(name, sizes, vocabulary=VOCABULARY, sequence=SEQUENCE)
+    sizes |= {"tied": False} if how == "untied" else {}
+    made = build(name, sizes, vocabulary=VOCABULARY, sequence=SEQUENCE)
+    if how == "frozen":
+        made.embedding.requires_grad_(False)
+        made.blocks[0].requires_grad_(False)
+        made.blocks[1].mlp_norm.requires_grad_(False)
+    if how == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        layers_of_blocks = ["q", "k", "v", "o", "gate", "up", "down"]
+        made = get_peft_model(
+            made,
+            LoraConfig(r=4, lora_alpha=8, target_modules=layers_of_blocks, init_lora_weights=False),
+        )
+    return made
 
 
 def fate(world: World, folder: str, model: str, words: dict[str, Any]) -> dict[str, Any]:
@@ -76,8 +94,10 @@ def fate(world: World, folder: str, model: str, words: dict[str, Any]) -> dict[s
     torch.set_num_threads(1)
     words = dict(words)
     layers = words.pop("layers", SIZES["layers"])
+    micro_batch = words.pop("micro_batch", MICRO_BATCH)
     told = dict(model=model, layers=layers, dropout=words.pop("dropout", 0.0), words=words)
-    only = {k: v for k, v in words.items() if k in ("precision", "clip", "loss_scale")}
+    told["micro_batch"] = micro_batch
+    only = {k: v for k, v in words.items() if k in ONLY}
     # What is done to graphs of a backward pass takes seconds, so only where it is what is asked.
     backend = "aot_eager" if "schedule" in words["layout"] else "eager"
     uncompiled = mock.patch.object(compiling, "_compile", partial(_without_kernels, backend))
@@ -106,6 +126,7 @@ def _steps(
     model: str,
     layers: int,
     dropout: float,
+    micro_batch: int,
     words: dict[str, Any],
     resume: bool = False,
 ) -> list[tuple[float, float]]:
@@ -116,7 +137,7 @@ def _steps(
         lambda: model_of(model, dropout, layers),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         batch=ROWS[0],
-        micro_batch=MICRO_BATCH,
+        micro_batch=micro_batch,
         sample=(batches[0], batches[0]),
         folder=folder,
         world=world,

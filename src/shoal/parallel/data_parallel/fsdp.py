@@ -228,19 +228,23 @@ def _scalars_notice(program: Program) -> list[str]:
 
 
 def _expert_layers(program: Program, names: list[str]) -> list[nn.Module]:
-    """Return the expert layers that ep distributes; a replaced forward calls their experts.
-
-    A block around them has a replaced forward, too, where its residual stream is bf16.
-    """
+    """Return the expert layers that ep distributes; a replaced forward calls their experts."""
     own = {id(program.parameters[name]) for name in names}
-    found = [
+    return [
         part
         for part in program.module.modules()
-        if isinstance(part.__dict__.get("forward"), ReplacedForward)
-        and {id(p) for p in part.parameters() if p.requires_grad} & own
+        if _calls_experts(part) and {id(p) for p in part.parameters() if p.requires_grad} & own
     ]
-    around = {id(part) for part in found for one in found if one in [*part.modules()][1:]}
-    return [part for part in found if id(part) not in around]
+
+
+def _calls_experts(part: nn.Module) -> bool:
+    """Return whether a forward replaces a layer's own, beside that of a bf16 block."""
+    from shoal.trace.isolation.narrow_blocks import NarrowForward  # for this alone
+
+    forward = part.__dict__.get("forward")
+    while isinstance(forward, NarrowForward):
+        forward = forward.replaced
+    return isinstance(forward, ReplacedForward)
 
 
 class _UnitComms:
