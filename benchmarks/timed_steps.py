@@ -23,6 +23,8 @@ from shoal.models.llama import Llama
 BATCHES = 8
 AGREE = {"fp32": 1e-3, "bf16": 1e-2}
 LAST = 10
+LEAST = 20
+"""Pairs before a budget of seconds ends the measurement."""
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     losses = {name: global_losses(program, world) for name, program in programs.items()}
     difference = largest_difference(losses, AGREE[case.precision])
     comparisons = time_pairs(programs, job, data, world)
-    ends = WARM_UP + job["pairs"]
+    ends = WARM_UP + len(comparisons[0]["ours_s"])
     losses = {name: global_losses(program, world) for name, program in programs.items()}
     measured = {
         "case": job["case"],
@@ -110,10 +112,15 @@ def time_pairs(
 ) -> list[dict[str, Any]]:
     """Wall-clock seconds of the slowest rank and CPU seconds of all ranks, per step."""
     pairs, comparisons = job["pairs"], job["comparisons"]
+    until_s = time.monotonic() + job.get("budget_s", float("inf"))
     mine = torch.zeros(pairs, len(comparisons), 2, 2, dtype=torch.float64)
     gc.collect()
     gc.freeze()
     for pair in range(pairs):
+        # Rank 0 decides for all; a slow machine has fewer pairs, and a wider interval.
+        if pair >= LEAST and world.broadcast_json(time.monotonic() > until_s):
+            mine = mine[:pair]
+            break
         for number, sides in enumerate(comparisons):
             for side in (0, 1) if (pair + number) % 2 == 0 else (1, 0):
                 program = programs[sides[side]]
