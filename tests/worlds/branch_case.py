@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 import branch_models
 import shoal
 from guards import Lines, message
 from shoal.fabric import World
 from shoal.parallel import unit_visits
+from shoal.parallel.data_parallel import fsdp
 
 STEPS = 5
 WAYS: dict[str, dict[str, Any]] = {
@@ -108,3 +111,46 @@ def backwards(world: World, layout: Any) -> dict[str, Any]:
             run.step(({"x": x, "task": torch.full((4,), int(step == 2))}, torch.stack(targets)))
 
     return {"error": message(steps), "steps": run.step_count}
+
+
+def collectives(world: World, layout: Any, reverse: bool) -> dict[str, Any]:
+    """A model that skips nothing, with and without visits: gathers and sums of units by step.
+
+    reverse   blocks are registered in another order than they run in
+    """
+    counts = {}
+    for watched in ("with visits", "without"):
+        patched = mock.patch.object(fsdp, "make_unit_visits", return_value=None)
+        with patched if watched == "without" else nullcontext():
+            counts[watched] = _count(world, layout, reverse)
+    return counts
+
+
+class _Chain(nn.Module):
+    """Blocks in a row, which may be registered from the last to the first."""
+
+    def __init__(self, reverse: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(branch_models.Block() for _ in range(3))
+        self.out, self.reverse = nn.Linear(branch_models.WIDE, 3), reverse
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(self.blocks) if self.reverse else self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+def _count(world: World, layout: Any, reverse: bool) -> list[list[int]]:
+    torch.manual_seed(0)
+    run = shoal.parallelize(
+        _Chain(reverse).double(), lambda p: torch.optim.SGD(p, lr=0.02), squares, layout,
+        world=world, precision="fp64", batch=8, micro_batch=2,
+    )  # fmt: skip
+    dataset = [(one["x"], targets) for one, targets in branch_models.samples(32)]
+    counts = []
+    for batch in run.loader(dataset):
+        before = [calls.count for calls in run.program.unit_log.calls]
+        run.step(batch)
+        after = [calls.count for calls in run.program.unit_log.calls]
+        counts.append([now - then for now, then in zip(after, before, strict=True)])
+    return counts

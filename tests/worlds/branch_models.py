@@ -1,4 +1,4 @@
-"""Twelve models of which a micro-batch runs some blocks only, as their own users write them."""
+"""Models of which a micro-batch runs some blocks only, as their own users write them."""
 
 from __future__ import annotations
 
@@ -214,6 +214,27 @@ class TwoTowers(Trunk):
         return self.out(x + self.trunk[0](x))
 
 
+class Wav2Vec2(nn.Module):
+    """The encoder of transformers' Wav2Vec2, which asks whether fsdp shards it before it drops."""
+
+    def __init__(self) -> None:
+        from transformers import Wav2Vec2Config
+        from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Encoder
+
+        super().__init__()
+        config = Wav2Vec2Config(
+            hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=8,
+            layerdrop=0.4, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+            hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        )  # fmt: skip
+        self.frames, self.encoder = nn.Linear(2, 8), Wav2Vec2Encoder(config)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
+        hidden = self.encoder(self.frames(x.unflatten(1, (3, 2)))).last_hidden_state
+        return self.out(hidden.mean(1))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "heads by task": HeadsByTask,
     "layer drop": LayerDrop,
@@ -227,6 +248,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "adapters by task": AdaptersByTask,
     "own checkpoints": OwnCheckpoints,
     "two towers": TwoTowers,
+    "wav2vec2": Wav2Vec2,
 }
 
 

@@ -64,18 +64,6 @@ class UnitCalls:
         self.checksum = self.count = 0
         self.names: list[str] = []
 
-    def add(self, name: str, code: bytes) -> None:
-        """Count a unit's collective that starts now, and add it to checksum and names.
-
-        Args:
-            name: unit and kind of the collective, for messages.
-            code: the same as bytes, for the checksum.
-        """
-        self.count += 1
-        self.checksum = zlib.crc32(code, self.checksum)
-        if len(self.names) < KEPT:
-            self.names.append(name)
-
     def clear(self) -> None:
         """Reset checksum and names, after the ranks have compared them."""
         self.checksum, self.names = 0, []
@@ -104,8 +92,17 @@ class UnitLog:
         raise BugError(f"rank {self.world.rank} is in no group along {axis}")
 
     def log_collective(self, calls: UnitCalls, name: str, code: bytes) -> None:
-        """Log a collective that begins, also in the watch page if there is one."""
-        calls.add(name, code)
+        """Log a unit's collective that begins, also in the watch page if there is one.
+
+        Args:
+            calls: the log of its group.
+            name: unit and kind of the collective, for messages.
+            code: the same as bytes, for the checksum.
+        """
+        calls.count += 1
+        calls.checksum = zlib.crc32(code, calls.checksum)
+        if len(calls.names) < KEPT:
+            calls.names.append(name)
         if (page := self.world.traffic.page) is not None:
             page.record_unit_collective(calls.key, calls.count, code[-UNIT_TEXT:])
 

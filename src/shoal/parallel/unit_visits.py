@@ -313,6 +313,12 @@ def make_unit_visits(program: Program, units: Mapping[str, nn.Module]) -> UnitVi
     shard_group = axis_world(program.world, layout.degrees, ["dp_shard"])
     if not units or program.data.size == 1 or layout.pp > 1 or layout.ep > 1:
         return None
+    for name in units:
+        while name := name.rpartition(".")[0]:
+            # By this mark models of transformers run the layers that LayerDrop drops. On the model
+            # itself it stays: there it lets ranks generate texts of different lengths.
+            around = program.module.get_submodule(name)
+            around.__dict__.pop("_is_fsdp_managed_module", None)
     return UnitVisits(units, program.recorded, program.data, shard_group, layout.strategy)
 
 

@@ -35,3 +35,13 @@ def test_a_block_that_goes_back_is_refused_before_its_gather(worlds) -> None:
             "try: parallelize(sample=…) with a batch that runs both, or layout.strategy=zero2"
         )
         assert answer["steps"] == 2
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_models_that_skip_nothing_send_what_they_sent(worlds, reverse: bool) -> None:
+    """In the order of registration from the first step on; in another one after it is learnt."""
+    for counts in worlds(2).call("branch_case:collectives", layout="fsdp", reverse=reverse):
+        own, wanted = counts["with visits"], counts["without"]
+        assert len(own) == 4
+        assert own[1:] == wanted[1:]
+        assert (own[0] == wanted[0]) is not reverse
