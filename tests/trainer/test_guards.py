@@ -75,7 +75,6 @@ class Idle(Guard):
 
 PASSES = ["enter 1", "sums", "invariants", "leave"]
 """Of `run.step`, whose passes and sum are one call; written-out passes are left before the sum."""
-OWN_PASSES = ["enter 1", "leave", "sums", "invariants"]
 
 
 def test_a_guard_is_called_at_its_places_in_order() -> None:
@@ -93,7 +92,8 @@ def test_a_guard_is_called_at_its_places_in_order() -> None:
     for micro in run.micro_batches(pair(4)):
         run.backward(((run.model(micro.inputs) - micro.targets) ** 2).sum(), 4)
     run.update()
-    assert toy.calls == ["before 3", *OWN_PASSES, "agree 2 [3]", "updating", "updated False"]
+    written = ["before 3", *PASSES, "agree 2 [3]", "between", "updating", "updated False"]
+    assert toy.calls == written
     run.close()
     assert toy.calls[-1] == "close"
 

@@ -16,7 +16,12 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.trainer.guards.first_step_checks import list_foreign_leaves
-from shoal.trainer.guards.loss_trial import TrialRows, copy_loss, try_loss
+from shoal.trainer.guards.loss_trial import (
+    TrialRows,
+    checksum_loss_tensors,
+    copy_loss,
+    try_loss,
+)
 from shoal.trainer.guards.reports.first_step_report import foreign_line, trial_line
 
 B, C, T = 7, 5, 4
@@ -361,3 +366,18 @@ def test_micro_batches_of_other_shapes_are_not_joined() -> None:
     alone = rows.join()
     assert alone is not None
     assert try_loss(loss, *alone, MODEL) is None
+
+
+def test_tensors_of_a_loss_are_listed_and_those_of_the_model_are_not() -> None:
+    weight, scale = WEIGHTS.clone(), 0.5
+
+    def loss(outputs: Tensor, targets: Tensor) -> Any:
+        penalty = MODEL.weight.square().sum()
+        return F.cross_entropy(outputs, targets, weight) * scale + penalty, len(targets)
+
+    first = checksum_loss_tensors(loss, MODEL)
+    assert list(first) == ["weight [5]"]
+    weight[0] += 1
+    assert checksum_loss_tensors(loss, MODEL) != first
+    assert list(checksum_loss_tensors(Smooth(), MODEL)) == ["weight [5]"]
+    assert checksum_loss_tensors(nn.MSELoss(), MODEL) == {}

@@ -79,6 +79,7 @@ from shoal.trainer.step.call_contract import (
     Loss,
     Metric,
     default_loss,
+    is_default,
     unwrap_model,
 )
 from shoal.wire.phases import phase
@@ -290,6 +291,10 @@ def start_run(
     _refuse_untrainable(module, parameters, world)
     bound = check_user_optimizer(optimizer, module, parameters)
     _check_equal_arguments(world, {**describe_optimizer(bound), "loss": _describe_function(loss)})
+    if world.size > 1 and not is_default(loss) and plan.guards == "on":
+        from shoal.trainer.guards.loss_trial import unlike_loss_lines
+
+        notices += unlike_loss_lines(world, loss, module)
     unheld = _list_unheld_weights(module, parameters, bound)
     plan = _fill_batch_size(plan, parameters)
     share = None

@@ -35,6 +35,11 @@ CELLS = [
     ("one_dict_whose_keys_are_parameters_of_forward", "ddp", "right", ""),
     ("a_model_of_transformers_with_labels", "ddp", "right", ""),
     ("written_out_passes", "zero2", "right", ""),
+    ("optimizer_made_anew_in_a_local_name", "ddp", "named", "SGD: made over weights of a run"),
+    ("class_weights_that_differ_by_rank", "ddp", "named", "loss: weight [3] that it uses is anoth"),
+    ("rows_of_a_split_weight_normalised", "tp", "named", "each rank has a part of it"),
+    ("layers_tied_after_the_start", "fsdp", "named", "was replaced since shoal.parallelize"),
+    ("optimizer_rebuilt_in_the_middle", "zero2", "named", "run.optimizer was set to another"),
     ("clip_by_the_largest_element", "zero2", "right", ""),
     ("clip_by_value_in_written_out_passes", "fsdp", "right", ""),
     ("clip_between_forward_backward_and_update", "tp", "right", ""),
@@ -43,7 +48,7 @@ CELLS = [
     ("a_model_of_transformers_with_labels", "tp", "right", ""),
     ("a_model_of_transformers_with_labels", "pp", "right", ""),
 ]
-SHORT = [cell[:2] for cell in CELLS[:12]]
+SHORT = [cell[:2] for cell in CELLS[:14]]
 
 
 @pytest.mark.parametrize(("name", "layout", "verdict", "part"), chosen(CELLS, SHORT))

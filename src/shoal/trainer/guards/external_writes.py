@@ -8,6 +8,7 @@ steps costs microseconds. The step's one all-reduce compares written tensors ove
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # steps that nobody writes out do without
     from shoal.trainer.guards.gradient_halves import HalfStepGradients
 
 Holders = dict[str, tuple[int, int]]
-"""Name of a parameter → ids of its layer and of itself; the latter is 0 where passes replace it."""
+"""Name of a parameter → ids of its layer and of itself; its number where passes replace it."""
 
 Counters = dict[int, tuple[int, int, torch.dtype]]
 """By id of a tensor: its write counter, its address, its dtype."""
@@ -104,6 +105,8 @@ class ExternalWriteGuard(Guard):
         self._training = self._count_trainable()
         self._held = self._parameter_owners()
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self._parts_written = self._other_made = False
+        watch_new_optimizers()
         _all.add(self)
 
     @property
@@ -136,11 +139,54 @@ class ExternalWriteGuard(Guard):
         self.weights_written = now != self._weights
         if self.weights_written:
             reports.writes_report.refuse_moved_weights(self.program, self._weights, now)
+            self._note_written_parts(now)
         self._uncounted = False
         if not self.weights_written and is_value_check_step(
             step
         ):  # `.data` leaves no trace in the counters
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
+
+    def _note_written_parts(self, now: Counters) -> None:
+        """Print a line, once, if user code wrote weights of which each rank holds a part."""
+        held = self.program.parameters
+        names = [
+            name
+            for name in self.program.cuts
+            if name in held and now.get(id(held[name])) != self._weights.get(id(held[name]))
+        ]
+        if names and not self._parts_written:
+            self._parts_written = True
+            layout = self.program.plan.layout.text()
+            self.notice(reports.writes_report.written_parts_line(names, layout))
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Accept another optimizer that the user set as `run.optimizer`.
+
+        Raises:
+            ConfigError: it holds whole weights, and the layout steps parts of them.
+        """
+        if self.program.plan.layout.zero in (1, 2):
+            raise reports.writes_report.other_optimizer_error(self.program.plan.layout.text())
+        self._hook.remove()
+        self.optimizer = optimizer
+        self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+    def note_new_optimizer(
+        self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+    ) -> None:
+        """Print a line if user code makes an optimizer over weights of this run.
+
+        Args:
+            optimizer: the new one.
+            group: its parameters.
+        """
+        ours = {id(p) for p in self.program.parameters.values()}
+        given = group.get("params", ())
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        mine = [p for p in given if id(p) in ours]
+        if mine and optimizer is not self.optimizer and not self.ours and not self._other_made:
+            self._other_made = True
+            self.notice(reports.writes_report.new_optimizer_line(type(optimizer).__name__))
 
     def between(self, step: int) -> None:
         """Check what user code did to the gradients since the passes.
@@ -268,9 +314,13 @@ class ExternalWriteGuard(Guard):
 
     def _parameter_owners(self) -> Holders:
         """Return a parameter's name → ids of its layer, and of itself if no pass replaces it."""
-        stays = self.program.plan.layout.zero < 3
+        stays, order = self.program.plan.layout.zero < 3, dict[int, int]()
         return {
-            f"{name}.{key}".lstrip("."): (id(layer), id(parameter) if stays else 0)
+            # Under zero 3: its number, equal for tied ones.
+            f"{name}.{key}".lstrip("."): (
+                id(layer),
+                id(parameter) if stays else order.setdefault(id(parameter), len(order)),
+            )
             for name, layer in self.program.module.named_modules()
             for key, parameter in layer._parameters.items()
             if parameter is not None
@@ -289,6 +339,23 @@ class ExternalWriteGuard(Guard):
     def _refuse_foreign_step(self, *_what: object) -> None:
         if self.watching and not self.ours:
             raise reports.writes_report.foreign_step_error()
+
+
+@functools.cache
+def watch_new_optimizers() -> None:
+    """Make torch's optimizers report groups of parameters that they are given, from now on."""
+    add: Any = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(add)
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        if isinstance(given := param_group.get("params"), Iterator):  # read twice
+            param_group = {**param_group, "params": list(given)}
+        for one in list(_all):
+            if one.watching:
+                one.note_new_optimizer(self, param_group)
+        add(self, param_group)
+
+    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def is_watched(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import types
 import warnings
@@ -29,7 +30,9 @@ from torch import nn
 
 from shoal.base.errors import ShoalError
 from shoal.data.loading.sample_seeds import GENERATORS, preserved_rng
+from shoal.fabric import World
 from shoal.trainer._torch import pytree
+from shoal.trainer.guards.checksums import fingerprint
 from shoal.trainer.step.call_contract import Loss, batch_length, sum_and_count
 
 ROWS, ELEMENTS = 11, 1 << 20
@@ -386,3 +389,62 @@ def _share_large(value: Any, known: dict[int, Any], depth: int) -> None:
             known[id(one)] = one
         elif depth:
             _share_large(one, known, depth - 1)
+
+
+def checksum_loss_tensors(loss: Loss, module: nn.Module) -> dict[str, str]:
+    """Return a checksum of each small tensor of numbers that a loss refers to, by its name.
+
+    Args:
+        loss: the user's.
+        module: the run's model, whose tensors are not listed.
+    """
+    skipped = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
+    found: dict[str, str] = {}
+
+    def visit(name: str, value: Any, depth: int) -> None:
+        if id(value) in skipped or depth < 0:
+            return
+        skipped.add(id(value))
+        if not isinstance(value, torch.Tensor):
+            for key, one in _referred(value):
+                visit(key or name, one, depth - 1)
+        elif value.is_floating_point() and value.numel() <= LARGE and not value.is_meta:
+            found[f"{name} {list(value.shape)}"] = f"{fingerprint([value], whole=True)}"
+
+    visit("", loss, 3)
+    return found
+
+
+def _referred(value: Any) -> list[tuple[str, Any]]:
+    """Return what a loss refers to, by name: state, arguments, closure, attributes."""
+    if isinstance(value, nn.Module):
+        return list(value.state_dict(keep_vars=True).items())
+    if isinstance(value, functools.partial):
+        return [("", value.func), *((f"{n}", one) for n, one in enumerate(value.args)),
+                *value.keywords.items()]  # fmt: skip
+    if isinstance(value, types.MethodType):
+        return [("", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        return list(inspect.getclosurevars(value).nonlocals.items())
+    if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
+        return list(vars(value).items())
+    return []
+
+
+def unlike_loss_lines(world: World, loss: Loss, module: nn.Module) -> list[str]:
+    """Return a line if the tensors of a loss differ between ranks; every rank calls it.
+
+    Args:
+        world: all ranks.
+        loss: the user's.
+        module: the run's model.
+    """
+    unlike = world.find_differing_rank(checksum_loss_tensors(loss, module))
+    if unlike is None:
+        return []
+    rank, first, other = unlike
+    name = next((n for n in first if other.get(n) != first[n]), "a tensor")
+    return [
+        f"loss: {name.strip()} that it uses is another on rank {rank} than on rank 0, so ranks "
+        f"weigh samples differently; try: the same numbers on every rank, of the whole dataset"
+    ]

@@ -305,6 +305,8 @@ class StepRunner:
         step = self.step_count + 1
         for guard in self.guards.at("updating", step):
             guard.updating(step)
+        if self.optimizer is not self.guards.writes.optimizer:
+            self.guards.writes.check_optimizer(self.optimizer)
         lr = self.rate.set(self.step_count if self.lr_step is None else self.lr_step)
         with self.guards.writes.mark_own_step():
             done = update(

@@ -165,6 +165,40 @@ def refuse_moved_weights(program: Program, before: Written, now: Written) -> Non
             )
 
 
+def written_parts_line(names: Sequence[str], layout: str) -> str:
+    """Return the notice on weights that user code wrote where each rank holds a part of them.
+
+    Args:
+        names: of the weights.
+        layout: the layout, as a line.
+    """
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} was changed between steps, and under {layout} each rank has a part of "
+        f"it: a change of each element by itself is right, but a norm of rows or of the whole, and "
+        f"a new draw, are those of parts; try: weights = run.state_dict(), the change there, then "
+        f"run.model.load_state_dict(weights)"
+    )
+
+
+def other_optimizer_error(layout: str) -> ConfigError:
+    """Return the error for an optimizer set as `run.optimizer` where ranks step parts."""
+    return ConfigError(
+        f"run.optimizer was set to another optimizer, and under {layout} the run's own steps parts "
+        f"of the weights, which the new one does not hold; try: change its param_groups, or save, "
+        f"and shoal.parallelize again with the new one"
+    )
+
+
+def new_optimizer_line(kind: str) -> str:
+    """Return the notice on an optimizer that was made over weights of a run."""
+    return (
+        f"{kind}: made over weights of a run, which keeps the optimizer that it was given: unless "
+        f"it is set as run.optimizer, it steps nothing; try: change run.optimizer.param_groups, or "
+        f"save, and shoal.parallelize again with the new one"
+    )
+
+
 def foreign_step_error() -> ConfigError:
     """Return the error for the user's own call of `optimizer.step`."""
     return ConfigError(
