@@ -15,6 +15,7 @@ from forks import Forks
 from shoal.base.errors import ConfigError
 from shoal.cli.prove_script import parse_script_layouts
 from shoal.cli.script_copy import CopyBudget, copy_script_folder, copy_tree
+from shoal.cli.script_path import find_script
 from shoal.cli.script_proof_lines import report_lines
 from shoal.proof.script.script_end import UnrecordableError
 from shoal.proof.script.value_files import digest_value, read_values, write_values
@@ -118,14 +119,46 @@ def test_how_a_proof_ends(project: Path, prove, name: str) -> None:
 
 
 def test_what_is_wrong_with_the_request_is_one_line(prove) -> None:
+    """And the only one; a layout's name before the script's."""
     done = prove("--", "trian.py")
-    assert (done.returncode, done.stderr) == (
+    assert (done.returncode, done.stdout, done.stderr) == (
         2,
+        "",
         "shoal: trian.py: there is no such script; try: train.py\n",
     )
-    done = prove("--layouts", "dpp", "--", "train.py")
-    assert done.returncode == 2
+    done = prove("--layouts", "dpp", "--", "trian.py")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "--layouts = dpp: not one of " in done.stderr
+    assert "; try: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "shoal prove: no script after --; try: shoal prove -- train.py"),
+        (["train"], "train: there is no such script; try: train.py"),
+        (["src/trian.py"], "src/trian.py: there is no such script; try: src/train.py"),
+        (["trian.py"], "trian.py: there is no such script; try: src/train.py"),
+        (["src"], "src: this is a folder; try: src/train.py"),
+        (["python", "src/train.py"],
+         "python: there is no such script; try: shoal prove -- src/train.py"),
+        (["zzz.txt"],
+         "zzz.txt: there is no such script; try: the path of a Python script, as in -- src/train.py"),
+    ],
+)  # fmt: skip
+def test_a_script_that_is_missing_has_a_proposal(
+    tmp_path: Path, monkeypatch, words: list[str], line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    names = ["src/train.py", "src/other.py"] + ["train.py"] * (words == ["train"])
+    for name in names:
+        (tmp_path / name).touch()
+    if words == ["src"]:
+        (tmp_path / "src" / "other.py").unlink()
+    with pytest.raises(ConfigError) as failure:
+        find_script(words, "shoal prove")
+    assert str(failure.value) == line
 
 
 def test_layouts_that_cut_the_model_come_last() -> None:

@@ -90,19 +90,20 @@ def _prove_script(
     words: list[str], layouts: str, steps: int, processes: int, *, as_json: bool
 ) -> int:
     """Prove a script and print its reports; return the exit status."""
-    from shoal.cli.prove_script import prove_script
+    from shoal.cli.prove_script import parse_script_layouts, prove_script
+    from shoal.cli.script_path import find_script
     from shoal.cli.script_proof_lines import script_proof_text
 
-    if not words:
-        raise ConfigError("prove: no script after --; try: shoal prove -- train.py")
+    names = parse_script_layouts(layouts)
+    script = find_script(words, "shoal prove")
     if not as_json:
         asked = layouts or "its own layout"
         typer.echo(
-            f"shoal {__version__}: proving {words[0]} under {asked} against one process, in "
+            f"shoal {__version__}: proving {script} under {asked} against one process, in "
             f"float64, {steps} steps"
         )
         sys.stdout.flush()
-    reports = prove_script(words, layouts, steps, processes)
+    reports = prove_script(script, words[1:], names, steps, processes)
     typer.echo(json.dumps(reports, indent=1) if as_json else script_proof_text(reports))
     codes = [one.get("exit_code") or EXIT_CODES[one["verdict"]] for one in reports]
     return next((code for code in (3, 2, 1) if code in codes), 0)

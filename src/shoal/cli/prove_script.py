@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, format_choice_error, nearest_word
+from shoal.base.errors import ConfigError, format_choice_error
 from shoal.base.layouts.layout import STRATEGIES
 from shoal.base.plans.script_side import ScriptSide
 from shoal.base.runlog.events import EventLog
@@ -63,23 +63,19 @@ class LayoutProof:
 
 
 def prove_script(
-    words: Sequence[str], layouts: str, steps: int, processes: int
+    script: Path, words: Sequence[str], names: Sequence[str], steps: int, processes: int
 ) -> list[dict[str, Any]]:
     """Prove a script under some layouts; return a report for each.
 
     Args:
-        words: the script, and its own arguments.
-        layouts: names, with commas between; "": the script's own layout.
+        script: from `script_path.find_script`.
+        words: its own arguments.
+        names: of layouts, from `parse_script_layouts`.
         steps: optimizer steps.
         processes: of every layout; 0: as many as its name says.
-
-    Raises:
-        ConfigError: there is no such script, or an unknown layout.
     """
-    script = _find_script(words[0])
-    names = parse_script_layouts(layouts)
     with tempfile.TemporaryDirectory(prefix="shoal-prove-") as folder:
-        proof = _ScriptProof(script, tuple(words[1:]), steps, processes, Path(folder))
+        proof = _ScriptProof(script, tuple(words), steps, processes, Path(folder))
         return proof.prove(names)
 
 
@@ -96,15 +92,6 @@ def parse_script_layouts(text: str) -> list[str]:
             raise ConfigError(format_choice_error("--layouts", name, allowed))
     whole = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
     return sorted(dict.fromkeys(names), key=lambda name: name not in whole) or [""]
-
-
-def _find_script(name: str) -> Path:
-    script = Path(name)
-    if not script.is_file():
-        near = nearest_word(script.name, [path.name for path in script.parent.glob("*.py")])
-        found = f"; try: {script.parent / near}" if near else ""
-        raise ConfigError(f"{script}: there is no such script{found}")
-    return script
 
 
 @dataclass

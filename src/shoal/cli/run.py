@@ -12,11 +12,11 @@ import os
 import runpy
 import sys
 import traceback
-from pathlib import Path
 
 import typer
 
 from shoal.base.errors import ConfigError, ShoalError, nearest_word
+from shoal.cli.script_path import find_script
 
 NEIGHBOURS = ("accelerate", "deepspeed")
 OTHERS = dict.fromkeys(
@@ -39,11 +39,7 @@ def run(
     if library not in NEIGHBOURS:
         first = OTHERS.get(library) or nearest_word(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
         raise ConfigError(f"--as {library}: not one of {', '.join(NEIGHBOURS)}; try: {first}")
-    script = Path(words[0])
-    if not script.is_file():
-        near = nearest_word(script.name, [path.name for path in Path(script.parent).glob("*.py")])
-        found = f"; try: {script.parent / near}" if near else ""
-        raise ConfigError(f"{script}: there is no such script{found}")
+    script = find_script(words, f"shoal run --as {library}")
     if processes > 0:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         weighs = ["--exact"] if exact else []
