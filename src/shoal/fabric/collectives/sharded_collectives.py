@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter for `fully_shard`, counted, and without gloo's detour.
 
 `fully_shard` takes objects that allocate a buffer and run a collective on it. These add the sent
-bytes to the world's traffic. On gloo the reduce-scatter is an all-to-all plus a sum (see
-`uneven_collectives.py`).
+bytes to the world's traffic. On gloo the reduce-scatter is an all-to-all of equal parts plus a sum,
+as in `uneven_collectives.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from shoal.fabric.collectives.traffic_counts import (
     WORLD,
     TrafficCounter,
 )
-from shoal.fabric.collectives.uneven_collectives import free_storage, reduce_scatter
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    """Free the memory of a tensor that owns its storage and has no further reader.
+
+    A gloo thread keeps its sent and received tensors alive until it runs again, after `wait` has
+    returned. On busy cores that takes several milliseconds, in which the next buffers add to the
+    peak.
+    """
+    tensor.untyped_storage().resize_(0)
 
 
 class BufferCache:
@@ -178,14 +187,13 @@ class ScatterGradients:
             return dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
-        ranks, part = group.size(), output_tensor.numel()
         with self.traffic.waiting():
-            cuts = [part * rank for rank in range(ranks + 1)]
-            into = self._received.acquire(input_tensor.numel(), input_tensor.dtype)
-            back = self._received.release
-            reduce_scatter(input_tensor, cuts, group.rank(), group, into, back).result(
-                output_tensor
-            )
+            received = self._received.acquire(input_tensor.numel(), input_tensor.dtype)
+            dist.all_to_all_single(received, input_tensor.view(-1), group=group)
+            # [ranks, own part], added in this order
+            parts = received.view(group.size(), output_tensor.numel())
+            torch.sum(parts, 0, dtype=output_tensor.dtype, out=output_tensor)
+            self._received.release(received)
         # `allocate` made it; torch holds it until it was sent, and does not look at it again.
         self._sent.release(input_tensor)
         return None

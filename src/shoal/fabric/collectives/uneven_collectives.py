@@ -8,23 +8,13 @@ arrives first. NCCL has both collectives; its own are used, in one call where pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from shoal.fabric._torch import all_gather_single
-
-
-def free_storage(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor that owns its storage and has no further reader.
-
-    A gloo thread keeps its sent and received tensors alive until it runs again, after `wait` has
-    returned. On busy cores that takes several milliseconds, in which the next buffers add to the
-    peak.
-    """
-    tensor.untyped_storage().resize_(0)
 
 
 @dataclass
@@ -37,13 +27,11 @@ class PendingFlatReduceScatter:
     Attributes:
         received: [ranks, own part], or [1, own part] where the backend has summed already.
         source: the tensor being sent, kept alive until the work is done.
-        give_back: called with `received` after it was read; default: its memory is freed.
     """
 
     work: dist.Work | None
     received: torch.Tensor
     source: torch.Tensor | None
-    give_back: Callable[[torch.Tensor], None] = free_storage
 
     def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Wait for this rank's part of the sum and return it, in `out` if given."""
@@ -58,23 +46,15 @@ class PendingFlatReduceScatter:
             summed = torch.sum(self.received, 0)
         else:  # in the stored dtype; the received one may be narrower
             summed = torch.sum(self.received, 0, dtype=out.dtype, out=out)
-        self.give_back(self.received)
+        # A gloo thread keeps it until it runs again: milliseconds later on busy cores.
+        self.received.untyped_storage().resize_(0)
         return summed
 
 
 def reduce_scatter(
-    tensor: torch.Tensor,
-    cuts: Sequence[int],
-    rank: int,
-    group: dist.ProcessGroup,
-    into: torch.Tensor | None = None,
-    give_back: Callable[[torch.Tensor], None] = free_storage,
+    tensor: torch.Tensor, cuts: Sequence[int], rank: int, group: dist.ProcessGroup
 ) -> PendingFlatReduceScatter:
     """Start a reduce-scatter; rank r gets the elements from cuts[r] to cuts[r + 1].
-
-    Args:
-        into: on a CPU: receive buffer of ranks × (this rank's part) elements; default: new memory.
-        give_back: called with the buffer after the sum was read.
 
     Source: measured in docs/lab-log.md; pairwise all-to-all, Thakur et al. 2005.
     """
@@ -87,9 +67,9 @@ def reduce_scatter(
         else:
             work = dist.reduce_scatter(out, list(tensor.split(sizes)), group=group, async_op=True)
         return PendingFlatReduceScatter(work, out.unsqueeze(0), tensor)
-    received = tensor.new_empty(ranks * mine) if into is None else into
+    received = tensor.new_empty(ranks * mine)
     work = dist.all_to_all_single(received, tensor, [mine] * ranks, sizes, group, async_op=True)
-    return PendingFlatReduceScatter(work, received.view(ranks, mine), tensor, give_back)
+    return PendingFlatReduceScatter(work, received.view(ranks, mine), tensor)
 
 
 def all_gather_parts(

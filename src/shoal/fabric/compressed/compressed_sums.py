@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.errors import BugError
-from shoal.fabric.collectives.sharded_collectives import ScatterGradients
+from shoal.fabric.collectives.sharded_collectives import ScatterGradients, free_storage
 from shoal.fabric.collectives.traffic_counts import REDUCE_SCATTER
-from shoal.fabric.collectives.uneven_collectives import free_storage
 from shoal.fabric.compressed.codecs.base import Codec, SegmentedCodec
 from shoal.fabric.compressed.codecs.feedback import Residual, encode_with_error
 from shoal.fabric.compressed.codecs.int8 import Int8Codec
