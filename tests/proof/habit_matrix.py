@@ -102,12 +102,44 @@ def summary(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
+def write_page(rows: dict[str, Any], path: Path) -> None:
+    """Write the page of the documentation: outcomes by habit and layout, the open cells first."""
+    sources = Counter(row["source"] for row in rows.values())
+    lines = [
+        "# Habits of training loops",
+        "",
+        "Find here what a habit of your loop does under a layout. Made by `make proof PART=habits`.",
+        "A habit is a small script, run on 2 ranks and in plain PyTorch on the whole batch, in float64.",
+        "",
+        "- `right`: weights, losses and the numbers that the script reads are equal (1e-9).",
+        "- `named`: an error of Shoal, or a line to the user.",
+        "- `raised`: an exception of torch or Python. `hung`: no answer. `WRONG`: other numbers, no line.",
+        "",
+        *(f"- {line}" for line in summary(rows)),
+        f"- Sources, by rows: {', '.join(f'{n} {name}' for name, n in sources.most_common())}.",
+        "",
+        "A cell that is not `sum` is a mistake, or couples samples: no layout can make it right.",
+        "",
+        f"| habit | about | sum | {' | '.join(LAYOUTS)} |",
+        f"|---|---|---|{'---|' * len(LAYOUTS)}",
+    ]
+    for name, habit in table().items():
+        cells = [rows.get(f"{name} · {layout}", {}).get("verdict", "—") for layout in LAYOUTS]
+        words = name.replace("_", " ")
+        lines.append(
+            f"| {words} | {habit.kind} | {'sum' if habit.sums else ''} | {' | '.join(cells)} |"
+        )
+    path.write_text("\n".join(lines) + "\n")
+
+
 def main() -> int:
     """Measure the cells; 1 if one is WRONG."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", help="parts of habits' names, and layouts")
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds for a cell")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/proof/habits.md")
+    parser.add_argument("--verdicts", nargs="*", default=[], help="only cells with such a verdict")
     options = parser.parse_args()
     source = source_hash()
     rows = rows_before(options, options.out, source)
@@ -117,7 +149,12 @@ def main() -> int:
         try:
             for name, layout in chosen(options):
                 key = f"{name} · {layout}"
-                if not options.only and rows.get(key, {}).get("source") == source:
+                if options.verdicts and rows.get(key, {}).get("verdict") not in options.verdicts:
+                    continue
+                if (
+                    not (options.only or options.verdicts)
+                    and rows.get(key, {}).get("source") == source
+                ):
                     continue
                 verdict, shown = measure(rooms, name, layout, options.deadline)
                 rows[key] = {"verdict": verdict, "shown": shown, "source": source}
@@ -126,6 +163,7 @@ def main() -> int:
                 write_rows(options.out, DEFINITION, rows)
         finally:
             rooms.close()
+    write_page(rows, options.page)
     sys.stdout.write("\n".join(summary(rows)) + "\n")
     return int(any(row["verdict"] == "WRONG" for row in rows.values()))
 
