@@ -28,6 +28,12 @@ $(PROOF_STAMP): pyproject.toml constraints.txt
 
 proof-env: $(PROOF_STAMP)
 
+# Flower pins much of what others need newer, so `make proof PART=flower` has an environment of its own.
+.venv-flower/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-flower
+	.venv-flower/bin/python $(INSTALL) '.[digits,federated]'
+	touch $@
+
 # The site is built without torch: what its extra names, and what `shoal simulate` and `plan` import.
 DOCS_NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
   print(*p["optional-dependencies"]["docs"], *(d for d in p["dependencies"] if d.startswith(("msgspec", "typer", "rich"))), sep="\n")
@@ -129,4 +135,4 @@ test-gpus:  ## 2 to 8 GPUs of one machine, at most 10 minutes; result: build/gpu
 	$(PYTHON) tests/cuda/run.py --on several $(if $(PARTS),--parts "$(PARTS)") $(if $(OUT),--out $(OUT)/gpus.json) $(if $(PATIENCE),--patience $(PATIENCE))
 
 clean:
-	rm -rf $(VENV) .venv-proof .venv-docs runs compare build .cuda-kit src/*.egg-info
+	rm -rf $(VENV) .venv-proof .venv-docs .venv-flower runs compare build .cuda-kit src/*.egg-info

@@ -351,7 +351,8 @@ def test_readers_and_what_facades_share_are_small() -> None:
     for library in FACADES:
         own = [NEIGHBOURS / "configs" / name for name in READERS if name.startswith(library)]
         assert sum(map(lines_of_code, own)) <= 320
-    shared = [p for p in NEIGHBOURS.rglob("*.py") if p.stem.split("_")[0] not in FACADES]
+    libraries = (*FACADES, "flower")  # whose facade is one small file
+    shared = [p for p in NEIGHBOURS.rglob("*.py") if p.stem.split("_")[0] not in libraries]
     assert 400 < sum(map(lines_of_code, shared)) <= 840
 
 

@@ -7,4 +7,5 @@ collect_ignore_glob = [
     "printed_*.py",
     "beside_*.py",
     "stand_ins/*",
+    "flower_app/*",
 ]

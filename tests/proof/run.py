@@ -2,6 +2,7 @@
 
     a part   a name → its commands, in order; a part stops at its first command that fails
     python   `.venv`'s, with the development tools · heavy  `.venv-proof`'s, with all extras
+    flower   `.venv-flower`'s, which has Flower and its own dependencies
 
 Each program resumes where it stopped and writes its own results; see its docstring. The exit status
 is 1 if a part failed; the others run all the same.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT, HEAVY = ".venv/bin/python", ".venv-proof/bin/python"
+FLOWER = ".venv-flower/bin/python"
 PROOFS = "proof/results"
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -55,6 +57,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "python tests/proof/proof_pages.py verdict",
     ),
     "watch": ("python tests/proof/watch_cost.py", "python tests/proof/watch_layouts.py"),
+    "owners": ("python tests/proof/owners.py", "python tests/proof/proof_pages.py owners"),
+    "flower": ("make .venv-flower/.installed", "flower tests/proof/flower_quickstart.py"),
     "learn": (
         "python -m pytest tests/test_learn_pages.py -m proof",
         "python tests/proof/learn_site.py --build",
@@ -115,7 +119,7 @@ def run(command: str) -> int:
     word, *rest = shlex.split(command)
     if word == "heavy":
         subprocess.run(["make", "proof-env"], cwd=ROOT, check=True)
-    program = {"python": LIGHT, "heavy": HEAVY}.get(word, word)
+    program = {"python": LIGHT, "heavy": HEAVY, "flower": FLOWER}.get(word, word)
     sys.stderr.write(f"{program} {' '.join(rest)}\n")
     return subprocess.run([program, *rest], cwd=ROOT, check=False).returncode
 
