@@ -6,6 +6,7 @@ Model, data and sleeps are those of `worlds/planted_costs.py`. TraceML watches a
 PyTorch with DistributedDataParallel and DistributedSampler, Shoal a loop with `shoal.parallelize`.
 The cost is taken out of a third run, so that the step without it stands beside what each foretold.
 TraceML is installed into an environment of its own under build/, with this environment's torch.
+Rows that --out has of this source are kept, so a run may be stopped and started again.
 Nothing here can fail but a run: the page lists what both print.
 """
 
@@ -240,15 +241,17 @@ def main() -> int:
     version = next(line for line in shown.splitlines() if line.startswith("Version:")).split()[-1]
     costs = planted(SEED)
     names = [name for name in asked.only.split(",") if name] or list(costs)
-    rows: dict[str, Any] = {}
+    source = source_hash()
+    kept = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    rows: dict[str, Any] = kept.get("rows", {}) if kept.get("source") == source else {}
     for name in names:
         rows[name] = {"costs": costs[name], "shoal": ours(costs[name])}
         rows[name]["traceml"] = theirs(python, costs[name])
         both = {tool: rows[name][tool]["told"] for tool in ("shoal", "traceml")}
         print(json.dumps({name: both}, indent=1), flush=True)
-    result = {"traceml": version, "seed": SEED, "steps": STEPS, "each_s": EACH_S, "rows": rows}
-    result |= {"source": source_hash(), "machine": machine(), "cores": os.cpu_count()}
-    asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = {"traceml": version, "seed": SEED, "steps": STEPS, "each_s": EACH_S, "rows": rows}
+        result |= {"source": source, "machine": machine(), "cores": os.cpu_count()}
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
