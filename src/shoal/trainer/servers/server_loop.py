@@ -33,7 +33,6 @@ from shoal.trainer.jobs.run_forecast import (
     collect_model_facts,
     describe_local_cluster,
     forecast_run,
-    read_resident_bytes,
 )
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.passes.free_passes import FreePasses
@@ -254,13 +253,17 @@ class ParameterServer:
         for line in self.lines.values():
             line.close()
 
-    def open(self, folder: Path, world: World) -> None:
-        """Write plan.json and the lines before the first step; every server calls it."""
+    def open(self, folder: Path, world: World, held_bytes: int) -> None:
+        """Write plan.json and the lines before the first step; every server calls it.
+
+        Args:
+            held_bytes: resident memory of this process before its model was built.
+        """
         run, config = self.run, self.config
         told: dict[str, Any] = {}
         if run.world.writes_files:
             facts = cache(partial(collect_model_facts, config, self.source))
-            cluster = describe_local_cluster(world.size, world.device, read_resident_bytes())
+            cluster = describe_local_cluster(world.size, world.device, held_bytes)
             told = {
                 "model": config.model.build or config.model.name,
                 "chosen": False,

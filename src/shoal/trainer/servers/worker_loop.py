@@ -36,6 +36,7 @@ from shoal.fabric.exchanges.point_to_point import PointToPoint
 from shoal.machine.process_memory import peak_memory_bytes
 from shoal.parallel._torch import BatchNorm
 from shoal.trainer.jobs.configured_run import import_object, open_run
+from shoal.trainer.jobs.run_forecast import read_resident_bytes
 from shoal.trainer.process.stop_signals import install_stop_handlers
 from shoal.trainer.run import Run
 from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
@@ -78,6 +79,7 @@ def train_with_servers(
     inner = Layout(dp_shard=own.size, zero=1) if own.size > 1 else Layout()
     passes = max(1, plan.batch // (plan.micro_batch * own.size))
     alone = replace(plan, layout=inner, accumulate=passes, drift="off" if serves else plan.drift)
+    held_bytes = read_resident_bytes()  # before the model, which the forecast counts itself
     with phase("set up"):
         run = open_run(config, source, own, alone, folder=folder if serves else None)
     write_rank_list(folder, world, writes=serves and own.writes_files)
@@ -110,7 +112,7 @@ def train_with_servers(
         run, source, config, replace(plan, **known, buckets=run.plan.buckets), lines
     )
     server.orders, server.inbox = ServerOrders(pairs, servers, hearing), inbox
-    server.open(folder, world)
+    server.open(folder, world, held_bytes)
     return server.lead() if own.rank == 0 else server.follow_orders()
 
 
