@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 from dataclasses import replace
@@ -212,6 +213,19 @@ def test_islands_have_rows_and_their_ranks_the_name_of_their_island(tmp_path: Pa
     assert row is not None
     assert (row.state, row.how, row.step) == ("ended", "completed", 60), "as all of them"
     assert row.path == str(tmp_path / "far")
+
+
+def test_islands_that_all_died_under_a_launcher_that_lives_are_starting(tmp_path: Path) -> None:
+    """Their own rows are read at once, the row of all of them more rarely."""
+    make_run(tmp_path / "far")
+    for island in range(2):
+        write_event(make_run(tmp_path / "far" / f"island-{island}"), "worker_died", fatal=True)
+    watcher = IslandsWatcher(tmp_path / "far")
+    with (tmp_path / "far" / "owner.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        row = watcher.read().row
+    assert row is not None
+    assert (row.state, row.alive) == ("starting", True)
 
 
 def test_servers_and_stages_have_roles(tmp_path: Path) -> None:

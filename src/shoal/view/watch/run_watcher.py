@@ -253,6 +253,8 @@ def _join_rows(
     rows = [one.row for one in islands]
     if not whole.alive and len({row.state for row in rows}) == 1:
         whole = replace(whole, state=rows[0].state, how=rows[0].how, alive=rows[0].alive)
+    if whole.alive and whole.state == "running" and not any(row.alive for row in rows):
+        whole = replace(whole, state="starting")  # its launcher starts them again
     losses = [one.newest_loss() for one in members]
     rates = [row.rate for row in rows if row.rate is not None]
     if whole.alive and None not in losses:
