@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shoal.cli import replay, start
+from shoal.cli import replay_run, replay_script, start
 from shoal.cli.main import app
 from shoal.cli.workers.replay_worker import repeat_steps
 from shoal.fabric import start_world
@@ -67,7 +68,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setattr(main_job, "measure_machine", lambda *_: None)
     save = main_job.Run.save
     patch.setattr(main_job.Run, "save", lambda run, **more: save(run, **{**more, "wait": True}))
-    patch.setattr(replay, "_train", lambda prepared, **_: in_process(prepared.folder))
+    patch.setattr(replay_run, "_train", lambda prepared, **_: in_process(prepared.folder))
     train("a")
     yield folder
     patch.undo()
@@ -75,7 +76,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def in_process(folder: Path) -> None:
-    assert repeat_steps(folder, start_world({})) == 0
+    assert repeat_steps(folder.resolve(), start_world({})) == 0
 
 
 def ask(*words: str, code: int = 0) -> str:
@@ -161,6 +162,58 @@ def test_a_record_is_compared_later_and_equal_runs_are_equal(tmp_path: Path) -> 
     file.write_text("{}")
     done = CliRunner().invoke(app, ["replay", "a", "--against", str(file)])
     assert "is no record of steps; try: shoal replay RUN" in str(done.exception)
+
+
+OWN = """
+import sys
+import torch, shoal
+from replay_net import Net, rows
+torch.manual_seed(0)
+model = Net()
+run = shoal.parallelize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch=8, folder="runs/own")
+if "--fresh" not in sys.argv:
+    run.restore()
+open("log.txt", "a").write("x")
+for epoch in run.epochs(2):
+    for batch in run.loader(rows()):
+        if "--written-out" in sys.argv:
+            for micro in run.micro_batches(batch):
+                loss = torch.nn.functional.cross_entropy(model(micro.inputs), micro.targets, reduction="sum")
+                run.backward(loss, len(micro.targets))
+            run.update()
+        else:
+            run.step(batch)
+        if run.step_count == 4:
+            run.save()
+run.close()
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_loop_of_ones_own_repeats_with_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        replay_script, "_run_processes", lambda folder, *_, **__: in_process(folder)
+    )
+    Path("own.py").write_text(OWN)
+    monkeypatch.setattr(sys, "argv", ["own.py", "--fresh"])
+    runpy.run_path("own.py", run_name="__main__")
+    before = listing(Path("runs/own/checkpoints")), Path("runs/own/metrics.jsonl").read_bytes()
+    for words, step, steps in ((["own.py"], 7, 3), (["own.py", "--written-out"], 6, 2)):
+        found = json.loads(ask("own", "--step", str(step), "--json", "--", *words))
+        assert (found["from_step"], found["compared_steps"]) == (4, steps), found
+        if len(words) == 1:
+            assert found["repeats"], found["difference"]
+            assert found["same_layout"]
+    after = listing(Path("runs/own/checkpoints")), Path("runs/own/metrics.jsonl").read_bytes()
+    assert after == before
+    assert Path("log.txt").read_text() == "x", "the script runs in a copy of its folder"
+    done = CliRunner().invoke(app, ["replay", "own", "--step", "7"])
+    assert "try: shoal replay runs/own --step N -- train.py" in str(done.exception)
+    done = CliRunner().invoke(app, ["replay", "own", "--step", "7", "--", "owm.py"])
+    assert "owm.py: there is no such script; try: own.py" in str(done.exception)
+    Path("else.py").write_text("import shoal")
+    done = CliRunner().invoke(app, ["replay", "own", "--step", "7", "--", "else.py"])
+    assert "else.py: never made this run; try: the script" in str(done.exception)
 
 
 @pytest.mark.usefixtures("here")

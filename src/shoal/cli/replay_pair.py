@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.text.units import count_noun
-from shoal.cli.replay import check_step, find_run, run_replay
+from shoal.cli.replay_run import check_step, find_run, run_replay
 from shoal.replay.first_difference import (
     NumberDifference,
     TensorDifference,

@@ -29,10 +29,20 @@ class ReplayRequest:
     Attributes:
         last_step: the last step that is taken.
         record_from: the first step whose tensors are recorded; 0: none is.
+        script, words, cwd: of a loop of the user's own: its copy, arguments, working folder there.
+        home: the working folder in which the user started the command.
+        run: the run's own folder.
+        layout: replaces the script's; "": the script's.
     """
 
     last_step: int
     record_from: int = 0
+    script: str = ""
+    words: tuple[str, ...] = ()
+    cwd: str = ""
+    home: str = ""
+    run: str = ""
+    layout: str = ""
 
     def write(self, folder: Path) -> None:
         """Write the request into a replay's folder."""
@@ -42,7 +52,7 @@ class ReplayRequest:
     def read(folder: Path) -> ReplayRequest:
         """Read the request of a replay's folder."""
         found = read_object(folder / REQUEST)
-        return ReplayRequest(int(found["last_step"]), int(found["record_from"]))
+        return ReplayRequest(**{**found, "words": tuple(found["words"])})
 
 
 def find_start(run: Path, step: int) -> CheckpointEntry | None:

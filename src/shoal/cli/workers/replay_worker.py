@@ -22,6 +22,7 @@ from shoal.wire.stack_dumps import start_page_reports
 
 if TYPE_CHECKING:
     from shoal.fabric import World
+    from shoal.trainer.run import Run
 
 
 def main() -> int:
@@ -42,21 +43,45 @@ def repeat_steps(folder: Path, world: World | None = None) -> int:
         folder: of a replay, filled and with its request.
         world: the processes; None: those that the environment names.
     """
+    request = ReplayRequest.read(folder)
     with phase("import"):
         from shoal.fabric import start_world
         from shoal.replay.step_recorder import StepRecorder
+
+    recorder = StepRecorder(request.record_from or request.last_step + 1)
+    code = 0
+    if request.script:
+        from shoal.replay.script_replay import ScriptReplay
+
+        done = ScriptReplay(folder, request, recorder)
+        done.repeat_steps()
+        writes = done.run is not None and done.run.world.is_first
+        shape = describe_run(done.run) if done.run is not None else {}
+    else:
         from shoal.trainer.islands.island_job import STOPPED
         from shoal.trainer.main_job import ReplayedSteps, train
-    request = ReplayRequest.read(folder)
-    recorder = StepRecorder(request.record_from or request.last_step + 1)
-    world = world or start_world()
-    writes = world.is_first
-    steps = ReplayedSteps(request.last_step, recorder)
-    code = train(folder, prove_nothing, world=world, replayed=steps)
+
+        world = world or start_world()
+        writes = world.is_first
+        steps = ReplayedSteps(request.last_step, recorder)
+        code = train(folder, prove_nothing, world=world, replayed=steps)
+        code = 0 if code == STOPPED else code  # it was asked to stop there
+        shape = {}  # plan.json has it
     if writes:
-        found = [asdict(one) for one in recorder.steps]
+        found = {**shape, "steps": [asdict(one) for one in recorder.steps]}
         write_atomically(folder / RECORDED, json.dumps(found) + "\n")
-    return 0 if code == STOPPED else code  # it was asked to stop there
+    return code
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """Return layout, format and micro-batch of a run, by the keys of a checkpoint's record."""
+    plan = run.plan
+    return {
+        "layout": plan.layout.text(),
+        "precision": plan.compute,
+        "micro_batch": plan.micro_batch,
+        "processes": plan.layout.processes,
+    }
 
 
 def prove_nothing(*arguments: Any) -> str:

@@ -1,0 +1,237 @@
+"""Run of a replay: its folder beside the run, its settings, its processes, what they computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from shoal.base.errors import ConfigError
+from shoal.base.text.units import count_noun
+
+if TYPE_CHECKING:
+    from shoal.cli.start import PreparedRun
+    from shoal.replay.replay_lines import Replay
+
+QUIET = (
+    "train.prove=off", "train.validate_every=0", "train.on=", "train.trace=", "train.on_oom=stop",
+    "checkpoint.remote=", "checkpoint.initial_load_path=", "launch.restarts=0",
+)  # fmt: skip
+"""Settings of every replay: it neither proves, validates, reports, uploads nor starts again."""
+
+
+def find_run(path: Path | None, *, with_script: bool = False) -> Path:
+    """Return a run's folder, as the user named it.
+
+    Args:
+        with_script: the script that made the run is known.
+
+    Raises:
+        ConfigError: no folder is named, there is no run, or one that cannot be replayed.
+    """
+    from shoal.config.load import load_config
+    from shoal.view.diagnosis.run_folders import explain_no_run, find_named_run, is_run_folder
+
+    if path is None:
+        raise ConfigError("replay: no run is named; try: shoal replay runs/NAME --step N")
+    run = find_named_run(path)
+    if not (run / "run.toml").is_file():
+        if is_run_folder(run) and with_script:
+            return run
+        if is_run_folder(run):
+            raise ConfigError(
+                f"{run}: has no run.toml, so a script of your own made it; try: shoal replay {run} "
+                f"--step N -- train.py, with the arguments that it had"
+            )
+        raise ConfigError(explain_no_run(run))
+    config = load_config(run / "run.toml").config
+    if config.layout.updates not in ("", "synchronous"):
+        raise ConfigError(
+            f"{run}: layout.updates = {config.layout.updates}: the order in which workers met "
+            f"their servers is not recorded, so no step can be repeated"
+        )
+    if config.islands.on:
+        raise ConfigError(
+            f"{run}: is a run of islands, whose rounds are not repeated yet; a run without islands "
+            f"is: islands.method=none"
+        )
+    return run
+
+
+def check_step(run: Path, step: int) -> None:
+    """Refuse a step that the run did not take.
+
+    Raises:
+        ConfigError: names the run's last step.
+    """
+    from shoal.replay.replay_folder import read_last_step
+
+    last = read_last_step(run)
+    if not last:
+        raise ConfigError(f"{run}: no step was taken, so none can be repeated; try: shoal runs")
+    if not 1 <= step <= last:
+        raise ConfigError(
+            f"--step {step}: {run} has steps 1 to {last:,}; try: --step {min(max(step, 1), last)}"
+        )
+
+
+def run_replay(
+    run: Path,
+    step: int,
+    overrides: list[str],
+    record_from: int,
+    *,
+    keep: Path | None = None,
+    quiet: bool = False,
+    trust: bool = False,
+) -> Replay:
+    """Repeat the steps from the nearest checkpoint up to a step.
+
+    Args:
+        record_from: first step whose tensors are recorded; 0: none is.
+        keep: folder that is kept; None: a temporary one.
+
+    Raises:
+        ConfigError, PlanError: the settings do not fit, or the folder to keep exists.
+        typer.Exit: the processes failed; their line was printed.
+    """
+    from shoal.base.plans.plan import Plan
+    from shoal.cli.start import write_run_folder
+    from shoal.replay.replay_folder import (
+        RECORDED,
+        ReplayRequest,
+        fill_folder,
+        find_start,
+        read_rows,
+    )
+    from shoal.replay.replay_lines import Replay, opening_lines
+    from shoal.replay.step_marks import StepRecord, parse_marks
+
+    start = None if _changes_stored_format(run, overrides) else find_start(run, step)
+    began = start.step if start else 0
+    with replay_folder(run, keep) as folder:
+        fill_folder(run, folder, start)
+        prepared = _prepare(folder, [*QUIET, *overrides], began, trust=trust)
+        write_run_folder(prepared)
+        ReplayRequest(step, record_from).write(folder)
+        own_rows, processes = (
+            read_rows(run, began + 1, step),
+            prepared.loaded.config.launch.processes,
+        )
+        if not quiet:
+            shown = (
+                f"{prepared.plan.layout.text()} on {count_noun(processes, 'process', 'processes')}"
+            )
+            typer.echo("\n".join(opening_lines(run, (began, step), shown, own_rows)))
+            sys.stdout.flush()
+        _train(prepared, quiet=quiet)
+        plans = [
+            Plan.from_json((at / "plan.json").read_text(encoding="utf-8")) for at in (run, folder)
+        ]
+        own, used = ((one.layout, one.compute, one.micro_batch) for one in plans)
+        found = StepRecord(str(run), used[0].text(), processes, used[1])
+        found.rows = read_rows(folder, began + 1, step)
+        marks = json.loads((folder / RECORDED).read_text(encoding="utf-8"))["steps"]
+        found.steps = {one.step: one for one in map(parse_marks, marks)}
+    return Replay(run, began, found, own_rows, own == used, own[1])
+
+
+def _changes_stored_format(run: Path, overrides: list[str]) -> bool:
+    """Return whether weights are kept in another format than in the run's checkpoints.
+
+    Only fp64 keeps other weights than fp32. Such a replay begins at the run's first step.
+    """
+    from shoal.base.runlog.damaged_lines import read_object
+
+    asked = [one.partition("=")[2] for one in overrides if one.startswith("precision.compute=")]
+    own = str(read_object(run / "plan.json").get("compute", ""))
+    return bool(asked) and (asked[-1] == "fp64") != (own == "fp64")
+
+
+@contextmanager
+def replay_folder(run: Path, keep: Path | None) -> Iterator[Path]:
+    """Make the replay's folder: the one to keep, or one that is removed afterwards.
+
+    It lies beside the run if that disk can be written, so that checkpoints are linked, not copied.
+
+    Raises:
+        ConfigError: the folder to keep exists.
+    """
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True)
+        except OSError as failure:
+            raise ConfigError(f"--keep {keep}: {failure.strerror or failure}") from failure
+        yield keep
+        return
+    beside: Path | None = run.absolute().parent
+    if not os.access(run.absolute().parent, os.W_OK):
+        beside = None
+    folder = Path(tempfile.mkdtemp(prefix=".replay-", dir=beside))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare(folder: Path, overrides: list[str], began: int, *, trust: bool) -> PreparedRun:
+    """Settle the run of a replay's folder, with the layout and micro-batch that the run chose."""
+    from shoal.cli.start import PreparedRun, settle_run
+    from shoal.config.resolve import chosen_micro_batch
+    from shoal.config.save import restore_origins
+    from shoal.config.trust import load_trusted
+
+    path = folder / "run.toml"
+    loaded = load_trusted(path, overrides, trust=trust)
+    sized = chosen_micro_batch(loaded) > 0
+    plan, chosen = settle_run(loaded, None, folder)
+    restore_origins(loaded, path)
+    loaded.replace("run", "replay", folder=str(folder.parent), name=folder.name)
+    return PreparedRun(loaded, folder, plan, began > 0, chosen, force=True, sized=sized)
+
+
+def _train(prepared: PreparedRun, *, quiet: bool) -> None:
+    """Start the processes and wait for their end.
+
+    A single process has this terminal, so that `breakpoint()` in the user's model stops there.
+
+    Raises:
+        typer.Exit: they failed; their line was printed.
+    """
+    from shoal.base.runlog.events import EventLog
+    from shoal.cli.workers.worker import worker_environment, worker_imports
+    from shoal.launch import supervise
+    from shoal.view.phase_lines import PhaseLine, read_current_phases
+
+    folder, config = prepared.folder, prepared.loaded.config
+    words = [sys.executable, "-m", "shoal.cli.workers.replay_worker", str(folder)]
+    environ = worker_environment({**os.environ, "SHOAL_RESUME": ""})
+    if config.launch.processes == 1:
+        to = sys.stderr if quiet else None
+        if code := subprocess.run(words, env=environ, stdout=to, check=False).returncode:
+            raise typer.Exit(code if code > 0 else 128 - code)
+        return
+    waiting = PhaseLine(sys.stderr if quiet else sys.stdout)
+    outcome = supervise(
+        words,
+        processes=config.launch.processes,
+        folder=folder,
+        restarts=0,
+        emit=EventLog(folder / "events.jsonl", None).emit,
+        on_tick=lambda: waiting.show(read_current_phases(folder)),
+        environ=environ,
+        imports=worker_imports(config.model.name, prepared.plan.layout),
+    )
+    waiting.finish()
+    if outcome.exit_code:
+        sys.stderr.write(f"shoal: {outcome.message}\n")
+        raise typer.Exit(outcome.exit_code)

@@ -1,0 +1,138 @@
+"""`shoal replay RUN --step N -- train.py …`: repeat steps of a loop of the user's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shoal.base.errors import CheckpointError, ConfigError, nearest_word
+from shoal.base.runlog.damaged_lines import read_object
+from shoal.base.runlog.events import EventLog
+from shoal.base.text.units import count_noun
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
+from shoal.cli.replay_run import replay_folder
+from shoal.cli.script_copy import copy_script_folder
+from shoal.replay.replay_folder import (
+    RECORDED,
+    ReplayRequest,
+    fill_folder,
+    find_start,
+    read_rows,
+)
+from shoal.replay.replay_lines import Replay, opening_lines
+from shoal.replay.step_marks import StepRecord, parse_marks
+
+SHAPE = ("layout", "precision", "micro_batch")
+"""Keys of a checkpoint's record: equal ones repeat a run's bits."""
+NO_RUN = "never made this run; try: the script and arguments that made it"
+
+
+def replay_script(
+    run: Path,
+    step: int,
+    words: Sequence[str],
+    layout: str,
+    record_from: int,
+    *,
+    keep: Path | None = None,
+    quiet: bool = False,
+) -> Replay:
+    """Repeat the steps of a script's run from the nearest checkpoint up to a step.
+
+    Args:
+        words: the script, and its own arguments.
+        layout: replaces the script's; "": the script's.
+        record_from: first step whose tensors are recorded; 0: none is.
+
+    Raises:
+        ConfigError: there is no such script, or it does not make the run.
+        typer.Exit: the processes failed; their line was printed.
+    """
+    script = Path(words[0])
+    if not script.is_file():
+        near = nearest_word(script.name, [path.name for path in script.parent.glob("*.py")])
+        hint = str(script.parent / near) if near else "the script that made the run"
+        raise ConfigError(f"{script}: there is no such script; try: {hint}")
+    own = _read_own_shape(run)
+    ranks = read_object(run / "ranks.json").get("ranks", ())
+    processes = 1 if layout in ("single", "dp") else max(1, len(ranks))
+    start = find_start(run, step)
+    began = start.step if start else 0
+    # The copy lies elsewhere: below the working folder it would be copied into itself.
+    copies = tempfile.TemporaryDirectory(prefix="shoal-replay-")
+    with copies as copy, replay_folder(run, keep) as folder:
+        fill_folder(run, folder, start)
+        here = Path.cwd()
+        copied, cwd = copy_script_folder(script, here, Path(copy))
+        request = ReplayRequest(step, record_from, layout=layout)
+        replace(
+            request, script=str(copied), words=tuple(words[1:]), cwd=str(cwd), home=str(here),
+            run=str(run.resolve()),
+        ).write(folder)  # fmt: skip
+        own_rows = read_rows(run, began + 1, step)
+        if not quiet:
+            on = count_noun(processes, "process", "processes")
+            shown = f"{layout or own.get('layout', 'its own layout')} on {on}"
+            typer.echo("\n".join(opening_lines(run, (began, step), shown, own_rows)))
+            sys.stdout.flush()
+        _run_processes(folder, processes, quiet=quiet)
+        if not (folder / RECORDED).exists():
+            raise ConfigError(f"{script}: {NO_RUN}")
+        used = json.loads((folder / RECORDED).read_text(encoding="utf-8"))
+        found = StepRecord(str(run), used["layout"], processes, used["precision"])
+        found.rows = read_rows(folder, began + 1, step)
+        if not found.rows:
+            found.rows = read_rows(folder, 1, step)  # the script never restores
+        found.steps = {one.step: one for one in map(parse_marks, used["steps"])}
+    is_same = all(own.get(key, used[key]) == used[key] for key in SHAPE)
+    return Replay(run, began, found, own_rows, is_same, str(own.get("precision", "fp32")))
+
+
+def _read_own_shape(run: Path) -> dict[str, Any]:
+    """Return layout, format and micro-batch of a run from its newest readable checkpoint."""
+    for one in list_checkpoints(run / "checkpoints"):
+        with suppress(CheckpointError):
+            return {key: read_manifest(one.path).record.get(key) for key in SHAPE}
+    return {}
+
+
+def _run_processes(folder: Path, processes: int, *, quiet: bool) -> None:
+    """Run the script in so many processes, and wait for their end.
+
+    Raises:
+        typer.Exit: they failed; their line was printed.
+    """
+    from shoal.cli.workers.prove_worker import SCRIPT_IMPORTS
+    from shoal.cli.workers.worker import worker_environment
+    from shoal.launch import supervise
+    from shoal.launch.processes import LOOPBACK, free_port
+
+    words = [sys.executable, "-m", "shoal.cli.workers.replay_worker", str(folder.resolve())]
+    environ = worker_environment({**os.environ, "SHOAL_RESUME": ""})
+    if processes == 1:
+        to = sys.stderr if quiet else None
+        if code := subprocess.run(words, env=environ, stdout=to, check=False).returncode:
+            raise typer.Exit(code if code > 0 else 128 - code)
+        return
+    outcome = supervise(
+        words,
+        processes=processes,
+        folder=folder,
+        restarts=0,
+        emit=EventLog(folder / "events.jsonl", None).emit,
+        environ={**environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())},
+        imports=SCRIPT_IMPORTS,
+    )
+    if outcome.exit_code:
+        sys.stderr.write(f"shoal: {outcome.message}\n")
+        raise typer.Exit(outcome.exit_code)

@@ -1,0 +1,143 @@
+"""Replay steps of a loop of one's own: the script runs again, with a copy of its run's folder.
+
+    parallelize(folder=…)   gets the replay's folder, the run's layout (or another) and no proof
+    run.step, run.update    are observed, and end the script after the last step
+    other files             the script runs in a copy of its folder; writes elsewhere are refused
+
+The script itself calls `run.restore`, which finds the nearest checkpoint. A script that never does
+begins at its first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal.proof.script.attribute_patch import patch_attribute
+from shoal.proof.script.script_end import ScriptEnd
+from shoal.proof.script.write_guard import WriteGuard, guard_writes
+from shoal.replay.replay_folder import ReplayRequest
+from shoal.replay.step_recorder import StepRecorder
+from shoal.trainer import parallelize as parallelizing
+from shoal.trainer.passes.step_runner import StepRunner
+from shoal.trainer.run import Run
+
+
+@dataclass
+class ScriptReplay:
+    """One replay of a script, on one rank.
+
+    Attributes:
+        folder: the replay's run folder.
+        request: the steps, and the script with its arguments.
+        recorder: of the tensors of the recorded steps.
+        run: the run that is replayed; None before the script makes it.
+    """
+
+    folder: Path
+    request: ReplayRequest
+    recorder: StepRecorder
+    run: Run | None = None
+    _is_begun: bool = field(default=False, init=False)
+
+    def repeat_steps(self) -> None:
+        """Run the script up to the last step.
+
+        Raises:
+            Exception: any of the script's.
+        """
+        script, cwd = self.request.script, self.request.cwd
+        guard = WriteGuard([cwd, str(Path(script).parent), str(self.folder)])
+        with ExitStack() as stack:
+            stack.enter_context(self._arguments_changed())
+            stack.enter_context(patch_attribute(StepRunner, "begin_batch", self._observe_begin()))
+            for name in ("step", "update"):
+                stack.enter_context(
+                    patch_attribute(Run, name, self._observe_end(getattr(Run, name)))
+                )
+            stack.enter_context(_script_process(self.request))
+            stack.enter_context(guard_writes(guard))
+            with suppress(ScriptEnd):
+                runpy.run_path(script, run_name="__main__")
+        if self.run is not None:
+            with suppress(Exception):  # rows are written; a script in mid-step cannot close well
+                self.run.close()
+
+    @contextmanager
+    def _arguments_changed(self) -> Iterator[None]:
+        right = parallelizing.parallelize
+
+        @wraps(right)
+        def parallelize(*values: Any, **named: Any) -> Run:
+            arguments = inspect.signature(right).bind(*values, **named).arguments
+            arguments |= arguments.pop("policies", {})
+            if not self._is_replayed(arguments.get("folder")):
+                return right(**arguments)
+            arguments |= {"folder": self.folder, "prove": "off"}
+            if self.request.layout:
+                arguments["layout"] = self.request.layout
+            self.run = right(**arguments)
+            return self.run
+
+        with patch_attribute(parallelizing, "parallelize", parallelize):
+            shown = vars(shoal).pop("parallelize", None)
+            try:
+                yield
+            finally:
+                vars(shoal).pop("parallelize", None)
+                if shown is not None:
+                    vars(shoal)["parallelize"] = right
+
+    def _is_replayed(self, folder: str | Path | None) -> bool:
+        """Return whether a folder that the script names is that of the replayed run."""
+        if folder is None or self.run is not None:
+            return False
+        return Path(self.request.home, folder).resolve() == Path(self.request.run).resolve()
+
+    def _observe_begin(self) -> Callable[..., Any]:
+        right = StepRunner.begin_batch
+
+        @wraps(right)
+        def begin_batch(run: Run, batch: Any) -> Any:
+            if run is self.run and not self._is_begun:
+                self._is_begun = True
+                self.recorder.begin(run)
+            return right(run, batch)
+
+        return begin_batch
+
+    def _observe_end(self, right: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(right)
+        def end_step(run: Run, *values: Any, **named: Any) -> Any:
+            before = run.step_count
+            result = right(run, *values, **named)
+            if run is self.run and run.step_count > before:
+                self.recorder.after_step(run, result)
+                if run.step_count >= self.request.last_step:
+                    raise ScriptEnd
+            return result
+
+        return end_step
+
+
+@contextmanager
+def _script_process(request: ReplayRequest) -> Iterator[None]:
+    """Set the process up as Python would for the script, in the copy of its folder."""
+    argv, path, cwd = sys.argv, list(sys.path), os.getcwd()
+    sys.argv = [request.script, *request.words]
+    sys.path.insert(0, str(Path(request.script).parent))
+    os.chdir(request.cwd)
+    try:
+        yield
+    finally:
+        os.chdir(cwd)
+        sys.argv, sys.path[:] = argv, path
