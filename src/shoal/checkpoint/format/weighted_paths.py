@@ -17,6 +17,8 @@ from shoal.base.errors import ConfigError, nearest_word
 from shoal.checkpoint.format.listing import list_checkpoints
 
 KEY = "checkpoint.initial_load_path"
+BRANCH = "branch-"
+"""Start of the tags under which branch-train-merge saves the weights of its owners."""
 BETWEEN = re.compile(r"\+(?=\s*[0-9.]+\s*\*)")
 """The + between two parts; a + inside a path is not followed by a share."""
 PART = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*\*\s*(\S.*?)\s*")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import ConfigError, TrainingError
+from shoal.checkpoint.format.weighted_paths import BRANCH
 from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.islands.merge_proposal import (
@@ -47,9 +48,6 @@ from shoal.trainer.run import Run
 from shoal.trainer.state.initial_weights import hash_weights
 from shoal.trainer.step.skipped_steps import SpikeDetector
 from shoal.wire.phases import phase
-
-BRANCH = "branch-"
-"""Start of the tags under which a method saves the weights of its owners."""
 
 
 def open_owner_rounds(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from shoal.base.errors import ConfigError
 from shoal.checkpoint.format.hub_folder import HUB, TOKENIZER, run_folder
 from shoal.checkpoint.format.listing import list_checkpoints
+from shoal.checkpoint.format.weighted_paths import BRANCH
 from shoal.config.owners import list_data_sections, list_owner_names
 from shoal.config.sections import Config
 from shoal.data.digits import EvenSubset
@@ -36,7 +37,6 @@ from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.sources import open_source
 from shoal.fabric.device import accelerator_type
 from shoal.models.loss import find_logits
-from shoal.trainer.islands.owner_rounds import BRANCH
 from shoal.trainer.jobs.text_generation import (
     context_length,
     load_weights,

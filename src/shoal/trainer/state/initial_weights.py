@@ -28,8 +28,12 @@ from shoal.checkpoint.load.read import load_from
 from shoal.islands.outer_optimizer import hash_tensors
 from shoal.parallel.build.full_state import iterate_weights
 from shoal.parallel.program import Program
-from shoal.trainer.run import Run
-from shoal.trainer.state.run_state import MODEL, check_model_tensors, collect_model_shards
+from shoal.trainer.state.run_state import (
+    MODEL,
+    CheckpointedRun,
+    check_model_tensors,
+    collect_model_shards,
+)
 
 DIGEST_LETTERS = 12
 """Letters of the digest that a line shows; events have the whole."""
@@ -55,7 +59,7 @@ def average_tensors(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tenso
 
 
 @torch.no_grad()
-def load_initial_weights(run: Run, text: str) -> None:
+def load_initial_weights(run: CheckpointedRun, text: str) -> None:
     """Load the weights that `checkpoint.initial_load_path` names; every rank calls it.
 
     It does nothing for "", and in a run folder that has a checkpoint.
@@ -68,13 +72,13 @@ def load_initial_weights(run: Run, text: str) -> None:
         CheckpointError: a checkpoint of another model.
     """
     folder = run.recorder.folder  # a resume restores all, and needs no parent any more
-    if not text or run.world.broadcast_json(
+    if not text or run.program.world.broadcast_json(
         bool(folder and list_checkpoints(folder / "checkpoints"))
     ):
         return
     found = find_weighted_checkpoints(text)
     here = collect_model_shards(run)
-    known = {name for names in run.world.gather_json(list(here)) for name in names}
+    known = {name for names in run.program.world.gather_json(list(here)) for name in names}
     manifests = [read_manifest(path) for _, path in found]
     for (_, path), manifest in zip(found, manifests, strict=True):
         compare = f"; compare [model] with the run.toml of {path}"
@@ -88,7 +92,7 @@ def load_initial_weights(run: Run, text: str) -> None:
     digest = hash_weights(run.program)
     mean = "+".join(f"{share:.3g}*{path}" for share, path in found)
     source = mean if len(found) > 1 else str(found[0][1])
-    if run.world.writes_files:
+    if run.program.world.writes_files:
         line = f"starts with the weights of {source}, digest {digest[:DIGEST_LETTERS]}"
         run.recorder.events.emit("notice", text=line, weights=digest, opening=4)
 
