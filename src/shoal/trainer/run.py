@@ -204,7 +204,7 @@ class Run(StepRunner):
         """Run the first half of `step`: then `.grad` is the step's mean gradient, over all ranks.
 
         It is whole under ddp, and this rank's part under other layouts: `clip_grad_norm_` is right
-        on all of them.
+        on all of them. With `clip=…` of `shoal.parallelize` it is clipped already.
 
         Args:
             batch: as in `step`.

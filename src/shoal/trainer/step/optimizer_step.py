@@ -51,7 +51,7 @@ class StepTotals:
         measured: sums of `StepFlags.measured`.
         unnamed: some rank has values of unknown names.
         broken_ranks: returns the ranks whose numbers are not finite; every rank calls it.
-        averaged: gradients are the mean already, which user code may have changed.
+        averaged: gradients are the clipped mean already, which user code may have changed.
         norm_now: norm of the mean gradient after these changes; None: it is `norm`'s.
     """
 
@@ -379,6 +379,19 @@ def _reason_to_skip(tally: StepTotals, scale: float) -> tuple[float, str]:
     return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
 
 
+def mean_coefficient(tally: StepTotals, clip: float, scale: float, norm: float) -> float:
+    """Return the factor that makes the clipped mean gradient of the summed, scaled one.
+
+    Args:
+        tally: totals of the step.
+        clip: largest norm of the mean gradient; 0: do not clip.
+        scale: factor of the loss before backward.
+        norm: of the mean gradient.
+    """
+    coefficient = 1.0 / (tally.count * scale)
+    return coefficient * min(1.0, clip / (norm + 1e-6)) if clip > 0 else coefficient
+
+
 class SpikeJudge(Protocol):
     """Detector of spikes, called with loss and norm of a step before its update.
 
@@ -437,13 +450,8 @@ def update(
         return UpdateResult(math.nan if tally.loss_broken else loss, norm, True, reason, spike)
     if tally.norm_now is not None and not math.isfinite(tally.norm_now):
         return UpdateResult(loss, norm, True, "gradients that are not finite before the update")
-    coefficient = 1.0 if tally.averaged else 1.0 / (tally.count * scale)
-    if clip > 0:
-        coefficient *= min(
-            1.0, clip / ((norm if tally.norm_now is None else tally.norm_now) + 1e-6)
-        )
-    if sums and coefficient != 1.0:
-        torch._foreach_mul_(sums, coefficient)
+    if sums and not tally.averaged:
+        torch._foreach_mul_(sums, mean_coefficient(tally, clip, scale, norm))
     for name, used in zip(program.names, tally.used, strict=True):
         if not used and name in program.local:
             program.local[name].parameter.grad = None

@@ -20,11 +20,19 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
-from shoal.trainer.step.optimizer_step import StepTotals, reducer_of, sum_of_squares
+from shoal.trainer.step.optimizer_step import (
+    StepTotals,
+    mean_coefficient,
+    reducer_of,
+    sum_of_squares,
+)
 
 
 def average_gradients(program: Program, tally: StepTotals, scale: float) -> StepTotals:
     """Divide the summed gradients by the step's count, so that `.grad` is the mean gradient.
+
+    It is clipped already if the plan says so, by one multiplication as in `run.step`: so the bits
+    are the same, and what user code adds afterwards, such as noise, is not clipped.
 
     Args:
         program: the run's.
@@ -36,8 +44,11 @@ def average_gradients(program: Program, tally: StepTotals, scale: float) -> Step
     """
     if tally.broken or tally.count <= 0:
         return tally
+    norm = tally.norm / (tally.count * scale)
+    if not math.isfinite(norm):
+        return tally
     if sums := reducer_of(program).sums():
-        torch._foreach_mul_(sums, 1.0 / (tally.count * scale))
+        torch._foreach_mul_(sums, mean_coefficient(tally, program.plan.clip, scale, norm))
     return replace(tally, averaged=True)
 
 
