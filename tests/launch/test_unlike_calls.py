@@ -154,6 +154,23 @@ def test_one_rank_alone_in_a_collective_of_the_users_own(ranks: Any) -> None:
     )
 
 
+def test_one_rank_alone_before_its_first_call_of_the_run(ranks: Any) -> None:
+    """A barrier of `if rank == 0:` before step 1: its page has no call of the run yet."""
+    two = ranks(2)
+    two.call(1, "run.step")
+    two.pages[1].record_wait_start()
+    two.answers = {
+        0: {"collective": "barrier", "by_user": True, "place": "train.py:7"},
+        1: {"place": "train.py:9"},
+    }
+    assert two.stand(7.0) is None
+    hang = two.stand(4.0)
+    assert hang.why.startswith(
+        "ranks wait for each other: rank 0 called torch.distributed.barrier (train.py:7), rank 1 "
+        "called run.step (train.py:9)"
+    )
+
+
 def test_others_may_still_be_in_a_call_that_one_has_ended(ranks: Any) -> None:
     """A tree of ranks hands large weights on: the first one is done long before the last."""
     three = ranks(3)

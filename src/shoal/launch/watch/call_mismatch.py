@@ -41,9 +41,9 @@ def compare_calls(pages: Mapping[int, PageReader]) -> dict[int, str]:
 
 
 def has_fewer_calls(page: PageReader, other: PageReader) -> bool:
-    """Return whether a rank has begun fewer calls of a run than another one."""
-    own, others = page.names(), other.names()
-    return any(max(own[key]) < max(others[key]) for key in own.keys() & others.keys())
+    """Return whether a rank has begun fewer calls of a run than another one; maybe none yet."""
+    own = page.names()
+    return any(max(own.get(key, {0: ""})) < max(calls) for key, calls in other.names().items())
 
 
 def detect_caught_error(told: Mapping[int, PageSnapshot], answers: Answers) -> tuple[int, str]:
