@@ -138,6 +138,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "pp interleaved": {"pp": 2, "schedule": "interleaved", "dp_replicate": 2},
     "pp zero bubble": {"pp": 2, "schedule": "zero-bubble", "dp_shard": 2, "zero": 1},
     "ep": {"ep": 2, "dp_replicate": 4},
+    "ep fsdp": {"ep": 2, "dp_shard": 4, "zero": 3},
 }
 MODELS = ("llama", "llama untied", "llama frozen", "llama lora", "gpt", "moe", "own")
 COMPOSED = [
@@ -145,7 +146,7 @@ COMPOSED = [
     for layout in FOUR
     for model in MODELS
     for recompute in ("none", "selective", "full")
-    if layout != "ep" or model == "moe"
+    if not layout.startswith("ep") or model == "moe"
     # `own` has two blocks of its own, too few to be cut into four stages.
     if model != "own" or not layout.startswith("pp")
     # A backward pass in two halves refuses recompute.

@@ -238,13 +238,13 @@ def _expert_layers(program: Program, names: list[str]) -> list[nn.Module]:
 
 
 def _calls_experts(part: nn.Module) -> bool:
-    """Return whether a forward replaces a layer's own, beside that of a bf16 block."""
-    from shoal.trace.isolation.narrow_blocks import NarrowForward  # for this alone
-
+    """Return whether a layer's forward distributes its experts, whatever replaces it besides."""
     forward = part.__dict__.get("forward")
-    while isinstance(forward, NarrowForward):
+    while isinstance(forward, ReplacedForward):
+        if forward.calls_experts:
+            return True
         forward = forward.replaced
-    return isinstance(forward, ReplacedForward)
+    return False
 
 
 class _UnitComms:

@@ -26,6 +26,8 @@ from shoal.trace.isolation.replaced_forward import ReplacedForward
 class RoutedForward(ReplacedForward):
     """Replacement of a layer's forward that uses the experts of several ranks."""
 
+    calls_experts = True
+
     def __init__(self, layer: ExpertLayer, axis: World, loads: ExpertLoads) -> None:
         self.layer, self.axis, self.loads = layer, axis, loads
         super().__init__(layer.name, layer.part)

@@ -65,6 +65,8 @@ def decode_rows(number: int) -> int:
 class ListedForward(ReplacedForward):
     """Replaced forward of a layer with listed experts: opens and closes a call's exchanges."""
 
+    calls_experts = True
+
     def __init__(self, layer: ListedExperts, axis: World, loads: ExpertLoads) -> None:
         self.axis, self.loads = axis, loads
         self.each, self.width = layer.experts // axis.size, layer.sample.shape[1]

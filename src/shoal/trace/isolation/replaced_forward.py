@@ -14,7 +14,12 @@ class ReplacedForward:
 
     An object with the bound method inside, and no closure, so that a deep copy of the model
     computes with its own weights. No name in the state dict changes, and hooks stay outside.
+
+    Attributes:
+        calls_experts: True if it distributes the block's experts over ranks.
     """
+
+    calls_experts = False
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.block = name, block
