@@ -94,17 +94,24 @@ WORDS = {
     "pp": ("pp", 2, ""),
     "train.compile=blocks": ("ddp", 2, "train.compile=blocks"),
     "precision.compute=bf16": ("ddp", 2, "precision.compute=bf16"),
+    "the speed mode": (
+        "ddp", 2, "precision.compute=bf16 precision.residual=bf16 train.compile=blocks",
+    ),
     "memory.recompute=full": ("ddp", 2, "memory.recompute=full"),
     "data.workers=1": ("ddp", 2, "data.workers=1"),
-}
+}  # fmt: skip
 """What a user may say of the demo, beside the first."""
 
 
-def words(rounds: int) -> list[dict[str, Any]]:
+def words(rounds: int, only: str = "") -> list[dict[str, Any]]:
     """Step times of the demo under single keys, in turns, beside its step as it comes."""
-    times_s: dict[str, list[float]] = {name: [] for name in WORDS}
+    first, *others = WORDS
+    times_s: dict[str, list[float]] = {
+        n: [] for n in (first, *(only.split(",") if only else others))
+    }
     for _ in range(rounds):
-        for name, (layout, processes, said) in WORDS.items():
+        for name in times_s:
+            layout, processes, said = WORDS[name]
             times_s[name].append(_trained_s(layout, processes, said))
     usual_s, *_ = (statistics.median(values) for values in times_s.values())
     found = []
@@ -394,10 +401,13 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="of `words`, by name")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of `models` alone")
     options = parser.parse_args()
     if options.part == "models":
         found = models(options.rounds, options.clock)
+    elif options.part == "words":
+        found = words(options.rounds, options.only)
     else:
         found = PARTS[options.part](options.rounds)
     if options.json:
