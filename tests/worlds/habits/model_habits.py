@@ -111,6 +111,10 @@ def synchronised_batch_norm(script: Script) -> None:
 @habit("models", sums=True)
 def batch_norm_in_evaluation_mode(script: Script) -> None:
     class Kept(Normalised):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train()
+
         def train(self, mode: bool = True) -> Any:
             super().train(mode)
             self.norm.eval()
