@@ -37,7 +37,6 @@ Source: pytorch#75373 and #152964, which leave this to users
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -376,30 +375,29 @@ class _EndBackward(torch.autograd.Function):
 
 
 class _FollowChain(torch.autograd.Function):
-    """A node behind tensors that passes their gradients on, and a zero to the chain."""
+    """A node behind a tensor that passes its gradient on, and a zero to the chain."""
 
     @staticmethod
-    def forward(ctx: Any, chain: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*tensors)
+    def forward(ctx: Any, chain: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
         ctx.device = chain.device
-        return tensors
+        return tensor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return torch.zeros((), device=ctx.device), *gradients
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return torch.zeros((), device=ctx.device), gradients[0]
 
 
 def _follow_chain(chain: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Let the backward pass of tensors run the chain's, in place and without a copy.
 
     Users may write into the tensors afterwards, which autograd forbids for views that a Function
-    returns. Nothing is written here, so what autograd saved of the tensors stays valid.
+    returns. Nothing is written here, so what autograd saved of the tensors stays valid. Each tensor
+    has a node of its own: one node would run behind the tensors that the loss does not use, too.
 
     Args:
         tensors: no leaves and no views.
     """
-    with ExitStack() as kept:
-        for tensor in tensors:
-            kept.enter_context(keep_version(tensor))
-        _FollowChain.apply(chain, *tensors)
+    for tensor in tensors:
+        with keep_version(tensor):
+            _FollowChain.apply(chain, tensor)
