@@ -98,7 +98,8 @@ def summary(rows: dict[str, Any]) -> list[str]:
             row["verdict"] for key, row in rows.items() if habits[key.split(" · ")[0]].sums == sums
         )
         total = sum(found.values()) or 1
-        lines.append(f"{text}: {dict(found)}; right {100 * found['right'] / total:.1f} %")
+        counts = ", ".join(f"{number} {what}" for what, number in found.most_common())
+        lines.append(f"{text}: {counts}; right {100 * found['right'] / total:.1f} %")
     return lines
 
 
