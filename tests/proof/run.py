@@ -94,6 +94,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "deadlines": ("python benchmarks/deadlines.py",),
     "tests": ("heavy -m pytest -m proof",),
     "counts": ("python tests/proof/hf_counts.py",),
+    "habits": (
+        "python tests/proof/habit_matrix.py",
+        "python -m pytest tests/worlds/habits -m proof",
+    ),
     "versions": ("make test-versions", "heavy tests/proof/public_names.py"),
     "touch": ("python tests/touch/touch_map.py",),
     "mends": ("python tests/proof/mends.py",),
