@@ -36,8 +36,8 @@ def test_it_fits_wherever_an_eighth_does(environ: dict[str, str]) -> None:
     uncounted, sizes = [], {}
     for name in NAMES:
         eighth = ran(environ, name, 4)
-        peak = int(str(eighth["peak_bytes"]))
-        tight, wide = ran(environ, name, 0, int(1.3 * peak)), ran(environ, name, 0)
+        reserved = int(str(eighth["reserved_bytes"]))
+        tight, wide = ran(environ, name, 0, int(1.3 * reserved)), ran(environ, name, 0)
         sizes[name] = (tight["micro_batch"], wide["micro_batch"])
         uncounted += [name] * any("micro-batch:" in str(line) for line in wide["told"])  # type: ignore[union-attr]
     print(sizes, uncounted)

@@ -24,6 +24,7 @@ from shoal.base.runlog.damaged_lines import read_object
 from shoal.config.save import MICRO_BATCH, is_derived, write_derived
 from shoal.config.sections import Config
 from shoal.fabric import World
+from shoal.fabric.device import is_accelerator, total_bytes
 from shoal.forecast.machines.measured_machine import estimate_this_machine
 from shoal.forecast.memory.model_states import WIDTHS
 from shoal.forecast.search.case_settings import case_settings
@@ -103,6 +104,10 @@ def choose_size(
         settled = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
         measured = read_measured_cluster(world.size, world.device)
         cluster = measured or estimate_this_machine(read_machine_facts(), world.size)
+        # A GPU that was not measured and is not in the catalogue would count as an A100.
+        device, here = cluster.device, world.device
+        capacity = total_bytes(here) if is_accelerator(here) else device.memory_bytes
+        cluster = replace(cluster, device=replace(device, memory_bytes=capacity))
         cluster = _divide_memory(cluster, sharing)
         try:
             known = facts(kernels=cluster.device.kind, element_bytes=WIDTHS[settled.compute])
