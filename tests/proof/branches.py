@@ -107,7 +107,7 @@ def under_torchrun(kind: str, size: int, layout: Any) -> list[Any]:
         if done.returncode == 0:
             return [json.loads((folder / "answer.json").read_text())]
         shown = done.stderr.splitlines() + done.stdout.splitlines()
-        lines = [line for line in shown if line.startswith("shoal: ") and "no folder" not in line]
+        lines = [line for line in shown if "shoal: " in line and "no folder" not in line]
         return [{"error": line} for line in lines if "; try: " in line][:1] or [
             {"error": f"unnamed: {done.stderr[-500:]}"}
         ]

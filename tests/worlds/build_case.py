@@ -329,14 +329,14 @@ def in_files(world: World, layout: Any) -> list[int]:
         ends = [row[0].split("-") for row in rows if PREFIX in " ".join(row[5:])]
         found.append(sum(int(stop, 16) - int(start, 16) for start, stop in ends))
 
-    bring = fsdp._load_own_rows
+    bring = fsdp.load_own_rows
 
     def brought(*given: Any) -> None:
         found or note()
         bring(*given)
 
     with (
-        mock.patch.object(fsdp, "_load_own_rows", brought),
+        mock.patch.object(fsdp, "load_own_rows", brought),
         mock.patch.object(fsdp, "trim_heap", note),
     ):
         started(world, layout, 0, layers=12)

@@ -25,7 +25,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from shoal.base.plans.placement import DimCut
 from shoal.machine.process_memory import read_ahead
 from shoal.parallel._torch import UncompiledMode, pytree
 from shoal.parallel.program import copy_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PREFIX = "shoal-weights-"
 
@@ -315,3 +318,23 @@ def _fill_functions() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[st
 
 
 FILLS = _fill_functions()
+
+
+def load_own_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.device) -> None:
+    """Copy this rank's rows of a unit to the device; the other rows stay uninitialised there.
+
+    torch moves whole units and shards them on the device. With a checkpoint in mapped files every
+    rank would then read all of it. The values of the other rows do not matter. On the CPU torch
+    copies only this rank's rows of a contiguous mapped tensor, so such a tensor is left as it is.
+    """
+    ranks, rank = over.size(over.ndim - 1), over.get_local_rank(over.ndim - 1)
+    for parameter in parameters:
+        here = parameter.device == device and not is_mapped(parameter)
+        if hasattr(parameter, "to_local") or here:
+            continue
+        rows = -(-len(parameter) // ranks)
+        own = slice(rank * rows, (rank + 1) * rows)
+        if parameter.device == device and parameter.is_contiguous():
+            read_ahead(parameter.detach()[own])
+        else:
+            parameter.data = copy_rows(parameter.detach(), own, device)

@@ -50,7 +50,7 @@ from shoal.fabric import World
 from shoal.fabric.axis_worlds import build_device_mesh
 from shoal.fabric.collectives.sharded_collectives import GatherParameters, ScatterGradients
 from shoal.fabric.world import register_group_owner
-from shoal.machine.process_memory import read_ahead, trim_heap
+from shoal.machine.process_memory import trim_heap
 from shoal.parallel._torch import (
     clear_forward_order,
     drop_process_groups,
@@ -58,7 +58,7 @@ from shoal.parallel._torch import (
     reduce_unused_gradients,
     set_post_forward_mesh,
 )
-from shoal.parallel.build.mmap_init import copy_rows, copy_to_memory, is_mapped, mmap_init
+from shoal.parallel.build.mmap_init import copy_to_memory, is_mapped, load_own_rows, mmap_init
 from shoal.parallel.data_parallel.buckets import expert_parameters, reduce_dtype
 from shoal.parallel.data_parallel.shared_parameters import all_reduce_message
 from shoal.parallel.mutated_weights import watch_unit_weights
@@ -294,7 +294,7 @@ def _shard_units(
     ignored = {p for p in module.parameters() if p.is_meta} | set(_unsharded_parameters(program))
     for unit in wrapped:
         before = [(p, p.data, is_mapped(p)) for p in unit.parameters() if p not in ignored]
-        _load_own_rows([p for p, *_ in before], over, program.world.device)
+        load_own_rows([p for p, *_ in before], over, program.world.device)
         # Before torch's own hook, which attaches the gather for backward to the outputs found here.
         detours.append(unit.register_forward_hook(_copy_view_outputs))
         # Not around the gathers: they resize tensors, and a mapped tensor cannot be resized.
@@ -353,26 +353,6 @@ def _post_forward_state(
     for name, degree in degrees.items():
         split |= {"nodes": shards // kept, "node": kept} if name == axis else {name: degree}
     return build_device_mesh(program.world, split, ["nodes", "node"]), split
-
-
-def _load_own_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.device) -> None:
-    """Copy this rank's rows of a unit to the device; the other rows stay uninitialised there.
-
-    torch moves whole units and shards them on the device. With a checkpoint in mapped files every
-    rank would then read all of it. The values of the other rows do not matter. On the CPU torch
-    copies only this rank's rows of a contiguous mapped tensor, so such a tensor is left as it is.
-    """
-    ranks, rank = over.size(over.ndim - 1), over.get_local_rank(over.ndim - 1)
-    for parameter in parameters:
-        here = parameter.device == device and not is_mapped(parameter)
-        if isinstance(parameter, DTensor) or here:
-            continue
-        rows = -(-len(parameter) // ranks)
-        own = slice(rank * rows, (rank + 1) * rows)
-        if parameter.device == device and parameter.is_contiguous():
-            read_ahead(parameter.detach()[own])
-        else:
-            parameter.data = copy_rows(parameter.detach(), own, device)
 
 
 def _mixed_precision_policy(
