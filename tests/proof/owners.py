@@ -41,8 +41,8 @@ from source import source_hash  # noqa: E402
 
 TARGET = ROOT / "proof" / "results" / "owners.json"
 GATES = HERE / "owners_gates.toml"
-T_95 = {5: 2.776, 10: 2.262}
-"""Quantile 0.975 of Student's t with n − 1 degrees of freedom, by n."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantiles 0.975 of Student's t for 2 to 10 values."""
 
 Trial = dict[str, Any]
 Row = dict[str, Any]
@@ -198,7 +198,7 @@ def interval(values: list[float]) -> list[float]:
     n = len(values)
     mean = sum(values) / n
     deviation = (sum((one - mean) ** 2 for one in values) / (n - 1)) ** 0.5 if n > 1 else 0.0
-    half = T_95.get(n, 2.776) * deviation / n**0.5
+    half = T_95[n - 2] * deviation / n**0.5 if n > 1 else 0.0
     return [round(one, 4) for one in (mean, mean - half, mean + half)]
 
 
