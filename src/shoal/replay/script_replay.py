@@ -59,7 +59,7 @@ class ScriptReplay:
         guard = WriteGuard([cwd, str(Path(script).parent), str(self.folder)])
         with ExitStack() as stack:
             stack.enter_context(self._arguments_changed())
-            stack.enter_context(patch_attribute(StepRunner, "begin_batch", self._observe_begin()))
+            stack.enter_context(patch_attribute(StepRunner, "begin_batch", self._observe_first_batch()))
             for name in ("step", "update"):
                 stack.enter_context(
                     patch_attribute(Run, name, self._observe_end(getattr(Run, name)))
@@ -103,7 +103,7 @@ class ScriptReplay:
             return False
         return Path(self.request.home, folder).resolve() == Path(self.request.run).resolve()
 
-    def _observe_begin(self) -> Callable[..., Any]:
+    def _observe_first_batch(self) -> Callable[..., Any]:
         right = StepRunner.begin_batch
 
         @wraps(right)
