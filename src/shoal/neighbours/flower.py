@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 def _make_client_app() -> type:
     base: Any = importlib.import_module("flwr.clientapp").ClientApp
 
-    class ClientApp(base):  # type: ignore[misc]
+    class ClientApp(base):
         """Flower's ClientApp, whose train functions run on several processes."""
 
         def train(self, *named: Any, **options: Any) -> Any:
