@@ -68,6 +68,7 @@ from shoal.trainer.guards.model_checks import (
     mark_in_run,
     refuse_different_layers,
     refuse_unready,
+    unlike_loss_notices,
 )
 from shoal.trainer.guards.optimizer_checks import ScheduleLength
 from shoal.trainer.metrics_recorder import MetricsRecorder
@@ -79,7 +80,6 @@ from shoal.trainer.step.call_contract import (
     Loss,
     Metric,
     default_loss,
-    is_default,
     unwrap_model,
 )
 from shoal.wire.phases import phase
@@ -267,7 +267,6 @@ def start_run(
     Raises:
         ShoalError: as in `parallelize`.
     """
-    given_loss, loss = loss, loss or default_loss()
     own, world = world is None, world or start_world()
     install_excepthook().world = world
     check_sums(world)
@@ -279,10 +278,7 @@ def start_run(
     _check_equal_arguments(world, _compared_arguments(plan, said, length))
     plan = replace(plan, compute=formats.resolve_format(plan.compute, world.device))
     module, notices = _build_model(model, plan, said, world)
-    if given_loss is None and hasattr(module, "loss_function") and hasattr(module, "config"):
-        from shoal.trainer.step.model_loss import ModelLoss
-
-        loss = ModelLoss(module)
+    loss = loss or default_loss(module)
     check_tokenizers = _prepare_tokenizer_check(module, plan)
     parameters = trainable_parameters(module)
     notices += narrow_weight_notices(parameters, plan.compute) + _auxiliary_loss_notices(
@@ -291,10 +287,7 @@ def start_run(
     _refuse_untrainable(module, parameters, world)
     bound = check_user_optimizer(optimizer, module, parameters)
     _check_equal_arguments(world, {**describe_optimizer(bound), "loss": _describe_function(loss)})
-    if world.size > 1 and not is_default(loss) and plan.guards == "on":
-        from shoal.trainer.guards.loss_trial import unlike_loss_lines
-
-        notices += unlike_loss_lines(world, loss, module)
+    notices += unlike_loss_notices(world, loss, module, plan)
     unheld = _list_unheld_weights(module, parameters, bound)
     plan = _fill_batch_size(plan, parameters)
     share = None

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.base.errors import ConfigError
+from shoal.base.plans.plan import Plan
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 from shoal.parallel.mutated_weights import refuse_mutated_weights
@@ -36,6 +37,7 @@ from shoal.trainer._torch import count_gradient_hooks
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
+from shoal.trainer.step.call_contract import Loss, is_default
 from shoal.trainer.step.step_vector import StepNumbers
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -121,6 +123,22 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
     if not names:
         return []
     return [reports.start_report.hooks_line(list(names))]
+
+
+def unlike_loss_notices(world: World, loss: Loss, module: nn.Module, plan: Plan) -> list[str]:
+    """Return a notice if tensors that a loss uses differ between ranks; every rank calls it.
+
+    Args:
+        world: all ranks.
+        loss: the run's.
+        module: its model.
+        plan: its plan.
+    """
+    if world.size == 1 or is_default(loss) or plan.guards == "off":
+        return []
+    from shoal.trainer.guards.loss_trial import unlike_loss_lines
+
+    return unlike_loss_lines(world, loss, module)
 
 
 class ModelGuard(Guard):

@@ -10,7 +10,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -209,8 +209,16 @@ def _has_ignored_targets(values: torch.Tensor, targets: Any) -> bool:
     return whole and targets.shape == values.shape
 
 
-def default_loss() -> Loss:
-    """Return the default loss over token logits; runs with their own loss skip this import."""
+def default_loss(module: nn.Module | None = None) -> Loss:
+    """Return the default loss over token logits; runs with their own loss skip this import.
+
+    Args:
+        module: the model; one of transformers may compute its own loss.
+    """
+    if hasattr(module, "loss_function") and hasattr(module, "config"):
+        from shoal.trainer.step.model_loss import ModelLoss
+
+        return ModelLoss(cast(nn.Module, module))
     from shoal.models.loss import token_loss
 
     return token_loss
