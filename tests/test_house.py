@@ -213,7 +213,8 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(map(lines_of_code, files)) <= 7_330  # 7_240 before a step counted bytes by axis
+    # 7_330 before a loss was tried on cuts of a micro-batch, and .grad was the mean of the step.
+    assert sum(map(lines_of_code, files)) <= 7_700
 
 
 FOUR_RANKS = """
