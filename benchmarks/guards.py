@@ -155,10 +155,10 @@ def watching(seconds: float) -> float:
 def work(job: dict[str, Any]) -> None:
     """One rank: blocks with a guard and without, in turns."""
     import torch
+    from shoal.fabric.collectives.collective_log import CollectiveRecorder
 
     from shoal import parallelize
     from shoal.fabric import start_world
-    from shoal.fabric.collectives.collective_log import CollectiveRecorder
     from shoal.models.catalog import build
     from shoal.models.loss import token_loss
     from shoal.wire import phases

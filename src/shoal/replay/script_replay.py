@@ -59,7 +59,9 @@ class ScriptReplay:
         guard = WriteGuard([cwd, str(Path(script).parent), str(self.folder)])
         with ExitStack() as stack:
             stack.enter_context(self._arguments_changed())
-            stack.enter_context(patch_attribute(StepRunner, "begin_batch", self._observe_first_batch()))
+            stack.enter_context(
+                patch_attribute(StepRunner, "begin_batch", self._observe_first_batch())
+            )
             for name in ("step", "update"):
                 stack.enter_context(
                     patch_attribute(Run, name, self._observe_end(getattr(Run, name)))
