@@ -125,7 +125,9 @@ def telescope(
         batch = {name: torch.cat([one[name] for one in samples]) for name in samples[0]}
         for name, run in runs.items():
             run.forward_backward(batch)
-            now = [one.double().reshape(-1).clone() for one in run.program.reducer.sums()]
+            tally = run.step_state.tally  # its gradients are means by now
+            count = tally.count if tally.averaged else 1.0
+            now = [one.double().reshape(-1) * count for one in run.program.reducer.sums()]
             run.update()
             before = totals.get(name, [torch.zeros_like(one) for one in now])
             totals[name] = [a + b for a, b in zip(before, now, strict=True)]

@@ -14,6 +14,7 @@ from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import RECOMPUTE
 from shoal.base.layouts.schedule_names import SPLIT_BACKWARD
+from shoal.base.plans.plan import Plan
 from shoal.forecast.fit.memory_instants import predict_run
 from shoal.forecast.search.layout_search import LayoutCandidate, judge_candidate
 from shoal.forecast.time.step_time import predict_time
@@ -37,6 +38,25 @@ CHANGES: tuple[Change, ...] = (
 
 NARROW = "precision.compute=bf16 precision.residual=bf16"
 """Settings with the facts `narrow` of `suggest_settings`; `compute=auto` refuses the second."""
+
+
+def smaller_settings_text(plan: Plan, size: int) -> str:
+    """Return the settings that would hold fewer bytes than a plan does, as a user types them.
+
+    Args:
+        size: a smaller micro-batch; 0: there is none.
+
+    >>> smaller_settings_text(Plan(Layout(), recompute="full", compute="bf16"), 0)
+    "precision.compute=bf16 precision.residual=bf16 (blocks' activations in bf16)"
+    >>> smaller_settings_text(Plan(Layout(), recompute="full", compute="fp32"), 0)
+    'a layout that splits more, by shoal plan'
+    """
+    found = [f"train.micro_batch={size} (the same batch in more passes)"] if size else []
+    if plan.recompute != "full":
+        found.append("memory.recompute=full")
+    if plan.compute == "bf16" and plan.residual != "bf16":
+        found.append("precision.compute=bf16 precision.residual=bf16 (blocks' activations in bf16)")
+    return ", or ".join(found or ["a layout that splits more, by shoal plan"])
 
 
 def suggest_settings(

@@ -123,28 +123,10 @@ def handle_out_of_memory(run: Run, config: Config, folder: Path) -> Iterator[Non
             lost = ClusterError(told)
             lost.here = True
             raise lost from failure
+        from shoal.forecast.search.memory_suggestions import smaller_settings_text
+
         how = ", train.on_oom=halve to have that done by itself" if size else ""
         raise ConfigError(
-            f"train.micro_batch = {used}: {where}; try: {_format_settings(run.plan, size)}{how}"
+            f"train.micro_batch = {used}: {where}; try: "
+            f"{smaller_settings_text(run.plan, size)}{how}"
         ) from failure
-
-
-def _format_settings(plan: Plan, size: int) -> str:
-    """Return the settings that would hold fewer bytes than a plan does, as a user types them.
-
-    Args:
-        size: a smaller micro-batch; 0: there is none.
-
-    >>> from shoal.base.layouts.layout import Layout
-    >>> from shoal.base.plans.plan import Plan
-    >>> _format_settings(Plan(Layout(), recompute="full", compute="bf16"), 0)
-    "precision.compute=bf16 precision.residual=bf16 (blocks' activations in bf16)"
-    >>> _format_settings(Plan(Layout(), recompute="full", compute="fp32"), 0)
-    'a layout that splits more, by shoal plan'
-    """
-    found = [f"train.micro_batch={size} (the same batch in more passes)"] if size else []
-    if plan.recompute != "full":
-        found.append("memory.recompute=full")
-    if plan.compute == "bf16" and plan.residual != "bf16":
-        found.append("precision.compute=bf16 precision.residual=bf16 (blocks' activations in bf16)")
-    return ", or ".join(found or ["a layout that splits more, by shoal plan"])
