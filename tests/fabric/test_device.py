@@ -32,6 +32,7 @@ MAY = {
     "trace/isolation/stream_weights.py": "names of the properties by which a tensor says where it is",
     "view/diagnosis/death_rules.py": "the settings of its allocator, in a command to type; the room knows no torch",
     "neighbours/without_cuda.py": "answers what scripts ask of it where it is not",
+    "neighbours/flower.py": "refuses a process in which CUDA has begun, by CUDA's name",
     "neighbours/deepspeed.py": "the same, by DeepSpeed's names for it",
     "neighbours/accelerate.py": "the name of the file above",
     "neighbours/accelerate_state.py": "Accelerate's own names for kinds of runs",

@@ -29,7 +29,7 @@ from shoal.trainer.islands.island_join import check_same_tokenizer
 from shoal.trainer.islands.owner_data import agree_on_owners, estimate_group_steps
 from shoal.trainer.islands.owner_rounds import OwnerRounds
 
-PAGE = Path(__file__).parents[2] / "docs" / "start" / "owners.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "federated.md"
 OWN = ("islands.data=own", "islands.method=fedavg")
 FILES = "data.source=jsonl:owners/{owner}.jsonl"
 
@@ -62,7 +62,7 @@ def test_the_page_shows_what_shoal_answers(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         settled(*words)
     shown = re.findall(r"^\| .* \| `(.*)` \|$", PAGE.read_text(), re.MULTILINE)
-    assert sum(text in str(caught.value) for text in shown) == 1, str(caught.value)
+    assert sum(line in str(caught.value) for line in shown) == 1, str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_resume_reads_the_end_of_a_long_history(history: Path, read: list[int]
     view.finish()
     assert f"step={STEPS}" in out.getvalue()
     assert SessionEnding.of(history).made == STEPS
-    assert "5 steps, 40 tokens in 50.0 ms; last loss 1.2500" in summarise_run(history)
+    assert "5 steps, 40 targets in 50.0 ms; last loss 1.2500" in summarise_run(history)
     assert read[0] < LINES, "lines that were parsed"
     assert tracemalloc.get_traced_memory()[1] < BYTES, "bytes held at one time"
 

@@ -161,7 +161,7 @@ def steps(
     for number in range(1, count + 1):
         waits = Waits(world.device)
         # The sums of a step are made as on a device: the host's own are read one by one.
-        on_device = patch("shoal.trainer.step.optimizer_step.is_accelerator", return_value=True)
+        on_device = patch("shoal.trainer.step.optimizer_step.is_off_host", return_value=True)
         with on_device, waits if number > 2 else nullcontext():
             if own_loop:
                 written_out(run, batch)

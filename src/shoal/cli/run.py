@@ -16,7 +16,6 @@ import traceback
 import typer
 
 from shoal.base.errors import ConfigError, ShoalError, nearest_word
-from shoal.cli.script_path import find_script
 
 NEIGHBOURS = ("accelerate", "deepspeed")
 OTHERS = dict.fromkeys(
@@ -39,6 +38,8 @@ def run(
     if library not in NEIGHBOURS:
         first = OTHERS.get(library) or nearest_word(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
         raise ConfigError(f"--as {library}: not one of {', '.join(NEIGHBOURS)}; try: {first}")
+    from shoal.cli.script_path import find_script
+
     script = find_script(words, f"shoal run --as {library}")
     if processes > 0:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.fabric.device import copy_numbers_to_device
 from shoal.parallel.program import Program
 from shoal.trainer.guards import reports
 from shoal.trainer.guards._torch import (
@@ -164,12 +165,13 @@ def compare_changes(program: Program, step: int, changed: bool) -> float:
     """
     world, whole = program.world, WholeGradients(program)
     held = whole.by_copies(list(program.local))
-    square = sum(float(sum_of_squares(some)) / copies for copies, some in held.items())
+    square = sum(sum_of_squares(some) / copies for copies, some in held.items())
     everywhere = held.get(world.size, []) if world.size > 1 else []
     replicated = [] if program.plan.layout.zero else [one for some in held.values() for one in some]
     codes = [float(fingerprint(some, whole=True)) if changed and some else 0.0
              for some in (everywhere, replicated)]  # fmt: skip
-    own = torch.tensor([square, float(changed), *codes], dtype=torch.float64, device=world.device)
+    own = copy_numbers_to_device(world.device, [0.0, float(changed), *codes])
+    own[0] = square
     rows = world.all_gather(own).tolist()
     places = {number: rank for rank, number in enumerate(world.ranks)}
     copies_here = [places[number] for number in program.replicas.ranks]

@@ -174,7 +174,7 @@ def reduce_step(program: Program, sums: torch.Tensor, ran: int, flags: StepFlags
     reducer = reducer_of(program)
     reducer.finish()
     # Before others' gradients come in; alone the sum itself says whether it is finite.
-    alone = program.world.size == 1 and program.world.device.type == "cpu"
+    alone = program.world.size == 1 and not is_off_host(program.world.device)
     used, norms = reducer.used_parameters(), [] if alone else reducer.local_norms()
     if program.has_shared_gradients:
         from shoal.parallel.data_parallel.shared_parameters import all_reduce_shared_gradients
@@ -222,7 +222,7 @@ def _reduce_totals(
     vector.add("used", [float(name in here) for name in program.names])
     vector.add_device_entry("measured")
     square_sum = _squared_norm(program, reducer)
-    if world.device.type != "cpu":
+    if is_off_host(world.device):
         # All numbers of the host go to the device in one asynchronous copy.
         sent = copy_numbers_to_device(world.device, vector.values)
         # A rank whose loss is not finite must not turn the sums of the others into NaN.
@@ -295,6 +295,11 @@ def _squared_norm(program: Program, reducer: Reducer) -> torch.Tensor | float:
     return sum(shares)
 
 
+def is_off_host(device: torch.device) -> bool:
+    """Return whether the host must wait for numbers that are computed there."""
+    return device.type != "cpu"
+
+
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     """Return Σ x² over all elements of all tensors, in float64; a tensor if they are on a device.
 
@@ -304,7 +309,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     """
     if not tensors:
         return 0.0
-    if tensors[0].device.type != "cpu":
+    if is_off_host(tensors[0].device):
         norms = list(torch._foreach_norm(list(tensors)))
         return torch.stack(norms).double().square().sum()
     terms = [0.0] * (2 * len(tensors))  # added up in the order of the tensors: rows, then the rest
