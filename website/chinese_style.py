@@ -25,6 +25,7 @@ ROLE = re.compile(r"\{value\}`([^`<]+?)\s*<[^`]+>`")
 NAMES = ("Distributed Low-Communication, DeepMind",)
 """Names that stay English."""
 ALLOWED = {
+    "activation": ("激活检查点",),
     "bubble": ("气泡",),
     "overlap": ("重叠", "掩盖"),
     "island": ("孤岛",),

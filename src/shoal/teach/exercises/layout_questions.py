@@ -39,8 +39,8 @@ def _sharding() -> tuple[Exercise, ...]:
         Exercise(
             "sharding-2",
             "A step has 4 micro-batches. DDP all-reduces gradients once per step. FSDP gathers "
-            "weights twice and reduce-scatters gradients once per micro-batch. How many times "
-            "DDP's bytes does FSDP send?",
+            "weights twice and reduce-scatters gradients once per micro-batch, all in "
+            "bf16. How many times DDP's bytes does FSDP send?",
             4 * 3 / 2,
             "Per micro-batch 3(n−1)/n·P elements, four times, against 2(n−1)/n·P once.",
             ("One gather or scatter of P sends (n−1)/n·P.", "FSDP 4 · 3, DDP 2."),
