@@ -209,6 +209,22 @@ def test_recompute_and_small_micro_batches_stay_where_memory_is_full(tmp_path: P
         assert find_verdict(tmp_path / str(number)).kind not in ("memory", "micro_batch")
 
 
+def test_recompute_of_an_own_loop_is_judged_by_its_peak_and_its_argument_named(
+    tmp_path: Path,
+) -> None:
+    """Own loops have no forecast: what the peak may hold without recompute must fit."""
+    own = {"recompute": "full", "predicted": {}}
+    make_gpu_run(tmp_path / "room", plan=own, used=3 * GIB)
+    (tmp_path / "room" / "run.toml").unlink()
+    verdict = find_verdict(tmp_path / "room")
+    assert (verdict.kind, verdict.command) == (
+        "memory",
+        'shoal.parallelize(…, recompute="none")',
+    )
+    make_gpu_run(tmp_path / "full", plan=own, used=8 * GIB)
+    assert find_verdict(tmp_path / "full").kind == "nothing"
+
+
 def test_a_late_stage_is_told_by_the_plan_or_by_its_host(tmp_path: Path) -> None:
     """Equal layers: the stage's host or code. More layers than the others: another cut."""
     layout = {"layout": {"pp": 2}, "accumulate": 4}

@@ -18,6 +18,7 @@ import stranger
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.fabric import start_world
 from shoal.trainer.run_folder.folder_lease import acquire_folder, check_shared_folder
+from shoal.view.run_table import list_runs
 
 
 def test_old_checkpoints_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
@@ -36,6 +37,23 @@ def test_old_checkpoints_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
     assert second.restore()
     assert second.step(pair()).step == 4
     second.close()
+
+
+def test_a_loop_records_its_plan_and_the_batch_once_it_is_known(tmp_path: Path) -> None:
+    """Readers of the folder know the layout at once, the batch from its loader on."""
+    run = run_of(linear(), folder=tmp_path)
+
+    def recorded() -> tuple[int, int, str]:
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        return plan["batch"], plan["accumulate"], plan["unit"]
+
+    run.step(pair(6))  # a batch of any size
+    assert recorded() == (0, 0, "targets")
+    run.loader(Rows())
+    assert recorded() == (32, 1, "targets")
+    run.close()
+    (row,) = list_runs(tmp_path)
+    assert (row.state, row.layout, row.unit) == ("ended", "single", "targets")
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def start_run(
     if beside is not None and own:  # `shoal train` does so with its first step
         beside.compare_collectives(world)
     if folder is not None:
-        _attach_folder(folder, run, is_chosen="micro_batch" not in given)
+        _attach_folder(folder, run, given)
     trim_heap()
     return run
 
@@ -423,16 +423,17 @@ def _list_unheld_weights(
     return unheld, reports.model_notices.list_forgotten_weights(module, unheld)
 
 
-def _attach_folder(folder: Path, run: Run, *, is_chosen: bool) -> None:
+def _attach_folder(folder: Path, run: Run, given: Collection[str]) -> None:
     """Attach the run to its folder: lease, folder guard, crash report, facts for checkpoints.
 
     Args:
         folder: the run folder.
         run: the run.
-        is_chosen: Shoal chose the micro-batch, not the user.
+        given: which of "batch" and "micro_batch" the user set.
     """
     from shoal.trainer.process.crash_report import make_crash_recorder
     from shoal.trainer.run_folder.folder_lease import acquire_folder
+    from shoal.trainer.run_folder.loop_plan import write_loop_plan
     from shoal.trainer.run_folder.rank_list import write_rank_list
     from shoal.trainer.state.replaced_folder import RunFolderGuard
     from shoal.trainer.state.run_state import collect_model_shards
@@ -446,11 +447,13 @@ def _attach_folder(folder: Path, run: Run, *, is_chosen: bool) -> None:
         beside.report_own_disk(run.world)
     if run.world.ranks[0] == 0:  # else servers, whose workers are in the list too
         write_rank_list(folder, run.world, writes=run.world.writes_files)
+    write_loop_plan(run, folder, knows_batch=bool(given))
+    run.feed.on_first_open = functools.partial(write_loop_plan, run, folder)
     run.checkpoint_saver.prepare()
     collect_model_shards(run)  # refuses now what the first save could not write
     from shoal.trainer.run_folder.resume_checks import CHOSEN, collect_run_facts
 
-    run.extra_record[CHOSEN] = is_chosen
+    run.extra_record[CHOSEN] = "micro_batch" not in given
     if run.world.is_first:
         run.extra_record |= collect_run_facts(run)
 

@@ -204,14 +204,15 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
 
 
 def count_unit(plan: Record) -> str:
-    """Return the unit of a run: tokens, samples, or targets if it has no plan, as own loops.
+    """Return the unit of a run: tokens, samples, or targets, which the loss of an own loop counts.
 
     >>> count_unit({"steps": 5}), count_unit({"unit": "samples"}), count_unit({})
     ('tokens', 'samples', 'targets')
     """
     if not plan:
-        return "targets"  # a loss counts them: tokens of a text, images of a classifier
-    return "samples" if plan.get("unit") == "samples" else "tokens"
+        return "targets"  # own loops of older versions wrote no plan
+    unit = plan.get("unit")
+    return unit if unit in ("samples", "targets") else "tokens"
 
 
 def short_unit(unit: str) -> str:

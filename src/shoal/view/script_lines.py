@@ -52,6 +52,7 @@ def has_restarted(after: list[Record], folder: Path) -> bool:
 
 RESUMES = re.compile(r"shoal train --resume (?:'[^']*'|\S+)(?: (?P<key>[\w.]+)=(?P<value>\S+))?")
 LOGS = re.compile(r"tail -n 50 \S*/logs/rank-\S+")
+SETTINGS = re.compile(r"\b(?P<key>(?:train|memory|precision)\.\w+)=(?P<value>\w+)")
 PLANS = re.compile(r"shoal plan \S+run\.toml.*")
 WORDS = {
     "data.workers": "run.loader(…, workers={})",
@@ -76,7 +77,22 @@ def script_command(command: str) -> str:
 
 def _script_words(found: re.Match[str]) -> str:
     key, value = found["key"], found["value"]
-    if key is None:
-        return AGAIN
-    word = WORDS.get(key, f'shoal.parallelize(…, {key.rpartition(".")[2]}="{{}}")')
-    return f"start the script again, with {word.format(value)}"
+    return AGAIN if key is None else f"start the script again, with {_keyword(key, value)}"
+
+
+def script_settings(command: str) -> str:
+    """Rewrite the keys of [train], [memory] and [precision] as arguments of `shoal.parallelize`.
+
+    >>> script_settings("memory.recompute=none"), script_settings("train.micro_batch=8")
+    ('shoal.parallelize(…, recompute="none")', 'shoal.parallelize(…, micro_batch=8)')
+    """
+    return SETTINGS.sub(lambda found: _keyword(found["key"], found["value"]), command)
+
+
+def _keyword(key: str, value: str) -> str:
+    """Return a setting as a script has it."""
+    if key in WORDS:
+        return WORDS[key].format(value)
+    name = "precision" if key == "precision.compute" else key.rpartition(".")[2]
+    text = value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
+    return f"shoal.parallelize(…, {name}={text})"

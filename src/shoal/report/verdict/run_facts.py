@@ -51,7 +51,8 @@ class RunFacts:
         accumulate, micro_batch: micro-batches of a step, and samples of each.
         recompute, offload, compute: settings of the plan.
         foreseen_s: seconds of a step that the planner foresaw, by term.
-        activation_bytes: foreseen activations of a rank.
+        activation_bytes: foreseen activations of a rank; without a forecast its whole peak, which
+            holds them.
         workers: loader processes of each rank.
         timed_by: "host" or "device".
         utilisation: median over devices and time, 0 to 1; None if unknown.
@@ -114,7 +115,7 @@ def read_run_facts(folder: Path, rows: Sequence[Record], ranks: int) -> RunFacts
     terms, memory = foreseen.get("time"), foreseen.get("memory")
     devices = _read_devices(folder / "devices.jsonl")
     used = [one["utilisation"] for one in devices if is_number(one.get("utilisation"))]
-    last = rows[-1] if rows else {}
+    last, peak_bytes = rows[-1] if rows else {}, max(_peaks(rows), default=0.0)
     device = str(plan.get("device") or "")
     return RunFacts(
         is_script=is_user_script(folder),
@@ -129,12 +130,12 @@ def read_run_facts(folder: Path, rows: Sequence[Record], ranks: int) -> RunFacts
         compute=str(plan.get("compute") or ""),
         device=device,
         foreseen_s=_positive_numbers(terms),
-        activation_bytes=_positive_numbers(memory).get("activations", 0.0),
+        activation_bytes=_positive_numbers(memory).get("activations", peak_bytes),
         workers=_read_workers(folder / "run.toml"),
         timed_by="device" if last.get("timed_by") == "device" else "host",
         utilisation=min(1.0, max(0.0, statistics.median(used))) if used else None,
         memory_bytes=_rank_memory(folder, devices, device, ranks),
-        peak_bytes=max(_peaks(rows), default=0.0),
+        peak_bytes=peak_bytes,
     )
 
 

@@ -40,6 +40,7 @@ from shoal.report.verdict.step_replay import StepReplay, prepare_replay
 from shoal.report.verdict.step_seconds import MOST_STEPS, StepSeconds, read_step_seconds
 from shoal.view.diagnosis.folder_evidence import read_event_history
 from shoal.view.run_folder_reader import RunFolder
+from shoal.view.script_lines import script_settings
 
 LEAST_SHARE = 0.05
 """Share of a step from which a cost is reported."""
@@ -136,6 +137,8 @@ def find_verdict(folder: Path) -> Verdict:
     elif verdict.kind != "busy_machine":
         starved = evidence_sentences(processor, below=STARVED)
         verdict = replace(verdict, evidence=(*verdict.evidence, *starved))
+    if facts.is_script:
+        verdict = replace(verdict, command=script_settings(verdict.command))
     return _add_gap(verdict, find_forecast_gap(times, replay, facts))
 
 

@@ -74,6 +74,7 @@ class RunLoaders:
         self.settings: list[tuple[Any, int, Any]] = []
         self.choose: Callable[[Any, Any, int], None] | None = None
         self.check_dataset: Callable[[Any], None] | None = None
+        self.on_first_open: Callable[[], None] | None = None
         self.opened_at: list[int] = []
         self.told_of_another = False
         self._own_under_way = False
@@ -112,6 +113,9 @@ class RunLoaders:
         if self.choose is not None:  # choose the micro-batch by the memory of one sample
             choose, self.choose = self.choose, None
             choose(dataset, collate, workers)
+        if self.on_first_open is not None:  # the batch of the plan is known now
+            told, self.on_first_open = self.on_first_open, None
+            told()
         settings = {
             "batch": self.plan.batch,
             "workers": workers,

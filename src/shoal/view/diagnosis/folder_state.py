@@ -218,7 +218,7 @@ def _describe_script_end(seen: FolderEvidence) -> Decision:
     """Return the state of an own loop: `run.close` emits `memory_peaks`, and nothing else."""
     peaks = seen.last("memory_peaks")
     if not seen.ranks_s or (peaks and not seen.met_since(peaks)):
-        return "stopped", "closed by its script", ""
+        return "ended", "closed by its script", ""
     if len(seen.hosts) > 1:
         return "abandoned", "no end recorded here", "no_end_here"
     return "stopped", "its script left without run.close()", ""
