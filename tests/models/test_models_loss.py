@@ -266,3 +266,32 @@ def test_token_loss_says_what_it_needs() -> None:
         "model.loss: the default loss reads a tensor or `.logits`, the model returned list; "
         "give model.loss=pkg.mod:function"
     )
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_bf16_logits_on_a_cpu_give_the_numbers_of_plain_cross_entropy(scale: float) -> None:
+    """Loss, gradient and the gradient of a gradient; ignored targets, all of them too."""
+    generator = torch.Generator().manual_seed(7)
+    for ignored in (0, 3, ROWS):
+        values = torch.randn(ROWS, VOCABULARY, generator=generator).bfloat16()
+        targets = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+        targets[:ignored] = -100
+        ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
+        total, count = token_loss(ours, targets)
+        wanted = F.cross_entropy(theirs.float(), targets, reduction="sum")
+        assert (total.dtype, int(count)) == (torch.float32, ROWS - ignored)
+        torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-6)
+        (mine,) = torch.autograd.grad(scale * total, ours, retain_graph=True)
+        (other,) = torch.autograd.grad(scale * wanted, theirs, retain_graph=True)
+        torch.testing.assert_close(mine, other, rtol=2**-7, atol=1e-6)
+        (first,) = torch.autograd.grad(scale * total, ours, create_graph=True)
+        (second,) = torch.autograd.grad(scale * wanted, theirs, create_graph=True)
+        (mine,) = torch.autograd.grad(first.float().square().sum(), ours)
+        (other,) = torch.autograd.grad(second.float().square().sum(), theirs)
+        torch.testing.assert_close(mine, other, rtol=2**-6, atol=1e-5)
+
+
+def test_a_wrong_target_of_bf16_logits_is_named() -> None:
+    logits = torch.zeros(3, VOCABULARY, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(ConfigError, match=str(VOCABULARY)):
+        token_loss(logits, torch.tensor([0, VOCABULARY, 1]))

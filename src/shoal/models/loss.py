@@ -26,6 +26,8 @@ from shoal.base.errors import ConfigError
 from shoal.models._torch import pytree
 from shoal.models.split_head import Vocabulary, split_logits_loss, to_split_gradient
 
+CACHED_LOGITS = 1 << 17
+"""fp32 numbers of a chunk of bf16 logits, 512 KiB: half of a core's second cache."""
 IGNORED = -100
 """Target that is ignored (padding), as in PyTorch's losses."""
 
@@ -111,6 +113,11 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     rows = logits.reshape(-1, logits.shape[-1])
     flat = targets.reshape(-1).long()
     valid = flat != IGNORED
+    is_plain = type(rows) is Tensor and rows.device.type == "cpu"  # tracers have their own classes
+    if is_plain and rows.dtype == torch.bfloat16 and rows.requires_grad:
+        _check_targets(flat, valid, rows.shape[1])
+        narrow: Tensor = _NarrowCrossEntropy.apply(rows, flat, valid)
+        return narrow, valid.sum()
     wide = rows if rows.dtype == torch.float64 else rows.float()
     try:
         total = F.cross_entropy(wide, flat, ignore_index=IGNORED, reduction="sum")
@@ -291,6 +298,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return grad_hidden, grad_weight, None, None, None
         scaled = [g if g is None else g * upstream.to(g.dtype) for g in (grad_hidden, grad_weight)]
         return scaled[0], scaled[1], None, None, None
+
+
+class _NarrowCrossEntropy(torch.autograd.Function):
+    """Autograd function: summed cross-entropy of bf16 logits, whose gradient forward makes.
+
+    Chunks of rows pass through one fp32 buffer that stays in the processor's cache, so no tensor of
+    fp32 logits is made, and there is one softmax instead of exponentials in both passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
+        ignored = None if bool(valid.all()) else ~valid[:, None]
+        picked = targets[:, None] if ignored is None else targets[:, None].masked_fill(ignored, 0)
+        gradient, total = torch.empty_like(rows), rows.new_zeros((), dtype=torch.float32)
+        size = max(1, CACHED_LOGITS // rows.shape[1])
+        buffer = rows.new_empty(min(size, len(rows)), rows.shape[1], dtype=torch.float32)
+        for start in range(0, len(rows), size):
+            here = slice(start, start + size)
+            block = buffer[: len(rows[here])].copy_(rows[here])
+            skip = None if ignored is None else ignored[here]
+            losses = _to_gradient(block, picked[here], skip)
+            total += (losses if skip is None else losses.masked_fill_(skip, 0)).sum()
+            gradient[here] = block
+        ctx.save_for_backward(rows, targets, gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None]:
+        rows, targets, gradient = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradient needs one itself
+            total = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum")
+            return torch.autograd.grad(total, rows, upstream, create_graph=True)[0], None, None
+        one = upstream.item() == 1.0
+        return gradient if one else (gradient.float() * upstream).to(rows.dtype), None, None
 
 
 def _all_chunks(
