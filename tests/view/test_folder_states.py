@@ -137,21 +137,21 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str]] = {
     "torchrun-error": (
         [], {"script": True, "files": {"attempt_0/1/error.json": json.dumps(ELASTIC)}}, "failed", "rank 1: exit code 1: ValueError: no",
     ),
-    "own-loop": ([PEAKS], {"script": True, "files": {"ranks.json": ranks("a")}}, "stopped", ""),
+    "own-loop": ([PEAKS], {"script": True, "files": {"ranks.json": ranks("a")}}, "ended", ""),
     "own-loop-unclosed": ([], {"script": True, "files": {"ranks.json": ranks("a")}}, "stopped", ""),
-    "own-loop-no-steps": ([PEAKS], {"script": True, "steps": 0}, "stopped", ""),
+    "own-loop-no-steps": ([PEAKS], {"script": True, "steps": 0}, "ended", ""),
     "own-loop-raised": (
         [died("exit code 1", KEY_ERROR, fatal=None)], {"script": True}, "failed", "KeyError",
     ),
     "own-loop-went-on": (
         [died("exit code 1", KEY_ERROR, fatal=None), PEAKS],
-        {"script": True, "files": {"ranks.json": ranks("a", age_s=2.5)}}, "stopped", "",
+        {"script": True, "files": {"ranks.json": ranks("a", age_s=2.5)}}, "ended", "",
     ),
     "other-machine-died": (
         [], {"script": True, "files": {"ranks.json": ranks("a", "b")}}, "abandoned", "was on a, b",
     ),
     "other-machine-fine": (
-        [PEAKS], {"script": True, "files": {"ranks.json": ranks("a", "b")}}, "stopped", "",
+        [PEAKS], {"script": True, "files": {"ranks.json": ranks("a", "b")}}, "ended", "",
     ),
     "restarted": ([START, COMPUTE, {**died("killed by SIGKILL"), "fatal": False}, AGAIN, COMPUTE, END], {"steps": 10}, "ended", ""),
     "restarting-gone": (

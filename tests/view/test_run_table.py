@@ -104,7 +104,7 @@ def test_sixteen_folders_are_told_apart(tmp_path: Path, held: Any) -> None:
     assert states(tmp_path) == {
         **{"starting": "starting", "resuming": "starting", "running": "running"},
         **{"again": "running", "silent": "silent", "hung": "hung", "recovered": "running"},
-        **{"ended": "ended", "stopped": "stopped", "closed": "stopped", "killed": "killed"},
+        **{"ended": "ended", "stopped": "stopped", "closed": "ended", "killed": "killed"},
         **{"died": "killed", "there": "running", "there-silent": "silent"},
         **{"there-gone": "abandoned", "copied": "abandoned"},
     }
