@@ -240,7 +240,9 @@ class Run(StepRunner):
                 scale=self.scale,
                 flags=self.collect_flags,
                 graded=self.guards.writes.checked_parameters,
-                is_first=not self.guards.optimizer.state_checked,
+                notice=None
+                if self.guards.optimizer.state_checked
+                else self.recorder.emit_rank_notice,
             )
         # Where every pass gathers parameters all ranks make the same calls.
         around = self.guards.around(self.step_count + 1, len(share.micro_batches))

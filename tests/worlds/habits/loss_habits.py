@@ -401,3 +401,61 @@ def mean_in_a_written_out_pass(script: Script) -> None:
             mean = 2 * F.mse_loss(o, micro.targets)
             run.backward(mean, 1 if script.plain else len(o))
         run.update()
+
+
+def written_out(script: Script, loss: Any) -> None:
+    """Three steps whose passes are written out; `loss` gives what `run.backward` gets."""
+    run = script.begin(optimizer=sgd)
+    for step in range(3):
+        total = run.total(len(script.batch(step)[0]))
+        for micro in run.micro_batches(script.batch(step)):
+            o = run.model(micro.inputs)
+            run.backward(*loss(o, micro.targets, total))
+        run.update()
+
+
+@habit("losses", sums=True)
+def mean_times_the_rows_in_a_written_out_pass(script: Script) -> None:
+    written_out(script, lambda o, y, _: (0.5 * (F.mse_loss(o, y) * len(o)), len(o)))
+
+
+@habit("losses", sums=True)
+def shares_of_the_total_in_a_written_out_pass(script: Script) -> None:
+    written_out(script, lambda o, y, total: (F.mse_loss(o, y) * len(o) / total,))
+
+
+@habit("losses", sums=False)
+def half_a_mean_in_a_written_out_pass(script: Script) -> None:
+    written_out(script, lambda o, y, _: (0.5 * F.mse_loss(o, y), 1 if script.plain else len(o)))
+
+
+@habit("losses", sums=False)
+def two_means_in_a_written_out_pass(script: Script) -> None:
+    def loss(o: Any, y: Any, _: Any) -> Any:
+        return F.mse_loss(o, y) + 0.1 * o.abs().mean(), 1 if script.plain else len(o)
+
+    written_out(script, loss)
+
+
+@habit("losses", sums=False)
+def a_sum_by_its_elements_in_a_written_out_pass(script: Script) -> None:
+    def loss(o: Any, y: Any, _: Any) -> Any:
+        square = (o - y).square()
+        return square.sum() / square.numel(), 1 if script.plain else len(o)
+
+    written_out(script, loss)
+
+
+@habit("losses", sums=False)
+def a_masked_mean_in_a_written_out_pass(script: Script) -> None:
+    def loss(o: Any, y: Any, _: Any) -> Any:
+        mask = (y > 0).double()
+        mean = ((o - y).square() * mask).sum() / mask.sum().clamp(min=1)
+        return mean, 1 if script.plain else len(o)
+
+    written_out(script, loss)
+
+
+@habit("losses", sums=False)
+def a_mean_without_a_count_in_a_written_out_pass(script: Script) -> None:
+    written_out(script, lambda o, y, _: (F.mse_loss(o, y),))

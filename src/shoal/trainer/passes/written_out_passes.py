@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from shoal.trainer.step.optimizer_step import (
 )
 from shoal.trainer.step.rank_share import RankShare
 from shoal.trainer.step.step_vector import Invariant, StepNumbers
+
+if TYPE_CHECKING:  # the first step's alone
+    from shoal.trainer.guards.loss_terms import LossTermsCheck
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class UserPasses:
         scale: factor of the losses before backward.
         flags: returns this rank's `StepFlags`, after its passes.
         graded: parameters whose gradients are checked for foreign writes.
-        is_first: this is the run's first step.
+        notice: prints a line of this rank; None: the run's first step is over.
 
     Attributes:
         spare: a micro-batch with finite numbers.
@@ -79,7 +82,7 @@ class UserPasses:
         scale: float,
         flags: Callable[[], StepFlags],
         graded: Sequence[nn.Parameter],
-        is_first: bool,
+        notice: Callable[[str], None] | None,
     ) -> None:
         if program.run is not run_sequentially:
             raise ConfigError(
@@ -93,7 +96,7 @@ class UserPasses:
                 "pass of each micro-batch; try: run.step(batch), or memory.offload=optimizer"
             )
         self.program, self.spare, self.step = program, share.spare, step
-        self._flags, self._is_first = flags, is_first
+        self._flags = flags
         self._own = len(share.micro_batches)
         self._rounds = max(share.rounds, self._own)
         self._ready, self._sums = begin_passes(program, share, missing_loss, step, "single", scale)
@@ -103,6 +106,12 @@ class UserPasses:
         self._unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls: list[int] = []
         self._counts: set[bool] = set()
+        self._terms: LossTermsCheck | None = None
+        if notice is not None:
+            from shoal.trainer.guards.loss_terms import LossTermsCheck
+
+            passes, first = self._rounds * program.data.size, program.world.is_first
+            self._terms = LossTermsCheck(notice, is_first=first, passes=passes)
 
     def run(self) -> Generator[UserMicroBatch, None, None]:
         """Yield one micro-batch after another; backward calls in between belong to it."""
@@ -149,8 +158,11 @@ class UserPasses:
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             got = describe_invalid_loss(loss, "loss.sum()")
             raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {got}")
-        if self._is_first and count is not None:
-            refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
+        if self._terms is not None:
+            if count is not None:
+                refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
+            if one.index != JOINING:
+                self._terms.check(loss, count, self._calls[-1])
         total = one.add_to_sums(loss, self._count_once(loss, count))
         self._calls[-1] += 1
         reducer = reducer_of(self.program)
@@ -205,6 +217,8 @@ class UserPasses:
                 f"from run.micro_batches; take all of them, whatever becomes of their losses"
             )
         self._gradients.close()
+        if self._terms is not None:
+            self._terms.close()
         calls = self._calls
         passes = {
             "backward_calls": [float(sum(c**power for c in calls)) for power in range(3)],
