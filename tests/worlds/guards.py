@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.base.errors import ShoalError
-from shoal.fabric import World
+from shoal.fabric import World, start_world
 from shoal.trainer.passes.free_passes import FreePasses
 
 INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -342,9 +343,39 @@ def movement(world: World) -> list[str]:
     return [message(lambda: run.step(share(world)))]
 
 
-def sync_batch_norm(world: World) -> str:
-    model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 2))
-    return message(lambda: run_of(world, model))
+def sync_batch_norm(world: World, layout: str, how: str) -> list[float]:
+    """Weights and buffers after steps of 64 samples and of 5, of which some ranks have none."""
+    torch.manual_seed(3)
+    plain = how == "plain"
+    average = 0.1 if layout == "tp" else None  # a plain average reads a number: tp splits no more
+    model: nn.Module = nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh()),
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=average), nn.Tanh()),
+        nn.Linear(8, 2),
+    ).double()
+    if how == "class":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    drawn = torch.Generator().manual_seed(1)
+    rows = torch.randn(69, 8, generator=drawn, dtype=torch.float64)
+    data = TensorDataset(rows[:, :6], rows[:, 6:])
+    more = {} if plain else {"sync_batch_norm": how == "argument"}
+    run = shoal.parallelize(
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda o, y: ((o - y).square().sum(), o.numel()),
+        "single" if plain else layout,
+        batch=64,
+        micro_batch=64 if plain or layout == "tp" else 64 // world.size,
+        precision="fp64",
+        world=start_world({}) if plain else world,
+        sample=(rows[:8, :6], rows[:8, 6:]) if layout == "tp" else None,
+        **more,
+    )
+    for _ in range(2):
+        for batch in run.loader(data):
+            run.step(batch)
+    found = [one.double().flatten() for one in run.state_dict().values()]
+    return torch.cat(found).tolist()
 
 
 def prepared_by_one(world: World, folder: str) -> list[bool]:

@@ -20,7 +20,7 @@ import cases
 import trajectory
 from inside_causes import explained
 from shoal.fabric import World
-from shoal.parallel import batch_norm
+from shoal.parallel.buffers import batch_norm
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.data_parallel.zero import FlatWeights
 from shoal.proof import Battery, tensor_spill

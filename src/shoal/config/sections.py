@@ -24,6 +24,7 @@ from shoal.base.layouts.policies import (
     OptimizerPolicy,
     PrecisionPolicy,
     ReadPolicy,
+    SyncBatchNormPolicy,
     TensorPolicy,
 )
 from shoal.base.layouts.policy_fields import choice_field, number_field
@@ -147,7 +148,7 @@ class DataSection(ReadPolicy):
 
 
 @dataclass(frozen=True)
-class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
+class TrainSection(CompilePolicy, SyncBatchNormPolicy, DeferSyncPolicy, LoopPolicy):
     """[train]: length of the run, batch and micro-batch, and checks during training."""
 
     steps: int = number_field(0, least=0, usual=150)

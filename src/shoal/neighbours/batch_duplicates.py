@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.data.loading.dataset_kind import digest_of
-from shoal.trainer.guards.batch_consistency import CHANCE_BITS, LOOKS
-from shoal.trainer.guards.reports.own_loaders import count_information_bits
+from shoal.trainer.guards.batch_consistency import LOOKS
+from shoal.trainer.guards.reports.own_loaders import CHANCE_BITS, count_information_bits
 from shoal.trainer.run import Run
 
 

@@ -80,8 +80,13 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     # First, since everything after it assumes equal tensors on all ranks.
     program = compare_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.
-    program = _to_device(program)
-    return precision.apply(program)
+    program = precision.apply(_to_device(program))
+    if any(isinstance(part, BatchNorm) for part in module.modules()):
+        from shoal.parallel.buffers import sync_batch_norm
+
+        # Before the model is recorded: torch's SyncBatchNorm does not run on every device.
+        program = sync_batch_norm.apply(program)
+    return program
 
 
 def record_forward(program: Program, look: SampleForward | None) -> ForwardRecord | None:
@@ -298,11 +303,11 @@ def wrap(program: Program) -> Program:
     # Around a micro-batch: generators outermost, so that nothing draws before they are seeded.
     program = dropout_rng.apply(program, plan.seed)
     if any(isinstance(part, BatchNorm) for part in program.module.modules()):
-        from shoal.parallel import batch_norm
+        from shoal.parallel.buffers import batch_norm
 
         program = batch_norm.apply(program)
     if next(program.module.buffers(), None) is not None:
-        from shoal.parallel import sync_buffers
+        from shoal.parallel.buffers import sync_buffers
 
         # After batch_norm: it syncs the buffers that batch_norm does not cover.
         program = sync_buffers.apply(program)

@@ -109,9 +109,9 @@ ELSEWHERE = {
     **dict.fromkeys(("random_seed", "manual_seed", "seed_everything"), "seed"),
     **dict.fromkeys(("torch_compile", "compile_model", "jit"), "compile"),
     **dict.fromkeys(
-        ("find_unused_parameters", "sync_bn", "sync_batchnorm", "static_graph"),
-        f"{LEAVE_OUT}: a run does this by itself",
+        ("find_unused_parameters", "static_graph"), f"{LEAVE_OUT}: a run does this by itself"
     ),
+    **dict.fromkeys(("sync_bn", "sync_batchnorm", "convert_sync_batchnorm"), "sync_batch_norm"),
     **dict.fromkeys(("net", "module", "network"), "model"),
 }  # fmt: skip
 """Names that other libraries use for these arguments, or for settings that another call takes."""

@@ -14,6 +14,7 @@ A cell of the matrix is a habit × a layout. Its outcome:
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,8 @@ def attempt(world: World, name: str, layout: str) -> dict[str, Any]:
             found["raised"] = f"{type(error).__name__}: {str(error)[:300]}"
         finally:
             end(ours.run)
+    if found["error"]:  # as an uncaught error is printed, before a launcher ends the other ranks
+        sys.stderr.write(f"shoal: {found['error']}\n")
     found["near"] = table()[name].near
     found["lines"] = [line for line in heard.lines if not any(part in line for part in USUAL)]
     return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import guards
+from proof_rows import chosen
 from shoal.fabric import start_world
 
 
@@ -130,9 +131,27 @@ def test_nothing_of_ours_is_left_after_close(worlds) -> None:
     assert gone == [True] * 4
 
 
-def test_sync_batch_norm_is_refused(worlds) -> None:
-    told = everywhere(worlds, "sync_batch_norm")
-    assert told.startswith("PlanError: model: 1 is a SyncBatchNorm: a rank without a micro-batch")
+SYNCED = [
+    (2, "ddp", "class"),
+    (4, "zero2", "argument"),
+    (2, "tp", "class"),
+    (4, "ddp", "class"),
+    (2, "zero1", "argument"),
+    (4, "fsdp", "class"),
+    (4, "hsdp", "argument"),
+    (1, "single", "class"),
+]
+
+
+@pytest.mark.parametrize(("size", "layout", "how"), chosen(SYNCED, SYNCED[:3]))
+def test_synchronised_statistics_are_those_of_one_process(
+    worlds, size: int, layout: str, how: str
+) -> None:
+    """Also in a step of 5 samples, of which some ranks have none, and in the running statistics."""
+    alone = guards.sync_batch_norm(start_world({}), layout, "plain")
+    for ours in worlds(size).call("guards:sync_batch_norm", layout=layout, how=how):
+        assert len(ours) == len(alone)
+        assert all(abs(a - b) <= 1e-12 * max(1, abs(b)) for a, b in zip(ours, alone, strict=True))
 
 
 def test_what_is_prepared_once_comes_first_on_local_rank_0(worlds, tmp_path) -> None:

@@ -220,6 +220,14 @@ class DeferSyncPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SyncBatchNormPolicy:
+    """Statistics of BatchNorm: those of each rank's micro-batch, or of all ranks' together."""
+
+    sync_batch_norm: bool = False
+    """BatchNorm takes its statistics over the micro-batches of all ranks, as nn.SyncBatchNorm"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompilePolicy:
     """Scope of torch.compile: none, or blocks, every block of the model."""
 
@@ -248,6 +256,7 @@ class LoopPolicy:
         seed: seed of initial weights, sample order and dropout.
         skip_limit: steps in a row with non-finite numbers, each skipped, after which the run stops.
         trace: steps that the profiler records, "FIRST:LAST", both included; "" none.
+        statistics: steps from one record of statistics.jsonl to the next; 0: none.
         drift: frequency of checks for bits of weights and states that changed in memory: auto (a
             hundredth of a step's time), every (step), off.
         spikes: reaction to a step with an outlier in loss or norm: tell, skip, rewind, off.
@@ -261,6 +270,9 @@ class LoopPolicy:
     trace: str = ""
     """FIRST:LAST, both included: steps of which each rank writes a torch.profiler trace and their
     memory into the run folder's traces/; empty: none"""
+    statistics: int = number_field(0, least=0)
+    """steps from one record of norms of every gradient, weight and update, and of blocks'
+    activations, to the next, in the run folder's statistics.jsonl; 0: none"""
     drift: str = choice_field(DRIFT, {"true": "auto", "false": "off", "none": "off", "on": "auto"})
     """auto (costs a hundredth of a step at most), every (step), off: whether bits of weights and
     optimizer state changed in memory, or differ between ranks that hold the same"""
@@ -310,7 +322,7 @@ class KeepPolicy:
     """Number of newest complete checkpoints that stay on disk, and their remote copies."""
 
     keep: int = number_field(2, least=1, usual=2)
-    """newest complete checkpoints that stay on disk"""
+    """newest complete checkpoints that stay on disk; up to three before spikes stay beside them"""
     remote: str = ""
     """address of a folder for this run alone (s3://bucket/run, by fsspec): checkpoints are copied
     there beside training, and a start in a folder that has none goes on from there"""
@@ -426,6 +438,7 @@ class Policies(
     MemoryPolicy,
     FsdpPolicy,
     DeferSyncPolicy,
+    SyncBatchNormPolicy,
     CompilePolicy,
     CompressPolicy,
     TensorPolicy,

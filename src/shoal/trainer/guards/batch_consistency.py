@@ -9,6 +9,8 @@ hundred bytes, the number of their samples and a hash of them.
     ranks that do not                                  must not, unless they could by chance
     batches of `run.loader`                            must come from the same dataset on all
     batch=…                                            must equal the samples of all ranks together
+    a DistributedSampler                               must have equal settings, and a new epoch
+    the same sample of a loader's dataset              must have the same label
 """
 
 from __future__ import annotations
@@ -27,9 +29,6 @@ from shoal.trainer.step.call_contract import batch_length
 LOOKS = 3
 """Largest number of steps whose own batches are compared."""
 
-CHANCE_BITS = 32
-"""Information from which equal samples are no coincidence."""
-
 
 class BatchConsistencyGuard(Guard):
     """Guard against ranks with equal samples, or with different samples where they must be equal.
@@ -46,6 +45,7 @@ class BatchConsistencyGuard(Guard):
         self._alike_bits = 0.0
         self._alike = True
         self._short = 0
+        self._epochs: list[Any] = []
 
     def before(self, step: int, batch: Any) -> None:
         """Compare the batches of all ranks; all of them call it.
@@ -56,6 +56,11 @@ class BatchConsistencyGuard(Guard):
         if batch is None:  # a loop that calls the model itself
             return
         loaded, world = isinstance(batch, StepBatch), self.program.world
+        if self._epochs and not loaded:
+            length = batch_length(batch)
+            if any([one.repeats(length) for one in self._epochs]):
+                self._epochs = []
+                self.notice(reports.batch_report.EPOCH)
         shared = world.size > self.program.data.size
         compared = self.looks < LOOKS and (shared or not loaded)
         if not compared and not (isinstance(batch, StepBatch) and batch.probe):
@@ -75,6 +80,9 @@ class BatchConsistencyGuard(Guard):
         if loaded:
             return
         shares = list({one["place"]: one for one in told}.values())
+        if self.looks == 1:
+            reports.batch_report.refuse_unlike_samplers(step, shares)
+            reports.batch_report.refuse_other_labels(step, shares)
         self._check_distinct(step, shares)
         self._check_size(step, shares)
         if not self._short and (len(shares) == 1 or not self._alike):
@@ -91,16 +99,23 @@ class BatchConsistencyGuard(Guard):
             "bits": 0.0,
             "probe": list(batch.probe) if loaded else [],
             "loaders": [],
+            "samplers": [],
+            "rows": [],
         }
         if not loaded and self.program.data.size > 1:
-            from shoal.trainer.guards.reports.own_loaders import (
-                count_information_bits,
-                list_unsharded_loaders,
-            )
+            from shoal.trainer.guards.reports import own_loaders
 
-            told["bits"] = count_information_bits(batch)
+            told["bits"] = own_loaders.count_information_bits(batch)
             if self.looks == 1:
-                told["loaders"] = list_unsharded_loaders(told["samples"])
+                found = own_loaders.list_iterators(told["samples"])
+                told["loaders"] = own_loaders.list_unsharded_loaders(found)
+                samplers = own_loaders.list_distributed_samplers(found)
+                told["samplers"] = [own_loaders.describe_sampler(one) for one in samplers]
+                shuffling = [one for one in samplers if one.shuffle]
+                self._epochs = [own_loaders.SamplerEpochs(one) for one in shuffling]
+                for one in self._epochs:
+                    one.repeats(told["samples"])
+                told["rows"] = own_loaders.list_rows(found)
         return told
 
     def _check_distinct(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
@@ -110,7 +125,7 @@ class BatchConsistencyGuard(Guard):
         hashes = [one["hash"] for one in shares]
         self._alike = self._alike and len(set(hashes)) < len(shares)
         self._alike_bits += min(one["bits"] for one in shares)
-        by_chance = not self._alike or self._alike_bits < CHANCE_BITS
+        by_chance = not self._alike or self._alike_bits < reports.own_loaders.CHANCE_BITS
         if shares[0]["loaders"] or not by_chance:
             reports.batch_report.refuse_duplicate_samples(step, shares, by_chance=by_chance)
 

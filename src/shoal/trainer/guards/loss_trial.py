@@ -29,10 +29,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ShoalError
+from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.sample_seeds import GENERATORS, preserved_rng
 from shoal.fabric import World
 from shoal.trainer._torch import pytree
-from shoal.trainer.guards.checksums import fingerprint
 from shoal.trainer.step.call_contract import Loss, batch_length, sum_and_count
 
 ROWS, ELEMENTS = 11, 1 << 20
@@ -392,7 +392,7 @@ def _share_large(value: Any, known: dict[int, Any], depth: int) -> None:
 
 
 def checksum_loss_tensors(loss: Loss, module: nn.Module) -> dict[str, str]:
-    """Return a checksum of each small tensor of numbers that a loss refers to, by its name.
+    """Return a hash of each small tensor, and table of class numbers, that a loss refers to.
 
     Args:
         loss: the user's.
@@ -405,14 +405,24 @@ def checksum_loss_tensors(loss: Loss, module: nn.Module) -> dict[str, str]:
         if id(value) in skipped or depth < 0:
             return
         skipped.add(id(value))
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            if 0 < value.numel() <= LARGE and not value.is_meta:
+                found[f"{name} {list(value.shape)}"] = digest_of(value)
+        elif _numbers_classes(value):
+            found[f"{name} of {len(value)} names"] = digest_of(value)
+        else:
             for key, one in _referred(value):
                 visit(key or name, one, depth - 1)
-        elif value.is_floating_point() and value.numel() <= LARGE and not value.is_meta:
-            found[f"{name} {list(value.shape)}"] = f"{fingerprint([value], whole=True)}"
 
     visit("", loss, 3)
     return found
+
+
+def _numbers_classes(value: Any) -> bool:
+    """Return whether a value is a dict of names whose numbers are 0, 1, …, in any order."""
+    if not isinstance(value, dict) or not all(type(one) is int for one in value.values()):
+        return False
+    return len(value) > 1 and sorted(value.values()) == list(range(len(value)))
 
 
 def _referred(value: Any) -> list[tuple[str, Any]]:
@@ -425,7 +435,9 @@ def _referred(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, types.MethodType):
         return [("", value.__self__)]
     if isinstance(value, types.FunctionType):
-        return list(inspect.getclosurevars(value).nonlocals.items())
+        seen = inspect.getclosurevars(value)
+        tables = {n: one for n, one in seen.globals.items() if isinstance(one, torch.Tensor | dict)}
+        return [*seen.nonlocals.items(), *tables.items()]
     if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
         return list(vars(value).items())
     return []
@@ -446,5 +458,6 @@ def unlike_loss_lines(world: World, loss: Loss, module: nn.Module) -> list[str]:
     name = next((n for n in first if other.get(n) != first[n]), "a tensor")
     return [
         f"loss: {name.strip()} that it uses is another on rank {rank} than on rank 0, so ranks "
-        f"weigh samples differently; try: the same numbers on every rank, of the whole dataset"
+        f"weigh or label samples differently; try: the same numbers on every rank, of the whole "
+        f"dataset; classes numbered in the order of sorted(set(names))"
     ]

@@ -31,6 +31,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.plans.plan import Plan
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
+from shoal.parallel._torch import BatchNorm, version_counter
 from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
 from shoal.trainer._torch import count_gradient_hooks
@@ -159,6 +160,8 @@ class ModelGuard(Guard):
         self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
         self._hooked = list_hooked_weights(program.parameters)  # their notice is printed
         self._evaluates, self._is_first = False, True
+        self._passes, self._is_own = 0, False
+        self._buffers: dict[str, tuple[int, int]] = {}
 
     def before(self, step: int, batch: Any) -> None:
         """Check the model before a step.
@@ -181,17 +184,39 @@ class ModelGuard(Guard):
         ]
         for line in check_hooks(hooks, self.program):
             self.notice(line)
-        plan = self.program.plan
-        is_cut = plan.micro_batch * plan.layout.data_degree < plan.batch
-        if self.cut_by_default and is_cut and isinstance(batch, StepBatch):
+        if not isinstance(batch, StepBatch):
+            self._is_own, self._buffers = True, _mark_buffers(module)
+        elif self.cut_by_default:
             self.cut_by_default = False
-            if line := reports.model_notices.batch_norm_line(module, plan):
+            if line := reports.model_notices.batch_norm_line(module, self.program.plan):
                 self.notice(line)
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return a context that finds weights written by a forward pass, in the first step."""
+        self._passes = micro_batches
         return refuse_mutated_weights(self.program) if self._is_first else None
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Note that the first passes are over."""
+        """End the first passes: the user's own batch may have been several micro-batches."""
+        if self._is_first and self._is_own:
+            module, passes = self.program.module, self._passes
+            if line := reports.model_notices.batch_norm_line(module, self.program.plan, passes):
+                self.notice(line)
+            now = _mark_buffers(module)
+            # Where ranks have other samples, parallel/buffers/ names them.
+            changed = [name for name, mark in self._buffers.items() if now.get(name) != mark]
+            if changed and passes > 1 and self.program.data.size == 1:
+                self.notice(reports.model_notices.changed_buffers_line(changed, passes))
+            self._buffers = {}
         self._is_first = False
+
+
+def _mark_buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the tensor and write counter of each buffer, except those of BatchNorm."""
+    return {
+        f"{path}.{name}".lstrip("."): (id(buffer), version_counter(buffer))
+        for path, part in module.named_modules()
+        if not isinstance(part, BatchNorm)
+        for name, buffer in part.named_buffers(recurse=False)
+        if not buffer.is_meta
+    }

@@ -16,6 +16,7 @@ from shoal.models.loss import Unprojected
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.passes.evaluate import evaluation_mode
+from shoal.trainer.step.call_contract import to_tensor
 from shoal.trainer.step.micro_batch import MicroBatch
 
 
@@ -39,6 +40,7 @@ def predict(program: Program, inputs: Any, call: str) -> Any:
             f"run.predict: layout.cp = {program.plan.layout.cp} leaves each rank a part of every "
             f"sequence; try: a metric of run.evaluate, which sees these parts"
         )
+    inputs = pytree.tree_map(to_tensor, inputs)
     with evaluation_mode(program):
         one = MicroBatch(program, _no_loss, 0, 0, (inputs, None), call, 1.0, torch.zeros(2))
         outputs = program.forward(program, one)

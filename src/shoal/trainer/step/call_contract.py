@@ -107,6 +107,12 @@ def _takes_by_name(module: nn.Module, inputs: Mapping[Any, Any]) -> bool:
 def _diagnose_call(module: nn.Module, inputs: Any, call: str, error: Exception) -> str:
     """Return an error line if `forward` failed because it takes inputs in another form, else ""."""
     names = list(inspect.signature(module.forward).parameters)
+    if "more than 1 value per channel" in str(error):  # of torch's BatchNorm and InstanceNorm
+        return (
+            f"model: a normalisation layer got a micro-batch of one value per channel "
+            f"({error}), as the last part of a batch may be; try: another micro_batch (train."
+            f"micro_batch), or for BatchNorm sync_batch_norm=True (train.sync_batch_norm)"
+        )
     if call == "kwargs":
         extra = [key for key in inputs if key not in names]
         if not extra or "unexpected keyword argument" not in str(error):
@@ -312,8 +318,8 @@ def batch_length(batch: Any) -> int:
 def split_into_micro_batches(batch: Any, micro_batch: int) -> Iterator[Any]:
     """Split a batch along dim 0 into parts of `micro_batch` samples, for any nesting of tensors.
 
-    Tensors, NumPy arrays and lists of one value per sample (strings, for example) are split. Scalar
-    tensors and other values go whole into every part.
+    Tensors, NumPy arrays and lists of one value per sample (strings, for example) are split, and
+    arrays of numbers become tensors. Scalar tensors and other values go whole into every part.
 
     Raises:
         ConfigError: tensors disagree about the number of samples.
@@ -327,6 +333,7 @@ def split_into_micro_batches(batch: Any, micro_batch: int) -> Iterator[Any]:
                 f"batch: tensors of {samples} and {leaf.shape[0]} samples along dim 0 (shape "
                 f"{list(leaf.shape)}); every tensor of a batch needs the same number"
             )
+    leaves = [to_tensor(leaf) for leaf in leaves]
     for start in range(0, samples, micro_batch):
         stop = min(start + micro_batch, samples)
         yield pytree.tree_unflatten(
@@ -343,6 +350,15 @@ def split_into_micro_batches(batch: Any, micro_batch: int) -> Iterator[Any]:
 def _as_dict(batch: Any) -> Any:
     """Return a dict for another mapping: pytree cannot look into transformers' BatchEncoding."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def to_tensor(value: Any) -> Any:
+    """Return an array of numbers as a tensor, which shares its memory where it can; else itself."""
+    if type(value) is not np.ndarray or not isinstance(
+        getattr(torch, value.dtype.name, None), torch.dtype
+    ):
+        return value
+    return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"]))
 
 
 def _has_samples(leaf: Any) -> bool:

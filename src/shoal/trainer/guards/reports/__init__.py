@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         kernel_notices,
         model_notices,
         optimizer_report,
+        own_loaders,
         start_report,
         writes_report,
     )
@@ -29,6 +30,7 @@ __all__ = [
     "kernel_notices",
     "model_notices",
     "optimizer_report",
+    "own_loaders",
     "start_report",
     "writes_report",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.base.errors import ConfigError
+from shoal.trainer.guards.reports import own_loaders
 
 CURE = "try: run.loader(dataset), which deals it to ranks, or a DistributedSampler in yours"
 
@@ -70,6 +71,62 @@ def refuse_duplicate_samples(step: int, shares: Told, *, by_chance: bool) -> Non
         f"{shares[again]['samples']} samples, so each would count twice: a loader of your own "
         f"shows every rank the same data; {CURE}"
     )
+
+
+EPOCH = (
+    "batch: a DistributedSampler begins an epoch in the order of the one before, since set_epoch "
+    "was not called; try: sampler.set_epoch(epoch) before each epoch, or run.loader(dataset)"
+)
+"""Notice on epochs that all have the same order."""
+
+
+def refuse_unlike_samplers(step: int, shares: Told) -> None:
+    """Raise ConfigError if the DistributedSamplers of ranks do not deal one order to all of them.
+
+    Args:
+        step: the current step.
+        shares: messages of the ranks that must have samples of their own.
+    """
+    if len({len(one["samplers"]) for one in shares}) > 1:
+        return  # loaders that cannot be matched
+    for place, first in enumerate(shares[0]["samplers"]):
+        known: dict[int, int] = {}
+        for rank, share in enumerate(shares):
+            one = share["samplers"][place]
+            for key in ("samples", "seed", "shuffle", "epoch", "num_replicas", "drop_last"):
+                if one[key] != first[key]:
+                    raise ConfigError(
+                        f"step {step}: the DistributedSampler has {key} = {first[key]} on rank 0 "
+                        f"and {one[key]} on rank {rank}: ranks deal from different orders, so some "
+                        f"samples come twice and others never; try: the same {key} on every rank, "
+                        f"or run.loader(dataset)"
+                    )
+            other = known.setdefault(one["rank"], rank)
+            if other != rank:
+                raise ConfigError(
+                    f"step {step}: the DistributedSamplers of ranks {other} and {rank} both have "
+                    f"rank = {one['rank']}, so both train on the same samples; try: "
+                    f"rank=run.rank, or run.loader(dataset)"
+                )
+
+
+def refuse_other_labels(step: int, shares: Told) -> None:
+    """Raise ConfigError if a dataset gives one sample different labels on two ranks.
+
+    Args:
+        step: the current step.
+        shares: messages of the ranks that must have samples of their own.
+    """
+    for rank, share in enumerate(shares):
+        for first, other in zip(shares[0]["rows"], share["rows"], strict=False):
+            found = own_loaders.find_other_labels(first, other)
+            if found is not None:
+                raise ConfigError(
+                    f"step {step}: sample {found[0]} of the DataLoader's dataset has label "
+                    f"{found[1]} on rank 0 and {found[2]} on rank {rank}: ranks number classes "
+                    f"differently, as in the order of a set; try: sorted(set(names)) where labels "
+                    f"are numbered"
+                )
 
 
 def _format_probe(probe: Sequence[Any]) -> str:

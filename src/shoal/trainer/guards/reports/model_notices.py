@@ -1,6 +1,7 @@
 """Notices about parts of a model that train otherwise than its user may think, one line each.
 
-    BatchNorm        takes statistics over a micro-batch, whose default is an eighth of the batch
+    BatchNorm        takes statistics over a micro-batch, which may be less than a step's batch
+    buffers          that the user's own forward pass changes, once in a micro-batch
     InstanceNorm     moves its running statistics with every micro-batch, if it has any
     mixtures         of transformers: the default loss reads logits, and adds no auxiliary loss;
                      nor any other loss that a model returns beside its logits
@@ -23,6 +24,7 @@ from torch import nn
 
 from shoal.base.plans.plan import Plan
 from shoal.parallel._torch import BatchNorm
+from shoal.parallel.buffers.sync_batch_norm import joins_ranks
 from shoal.trace.find.blocks import detect_blocks
 from shoal.trainer.step.call_contract import Loss, is_default
 
@@ -31,30 +33,61 @@ SMALL = 4
 """Ratio of elements from which the smaller of two parts counts as small."""
 
 
-def batch_norm_line(module: nn.Module, plan: Plan) -> str:
-    """Return the notice on BatchNorm under the default micro-batch, or "" if nothing changes.
+def batch_norm_line(module: nn.Module, plan: Plan, own_passes: int = 0) -> str:
+    """Return the notice on BatchNorm whose statistics are not those of a step; "" without one.
 
     Args:
         module: as it trains.
-        plan: its micro-batch is the default.
+        plan: the run's; its micro-batch is the default, or the batch is the user's own.
+        own_passes: micro-batches of a rank's own batch; 0: the batch is of `run.loader`.
     """
-    share = plan.batch // plan.layout.data_degree
-    if plan.micro_batch >= share:
+    ranks, share = plan.layout.data_degree, plan.batch // plan.layout.data_degree
+    is_cut = own_passes > 1 if own_passes else plan.micro_batch < share
+    if not is_cut and ranks == 1:
         return ""
     found = [
         name
         for name, part in module.named_modules()
-        if isinstance(part, BatchNorm) and (part.training or part.running_mean is None)
+        if isinstance(part, BatchNorm)
+        and (part.training or part.running_mean is None)
+        and (is_cut or not joins_ranks(part))
     ]
     if not found:
-        return _instance_norm_line(module, plan, share)
+        return "" if own_passes or not is_cut else _instance_norm_line(module, plan, share)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    line = (
+        f"model: {found[0] or 'it'}{more} is a BatchNorm, whose statistics are those of a "
+        f"micro-batch"
+    )
+    if not is_cut:
+        return (
+            f"{line}, on each of {ranks} ranks its own; try: sync_batch_norm=True "
+            f"(train.sync_batch_norm) for those of all ranks, or GroupNorm"
+        )
+    if own_passes:
+        return (
+            f"{line}: a rank's batch is {own_passes} of them, as micro_batch={plan.micro_batch} "
+            f"says; try: no micro_batch, or GroupNorm; as a loop that accumulates, all is well"
+        )
     near = "a larger micro_batch" if plan.layout.pp > 1 else f"micro_batch={share}"
     return (
-        f"model: {found[0] or 'it'}{more} is a BatchNorm, whose statistics are those of a "
-        f"micro-batch: {plan.micro_batch} samples by default, of the {share} that a rank has in a "
+        f"{line}: {plan.micro_batch} samples by default, of the {share} that a rank has in a "
         f"step; try: {near} (train.micro_batch), or GroupNorm; if {plan.micro_batch} samples are "
         f"meant, say micro_batch={plan.micro_batch}"
+    )
+
+
+def changed_buffers_line(names: Sequence[str], passes: int) -> str:
+    """Return the notice on buffers that every micro-batch of a step changes.
+
+    Args:
+        names: of the buffers.
+        passes: micro-batches of the step.
+    """
+    return (
+        f"model: {_format_names(names)} is a buffer that every forward pass changes, so {passes} "
+        f"times in a step, once for each micro-batch; try: no micro_batch, if it is to see whole "
+        f"batches; a sum over samples, or a loop that accumulates: all is well"
     )
 
 

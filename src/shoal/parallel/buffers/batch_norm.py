@@ -6,8 +6,8 @@ these hold s with r_after = (1 − m)^k · r + s. All ranks then gather every (s
 the order of the micro-batches. So running buffers are equal on all ranks, and equal to those of one
 process. With momentum None (a plain average) the mean of all calls is kept instead.
 Layers in evaluation mode (frozen statistics, usual in fine-tuning) read their buffers and change
-nothing.
-SyncBatchNorm is refused on several ranks: in a short last step some ranks have no micro-batch.
+nothing. Layers that take their statistics over all ranks (sync_batch_norm.py) have the same row on
+every rank that ran the pass: those of the rank with the most passes are applied.
 """
 
 from __future__ import annotations
@@ -18,23 +18,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from shoal.base.errors import BugError, PlanError
+from shoal.base.errors import BugError
 from shoal.fabric import World
 from shoal.parallel._torch import BatchNorm
+from shoal.parallel.buffers.sync_batch_norm import joins_ranks
 from shoal.parallel.program import Program
 
 
 def apply(program: Program) -> Program:
     """Keep the running statistics of every BatchNorm equal on all ranks."""
-    for name, layer in program.module.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm) and program.world.size > 1:
-            raise PlanError(
-                f"model: {name} is a SyncBatchNorm: a rank without a micro-batch in an epoch's "
-                f"short last step would not join its sums, and the others would wait for ever; "
-                f"try: nn.BatchNorm, whose running statistics are kept equal on all ranks"
-            )
     layers = [
         m
         for m in program.module.modules()
@@ -131,15 +124,21 @@ class _StatisticsCollector:
         mine = mine.to(self.world.device)
         for place, index in enumerate(self.seen):
             mine[place] = self._pack_row(index)
-        everyone = self.world.all_gather(mine).reshape(-1, width)  # [ranks × most, width]
-        for row in sorted((r for r in everyone if r[0] >= 0), key=lambda r: float(r[0])):
-            self._apply_row(row)
+        everyone = self.world.all_gather(mine)  # [ranks, most, width]
+        busiest = int((everyone[:, :, 0] >= 0).sum(1).argmax()) if most else 0
+        rows = [(rank, row) for rank, own in enumerate(everyone) for row in own if row[0] >= 0]
+        for rank, row in sorted(rows, key=lambda one: float(one[1][0])):
+            self._apply_row(row, joined=rank == busiest)
         self.seen.clear()
 
-    def _apply_row(self, row: torch.Tensor) -> None:
+    def _apply_row(self, row: torch.Tensor, *, joined: bool) -> None:
+        """Apply a row; `joined`: also for the layers whose row is the same on all ranks."""
         place = 1
         for layer in self.layers:
             mean, variance, tracked = _running_statistics(layer)
+            if not joined and joins_ranks(layer):
+                place += 1 + 2 * mean.numel()
+                continue
             calls, before = int(row[place]), int(tracked)
             place += 1
             for buffer in (mean, variance):
