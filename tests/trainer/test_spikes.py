@@ -15,6 +15,8 @@ from trainer_small import assert_same_bits, bits, linear, pair, run_of
 
 from shoal.base.errors import TrainingError
 from shoal.base.layouts.policies import OptimizerPolicy
+from shoal.checkpoint.format.folders import delete_old_steps, keep_step_before
+from shoal.checkpoint.format.listing import list_checkpoints
 from shoal.trainer.state.rewind import rewind_run
 from shoal.trainer.step.skipped_steps import LEAST, SpikeDetector
 
@@ -101,6 +103,24 @@ def test_told_by_default_and_the_update_is_made(tmp_path: Path) -> None:
     told = events(tmp_path, "spike")
     assert [one["step"] for one in told] == [one.step for one in leapt]
     assert any(11 in ids for ids in told[0]["culprits"][0]["samples"])
+    begun = told[0]["step"]
+    assert [one.step for one in list_checkpoints(tmp_path / "checkpoints")][:2] == [40, 30]
+    before = begun - 1 - (begun - 1) % 10
+    assert (tmp_path / "checkpoints" / f"step-{before}").is_dir() or not before, "to be replayed"
+
+
+def test_the_checkpoints_before_the_newest_three_spikes_stay(tmp_path: Path) -> None:
+    """One before each spike, beside those that `checkpoint.keep` has."""
+    for step in range(10, 100, 10):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "manifest.json").write_text("{}")
+    for spike in (5, 12, 25, 33, 34, 41, 55):
+        keep_step_before(tmp_path, spike)
+    delete_old_steps(tmp_path, 90, keep=2)
+    assert [one.step for one in list_checkpoints(tmp_path)] == [90, 80, 50, 40, 30]
+    (tmp_path / "before_spikes.json").write_text("no JSON")
+    delete_old_steps(tmp_path, 90, keep=2)
+    assert [one.step for one in list_checkpoints(tmp_path)] == [90, 80]
 
 
 def test_skipped_and_the_rest_is_as_without_those_samples(tmp_path: Path) -> None:

@@ -7,13 +7,18 @@ the processes there as `shoal train` would, and compares what they computed with
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from shoal.base.errors import ConfigError, PlanError, format_choice_error
 from shoal.base.layouts.layout import STRATEGIES
 from shoal.cli.words import TRUST, split_arguments
+
+if TYPE_CHECKING:
+    from shoal.replay.replay_lines import Replay
 
 ARGUMENTS = typer.Argument(
     None,
@@ -26,7 +31,7 @@ PRECISION = typer.Option(
     "", "--precision", metavar="FORMAT", help="Another format; fp64 begins at the first step."
 )
 STATISTICS = typer.Option(
-    False, "--statistics", help="Print norms of each gradient, weight and output of the step."
+    False, "--statistics", help="Print norms of each gradient, weight and update of the step."
 )
 RECORD = typer.Option(None, "--record", metavar="FILE", help="Write digests of the tensors there.")
 AGAINST = typer.Option(
@@ -69,23 +74,28 @@ def replay(
     path, overrides = split_arguments(settings)
     run = find_run(path, with_script=bool(script))
     overrides = [*overrides, *_option_overrides(layout, precision)]
-    if against is not None and script:
-        raise ConfigError(
-            "--against: compares runs of shoal train; of a loop of your own, compare records; try: "
-            "--record FILE of both, then their digests"
-        )
+    overrides += [f"train.statistics={step}"] if statistics else []
     if against is not None:
-        found = compare_with(run, step, against, overrides, quiet=as_json, trust=trust)
+        if script:
+            from shoal.cli.replay_script import make_script_replays
+
+            repeat = make_script_replays(run, script, layout, quiet=as_json)
+        else:
+            repeat = partial(_repeat_run, overrides, quiet=as_json, trust=trust)
+        found = compare_with(run, step, against, repeat, with_script=bool(script))
         if record is not None:
             found.first.record.write(record)
         typer.echo(json.dumps(found.to_record(), indent=1) if as_json else found.text())
         raise typer.Exit(0 if found.is_equal else 3)
     check_step(run, step)
-    record_from = step if statistics or record is not None else 0
+    record_from = step if record is not None else 0
     if script:
         from shoal.cli.replay_script import replay_script
 
-        done = replay_script(run, step, script, layout, record_from, keep=keep, quiet=as_json)
+        done = replay_script(
+            run, step, script, layout, record_from, statistics=step if statistics else 0, keep=keep,
+            quiet=as_json,
+        )  # fmt: skip
     else:
         done = run_replay(run, step, overrides, record_from, keep=keep, quiet=as_json, trust=trust)
     if record is not None:
@@ -93,8 +103,17 @@ def replay(
     if as_json:
         typer.echo(json.dumps(replay_record(done), indent=1))
     else:
-        typer.echo("\n".join(replay_lines(done, step, with_statistics=statistics)))
+        typer.echo("\n".join(replay_lines(done, step)))
     raise typer.Exit(0 if done.repeats_run() else 3)
+
+
+def _repeat_run(
+    overrides: list[str], run: Path, step: int, record_from: int, *, quiet: bool, trust: bool
+) -> Replay:
+    """Replay a run of `shoal train` under some settings."""
+    from shoal.cli.replay_run import run_replay
+
+    return run_replay(run, step, overrides, record_from, quiet=quiet, trust=trust)
 
 
 def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.text.units import count_noun
-from shoal.cli.replay_run import check_step, find_run, run_replay
+from shoal.cli.replay_run import check_step, find_run
 from shoal.replay.first_difference import (
     NumberDifference,
     TensorDifference,
@@ -108,26 +109,26 @@ class PairFinding:
         }
 
 
+Repeat = Callable[[Path, int, int], Replay]
+"""Function that replays (a run, up to a step, recording tensors from another step on)."""
+
+
 def compare_with(
-    run: Path,
-    step: int,
-    other: Path,
-    overrides: list[str],
-    *,
-    quiet: bool = False,
-    trust: bool = False,
+    run: Path, step: int, other: Path, repeat: Repeat, *, with_script: bool = False
 ) -> PairFinding:
     """Find the first step and tensor in which a run and another one, or a record, part.
 
     Args:
         step: the last step to compare; 0: the last that both have.
+        repeat: replays one of the runs.
+        with_script: the scripts that made the runs are known.
 
     Raises:
         ConfigError: the second is neither run nor record, or they have no step in common.
     """
     if other.is_file():
-        return _compare_with_record(run, step, other, overrides, quiet=quiet, trust=trust)
-    second = find_run(other)
+        return _compare_with_record(run, step, other, repeat)
+    second = find_run(other, with_script=with_script)
     last = min(read_last_step(run), read_last_step(second), step or sys.maxsize)
     if not last:
         raise ConfigError(f"--against {other}: the runs have no step in common")
@@ -139,9 +140,7 @@ def compare_with(
     while True:
         # A loss shows what the steps before it left, so these are recorded too.
         begin = max(1, at - width)
-        done = [
-            run_replay(one, at, overrides, begin, quiet=quiet, trust=trust) for one in (run, second)
-        ]
+        done = [repeat(one, at, begin) for one in (run, second)]
         good = good and all(one.repeats_run() for one in done)
         tensor = _first_tensor(done[0].record, done[1].record)
         if tensor is None or (tensor.step, tensor.kind) != (begin, BEFORE) or begin == 1:
@@ -149,9 +148,7 @@ def compare_with(
         at, width = begin - 1, 2 * width  # an earlier step left other weights, and the same loss
 
 
-def _compare_with_record(
-    run: Path, step: int, file: Path, overrides: list[str], *, quiet: bool, trust: bool
-) -> PairFinding:
+def _compare_with_record(run: Path, step: int, file: Path, repeat: Repeat) -> PairFinding:
     """Compare a run with a record that `--record` wrote, on this machine or another one."""
     record = read_record(file)
     recorded = sorted(record.steps)
@@ -162,7 +159,7 @@ def _compare_with_record(
         raise ConfigError(f"--step {at}: {file} has {', '.join(map(str, recorded))}")
     check_step(run, at)
     begin = min(one for one in recorded if one <= at)
-    done = run_replay(run, at, overrides, begin, quiet=quiet, trust=trust)
+    done = repeat(run, at, begin)
     rows = done.record.rows, {one: row for one, row in record.rows.items() if one <= at}
     number = find_number_difference(*rows)
     tensor = _first_tensor(done.record, record)

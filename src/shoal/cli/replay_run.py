@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from shoal.replay.replay_lines import Replay
 
 QUIET = (
-    "train.prove=off", "train.validate_every=0", "train.on=", "train.trace=", "train.on_oom=stop",
+    "train.prove=off", "train.validate_every=0", "train.on=", "train.trace=", "train.statistics=0",
+    "train.on_oom=stop",
     "checkpoint.remote=", "checkpoint.initial_load_path=", "launch.restarts=0",
 )  # fmt: skip
 """Settings of every replay: it neither proves, validates, reports, uploads nor starts again."""
@@ -112,6 +113,7 @@ def run_replay(
         fill_folder,
         find_start,
         read_rows,
+        read_statistics,
     )
     from shoal.replay.replay_lines import Replay, opening_lines
     from shoal.replay.step_marks import StepRecord, parse_marks
@@ -142,7 +144,8 @@ def run_replay(
         found.rows = read_rows(folder, began + 1, step)
         marks = json.loads((folder / RECORDED).read_text(encoding="utf-8"))["steps"]
         found.steps = {one.step: one for one in map(parse_marks, marks)}
-    return Replay(run, began, found, own_rows, own == used, own[1])
+        statistics = read_statistics(folder, step)
+    return Replay(run, began, found, own_rows, own == used, own[1], statistics)
 
 
 def _changes_stored_format(run: Path, overrides: list[str]) -> bool:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from shoal.replay.replay_folder import (
     fill_folder,
     find_start,
     read_rows,
+    read_statistics,
 )
 from shoal.replay.replay_lines import Replay, opening_lines
 from shoal.replay.step_marks import StepRecord, parse_marks
@@ -44,6 +45,8 @@ def replay_script(
     layout: str,
     record_from: int,
     *,
+    statistics: int = 0,
+    named: Path | None = None,
     keep: Path | None = None,
     quiet: bool = False,
 ) -> Replay:
@@ -53,6 +56,8 @@ def replay_script(
         words: the script, and its own arguments.
         layout: replaces the script's; "": the script's.
         record_from: first step whose tensors are recorded; 0: none is.
+        statistics: `train.statistics` of the replay; 0: none.
+        named: the folder that the script names; None: the run's.
 
     Raises:
         ConfigError: there is no such script, or it does not make the run.
@@ -74,10 +79,10 @@ def replay_script(
         fill_folder(run, folder, start)
         here = Path.cwd()
         copied, cwd = copy_script_folder(script, here, Path(copy))
-        request = ReplayRequest(step, record_from, layout=layout)
+        request = ReplayRequest(step, record_from, layout=layout, statistics=statistics)
         replace(
             request, script=str(copied), words=tuple(words[1:]), cwd=str(cwd), home=str(here),
-            run=str(run.resolve()),
+            run=str((named or run).resolve()),
         ).write(folder)  # fmt: skip
         own_rows = read_rows(run, began + 1, step)
         if not quiet:
@@ -94,8 +99,46 @@ def replay_script(
         if not found.rows:
             found.rows = read_rows(folder, 1, step)  # the script never restores
         found.steps = {one.step: one for one in map(parse_marks, used["steps"])}
+        lines = read_statistics(folder, step)
     is_same = all(own.get(key, used[key]) == used[key] for key in SHAPE)
-    return Replay(run, began, found, own_rows, is_same, str(own.get("precision", "fp32")))
+    compute = str(own.get("precision", "fp32"))
+    return Replay(run, began, found, own_rows, is_same, compute, lines)
+
+
+def make_script_replays(
+    run: Path, words: Sequence[str], layout: str, *, quiet: bool
+) -> Callable[[Path, int, int], Replay]:
+    """Return the function that replays `run` or a run that is compared with it.
+
+    Args:
+        run: the first run.
+        words: the script and arguments that made it; after a further `--` those of the second run.
+            Without them the second run is made by the same words, with its folder for the first's.
+        layout: as in `replay_script`.
+    """
+    at = list(words).index("--") if "--" in words else len(words)
+    first, second = list(words[:at]), list(words[at + 1 :])
+
+    def repeat(one: Path, step: int, record_from: int) -> Replay:
+        used, named = first, one
+        if one.resolve() != run.resolve():
+            used = second or [_replace_folder(word, run, one) for word in first]
+            named = run if used == first else one  # the script names its folder itself
+        return replay_script(one, step, used, layout, record_from, named=named, quiet=quiet)
+
+    return repeat
+
+
+def _replace_folder(word: str, run: Path, other: Path) -> str:
+    """Return an argument with the folder of another run, if it names the run's.
+
+    >>> _replace_folder("--out=runs/a", Path("runs/a"), Path("runs/b"))
+    '--out=runs/b'
+    """
+    key, equals, value = word.rpartition("=")
+    if value and not value.startswith("-") and Path(value).resolve() == run.resolve():
+        return f"{key}{equals}{other}"
+    return word
 
 
 def _read_own_shape(run: Path) -> dict[str, Any]:

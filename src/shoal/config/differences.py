@@ -23,7 +23,7 @@ FREE_SECTIONS = {"layout", "launch", "checkpoint", "memory", "fsdp"}
 FREE = {
     *(f"train.{key}" for key in ("steps", "epochs", "accumulate", "validate_every")),
     *(f"train.{key}" for key in ("validate_samples", "compile", "defer_sync", "deterministic")),
-    *(f"train.{key}" for key in ("prove", "on", "trace", "skip_limit")),
+    *(f"train.{key}" for key in ("prove", "on", "trace", "statistics", "skip_limit")),
     *(f"islands.{key}" for key in ("count", "connections", "bound", "cosine", "refusals")),
     "data.workers",
 }

@@ -159,7 +159,7 @@ class Program:
             gathers none.
         prepare: functions on the inputs of a micro-batch (device, dtype).
         keyed: context that seeds the generators for a micro-batch, by (step, number).
-        around: the other contexts around a micro-batch.
+        around: the other contexts around a micro-batch; None: nothing to enter.
         travel: returns the predicted traffic of tp and pp, if there is a prediction.
         autocast: context around the forward pass only.
         moved, align: whether an unmanaged buffer changed on this rank · make such buffers equal on
@@ -200,7 +200,7 @@ class Program:
     travel: Callable[[], CommVolume] | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
     keyed: Callable[[int, int], AbstractContextManager[None]] | None = None
-    around: tuple[Callable[[int, int], AbstractContextManager[None]], ...] = ()
+    around: tuple[Callable[[int, int], AbstractContextManager[None] | None], ...] = ()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     moved: Callable[[], bool] = lambda: False
     align: Callable[[bool], None] = lambda skipped: None

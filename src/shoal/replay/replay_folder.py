@@ -16,7 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.base.runlog.atomic_files import write_atomically
-from shoal.base.runlog.damaged_lines import Record, iter_lines_backward, parse_step, read_object
+from shoal.base.runlog.damaged_lines import (
+    Record,
+    iter_lines_backward,
+    parse_object,
+    parse_step,
+    read_object,
+)
 from shoal.checkpoint.format.listing import CheckpointEntry, list_checkpoints
 
 REQUEST, RECORDED = "replay.json", "step_record.json"
@@ -33,6 +39,7 @@ class ReplayRequest:
         home: the working folder in which the user started the command.
         run: the run's own folder.
         layout: replaces the script's; "": the script's.
+        statistics: `train.statistics` of the replay; 0: none are recorded.
     """
 
     last_step: int
@@ -43,6 +50,7 @@ class ReplayRequest:
     home: str = ""
     run: str = ""
     layout: str = ""
+    statistics: int = 0
 
     def write(self, folder: Path) -> None:
         """Write the request into a replay's folder."""
@@ -105,6 +113,16 @@ def read_rows(folder: Path, first: int, last: int) -> dict[int, Record]:
     except OSError:
         return {}
     return dict(sorted(rows.items()))
+
+
+def read_statistics(folder: Path, step: int) -> Record:
+    """Return the line of statistics.jsonl of a step, its last one; {} without any."""
+    try:
+        with open(folder / "statistics.jsonl", "rb") as file:
+            lines = (parse_object(line) for _, line in iter_lines_backward(file))
+            return next((one for one in lines if one and one.get("step") == step), {})
+    except OSError:
+        return {}
 
 
 def read_last_step(folder: Path) -> int:

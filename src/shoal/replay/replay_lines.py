@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal import __version__
-from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.runlog.damaged_lines import Record, is_number, read_object
 from shoal.base.text.units import count_noun, seconds_text
 from shoal.replay.first_difference import NumberDifference, find_number_difference
-from shoal.replay.step_marks import (
-    BEFORE,
-    FORWARD,
-    GRADIENTS,
-    Marks,
-    StepMarks,
-    StepRecord,
-    TensorMark,
-)
+from shoal.replay.step_marks import StepRecord
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference of a loss that is rounding, by format; as of `shoal compare`."""
@@ -40,6 +33,7 @@ class Replay:
         own_rows: what the run wrote of these steps.
         is_same_layout: the run's layout, format and micro-batch were repeated.
         own_compute: format of the run's products.
+        statistics: line of statistics.jsonl of the last step; {} if none was asked for.
     """
 
     run: Path
@@ -48,6 +42,7 @@ class Replay:
     own_rows: dict[int, Record]
     is_same_layout: bool
     own_compute: str
+    statistics: Record = field(default_factory=dict)
 
     @property
     def bound(self) -> float:
@@ -92,15 +87,31 @@ def opening_lines(
             f"no checkpoint lies nearer; these steps took the run about {seconds_text(whole_s)}; "
             f"checkpoint.every and checkpoint.keep of a run decide what is kept"
         )
+    if _repeats_no_bits(run):
+        lines.append(
+            "its ranks computed on GPUs without train.deterministic, so bits may differ; numbers "
+            "agree to rounding"
+        )
     return lines
 
 
-def replay_lines(done: Replay, step: int, *, with_statistics: bool = False) -> list[str]:
-    """Return what a replay found: its last steps, the verdict, and the step's norms if asked."""
+def _repeats_no_bits(run: Path) -> bool:
+    """Return whether kernels of a run add in an order of their own: CUDA, not deterministic."""
+    ranks = read_object(run / "ranks.json").get("ranks", ())
+    devices = [str(one.get("device", "")) for one in ranks if isinstance(one, dict)]
+    with contextlib.suppress(OSError, ValueError):
+        text = (run / "run.toml").read_text(encoding="utf-8")
+        if tomllib.loads(text).get("train", {}).get("deterministic"):
+            return False
+    return any(one.startswith("cuda") for one in devices)
+
+
+def replay_lines(done: Replay, step: int) -> list[str]:
+    """Return what a replay found: its last steps, the verdict, and the step's statistics if any."""
     lines = _table(done)
     lines.append(_verdict(done))
-    if with_statistics and step in done.record.steps:
-        lines += ["", *statistics_lines(done.record.steps[step])]
+    if done.statistics:
+        lines += ["", *statistics_lines(done.statistics)]
     lines.append(f"next: shoal data look {done.run} --step {step}")
     return lines
 
@@ -167,50 +178,41 @@ def _verdict(done: Replay) -> str:
     return f"different from step {found.step}: {found.key} {difference_text(found)}{why}"
 
 
-def statistics_lines(marks: StepMarks) -> list[str]:
-    """Return two tables of a step: norms of parameters and gradients, and rms of outputs."""
-    before, gradients = marks.marks.get(BEFORE, {}), marks.marks.get(GRADIENTS, {})
+def statistics_lines(record: Record) -> list[str]:
+    """Return two tables of a step's line of statistics.jsonl: of parameters, and of blocks.
+
+    >>> statistics_lines({"weight_norm": {"w": 2.0}, "gradient_norm": {"w": None}})[1]
+    '           2              –                –  w'
+    """
+    lines = [f"{'weight norm':>12}  {'gradient norm':>13}  {'update ÷ weight':>15}  parameter"]
+    columns = [record.get(key, {}) for key in ("weight_norm", "gradient_norm", "update_ratio")]
     rows = [
-        f"{mark.norm:>12.6g}  {_norm(gradients, name):>12}  {_share(mark, gradients, name):>9}  "
-        f"{name} [{_shape(mark)}]"
-        for name, mark in before.items()
+        "  ".join(
+            [
+                *(
+                    f"{_number(one.get(name)):>{w}}"
+                    for one, w in zip(columns, (12, 13, 15), strict=True)
+                ),
+                name,
+            ]
+        )
+        for name in columns[0]
     ]
-    head = f"{'weight norm':>12}  {'gradient':>12}  {'g ÷ w':>9}  tensor"
-    lines = [head, *_first_rows(rows)]
-    outputs = [
-        f"{_rms(mark):>12.6g}  {name} [{_shape(mark)}]"
-        for name, mark in marks.marks.get(FORWARD, {}).items()
+    lines += _first_rows(rows)
+    most = record.get("activation_largest", {})
+    rows = [
+        f"{_number(value):>12}  {_number(most.get(name)):>13}  {name}"
+        for name, value in record.get("activation_rms", {}).items()
     ]
-    if outputs:
-        lines += [f"{'output rms':>12}  part of the model", *_first_rows(outputs)]
+    if rows:
+        lines += [f"{'output rms':>12}  {'largest value':>13}  block", *_first_rows(rows)]
     return lines
 
 
 def _first_rows(rows: list[str]) -> list[str]:
     if len(rows) <= MOST_TENSORS:
         return rows
-    return [
-        *rows[:MOST_TENSORS],
-        f"… {len(rows) - MOST_TENSORS} more; --record FILE has all of them",
-    ]
-
-
-def _shape(mark: TensorMark) -> str:
-    return "×".join(map(str, mark.shape)) or "1"
-
-
-def _norm(marks: Marks, name: str) -> str:
-    return f"{marks[name].norm:.6g}" if name in marks else "–"
-
-
-def _share(weight: TensorMark, gradients: Marks, name: str) -> str:
-    if name not in gradients or not weight.norm:
-        return "–"
-    return f"{gradients[name].norm / weight.norm:.2g}"
-
-
-def _rms(mark: TensorMark) -> float:
-    return mark.norm / math.sqrt(max(1, mark.count))
+    return [*rows[:MOST_TENSORS], f"… {len(rows) - MOST_TENSORS} more; --json has all of them"]
 
 
 def replay_record(done: Replay) -> dict[str, Any]:
@@ -228,4 +230,5 @@ def replay_record(done: Replay) -> dict[str, Any]:
         "difference": asdict(found) if found else None,
         "rows": list(done.record.rows.values()),
         "tensors": {step: asdict(one)["marks"] for step, one in done.record.steps.items()},
+        "statistics": done.statistics,
     }

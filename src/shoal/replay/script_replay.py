@@ -10,24 +10,22 @@ begins at its first step.
 
 from __future__ import annotations
 
-import inspect
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import shoal
 from shoal.proof.script.attribute_patch import patch_attribute
+from shoal.proof.script.patched_parallelize import patch_parallelize
 from shoal.proof.script.script_end import ScriptEnd
 from shoal.proof.script.write_guard import WriteGuard, guard_writes
 from shoal.replay.replay_folder import ReplayRequest
 from shoal.replay.step_recorder import StepRecorder
-from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.passes.step_runner import StepRunner
 from shoal.trainer.run import Run
 
@@ -58,7 +56,7 @@ class ScriptReplay:
         script, cwd = self.request.script, self.request.cwd
         guard = WriteGuard([cwd, str(Path(script).parent), str(self.folder)])
         with ExitStack() as stack:
-            stack.enter_context(self._arguments_changed())
+            stack.enter_context(patch_parallelize(self._parallelize))
             stack.enter_context(
                 patch_attribute(StepRunner, "begin_batch", self._observe_first_batch())
             )
@@ -74,30 +72,19 @@ class ScriptReplay:
             with suppress(Exception):  # rows are written; a script in mid-step cannot close well
                 self.run.close()
 
-    @contextmanager
-    def _arguments_changed(self) -> Iterator[None]:
-        right = parallelizing.parallelize
-
-        @wraps(right)
-        def parallelize(*values: Any, **named: Any) -> Run:
-            arguments = inspect.signature(right).bind(*values, **named).arguments
-            arguments |= arguments.pop("policies", {})
-            if not self._is_replayed(arguments.get("folder")):
-                return right(**arguments)
-            arguments |= {"folder": self.folder, "prove": "off"}
-            if self.request.layout:
-                arguments["layout"] = self.request.layout
-            self.run = right(**arguments)
-            return self.run
-
-        with patch_attribute(parallelizing, "parallelize", parallelize):
-            shown = vars(shoal).pop("parallelize", None)
-            try:
-                yield
-            finally:
-                vars(shoal).pop("parallelize", None)
-                if shown is not None:
-                    vars(shoal)["parallelize"] = right
+    def _parallelize(self, right: Callable[..., Run], arguments: dict[str, Any]) -> Run:
+        if not self._is_replayed(arguments.get("folder")):
+            return right(**arguments)
+        arguments |= {"folder": self.folder, "prove": "off"}
+        records = {"trace": "", "statistics": self.request.statistics}
+        if arguments.get("plan") is not None:
+            arguments["plan"] = replace(arguments["plan"], **records)
+        else:
+            arguments |= records
+        if self.request.layout:
+            arguments["layout"] = self.request.layout
+        self.run = right(**arguments)
+        return self.run
 
     def _is_replayed(self, folder: str | Path | None) -> bool:
         """Return whether a folder that the script names is that of the replayed run."""

@@ -44,6 +44,7 @@ from shoal.report.sections.overview import overview_section
 from shoal.report.sections.pipeline_timeline import pipeline_section
 from shoal.report.sections.rank_heat import ranks_section
 from shoal.report.sections.rank_layout import layout_section
+from shoal.report.sections.statistic_ranges import statistics_section
 
 REPORT_FILE = "report.html"
 SCRIPTS = ("uplot.min.js", "report.js")
@@ -59,6 +60,7 @@ SECTIONS: tuple[Callable[[RunContents], Markup], ...] = (
     layout_section,
     pipeline_section,
     experts_section,
+    statistics_section,
     devices_section,
     provenance_section,
 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
 
 
-STEP_FILES = ("metrics.jsonl", "experts.jsonl", "pipeline.jsonl")
+STEP_FILES = ("metrics.jsonl", "experts.jsonl", "pipeline.jsonl", "statistics.jsonl")
 """Files with lines of steps, the first of them with every step."""
 
 

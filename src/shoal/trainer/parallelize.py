@@ -181,7 +181,7 @@ def parallelize(
         said, batch, micro_batch = layout_keys(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_from_arguments(precision, policies)
-    if plan.trace or plan.remote:
+    if plan.trace or plan.remote or plan.statistics:
         from shoal.trainer.run_folder.folder_lease import check_folder_options
 
         check_folder_options(plan, folder)

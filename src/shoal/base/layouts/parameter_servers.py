@@ -177,6 +177,11 @@ def check_server_policies(plan: Policies, layout: Layout) -> None:
             f"train.spikes = rewind: layout.updates = {layout.updates} has gradients under way, "
             f"which no rank takes back; try: train.spikes=skip"
         )
+    if updates_asynchronously(layout) and plan.statistics:
+        raise PlanError(
+            f"train.statistics = {plan.statistics}: layout.updates = {layout.updates} has no step "
+            f"that all ranks share; try: train.statistics=0"
+        )
     if updates_asynchronously(layout) and plan.compute == "fp16":
         raise PlanError(
             f"precision.compute = fp16: layout.updates = {layout.updates} has no step that all "

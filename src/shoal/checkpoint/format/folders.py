@@ -4,6 +4,7 @@
     step-N                   complete: renamed to this after every file was durable
     step-N.damaged[-k]       was called step-N and did not verify; kept for inspection
     step-N.other[-k]         of a history that the other nodes did not continue (`save.node_local`)
+    before_spikes.json       steps of checkpoints that stay beyond `keep`, since a spike follows
 
 Renames are atomic, and durable once the parent folder is fsynced (POSIX; the Linux file systems
 ext4, xfs, btrfs and NFS keep this order). Only rank 0 calls these, or each disk's keeper
@@ -12,6 +13,7 @@ ext4, xfs, btrfs and NFS keep this order). Only rank 0 calls these, or each disk
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -19,6 +21,8 @@ import shutil
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError
+from shoal.base.runlog.atomic_files import write_atomically
+from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.text.units import bytes_text
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, encode
@@ -27,6 +31,9 @@ from shoal.checkpoint.format.safetensors_file import write_all
 IN_USE: set[Path] = set()
 """Checkpoints that an upload copies: retention keeps them until it ends, and deletes them after the
 next save."""
+
+SPIKES_FILE, MOST_SPIKES = "before_spikes.json", 3
+"""List of the checkpoints that stay because a spike follows, and their largest number."""
 
 TEMPORARY = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+")
 
@@ -105,12 +112,38 @@ def delete_old_steps(root: Path, newest_step: int, keep: int) -> None:
     """Delete checkpoints beyond the `keep` newest, counted back from `newest_step`.
 
     Later steps are neither counted nor touched: the run went back before them, and they may be
-    damaged. A folder loses its name before its files, so a crash leaves no half of one.
+    damaged. Checkpoints before spikes stay. A folder loses its name before its files, so a crash
+    leaves no half of one.
     """
-    past = [found.path for found in list_checkpoints(root) if found.step <= newest_step]
-    for path in past[keep:]:
-        if path.resolve() not in IN_USE:
-            _delete(path)
+    past = [found for found in list_checkpoints(root) if found.step <= newest_step]
+    before_spikes = _list_steps_before_spikes(root) if len(past) > keep else []
+    for found in past[keep:]:
+        if found.step not in before_spikes and found.path.resolve() not in IN_USE:
+            _delete(found.path)
+
+
+def keep_step_before(root: Path, step: int) -> None:
+    """Keep the newest checkpoint before a spike, so that its step can be replayed.
+
+    Of more than `MOST_SPIKES` such checkpoints the newest stay.
+
+    Args:
+        root: the folder of the checkpoints.
+        step: the step with the spike.
+
+    Raises:
+        OSError: the list cannot be written.
+    """
+    before = next((found.step for found in list_checkpoints(root) if found.step < step), None)
+    kept = _list_steps_before_spikes(root)
+    if before is not None and before not in kept:
+        kept = sorted([*kept, before])[-MOST_SPIKES:]
+        write_atomically(root / SPIKES_FILE, json.dumps({"steps": kept}) + "\n")
+
+
+def _list_steps_before_spikes(root: Path) -> list[int]:
+    found = read_object(root / SPIKES_FILE).get("steps")
+    return [one for one in found if isinstance(one, int)] if isinstance(found, list) else []
 
 
 def delete_later_steps(root: Path, step: int) -> None:

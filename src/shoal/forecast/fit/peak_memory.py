@@ -62,6 +62,7 @@ from shoal.forecast.memory.transient_memory import (
     segment_bytes,
     sharded_bytes,
     sum_rank_elements,
+    update_bytes,
     wide_elements,
     workspace_bytes,
 )
@@ -268,7 +269,7 @@ def _step_moments(
         carried + held.working + waiting + (0.0 if fresh else incoming_gradient_bytes(case, stage))
     )
     workspace = workspace_bytes(case, habits)
-    updating = workspace + habits.update_bytes * local_elements(case, elements)
+    updating = workspace + update_bytes(case, habits, elements)
     first = held.kept - held.head + held.waiting + held.again
     last = _first_block_activations(case, held, stage)
     loss = loss_bytes(case, habits, stage)
@@ -337,7 +338,7 @@ def _step_moments_on_gloo(
     instants = [
         _StepMoment("loss", made, way.loss, 0.0, held.kept, loss_bytes(case, habits, stage)),
         _StepMoment("backward", 1.0, buckets=way.root),
-        _StepMoment("update", 1.0, working=habits.update_bytes * local_elements(case, elements)),
+        _StepMoment("update", 1.0, working=update_bytes(case, habits, elements)),
     ]
     for moment in way.blocks:
         kept = max(0.0, held.kept - held.head - moment.through * held.block)

@@ -116,6 +116,17 @@ def local_elements(case: PlanningCase, elements: ParameterElements) -> float:
     return elements.dense / dense + elements.experts / experts
 
 
+def update_bytes(case: PlanningCase, habits: FrameworkMemory, elements: ParameterElements) -> float:
+    """Return the temporary bytes of the optimizer's step.
+
+    In the steps that `train.statistics` records, a rank copies the weights that it steps; where
+    parameters are offloaded, the copy lies beside them on the host.
+    """
+    copied = case.plan.statistics and not case.plan.offloads_parameters
+    copy = max(4, WIDTHS[case.plan.compute]) if copied else 0
+    return (habits.update_bytes + copy) * local_elements(case, elements)
+
+
 def block_share(case: PlanningCase, stage: StageUnits, elements: ParameterElements) -> float:
     """Return one block's share of the rank's elements."""
     sizes = [sum(sum_rank_elements(case, [(unit, 1.0)])) for unit, _ in stage.blocks]

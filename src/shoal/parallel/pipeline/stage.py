@@ -209,7 +209,8 @@ class StagePass:
                 f"before the last would train nothing; try: memory.recompute, or "
                 f"torch.utils.checkpoint.checkpoint"
             )
-        if self.cut.calls[number].stage != self.number:
+        unit.computes = self.cut.calls[number].stage == self.number
+        if not unit.computes:
             return self._substitute_outputs(number, inputs, named)
         self.inside = True
         try:

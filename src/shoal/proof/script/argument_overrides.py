@@ -9,17 +9,15 @@ one process    layout single, without recompute, offload and the other technique
 
 from __future__ import annotations
 
-import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-import shoal
 from shoal.base.layouts.policies import (
     POLICIES,
     CompilePolicy,
@@ -35,18 +33,17 @@ from shoal.fabric.device import select_local_device
 from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.planning.settle import layout_keys
 from shoal.proof.proof_case import PROVEN
-from shoal.proof.script.attribute_patch import patch_attribute
+from shoal.proof.script.patched_parallelize import patch_parallelize
 from shoal.proof.script.script_end import ScriptEnd
 from shoal.proof.script.value_files import read_values
 from shoal.proof.trial_side import jitter_weights
-from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.run import Run
 
 DROPPED = frozenset(
     key.name
     for policy in (PrecisionPolicy, CompressPolicy, CompilePolicy, KeepPolicy)
     for key in fields(policy)
-) | {"trace"}
+) | {"trace", "statistics"}
 """Policies that neither side has."""
 
 DATA_PARALLEL = frozenset(("auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"))
@@ -68,29 +65,16 @@ def override_arguments(
         side: settings of this run of the script.
         on_run: called with each run and the arguments of its call, as the script wrote them.
     """
-    right = parallelizing.parallelize
     alone = _make_lone_world() if side.is_alone else None
-    count = 0
+    numbers = itertools.count()
 
-    @wraps(right)
-    def parallelize(*values: Any, **named: Any) -> Run:
-        nonlocal count
-        arguments = inspect.signature(right).bind(*values, **named).arguments
-        arguments |= arguments.pop("policies", {})
-        changed = change_arguments(side, dict(arguments), count, alone)
-        count += 1
-        run = right(**changed)
+    def call(right: Callable[..., Run], arguments: dict[str, Any]) -> Run:
+        run = right(**change_arguments(side, dict(arguments), next(numbers), alone))
         on_run(run, arguments)
         return run
 
-    with patch_attribute(parallelizing, "parallelize", parallelize):
-        shown = vars(shoal).pop("parallelize", None)
-        try:
-            yield
-        finally:
-            vars(shoal).pop("parallelize", None)
-            if shown is not None:
-                vars(shoal)["parallelize"] = right
+    with patch_parallelize(call):
+        yield
 
 
 def change_arguments(

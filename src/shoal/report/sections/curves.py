@@ -14,6 +14,7 @@ from shoal.report.markup import Markup, clean_text, table, tag
 from shoal.report.metric_series import SampledSeries, sample_knots, sample_series
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import list_starts
+from shoal.report.sections.statistic_ranges import TITLES, read_statistic_ranges
 from shoal.report.svg_charts import byte_label, line_chart, number_label, sampled_lines
 from shoal.view.progress import count_unit
 
@@ -82,7 +83,20 @@ def list_curves(runs: Sequence[RunContents]) -> list[Curve]:
         Curve("sources", "validation loss by source", _source_series(runs)),
     ]
     curves.append(Curve("waits", "waits of rank 0, s", _wait_series(runs)))
+    curves += _statistic_curves(runs)
     return [curve for curve in curves if curve.series]
+
+
+def _statistic_curves(runs: Sequence[RunContents]) -> list[Curve]:
+    """Return the ranges of tensor statistics, for runs that recorded any."""
+    found: dict[str, list[CurveSeries]] = {key: [] for key in TITLES}
+    for at, run in enumerate(runs):
+        head = "" if len(runs) == 1 else f"{run.label}: "
+        for one in read_statistic_ranges(run.folder):
+            for line, values in one.values.items():
+                points = run.reduce(one.steps, values)
+                found[one.key].append(CurveSeries(f"{head}{line}", at, points))
+    return [Curve(key, TITLES[key], tuple(series)) for key, series in found.items()]
 
 
 def _wait_series(runs: Sequence[RunContents]) -> tuple[CurveSeries, ...]:

@@ -17,9 +17,11 @@ class ReplacedForward:
 
     Attributes:
         calls_experts: True if it distributes the block's experts over ranks.
+        computes: False after a call that returned stand-ins, for results of another rank.
     """
 
     calls_experts = False
+    computes = True
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.block = name, block

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.trainer.passes.free_passes import FreePasses
     from shoal.trainer.passes.written_out_passes import UserPasses
     from shoal.trainer.run_folder.run_saves import RunSaver
+    from shoal.trainer.statistics.tensor_statistics import TensorStatistics
     from shoal.trainer.step.call_contract import Metric
     from shoal.trainer.step.logged_values import LoggedValues
     from shoal.trainer.step.loss_scale import LossScale
@@ -135,6 +136,11 @@ class StepRunner:
             from shoal.trainer.step.sampled_steps import sample_steps
 
             self.sampled, program = sample_steps(program)
+        self.statistics: TensorStatistics | None = None
+        if recorder.folder is not None and plan.statistics:
+            from shoal.trainer.statistics.tensor_statistics import record_statistics
+
+            self.statistics, program = record_statistics(program)
         self.meeting = get_call_log(program.world)
         self.meeting.open_run()
         self.guards = RunGuards(
@@ -146,7 +152,15 @@ class StepRunner:
             unheld,
             self.meeting.is_equal_on_ranks,
         )
-        self.program = record_forward_calls(program, self.meeting)
+        self.program = program = record_forward_calls(program, self.meeting)
+        if program.cuts or program.pipe.size > 1 or program.plan.layout.zero == 3:
+            from shoal.trainer.guards.user_weights import UserWeights
+
+            weights = UserWeights(program, self.meeting, recorder.notice)
+            self.program = replace(program, on_close=(*program.on_close, weights.close))
+            self.guards.writes.operands = lambda: weights.operands
+            self.meeting.views.add(weights)
+            weights.show()
         recorder.emit_notices(self.program.notices)
 
     @property
@@ -186,6 +200,8 @@ class StepRunner:
         self.step_state = StepState(batch, self.recorder.start_step(step))
         if self.sampled is not None:
             self.sampled.begin_step(step)
+        if self.statistics is not None:
+            self.statistics.begin_step(step)
         for guard in self.guards.at("before", step):
             guard.before(step, batch if is_own else None)
 
@@ -256,6 +272,8 @@ class StepRunner:
             self.step_state.values = self.metric_sums().values(tally.measured, tally.unnamed)
         if self.sampled is not None:
             self.sampled.end_step(self.recorder)
+        if self.statistics is not None and self.statistics.is_due:
+            self.statistics.end_passes(tally, self.scale)
         if not tally.broken:
             self.spare = spare  # for a later step in which this rank has no batch
         self.stopping = tally.stop
@@ -293,7 +311,10 @@ class StepRunner:
 
             changed = self.guards.writes.changed_gradients
             state.tally = replace(
-                state.tally, norm_now=compare_changes(self.program, step, changed)
+                state.tally,
+                norm_now=compare_changes(
+                    self.program, step, changed, self.guards.writes.operands()
+                ),
             )
         self.step_state = state
 
@@ -308,6 +329,9 @@ class StepRunner:
         if self.optimizer is not self.guards.writes.optimizer:
             self.guards.writes.check_optimizer(self.optimizer)
         lr = self.rate.set(self.step_count if self.lr_step is None else self.lr_step)
+        statistics = self.statistics
+        if statistics is not None and statistics.is_due:
+            statistics.before_update()
         with self.guards.writes.mark_own_step():
             done = update(
                 self.program,
@@ -320,6 +344,8 @@ class StepRunner:
                 spikes=self.spikes,
             )
         self.recorder.emit_notices(self.program.notices)
+        if statistics is not None and statistics.is_due:
+            statistics.after_update(step, self.recorder)
         if self.average is not None and not done.skipped:
             self.average.update()
         for guard in self.guards.at("updated", step):

@@ -129,11 +129,12 @@ def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None
 
 
 def check_folder_options(plan: Plan, folder: object) -> None:
-    """Raise ConfigError for a trace or remote without a run folder, or a bad remote address."""
+    """Raise ConfigError for records or a remote without a run folder, or a bad remote address."""
     if folder is None:
-        told = (
-            f"trace = {plan.trace}: is" if plan.trace else f"remote = {plan.remote}: copies what is"
-        )
+        told = f"remote = {plan.remote}: copies what is"
+        if plan.trace or plan.statistics:
+            key = "trace" if plan.trace else "statistics"
+            told = f"{key} = {getattr(plan, key)}: is"
         raise ConfigError(f'{told} written into the run folder; try: folder="runs/mine"')
     if plan.remote:
         from shoal.checkpoint.remote.remote_folder import check_remote

@@ -301,17 +301,25 @@ def is_off_host(device: torch.device) -> bool:
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
-    """Return Σ x² over all elements of all tensors, in float64; a tensor if they are on a device.
-
-    On a CPU torch adds a tensor's squares up in few running sums of its own format. So 3.5M fp32
-    elements in one buffer lose 7e-5 of their norm (random ones) to 3e-4 (a gradient). Other layouts
-    lose less, so they would clip differently. Rows of 4096 lose 5e-9, in no more time.
-    """
+    """Return Σ x² over all elements of all tensors, in float64; a tensor if on a device."""
     if not tensors:
         return 0.0
     if is_off_host(tensors[0].device):
         norms = list(torch._foreach_norm(list(tensors)))
         return torch.stack(norms).double().square().sum()
+    total = 0.0
+    for term in square_terms(tensors):
+        total += term
+    return total
+
+
+def square_terms(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return two numbers for each tensor on a CPU, whose sum is its Σ x².
+
+    On a CPU torch adds a tensor's squares up in few running sums of its own format. So 3.5M fp32
+    elements in one buffer lose 7e-5 of their norm (random ones) to 3e-4 (a gradient). Other layouts
+    lose less, so they would clip differently. Rows of 4096 lose 5e-9, in no more time.
+    """
     terms = [0.0] * (2 * len(tensors))  # added up in the order of the tensors: rows, then the rest
     rests: dict[int, torch.Tensor] = {}
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
@@ -337,10 +345,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     ):
         norm = one.item()
         terms[place] = norm * norm
-    total = 0.0
-    for term in terms:
-        total += term
-    return total
+    return terms
 
 
 NORM_ROW = 4096

@@ -95,10 +95,10 @@ class SampledSteps:
         """Write the records of the step, on ranks that write files; every rank calls it."""
         for one in self.records:
             if record := one.end_step():
-                _append_record(recorder, one.file, {"step": self._step, **record})
+                append_record(recorder, one.file, {"step": self._step, **record})
 
 
-def _append_record(recorder: MetricsRecorder, name: str, record: dict[str, Any]) -> None:
+def append_record(recorder: MetricsRecorder, name: str, record: dict[str, Any]) -> None:
     """Append a line to a file of the run folder; a full disk must not stop the run."""
     recorder.apply_rewind()
     if recorder.folder is None or not recorder.world.writes_files:

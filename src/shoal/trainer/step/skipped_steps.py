@@ -26,6 +26,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,11 @@ class SkipCounter:
                 from shoal.trainer.step.unreadable_samples import report_spike
 
                 report_spike(step, done.spike, batch, world, emit)
+        if done.spike and recorder.folder is not None and world.writes_files:
+            from shoal.checkpoint.format.folders import keep_step_before
+
+            with suppress(OSError):  # a full disk must not stop the run
+                keep_step_before(recorder.folder / "checkpoints", step)
 
     def moved(self) -> None:
         """Note that a step moved the weights."""
