@@ -17,6 +17,7 @@ from right_scripts import Mixture, Net, net, sgd, share, squares
 from shoal.base.errors import ShoalError
 from shoal.data.loading.sample_seeds import GENERATORS
 from shoal.fabric import World
+from shoal.proof.loop_proof import list_samples
 from shoal.trainer import first_batch_proof
 
 
@@ -102,7 +103,34 @@ def large(world: World, layout: str, prove: str) -> list[float]:
         return run_steps(world, layout, prove, net())
 
 
+def batch_of_another_run(world: World, layout: str, prove: str) -> list[float]:
+    """Two models train on the batches of one run's loader, as a GAN's; a rank may have no sample."""
+    first, second = net(), net()
+    data = [(torch.randn(6).double(), torch.randn(3).double()) for _ in range(4)]
+    runs = [
+        shoal.parallelize(
+            one, sgd(one.parameters()), squares, layout, world=world, prove=prove, batch=8,
+            micro_batch=4,
+        )
+        for one in (first, second)
+    ]  # fmt: skip
+    return [run.step(batch).loss for batch in runs[0].loader(data) for run in reversed(runs)]
+
+
+def odd_batch(world: World) -> str:
+    """Rank 1's batch cannot be cut: the error that all ranks raise."""
+    model = net()
+    run = shoal.parallelize(model, sgd(model.parameters()), squares, "ddp", world=world)
+    try:
+        list_samples(run, share(world, 0) if world.rank == 0 else object())
+    except ShoalError as failure:
+        return str(failure)
+    return ""
+
+
 LOOPS: dict[str, Callable[[World, str, str], list[float]]] = {
     one.__name__: one
-    for one in (own_batches, heads, experts, loss_of_the_model, written_out, large)
+    for one in (
+        own_batches, heads, experts, loss_of_the_model, written_out, large, batch_of_another_run,
+    )  # fmt: skip
 }

@@ -19,6 +19,7 @@ from torch import nn
 
 from shoal.base.errors import ConfigError, ShoalError, TrainingError
 from shoal.data.loading.sample_seeds import preserved_rng
+from shoal.data.loading.step_samples import StepBatch
 from shoal.planning.settle import layout_keys
 from shoal.proof.proof_case import ProofCase
 from shoal.proof.start_proof import prove_case
@@ -55,7 +56,8 @@ def prove_first_batch(
             data, collate = list_samples(run, batch)
             layout = layout_keys(run.plan.layout)
             case = ProofCase(build, loss or weigh_outputs, data, collate, layout, run.plan)
-            return prove_case(case, world, run.recorder.folder, alone="shoal prove -- SCRIPT")
+            names = {"alone": "shoal prove -- SCRIPT", "off": 'shoal.parallelize(…, prove="off")'}
+            return prove_case(case, world, run.recorder.folder, **names)
     except TrainingError:
         raise
     except ShoalError as failure:  # the same on all ranks
@@ -74,16 +76,36 @@ def list_samples(run: Run, batch: Any) -> tuple[Any, Any]:
         dataset, _, collate = run.feed.settings[0]
         return dataset, collate
     world, data = run.world, run.program.data
-    ranks = world.gather_json(data.rank)
+    own, failure = None, ""
+    try:
+        own = _first_samples(batch)
+    except ConfigError as error:
+        failure = str(error)
+    told = world.gather_json([data.rank, own is not None, failure])
+    if failures := [one for _, _, one in told if one]:
+        raise ConfigError(failures[0])  # on all ranks: one alone would leave the others waiting
     found: list[list[Any]] = []
     for number in range(data.size):
-        is_source = ranks.index(number) == world.rank
-        own = next(split_into_micro_batches(batch, SAMPLES)) if is_source else None
-        part = broadcast_spare_batch(world, own)
-        found.append(list(split_into_micro_batches(part, 1)))
+        sources = [rank for rank, (at, has, _) in enumerate(told) if at == number and has]
+        if sources:  # else the ranks of this number have no sample in the first step
+            part = broadcast_spare_batch(world, own if sources[0] == world.rank else None)
+            found.append(list(split_into_micro_batches(part, 1)))
     # One sample of each rank in turn, so that branches that depend on the rank's data differ.
     most = max(map(len, found))
     return [part[n] for n in range(most) for part in found if n < len(part)], join_samples
+
+
+def _first_samples(batch: Any) -> Any:
+    """Return at most `SAMPLES` of this rank's samples, joined; None without samples.
+
+    Raises:
+        ConfigError: the batch cannot be cut into samples.
+    """
+    if isinstance(batch, StepBatch):  # of another run's loader
+        if not batch.values:
+            return None
+        batch = batch.values[0]
+    return next(iter(split_into_micro_batches(batch, SAMPLES)), None)
 
 
 def join_samples(samples: list[Any]) -> Any:

@@ -128,6 +128,7 @@ def prove_case(
     folder: Path | None,
     *,
     alone: str,
+    off: str = "train.prove=off",
     record: Callable[..., None] = lambda *done: None,
 ) -> str:
     """Prove a case on two small steps, unless the cache knows it; every rank calls it.
@@ -135,6 +136,7 @@ def prove_case(
     Args:
         folder: for tensors that exceed memory; None: the system's for temporary files.
         alone: the command that proves it without a limit of time.
+        off: the setting that leaves the proof out.
         record: called on rank 0 with the verdict and the line of a refusal.
 
     Returns:
@@ -157,7 +159,7 @@ def prove_case(
         return format_too_long(expected_s, alone)
     battery = quick_battery(case, world.size, folder, BUDGET_S)
     report = battery.prove(world, case.layout, case.policies)
-    refused = format_refusal(report) if report["verdict"] == "different" else ""
+    refused = format_refusal(report, off) if report["verdict"] == "different" else ""
     if world.is_first:
         record(report["verdict"], refused)
     if refused:
@@ -323,13 +325,13 @@ def format_changes(report: Report) -> str:
     return "".join(f"; {text}" for text in report["said"])
 
 
-def format_refusal(report: Report) -> str:
+def format_refusal(report: Report, off: str) -> str:
     """Return the reason of a refusal: layout, first difference, likely cause, remedy."""
     return (
         f"proof: {report['layout']} on {report['processes']} processes does not compute what one "
         f"process computes: {report['cause']['text']}{format_changes(report)}. `shoal prove` "
         "shows every "
-        f"parameter; train.prove=off trains all the same"
+        f"parameter; {off} trains all the same"
     )
 
 

@@ -41,13 +41,14 @@ def test_a_proven_run_has_the_bits_of_one_without_a_proof(attempt) -> None:
         ("written_out", "ddp"),
         ("experts", "zero2"),
         ("heads", "zero1"),
+        ("batch_of_another_run", "ddp"),
     ],
 )
 def test_a_right_loop_is_proven(attempt, loop: str, layout: str) -> None:
     answer = attempt(loop, layout)
     assert answer["error"] == ""
-    (line,) = answer["lines"]
-    assert EQUAL in line
+    assert answer["lines"]
+    assert EQUAL in answer["lines"][0]
 
 
 def test_a_difference_ends_the_run_before_its_first_step(attempt) -> None:
@@ -55,6 +56,7 @@ def test_a_difference_ends_the_run_before_its_first_step(attempt) -> None:
     assert answer["error"].startswith(
         "TrainingError: proof: ddp (dp_replicate = 2) on 2 processes does not compute what one"
     )
+    assert answer["error"].endswith('shoal.parallelize(…, prove="off") trains all the same')
     assert answer["numbers"] == []
 
 
@@ -64,3 +66,9 @@ def test_without_room_for_a_copy_it_says_so_and_trains(attempt) -> None:
     assert "proof: not proven: memory: copies of the model for " in line
     assert line.endswith("training goes on")
     assert len(answer["numbers"]) > 3
+
+
+def test_a_batch_that_one_rank_cannot_cut_is_named_on_all(worlds) -> None:
+    first, second = worlds(2).call("loop_proof_case:odd_batch")
+    assert first == second
+    assert first.startswith("batch: ")
