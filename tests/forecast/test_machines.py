@@ -129,3 +129,72 @@ def test_an_example_that_is_shown_can_be_read():
         parse_machines("8x")
     shown = str(failure.value).rsplit('--on "', 1)[1].rstrip('"')
     assert parse_machines(shown).devices == 128
+
+
+DEVICE = """
+memory_gib = 96
+memory_gb_per_s = 3000
+tflops = { bf16 = 400, fp32 = 60 }
+inside = 450
+network = "ib"
+cards = 8
+gbit_per_s = 400
+node_memory_gib = 1024
+"""
+HOST = """
+cores = 64
+memory_gib = 256
+network = "eth"
+cards = 1
+gbit_per_s = 25
+"""
+
+
+def test_a_device_of_ones_own_has_the_figures_of_its_file(tmp_path):
+    (tmp_path / "mygpu.toml").write_text(DEVICE)
+    (tmp_path / "host.toml").write_text(HOST)
+    own = parse_machines(f"4x8x{tmp_path}/mygpu.toml")
+    device = own.device
+    assert (own.nodes, own.per_node, device.name, device.kind) == (4, 8, "mygpu", "gpu")
+    assert device.matrix_flops_per_s == {"bf16": 400e12, "fp32": 60e12}
+    assert (device.memory_bytes, own.node_memory_bytes) == (96 * 2**30, 1024 * 2**30)
+    assert own.inside.bytes_per_s == 450e9
+    assert own.across == parse_machines("4x8xH100,ib=8x400Gb").across
+    assert parse_machines(f"1024x{tmp_path}/mygpu.toml").nodes == 128
+    cores = parse_machines(f"16x2x{tmp_path}/host.toml")
+    assert (cores.devices, cores.device.kind, cores.device.memory_bytes) == (32, "cpu", 2**37)
+    assert cores.across.bytes_per_s == pytest.approx(0.8 * 25e9 / 8 / 2)
+    mixed = parse_machines(f"8xA100-80GB + 2x4x{tmp_path}/mygpu.toml,eth=100Gb")
+    assert [group.device.name for group in mixed.groups] == ["mygpu"]
+    assert mixed.groups[0].across.bytes_per_s == pytest.approx(0.8 * 100e9 / 8 / 4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("tflops = { bf16 = 400, fp32 = 60 }\n", "", "tflops missing; .*try: tflops = { bf16"),
+        ("bf16 = 400, ", "", "tflops = .*needs fp32, and bf16 or fp16"),
+        ("bf16 = 400", "bf17 = 1, fp16 = 1", "tflops = bf17: not one of fp64.*try: bf16"),
+        ("memory_gib = 96", "memory_gib = 0", "memory_gib = 0: needs a number above 0"),
+        ("memory_gib = 96", "memory_gib = inf", "memory_gib = inf: needs a number above 0"),
+        ("memory_gib = 96", 'memory_gib = "96"', "memory_gib = '96': needs a number above 0"),
+        ("cards = 8", "cards = 1.5", "cards = 1.5: needs a whole number; try: cards = 2"),
+        ("inside = 450", 'inside = "nvlnk4"', "inside = nvlnk4: not one of .*try: nvlink4"),
+        ('"ib"', '"infiniband"', "network = infiniband: not one of ib, roce, eth"),
+        ("cards = 8", "cards = 8\nefficency = 0.5", "efficency = 0.5: no such key; try: effic"),
+        ("cards = 8", "cards = 8\nefficiency = 75", "efficiency = 75: a share of the peak"),
+        ("cards = 8", "cards =", "is no TOML"),
+    ],
+)
+def test_a_wrong_figure_is_named(tmp_path, old, new, said):
+    assert old in DEVICE
+    (tmp_path / "mygpu.toml").write_text(DEVICE.replace(old, new))
+    with pytest.raises(PlanError, match=f"^--on .*mygpu.toml: {said}"):
+        parse_machines(f"8x{tmp_path}/mygpu.toml")
+
+
+def test_a_missing_device_file_says_what_it_would_hold(tmp_path):
+    with pytest.raises(PlanError, match="cannot be read .*memory_gib, memory_gb_per_s, tflops"):
+        parse_machines(f"8x{tmp_path}/mygpu.toml")
+    with pytest.raises(PlanError, match="no device of the catalogue.*8xMyGPU.toml"):
+        parse_machines("8xMyGPU")

@@ -68,21 +68,28 @@ class DeviceModel:
     """One row of the catalogue: a device and the usual node around it.
 
     Attributes:
-        inside: key of LINKS.
+        inside: key of LINKS, or a link of the user's.
         per_node: devices of a usual node.
         network: (key of NETWORKS, cards per node, Gbit/s of each).
         domain: devices that NVLink joins, if they are more than a node.
         host_bytes_per_s: between a device and its host's memory.
         node_bytes: memory of a usual node of `per_node` devices; 0: nodes differ too much.
+        disk_bytes_per_s: of a node.
     """
 
     device: Device
-    inside: str
+    inside: str | Link
     per_node: int
     network: tuple[str, int, float]
     domain: int = 0
     host_bytes_per_s: float = 20e9
     node_bytes: float = 0.0
+    disk_bytes_per_s: float = 2e9
+
+    @property
+    def inside_link(self) -> Link:
+        """Link between the devices of a node."""
+        return self.inside if isinstance(self.inside, Link) else LINKS[self.inside]
 
 
 def _ladder(flops_per_s: float, top: float) -> tuple[tuple[float, float], ...]:
@@ -91,7 +98,7 @@ def _ladder(flops_per_s: float, top: float) -> tuple[tuple[float, float], ...]:
     return tuple((flop * scale, share * top / 0.95) for flop, share in A100_LADDER)
 
 
-def _device(
+def rated_device(
     name: str,
     shown_gib: float,
     terabytes_per_s: float,
@@ -100,6 +107,14 @@ def _device(
     top: float = 0.95,
     source: str = "",
 ) -> Device:
+    """Return a GPU from the figures of its data sheet.
+
+    Args:
+        shown_gib: memory that its driver shows.
+        terabytes_per_s: bandwidth of that memory, as rated.
+        teraflops: dense peaks of matrix products by format; bf16 or fp16 among them.
+        top: share of the peak that the largest products reach.
+    """
     peak = teraflops.get("bf16") or teraflops["fp16"]
     return Device(
         name=name,
@@ -134,22 +149,22 @@ _IB100, _IB200, _IB400 = ("ib", 4, 100.0), ("ib", 8, 200.0), ("ib", 8, 400.0)
 
 
 def _rows() -> tuple[DeviceModel, ...]:
-    v16 = _device("V100-16GB", 15.77, 0.9, _V100)
-    v32 = _device("V100-32GB", 31.74, 0.9, _V100)
-    a40 = _device("A100-40GB", 39.39, 1.555, _A100)
-    a80 = _device("A100-80GB", 79.15, 2.039, _A100)
-    a40_pcie = _device("A100-PCIe-40GB", 39.39, 1.555, _A100)
-    a80_pcie = _device("A100-PCIe-80GB", 79.15, 1.935, _A100)
-    h80 = _device("H100-80GB", 79.11, 3.35, _H100, top=0.75)
-    h80_pcie = _device("H100-PCIe-80GB", 79.11, 2.039, _H100_PCIE, top=0.75)
+    v16 = rated_device("V100-16GB", 15.77, 0.9, _V100)
+    v32 = rated_device("V100-32GB", 31.74, 0.9, _V100)
+    a40 = rated_device("A100-40GB", 39.39, 1.555, _A100)
+    a80 = rated_device("A100-80GB", 79.15, 2.039, _A100)
+    a40_pcie = rated_device("A100-PCIe-40GB", 39.39, 1.555, _A100)
+    a80_pcie = rated_device("A100-PCIe-80GB", 79.15, 1.935, _A100)
+    h80 = rated_device("H100-80GB", 79.11, 3.35, _H100, top=0.75)
+    h80_pcie = rated_device("H100-PCIe-80GB", 79.11, 2.039, _H100_PCIE, top=0.75)
     hbm2e = "torchtitan's machines, 95 GiB shown; 500 W, HBM2e"
-    h96 = _device("H100-96GB", 95.0, 2.4, _H100, top=0.75, source=hbm2e)
-    h200 = _device("H200-141GB", 139.8, 4.8, _H100, top=0.75)
-    b200 = _device("B200-180GB", 178.3, 7.7, _B200, top=0.75)
-    gb200 = _device("GB200-186GB", 184.0, 8.0, _GB200, top=0.75)
-    gb300 = _device("GB300-288GB", 275.0, 8.0, _GB300, top=0.75)
-    mi250 = _device("MI250X-64GB", 63.98, 1.6, _MI250X, top=0.75)
-    mi300 = _device("MI300X-192GB", 191.5, 5.3, _MI300X, top=0.50)
+    h96 = rated_device("H100-96GB", 95.0, 2.4, _H100, top=0.75, source=hbm2e)
+    h200 = rated_device("H200-141GB", 139.8, 4.8, _H100, top=0.75)
+    b200 = rated_device("B200-180GB", 178.3, 7.7, _B200, top=0.75)
+    gb200 = rated_device("GB200-186GB", 184.0, 8.0, _GB200, top=0.75)
+    gb300 = rated_device("GB300-288GB", 275.0, 8.0, _GB300, top=0.75)
+    mi250 = rated_device("MI250X-64GB", 63.98, 1.6, _MI250X, top=0.75)
+    mi300 = rated_device("MI300X-192GB", 191.5, 5.3, _MI300X, top=0.50)
     return (
         DeviceModel(v16, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
         DeviceModel(v32, "nvlink2", 8, _IB100, host_bytes_per_s=12e9, node_bytes=512e9),
@@ -167,21 +182,33 @@ def _rows() -> tuple[DeviceModel, ...]:
         DeviceModel(mi250, "xgmi2", 8, ("ib", 4, 200.0), node_bytes=512e9),
         DeviceModel(mi300, "xgmi3", 8, _IB400, host_bytes_per_s=50e9, node_bytes=1850 * GIB),
         DeviceModel(
-            _device("L4-24GB", 22.0, 0.3, _L4), "pcie4", 8, ("eth", 1, 100.0), node_bytes=384 * GIB
+            rated_device("L4-24GB", 22.0, 0.3, _L4),
+            "pcie4",
+            8,
+            ("eth", 1, 100.0),
+            node_bytes=384 * GIB,
         ),
-        DeviceModel(_device("L40S-48GB", 44.4, 0.864, _L40S), "pcie4", 8, ("eth", 1, 100.0)),
+        DeviceModel(rated_device("L40S-48GB", 44.4, 0.864, _L40S), "pcie4", 8, ("eth", 1, 100.0)),
         DeviceModel(
-            _device("A10-24GB", 22.1, 0.6, _A10),
+            rated_device("A10-24GB", 22.1, 0.6, _A10),
             "pcie4",
             4,
             ("eth", 1, 100.0),
             node_bytes=192 * GIB,
         ),
         DeviceModel(
-            _device("T4-16GB", 14.6, 0.32, _T4), "pcie3", 4, ("eth", 1, 50.0), node_bytes=192 * GIB
+            rated_device("T4-16GB", 14.6, 0.32, _T4),
+            "pcie3",
+            4,
+            ("eth", 1, 50.0),
+            node_bytes=192 * GIB,
         ),
-        DeviceModel(_device("RTX3090-24GB", 23.69, 0.936, _3090), "pcie4", 4, ("eth", 1, 10.0)),
-        DeviceModel(_device("RTX4090-24GB", 23.64, 1.008, _4090), "pcie4", 4, ("eth", 1, 10.0)),
+        DeviceModel(
+            rated_device("RTX3090-24GB", 23.69, 0.936, _3090), "pcie4", 4, ("eth", 1, 10.0)
+        ),
+        DeviceModel(
+            rated_device("RTX4090-24GB", 23.64, 1.008, _4090), "pcie4", 4, ("eth", 1, 10.0)
+        ),
     )
 
 
@@ -248,7 +275,10 @@ def get_device_model(name: str, where: str = "--on") -> DeviceModel:
     close = _KNOWN.get(nearest_word(plain, _KNOWN) or "")
     hint = f"; try: {close}" if close else ""
     families = ", ".join(dict.fromkeys(_family(key) for key in CATALOGUE))
-    raise PlanError(f'{where}: "{name}" is no device of the catalogue ({families}){hint}')
+    raise PlanError(
+        f'{where}: "{name}" is no device of the catalogue ({families}){hint or "; try: "}'
+        f"{', or ' if hint else ''}a file of its figures, as in 8x{name.replace(' ', '-')}.toml"
+    )
 
 
 def network_link(kind: str, cards: int, gbit_per_s: float, per_node: int) -> Link:

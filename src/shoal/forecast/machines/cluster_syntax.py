@@ -6,6 +6,7 @@
     8xV100-32GB + 8xA100-40GB   a mixed cluster
     4x(8xH100-80GB)@200Mbit     four islands; ,latency=80ms for one way between them
     cpu · 2xcpu                 this machine, 1 or 2 processes: as measured, else a rough default
+    4x8xmygpu.toml              a device and a host of one's own (forecast/machines/device_file.py)
 
 Grammar   all := part {"+" part} · part := [n "x"] (island | [n "x"] name {"," key "=" value})
           island := "(" all ")" "@" rate ["," "latency" "=" time]
@@ -21,14 +22,22 @@ from pathlib import Path
 from shoal.base.errors import PlanError, format_choice_error
 from shoal.base.estimates.cluster import Cluster, Link
 from shoal.base.estimates.facts import MachineFacts
-from shoal.forecast.machines.catalogue import LINKS, NETWORKS, get_device_model, network_link
+from shoal.forecast.machines.catalogue import (
+    LINKS,
+    NETWORKS,
+    DeviceModel,
+    get_device_model,
+    network_link,
+)
+from shoal.forecast.machines.device_file import read_device_file
 from shoal.forecast.machines.measured_machine import estimate_this_machine, read_measured
 
 EXAMPLE = "16x8xH100-80GB,ib=8x400Gb"
 ISLANDS_LATENCY_S = 0.05
 """Default one-way latency between islands: half of a round trip across an ocean."""
 
-_COUNT = re.compile(r"\s*(\d+)\s*[x×*]\s*(?=[\w(])")
+_COUNT = re.compile(r"\s*(\d+)\s*[x×*]\s*(?=[\w(./~])")
+_FILE = re.compile(r"\s*([^\s,+()@]+\.toml)\s*(?=[,+)]|$)")
 _NAME = re.compile(r"\s*([A-Za-z][\w.]*(?:[- ][A-Za-z0-9]\w*)*|\d{4}\b)\s*")
 _OPTION = re.compile(r"\s*,\s*([A-Za-z]+)\s*=\s*([^,+()@]+?)\s*(?=[,+)]|$)")
 _RATE = re.compile(r"\s*@\s*(\d+(?:\.\d+)?)\s*([KMGT])(bit|bps|b|B)(?:/s)?\s*(?=[,+)]|$)")
@@ -125,13 +134,25 @@ class _ClusterParser:
             raise self.syntax_error("counts of at least 1 before it")
         if len(counts) < 2 and self.accept("("):
             return self.parse_islands(counts[0] if counts else 1)
+        if file := self.match(_FILE):
+            return self.parse_file(file[1], counts)
         name = self.match(_NAME)
         if not name:
             raise self.syntax_error('a device such as "H100-80GB", or "cpu"')
         if name[1].strip().lower() == "cpu":
             cluster = self.parse_cpu(counts)
             return self.parse_options(cluster, cluster.per_node)
-        return self.parse_options(*_catalogue_cluster(name[1].strip(), counts, self.text))
+        model = get_device_model(name[1].strip(), f'--on "{self.text}"')
+        return self.parse_options(*_model_cluster(model, counts, self.text))
+
+    def parse_file(self, name: str, counts: list[int]) -> Cluster:
+        found = read_device_file(Path(name).expanduser())
+        if isinstance(found, DeviceModel):
+            return self.parse_options(*_model_cluster(found, counts, self.text))
+        nodes, processes = [1, 1, *counts][-2:]
+        cluster = replace(estimate_this_machine(found.facts, processes), nodes=nodes)
+        across = network_link(*found.network, processes)
+        return self.parse_options(replace(cluster, across=across), processes)
 
     def parse_cpu(self, counts: list[int]) -> Cluster:
         nodes, processes = [1, 1, *counts][-2:]
@@ -200,9 +221,8 @@ class _ClusterParser:
         return float(value[1]) * _SHORT[value[2]], "as given"
 
 
-def _catalogue_cluster(name: str, counts: list[int], text: str) -> tuple[Cluster, int]:
-    """Return the nodes of one catalogue device, and the ranks that share a node's network cards."""
-    model = get_device_model(name, f'--on "{text}"')
+def _model_cluster(model: DeviceModel, counts: list[int], text: str) -> tuple[Cluster, int]:
+    """Return the nodes of one device model, and the ranks that share a node's network cards."""
     if len(counts) == 1 and counts[0] > max(model.per_node, model.domain):
         if counts[0] % model.per_node:
             nodes = -(-counts[0] // model.per_node)
@@ -222,10 +242,10 @@ def _catalogue_cluster(name: str, counts: list[int], text: str) -> tuple[Cluster
         device=model.device,
         nodes=nodes,
         per_node=per_node,
-        inside=LINKS[model.inside],
+        inside=model.inside_link,
         across=across,
         host_bytes_per_s=model.host_bytes_per_s,
-        disk_bytes_per_s=2e9,
+        disk_bytes_per_s=model.disk_bytes_per_s,
         node_memory_bytes=model.node_bytes * per_node / model.per_node
         if model.domain
         else model.node_bytes,

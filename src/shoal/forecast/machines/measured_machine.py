@@ -31,7 +31,7 @@ from typing import Any
 from shoal.base.errors import PlanError
 from shoal.base.estimates.cluster import Calibration, Cluster, Device, Link
 from shoal.base.estimates.facts import MachineFacts, usable_cores
-from shoal.forecast.machines.catalogue import LINKS, get_device_model, network_link
+from shoal.forecast.machines.catalogue import get_device_model, network_link
 from shoal.forecast.machines.refit_rates import correct_rates, read_corrections
 
 VERSION = 1
@@ -265,7 +265,7 @@ def _gpu_cluster(processes: int) -> Cluster:
         device=replace(model.device, source=source),
         nodes=1,
         per_node=processes,
-        inside=LINKS[model.inside],
+        inside=model.inside_link,
         across=network_link(kind, cards, gbit_per_s, processes),
         host_bytes_per_s=model.host_bytes_per_s,
         disk_bytes_per_s=1e9,
