@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
+from shoal.base.estimates.estimate import ModelFacts
+from shoal.cli import plan_subject
+from shoal.cli.plan_subject import resolve_model_facts
+from shoal.config.load import load_config
+from shoal.forecast.machines.cluster_syntax import parse_machines
 from shoal.forecast.models.hf_config import TYPES, shape_from_config
 from shoal.forecast.models.transformer_costs import transformer_facts
 
@@ -159,3 +165,79 @@ def test_every_other_class_is_refused_by_name() -> None:
     for kind in others:
         with pytest.raises(ConfigError, match=f"model_type {kind} is none of the"):
             shape_from_config({**GEMMA, "model_type": kind})
+
+
+def planned(tmp_path: Path, config: dict[str, Any], notes: list[str]) -> ModelFacts:
+    """The facts with which `shoal plan` begins, of rows of 16 tokens on GPUs."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_config(None, [f"model.name=hf:{tmp_path}", "data.sequence=16"])
+    return resolve_model_facts(loaded, parse_machines("8xH100-80GB"), 2, notes)
+
+
+JAMBA = {"model_type": "jamba", "architectures": ["JambaForCausalLM"], "hidden_size": 32,
+         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 48, "vocab_size": 64, "attn_layer_period": 4, "attn_layer_offset": 2,
+         "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8,
+         "mamba_dt_rank": 4, "num_experts_per_tok": 2, "pad_token_id": 0}  # fmt: skip
+T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32,
+      "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}  # fmt: skip
+GEMMA3N = {"model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"],
+           "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 10, "vocab_size": 64,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "altup_num_inputs": 2,
+           "num_kv_shared_layers": 5, "vocab_size_per_layer_input": 64, "laurel_rank": 4,
+           "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 10}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [JAMBA, T5, GEMMA3N], ids=lambda config: str(config["model_type"])
+)
+def test_a_class_without_a_row_is_traced(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A hybrid of Mamba, attention and experts; encoder and decoder; shared keys and values."""
+    pytest.importorskip("transformers")
+    import hf_counts
+
+    notes: list[str] = []
+    facts = planned(tmp_path, config, notes)
+    true = hf_counts.count(hf_counts.find_class(config["architectures"][0]), config)
+    units = sum(unit.count * (unit.parameters + unit.frozen_parameters) for unit in facts.units)
+    assert facts.trainable == units == true
+    assert "its class of transformers is traced instead" in notes[0]
+
+
+def test_experts_of_a_traced_class_multiply_as_many_tokens_as_they_get(tmp_path: Path) -> None:
+    """Two experts of four a token, of three matrices each, in every second block."""
+    pytest.importorskip("transformers")
+    more = planned(tmp_path, {**JAMBA, "num_experts_per_tok": 3}, []).forward_flops
+    few = planned(tmp_path, JAMBA, []).forward_flops
+    assert more - few == 2 * 2 * 16 * (3 * 32 * 48)
+
+
+def test_without_transformers_the_type_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_subject, "has_transformers", lambda: False)
+    with pytest.raises(ConfigError, match=r"model_type jamba is none of .*pip install 'shoal\[hf"):
+        planned(tmp_path, JAMBA, [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "full"),
+    [
+        ({}, 0),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 8}, 8),
+        ({"sliding_window_pattern": 6}, 2),
+        ({"use_sliding_window": True, "max_window_layers": 12}, 12),
+        ({"model_type": "gemma2"}, 8),
+        ({"model_type": "gemma3_text"}, 2),
+    ],
+)
+def test_windows_of_some_blocks_leave_the_attention_of_the_others(
+    keys: dict[str, Any], full: int
+) -> None:
+    config = {**GEMMA, "num_hidden_layers": 16, "sliding_window": 1024, **keys}
+    shape = shape_from_config(config)
+    facts = transformer_facts(shape, 8192, 2)
+    attention = facts.units[1].attention_flops * 16
+    each = 4 * shape.heads * shape.head_width * 8192
+    assert shape.full_layers == full
+    assert attention == pytest.approx(each * (8192 * full + 1024 * (16 - full)))

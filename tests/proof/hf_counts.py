@@ -1,8 +1,8 @@
 """The planner's number of parameters beside that of transformers, for every class with a head.
 
     every class   of the installed transformers that ends a causal or a conditional language model:
-                  its default config.json must be refused by name, or counted as the class counts
-                  itself on the meta device, ties once
+                  its default config.json must be counted as the class counts itself on the meta
+                  device, ties once: by arithmetic, else by a trace; or be refused by name
     every key     of the types that are counted: from two small odd shapes, each key is changed, is
                   left out, and stands under its other name; keys of other types are added to it;
                   each number must be equal or refused
@@ -10,7 +10,7 @@
                   head, an even and an odd vocabulary, all together
     text_config   of a class with a text model that is counted: the part in a file of its own
 
-    python tests/proof/hf_counts.py            every class, about 8 minutes of one core; writes
+    python tests/proof/hf_counts.py            every class, about 20 minutes of one core; writes
                                                proof/results/hf-counts.json when the last one is done
     python tests/proof/hf_counts.py TYPE …     those model_types, anew; writes nothing
     make proof PART=counts                     the first of them
@@ -29,21 +29,29 @@ import itertools
 import json
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, UserError
+from shoal.cli.plan_subject import resolve_model_facts
+from shoal.config.load import load_config
+from shoal.forecast.machines.cluster_syntax import parse_machines
 from shoal.forecast.models.hf_config import TYPES, VISION, shape_from_config
 from shoal.forecast.models.transformer_costs import transformer_facts
 
+TOKENS = 16
+"""Tokens of a row in a trace."""
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "proof" / "results" / "hf-counts.json"
 PROGRESS = ROOT / "build" / "hf-counts"
 SOURCES = (
     "src/shoal/forecast/models/hf_*.py",
     "src/shoal/base/estimates/transformer_shape.py",
+    "src/shoal/cli/plan_*.py",
+    "src/shoal/trace/*/*.py",
     "tests/proof/hf_counts.py",
 )
 """Files on which a row of the result depends, with the version of transformers."""
@@ -148,12 +156,16 @@ def find_class(name: str) -> Any:
 
 def count(kind: Any, document: Document) -> int:
     """Parameters of a class built on the meta device from a config.json, ties once."""
+    config = kind.config_class.from_dict(json.loads(json.dumps(document)))
+    return sum(parameter.numel() for parameter in built(kind, config).parameters())
+
+
+def built(kind: Any, config: Any) -> Any:
+    """The module of a class on the meta device."""
     import torch
 
-    config = kind.config_class.from_dict(json.loads(json.dumps(document)))
     with torch.device("meta"), no_initial_values():
-        model = kind(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return kind(config)
 
 
 @contextlib.contextmanager
@@ -178,6 +190,40 @@ def planned(document: Document) -> int | str:
         return transformer_facts(shape_from_config(document), 64, 2).trainable
     except ConfigError as refusal:
         return str(refusal)
+
+
+def traced(document: Document) -> tuple[int, int] | str:
+    """The numbers of `shoal plan` for a config.json that it traces: of all units, and trainable ones.
+
+    Returns:
+        The two, or the line with which it refuses the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(document), encoding="utf-8")
+        loaded = load_config(None, [f"model.name=hf:{path}", f"data.sequence={TOKENS}"])
+        try:
+            facts = resolve_model_facts(loaded, parse_machines("8xH100-80GB"), 2, [])
+        except UserError as refusal:
+            return str(refusal).replace(folder, "")
+    return sum(one.count * (one.parameters + one.frozen_parameters) for one in facts.units), (
+        facts.trainable
+    )
+
+
+def trace_row(kind: Any) -> dict[str, Any]:
+    """Compare the default of a class that arithmetic does not count with the class itself."""
+    try:
+        document = document_of(kind, kind.config_class())
+        parameters = list(built(kind, kind.config_class()).parameters())
+    except Exception:  # a class without a default configuration, or that cannot be built from it
+        document = {"model_type": kind.config_class.model_type, "architectures": [kind.__name__]}
+        parameters = []
+    said = traced(document)
+    if isinstance(said, str):
+        return {"refused by": "name", "line": said} if "; try: " in said else {"differ": [said]}
+    true = tuple(sum(p.numel() for p in parameters if p.requires_grad >= t) for t in (False, True))
+    return {"traced": true[0]} if said == true else {"differ": [f"{said} for {true}"]}
 
 
 def document_of(kind: Any, config: Any, *, brief: bool = False) -> Document:
@@ -345,12 +391,6 @@ def is_counted(kind: Any) -> bool:
     return kind.__name__ in row.split()
 
 
-def refusal(kind: Any) -> str:
-    """Return the line that refuses a class by name; "" for no line, or one without `try:`."""
-    said = planned({"model_type": kind.config_class.model_type, "architectures": [kind.__name__]})
-    return said if isinstance(said, str) and "; try: " in said else ""
-
-
 def text_part(kind: Any) -> dict[str, Any]:
     """Compare the text_config of a class that is refused, if its type is counted in a file alone."""
     try:
@@ -388,8 +428,7 @@ def row_of(name: str) -> dict[str, Any] | None:
             return None
         if is_counted(kind):
             return {"model_type": model_type, **compare(kind, keys=True)}
-        row = {"refused by": "name"} if refusal(kind) else {"differ": ["not refused"]}
-        return {"model_type": model_type, **row, **text_part(kind)}
+        return {"model_type": model_type, **trace_row(kind), **text_part(kind)}
 
 
 def model_type_of(name: str) -> str:
@@ -415,15 +454,16 @@ def main() -> int:
         result[name] = row
         lines = row.get("differ", [])
         bad += bool(lines) or row.get("equal", 1) == 0
-        if "equal" in row or lines or wanted:
+        if "refused by" not in row or lines or wanted:
             sys.stderr.write(f"{name} { ({**row, 'differ': len(lines)}) }\n")
             sys.stderr.writelines(f"    {line}\n" for line in lines[:12])
-        if not wanted and "equal" in row and name not in rows:
+        if not wanted and name not in rows:
             progress.parent.mkdir(parents=True, exist_ok=True)
             progress.write_text(json.dumps(result), encoding="utf-8")
     if not wanted:
-        counted = sum("equal" in row for row in result.values())
-        sums = {"counted": counted, "refused": len(result) - counted, "differ": bad}
+        counted, seen = (sum(key in row for row in result.values()) for key in ("equal", "traced"))
+        refused = len(result) - counted - seen
+        sums = {"counted": counted, "traced": seen, "refused": refused, "differ": bad}
         head = json.dumps({"transformers": transformers.__version__, **sums})[:-1]
         lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in result.items())
         RESULT.write_text(f'{head}, "classes": {{\n{lines}\n}}}}\n', encoding="utf-8")

@@ -11,11 +11,17 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shoal.base.errors import ConfigError, PlanError
+from shoal.base.errors import ConfigError, PlanError, UserError
 from shoal.base.estimates.cluster import Cluster
 from shoal.base.estimates.estimate import ModelFacts, PlanningCase
 from shoal.base.layouts.layout import Layout
 from shoal.base.text.units import count_text
+from shoal.cli.plan_traced import (
+    config_json_length,
+    has_transformers,
+    trace_config_json,
+    trace_configured_model,
+)
 from shoal.config.load import LoadedConfig
 from shoal.config.resolve import make_plan, micro_batch_is_open, resolve_batch
 from shoal.config.sections import Config
@@ -23,6 +29,7 @@ from shoal.forecast.machines.cluster_syntax import parse_machines
 from shoal.forecast.machines.measured_machine import estimate_this_machine, read_measured
 from shoal.forecast.memory.framework_memory import own_kernels
 from shoal.forecast.memory.model_states import WIDTHS
+from shoal.forecast.models.hf_config import UncountedModelError
 from shoal.forecast.models.model_facts import FAMILIES, LANGUAGE
 from shoal.forecast.models.model_facts import PUBLISHED as BUILDABLE
 from shoal.forecast.models.own_transformers import own_shape
@@ -126,12 +133,14 @@ def resolve_model_facts(
     if tuned := config.tune.adapter != "none":  # only the adapters of peft train
         from shoal.cli.start import check_tune
 
-        check_tune(config)
+        check_tune(config, weights="data.source" in loaded.origins)
+    if tuned and not section.build and "data.source" not in loaded.origins:
+        return _trace_config_json(loaded, cluster, element_bytes, notes)
     if section.build or tuned or (section.name in FAMILIES and not by_arithmetic):
         if section.build and not {"data.source", "data.sequence"} & set(loaded.origins):
             length = config.data.sequence
             notes.append(f"data.source and data.sequence not given: text rows of {length} tokens")
-        return _trace_model_facts(config, cluster, element_bytes)
+        return trace_configured_model(config, cluster, element_bytes)
     sequence = config.data.sequence
     if section.name in FAMILIES:
         vocabulary = section.arguments.get("vocabulary") or _vocabulary(config)
@@ -141,7 +150,10 @@ def resolve_model_facts(
         )
         return transformer_facts(shape, sequence, element_bytes, kernels)
     if section.name.startswith("hf:"):
-        shape = shape_from_config(Path(section.name[3:]).expanduser())
+        try:
+            shape = shape_from_config(Path(section.name[3:]).expanduser())
+        except UncountedModelError as refusal:
+            return _trace_uncounted(refusal, loaded, cluster, element_bytes, notes)
     elif section.name in BUILDABLE and section.arguments:
         shape = own_shape(section.name, section.arguments)
     else:
@@ -186,15 +198,46 @@ def _vocabulary(config: Config) -> int:
     return int(size) if kind == "bpe" and size.isdecimal() else 2048
 
 
-def _trace_model_facts(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
-    """Return the facts of a module without known arithmetic, by tracing one unit of each kind."""
-    from shoal.data.sources import open_source
-    from shoal.trainer.jobs.run_forecast import collect_model_facts
+def _trace_uncounted(
+    refusal: UncountedModelError,
+    loaded: LoadedConfig,
+    cluster: Cluster,
+    element_bytes: int,
+    notes: list[str],
+) -> ModelFacts:
+    """Return the facts of a config.json that arithmetic does not count, by its class.
 
-    source = open_source(config.data, config.train.seed)
-    return collect_model_facts(
-        config, source, kernels=cluster.device.kind, element_bytes=element_bytes
-    )
+    Raises:
+        ConfigError, PlanError: transformers is missing or its class cannot be traced; the line
+            begins with the refusal, which has the file and the type.
+    """
+    if not has_transformers():
+        raise ConfigError(f"{refusal}; or pip install 'shoal[hf]', whose class is then traced")
+    brief = str(refusal).partition("; ")[0]
+    notes.append(f"{brief}; its class of transformers is traced instead")
+    try:
+        if "data.source" in loaded.origins:
+            return trace_configured_model(loaded.config, cluster, element_bytes)
+        return _trace_config_json(loaded, cluster, element_bytes, notes)
+    except UserError as failure:
+        why = str(failure).partition("; ")[0]
+        raise type(failure)(
+            f"{brief}; its class is not traced ({why}); try: data.source=pkg.mod:function, whose "
+            f"samples are traced, or model.build of a module that reads no values"
+        ) from failure
+
+
+def _trace_config_json(
+    loaded: LoadedConfig, cluster: Cluster, element_bytes: int, notes: list[str]
+) -> ModelFacts:
+    """Return the traced facts of a config.json, on rows of the user's length or a usual one."""
+    config, sequence = loaded.config, loaded.config.data.sequence
+    most = config_json_length(config.model.name)
+    if "data.sequence" not in loaded.origins:
+        sequence = min(most or PUBLISHED_SEQUENCE, PUBLISHED_SEQUENCE)
+        of = f" of the {most} that it can take" if most > sequence else ""
+        notes.append(f"data.sequence not given: {sequence}{of}")
+    return trace_config_json(config, sequence, cluster.device.kind, element_bytes, notes)
 
 
 def _resolve_plan_batch(

@@ -279,8 +279,11 @@ def _check_islands_resume(islands: IslandsPolicy, folder: Path) -> None:
         )
 
 
-def check_tune(config: Config) -> None:
+def check_tune(config: Config, *, weights: bool = True) -> None:
     """Refuse adapters without pretrained weights to adapt.
+
+    Args:
+        weights: whether they must exist; a plan needs the config.json alone.
 
     Raises:
         ConfigError: peft is missing, the model is one of Shoal's by name, weights do not exist, or
@@ -311,7 +314,7 @@ def check_tune(config: Config) -> None:
             f"nothing; try: model.name=hf:FOLDER, say of `shoal checkpoint export`"
         )
     path, stored = resolve_hf_config(name, config.model.arguments)
-    if not stored:
+    if weights and not stored:
         raise ConfigError(
             f"{where}: no safetensors lie beside {path}, and frozen random weights learn nothing; "
             f"try: model.name=hf:FOLDER with its weights, or tune.adapter=none"

@@ -43,7 +43,7 @@ class TransformerShape:
         norm: "rms" or "layer".
         tied: the head has the embedding's weights.
         biases: linear layers have biases.
-        window: earlier tokens that attention sees, 0: all.
+        window: earlier tokens that attention sees, 0: all; in all blocks but full_layers of them.
         causal: no token attends to later ones.
         experts: routed experts per block, 0 for none; expert_ffn is the width of one,
             experts_per_token are active, shared_ffn is the width of the shared expert.
@@ -70,6 +70,7 @@ class TransformerShape:
     biases: bool = False
     dropout: float = 0.0
     window: int = 0
+    full_layers: int = 0
     causal: bool = True
     experts: int = 0
     experts_per_token: int = 0

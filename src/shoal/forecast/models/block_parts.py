@@ -119,10 +119,12 @@ class BlockContext:
         return 2 * h + 3 * h + (2 * h if self.shape.dropout else 0) + unfused
 
     @property
-    def attended_keys(self) -> int:
-        """Return the keys that a query attends to: the sequence, or a sliding window of it."""
-        window = self.shape.window
-        return min(window, self.sequence) if window else self.sequence
+    def attended_keys(self) -> float:
+        """Return the keys that a query attends to: all, or a window; the mean over the blocks."""
+        shape, all_keys = self.shape, self.sequence
+        if not shape.window or shape.window >= all_keys:
+            return all_keys
+        return shape.window + (all_keys - shape.window) * shape.full_layers / shape.layers
 
 
 def attention_part(cut: BlockContext) -> BlockPart:

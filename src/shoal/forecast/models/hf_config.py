@@ -31,6 +31,10 @@ VISION = {"vit": "ViTForImageClassification", "deit": "DeiTForImageClassificatio
 TRY = "try: model.build=pkg.mod:function that returns the module, whose layers are traced"
 
 
+class UncountedModelError(ConfigError):
+    """A ConfigError: parameters are not counted here by arithmetic; the class itself can be."""
+
+
 def shape_from_config(source: str | Path | Mapping[str, Any]) -> TransformerShape:
     """Return the shape that a Hugging Face config.json describes.
 
@@ -41,8 +45,9 @@ def shape_from_config(source: str | Path | Mapping[str, Any]) -> TransformerShap
         The shape; its number of parameters is that of the class in transformers.
 
     Raises:
-        ConfigError: no such file, no JSON, a type, class or key whose parameters are not counted
-            here, or a key that is missing or has a value of another kind.
+        UncountedModelError: a type, class or key whose parameters are not counted here, or a key
+            that is missing.
+        ConfigError: no such file, no JSON, or a key with a value of another kind.
 
     >>> shape_from_config(
     ...     {
@@ -81,24 +86,24 @@ def _check_type(where: str, found: Mapping[str, Any]) -> str:
         parts = ", ".join(sorted(key for key in found if key.endswith("_config")))
         known = text.get("model_type") in TYPES
         alone = "for its text model alone: text_config in a file of its own; " if known else ""
-        raise ConfigError(
+        raise UncountedModelError(
             f"{where}: model_type {kind} is made of several models ({parts}), whose parameters "
             f"are not counted together here; {alone}{TRY}"
         )
     if kind not in TYPES and kind not in VISION:
-        raise ConfigError(
+        raise UncountedModelError(
             f"{where}: model_type {kind} is none of the {len(TYPES) + len(VISION)} types whose "
             f"parameters are counted here as {CHECKED} builds them; {TRY}"
         )
     checked = (VISION.get(kind) or TYPES[kind].classes).split()
     classes = found.get("architectures") or checked
     if not isinstance(classes, list) or classes[0] not in checked:
-        raise ConfigError(
+        raise UncountedModelError(
             f"{where}: architectures = {json.dumps(classes)}: of model_type {kind} the parameters "
             f"of {' and '.join(checked)} alone are counted here; {TRY}"
         )
     if found.get("per_layer_config"):
-        raise ConfigError(
+        raise UncountedModelError(
             f"{where}: per_layer_config: parameters are counted here of equal blocks alone; {TRY}"
         )
     if kind in TYPES:
@@ -111,7 +116,7 @@ def _check_fixed(where: str, kind: str, found: Mapping[str, Any]) -> None:
     for key, value in TYPES[kind].fixed.items():
         needed = found.get(value) if isinstance(value, str) else value
         if found.get(key) not in (None, needed):
-            raise ConfigError(
+            raise UncountedModelError(
                 f"{where}: {key} = {json.dumps(found[key])}: of model_type {kind} parameters are "
                 f"counted here with {json.dumps(needed)} alone; {TRY}"
             )
@@ -141,7 +146,7 @@ class _Keys(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         close = nearest_word(key, self)
         hint = f"; nearest key there: {close}" if close else ""
-        raise ConfigError(f"{self.where}: key {key} is missing{hint}")
+        raise UncountedModelError(f"{self.where}: key {key} is missing{hint}")
 
 
 class _ConfigReader:
@@ -222,12 +227,23 @@ def _hf_decoder_shape(config: _ConfigReader, kind: DecoderRow) -> TransformerSha
         window=config.whole("sliding_window", default=0)
         if config.found.get("use_sliding_window", True)
         else 0,
+        full_layers=_count_full_layers(config.found, layers),
         causal=not kind.encoder,
         context=0 if kind.positions else config.whole("max_position_embeddings", default=0),
         **_head(config, kind),
         **(_mixture(config, kind.mixture, width, layers) if kind.mixture else {}),
     )
     return replace(shape, vectors=_vectors(config, kind, shape))
+
+
+def _count_full_layers(keys: Mapping[str, Any], layers: int) -> int:
+    """Return the blocks whose attention sees all tokens, where others have a sliding window."""
+    if named := keys.get("layer_types"):
+        return layers - list(named)[:layers].count("sliding_attention")
+    if isinstance(every := keys.get("sliding_window_pattern"), int) and every > 0:
+        return layers // every
+    first = keys.get("max_window_layers") if keys.get("use_sliding_window") else 0
+    return min(layers, first) if isinstance(first, int) else 0
 
 
 def _head(config: _ConfigReader, kind: DecoderRow) -> dict[str, Any]:

@@ -40,6 +40,11 @@ def _two_vectors(shape: TransformerShape, keys: Keys) -> int:
     return 2 * shape.hidden
 
 
+def _every(number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose every n-th block attends to all tokens, if the file names no blocks."""
+    return {**row, "usual": {"sliding_window_pattern": number, **row.get("usual", {})}}
+
+
 GEMMA: dict[str, Any] = {**ATTENTION, "usual": {**TIED, "head_dim": 256}}
 GLM: dict[str, Any] = {
     "qkv": "attention_bias",
@@ -109,7 +114,9 @@ DENSE: dict[str, DecoderRow] = {
         qk_norm="width",
         qk_key="use_qk_norm",
     ),
-    "cohere2": DecoderRow("Cohere2ForCausalLM", mha=True, **ATTENTION, norms=1, usual=TIED),
+    "cohere2": DecoderRow(
+        "Cohere2ForCausalLM", mha=True, **_every(4, {**ATTENTION, "usual": TIED}), norms=1
+    ),
     "cwm": DecoderRow("CwmForCausalLM", ffn="mlp_bias", usual={"head_dim": 128}),
     "diffllama": DecoderRow(
         "DiffLlamaForCausalLM",
@@ -137,8 +144,8 @@ DENSE: dict[str, DecoderRow] = {
         usual={**TIED, "multi_query": True, "parallel_attn": True},
     ),
     "gemma": DecoderRow("GemmaForCausalLM", **GEMMA),
-    "gemma2": DecoderRow("Gemma2ForCausalLM", **GEMMA, norms=4),
-    "gemma3_text": DecoderRow("Gemma3ForCausalLM", **GEMMA, norms=4, qk_norm="head"),
+    "gemma2": DecoderRow("Gemma2ForCausalLM", **_every(2, GEMMA), norms=4),
+    "gemma3_text": DecoderRow("Gemma3ForCausalLM", **_every(6, GEMMA), norms=4, qk_norm="head"),
     "glm": DecoderRow("GlmForCausalLM", **GLM),
     "glm4": DecoderRow("Glm4ForCausalLM", **GLM, norms=4),
     "gpt2": DecoderRow(
@@ -221,7 +228,7 @@ DENSE: dict[str, DecoderRow] = {
     "nemotron": DecoderRow("NemotronForCausalLM", mha=True, **LLAMA, norm="layer", gated=False),
     "olmo": DecoderRow("OlmoForCausalLM", mha=True, **ATTENTION, norm="none"),
     "olmo2": DecoderRow("Olmo2ForCausalLM", **OLMO),
-    "olmo3": DecoderRow("Olmo3ForCausalLM", **OLMO),
+    "olmo3": DecoderRow("Olmo3ForCausalLM", **_every(4, OLMO)),
     "opt": DecoderRow(
         "OPTForCausalLM",
         **{**PLAIN, "qkv": "enable_bias", "o": "enable_bias", "ffn": "enable_bias"},

@@ -8,7 +8,8 @@ Split     whether tensor parallelism would split a tensor: a product with weight
           split by heads; all else follows its operands
 Memory    allocations and frees of storages in order, from which a peak can be computed afterwards
 Source    FLOP formulas: torch's own table, but attention: torch counts none for its CPU kernel
-          (4·b·a·s·s·d, what a causal mask hides is not taken off)
+          (4·b·a·s·s·d, what a causal mask hides is not taken off), and grouped products of experts
+          (2·rows·k·n, however the rows divide): torch knows their shapes in bf16 alone
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shoal.trace._torch import TorchDispatchMode, pytree
 from shoal.trace.graph.known_values import KnownValues
 
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+GROUPED = torch.ops.aten._grouped_mm.default
 RECURRENT = {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
 GATHERS = {"embedding", "index", "gather", "index_select", "slice_scatter", "select_scatter"}
 
@@ -84,7 +86,7 @@ class CostRecorder(TorchDispatchMode):
         """Run an operation, then count it."""
         if (value := self.values.answer(func, args)) is not None:
             return value
-        out = func(*args, **(kwargs or {}))
+        out = _grouped_output(*args) if func is GROUPED else func(*args, **(kwargs or {}))
         self.values.compute_result(func, args, kwargs or {}, out)
         if func.namespace != "prim":
             self._count(func, args, kwargs or {}, out)
@@ -164,7 +166,8 @@ class CostRecorder(TorchDispatchMode):
         given = _tensors((args, kwargs))
         made = _tensors(out)
         attention = "scaled_dot_product" in name
-        product = attention or name in RECURRENT or _formula(func, name) is not None
+        own = attention or name in RECURRENT or func is GROUPED
+        product = own or _formula(func, name) is not None
         split = self._is_split(given, product, attention)
         old = {id(tensor.untyped_storage()) for tensor in given}
         weight = bool(given) and all(self._is_weight(tensor) for tensor in given)
@@ -216,12 +219,26 @@ def _formula(func: Any, name: str) -> Any:
     return flop_registry.get(func.overloadpacket) or flop_registry.get(plain)
 
 
+def _grouped_output(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Return the output of a grouped product without data: rows or columns belong to groups.
+
+    a [rows, k] · b [groups, k, n] → [rows, n]; the backward makes [groups, m, n] of two matrices.
+    """
+    groups = () if a.dim() != b.dim() else (rest[0].shape[0] if a.dim() == 2 else a.shape[0],)
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+
+
 def _count_flops(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> float:
     if name in RECURRENT:  # input and both weight matrices come first, backward too
         rows = args[0].shape[:-1].numel()
         return 2.0 * rows * (args[1].numel() + args[2].numel()) * (2 if "backward" in name else 1)
+    if func is GROUPED:
+        each = args[0].dim() == args[1].dim() == 3
+        return (
+            2.0 * args[0].shape[-2:].numel() * args[1].shape[-1] * (args[0].shape[0] if each else 1)
+        )
     formula = _formula(func, name)
     if formula is not None and "scaled_dot_product" not in name:
         return float(formula(*args, **kwargs, out_val=out))

@@ -17,7 +17,8 @@ Measured  Llama-3-8B's block in bf16, 8192 tokens: 41·s·b·h bytes. 100 layers
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -50,6 +51,7 @@ from shoal.trace.isolation.narrow_blocks import (
     list_stream_norms,
 )
 
+DIGITS = re.compile(r"\d+")
 FORMATS = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -147,10 +149,11 @@ def _shape_key(tree: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass
 class _UnitResult:
-    """Costs and outputs of the first unit of a kind."""
+    """Costs and outputs of the first unit of a kind, and what it writes into its dict arguments."""
 
     call: UnitCost
     outputs: Any
+    written: list[dict[Any, Any]]
 
 
 class _FactsTrace:
@@ -199,7 +202,7 @@ class _FactsTrace:
         def to_meta(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in owned:
                 return (
-                    _MetaOutput.apply(anchor, tensor) if tensor.requires_grad else _on_meta(tensor)
+                    _InnerOutput.apply(anchor, tensor) if tensor.requires_grad else _on_meta(tensor)
                 )
             constants.append(_on_meta(tensor).requires_grad_(tensor.requires_grad))
             return constants[-1]
@@ -262,7 +265,7 @@ class _FactsTrace:
         self.running.pop()
 
     def _replace_forward(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
-        kind = module_key(module)
+        kind = (*module_key(module), _attribute_key(module))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._run_or_repeat(path, module, kind, forward, args, kwargs)
@@ -287,7 +290,9 @@ class _FactsTrace:
         seen = self.seen.get(same)
         if seen is None or not _can_repeat(seen.outputs):
             seen = self.seen[same] = self._run(module, forward, args, kwargs)
-        outputs = map_tensors(_empty_like, seen.outputs)
+        outputs = map_tensors(_inner_output, seen.outputs)
+        for given, entries in zip(_dicts_of(args, kwargs), seen.written, strict=True):
+            given.update(map_tensors(_inner_output, entries))
         call = seen.call
         self.rows.add_call(path, module, key, call, call.unique_saved_bytes(inputs, self.kept))
         if call.keeps_outputs:
@@ -303,18 +308,24 @@ class _FactsTrace:
         args, kwargs = map_tensors(_detach, (args, kwargs))
         inputs = tensors_of((args, kwargs))
         watch.mark_inputs(inputs)
+        shared = _dicts_of(args, kwargs)
+        before = [dict(one) for one in shared]
         with watch.count_into(Tally()) as tally:
             outputs = forward(*args, **kwargs)
+        written = [
+            {key: value for key, value in one.items() if value is not old.get(key)}
+            for one, old in zip(shared, before, strict=True)
+        ]
         saved = [t.untyped_storage() in tally.saved for t in inputs]
         keeps = [t.untyped_storage() in tally.saved for t in tensors_of(outputs)]
         call = UnitCost.of(tally, inputs, saved, keeps)
-        shapes = map_tensors(_empty_like, outputs)
+        shapes, written = map_tensors(_empty_like, (outputs, written))
         since, gradients = len(watch.moves), set[int]()
         trained = [p for p in module.parameters() if p.requires_grad]
         with watch.count_into(Tally()), self._drop_gradients(trained, gradients):
             _backward(outputs)
         call.working_bytes = watch.peak_bytes(since, gradients)
-        return _UnitResult(call, shapes)
+        return _UnitResult(call, shapes, written)
 
     @contextmanager
     def _drop_gradients(
@@ -337,16 +348,26 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-class _MetaOutput(torch.autograd.Function):
-    """Output of the model for the loss: no leaf, whose graph would keep its data alive."""
+class _InnerOutput(torch.autograd.Function):
+    """Output without data on an anchor's device: no leaf, whose graph would keep its data alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return _on_meta(like)
+        ctx.device = anchor.device
+        return torch.empty(like.shape, dtype=like.dtype, device=anchor.device)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.empty((), device="meta"), None
+        return torch.empty((), device=ctx.device), None
+
+
+def _inner_output(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an output without data, and no leaf: the model may write to it in place."""
+    if not tensor.requires_grad:
+        return _empty_like(tensor)
+    anchor = torch.empty((), device=tensor.device, requires_grad=True)
+    made: torch.Tensor = _InnerOutput.apply(anchor, tensor)
+    return made
 
 
 def _backward(outputs: Any) -> None:
@@ -366,6 +387,26 @@ def _detach(tensor: torch.Tensor) -> torch.Tensor:
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+
+
+def _attribute_key(module: nn.Module) -> tuple[Any, ...]:
+    """Return what layers of equal weights may differ in: a sliding window, shared keys and values.
+
+    Of the attributes of all parts: texts, truths, and which are None. Numbers count layers.
+    """
+    return tuple(
+        (name, value if isinstance(value, bool) else DIGITS.sub("#", str(value or "")))
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name[0] != "_" and (value is None or isinstance(value, bool | str))
+    )
+
+
+def _dicts_of(args: Any, kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
+    """Return the dicts among the arguments of a call, into which it may write."""
+    values = (args, *kwargs.values())
+    leaves = pytree.tree_leaves(values, is_leaf=lambda one: isinstance(one, MutableMapping))
+    return [leaf for leaf in leaves if isinstance(leaf, MutableMapping)]
 
 
 def _can_repeat(outputs: Any) -> bool:
