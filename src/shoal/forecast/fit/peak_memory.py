@@ -70,9 +70,9 @@ from shoal.planning.pipeline_bubble import micro_batches_in_flight
 from shoal.planning.pipeline_stages import StageUnits, is_block, stage_units
 
 LOSSES = ("full", "chunked", "parallel")
-UNSURE = 0.09
-"""Half-width of the interval as a share of the peak: the errors of all published runs lie inside
-(docs/proof/planner-memory.md)."""
+UNSURE, UNSURE_LONG, LONG_TOKENS = 0.09, 0.13, 131072
+"""Half-width of the interval as a share of the peak, of samples of up to so many tokens and longer
+ones: the errors of all published runs lie inside (docs/proof/planner-memory.md)."""
 
 
 class _StepMoment(NamedTuple):
@@ -213,7 +213,7 @@ def _estimate(case: PlanningCase, habits: FrameworkMemory, stage: StageUnits) ->
     counted = best.size + best.made * gradients
     parts["allocator"] += heap_hole_bytes(case, counted, most, gradients)
     parts["context"] = case.cluster.device.reserved_bytes
-    return _finish(parts, allocated, best.when, stage.rank, segment_bytes(case))
+    return _finish(case, parts, allocated, best.when, stage.rank)
 
 
 def _stage_states(
@@ -359,17 +359,18 @@ def _starts_without_gradients(case: PlanningCase) -> bool:
 
 
 def _finish(
-    parts: dict[str, float], allocated: float, when: str, stage: int, unused: float
+    case: PlanningCase, parts: dict[str, float], allocated: float, when: str, stage: int
 ) -> MemoryEstimate:
     peak = sum(parts.values())
+    unsure = UNSURE if case.model.sequence <= LONG_TOKENS else UNSURE_LONG
     return MemoryEstimate(
         parts={name: size for name, size in parts.items() if size},
         peak_bytes=peak,
         allocated_bytes=allocated,
         when=when,
         stage=stage,
-        low_bytes=peak * (1 - UNSURE),
-        high_bytes=peak * (1 + UNSURE) + unused,
+        low_bytes=peak * (1 - unsure),
+        high_bytes=peak * (1 + unsure) + segment_bytes(case),
     )
 
 
