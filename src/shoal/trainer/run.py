@@ -249,7 +249,8 @@ class Run(StepRunner):
         with self.meeting.record_passes(alike=self.program.together), around:
             yield from self.meeting.record_each("run.micro_batches", own.run())
             # Before the guards' own messages: ranks with fewer passes owe collectives.
-            tally = own.finish()
+            with self.meeting.hide_views():
+                tally = own.finish()
         with self.meeting.at("run.micro_batches"):
             self.accept_sums(tally, own.spare)
             self.open_gradients("run.micro_batches")

@@ -1,8 +1,27 @@
-"""Private names of torch's `fully_shard` that gradient compression needs; 2.11 and 2.13."""
+"""Private names of torch's `fully_shard` and DTensor; tested on 2.11 and 2.13."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def allow_plain_tensors() -> Iterator[None]:
+    """Let DTensors take plain tensors for whole ones, equal on all ranks.
+
+    torch's own context manager imports kernels of attention with it.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 def scattered_sizes(unit: Any) -> list[int]:

@@ -13,11 +13,19 @@ from torch import nn
 from shoal.trainer._torch import pytree
 
 __all__ = [
+    "ABSENT",
+    "PARTS",
     "REDUCTIONS",
+    "AbsentParameter",
+    "AbsentTensor",
     "Found",
     "GradientOwner",
+    "PartReader",
+    "PartialParameter",
+    "PartialTensor",
     "intercept_gradient_clipping",
     "make_gradient_placeholder",
+    "mark_absent",
     "mark_partial_gradient",
 ]
 
@@ -142,7 +150,7 @@ def _use_owner(
 
 def make_gradient_placeholder(
     like: torch.Tensor,
-    refusal: Callable[[str], Exception],
+    refusal: Callable[[str], Exception | None],
     read: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Return a placeholder for `.grad` of a parameter whose gradient is stored in another buffer.
@@ -151,7 +159,8 @@ def make_gradient_placeholder(
 
     Args:
         like: a tensor with the placeholder's shape, dtype and device.
-        refusal: builds the error that a write raises, from the name of torch's operation.
+        refusal: builds the error that a write raises, from the name of torch's operation; None:
+            the write may be dropped.
         read: called when its elements are read.
     """
     made: Any = torch.Tensor._make_wrapper_subclass(
@@ -164,7 +173,7 @@ def make_gradient_placeholder(
 class _GradientPlaceholder(torch.Tensor):
     """Placeholder tensor of `make_gradient_placeholder`; its views are placeholders too."""
 
-    refusal: Callable[[str], Exception]
+    refusal: Callable[[str], Exception | None]
     read: Callable[[], None]
     stands_for = "a gradient that is kept elsewhere"  # other modules read this: it has no memory
 
@@ -178,7 +187,10 @@ class _GradientPlaceholder(torch.Tensor):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for leaf in pytree.tree_leaves(value):
                     if isinstance(leaf, _GradientPlaceholder):
-                        raise leaf.refusal(schema.name.partition("::")[2])
+                        error = leaf.refusal(schema.name.partition("::")[2])
+                        if error is not None:
+                            raise error
+                        return leaf
         result = func(
             *pytree.tree_map(_replace_placeholder, args),
             **pytree.tree_map(_replace_placeholder, kwargs),
@@ -212,36 +224,180 @@ def _replace_placeholder(leaf: Any) -> Any:
 
 REDUCTIONS = frozenset(
     {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}
-    | {"vdot", "max", "amax", "min", "amin"}
+    | {"vdot", "max", "amax", "min", "amin", "linalg_norm", "linalg_vector_norm", "prod", "median"}
+    | {"linalg_matrix_norm", "frobenius_norm", "nuclear_norm", "std_mean", "var_mean", "aminmax"}
+    | {"count_nonzero", "quantile", "histc", "argmax", "argmin", "topk", "sort", "any", "all"}
+    | {"logsumexp", "trace", "linalg_svdvals", "linalg_svd", "svd", "linalg_matrix_rank"}
 )
 """Functions of torch whose result depends on elements that may lie on another rank."""
 
 
-def mark_partial_gradient(gradient: torch.Tensor, read: Callable[[str], None]) -> torch.Tensor:
-    """Return an alias of a gradient that is a part of a whole; it shares the memory.
+class PartReader(Protocol):
+    """Watcher of what user code does with parts of tensors."""
+
+    def read_part(self, function: str) -> None:
+        """Note a reduction of a part."""
+
+    def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """Note a tensor of the size of a part that was computed from it."""
+
+
+def mark_partial_gradient(gradient: torch.Tensor, reader: PartReader) -> torch.Tensor:
+    """Return an alias of a tensor that is a part of a whole; it shares the memory.
 
     Args:
         gradient: this rank's part.
-        read: called with the name of a reduction that user code makes of the alias.
+        reader: called for reductions that user code makes of the alias.
     """
-    made: Any = gradient.as_subclass(_PartialGradient)
-    made.read = read
+    made: Any = gradient.as_subclass(PartialTensor)
+    made.reader = reader
     return cast(torch.Tensor, made)
 
 
-class _PartialGradient(torch.Tensor):
-    """Alias of `mark_partial_gradient`; results of operations are plain tensors."""
+PARTS: dict[int, PartReader] = {}
+"""By id of a `PartialParameter`: its reader; an attribute would be saved with the weight."""
 
-    read: Callable[[str], None]
+
+class PartialTensor(torch.Tensor):
+    """Alias of a part; tensors of its size that are computed from it are parts, too."""
+
+    reader: PartReader
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in REDUCTIONS:
-            for leaf in pytree.tree_leaves((args, kwargs or {})):
-                if isinstance(leaf, _PartialGradient):
-                    leaf.read(name)
+        return _run_on_parts(func, args, kwargs or {})
+
+
+class PartialParameter(nn.Parameter):
+    """A weight of which this rank has a part, in the hands of user code.
+
+    Between the calls of a run it has this class in the place of torch's.
+    """
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _copy_parameter(self, memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _run_on_parts(func, args, kwargs or {})
+
+
+def _run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on parts of tensors, and tell their reader about reductions."""
+    leaves = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    parts = [one for one in leaves if isinstance(one, PartialTensor | PartialParameter)]
+    swapped: list[Any] = [one for one in parts if isinstance(one, PartialParameter)]
+    first = parts[0]
+    reader = PARTS[id(first)] if isinstance(first, PartialParameter) else first.reader
+    if getattr(func, "__name__", "") in REDUCTIONS:
+        reader.read_part(func.__name__)
+    for one in swapped:
+        one.__class__ = nn.Parameter
+    try:
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+            size = first.numel()
+            alike = isinstance(result, torch.Tensor) and result.numel() == size > 1
+            alike = alike and all(one.numel() in (1, size) for one in leaves)
+    finally:
+        for one in swapped:
+            one.__class__ = PartialParameter
+    if alike and type(result) is torch.Tensor:
+        reader.compute_with_part(first, result)
+        return mark_partial_gradient(result, reader)
+    return result
+
+
+ABSENT: dict[int, Callable[[], Exception]] = {}
+"""By id of an `AbsentParameter`: builds the error of a read."""
+
+
+class AbsentTensor(torch.Tensor):
+    """A tensor without numbers, computed from a weight that another rank holds."""
+
+    refuse: Callable[[], Exception]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _run_on_absent(func, args, kwargs or {})
+
+
+class AbsentParameter(nn.Parameter):
+    """A weight that another stage of a pipeline holds, in the hands of user code.
+
+    Writes change nothing here; a read of numbers raises.
+    """
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _copy_parameter(self, memo)
+
+    @property
+    def grad(self) -> Any:
+        """Return a gradient without numbers, which like the weight takes writes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return mark_absent(torch.empty_like(self, requires_grad=False), ABSENT[id(self)])
+
+    @grad.setter
+    def grad(self, gradient: Any) -> None: ...
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _run_on_absent(func, args, kwargs or {})
+
+
+def _run_on_absent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on tensors without numbers.
+
+    Raises:
+        Exception: as the weight's `refuse` returns it, if numbers are needed.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    first = next(one for one in leaves if isinstance(one, AbsentTensor | AbsentParameter))
+    refuse = ABSENT[id(first)] if isinstance(first, AbsentParameter) else first.refuse
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        if torch.is_grad_enabled() and "leaf" in str(error):
+            raise  # as in one process
+        raise refuse() from error
+    return pytree.tree_map_only(
+        torch.Tensor, lambda one: mark_absent(one, refuse) if one.is_meta else one, result
+    )
+
+
+def mark_absent(tensor: torch.Tensor, refuse: Callable[[], Exception]) -> torch.Tensor:
+    """Return an alias of a tensor on the meta device whose numbers cannot be read.
+
+    Args:
+        tensor: the tensor.
+        refuse: builds the error of a read.
+    """
+    if isinstance(tensor, AbsentTensor | AbsentParameter):
+        return tensor
+    made: Any = tensor.as_subclass(AbsentTensor)
+    made.refuse = refuse
+    return cast(torch.Tensor, made)
+
+
+def _copy_parameter(parameter: Any, memo: Any) -> nn.Parameter:
+    """Return a deep copy of a weight in the hands of user code: a plain parameter."""
+    kind = type(parameter)
+    parameter.__class__ = nn.Parameter
+    try:
+        made: nn.Parameter = nn.Parameter.__deepcopy__(parameter, memo)
+        return made
+    finally:
+        parameter.__class__ = kind

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -44,10 +44,21 @@ _made = itertools.count()
 _joined: Counter[str] = Counter()
 
 
+class WeightView(Protocol):
+    """Weights that user code sees otherwise than the run's own calls (`UserWeights`)."""
+
+    def show(self) -> None:
+        """Begin: user code runs."""
+
+    def hide(self) -> None:
+        """End: a call of the run begins."""
+
+
 class CollectiveCallLog:
     """Log of one process's calls that all ranks must make.
 
     Attributes:
+        views: weights that user code sees otherwise than the calls do.
         runs: number of open runs that use it.
     """
 
@@ -56,6 +67,7 @@ class CollectiveCallLog:
         self.runs = self.joined = self.depth = 0
         self.turn = self._page_key = 0  # calls ever begun by the runs that joined last
         self.in_passes, self._store = False, store
+        self.views, self._inside = set[WeightView](), 0
         self._failed: tuple[str, str, Exception] | None = None  # key, call and why
         # A rank may have runs that the other ranks do not have.
         self.ranks = str(list(world.ranks))
@@ -64,6 +76,27 @@ class CollectiveCallLog:
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
         """Enter a call that every rank must make; calls inside of it are not counted."""
+        with self.hide_views(), self._count(name):
+            yield
+
+    @contextmanager
+    def hide_views(self) -> Iterator[None]:
+        """Enter code of the run, which sees the weights as torch has them."""
+        if not self._inside:
+            for view in self.views:
+                view.hide()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                for view in self.views:
+                    view.show()
+
+    @contextmanager
+    def _count(self, name: str) -> Iterator[None]:
+        """Enter a call, and count it."""
         page = None if self.depth else phases.page
         if not self.depth:
             self.turn += 1

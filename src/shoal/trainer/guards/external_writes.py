@@ -50,6 +50,9 @@ COMPARED = ("weights_written", "training_mode", "weights", "trainable", "layers"
 UNCOUNTED = 2
 """Value of `weights_written` for weights that changed though no write was counted."""
 
+WRITES = 4
+"""Factor of the checksum of operands in the same number (`UserWeights.operands`)."""
+
 CLOSELY = 8
 """First steps in which every tensor's counter is read; most later steps read only a few."""
 
@@ -70,6 +73,7 @@ class ExternalWriteGuard(Guard):
         weights_written: foreign code wrote weights since the last step.
         changed_gradients: user code changed gradients between the passes and the update.
         watching: False: every change is intended.
+        operands: returns a checksum of the plain tensors that user code combined with weights.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class ExternalWriteGuard(Guard):
         self._held = self._parameter_owners()
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._parts_written = self._other_made = False
+        self.operands: Callable[[], int] = lambda: 0
         watch_new_optimizers()
         _all.add(self)
 
@@ -238,7 +243,7 @@ class ExternalWriteGuard(Guard):
         program, everyone, replicas = self.program, self._everyone, self._replicas
         written = UNCOUNTED if self._uncounted else int(self.weights_written)
         found = [
-            Invariant("weights_written", written, everyone),
+            Invariant("weights_written", written + WRITES * self.operands(), everyone),
             Invariant("training_mode", program.module.training, everyone),
         ]
         if program.plan.layout.zero < 3 and (self.weights_written or is_value_check_step(step)):

@@ -223,11 +223,7 @@ class _ShardedWeightMode(TorchFunctionMode):
         for leaf in pytree.tree_leaves((args, kwargs)):
             name = self.parts.get(id(leaf))
             if name is not None and not _is_called_by_shoal():
-                raise PlanError(
-                    f"loss: it computes with {name}, and under {self.layout} a rank holds parts "
-                    f"of weights, so that a penalty on them would be another one; try: "
-                    f"weight_decay of the optimizer, or layout=zero2"
-                )
+                raise PlanError(reports.writes_report.penalty_text(name, self.layout))
         return func(*args, **(kwargs or {}))
 
 

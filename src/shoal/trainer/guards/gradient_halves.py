@@ -61,8 +61,7 @@ class HalfStepGradients:
             self._stand_ins = {
                 p: make_gradient_placeholder(p, self._write_error, read) for p in self.parameters
             }
-        part = functools.cache(lambda: notice(reports.writes_report.PART))
-        self._read_part: Callable[[str], None] = lambda _: part()
+        self._part = functools.cache(lambda: notice(reports.writes_report.PART))
         self._cut = [
             program.parameters[name] for name in program.cuts if name in program.parameters
         ]
@@ -78,7 +77,7 @@ class HalfStepGradients:
                 parameter.grad = stand_in
         for parameter in self._cut:
             if (gradient := parameter.grad) is not None and type(gradient) is torch.Tensor:
-                alias = parameter.grad = mark_partial_gradient(gradient, self._read_part)
+                alias = parameter.grad = mark_partial_gradient(gradient, self)
                 self._aliases.append((parameter, alias, gradient))
         held = self.parameters if self.layout.zero else []
         self._held = [(p, p.grad) for p in held if p.grad is not None]
@@ -106,6 +105,13 @@ class HalfStepGradients:
             raise self._change_error("set to None" if gone else "replaced")
         return changed
 
+    def read_part(self, function: str) -> None:
+        """Print a line, once, for a reduction of a part of a gradient."""
+        self._part()
+
+    def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """Do nothing: the result is watched, too."""
+
     def _remove_aliases(self) -> None:
         """Put the gradients of split weights back in place of their aliases."""
         aliases, self._aliases = self._aliases, []
@@ -121,12 +127,17 @@ class HalfStepGradients:
     def forbid_clipping(self) -> None:
         """Refuse clipping after a step, until the next one: it would change nothing."""
         self._over = True
+        for parameter, stand_in in self._stand_ins.items():
+            parameter.grad = stand_in
         watch_clipping(self)
 
     def release(self) -> None:
         """Stop protecting the gradients, since another step begins or the run is closed."""
         WATCHED.discard(self)
         self._remove_aliases()
+        for parameter, stand_in in self._stand_ins.items():
+            if parameter.grad is stand_in:
+                parameter.grad = None
 
     def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
         """Return the owner of a call's tensors; raise if the call would change nothing."""
@@ -135,7 +146,10 @@ class HalfStepGradients:
             raise reports.writes_report.foreign_change_error()
         return (self.whole, names) if names else None
 
-    def _write_error(self, operation: str) -> ConfigError:
+    def _write_error(self, operation: str) -> ConfigError | None:
+        if self._over:  # zero_grad changes nothing; what else is done would be lost
+            zeroes = operation == "zero_"
+            return None if zeroes else reports.writes_report.foreign_change_error()
         if operation == "zero_":
             return reports.writes_report.dropped_gradients_error(self.step, self.call)
         return self._change_error("changed")
@@ -146,7 +160,7 @@ class HalfStepGradients:
         )
 
 
-def compare_changes(program: Program, step: int, changed: bool) -> float:
+def compare_changes(program: Program, step: int, changed: bool, operands: int = 0) -> float:
     """Return the norm of the gradients before an update; refuse changes that differ by rank.
 
     Every rank calls it once a step, in loops that write out the passes. It compares gradients that
@@ -156,6 +170,7 @@ def compare_changes(program: Program, step: int, changed: bool) -> float:
         program: the run's.
         step: the current step.
         changed: user code changed gradients of this rank since the passes.
+        operands: checksum of the plain tensors that it combined with parts of gradients.
 
     Returns:
         The norm over all parts on all ranks; nan if some gradient is.
@@ -170,6 +185,7 @@ def compare_changes(program: Program, step: int, changed: bool) -> float:
     replicated = [] if program.plan.layout.zero else [one for some in held.values() for one in some]
     codes = [float(fingerprint(some, whole=True)) if changed and some else 0.0
              for some in (everywhere, replicated)]  # fmt: skip
+    codes[0] += operands
     own = copy_numbers_to_device(world.device, [0.0, float(changed), *codes])
     own[0] = square
     rows = world.all_gather(own).tolist()

@@ -63,6 +63,9 @@ class WholeGradients:
         self.program = program
         self.names = {id(p): name for name, p in program.parameters.items()}
         self.names |= {id(one.parameter): name for name, one in program.local.items()}
+        if program.pipe.size > 1:  # other stages call with weights that this one has not
+            named = program.module.named_parameters()
+            self.names |= {id(p): name for name, p in named if p.is_meta}
 
     def list_names(self, tensors: Sequence[Any]) -> list[str]:
         """Return the names of parameters or gradients of the run, each once; [] if none is."""
@@ -71,7 +74,9 @@ class WholeGradients:
             held = [*self.program.parameters.items()]
             held += [(name, one.parameter) for name, one in self.program.local.items()]
             names = {id(p.grad): name for name, p in held if p.grad is not None}
-        return list(dict.fromkeys(names[id(one)] for one in tensors if id(one) in names))
+        here = [names[id(one)] for one in tensors if id(one) in names]
+        absent = ["" for one in tensors if one.is_meta and id(one) not in names]
+        return list(dict.fromkeys(here + absent))
 
     def held(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         """Return the parts of gradients that this rank steps, by name."""

@@ -127,16 +127,19 @@ def check_single_element(drift: CorruptionCheckFields, look: ChecksumSnapshot) -
 
     No user's code does that. Every rank calls it, if no write was counted.
     """
-    own = [int(value) for value in look.now]
-    told: list[list[int]] = drift.program.world.gather_json(own)
     keys, tensors = list(look.tensors), list(look.tensors.values())
+    # By name: ranks that step other parts have other tensors beside the weights.
+    own = {name: int(value) for (what, name), value in zip(keys, look.now, strict=True)
+           if what == WEIGHT}  # fmt: skip
+    told: list[dict[str, int]] = drift.program.world.gather_json(own)
     found: list[tuple[int, int, int]] = []
     for number, groups in enumerate(drift.groups):
         for place in drift.indices_by_kind(look)[number]:
-            for rank, first in enumerate(groups):
-                difference = (told[rank][place] - told[first][place]) % 2**WORD_BITS
-                if keys[place][0] == WEIGHT and difference:
-                    found.append((number, place, difference))
+            what, name = keys[place]
+            for rank, first in enumerate(groups if what == WEIGHT else ()):
+                pair = told[rank].get(name), told[first].get(name)
+                if pair[0] is not None and pair[1] is not None and pair[0] != pair[1]:
+                    found.append((number, place, (pair[0] - pair[1]) % 2**WORD_BITS))
     if len({place for _, place, _ in found}) == 1:
         number, place, _ = found[0]
         size = tensors[place].element_size()

@@ -68,7 +68,11 @@ def refuse_rank_differences(
         ClusterError: one element differs.
         ConfigError: user code changed weights, layers or modes.
     """
-    written: list[int] = found.by_rank("weights_written")
+    values: list[int] = found.by_rank("weights_written")
+    operands, written = [one // 4 for one in values], [one % 4 for one in values]
+    if len(set(operands)) > 1:
+        other = next(rank for rank, one in enumerate(operands) if one != operands[0])
+        raise unlike_operands_error(step, other)
     if 1 not in written and (any(written) or found.differs("weights")) and touched.drift.on:
         check_single_element(touched.drift, touched.drift.compute_snapshot(step - 1))
     written = [int(one > 0) for one in written]
@@ -99,6 +103,32 @@ def refuse_rank_differences(
             f"step {step}: the model is in training mode on {_ranks_with(training, 1)} and in "
             f"evaluation mode on {_ranks_with(training, 0)}; try: model.train() on every rank"
         )
+
+
+def unlike_operands_error(step: int, rank: int) -> ConfigError:
+    """Return the error for weights or gradients that ranks changed by different tensors."""
+    return ConfigError(
+        f"step {step}: weights or gradients were changed by a tensor that is another one on rank "
+        f"{rank} than on rank 0, and each rank has some rows of them; try: the same tensor on "
+        f"every rank (noise: a generator with one seed)"
+    )
+
+
+def part_of_weight_line(function: str, layout: str) -> str:
+    """Return the notice on a reduction of a weight of which this rank has a part."""
+    return (
+        f"{function} of a weight that is split over ranks ({layout}): the number is that of this "
+        f"rank's part; try: with run.whole_weights():, called on every rank, or run.state_dict()"
+    )
+
+
+def penalty_text(name: str, layout: str) -> str:
+    """Return the error's text on a loss that computes with a weight that is split over ranks."""
+    return (
+        f"loss: it computes with {name}, and under {layout} a rank holds parts of weights, so that "
+        f"a penalty on them would be another one; try: weight_decay of the optimizer, or "
+        f"layout=zero2"
+    )
 
 
 def _ranks_with(flags: Sequence[float], value: float) -> str:
@@ -210,8 +240,9 @@ def foreign_step_error() -> ConfigError:
 
 CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
 ZEROS = (
-    "a gradient reads as zeros between the passes and run.update, since under this layout each "
-    "rank has some rows of it, on the tensors that the optimizer holds; try: the norm by "
+    "a gradient reads as zeros between the passes and run.update, and after it, since under this "
+    "layout each rank has some rows of it, on the tensors that the optimizer holds; try: the norm "
+    "between the two by "
     "run.clip_grad_norm_(float('inf')), or by torch.nn.utils.clip_grad_norm_ and get_total_norm"
 )
 """Notice on a gradient that was read where there is a placeholder."""

@@ -1,0 +1,156 @@
+"""Weights of fsdp in the hands of user code, between the calls of a run: like whole tensors.
+
+    w.norm(), w.mul_(2)                    torch's DTensor does this right
+    w.grad.add_(noise), w.copy_(list)      a plain tensor is a whole one: each rank takes its rows
+    w.data = tensor                        its rows are written; torch would lose the tensor
+    w[0] = 0, draws, nn.init, torch.cat    on the gathered tensor, of which each rank keeps its rows
+    w[0].mul_(2)                           refused: the row is a copy, and the change would be lost
+
+Outside of the run's own calls a weight has another class, whose operations come here. Inside they
+are torch's, at torch's speed. Every rank must make the same calls, as with a DTensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shoal.base.errors import ConfigError
+from shoal.parallel._torch import pytree, version_counter
+from shoal.parallel.data_parallel._torch import allow_plain_tensors
+
+DRAWS = frozenset(
+    {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+    | {"random_", "rand_like", "randn_like", "randint_like", "bernoulli", "dropout", "dropout_"}
+)
+"""Functions that draw random numbers: each rank would draw the same ones for other rows."""
+VIEWS = frozenset(
+    {"__getitem__", "select", "narrow", "view", "reshape", "flatten", "t", "transpose", "unbind"}
+    | {"split", "chunk", "diagonal", "diag", "squeeze", "unsqueeze", "permute", "ravel"}
+)
+"""Functions that return a view in plain torch; a DTensor may return a copy."""
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property, written in C
+
+on_plain: list[Callable[[torch.Tensor], None]] = []
+"""Called with every plain tensor that an operation takes as a whole one, so that ranks compare."""
+
+
+class UserDTensor(DTensor):
+    """A weight or gradient of fsdp, or a tensor computed from one, in the hands of user code."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class RowCopy(UserDTensor):
+    """A view in plain torch, and here a copy: it refuses writes."""
+
+    __slots__ = ()
+
+
+@contextmanager
+def as_dtensors(tensors: Sequence[Any]) -> Iterator[None]:
+    """Give tensors their class of torch back while torch works on them."""
+    kinds = [(one, type(one)) for one in tensors]
+    for one in tensors:
+        one.__class__ = DTensor
+    try:
+        yield
+    finally:
+        for one, kind in kinds:
+            one.__class__ = kind
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on weights of fsdp."""
+    leaves = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    ours = list({id(one): one for one in leaves if isinstance(one, UserDTensor)}.values())
+    name = str(getattr(func, "__name__", ""))
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if writes and isinstance(args[0] if args else None, RowCopy):
+        raise ConfigError(
+            f"{name} on rows of a weight: under fsdp they are a copy, and the change would be "
+            f"lost; try: the same on the weight by an index (w[0] = …), or "
+            f"with run.whole_weights():"
+        )
+    with as_dtensors(ours):
+        if func == SET_DATA:
+            _write_rows(ours[0], args[1]) if args[0] is ours[0] else func(*args, **kwargs)
+            return None
+        drawn = name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
+        result = _run_on_whole(func, args, kwargs) if drawn else _run_on_rows(func, args, kwargs)
+    for one in pytree.tree_leaves(result):
+        if type(one) is DTensor:
+            copied = name in VIEWS and not _share_memory(one, ours)
+            one.__class__ = RowCopy if copied else UserDTensor
+    return result
+
+
+def _run_on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on each rank's rows, or on the gathered tensors if torch cannot."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    plain = [
+        one
+        for one in leaves
+        if isinstance(one, torch.Tensor) and not isinstance(one, DTensor) and one.ndim
+    ]
+    for one in plain:
+        for note in on_plain:
+            note(one)
+    try:
+        with allow_plain_tensors() if plain else nullcontext():
+            return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):  # no rule for it, or the script's own mistake
+        return _run_on_whole(func, args, kwargs)
+
+
+def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on gathered tensors, and keep this rank's rows of those that it wrote."""
+    wholes: dict[int, tuple[Any, torch.Tensor, int]] = {}
+
+    def gather(leaf: Any) -> Any:
+        if id(leaf) not in wholes:
+            whole = leaf.detach().full_tensor().requires_grad_(leaf.requires_grad)
+            wholes[id(leaf)] = (leaf, whole, version_counter(whole))
+        return wholes[id(leaf)][1]
+
+    args, kwargs = pytree.tree_map_only(DTensor, gather, (args, kwargs))
+    result = func(*args, **kwargs)
+    for leaf, whole, version in wholes.values():
+        if version_counter(whole) != version:
+            _write_rows(leaf, whole)
+        if result is whole:
+            return leaf
+    return result
+
+
+@torch.no_grad()
+def _write_rows(weight: Any, value: torch.Tensor) -> None:
+    """Copy this rank's rows of a whole tensor into a weight."""
+    value = value.detach()
+    if value.shape != weight.shape:
+        raise ConfigError(
+            f"weights of fsdp keep their shape: {list(weight.shape)}, got {list(value.shape)}; "
+            f"try: layers of another size before shoal.parallelize"
+        )
+    if not isinstance(value, DTensor):
+        mesh, places = weight.device_mesh, weight.placements
+        value = distribute_tensor(value.to(weight.device), mesh, places, src_data_rank=None)
+    elif value.placements != weight.placements:
+        value = value.redistribute(placements=weight.placements)
+    weight.to_local().copy_(value.to_local())
+
+
+def _share_memory(view: Any, weights: Sequence[Any]) -> bool:
+    """Return whether a tensor lies in the memory of a weight."""
+    memory = view._local_tensor.untyped_storage().data_ptr()
+    return any(one._local_tensor.untyped_storage().data_ptr() == memory for one in weights)

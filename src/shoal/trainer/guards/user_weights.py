@@ -1,0 +1,121 @@
+"""Weights as user code sees them between the calls of a run, where a layout splits them.
+
+    tp, ep    a part on this rank     a norm, a sum or a mean of it gives one line
+    pp        on another stage        a read of its numbers raises an error that names the stage
+    fsdp      rows on every rank      as a whole tensor (`data_parallel/sharded_weights.py`)
+
+A weight has another class while user code runs, and torch's own inside of the run's calls: a step
+costs no more than two assignments for each such weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, PlanError
+from shoal.parallel.program import Program
+from shoal.trainer.guards import reports
+from shoal.trainer.guards._torch import ABSENT, PARTS, AbsentParameter, PartialParameter
+from shoal.trainer.guards.call_log import CollectiveCallLog
+from shoal.trainer.guards.checksums import SURE, fingerprint
+
+
+class UserWeights:
+    """Weights of a run that are not whole on this rank.
+
+    Args:
+        program: the run's.
+        meeting: log of the run's calls.
+        notice: prints a line, by rank 0.
+
+    Attributes:
+        operands: checksum of the plain tensors that user code combined with weights of fsdp.
+    """
+
+    def __init__(
+        self, program: Program, meeting: CollectiveCallLog, notice: Callable[[str], None]
+    ) -> None:
+        self.program, self.meeting, self.notice = program, meeting, notice
+        self.operands = 0
+        self.kinds: list[tuple[Any, type, type]] = []
+        named = list(program.module.named_parameters())
+        self.names = {id(p): name for name, p in named}
+        for name, p in named:
+            if p.is_meta and type(p) is nn.Parameter:
+                ABSENT[id(p)] = functools.partial(self._absent_error, name)
+                self.kinds.append((p, AbsentParameter, nn.Parameter))
+            elif name in program.cuts and type(p) is nn.Parameter:
+                PARTS[id(p)] = self
+                self.kinds.append((p, PartialParameter, nn.Parameter))
+        self.sharded = [p for _, p in named if hasattr(p, "device_mesh")]
+        if self.sharded:
+            from shoal.parallel.data_parallel.sharded_weights import UserDTensor, on_plain
+
+            self.kinds += [(p, UserDTensor, type(p)) for p in self.sharded]
+            self._note: Any = self._note_plain
+            on_plain.append(self._note)
+        self._layout = program.plan.layout.text()
+        self._told = False
+
+    def show(self) -> None:
+        """Give the weights the classes that user code sees."""
+        for p, kind, _ in self.kinds:
+            p.__class__ = kind
+        for p, gradient in self._gradients():
+            gradient.__class__ = p.__class__
+
+    def hide(self) -> None:
+        """Give the weights torch's own classes back."""
+        for p, _, kind in self.kinds:
+            p.__class__ = kind
+        for p, gradient in self._gradients():
+            gradient.__class__ = p.__class__
+
+    def _gradients(self) -> list[tuple[Any, Any]]:
+        return [(p, p.grad) for p in self.sharded if p.grad is not None]
+
+    def close(self) -> None:
+        """Give the weights torch's own classes back, for good."""
+        self.meeting.views.discard(self)
+        self.hide()
+        for p, _, _ in self.kinds:
+            PARTS.pop(id(p), None)
+            ABSENT.pop(id(p), None)
+        if self.sharded:
+            from shoal.parallel.data_parallel.sharded_weights import on_plain
+
+            if self._note in on_plain:
+                on_plain.remove(self._note)
+
+    def read_part(self, function: str) -> None:
+        """Print a line, once, for a reduction of a part of a weight."""
+        if not self._told:
+            self._told = True
+            self.notice(reports.writes_report.part_of_weight_line(function, self._layout))
+
+    def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """Refuse a penalty on a part of a weight, in a loop that writes out the passes.
+
+        Raises:
+            PlanError: the result would be differentiated.
+        """
+        if self.meeting.in_passes and result.requires_grad and torch.is_grad_enabled():
+            name = self.names.get(id(tensor), "a weight")
+            raise PlanError(reports.writes_report.penalty_text(name, self._layout))
+
+    def _note_plain(self, tensor: torch.Tensor) -> None:
+        self.operands = (31 * self.operands + fingerprint([tensor], whole=True)) % (SURE // 8)
+
+    def _absent_error(self, name: str) -> ConfigError:
+        row = self.program.rows.get(self.program.aliases.get(name, name))
+        stages = ", ".join(map(str, row.stages)) if row is not None else "?"
+        return ConfigError(
+            f"{name} is on stage {stages} of the pipeline, and this rank has no numbers of it "
+            f"(stage {self.program.pipe.rank}); try: run.state_dict(), called on every rank, or "
+            f"with run.whole_weights():"
+        )
