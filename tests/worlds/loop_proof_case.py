@@ -131,6 +131,12 @@ def odd_batch(world: World) -> str:
 LOOPS: dict[str, Callable[[World, str, str], list[float]]] = {
     one.__name__: one
     for one in (
-        own_batches, heads, experts, loss_of_the_model, written_out, large, batch_of_another_run,
-    )  # fmt: skip
+        own_batches,
+        heads,
+        experts,
+        loss_of_the_model,
+        written_out,
+        large,
+        batch_of_another_run,
+    )
 }
