@@ -167,10 +167,10 @@ def test_every_other_class_is_refused_by_name() -> None:
             shape_from_config({**GEMMA, "model_type": kind})
 
 
-def planned(tmp_path: Path, config: dict[str, Any], notes: list[str]) -> ModelFacts:
+def planned(tmp_path: Path, config: dict[str, Any], notes: list[str], *words: str) -> ModelFacts:
     """The facts with which `shoal plan` begins, of rows of 16 tokens on GPUs."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = load_config(None, [f"model.name=hf:{tmp_path}", "data.sequence=16"])
+    loaded = load_config(None, [f"model.name=hf:{tmp_path}", "data.sequence=16", *words])
     return resolve_model_facts(loaded, parse_machines("8xH100-80GB"), 2, notes)
 
 
@@ -210,6 +210,16 @@ def test_experts_of_a_traced_class_multiply_as_many_tokens_as_they_get(tmp_path:
     more = planned(tmp_path, {**JAMBA, "num_experts_per_tok": 3}, []).forward_flops
     few = planned(tmp_path, JAMBA, []).forward_flops
     assert more - few == 2 * 2 * 16 * (3 * 32 * 48)
+
+
+def test_adapters_are_planned_from_the_config_json_alone(tmp_path: Path) -> None:
+    """All linear layers but the head: 4 · (in + out) elements each; nothing else is trained."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    facts = planned(tmp_path, LLAMA, [], "tune.adapter=lora", "tune.rank=4")
+    block = (48 + 48) * 2 + (48 + 24) * 2 + (48 + 56) * 3
+    frozen = sum(unit.count * unit.frozen_parameters for unit in facts.units)
+    assert (facts.trainable, frozen) == (2 * 4 * block, counted(LLAMA))
 
 
 def test_without_transformers_the_type_is_refused_by_name(
