@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -391,3 +393,46 @@ def prepared_by_one(world: World, folder: str) -> list[bool]:
 
     world.run_local_first(work)
     return began
+
+
+class Noisy(nn.Module):
+    """A block that draws from `random` and, by a function, from numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * (random.random() + numpy_draw())
+
+
+def numpy_draw() -> float:
+    return float(np.random.rand())
+
+
+class NoisyChain(nn.Module):
+    """Blocks that draw, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Noisy() for _ in range(4))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            x = block(x)
+        return self.head(x)
+
+
+def host_draws(world: World, layout: str, recompute: str = "none") -> list[float]:
+    """Losses and weights of three steps; the user's own draws go on where they were."""
+    torch.manual_seed(5)
+    data = TensorDataset(torch.randn(24, 6).double(), torch.randn(24, 2).double())
+    run = run_of(
+        world, NoisyChain().double(), layout=layout, batch=8, micro_batch=2, precision="fp64",
+        sample=data[:2], recompute=recompute,
+    )  # fmt: skip
+    random.seed(3)
+    found = [run.step(batch).loss for batch in run.loader(data)]
+    found.append(random.random())
+    return found + torch.cat([w.flatten() for w in run.state_dict().values()]).tolist()

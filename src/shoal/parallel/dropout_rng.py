@@ -8,8 +8,9 @@ micro-batch (a recurrent cell, shared layers) has a key per call. Activation che
 runs it again during the backward pass, gets the key of the call that is recomputed. Outside
 training steps the user's own generator state is left as it was.
 
-`random` and `numpy.random` are reseeded once per micro-batch: some models draw masks from them, and
-ranks that share a sample would otherwise mask it differently.
+`random` and `numpy.random` are reseeded once per micro-batch, and in the blocks that may draw from
+them (host_rng.py): some models draw masks from them, and ranks that share a sample would otherwise
+mask it differently.
 
 A block is reseeded in every pass, also one that has never drawn: the first micro-batch that draws
 may depend on data, on the layout and on a resume. Exempt are torch modules that cannot draw, inside
@@ -56,12 +57,18 @@ def apply(program: Program, seed: int) -> Program:
     """Reseed the generators for every micro-batch of the program and every block inside it."""
     keyed, layout = _GeneratorSeeding(seed, program.world.device), program.plan.layout
     hooks: list[RemovableHandle] = []
-    unkeyed = _blocks_without_draws(program.module)
+    unkeyed, own = _blocks_without_draws(program.module), list[str]()
     for name in (name for name in program.blocks if name not in unkeyed):
         block = program.module.get_submodule(name)
         # Objects and no closures: the hooks of a replica use the keys of that replica.
         hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
         hooks.append(block.register_forward_hook(partial(keyed.seed_after_block, name)))
+        kinds = {type(part).__module__.partition(".")[0] for part in block.modules()}
+        own += [] if kinds <= {"torch", "shoal"} else [name]  # theirs draw from torch alone
+    if own:
+        from shoal.parallel.host_rng import watch_blocks
+
+        hooks += watch_blocks(program.module, own, keyed.host_seed)
 
     hooks.append(program.module.register_forward_pre_hook(keyed.again))
     traced = layout.processes == 1 or program.pipe.size > 1  # a traced pass has replaced them
@@ -245,6 +252,13 @@ class _GeneratorSeeding:
             self.arrived[arrival] = call
         self.inside.setdefault(block, []).append(call)
         self._seed_generators(block, call)
+
+    def host_seed(self, block: str) -> int | None:
+        """Return the seed of `random` and numpy for the call of a block that was entered last."""
+        if self.at is None or not self.host:
+            return None
+        call = self.inside[block][-1]
+        return derive_seed(self.seed, *self.at, f"{block}#{call}/host")
 
     def seed_after_block(self, block: str, *_: object) -> None:
         """Seed the generators after a block, so that what follows does not depend on its draws."""

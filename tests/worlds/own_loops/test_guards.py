@@ -154,6 +154,18 @@ def test_synchronised_statistics_are_those_of_one_process(
         assert all(abs(a - b) <= 1e-12 * max(1, abs(b)) for a, b in zip(ours, alone, strict=True))
 
 
+DRAWN = [("pp", "none"), ("ddp", "full"), ("pp", "full"), ("fsdp", "none")]
+
+
+@pytest.mark.parametrize(("layout", "recompute"), chosen(DRAWN, DRAWN[:2]))
+def test_draws_of_random_and_numpy_in_blocks_are_those_of_one_process(
+    worlds, layout: str, recompute: str
+) -> None:
+    alone = guards.host_draws(start_world({}), "single")
+    for ours in worlds(2).call("guards:host_draws", layout=layout, recompute=recompute):
+        assert all(math.isclose(a, b, abs_tol=1e-12) for a, b in zip(ours, alone, strict=True))
+
+
 def test_what_is_prepared_once_comes_first_on_local_rank_0(worlds, tmp_path) -> None:
     told = worlds(2).call("guards:prepared_by_one", folder=str(tmp_path))
     assert told == [[False], [True]]

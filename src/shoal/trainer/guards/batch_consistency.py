@@ -80,9 +80,8 @@ class BatchConsistencyGuard(Guard):
         if loaded:
             return
         shares = list({one["place"]: one for one in told}.values())
-        if self.looks == 1:
-            reports.batch_report.refuse_unlike_samplers(step, shares)
-            reports.batch_report.refuse_other_labels(step, shares)
+        if shares[0].get("samplers") or shares[0].get("rows"):
+            reports.batch_report.refuse_unlike_loaders(step, shares)
         self._check_distinct(step, shares)
         self._check_size(step, shares)
         if not self._short and (len(shares) == 1 or not self._alike):
@@ -99,23 +98,14 @@ class BatchConsistencyGuard(Guard):
             "bits": 0.0,
             "probe": list(batch.probe) if loaded else [],
             "loaders": [],
-            "samplers": [],
-            "rows": [],
         }
         if not loaded and self.program.data.size > 1:
             from shoal.trainer.guards.reports import own_loaders
 
             told["bits"] = own_loaders.count_information_bits(batch)
             if self.looks == 1:
-                found = own_loaders.list_iterators(told["samples"])
-                told["loaders"] = own_loaders.list_unsharded_loaders(found)
-                samplers = own_loaders.list_distributed_samplers(found)
-                told["samplers"] = [own_loaders.describe_sampler(one) for one in samplers]
-                shuffling = [one for one in samplers if one.shuffle]
-                self._epochs = [own_loaders.SamplerEpochs(one) for one in shuffling]
-                for one in self._epochs:
-                    one.repeats(told["samples"])
-                told["rows"] = own_loaders.list_rows(found)
+                more, self._epochs = own_loaders.describe_loaders(told["samples"])
+                told |= more
         return told
 
     def _check_distinct(self, step: int, shares: Sequence[dict[str, Any]]) -> None:

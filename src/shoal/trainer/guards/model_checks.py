@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -31,7 +31,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.plans.plan import Plan
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
-from shoal.parallel._torch import BatchNorm, version_counter
+from shoal.parallel._torch import BatchNorm
 from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
 from shoal.trainer._torch import count_gradient_hooks
@@ -40,6 +40,9 @@ from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.call_contract import Loss, is_default
 from shoal.trainer.step.step_vector import StepNumbers
+
+if TYPE_CHECKING:
+    from shoal.trainer.guards.reports.model_notices import FirstBatch
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -160,8 +163,8 @@ class ModelGuard(Guard):
         self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
         self._hooked = list_hooked_weights(program.parameters)  # their notice is printed
         self._evaluates, self._is_first = False, True
-        self._passes, self._is_own = 0, False
-        self._buffers: dict[str, tuple[int, int]] = {}
+        self._passes = 0
+        self._first: FirstBatch | None = None
 
     def before(self, step: int, batch: Any) -> None:
         """Check the model before a step.
@@ -184,12 +187,10 @@ class ModelGuard(Guard):
         ]
         for line in check_hooks(hooks, self.program):
             self.notice(line)
-        if not isinstance(batch, StepBatch):
-            self._is_own, self._buffers = True, _mark_buffers(module)
-        elif self.cut_by_default:
-            self.cut_by_default = False
-            if line := reports.model_notices.batch_norm_line(module, self.program.plan):
-                self.notice(line)
+        loaded = isinstance(batch, StepBatch)
+        if (self.cut_by_default or not loaded) and any(map(_has_buffers, module.modules())):
+            self.cut_by_default = self.cut_by_default and not loaded
+            self._first = reports.model_notices.FirstBatch(self.program, is_own=not loaded)
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return a context that finds weights written by a forward pass, in the first step."""
@@ -198,25 +199,12 @@ class ModelGuard(Guard):
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """End the first passes: the user's own batch may have been several micro-batches."""
-        if self._is_first and self._is_own:
-            module, passes = self.program.module, self._passes
-            if line := reports.model_notices.batch_norm_line(module, self.program.plan, passes):
-                self.notice(line)
-            now = _mark_buffers(module)
-            # Where ranks have other samples, parallel/buffers/ names them.
-            changed = [name for name, mark in self._buffers.items() if now.get(name) != mark]
-            if changed and passes > 1 and self.program.data.size == 1:
-                self.notice(reports.model_notices.changed_buffers_line(changed, passes))
-            self._buffers = {}
+        if self._first is not None:
+            self._first.print_notices(self._passes, self.notice)
+            self._first = None
         self._is_first = False
 
 
-def _mark_buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the tensor and write counter of each buffer, except those of BatchNorm."""
-    return {
-        f"{path}.{name}".lstrip("."): (id(buffer), version_counter(buffer))
-        for path, part in module.named_modules()
-        if not isinstance(part, BatchNorm)
-        for name, buffer in part.named_buffers(recurse=False)
-        if not buffer.is_meta
-    }
+def _has_buffers(part: nn.Module) -> bool:
+    """Return whether a layer may compute or keep something of a whole micro-batch."""
+    return bool(part._buffers) or isinstance(part, BatchNorm)

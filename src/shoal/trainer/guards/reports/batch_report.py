@@ -80,7 +80,19 @@ EPOCH = (
 """Notice on epochs that all have the same order."""
 
 
-def refuse_unlike_samplers(step: int, shares: Told) -> None:
+def refuse_unlike_loaders(step: int, shares: Told) -> None:
+    """Raise ConfigError if ranks' loaders deal different orders, or number classes differently.
+
+    Args:
+        step: the current step.
+        shares: messages of the ranks that must have samples of their own.
+    """
+    if all("rows" in one for one in shares):
+        _refuse_unlike_samplers(step, shares)
+        _refuse_other_labels(step, shares)
+
+
+def _refuse_unlike_samplers(step: int, shares: Told) -> None:
     """Raise ConfigError if the DistributedSamplers of ranks do not deal one order to all of them.
 
     Args:
@@ -110,7 +122,7 @@ def refuse_unlike_samplers(step: int, shares: Told) -> None:
                 )
 
 
-def refuse_other_labels(step: int, shares: Told) -> None:
+def _refuse_other_labels(step: int, shares: Told) -> None:
     """Raise ConfigError if a dataset gives one sample different labels on two ranks.
 
     Args:

@@ -23,14 +23,55 @@ import torch
 from torch import nn
 
 from shoal.base.plans.plan import Plan
-from shoal.parallel._torch import BatchNorm
+from shoal.parallel._torch import BatchNorm, version_counter
 from shoal.parallel.buffers.sync_batch_norm import joins_ranks
+from shoal.parallel.program import Program
 from shoal.trace.find.blocks import detect_blocks
 from shoal.trainer.step.call_contract import Loss, is_default
 
 AUXILIARY = re.compile("aux_loss|z_loss")
 SMALL = 4
 """Ratio of elements from which the smaller of two parts counts as small."""
+
+
+class FirstBatch:
+    """A run's first batch: whether layers or buffers saw it in parts.
+
+    Args:
+        program: the run's.
+        is_own: the user made the batch, not `run.loader`.
+    """
+
+    def __init__(self, program: Program, *, is_own: bool) -> None:
+        self._program, self._is_own = program, is_own
+        self._before = _mark_buffers(program.module)
+
+    def print_notices(self, passes: int, notice: Callable[[str], None]) -> None:
+        """Print notices after the passes of the step.
+
+        Args:
+            passes: micro-batches of this rank.
+            notice: prints a line, by rank 0.
+        """
+        module = self._program.module
+        if line := batch_norm_line(module, self._program.plan, passes * self._is_own):
+            notice(line)
+        if not self._is_own or passes < 2 or self._program.data.size > 1:
+            return  # where ranks have other samples, parallel/buffers/ names them
+        now = _mark_buffers(module)
+        if changed := [name for name, mark in self._before.items() if now.get(name) != mark]:
+            notice(changed_buffers_line(changed, passes))
+
+
+def _mark_buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return identity and write counter of each buffer, except those of BatchNorm."""
+    return {
+        f"{path}.{name}".lstrip("."): (id(buffer), version_counter(buffer))
+        for path, part in module.named_modules()
+        if not isinstance(part, BatchNorm)
+        for name, buffer in part.named_buffers(recurse=False)
+        if not buffer.is_meta
+    }
 
 
 def batch_norm_line(module: nn.Module, plan: Plan, own_passes: int = 0) -> str:

@@ -47,6 +47,20 @@ def _list_subclasses(kind: type) -> list[type]:
     return [kind, *(found for one in children for found in _list_subclasses(one))]
 
 
+def describe_loaders(samples: int) -> tuple[dict[str, Any], list[SamplerEpochs]]:
+    """Return what ranks compare about the loaders of the current batch, and counts of its epochs.
+
+    Args:
+        samples: of the current batch.
+    """
+    found = list_iterators(samples)
+    samplers = list_distributed_samplers(found)
+    told = {"loaders": list_unsharded_loaders(found), "rows": list_rows(found)}
+    told["samplers"] = [describe_sampler(one) for one in samplers]
+    epochs = [SamplerEpochs(one) for one in samplers if one.shuffle]
+    return told, [one for one in epochs if not one.repeats(samples)]
+
+
 def list_iterators(samples: int) -> list[Any]:
     """Return the iterators of DataLoaders that may have made the current batch.
 
