@@ -157,6 +157,7 @@ FACTS = (
         "runs",
         "sample",
         "simulate",
+        "trace",
         "watch",
     ),
     *("checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint import"),

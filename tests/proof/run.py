@@ -68,6 +68,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "scripts": ("python -m pytest tests -m proof --part scripts",),
     "branches": ("python tests/proof/branches.py",),
     "replays": ("python tests/proof/replays.py",),
+    "statistics": ("python tests/proof/statistics_rows.py",),
+    "traces": ("python tests/proof/traces.py",),
     "faults": ("python tests/proof/faults.py", "python -m pytest tests -m proof --part faults"),
     "diagnosed": ("python tests/proof/diagnosed.py --seed 35",),
     "poison": (f"python tests/proof/poison.py --out {PROOFS}/poison.json",),

@@ -48,8 +48,9 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def ranges(path: Path, word: str) -> list[str]:
-    """Names that begin so, in the order of time, of the host's ranges."""
+    """Names that begin so, in the order of time, of the profiler's ranges."""
     found = [e for e in events(path) if e.get("name", "").startswith(word) and e.get("ph") == "X"]
+    found = [e for e in found if e["cat"] in ("user_annotation", "cpu_op")]
     return [str(e["name"]) for e in sorted(found, key=lambda e: e["ts"])]
 
 

@@ -17,6 +17,8 @@ VOCABULARY, SEQUENCE, BATCH, MICRO_BATCH, SAMPLES = 31, 8, 8, 2, 22
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 24}),
     "gpt": ("gpt", {"dim": 16, "layers": 2, "heads": 4, "dropout": 0.1}),
+    "deep": ("llama", {"dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}),
+    "large": ("llama", {"dim": 128, "layers": 6, "heads": 4, "kv_heads": 2, "hidden": 256}),
     "moe": ("moe", {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "experts": 4, "hidden": 8}),
 }
 
@@ -93,8 +95,10 @@ def differences(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         assert here.keys() == there.keys()
         for key in here.keys() - {"step"}:
             assert here[key].keys() == there[key].keys(), key
-            scale = max(abs(value) for value in there[key].values())
-            for name, value in there[key].items():
+            known = {name: value for name, value in there[key].items() if value is not None}
+            assert {name for name, value in here[key].items() if value is not None} == set(known)
+            scale = max(map(abs, known.values()))
+            for name, value in known.items():
                 gap = abs(here[key][name] - value) / scale
                 most[key] = max(most.get(key, 0.0), gap)
     return most

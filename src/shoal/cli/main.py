@@ -39,6 +39,7 @@ from shoal.cli import (
     sample,
     serve,
     simulate,
+    trace,
     train,
     watch,
 )
@@ -67,6 +68,7 @@ HEADINGS = {
         "watch": "Show a run live: ranks, curves, waits, events.",
         "report": "Write one HTML file of a run, or of several side by side.",
         "replay": "Repeat a step, or compare two runs tensor by tensor.",
+        "trace": "Merge the traces of all ranks into one file, with a summary.",
         "diagnose": "Name what went wrong, on which rank, what to try.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },
@@ -156,6 +158,7 @@ app.command("links")(links.links)
 app.command("plan")(plan.plan)
 app.command("prove")(prove.prove)
 app.command("replay")(replay.replay)
+app.command("trace")(trace.trace)
 app.command("report")(report.report)
 app.command("run")(run.run)
 app.command("runs")(runs.runs)

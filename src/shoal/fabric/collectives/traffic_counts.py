@@ -51,6 +51,7 @@ class TrafficCounter:
         exposed_s: seconds spent waiting; `take()` returns both since the last call, and sets them
             to zero.
         calls: collectives started since the beginning.
+        subject: number of the gradient bucket that the next collective sends; None: another.
 
     `count(kind, payload_bytes, degree, axis)` adds one collective; `with waiting():` adds the time
     inside.
@@ -62,6 +63,7 @@ class TrafficCounter:
         self.axis_bytes: Counter[tuple[str, str]] = Counter()
         self.exposed_s = 0.0
         self.calls = 0
+        self.subject: int | None = None
 
     def count(self, kind: str, payload_bytes: int, degree: int, axis: str = WORLD) -> None:
         """Add one collective to the counts."""

@@ -223,7 +223,7 @@ class BucketReducer:
         # Taken before the sum mixes ranks, so that a bad norm points to its rank.
         self.norms.append(torch.linalg.vector_norm(flat))
         sent = flat if self.reduce is None else flat.to(self.reduce)
-        world = self.worlds[number]
+        world, self.traffic.subject = self.worlds[number], number
         if cuts:
             self.pending.append((world.reduce_scatter(sent, cuts), sent))
         else:

@@ -10,7 +10,8 @@ for the device, in that step alone. All other steps read no clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ class ActionTimes:
 
     Attributes:
         is_wanted: the next step is sampled.
+        mark_action: returns the context of an action, in a run that traces steps; else None.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_wanted = device, False
+        self.mark_action: Callable[[Action], AbstractContextManager[None]] | None = None
         self._on_device = is_accelerator(device)
         self._actions: Sequence[Action] = ()
         self._readings: list[Any] = []

@@ -124,7 +124,11 @@ class PipeRuntime:
             closes = act.kind in CLOSES
             if closes:
                 reducer.prepare_backward(position == last)
-            step.run_action(position)
+            if (mark := self.times.mark_action) is None:
+                step.run_action(position)
+            else:
+                with mark(act):
+                    step.run_action(position)
             if closes:
                 reducer.end_backward(passes[act.micro_batch].index >= 0)
         self.messages.wait_for_sends()

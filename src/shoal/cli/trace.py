@@ -1,0 +1,62 @@
+"""`shoal trace`: merge the traces of all ranks into one file, and sum them up; no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from shoal.base.errors import ConfigError
+
+RUN = typer.Argument(None, metavar="RUN", help="A run's folder with traces.")
+OUT = typer.Option(None, "--out", metavar="FILE", help="Default: RUN/traces/steps-A-B.json.")
+JSON = typer.Option(False, "--json", help="Print one JSON document.")
+
+
+def trace(path: Path = RUN, out: Path = OUT, as_json: bool = JSON) -> None:
+    """Merge the traces that train.trace=FIRST:LAST wrote, one per rank, into one file for Perfetto.
+
+    For example: shoal trace runs/mine
+    Clocks are aligned by the ends of collectives that all ranks made. A table says for each rank
+    how long it computed, communicated alone or behind compute, and was idle. The file is checked:
+    nesting, the order of calls, messages. Exit status: 0, 1 for a trace with faults, 2 for
+    something to correct.
+    """
+    from shoal.base.runlog.rank_records import read_rank_steps
+    from shoal.view.diagnosis.run_folders import find_named_run
+    from shoal.view.traces.merged_trace import merge_traces, write_merged
+    from shoal.view.traces.rank_traces import read_rank_traces
+    from shoal.view.traces.summary_lines import summary_lines
+    from shoal.view.traces.trace_checks import find_trace_faults
+    from shoal.view.traces.trace_summary import differs_from_phases, summarize_traces
+
+    if path is None:
+        raise ConfigError("trace: no run is named; try: shoal trace runs/NAME")
+    run = find_named_run(path)
+    traces = read_rank_traces(run)
+    document = merge_traces(traces)
+    steps = traces[0].steps
+    target = out or run / "traces" / f"steps-{steps[0]}-{steps[1]}.json"
+    try:
+        write_merged(target, document)
+    except OSError as failure:
+        raise ConfigError(f"--out {target}: {failure.strerror or failure}") from failure
+    summaries = summarize_traces(traces)
+    records = read_rank_steps(run) or []
+    gaps = [differs_from_phases(one, records) for one in traces]
+    faults = find_trace_faults(document, traces)
+    if as_json:
+        found = {
+            "file": str(target),
+            "steps": list(steps),
+            "clock_error_us": document["otherData"]["clock_error_us"],
+            "ranks": [asdict(one) for one in summaries],
+            "differs_from_phases": gaps,
+            "faults": faults,
+        }
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        typer.echo("\n".join(summary_lines(target, steps, summaries, gaps, faults)))
+    raise typer.Exit(1 if faults else 0)
