@@ -28,6 +28,9 @@ GIVE_COPIES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 Training loops of libraries whose modules hold nothing else save these.
 """
 
+WHOLE_NOW: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose parameters are whole for a moment (`state/whole_weights.py`)."""
+
 
 def check_averaged(average: WeightAverage | None) -> None:
     """Raise ConfigError if the run averages no weights, or has made no step yet."""
@@ -127,7 +130,7 @@ class _MasterWeights:
             # A copy of the module has weights of its own; with keep_vars parameters are wanted.
             if module is not self.module or kept is None or isinstance(kept, nn.Parameter):
                 continue
-            if module in GIVE_COPIES:
+            if module in GIVE_COPIES or module in WHOLE_NOW:
                 continue
             if master is None:
                 raise ConfigError(
@@ -146,6 +149,8 @@ class _MasterWeights:
         for name, master in self.parts.items():
             given = state.get(prefix + name)
             if module is not self.module or not isinstance(given, torch.Tensor):
+                continue
+            if module in WHOLE_NOW:
                 continue
             if master is None:
                 raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,8 @@ from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.optimizer_step import StepResult, reducer_of
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
+    from torch.distributed.device_mesh import DeviceMesh
+
     from shoal.checkpoint.format.lease import RunLease
     from shoal.data.loading.iterable import IterableLoader
     from shoal.data.loading.loader import Loader
@@ -81,6 +83,10 @@ class Run(StepRunner):
         self._closed = False
         self.lease: RunLease | None = None
         self._restored: set[Path] = set()
+        if program.plan.layout.zero or program.pipe.size > 1:
+            from shoal.trainer.guards.state_by_weight import watch_state
+
+            watch_state(program, optimizer, recorder.notice)
 
     def add_callback(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Register callbacks for every event and every step's row from now on, in this process.
@@ -550,6 +556,45 @@ class Run(StepRunner):
             check_averaged(self.average)
         with self._averaged_weights() if average else nullcontext():
             return gather_full_state_dict(self.program)
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[nn.Module]:
+        """Make the parameters of `run.model` whole inside; at the end each rank cuts its parts.
+
+        Every rank must enter it, between two steps, and make the same changes: rows, norms, new
+        draws, `load_state_dict`. The optimizer keeps its state. After an error nothing is changed.
+
+        Raises:
+            ConfigError: a step is under way; a weight has another shape at the end, or ranks
+                changed it differently.
+        """
+        from shoal.trainer.state.whole_weights import WholeWeights
+
+        if self.step_state.tally is not None or self.step_state.written is not None:
+            raise ConfigError("run.whole_weights: a step is under way; try: after run.update")
+        with self.meeting.at("run.whole_weights"):
+            weights = WholeWeights(self.program)
+        try:
+            yield self.model
+        except BaseException:
+            weights.drop()
+            raise
+        with self.meeting.at("run.whole_weights"):
+            weights.cut()
+            self.guards.writes.updated(self.step_count)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return torch's DeviceMesh of all ranks, with the axes of the layout, for own collectives.
+
+        Its dims are pp, dp_replicate, dp_shard, cp and tp. Every rank must ask for it, since the
+        first call makes process groups.
+        """
+        from shoal.fabric.axis_worlds import build_device_mesh
+
+        with self.meeting.at("run.mesh"):
+            degrees = self.plan.layout.degrees
+            return build_device_mesh(self.world, degrees, [a for a in degrees if a != "islands"])
 
     def request_stop(self) -> None:
         """Request a stop; after the next step `run.stopping` is true on every rank."""

@@ -12,6 +12,7 @@ up give other numbers than the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,9 @@ class PlainRun:
             outputs = self.model(inputs)
         self.model.train()
         return outputs
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: one.detach() for name, one in self.model.state_dict().items()}

@@ -383,3 +383,47 @@ def rate_in_a_warm_up_by_hand(script: Script) -> None:
         for group in run.optimizer.param_groups:
             group["lr"] = 0.01 * (step + 1)
         script.note(run.step(script.batch(step)).loss)
+
+
+def on_whole_weights(script: Script, change: Any) -> None:
+    """Steps with a change of whole weights between the second and the third."""
+
+    def act(run: Any, step: int) -> None:
+        if step == 1:
+            with torch.no_grad(), run.whole_weights():
+                change(run)
+
+    steps(script, act, 4, optimizer=adamw)
+
+
+@habit("weights", sums=True)
+def rows_normalised_on_whole_weights(script: Script) -> None:
+    def change(run: Any) -> None:
+        for block in run.model.layers:
+            block.down.weight.div_(block.down.weight.norm(dim=1, keepdim=True))
+            block.up.weight[0] = 0
+        script.note(*[p.norm() for p in run.model.parameters()])
+
+    on_whole_weights(script, change)
+
+
+@habit("weights", sums=True)
+def all_layers_drawn_anew_on_whole_weights(script: Script) -> None:
+    def change(run: Any) -> None:
+        torch.manual_seed(7)
+        for block in run.model.layers:
+            block.up.reset_parameters()
+            nn.init.orthogonal_(block.down.weight)
+
+    on_whole_weights(script, change)
+
+
+@habit("weights", sums=True)
+def a_state_dict_loaded_into_whole_weights(script: Script) -> None:
+    saved = {name: one.clone() * 0.9 for name, one in net().state_dict().items()}
+    on_whole_weights(script, lambda run: run.model.load_state_dict(saved))
+
+
+@habit("weights", sums=False)
+def whole_weights_changed_unlike_by_rank(script: Script) -> None:
+    on_whole_weights(script, lambda run: run.model.head.weight.mul_(0.5 + script.rank))

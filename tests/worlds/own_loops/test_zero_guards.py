@@ -94,7 +94,7 @@ def test_samples_that_cannot_be_given_to_others_are_told(worlds) -> None:
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2"])
 def test_gradients_are_in_the_parts_only(worlds, layout: str) -> None:
-    """What lies outside of a rank's part is no sum; whoever reads `.grad` must not take it."""
+    """What lies outside of a rank's part is no sum: `.grad` is a placeholder without memory."""
     answers = worlds(2).call("zero_guards:gradients_after_a_step", layout=layout)
     for told in answers:
         assert all(told["none"])

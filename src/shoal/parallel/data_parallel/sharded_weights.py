@@ -57,6 +57,22 @@ class RowCopy(UserDTensor):
     __slots__ = ()
 
 
+def wrap_rows(weight: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a tensor of a weight's shape as one whole tensor.
+
+    Args:
+        weight: of fsdp.
+        rows: in any shape; they share the memory.
+    """
+    local = rows.view(weight._local_tensor.shape)
+    mesh, places = weight.device_mesh, weight.placements
+    made: Any = DTensor.from_local(
+        local, mesh, places, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    made.__class__ = UserDTensor
+    return made
+
+
 @contextmanager
 def as_dtensors(tensors: Sequence[Any]) -> Iterator[None]:
     """Give tensors their class of torch back while torch works on them."""
@@ -88,6 +104,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return None
         drawn = name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
         result = _run_on_whole(func, args, kwargs) if drawn else _run_on_rows(func, args, kwargs)
+        if writes and args and isinstance(args[0], DTensor):  # torch counts no write into the rows
+            torch.autograd.graph.increment_version(args[0]._local_tensor)
     for one in pytree.tree_leaves(result):
         if type(one) is DTensor:
             copied = name in VIEWS and not _share_memory(one, ours)

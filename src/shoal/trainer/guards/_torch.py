@@ -222,6 +222,13 @@ def _replace_placeholder(leaf: Any) -> Any:
     return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
+INIT = "torch.nn.init"
+DRAWS = frozenset(
+    {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+    | {"random_", "rand_like", "randn_like", "randint_like", "bernoulli", "dropout", "dropout_"}
+)
+"""Functions that draw random numbers, for every element one."""
+
 REDUCTIONS = frozenset(
     {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}
     | {"vdot", "max", "amax", "min", "amin", "linalg_norm", "linalg_vector_norm", "prod", "median"}
@@ -316,14 +323,14 @@ def _run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return result
 
 
-ABSENT: dict[int, Callable[[], Exception]] = {}
-"""By id of an `AbsentParameter`: builds the error of a read."""
+ABSENT: dict[int, tuple[Callable[[], Exception], torch.device]] = {}
+"""By id of an `AbsentParameter`: builds the error of a read · the run's device."""
 
 
 class AbsentTensor(torch.Tensor):
     """A tensor without numbers, computed from a weight that another rank holds."""
 
-    refuse: Callable[[], Exception]
+    absent: tuple[Callable[[], Exception], torch.device]
 
     @classmethod
     def __torch_function__(
@@ -365,30 +372,44 @@ def _run_on_absent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     leaves = pytree.tree_leaves((args, kwargs))
     first = next(one for one in leaves if isinstance(one, AbsentTensor | AbsentParameter))
-    refuse = ABSENT[id(first)] if isinstance(first, AbsentParameter) else first.refuse
+    absent = ABSENT[id(first)] if isinstance(first, AbsentParameter) else first.absent
+    if getattr(func, "__name__", "") in DRAWS or getattr(func, "__module__", "") == INIT:
+        # The numbers are thrown away: other ranks draw them, and all draw the same ones after.
+        args, kwargs = pytree.tree_map_only(
+            (AbsentTensor, AbsentParameter), lambda one: _stand_in(one, absent[1]), (args, kwargs)
+        )
+        func(*args, **kwargs)
+        return first
     try:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
     except (RuntimeError, TypeError) as error:
         if torch.is_grad_enabled() and "leaf" in str(error):
             raise  # as in one process
-        raise refuse() from error
+        raise absent[0]() from error
     return pytree.tree_map_only(
-        torch.Tensor, lambda one: mark_absent(one, refuse) if one.is_meta else one, result
+        torch.Tensor, lambda one: mark_absent(one, absent) if one.is_meta else one, result
     )
 
 
-def mark_absent(tensor: torch.Tensor, refuse: Callable[[], Exception]) -> torch.Tensor:
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def mark_absent(
+    tensor: torch.Tensor, absent: tuple[Callable[[], Exception], torch.device]
+) -> torch.Tensor:
     """Return an alias of a tensor on the meta device whose numbers cannot be read.
 
     Args:
         tensor: the tensor.
-        refuse: builds the error of a read.
+        absent: builds the error of a read · the run's device.
     """
     if isinstance(tensor, AbsentTensor | AbsentParameter):
         return tensor
     made: Any = tensor.as_subclass(AbsentTensor)
-    made.refuse = refuse
+    made.absent = absent
     return cast(torch.Tensor, made)
 
 

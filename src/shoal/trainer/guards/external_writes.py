@@ -242,8 +242,9 @@ class ExternalWriteGuard(Guard):
         """
         program, everyone, replicas = self.program, self._everyone, self._replicas
         written = UNCOUNTED if self._uncounted else int(self.weights_written)
+        holders = replicas if program.pipe.size > 1 else everyone  # stages hold unlike weights
         found = [
-            Invariant("weights_written", written + WRITES * self.operands(), everyone),
+            Invariant("weights_written", written + WRITES * self.operands(), holders),
             Invariant("training_mode", program.module.training, everyone),
         ]
         if program.plan.layout.zero < 3 and (self.weights_written or is_value_check_step(step)):

@@ -47,7 +47,8 @@ class UserWeights:
         self.names = {id(p): name for name, p in named}
         for name, p in named:
             if p.is_meta and type(p) is nn.Parameter:
-                ABSENT[id(p)] = functools.partial(self._absent_error, name)
+                refuse = functools.partial(self._absent_error, name)
+                ABSENT[id(p)] = (refuse, program.world.device)
                 self.kinds.append((p, AbsentParameter, nn.Parameter))
             elif name in program.cuts and type(p) is nn.Parameter:
                 PARTS[id(p)] = self

@@ -76,7 +76,7 @@ def refuse_rank_differences(
     if 1 not in written and (any(written) or found.differs("weights")) and touched.drift.on:
         check_single_element(touched.drift, touched.drift.compute_snapshot(step - 1))
     written = [int(one > 0) for one in written]
-    if len(set(written)) > 1:
+    if len(set(written)) > 1 and found.differs("weights_written"):
         raise ConfigError(
             f"step {step}: weights were changed beside the run on {_ranks_with(written, 1)} and "
             "not "
@@ -119,6 +119,14 @@ def part_of_weight_line(function: str, layout: str) -> str:
     return (
         f"{function} of a weight that is split over ranks ({layout}): the number is that of this "
         f"rank's part; try: with run.whole_weights():, called on every rank, or run.state_dict()"
+    )
+
+
+def part_of_state_line(function: str, layout: str) -> str:
+    """Return the notice on a reduction of the optimizer's state of which this rank has a part."""
+    return (
+        f"{function} of the optimizer's state: under {layout} this rank has a part of it, and the "
+        f"number is that of the part; try: the sum of the parts over ranks (run.total)"
     )
 
 
