@@ -37,9 +37,9 @@ from shoal.islands.commit_vote import (
     NOT_FINITE,
     Ballot,
     VoteResult,
-    decide_commit,
     parse_json_object,
 )
+from shoal.islands.membership.commit_tally import CommitTally
 from shoal.islands.merge_proposal import IslandChange, MergeProposal, MergeResult
 from shoal.islands.method import MergeMethod
 from shoal.islands.outer_optimizer import OuterState
@@ -365,14 +365,15 @@ class _ExchangeTask:
         digests = self.merger.inner.gather_json([self.outer.digest(), self.outer.vote_digest()])
         of_all = ("".join(told[k] for told in digests) for k in range(2))
         whole, agreed = (hashlib.sha256(one.encode()).hexdigest() for one in of_all)
-        began_s = time.monotonic()
+        began_s, tally = time.monotonic(), CommitTally(range(plane.count), partners)
         while True:
             own = self._ballot(finite, agreed, verdict)
             tell = partial(plane.gather, own.to_bytes(), deadline_s=self.deadline_s)
-            rows = self._run_on_all_ranks(tell)
-            ballots = [Ballot.from_bytes(row, island) for island, row in enumerate(rows)]
-            if all(ballot.saved is not None for ballot in ballots):
-                return decide_commit(ballots, partners), ballots, whole
+            for island, row in enumerate(self._run_on_all_ranks(tell)):
+                tally.add(island, Ballot.from_bytes(row, island))
+            result = tally.result()
+            if result is not None:
+                return result, tally.ballots, whole
             self.saves_s = time.monotonic() - began_s
 
     def _ballot(self, finite: bool, digest: str, verdict: AdmissionVerdict) -> Ballot:

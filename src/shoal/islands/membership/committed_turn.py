@@ -1,0 +1,203 @@
+"""Committed fact of a turn: who merged, by which divisor, and who decides the next turn.
+
+    turn     a decision of the members: a merged round, or a discarded one
+    seat     a member as the others know it: its name, and the start of its process (boot)
+    round    merged rounds so far; a discarded turn leaves it
+
+Every member computes the fact from the same proposals, so one digest names all of it:
+
+    committers   members whose changes are in the merge
+    divisor      sum of the committers' tokens
+    stream       samples of absent and discarded members return to it, then the next turn is dealt
+    seats        members of the next turn: those that voted, and new ones that asked to join
+
+A majority of the seats decides. A process that restarted lost its promises and votes, so a ballot
+also needs promises of so many seats that never restarted that every majority has one of them. With
+n seats a majority are n//2 + 1, and the others are n − majority + 1.
+
+At most as many new names enter at once as leave the old members a majority: new members may die
+before they vote.
+
+Source: Lamport 1998 (Paxos); Howard et al. 2016 (quorums of the phases need only meet each other)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+from shoal.islands.sample_ranges import SampleRange, SampleStream, drop_consumed
+
+
+class Seat(NamedTuple):
+    """Member of a turn: its name, and the number of its process's start."""
+
+    name: int
+    boot: int
+
+
+class TurnProposal(NamedTuple):
+    """Change that a member offers for a turn.
+
+    Attributes:
+        change: hash of the change.
+        tokens: its weight in the mean.
+        used: samples of those dealt that it used.
+        joiners: processes that asked this member to join.
+        leaves: the member has no seat in the next turn: it says goodbye.
+    """
+
+    seat: Seat
+    change: str
+    tokens: int
+    used: int
+    joiners: tuple[Seat, ...] = ()
+    leaves: bool = False
+
+
+class CommittedTurn(NamedTuple):
+    """Fact after a turn, equal on all members; it stands in every checkpoint.
+
+    Attributes:
+        session: start of all members from their disks, in which this turn was decided.
+        weights: hash of the merged weights and outer state.
+        dealt: samples of each of `seats` in the next turn.
+        digest: hash of everything above, and of the turn before.
+    """
+
+    session: int
+    turn: int
+    round: int
+    weights: str
+    committers: tuple[int, ...]
+    divisor: int
+    seats: tuple[Seat, ...]
+    stream: SampleStream
+    dealt: tuple[tuple[SampleRange, ...], ...]
+    digest: str
+
+    def names(self) -> tuple[int, ...]:
+        """Return the names of the next turn's members."""
+        return tuple(seat.name for seat in self.seats)
+
+    def seat_of(self, name: int) -> Seat | None:
+        """Return the seat of a member, None if it has none."""
+        return next((seat for seat in self.seats if seat.name == name), None)
+
+
+def majority(members: int) -> int:
+    """Return the votes that decide a turn.
+
+    >>> [majority(members) for members in (1, 2, 3, 4, 5)]
+    [1, 2, 2, 3, 3]
+    """
+    return members // 2 + 1
+
+
+def promises_needed(members: int) -> int:
+    """Return how many members that never restarted must promise, so that each majority has one.
+
+    >>> [promises_needed(members) for members in (1, 2, 3, 4, 5)]
+    [1, 1, 2, 2, 3]
+    """
+    return members - majority(members) + 1
+
+
+def seat_members(
+    voters: Iterable[Seat], joiners: Iterable[Seat], proposals: Iterable[TurnProposal] = ()
+) -> tuple[Seat, ...]:
+    """Return the seats of the next turn, by name.
+
+    A restarted process takes over the seat of its name. New names are as many as leave the voters a
+    majority, and at least one. If all voters leave, all keep their seats for the
+    resume.
+
+    Args:
+        proposals: changes of the turn; a voter that says goodbye in its own gets no seat.
+
+    >>> old, new = [Seat(0, 1), Seat(1, 1)], [Seat(1, 2), Seat(2, 1), Seat(3, 1)]
+    >>> seat_members(old, new)
+    (Seat(name=0, boot=1), Seat(name=1, boot=2), Seat(name=2, boot=1))
+    """
+    seats = set(voters)
+    found = {
+        seat.name: seat for seat in seats - {one.seat for one in proposals if one.leaves} or seats
+    }
+    free = max(1, len(found) - 1)
+    for seat in sorted(joiners):
+        if seat.name in found:
+            found[seat.name] = max(seat, found[seat.name])
+        elif free:
+            found[seat.name] = seat
+            free -= 1
+    return tuple(found[name] for name in sorted(found))
+
+
+def start_session(
+    session: int, before: CommittedTurn | None, seats: Sequence[Seat], samples: int
+) -> CommittedTurn:
+    """Return the fact with which all members start together from their disks.
+
+    Args:
+        before: newest turn that all of them hold; None: a new run.
+        samples: dealt to each member in a turn.
+    """
+    stream = SampleStream() if before is None else _return_all(before)
+    turn, round_number, weights = (-1, 0, "") if before is None else before[1:4]
+    return _seal(session, turn, round_number, weights, (), 0, tuple(seats), stream, samples, before)
+
+
+def commit_turn(
+    before: CommittedTurn,
+    proposals: Sequence[TurnProposal],
+    weights: str,
+    seats: tuple[Seat, ...],
+    samples: int,
+) -> CommittedTurn:
+    """Return the fact after a turn; without proposals the turn is discarded.
+
+    Args:
+        proposals: of the committers, by name.
+        weights: hash of the merged weights; that of `before` if the turn is discarded.
+        samples: dealt to each member in the next turn.
+    """
+    used = {proposal.seat.name: proposal.used for proposal in proposals}
+    stream = before.stream
+    for seat, spans in zip(before.seats, before.dealt, strict=True):
+        stream = stream.return_unused(drop_consumed(spans, used.get(seat.name, 0)))
+    return _seal(
+        before.session,
+        before.turn,
+        before.round + bool(proposals),
+        weights,
+        tuple(proposal.seat.name for proposal in proposals),
+        sum(proposal.tokens for proposal in proposals),
+        seats,
+        stream,
+        samples,
+        before,
+    )
+
+
+def _return_all(before: CommittedTurn) -> SampleStream:
+    return before.stream.return_unused(span for spans in before.dealt for span in spans)
+
+
+def _seal(
+    session: int,
+    turn: int,
+    round_number: int,
+    weights: str,
+    committers: tuple[int, ...],
+    divisor: int,
+    seats: tuple[Seat, ...],
+    stream: SampleStream,
+    samples: int,
+    before: CommittedTurn | None,
+) -> CommittedTurn:
+    """Deal the next turn's samples, and hash the fact."""
+    stream, dealt = stream.deal([samples] * len(seats))
+    fields = (session, turn + 1, round_number, weights, committers, divisor, seats, stream, dealt)
+    past = "" if before is None else before.digest
+    return CommittedTurn(*fields, sha256(f"{past}{fields}".encode()).hexdigest()[:32])
