@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import ConfigError
+from shoal.data.files import compressed_text
 from shoal.data.files.documents import glob_documents, stdlib_documents
 from shoal.data.files.row_files import read_objects
 from shoal.data.sources import open_data
@@ -127,6 +128,55 @@ def test_text_stays_as_it_is(tmp_path: Path, name: str) -> None:
     assert document.text() == (read.decode() if text is None else text)
     plain = (tmp_path / "a.txt").read_text(encoding="utf-8", errors="replace")
     assert document.text() == plain.removeprefix("\ufeff")
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+def test_compressed_text_is_unpacked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """The tokens, and the held-out files, are those of the plain text under the packed name."""
+    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix]
+    for name in "abc":
+        (tmp_path / f"{name}.txt.{suffix}").write_bytes(pack((TEXT * 9 + name).encode()))
+    (tmp_path / f"d.{suffix}").write_text(TEXT, encoding="utf-8")  # named so, and plain
+    first = glob_documents(f"{tmp_path}/*.{suffix}")
+    assert [one.text() for one in first] == [*(TEXT * 9 + name for name in "abc"), TEXT]
+    assert [one.name for one in first] == [
+        *(f"{name}.txt.{suffix}" for name in "abc"),
+        f"d.{suffix}",
+    ]
+    assert first[0].size_bytes == len((TEXT * 9 + "a").encode())
+    with monkeypatch.context() as again:
+        again.setattr(compressed_text, "_open_packed", lambda path: pytest.fail("read again"))
+        assert [one.path for one in glob_documents(f"{tmp_path}/*.{suffix}")] == [
+            one.path for one in first
+        ]
+    data = open_data(f"text:{tmp_path}/*.{suffix}", tokenizer="bpe:300", sequence=4)
+    assert len(data.train)
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "told"),
+    [
+        ("a.txt.gz", gzip.compress(TEXT.encode() * 99)[:-20], "cannot be unpacked: "),
+        ("a.tar.xz", lzma.compress(tarred()), "holds tar, not plain text; try: unpack it before"),
+        (
+            "a.gz",
+            gzip.compress(b"good\nbad \xff"),
+            "a.gz: byte 9 (line 2) is 0xff, which is not UTF",
+        ),
+        ("a.zst", b"\x28\xb5\x2f\xfd" + bytes(99), "a.zst"),
+    ],
+    ids=["cut", "tar", "no text", "zst"],
+)
+def test_compressed_files_without_text_are_named(
+    tmp_path: Path, name: str, read: bytes, told: str
+) -> None:
+    (tmp_path / name).write_bytes(read)
+    with pytest.raises(ConfigError) as error:
+        open_data(f"text:{tmp_path}/*", tokenizer="bpe:300", sequence=2, validation=0)
+    assert told in str(error.value)
+    assert str(tmp_path / name) in str(error.value)
 
 
 def test_a_cache_of_an_earlier_version_hides_nothing(

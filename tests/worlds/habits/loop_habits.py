@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
@@ -164,9 +163,9 @@ def a_distributed_sampler_with_a_seed_by_rank(script: Script) -> None:
 @habit("loops", sums=False)
 def a_split_drawn_by_each_rank(script: Script) -> None:
     """`random_split` without a generator, then a validation over the rank's own part."""
-    torch.manual_seed(script.rank)
     run = script.begin()
     script.train(run)
+    torch.manual_seed(script.rank)
     _, held = random_split(DATA, [16, 8])
     script.note(run.evaluate(held)["loss"])
 
@@ -185,6 +184,127 @@ def labels_numbered_in_the_order_of_a_set(script: Script) -> None:
     script.train(run, batch=lambda step: script.share(step, X, CLASSES))
 
 
+class Named(torch.utils.data.Dataset[Any]):
+    """Rows whose classes are names, numbered by a table of this process."""
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: int) -> Any:
+        return X[place], self.numbers["abc"[int(CLASSES[place])]]
+
+
+def table_of(script: Script) -> dict[str, int]:
+    """Numbers of three names, in another order on each rank."""
+    names = ["a", "b", "c"]
+    random.Random(script.rank).shuffle(names)
+    return {name: number for number, name in enumerate(names)}
+
+
+def dealt(script: Script, data: Any, *, rank: int | None = None, epoch: int = 0) -> Any:
+    """A DataLoader over this rank's share, by torch's DistributedSampler."""
+    ranks = 1 if script.plain or script.layout in WHOLE else 2
+    own = script.rank if rank is None else rank
+    sampler = DistributedSampler(data, ranks, own if ranks > 1 else 0, seed=3)
+    if epoch:
+        sampler.set_epoch(epoch)
+    return DataLoader(data, 8 // ranks, sampler=sampler)
+
+
+def cross_entropy(outputs: Any, targets: Any) -> Any:
+    return torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+
+@habit("loops", sums=False)
+def a_dataset_that_numbers_its_classes_by_a_set(script: Script) -> None:
+    """The loader deals rightly; the same sample has another label on each rank."""
+    run = script.begin(loss=cross_entropy, sample=(X[:4], CLASSES[:4]), micro_batch=None)
+    for batch in dealt(script, Named(table_of(script))):
+        run.step(batch)
+
+
+@habit("loops", sums=False)
+def a_table_of_class_numbers_in_the_loss(script: Script) -> None:
+    numbers = table_of(script)
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        named = [numbers["abc"[int(one)]] for one in targets]
+        return cross_entropy(outputs, torch.tensor(named))
+
+    run = script.begin(loss=loss, sample=(X[:4], CLASSES[:4]))
+    script.train(run, batch=lambda step: script.share(step, X, CLASSES))
+
+
+@habit("loops", sums=False)
+def a_distributed_sampler_of_another_rank(script: Script) -> None:
+    """rank=0 in every process."""
+    run = script.begin(micro_batch=None)
+    for batch in dealt(script, DATA, rank=0):
+        run.step(batch)
+
+
+@habit("loops", sums=True)
+def a_distributed_sampler_without_set_epoch(script: Script) -> None:
+    """Right numbers, as plain PyTorch with that sampler has them; a line names the order."""
+    run = script.begin(micro_batch=None)
+    loader = dealt(script, DATA)
+    for _ in range(3):
+        for batch in loader:
+            run.step(batch)
+
+
+@habit("loops", sums=True)
+def a_sampler_with_an_epoch_in_every_loader(script: Script) -> None:
+    run = script.begin(micro_batch=None)
+    for epoch in range(3):
+        for batch in dealt(script, DATA, epoch=epoch):
+            script.note(run.step(batch).loss)
+
+
+@habit("loops", sums=True)
+def arrays_of_numpy_in_a_dict(script: Script) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(6, 16), torch.nn.Linear(16, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.two(self.one(x).tanh())
+
+    def batch(step: int) -> Any:
+        x, y = script.batch(step)
+        return ({"x": x}, y) if script.plain else ({"x": x.numpy()}, y.numpy())
+
+    run = script.begin(net(Model), call="kwargs", sample=({"x": X[:4]}, Y[:4]))
+    script.train(run, batch=batch)
+
+
+@habit("loops", sums=True)
+def predictions_for_arrays_of_numpy(script: Script) -> None:
+    run = script.begin()
+    script.train(run)
+    script.note(run.predict(X[:5] if script.plain else X[:5].numpy()))
+
+
+@habit("loops", sums=True)
+def arrays_that_cannot_be_written(script: Script) -> None:
+    """As a memory map of a file gives them, and in reversed order."""
+
+    def batch(step: int) -> Any:
+        x, y = script.batch(step)
+        if script.plain:
+            return x.flip(0), y.flip(0)
+        arrays = [one.numpy()[::-1] for one in (x, y)]
+        for one in arrays:
+            one.flags.writeable = False
+        return tuple(arrays)
+
+    script.train(script.begin(sample=script.batch(0)), batch=batch)
+
+
 @habit("loops", sums=True)
 def arrays_of_numpy(script: Script) -> None:
     def batch(step: int) -> Any:
@@ -194,7 +314,6 @@ def arrays_of_numpy(script: Script) -> None:
         return x.numpy(), y.numpy()
 
     script.train(script.begin(sample=script.batch(0)), batch=batch)
-    assert np.float64
 
 
 @habit("loops", sums=True)

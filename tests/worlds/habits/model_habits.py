@@ -108,6 +108,79 @@ def synchronised_batch_norm(script: Script) -> None:
         train(script, Synchronised, micro_batch=None)
 
 
+@habit("models", sums=False)
+def batch_norm_with_the_argument_for_all_ranks(script: Script) -> None:
+    train(script, Normalised, **({} if script.plain else {"sync_batch_norm": True}), **WHOLE_BATCH)
+
+
+class Images(nn.Module):
+    """Convolutions with BatchNorm, converted as scripts of torch's DDP do."""
+
+    momentum: float | None = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4, momentum=self.momentum), nn.ReLU(),
+            nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4, affine=False), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.layers(x.unsqueeze(1)).flatten(1))
+
+
+class Averaged(Images):
+    momentum = None
+
+
+def converted(script: Script, kind: Any) -> None:
+    model = net(kind)
+    if not script.plain:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    script.train(script.begin(model, **WHOLE_BATCH))
+
+
+WHOLE_BATCH = {"micro_batch": None}
+
+
+@habit("models", sums=False)
+def converted_batch_norms(script: Script) -> None:
+    converted(script, Images)
+
+
+@habit("models", sums=False)
+def converted_batch_norms_that_average(script: Script) -> None:
+    converted(script, Averaged)
+
+
+@habit("models", sums=False)
+def a_running_statistic_of_instance_norm(script: Script) -> None:
+    class Instance(Images):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1] = nn.InstanceNorm1d(4, track_running_stats=True)
+            self.layers[4] = nn.Identity()
+
+    train(script, Instance)
+
+
+@habit("models", sums=True)
+def gradients_of_the_inputs_of_every_block(script: Script) -> None:
+    """A full backward hook of a block sees the gradient of its input, also of a stage's first."""
+    missing: list[str] = []
+    run = script.begin()
+    for name, block in list(run.model.layers.named_children())[1:]:
+
+        def hook(module: Any, before: Any, after: Any, name: str = name) -> None:
+            if before[0] is None:
+                missing.append(name)
+
+        block.register_full_backward_hook(hook)
+    script.train(run)
+    script.note(len(missing))
+
+
 @habit("models", sums=True)
 def batch_norm_in_evaluation_mode(script: Script) -> None:
     class Kept(Normalised):

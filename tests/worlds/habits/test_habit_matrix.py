@@ -44,11 +44,25 @@ CELLS = [
     ("clip_by_value_in_written_out_passes", "fsdp", "right", ""),
     ("clip_between_forward_backward_and_update", "tp", "right", ""),
     ("norm_read_for_a_log", "tp", "right", ""),
+    ("a_distributed_sampler_with_a_seed_by_rank", "zero2", "named", "has seed = 0 on rank 0 and 1"),
+    ("a_dataset_that_numbers_its_classes_by_a_set", "ddp", "named", "ranks number classes"),
+    ("a_table_of_class_numbers_in_the_loss", "ddp", "named", "numbers of 3 names that it uses"),
+    ("a_split_drawn_by_each_rank", "ddp", "named", "run.evaluate: the dataset of rank 1 holds"),
+    ("batch_norm_without_a_given_micro_batch", "ddp", "named", "on each of 2 ranks its own"),
+    ("a_running_mean_of_inputs", "tp", "named", "so 4 times in a step"),
+    ("gradients_of_the_inputs_of_every_block", "pp", "right", ""),
+    ("converted_batch_norms", "fsdp", "right", ""),
+    ("batch_norm", "ddp", "named", "a normalisation layer got a micro-batch of one value"),
+    ("arrays_that_cannot_be_written", "ddp", "right", ""),
     ("a_masked_mean_wrapped_as_a_mean_of_samples", "ddp", "named", "depends on the others"),
     ("a_model_of_transformers_with_labels", "tp", "right", ""),
     ("a_model_of_transformers_with_labels", "pp", "right", ""),
 ]
-SHORT = [cell[:2] for cell in CELLS[:14]]
+SHORT = [
+    *(cell[:2] for cell in CELLS[:14]),
+    ("batch_norm", "ddp"),
+    ("a_split_drawn_by_each_rank", "ddp"),
+]
 
 
 @pytest.mark.parametrize(("name", "layout", "verdict", "part"), chosen(CELLS, SHORT))

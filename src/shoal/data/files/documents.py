@@ -11,13 +11,14 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from shoal.base.errors import ConfigError
 from shoal.config.paths import fixed_folder, glob_files
+from shoal.data.files.compressed_text import is_compressed, unpack
 from shoal.data.files.file_formats import decode_text
 
 EXCLUDED_FOLDERS = {
@@ -85,8 +86,15 @@ class Document:
         return cls(name, str(path), stat.st_size, stat.st_mtime_ns, **more)
 
 
+@dataclass(frozen=True)
 class TextFile(Document):
-    """A file of text that a user named: UTF-8, else it is refused."""
+    """A file of text that a user named: UTF-8, else it is refused.
+
+    Attributes:
+        packed: the compressed file that the user named, if `path` is what it holds.
+    """
+
+    packed: str = ""
 
     def text(self) -> str:
         """Return the whole file, without a byte order mark, its line ends as one newline.
@@ -99,7 +107,7 @@ class TextFile(Document):
             read = Path(self.path).read_bytes()
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
-        return decode_text(self.path, read).replace("\r\n", "\n").replace("\r", "\n")
+        return decode_text(self.packed or self.path, read).replace("\r\n", "\n").replace("\r", "\n")
 
     def recipe(self) -> list[Any]:
         """Return the settings that its texts depend on, as JSON values."""
@@ -123,9 +131,19 @@ def stdlib_documents() -> list[Document]:
 
 
 def glob_documents(pattern: str, where: str = "data.source") -> list[TextFile]:
-    """Return the files of `text:GLOB`; ConfigError if there are none, with the nearest path."""
+    """Return the files of `text:GLOB`; ConfigError if there are none, with the nearest path.
+
+    Compressed files are unpacked into the cache, once.
+    """
     folder = fixed_folder(pattern)
-    return [TextFile.of(p, folder) for p in glob_files(pattern, where)]
+    return [_unpacked(TextFile.of(p, folder), p) for p in glob_files(pattern, where)]
+
+
+def _unpacked(document: TextFile, path: Path) -> TextFile:
+    if not is_compressed(path):
+        return document
+    made = unpack(path)
+    return replace(document, path=str(made), packed=str(path), size_bytes=made.stat().st_size)
 
 
 def hash_fraction(text: str) -> float:

@@ -24,8 +24,9 @@ Several stages of one module may be on one rank (interleaved, zbv, dualpipe):
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.utils import checkpoint as checkpointing
+from torch.utils.hooks import BackwardHook
 
 from shoal.base.errors import BugError, PlanError
 from shoal.parallel.pipeline.partition_model import CallPlan, StageCut, shape_givers
@@ -66,6 +68,7 @@ class PipelineStages:
         self.passage: StagePass | None = None
         self.between = _parameters_between_units(module, cut)
         self.replaced: list[ReplacedForward] = []
+        self._others: dict[int, list[nn.Module]] = {}
         self.stages = {number: PipelineStage(self, number) for number in sorted(numbers)}
 
     def restore_forwards(self) -> None:
@@ -93,6 +96,14 @@ class PipelineStages:
         finally:
             self.passage = None
 
+    def others(self, number: int) -> list[nn.Module]:
+        """Return the units that another stage than `number` runs, and this one does not."""
+        if number not in self._others:
+            own = {plan.name for plan in self.cut.calls if plan.stage == number}
+            names = dict.fromkeys(plan.name for plan in self.cut.calls if plan.name not in own)
+            self._others[number] = [self.module.get_submodule(name) for name in names]
+        return self._others[number]
+
 
 class PipelineStage:
     """One piece of the model.
@@ -119,7 +130,9 @@ class PipelineStage:
     def run_pass(self, call: Callable[[nn.Module], Any], passage: StagePass) -> Any:
         """Run the forward pass with `passage`; return the model's outputs on the last stage."""
         outputs = None
-        with self.held.running_stage(passage), suppress(_StageFinished):
+        hooked = [one for one in self.held.others(self.number) if one._backward_hooks]
+        without = _without_backward_hooks(hooked) if hooked else nullcontext()
+        with without, self.held.running_stage(passage), suppress(_StageFinished):
             outputs = call(self.held.module)
         passage.finish()
         return outputs
@@ -212,13 +225,21 @@ class StagePass:
         unit.computes = self.cut.calls[number].stage == self.number
         if not unit.computes:
             return self._substitute_outputs(number, inputs, named)
+        # Departures leave before torch's own hook of the block sees them.
+        hooked = self.trains and unit.block._backward_hooks and self._departs(number)
+        watch = _backward_hook(unit.block) if hooked else None
+        inputs = inputs if watch is None else watch.setup_input_hook(inputs)
         self.inside = True
         try:
             outputs = self.run_unit(number, unit, inputs, named)
         finally:
             self.inside = False
+        outputs = outputs if watch is None else watch.setup_output_hook(outputs)
         self._keep_outputs(number, outputs)
         return outputs
+
+    def _departs(self, number: int) -> bool:
+        return any(call == number for call, _ in self.wanted)
 
     def run_unit(
         self, number: int, unit: UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -293,6 +314,27 @@ class StagePass:
             f"{len(plan.devices)} for the sample; try: outputs of one form for all "
             f"inputs, in training and evaluation, or layout.pp=1"
         )
+
+
+def _backward_hook(block: nn.Module) -> BackwardHook | None:
+    """Return torch's hook that calls a block's full backward hooks; None for those of old torch."""
+    if not block._is_full_backward_hook:
+        return None
+    before = list(block._backward_pre_hooks.values())
+    return BackwardHook(block, list(block._backward_hooks.values()), before)
+
+
+@contextmanager
+def _without_backward_hooks(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave out the backward hooks of blocks that another stage runs: they run there."""
+    kept = [block._backward_hooks for block in blocks]
+    for block in blocks:
+        block._backward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for block, hooks in zip(blocks, kept, strict=True):
+            block._backward_hooks = hooks
 
 
 def _parameters_between_units(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:

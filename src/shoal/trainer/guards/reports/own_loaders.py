@@ -22,6 +22,7 @@ from torch.utils.data import (
 from shoal.data.loading.dataset_kind import dataset_identity, digest_of, is_indexed
 from shoal.data.loading.sample_seeds import seeded_rng
 from shoal.trainer._torch import LoaderIterator, pytree
+from shoal.trainer.step.call_contract import to_tensor
 
 CHANCE_BITS = 32
 """Information from which equal samples are no coincidence."""
@@ -33,8 +34,7 @@ def count_information_bits(batch: Any) -> float:
     """Return an upper bound of a batch's information in bits: numbers × log2 of distinct values."""
     bits = 0.0
     for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            leaf = torch.as_tensor(leaf)
+        leaf = to_tensor(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.numel():
             some = leaf.detach().reshape(-1)[:4096]
             bits += some.numel() * math.log2(max(1, some.unique().numel()))
@@ -125,8 +125,8 @@ class SamplerEpochs:
         return bool(self._samples > len(sampler))
 
 
-Field = tuple[str, str]
-"""Digest of a part of a sample · the part as text if it is one whole number, else ""."""
+Field = tuple[str, str, float]
+"""Digest of a part of a sample · its text if it is one whole number, else "" · its bits."""
 
 
 def list_rows(iterators: Sequence[Any]) -> list[dict[str, list[Field]]]:
@@ -159,9 +159,8 @@ def list_rows(iterators: Sequence[Any]) -> list[dict[str, list[Field]]]:
 def _describe_field(leaf: Any) -> Field:
     numbers = np.asarray(leaf) if isinstance(leaf, torch.Tensor | np.ndarray | int) else None
     if numbers is not None and numbers.size == 1 and numbers.dtype.kind in "iu":
-        return digest_of(leaf), str(numbers.item())
-    # Without information, equal parts show nothing.
-    return (digest_of(leaf) if count_information_bits(leaf) >= CHANCE_BITS else ""), ""
+        return digest_of(leaf), str(numbers.item()), 0.0
+    return digest_of(leaf), "", count_information_bits(leaf)
 
 
 def find_other_labels(
@@ -169,18 +168,25 @@ def find_other_labels(
 ) -> tuple[str, str, str] | None:
     """Return (index, label, other label) of a sample that two ranks label otherwise.
 
-    All its other parts are equal, and they hold enough information to be the same sample.
+    Every other part of all samples is equal, with enough information to be the same dataset.
 
     Args:
         first, other: samples of two ranks, of `list_rows`.
     """
-    for index, row in first.items():
-        pairs = list(zip(row, other.get(index, ()), strict=False))
-        unlike = [(one[1], two[1]) for one, two in pairs if one[0] != two[0]]
-        same = any(one[0] and one[0] == two[0] and not one[1] for one, two in pairs)
-        if len(row) == len(pairs) and same and unlike and all(a and b for a, b in unlike):
-            return index, *unlike[0]
-    return None
+    found, bits = None, 0.0
+    for index in (one for one in first if one in other):
+        if len(first[index]) != len(other[index]):
+            return None
+        for (one, label, size), (two, other_label, _) in zip(
+            first[index], other[index], strict=True
+        ):
+            if one == two:
+                bits += size
+            elif label and other_label:
+                found = found or (index, label, other_label)
+            else:
+                return None  # each rank has data of its own
+    return found if bits >= CHANCE_BITS else None
 
 
 def identify_unsharded_data(batches: Any, dataset: Any) -> list[Any] | None:
