@@ -122,6 +122,8 @@ def write_hostile_folder(folder: Path, strings: list[str]) -> Path:
         ],
     )
     lines("experts.jsonl", [{"step": 1, "layers": {one: [3, 1] for one in strings[:100]}}])
+    norms = {"gradient_norm": dict.fromkeys(strings[:100], 1.0)}
+    lines("statistics.jsonl", [{"step": 1, **norms}, {"step": 2, **norms}])
     (folder / "rank_steps").mkdir()
     times = [
         RankStep(

@@ -194,6 +194,8 @@ DAMAGE = {
         "plan.json": b'{"layout":{"dp_replicate":"x"},"placements":[3],"steps":"y","predicted":7}',
         "ranks.json": b'{"ranks":{"a":1}}',
         "experts.jsonl": b'{"step":1,"layers":{"a":[1,"x"],"b":[0,0],"c":7}}\n[]\n',
+        "statistics.jsonl": b'{"step":1,"weight_norm":[1],"gradient_norm":{"a":null,"b":"x"}}\n'
+        b'{"step":"x","update_ratio":{"a":1}}\n{"step":2,"update_ratio":{"a":1e999,"b":1e308}}\n',
         "devices.jsonl": b'{"devices":[1,{"index":{}}]}\n',
         "rank_steps/node-0.bin": b"SHOALRS1" + b"\xff" * 200,
     },
