@@ -253,18 +253,68 @@ def test_ids_that_no_vocabulary_has_name_the_key(folder: Path) -> None:
         open_folder(str(folder), 0.1, dtype="uint32")
 
 
-def headed(magic: int, version: int, ids: bytes) -> bytes:
-    return np.array([magic, version, len(ids) // 2, *[0] * 253], dtype="<i4").tobytes() + ids
+def headed(magic: int, version: int, ids: Any, count: int | None = None) -> bytes:
+    """A file of llm.c: 256 int32, the third of which counts the tokens, then these."""
+    tokens = len(ids) if count is None else count
+    return np.array([magic, version, tokens, *[0] * 253], dtype="<i4").tobytes() + ids.tobytes()
+
+
+def indexed(folder: Path, ids: Any, code: int, lengths: list[int]) -> None:
+    """A file of Megatron-LM and its index."""
+    ids.tofile(folder / "train_text_document.bin")
+    counts = [(1).to_bytes(8, "little"), bytes([code]), len(lengths).to_bytes(8, "little")]
+    offsets = np.cumsum([0, *lengths[:-1]]) * ids.dtype.itemsize
+    rest = [
+        np.array(lengths, "<i4"),
+        offsets.astype("<i8"),
+        np.arange(len(lengths) + 1, dtype="<i8"),
+    ]
+    (folder / "train_text_document.idx").write_bytes(
+        b"".join([b"MMIDIDX\x00\x00", *counts, (len(lengths) + 1).to_bytes(8, "little")])
+        + b"".join(one.tobytes() for one in rest)
+    )
+
+
+@pytest.mark.parametrize(
+    ("magic", "version", "vocabulary", "dtype"),
+    [(20240520, 1, 50_257, "uint16"), (20240801, 7, 128_256, "uint32")],
+)
+def test_files_of_llm_c_are_read_without_their_header(
+    folder: Path, magic: int, version: int, vocabulary: int, dtype: str
+) -> None:
+    ids = zipf(vocabulary, 500).astype(np.dtype(dtype).newbyteorder("<"))
+    (folder / "train.bin").write_bytes(headed(magic, version, ids))
+    (folder / "val.bin").write_bytes(headed(magic, version, ids[:100]))
+    found = open_folder(str(folder), 0.1)
+    assert found.train[0].open().tolist() == ids.tolist()
+    assert found.validation[0].open().tolist() == ids[:100].tolist()
+    data = open_data(f"tokens:{folder}", sequence=7)
+    assert data.train[0][0].tolist() == ids[:7].tolist()
+    other = "uint32" if dtype == "uint16" else "uint16"
+    with pytest.raises(
+        ConfigError, match=rf"read as {other} \(data.dtype\), but the header of llm.c"
+    ):
+        open_folder(str(folder), 0.1, dtype=other)
+    (folder / "val.bin").write_bytes(headed(magic, version, ids[:100], count=101))
+    with pytest.raises(ConfigError, match="counts 101 tokens of .*; try: copy it again"):
+        open_folder(str(folder), 0.1)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "uint16"), (4, "int32"), (5, "int64")])
+def test_files_of_megatron_are_read_by_their_index(folder: Path, code: int, dtype: str) -> None:
+    ids = zipf(1000, 500).astype(dtype)
+    indexed(folder, ids, code, [200, 250, 50])
+    assert open_folder(str(folder), 0.0).train[0].open().tolist() == ids.tolist()
+    indexed(folder, ids, code, [200, 250])
+    with pytest.raises(ConfigError, match="counts 450 tokens"):
+        open_folder(str(folder), 0.0)
 
 
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (headed(20240520, 1, zipf(50257, 500).astype("<u2").tobytes()),
-         "header of llm.c .modded-nanogpt has the same., magic 20240520: 1024 bytes that are no "
-         r"tokens; try: tail -c \+1025 train.bin > elsewhere/train.bin, data.dtype=uint16"),
-        (headed(20240801, 7, zipf(128_256, 500).astype("<u4").tobytes()),
-         r"header of llm.c \(Llama 3\), magic 20240801: .*data.dtype=uint32"),
+        (headed(20240522, 1, zipf(50257, 500).astype("<u2")),
+         "header of llm.c's evaluations, magic 20240522: 1024 bytes that are no tokens"),
         (b"\x93NUMPY" + bytes(2000), "is NumPy .npy, not raw token ids; try: name it .npy"),
         (b"PK\x03\x04" + b"archive/data.pkl" + bytes(200), "is torch.save, not raw token ids"),
         (b"\x28\xb5\x2f\xfd" + bytes(201), "is Zstandard, not .*; try: zstd -d "),
@@ -276,20 +326,15 @@ def test_headers_and_formats_are_named(folder: Path, read: bytes, text: str) -> 
         open_folder(str(folder), 0.1)
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(8, "uint16"), (4, "int32")])
-def test_a_megatron_index_is_named(folder: Path, code: int, dtype: str) -> None:
-    zipf(1000, 500).astype(dtype).tofile(folder / "train_text_document.bin")
-    index = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([code]) + bytes(100)
-    (folder / "train_text_document.idx").write_bytes(index)
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("code", [2, 6])
+def test_a_megatron_index_of_other_numbers_is_named(folder: Path, code: int) -> None:
+    ids = zipf(100, 500).astype("int8" if code == 2 else "float64")
+    indexed(folder, ids, code, [500])
+    with pytest.raises(ConfigError, match="belongs to Megatron-LM's index train_text_document.idx"):
         open_folder(str(folder), 0.1)
-    assert str(caught.value) == (
-        f"{folder / 'train_text_document.bin'}: belongs to Megatron-LM's index "
-        f"train_text_document.idx, which is not read; try: the .bin alone in a folder of its own, "
-        f"with data.dtype={dtype}, as the index says"
-    )
+    zipf(100, 500).astype("uint8").tofile(folder / "train_text_document.bin")
     (folder / "train_text_document.idx").write_bytes(b"another index")
-    assert open_folder(str(folder), 0.1, dtype=dtype).vocabulary <= 1000
+    assert open_folder(str(folder), 0.1, dtype="uint8").vocabulary <= 100
 
 
 def test_a_key_that_nothing_reads_is_refused(folder: Path) -> None:

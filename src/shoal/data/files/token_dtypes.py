@@ -9,6 +9,10 @@ bytes have one distribution, and ids in floats are whole numbers.
 
 Only certain evidence counts: at least LEAST numbers of one position are above all of the other.
 Without evidence (a short file, one of zeros) there is no result.
+
+Two writers say the dtype: llm.c (and modded-nanogpt) in 256 int32 before the tokens, Megatron-LM in
+the `.idx` beside the `.bin`.
+Source: llm.c's dev/data/data_common.py; Megatron-LM's core/datasets/indexed_dataset.py.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ LEAST_BYTES = 2048
 """Bytes of each position whose distributions are compared; fewer differ by chance."""
 
 LLM_C = {
-    20240520: ("llm.c (modded-nanogpt has the same)", "uint16"),
+    20240520: ("llm.c and modded-nanogpt", "uint16"),
     20240801: ("llm.c (Llama 3)", "uint32"),
     20240522: ("llm.c's evaluations", ""),
     20240326: ("llm.c's weights", ""),
@@ -49,6 +53,8 @@ LLM_C_BYTES = 1024
 """Header of llm.c: 256 int32."""
 
 MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
+MEGATRON_BYTES = 34
+"""Bytes of its index before the lengths of sequences."""
 MEGATRON_CODES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 
 FLOATS = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
@@ -225,35 +231,95 @@ def check_dtype(path: str, dtype: str, said: str) -> None:
     )
 
 
-def check_header(path: Path) -> None:
-    """Refuse a .bin file that is known not to start with tokens.
+@dataclass(frozen=True)
+class TokenHeader:
+    """What a file, or an index beside it, says about the tokens in it.
+
+    Attributes:
+        dtype: of the tokens; "" if nothing says it.
+        skipped_bytes: bytes before the first token.
+        writer: the program that wrote the file.
+    """
+
+    dtype: str = ""
+    skipped_bytes: int = 0
+    writer: str = ""
+
+
+def read_header(path: Path, dtype: str = "", by: str = "") -> TokenHeader:
+    """Return what is known about a .bin file from its own header, or from Megatron-LM's index.
+
+    Args:
+        path: of the file.
+        dtype, by: the dtype that the user set, and where; "" if none.
 
     Raises:
-        ConfigError: the file has a header of llm.c, an index of Megatron beside it, or another
-            known format; the message names it.
+        ConfigError: the file holds no tokens, fewer than it counts, or of another dtype than the
+            user set.
     """
     with path.open("rb", buffering=0) as file:
         head = file.read(HEAD_BYTES)
     magic = int.from_bytes(head[:4], "little")
-    if magic in LLM_C and len(head) >= LLM_C_BYTES:
-        writer, dtype = LLM_C[magic]
-        cut = f"tail -c +{LLM_C_BYTES + 1} {path.name} > elsewhere/{path.name}, data.dtype={dtype}"
-        raise ConfigError(
-            f"{path}: begins with the header of {writer}, magic {magic}: {LLM_C_BYTES} bytes that "
-            f"are no tokens; try: {cut if dtype else 'a file of training tokens'}"
-        )
     index = path.with_suffix(".idx")
-    if index.is_file():
-        with index.open("rb", buffering=0) as file:
-            about = file.read(len(MEGATRON[0]) + 9)
-        if about.startswith(MEGATRON):
-            code = about[17] if about.startswith(MEGATRON[0]) and len(about) > 17 else 0
-            dtype = MEGATRON_CODES.get(code, "")
+    if magic in LLM_C and len(head) >= LLM_C_BYTES:
+        writer, kind = LLM_C[magic]
+        if not kind:
             raise ConfigError(
-                f"{path}: belongs to Megatron-LM's index {index.name}, which is not read; try: "
-                f"the .bin alone in a folder of its own"
-                + (f", with data.dtype={dtype}, as the index says" if dtype else "")
+                f"{path}: begins with the header of {writer}, magic {magic}: {LLM_C_BYTES} bytes "
+                f"that are no tokens; try: a file of training tokens"
             )
+        found = TokenHeader(kind, LLM_C_BYTES, f"the header of {writer}")
+        _check_count(path, found, int.from_bytes(head[8:12], "little"))
+    elif index.is_file() and (told := _read_megatron_index(path, index)) is not None:
+        found = told
+    else:
+        _refuse_other_formats(path, head)
+        return TokenHeader()
+    if dtype and SAME_BYTES.get(dtype, dtype) != SAME_BYTES.get(found.dtype, found.dtype):
+        raise ConfigError(
+            f"{path}: read as {dtype} ({by}), but {found.writer} says {found.dtype}; try: "
+            f"data.dtype=auto"
+        )
+    return found
+
+
+def _check_count(path: Path, header: TokenHeader, tokens: int) -> None:
+    """Refuse a file that does not hold as many tokens as its header or index counts."""
+    size = path.stat().st_size - header.skipped_bytes
+    if size != tokens * np.dtype(header.dtype).itemsize:
+        raise ConfigError(
+            f"{path}: {header.writer} counts {tokens} tokens of {header.dtype}, and the file has "
+            f"{size} bytes of them; try: copy it again"
+        )
+
+
+def _read_megatron_index(path: Path, index: Path) -> TokenHeader | None:
+    """Return the dtype that Megatron-LM's index beside a file says; None for another index.
+
+    9 bytes MMIDIDX, version, dtype (1 byte), numbers of sequences and documents (8 bytes each),
+    then the length of each sequence as int32. Sequences follow each other in the .bin.
+    """
+    with index.open("rb", buffering=0) as file:
+        about = file.read(MEGATRON_BYTES)
+    if not about.startswith(MEGATRON):
+        return None
+    dtype = MEGATRON_CODES.get(about[17]) if about.startswith(MEGATRON[0]) else None
+    if dtype is None or len(about) < MEGATRON_BYTES:
+        raise ConfigError(
+            f"{path}: belongs to Megatron-LM's index {index.name}, whose dtype is not read (old "
+            f"formats, int8, int16, floats); try: the .bin alone in a folder of its own, with "
+            f"data.dtype"
+        )
+    sequences = int.from_bytes(about[18:26], "little")
+    if index.stat().st_size < MEGATRON_BYTES + 4 * sequences:
+        raise ConfigError(f"{index}: ends before its {sequences} lengths; try: copy it again")
+    sizes = np.memmap(index, "<i4", "r", MEGATRON_BYTES, (sequences,)) if sequences else np.zeros(0)
+    found = TokenHeader(dtype, 0, f"Megatron-LM's index {index.name}")
+    _check_count(path, found, int(sizes.sum(dtype=np.int64)))
+    return found
+
+
+def _refuse_other_formats(path: Path, head: bytes) -> None:
     known = find_format(head, LEAST_EVIDENCE)
     if known is not None:
         hint = "name it .npy" if known.name.endswith(".npy") else known.hint(str(path))

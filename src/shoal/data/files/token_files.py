@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from shoal.base.errors import ConfigError, format_choice_error
 from shoal.config.paths import check_tokens_folder, list_token_files
 from shoal.config.sections import TOKEN_DTYPES
-from shoal.data.files.token_dtypes import check_dtype, check_header
+from shoal.data.files.token_dtypes import TokenHeader, check_dtype, read_header
 from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
 
 Counts = npt.NDArray[np.int64]
@@ -92,9 +92,10 @@ def _size_hint(size_bytes: int, item_bytes: int) -> str:
     return f"; {size_bytes} bytes; try: data.dtype={narrower}"
 
 
-def whole_file(path: Path, dtype: str) -> TokenSpan:
-    """Return the span of a whole file."""
-    return TokenSpan(str(path), dtype, 0, len(open_tokens(str(path), dtype)))
+def whole_file(path: Path, dtype: str, skipped_bytes: int = 0) -> TokenSpan:
+    """Return the span of a whole file, without the bytes of a header."""
+    first = skipped_bytes // np.dtype(dtype).itemsize if skipped_bytes else 0
+    return TokenSpan(str(path), dtype, first, len(open_tokens(str(path), dtype)))
 
 
 def split_tail(spans: Sequence[TokenSpan], share: float) -> tuple[list[TokenSpan], list[TokenSpan]]:
@@ -249,7 +250,8 @@ def open_folder(
         folder: folder of the files.
         share: share of each train file that is held out if there is no val* file.
         where: the key, for messages.
-        dtype: dtype of .bin files; auto: that of meta.json, else uint16.
+        dtype: dtype of .bin files; auto: that of a header of llm.c, of Megatron-LM's index, or of
+            meta.json, else uint16.
 
     Raises:
         ConfigError: a missing folder, a file that is not tokens or was written with another dtype,
@@ -259,13 +261,15 @@ def open_folder(
     path = Path(folder).expanduser()
     said, vocabulary = _meta(path)
     by = "data.dtype" if dtype != "auto" else f"as {path / 'meta.json'} says" if said else "default"
-    dtype = dtype if dtype != "auto" else said or DEFAULT_DTYPE
-    parts = {}
+    told = dtype if dtype != "auto" else said
+    dtype = told or DEFAULT_DTYPE
+    parts, headed = {}, set[str]()
     for part in ("train", "val"):
-        files = list_token_files(path, part)
-        for raw in (file for file in files if file.suffix != ".npy"):
-            check_header(raw)
-        parts[part] = [whole_file(p, "npy" if p.suffix == ".npy" else dtype) for p in files]
+        parts[part] = list[TokenSpan]()
+        for file in list_token_files(path, part):
+            header = TokenHeader("npy") if file.suffix == ".npy" else read_header(file, told, by)
+            headed |= {str(file)} if header.dtype else set()
+            parts[part].append(whole_file(file, header.dtype or dtype, header.skipped_bytes))
     train, validation = parts["train"], parts["val"]
     if not validation:
         train, validation = split_tail(train, share)
@@ -278,7 +282,7 @@ def open_folder(
     )
 
     def scan(_entry: NewEntry) -> dict[str, Any]:
-        for raw in dict.fromkeys(s.path for s, _ in stats if s.dtype != "npy"):
+        for raw in dict.fromkeys(s.path for s, _ in stats if s.path not in headed):
             check_dtype(raw, dtype, by)
         counts = [count_tokens(train), count_tokens(validation)]
         size = vocabulary or max(map(len, counts))
