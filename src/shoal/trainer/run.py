@@ -423,7 +423,7 @@ class Run(StepRunner):
         from shoal.trainer.passes.evaluate import evaluate
 
         metrics = self.metrics if metrics is None else metrics
-        batches = self.feed.validation(data, workers, collate)
+        batches = self.feed.validation(data, workers, collate, self.world)
         stop = (lambda: self.stop_wanted) if stops else None
         with self._averaged_weights():
             self.validated_by_source = {}
