@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from test_verdict import make_run
 from typer.testing import CliRunner
 
 from shoal.cli import ending, start
 from shoal.cli.main import app
 from shoal.launch import RunOutcome, end_report
 from shoal.report import report_page
+from shoal.report.order_statistics import distinct, median, percentile
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +29,37 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_report_loads_neither_rich_nor_torch(tmp_path: Path) -> None:
-    """Most of what a report of a short run costs is its imports."""
-    program = "import sys, shoal.report.report_page; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert {"rich", "torch", "numpy", "msgspec", "typer"} & set(done.stdout.split()) == set()
-    assert "shoal.report.report_page" in done.stdout
+    """Most of what a report of a short run costs is its imports; numpy's own masked arrays too."""
+    make_run(tmp_path)
+    program = (
+        "import sys, pathlib, shoal.report.report_page as page; print(*sys.modules)\n"
+        "page.write_report(pathlib.Path(sys.argv[1])); print(*sys.modules)"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    imported, used = (set(line.split()) for line in done.stdout.splitlines())
+    assert {"rich", "torch", "numpy", "msgspec", "typer"} & imported == set()
+    assert "shoal.report.report_page" in imported
+    assert "numpy" in used
+    assert {"numpy.ma", "torch", "rich"} & used == set()
+
+
+def test_medians_and_percentiles_are_numpys() -> None:
+    drawn = np.random.default_rng(0)
+    for shape in ((1,), (6,), (7, 4), (2, 5, 3)):
+        for kind in (np.float64, np.float32, np.int64):
+            values = (drawn.normal(size=shape) * 9).astype(kind)
+            assert np.array_equal(distinct(values), np.unique(values))
+            for axis in (None, *range(len(shape))):
+                assert np.array_equal(median(values, axis), np.median(values, axis))
+                for share in (0, 50, 90, 100, [50, 99]):
+                    true = np.percentile(values, share, axis=axis)
+                    assert np.array_equal(percentile(values, share, axis), true)
+                below = np.percentile(values, 95, axis=axis, method="lower")
+                assert np.array_equal(percentile(values, 95, axis, lower=True), below)
+    gaps = np.array([[1.0, np.nan, 2.0], [1.0, 2.0, 3.0]])
+    assert np.array_equal(median(gaps, 1), [np.nan, 2.0], equal_nan=True)
+    assert np.isnan(median([]))
 
 
 def write_steps(folder: Path, steps: int, step_s: float) -> None:

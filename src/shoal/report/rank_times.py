@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.runlog.rank_records import FOLDER, HEADER, MAGIC, PARTS, ROW
+from shoal.report.order_statistics import distinct, median
 from shoal.report.verdict.step_seconds import LONGEST_S, ROW_FIELDS, WAITING
 
 if TYPE_CHECKING:
@@ -168,17 +169,17 @@ def _find_blocks(files: Sequence[Path]) -> tuple[list[_Block], Array, Array]:
         except OSError:
             continue
         # Blocks of whole steps, if ranks come in turn: `_sum_blocks` need not look them up.
-        ranks = max(1, len(np.unique(_Block(file, HEADER.size, BLOCK_ROWS).read()["rank"])))
+        ranks = max(1, len(distinct(_Block(file, HEADER.size, BLOCK_ROWS).read()["rank"])))
         count = max(1, BLOCK_ROWS // ranks) * ranks
         for offset in range(HEADER.size, size - ROW.size + 1, count * ROW.size):
             rows = _Block(file, offset, count).read()
             if len(rows):
                 seen[rows["rank"]] = True
-                steps = np.unique(rows["step"][_changes(rows["step"])])
+                steps = distinct(rows["step"][_changes(rows["step"])])
                 ends, whole = (int(steps[0]), int(steps[-1])), len(rows) == count
                 found.append(steps)
                 blocks.append(_Block(file, offset, count, *ends, clean=whole))
-    return blocks, np.unique(np.concatenate(found)), np.flatnonzero(seen)
+    return blocks, distinct(np.concatenate(found)), np.flatnonzero(seen)
 
 
 def _sum_blocks(
@@ -324,7 +325,7 @@ def _explain_moments(
     for one in moments:
         by_rank = found[one.step]
         own = by_rank[one.rank]
-        usual = np.median([s for rank, s in by_rank.items() if rank != one.rank], axis=0)
+        usual = median([s for rank, s in by_rank.items() if rank != one.rank], axis=0)
         excess = own - usual
         excess[WAITING] = -1.0
         part = int(excess.argmax())

@@ -28,6 +28,7 @@ from shoal.report.metric_series import (
     sample_knots,
     sample_series,
 )
+from shoal.report.order_statistics import median
 from shoal.report.run_contents import (
     RunContents,
     check_run_folder,
@@ -228,7 +229,7 @@ def _median(metrics: StepMetrics, name: str) -> float | None:
     import numpy as np
 
     newest = np.array(metrics.column(name)[1][-10_000:])
-    return float(np.median(newest[1:] if len(newest) > 1 else newest)) if len(newest) else None
+    return float(median(newest[1:] if len(newest) > 1 else newest)) if len(newest) else None
 
 
 def _loss_series(metrics: StepMetrics) -> LossSeries:

@@ -25,6 +25,7 @@ from pathlib import Path
 from shoal.base.runlog.damaged_lines import Record, is_number, read_object
 from shoal.base.text.units import seconds_text
 from shoal.report.metric_series import StepMetrics, read_step_metrics
+from shoal.report.order_statistics import median
 from shoal.report.verdict.step_seconds import LONGEST_S, OTHER, StepSeconds, read_step_seconds
 from shoal.view.diagnosis.folder_evidence import read_event_history
 
@@ -267,11 +268,9 @@ def _validation_seconds(events: Sequence[Record]) -> dict[int, float]:
 
 def _mean_save(times: StepSeconds | None, events: Sequence[Record]) -> float:
     """Return the mean pause of the steps by a save; 0 if unknown."""
-    import numpy as np
-
     if times is None or not times.by_rank:
         return 0.0
-    pauses_s = np.median(times.seconds[:, :, OTHER], axis=1)
+    pauses_s = median(times.seconds[:, :, OTHER], axis=1)
     by_step = {int(step): float(s) for step, s in zip(times.steps, pauses_s, strict=True)}
     # The pause before an attempt's first step is its start.
     starts = _steps_of(events, "compute_started")

@@ -9,6 +9,7 @@ from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.runlog.rank_records import PARTS
 from shoal.base.text.units import seconds_text
 from shoal.report.markup import Child, Markup, table, tag
+from shoal.report.order_statistics import percentile
 from shoal.report.png_image import png_data_url, shade_cells
 from shoal.report.rank_times import RankTimes
 from shoal.report.run_contents import RunContents
@@ -179,7 +180,7 @@ def _late_map(times: RankTimes) -> Markup:
     values, names = times.late_map, [f"{rank:,}" for rank in times.ranks]
     if len(times.ranks) > MOST_ROWS:
         worst = np.argsort(-times.late_s, kind="stable")[:WORST_ROWS]
-        levels = np.percentile(values, PERCENTILES, axis=0)
+        levels = percentile(values, PERCENTILES, axis=0)
         height = 4  # rows of the image for each percentile, so that they can be seen
         values = np.concatenate([np.repeat(levels, height, axis=0), values[worst]])
         named = ["median", "90 %", "99 %", "latest"]
@@ -187,7 +188,7 @@ def _late_map(times: RankTimes) -> Markup:
         names += [f"{times.ranks[at]:,}" for at in worst]
     # A few moments of a second would make all others white: the table has them.
     least = times.step_s * LEAST_SHARE
-    most = max(float(np.percentile(values, DARKEST, method="lower")), least)
+    most = max(float(percentile(values, DARKEST, lower=True)), least)
     if float(values.max()) <= least:
         text = f"No rank was later than the others by more than {seconds_text(least)} in any step."
         return tag("p", text)

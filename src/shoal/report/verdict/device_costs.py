@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.text.units import bytes_text, seconds_text
+from shoal.report.order_statistics import median
 from shoal.report.verdict.run_facts import RunFacts
 from shoal.report.verdict.step_costs import StepCost
 from shoal.report.verdict.step_replay import StepReplay
@@ -42,7 +43,7 @@ def list_device_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]
 
     if not replay.by_rank:
         return
-    passes_s = np.median(replay.own_s[:, :, PASSES] + replay.own_s[:, :, BACKWARD], axis=1)
+    passes_s = median(replay.own_s[:, :, PASSES] + replay.own_s[:, :, BACKWARD], axis=1)
     yield from _memory_costs(replay, facts)
     overhead_s, why = _overhead(replay, facts, passes_s)
     if overhead_s is None:
@@ -127,7 +128,7 @@ def _memory_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
     room = f"Memory is free: {bytes_text(facts.peak_bytes)} of {bytes_text(facts.memory_bytes)}."
     if facts.recompute != "none" and replay.has_backward:
         share = _recomputed_share(facts)
-        forward_s = np.median(replay.own_s[:, :, PASSES], axis=1)
+        forward_s = median(replay.own_s[:, :, PASSES], axis=1)
         each_s = replay.mean_s(forward_s)
         yield StepCost(
             "memory",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.text.units import seconds_text
+from shoal.report.order_statistics import median
 from shoal.report.verdict.step_costs import StepCost
 from shoal.report.verdict.step_replay import StepReplay
 from shoal.report.verdict.step_seconds import OTHER, StepSeconds
@@ -43,7 +44,7 @@ def list_pause_costs(
     """
     import numpy as np
 
-    paused_s = np.median(times.seconds[:, :, OTHER].astype(np.float64), axis=1)
+    paused_s = median(times.seconds[:, :, OTHER].astype(np.float64), axis=1)
     if not times.by_rank:
         return
     each_s = replay.mean_s(replay.step_s)
@@ -86,8 +87,6 @@ def _slowdown_s(
     times: StepSeconds, replay: StepReplay, spans: list[list[float]], after: Array
 ) -> float:
     """Return the seconds per step by which steps are longer that a save overlaps."""
-    import numpy as np
-
     end_s = times.end_s.mean(axis=1)
     begin_s = end_s - replay.step_s
     overlaps = after.copy()
@@ -95,6 +94,6 @@ def _slowdown_s(
         overlaps |= (begin_s < to_s) & (end_s > from_s)
     if min(overlaps.sum(), (~overlaps).sum()) < LEAST_OVERLAPS:
         return 0.0
-    longer_s = float(replay.step_s[overlaps].mean() - np.median(replay.step_s[~overlaps]))
+    longer_s = float(replay.step_s[overlaps].mean() - median(replay.step_s[~overlaps]))
     error_s = float(replay.step_s[overlaps].std()) / int(overlaps.sum()) ** 0.5
     return max(0.0, longer_s) * float(overlaps.mean()) if longer_s > 2 * error_s else 0.0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.errors import PlanError
 from shoal.base.text.units import seconds_text
 from shoal.planning.pipeline_schedules import make_schedule
+from shoal.report.order_statistics import median
 from shoal.report.schedule_times import time_schedule
 from shoal.report.verdict.run_facts import RunFacts
 from shoal.report.verdict.step_costs import StepCost
@@ -54,7 +55,7 @@ def list_stage_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
     means_s = by_stage_s.sum(axis=1)
     late = int(means_s.argmax())
     others = np.arange(stages) != late
-    usual_s = np.median(by_stage_s[others], axis=0)
+    usual_s = median(by_stage_s[others], axis=0)
     work = facts.stage_work or (1.0,) * stages
     by_plan = work[late] > MORE_WORK * max(1.0, float(np.mean(np.array(work)[others])))
     cured_s = by_stage_s.copy()

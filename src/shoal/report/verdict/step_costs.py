@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.text.units import seconds_text
+from shoal.report.order_statistics import median, percentile
 from shoal.report.verdict.run_facts import RunFacts
 from shoal.report.verdict.step_replay import (
     LATE_SHARE,
@@ -78,8 +79,6 @@ class StepCost:
 
 def list_step_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
     """Yield the costs that the ranks' parts and waiting show."""
-    import numpy as np
-
     staged = facts.stages > 1
     parts = (DATA, HOOKS) if staged else (DATA, PASSES, BACKWARD, UPDATE, HOOKS)
     late = {part: find_late_ranks(replay, part) for part in parts}
@@ -91,7 +90,7 @@ def list_step_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
     yield _input_cost(replay, facts, late[DATA])
     hooks_s = replay.own_s[:, ~late[HOOKS], HOOKS]
     if late[HOOKS].any():
-        own_s = _subtract_part(replay, HOOKS, np.median(hooks_s, axis=1))
+        own_s = _subtract_part(replay, HOOKS, median(hooks_s, axis=1))
     else:
         own_s = replay.own_s.copy()
         own_s[:, :, HOOKS] = 0.0
@@ -150,16 +149,13 @@ def _slow_rank_costs(
 
 def _late_and_usual(replay: StepReplay, late: Array, part: int) -> tuple[float, float]:
     """Return seconds per step of the late ranks, and of the others, in a part."""
-    import numpy as np
-
     late_s = replay.mean_s(replay.own_s[:, late, part].mean(axis=1))
-    return late_s, replay.mean_s(np.median(replay.own_s[:, ~late, part], axis=1))
+    return late_s, replay.mean_s(median(replay.own_s[:, ~late, part], axis=1))
 
 
 def _slow_rank_cost(
     replay: StepReplay, facts: RunFacts, late: Array, parts: Sequence[int]
 ) -> StepCost:
-    import numpy as np
 
     who, names, evidence = _ranks_text(replay, late), [], []
     for part in parts:
@@ -170,7 +166,7 @@ def _slow_rank_cost(
             f"{who}: {seconds_text(late_s)} a step in its {name}; "
             f"the others: {seconds_text(usual_s)}."
         )
-    waits_s = replay.mean_s(np.median(replay.wait_s[:, ~late], axis=1))
+    waits_s = replay.mean_s(median(replay.wait_s[:, ~late], axis=1))
     least_s = replay.mean_s(replay.wait_s[:, late].mean(axis=1))
     evidence.append(
         f"The others wait {seconds_text(waits_s)} a step, {who} {seconds_text(least_s)}."
@@ -200,13 +196,13 @@ def _flip_costs(replay: StepReplay) -> Iterator[StepCost]:
         return
     usual_s = np.sort(own_s, axis=1)[:, (count - 1) // 2]
     lateness_s = own_s.max(axis=1) - usual_s
-    late = lateness_s > FLIP_SHARE * np.median(replay.step_s)
+    late = lateness_s > FLIP_SHARE * median(replay.step_s)
     shares = np.bincount(own_s.argmax(axis=1)[late], minlength=count) / len(late)
     often = shares >= FLIP_STEPS / (count / 2)
     if often.sum() < 2 or late.mean() < 2 * FLIP_STEPS:
         return
     text = f"One rank is late in {late.mean():.0%} of the steps, by "
-    text += f"{seconds_text(float(np.median(lateness_s[late])))}, and not always the same one."
+    text += f"{seconds_text(float(median(lateness_s[late])))}, and not always the same one."
     yield StepCost(
         "slow_rank",
         "the machine is busy: ranks are late by turns",
@@ -248,7 +244,7 @@ def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
     """Return the cost of data that all ranks wait for, without the excess of a late rank."""
     import numpy as np
 
-    common_s = np.median(replay.own_s[:, ~late, DATA], axis=1)
+    common_s = median(replay.own_s[:, ~late, DATA], axis=1)
     mean_s = replay.own_s[:, ~late, DATA].mean(axis=1)
     each_s, step_s = replay.mean_s(mean_s), replay.mean_s(replay.step_s)
     command, loader_s = input_cure(facts, each_s, step_s)
@@ -260,19 +256,19 @@ def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
         gain_s = _tail_gain_s(replay, COMPUTED)
         if gain_s > max(LATE_SHARE * step_s, _tail_gain_s(replay, [DATA])):
             # Long waits in some steps, and passes alike: the machine is busy, not the data.
-            stays_s += np.maximum(data_s - np.percentile(data_s, STEADY), 0.0)
+            stays_s += np.maximum(data_s - percentile(data_s, STEADY), 0.0)
         own_s[:, :, DATA] = np.minimum(stays_s, data_s)
     without_s = np.maximum(replay.without(own_s), loader_s)
     evidence = [f"All ranks wait for data: {_share_text(replay, mean_s)}."]
-    long = common_s > 2 * np.median(common_s) + 0.1 * step_s
-    if np.median(replay.wait_s.max(axis=1)) > 0.5 * each_s and not late.any():
+    long = common_s > 2 * median(common_s) + 0.1 * step_s
+    if median(replay.wait_s.max(axis=1)) > 0.5 * each_s and not late.any():
         evidence.append(
             "Not in the same steps: a rank that has its data waits for one that has not."
         )
     elif 0 < long.mean() < 0.4 and common_s[long].sum() > 0.5 * common_s.sum():
         evidence.append(
             f"Most of it is in {long.mean():.0%} of the steps: "
-            f"{seconds_text(float(np.median(common_s[long])))} in each of them."
+            f"{seconds_text(float(median(common_s[long])))} in each of them."
         )
     if facts.utilisation is not None:
         evidence.append(f"The devices are busy for {facts.utilisation:.0%} of the time.")
@@ -286,7 +282,7 @@ def _tail_gain_s(replay: StepReplay, parts: Sequence[int]) -> float:
     import numpy as np
 
     own_s = replay.own_s.copy()
-    steady_s = np.percentile(own_s[:, :, parts], STEADY, axis=(0, 1))
+    steady_s = percentile(own_s[:, :, parts].reshape(-1, len(parts)), STEADY, axis=0)
     own_s[:, :, parts] = np.minimum(own_s[:, :, parts], steady_s)
     return replay.mean_s(replay.step_s) - replay.mean_s(replay.without(own_s))
 
@@ -296,7 +292,7 @@ def _communication_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCo
     import numpy as np
 
     least_s = replay.wait_s.min(axis=1)
-    steady_s = float(np.median(replay.block_values(least_s, lambda b: np.percentile(b, STEADY))))
+    steady_s = float(median(replay.block_values(least_s, lambda b: percentile(b, STEADY))))
     # A foreseen part that is small beside it stays; else the link is as slow as foreseen.
     stays_s = facts.sent_s if facts.sent_s < 0.2 * steady_s else 0.0
     if len(replay.ranks) < 2 and replay.by_rank:

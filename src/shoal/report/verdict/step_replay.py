@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shoal.report.order_statistics import median
 from shoal.report.verdict.step_seconds import (
     BACKWARD,
     HOOKS,
@@ -69,9 +70,7 @@ class StepReplay:
 
     def mean_s(self, step_s: Array) -> float:
         """Return the median over blocks of a block's mean step."""
-        import numpy as np
-
-        return float(np.median(self.block_means_s(step_s)))
+        return float(median(self.block_means_s(step_s)))
 
     def block_means_s(self, step_s: Array) -> Array:
         """Return the mean step of each block."""
@@ -94,7 +93,7 @@ def prepare_replay(times: StepSeconds) -> StepReplay:
     own_s[:, :, [OTHER, WAITING]] = 0.0
     for part in (UPDATE, HOOKS):  # after the sum of a step: before the next one
         own_s[1:, :, part] = own_s[:-1, :, part].copy()
-    step_s = np.median(own_s.sum(axis=2) + seconds[:, :, WAITING], axis=1)
+    step_s = median(own_s.sum(axis=2) + seconds[:, :, WAITING], axis=1)
     return StepReplay(
         own_s,
         seconds[:, :, WAITING],
@@ -117,7 +116,7 @@ def find_late_ranks(replay: StepReplay, part: int) -> Array:
     mean_s = np.array([replay.block_means_s(own_s[:, rank]) for rank in range(count)])
     usual_s = np.sort(mean_s, axis=0)[(count - 1) // 2]  # [blocks]
     least_s = LATE_SHARE * replay.mean_s(replay.step_s)
-    spread_s = np.median(np.abs(mean_s - usual_s)) if count > 4 else 0.0
+    spread_s = median(np.abs(mean_s - usual_s)) if count > 4 else 0.0
     late = (mean_s - usual_s > max(least_s, 4.0 * float(spread_s))).mean(axis=1) >= 0.75
     step_usual_s = np.sort(own_s, axis=1)[:, [(count - 1) // 2]]
     lateness_s = np.maximum(own_s - step_usual_s, 0.0).sum(axis=0)  # [ranks]
@@ -131,6 +130,6 @@ def replace_late_part(own_s: Array, late: Array, part: int) -> Array:
     import numpy as np
 
     replaced_s = own_s.copy()
-    usual_s = np.median(own_s[:, ~late, part], axis=1)
+    usual_s = median(own_s[:, ~late, part], axis=1)
     replaced_s[:, late, part] = np.minimum(own_s[:, late, part], usual_s[:, None])
     return replaced_s

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.runlog.rank_records import FOLDER, HEADER, MAGIC, PARTS, ROW
+from shoal.report.order_statistics import distinct
 
 if TYPE_CHECKING:  # at run time it is loaded where it is used
     import numpy as np
@@ -78,10 +79,10 @@ def _read_rank_records(folder: Path) -> StepSeconds | None:
         return None
     rows = np.concatenate(found)
     newest = int(rows["step"].max())
-    ranks = np.unique(rows["rank"][rows["step"] + 64 > newest])
+    ranks = distinct(rows["rank"][rows["step"] + 64 > newest])
     most = min(MOST_STEPS, max(64, MOST_CELLS // len(ranks)))
     rows = rows[(rows["step"] + most > newest) & np.isin(rows["rank"], ranks)]
-    steps = np.unique(rows["step"])
+    steps = distinct(rows["step"])
     seconds = np.full((len(steps), len(ranks), len(PARTS)), np.nan, np.float32)
     end_s = np.full((len(steps), len(ranks)), np.nan)
     at = np.searchsorted(steps, rows["step"]), np.searchsorted(ranks, rows["rank"])
