@@ -79,8 +79,8 @@ def test_clocks_are_aligned_and_time_is_told_apart(tmp_path: Path) -> None:
         [round(1e3 * n) for n in (one.compute_s, one.alone_s, one.idle_s, one.hidden_s)]
         for one in found
     ]
-    # Under way on both from 60 ms on; rank 1 computes until 80. Messages take 3 ms of each.
-    assert rounded == [[70, 30, 0, 3], [90, 10, 0, 23]]
+    # Under way on both from 60 ms on; rank 1 computes until 80. Messages are not counted as hidden.
+    assert rounded == [[70, 30, 0, 0], [90, 10, 0, 20]]
     late = summarize_traces(
         read_rank_traces(write(tmp_path, document(0, 0, 0), document(1, 29, 0)))
     )

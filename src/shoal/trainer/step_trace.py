@@ -131,6 +131,7 @@ class StepTrace:
         self.page = phases.page = TracedPage(phases.page)
         self.world.traffic.page, self._watched = self.page, self.world.traffic.page
         self.world.traffic.subject = None
+        self.page.on_wait_end = self.calls.note_wait_end
         self.calls.open()
 
     def _stop_recording(self) -> None:

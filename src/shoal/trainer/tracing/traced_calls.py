@@ -48,6 +48,7 @@ class TracedCalls:
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._torchs: dict[str, Any] = {}
+        self._waited: list[tuple[Any, Flight]] = []
 
     def open(self) -> None:
         """Start to record."""
@@ -60,7 +61,7 @@ class TracedCalls:
         """Stop to record, and restore torch's methods."""
         for method, torchs in self._torchs.items():
             setattr(dist.ProcessGroup, method, torchs)
-        self._torchs = {}
+        self._torchs, self._waited = {}, []
 
     def _make_recorded(self, method: str) -> Callable[..., Any]:
         torchs = getattr(dist.ProcessGroup, method)
@@ -68,7 +69,7 @@ class TracedCalls:
         def call(group: dist.ProcessGroup, *given: Any, **named: Any) -> Any:
             flight = self._start_flight(group, method, given)
             work = torchs(group, *given, **named)
-            _call_at_end(work, flight)
+            self._note_end(work, flight)
             return work
 
         return call
@@ -86,23 +87,37 @@ class TracedCalls:
         self.flights.append(found)
         return found
 
+    def _note_end(self, work: Any, flight: Flight) -> None:
+        """Note the end of a call in the thread that completes it, as its wait may come later.
+
+        Messages of gloo say nothing of their end: a sent one is handed over when the call returns,
+        and a received one is here when a wait for it ends.
+        """
+
+        def note(_: Any) -> None:
+            flight.end_ns = time.time_ns()
+
+        try:
+            work.get_future().add_done_callback(note)
+        except (RuntimeError, AttributeError):
+            if flight.name == "send":
+                flight.end_ns = time.time_ns()
+            elif work is not None:
+                self._waited.append((work, flight))
+
+    def note_wait_end(self) -> None:
+        """Note the ends of the messages for which this rank has waited."""
+        now_ns = time.time_ns()
+        for work, flight in self._waited:
+            if work.is_completed():
+                flight.end_ns = now_ns
+        self._waited = [pair for pair in self._waited if not pair[1].end_ns]
+
     def _ranks_of(self, group: Any) -> tuple[int, ...]:
         name = group.group_name
         if name not in self._ranks:
             self._ranks[name] = tuple(dist.get_process_group_ranks(group))
         return self._ranks[name]
-
-
-def _call_at_end(work: Any, flight: Flight) -> None:
-    """Note the end of a call: in the thread that completes it, as its wait may come later."""
-
-    def note(_: Any) -> None:
-        flight.end_ns = time.time_ns()
-
-    try:
-        work.get_future().add_done_callback(note)
-    except (RuntimeError, AttributeError):  # a backend without futures: the end of its wait
-        flight.end_ns = 0
 
 
 def _payload_bytes(given: tuple[Any, ...]) -> int:

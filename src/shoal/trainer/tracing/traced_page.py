@@ -11,7 +11,7 @@ ranges of a trace are those moments from which the page counts the seconds of a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +28,13 @@ class TracedPage:
 
     Attributes:
         ranges: in the order of their starts.
+        on_wait_end: called before a wait ends.
         subject: text of the newest record of an fsdp unit's collective; the next call takes it.
     """
 
     def __init__(self, page: Any) -> None:
         self.page, self.ranges, self.subject = page, list[TracedRange](), ""
+        self.on_wait_end: Callable[[], None] = lambda: None
         self._parts: list[TracedRange] = []
         self._waits: list[TracedRange] = []
 
@@ -64,6 +66,7 @@ class TracedPage:
 
     def record_wait_end(self, count: int) -> None:
         """End a wait for `count` collectives."""
+        self.on_wait_end()
         if self._waits:
             self._end(self._waits.pop())
         if self.page is not None:

@@ -2,7 +2,8 @@
 
     compute               the rank does not wait for others; on a GPU: a kernel runs, none of NCCL
     communication alone   it waits, and a collective of its own is under way on all ranks
-    hidden                a collective is under way while the rank computes; part of compute
+    hidden                a collective is under way while the rank computes; part of compute.
+                          Messages between stages are not in it: when they arrive is not known
     idle                  it waits for ranks that have not called yet, or reads data between steps
 
 Compute, communication alone and idle add up to the time from the first traced step's start to the
@@ -64,6 +65,7 @@ def _summarize(trace: RankTrace, joined: dict[CallKey, int]) -> RankSummary:
     steps = join_spans((one.start_ns, one.end_ns) for one in trace.ranges if one.kind == "step")
     wall = steps[-1][1] - steps[0][0]
     between = wall - length(steps)
+    calls = [one for one in trace.flights if one.name not in ("send", "receive")]
     active = join_spans(_active_span(one, joined) for one in trace.flights)
     waits = join_spans((one.start_ns, one.end_ns) for one in trace.ranges if one.kind == "wait")
     kernels, transfers = _kernels(trace)
@@ -74,7 +76,12 @@ def _summarize(trace: RankTrace, joined: dict[CallKey, int]) -> RankSummary:
     else:
         waits, active = overlap(waits, steps), overlap(active, steps)
         alone = length(overlap(waits, active))
-        compute, hidden = length(steps) - length(waits), length(active) - alone
+        # When a message arrives is known only where the rank waits for it.
+        behind = overlap(join_spans(_active_span(one, joined) for one in calls), steps)
+        compute, hidden = (
+            length(steps) - length(waits),
+            length(behind) - length(overlap(behind, waits)),
+        )
     idle = wall - compute - alone
     numbers = (one / 1e9 for one in (wall, compute, alone, idle, hidden, between))
     return RankSummary(trace.rank, *numbers)
