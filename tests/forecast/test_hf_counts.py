@@ -188,11 +188,16 @@ GEMMA3N = {"model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"]
            "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 10}  # fmt: skip
 
 
+MEGATRON = {"model_type": "megatron-bert", "architectures": ["MegatronBertForCausalLM"],
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+            "intermediate_size": 48, "is_decoder": True, "pad_token_id": 0}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "config", [JAMBA, T5, GEMMA3N], ids=lambda config: str(config["model_type"])
+    "config", [JAMBA, T5, GEMMA3N, MEGATRON], ids=lambda config: str(config["model_type"])
 )
 def test_a_class_without_a_row_is_traced(tmp_path: Path, config: dict[str, Any]) -> None:
-    """A hybrid of Mamba, attention and experts; encoder and decoder; shared keys and values."""
+    """A hybrid with experts; encoder and decoder; shared keys and values; one that seeks padding."""
     pytest.importorskip("transformers")
     import hf_counts
 

@@ -42,7 +42,7 @@ from shoal.forecast.machines.cluster_syntax import parse_machines
 from shoal.forecast.models.hf_config import TYPES, VISION, shape_from_config
 from shoal.forecast.models.transformer_costs import transformer_facts
 
-TOKENS = 16
+TOKENS = 64
 """Tokens of a row in a trace."""
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "proof" / "results" / "hf-counts.json"

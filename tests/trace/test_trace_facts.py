@@ -16,6 +16,7 @@ from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
 from shoal.models.resnet import ResNet
+from shoal.trace.costs.gpu_kernels import emulate_attention
 from shoal.trace.costs.traced_facts import trace_facts
 from shoal.trace.isolation.meta_inputs import cast_product_weights
 from shoal.trace.isolation.narrow_blocks import NarrowForward
@@ -451,3 +452,11 @@ assert time.process_time() < 10
 """
     done = programs.run("-c", program, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_attention_of_values_of_another_width_has_their_width() -> None:
+    """As in latent attention: keys with rotary parts are wider than values."""
+    query, key = torch.empty(2, 2, 4, 8, 24, dtype=torch.bfloat16, device="meta").unbind()
+    value = torch.empty(2, 4, 8, 16, dtype=torch.bfloat16, device="meta")
+    assert emulate_attention(query, key, value, is_causal=True).shape == (2, 4, 8, 16)
+    assert emulate_attention(query, key, key, is_causal=True).shape == (2, 4, 8, 24)

@@ -75,6 +75,8 @@ def trace_config_json(
     _note_other_parts(name, notes)
     ids = torch.zeros(2, sequence, dtype=torch.int64)
     several = model.config.is_encoder_decoder
+    for part in (model.config, model.config.get_text_config()):
+        part.pad_token_id = None  # else a model looks for padding, in ids that have no values here
     if config.tune.adapter != "none":
         with torch.device("meta"):
             model = add_adapters(model, config.tune, name)

@@ -123,7 +123,8 @@ def emulate_attention(
     lead = query.shape[:-3]
     if query.dim() != 4:  # kernels read [batch, heads, seq, head_dim]
         query, key, value = (t.reshape(-1, *t.shape[-3:]) for t in (query, key, value))
-    if attn_mask is None and query.dtype in HALF:
+    alike = query.shape[-1] == value.shape[-1]  # the flash kernel has one width for all three
+    if attn_mask is None and query.dtype in HALF and alike:
         op = torch.ops.aten._scaled_dot_product_flash_attention
         mixed = op(query, key, value, dropout_p, is_causal, scale=scale)[0]
     else:
