@@ -334,7 +334,7 @@ def test_the_simulated_device_is_small() -> None:
 
 NEIGHBOURS = ROOT / "src" / "shoal" / "neighbours"
 FACADES = ("deepspeed", "lightning", "accelerate")
-"""Of at most 720 logical lines each (decision 33)."""
+"""Of at most 750 logical lines each (decision 53)."""
 READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py")  # in configs/
 """What a configuration means, which `shoal config import` reads without torch: no facade."""
 
@@ -342,7 +342,7 @@ READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py") 
 @pytest.mark.parametrize("library", FACADES)
 def test_a_facade_is_small(library: str) -> None:
     paths = [*NEIGHBOURS.glob(f"{library}.py"), *NEIGHBOURS.glob(f"{library}_*.py")]
-    assert 200 < sum(map(lines_of_code, paths)) <= 720
+    assert 200 < sum(map(lines_of_code, paths)) <= 750
     others = [path for path in NEIGHBOURS.glob("*.py") if path.name.split("_")[0] not in FACADES]
     named = [path for path in others if path.stem not in FACADES and library in names_in(path)]
     assert not named, "nothing of a library's own in what all share"
@@ -354,7 +354,7 @@ def test_readers_and_what_facades_share_are_small() -> None:
         assert sum(map(lines_of_code, own)) <= 320
     libraries = (*FACADES, "flower")  # whose facade is one small file
     shared = [p for p in NEIGHBOURS.rglob("*.py") if p.stem.split("_")[0] not in libraries]
-    assert 400 < sum(map(lines_of_code, shared)) <= 840
+    assert 400 < sum(map(lines_of_code, shared)) <= 960
 
 
 def names_in(path: Path) -> set[str]:

@@ -5,6 +5,7 @@ import shoal
 import shoal.neighbours.accelerate  # noqa: F401  # its import is its effect
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from accelerate.utils import (
     broadcast_object_list,
     set_seed,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 ROWS = torch.arange(22.0)[:, None] / 10
@@ -56,7 +58,7 @@ def local_sgd(accelerator, rank, size, made):
     assert len(set(accelerator.gather(model.weight.detach()).flatten().tolist())) == 1
     refuses = pytest.raises(shoal.ConfigError, match="not answered by Shoal; try: accelerator")
     with refuses:
-        accelerator.register_save_state_pre_hook(print)
+        accelerator.GeneralTracker()
 
 
 def even(models):
@@ -153,6 +155,70 @@ def mode(accelerator):
     assert torch.equal(model(ones), model(ones))
 
 
+def statistics(rank):
+    """Running statistics are each pass's and rank's, and broadcast as DDP does, to the bit."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    set_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.BatchNorm1d(3))
+    theirs = DistributedDataParallel(copy.deepcopy(model))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for step in range(6):
+        batch = ROWS[3 * step + rank : 3 * step + rank + 3]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        with nullcontext() if step % 2 else theirs.no_sync():
+            (theirs(batch).square().sum() / 2).backward()
+        if step % 2:
+            other.step()
+            other.zero_grad()
+        if step == 3:
+            for one in (model, theirs):
+                one.eval()
+                with torch.no_grad():
+                    one(batch)
+                one.train()
+        found = dict(model.module.named_buffers())
+        for name, wanted in theirs.module.named_buffers():
+            assert torch.equal(found[name], wanted), (step, name)
+    first = accelerator.gather(theirs.module[1].running_mean[None])
+    assert not torch.equal(first[0], first[1]), "else this test sees nothing"
+    state = model.state_dict()
+    assert sorted(state)[0] == "module.0.bias", "names as DDP's"
+    seen = []
+    hook = accelerator.register_save_state_pre_hook(lambda *told: seen.append(told))
+    accelerator.save_state("hooked")
+    hook.remove()
+    accelerator.register_load_state_pre_hook(lambda *told: seen.append(told))
+    accelerator.load_state("hooked")
+    (models, (whole,), folder), loaded = seen
+    assert (models[0] is model, len(whole), folder) == (True, 7, "hooked")
+    assert (loaded[0][0] is model, loaded[1]) == (True, "hooked")
+    model.load_state_dict(state)
+    model.load_state_dict(model.module.state_dict())
+
+
+def two_models(rank):
+    """One loss of two prepared models: the gradient reaches both, as in a GAN."""
+    accelerator = Accelerator()
+    set_seed(0)
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+    theirs = copy.deepcopy(models)
+    made = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    first, second, *optimizers = accelerator.prepare(*models, *made)
+    batch = torch.arange(4.0).reshape(2, 2) + rank
+    accelerator.backward(second(first(batch)).square().mean())
+    for one in optimizers:
+        one.step()
+    whole = torch.cat([torch.arange(4.0).reshape(2, 2) + one for one in (0, 1)])
+    theirs[1](theirs[0](whole)).square().mean().backward()
+    for one, other in zip((first, second), theirs, strict=True):
+        wanted = other.weight - 0.1 * other.weight.grad
+        assert torch.allclose(one.module.weight, wanted, atol=1e-6)
+
+
 def main():
     accelerator = Accelerator(dynamo_backend="no")
     rank, size = accelerator.process_index, accelerator.num_processes
@@ -162,6 +228,8 @@ def main():
     what_they_tell(accelerator, rank)
     names(rank)
     mode(accelerator)
+    statistics(rank)
+    two_models(rank)
 
 
 main()

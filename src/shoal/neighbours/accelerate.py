@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, product
 from logging import LoggerAdapter, getLogger  # `accelerate.logging` takes the module's name
@@ -23,12 +24,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, shorten
 from shoal.fabric import start_world
 from shoal.neighbours import (
     module_stand_in,
-    trackers,
     without_cuda,  # noqa: F401  # its import is its effect
 )
 from shoal.neighbours.accelerate_data import (
@@ -59,8 +60,9 @@ from shoal.neighbours.accelerate_state import (
 )
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
 from shoal.neighbours.configs.accelerate_config import PRECISIONS
-from shoal.neighbours.final_saves import safetensors_path, write_tensors
 from shoal.neighbours.library_loop import LibraryLoop, start_library_run
+from shoal.neighbours.outputs import trackers
+from shoal.neighbours.outputs.final_saves import write_pickle, write_tensors
 
 __version__ = "1.15.0"
 
@@ -110,6 +112,7 @@ class Accelerator(PartialState, ArgumentSettings):
         self.state = self.gradient_state = self
         self.sync_gradients, self.triggered, self.told = True, False, set[str]()
         self.custom: list[Any] = []
+        self.saving, self.loading = OrderedDict[int, Any](), OrderedDict[int, Any]()
         self.trackers: list[Any] = []
         self.free_memory()
         handlers = self.kwargs_handlers or []
@@ -164,7 +167,7 @@ class Accelerator(PartialState, ArgumentSettings):
                 model.module = run.model
                 near = "accelerator.prepare(dataloader)"
                 check = EqualBatchesCheck(run, near, lambda: bool(self.loaders))
-                one.loop = model.loop = LibraryLoop(run, check)
+                one.loop = model.loop = LibraryLoop(run, check, broadcasts=not self.by_fsdp)
                 report_saves(run, self)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
@@ -172,26 +175,30 @@ class Accelerator(PartialState, ArgumentSettings):
         begun = [one.loop for one in self.models if one.loop and one.loop.begun]
         if not begun:
             raise ConfigError("accelerator.backward: no model of accelerator.prepare was called")
-        if len(begun) > 1:
-            raise ConfigError(
-                "accelerator.backward: one loss of two prepared models: their runs cannot tell "
-                "whose pass it is; try: both in one nn.ModuleList, prepared with one optimizer"
-            )
+        waiting = [one for one in begun if one.awaits_backward] or begun[:1]
         share = 1.0 / self.gradient_accumulation_steps
-        begun[0].backward(loss, share=share, last=False, **named)  # another may come
+        # Another may come, and the loss may be made by several models: a GAN's.
+        waiting[0].backward(loss, share=share, last=False, others=waiting[1:], **named)
 
     @contextmanager
-    def accumulate(self, *_models: Any) -> Iterator[None]:
+    def accumulate(self, *models: Any) -> Iterator[None]:
         """Enclose a micro-batch: sum gradients over ranks in every n-th, and in a loader's last."""
         if self.sync_with_dataloader and self.end_of_dataloader:
             self.step, self.sync_gradients = 0, True
         else:
             self.step += 1
             self.sync_gradients = self.step % self.gradient_accumulation_steps == 0
-        yield
+        with ExitStack() as stack:
+            for one in () if self.sync_gradients else models:
+                stack.enter_context(self.no_sync(one))
+            yield
 
-    no_sync = trigger_sync_in_backward = nullcontext
-    """Context of passes whose gradients need no all-reduce yet; the update reduces them."""
+    @staticmethod
+    def no_sync(model: Any) -> Any:
+        """Enclose passes whose gradients need no all-reduce yet; the update reduces them."""
+        return getattr(model, "no_sync", nullcontext)()
+
+    trigger_sync_in_backward = nullcontext
 
     def join_uneven_inputs(self, _joinables: Any, even_batches: bool | None = None) -> Any:
         """Enclose steps of equally many batches on each process.
@@ -288,7 +295,7 @@ class Accelerator(PartialState, ArgumentSettings):
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole model's tensors, on every rank; every rank must call it."""
         if isinstance(model, PreparedModel) and model.loop is not None:
-            return model.loop.run.state_dict()
+            return model.loop.state_dict()
         return dict(model.state_dict())
 
     def autocast(self, *_args: Any, **_named: Any) -> Any:
@@ -352,15 +359,32 @@ class Accelerator(PartialState, ArgumentSettings):
             told.iteration = self.world.broadcast_json(number)
             folder = place / f"checkpoint_{told.iteration}"
             told.iteration += 1
+        weights = [one.loop.state_dict() for one in self.models if one.loop] if self.saving else []
+        if self.saving and self.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        for hook in self.saving.values():
+            hook(list(self.models), weights, str(folder))
         draws = self.world.gather_json(encode_state(torch.get_rng_state()))
         extra = {"kept": self._list_stateful(), "step": self.step, "draws": draws}
         saved = [
-            loop.run.save(folder / f"model_{number}", extra=extra)
+            loop.save(folder / f"model_{number}", extra=extra)
             for number, loop in enumerate(self._loops())
         ]
         if limit is not None and None not in saved and self.is_main_process:
             delete_old_states(place, limit)
         return str(folder)
+
+    def register_save_state_pre_hook(self, hook: Any) -> RemovableHandle:
+        """Call `hook(models, weights, folder)` on every rank before `save_state` writes."""
+        handle = RemovableHandle(self.saving)
+        self.saving[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Any) -> RemovableHandle:
+        """Call `hook(models, folder)` on every rank before `load_state` reads."""
+        handle = RemovableHandle(self.loading)
+        self.loading[handle.id] = hook
+        return handle
 
     def _numbered_folder(self) -> Path:
         """Return the folder of numbered states."""
@@ -379,6 +403,8 @@ class Accelerator(PartialState, ArgumentSettings):
                 self._numbered_folder()
                 / f"checkpoint_{max(list_state_numbers(self._numbered_folder()), default=0)}"
             )
+        for hook in self.loading.values():
+            hook(list(self.models), str(folder))
         for place, loop in enumerate(self._loops()):
             if not loop.run.restore(folder / f"model_{place}"):
                 near = f"; try: {there}" if (there := find_nearest_state(folder)) else ""
@@ -443,13 +469,34 @@ class Accelerator(PartialState, ArgumentSettings):
             seen.export_chrome_trace(str(Path(folder) / f"profile_{self.process_index}.json"))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object's tensors as safetensors, from the first process."""
-        if self.is_main_process:
-            write_tensors(Path(f) if safe_serialization else safetensors_path(f), obj)
+        """Write an object from the first process: its tensors and plain values, as a pickle.
 
-    def save_model(self, model: Any, save_directory: Any, *_how: Any, **_named: Any) -> None:
-        """Write a model's weights as `model.safetensors`; every rank must call it."""
-        self.save(self.get_state_dict(model), Path(save_directory) / "model.safetensors")
+        Args:
+            obj: a state dict, or dicts and lists of tensors and plain values.
+            f: path of the file.
+            safe_serialization: write safetensors.
+        """
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            write_tensors(Path(f), obj)
+        elif lacks := write_pickle(Path(f), obj):
+            self._print_once(
+                f"save: left out of {f}, since a pickle of Shoal's holds tensors and plain values "
+                f"alone: {shorten(', '.join(lacks))}"
+            )
+
+    def save_model(
+        self,
+        model: Any,
+        save_directory: Any,
+        max_shard_size: Any = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as `model.safetensors` or `pytorch_model.bin`, on every rank."""
+        name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+        state = self.get_state_dict(model)
+        self.save(state, Path(save_directory) / name, safe_serialization)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours import final_saves
-from shoal.neighbours.final_saves import SourceCall
 from shoal.neighbours.library_loop import LibraryLoop, LocalLoop, ModelWrapper
+from shoal.neighbours.outputs import final_saves
+from shoal.neighbours.outputs.final_saves import SourceCall
 from shoal.trainer.run import Run
 
 
@@ -24,10 +24,20 @@ class PreparedModel(ModelWrapper):
 
     def __init__(self, module: nn.Module, accelerator: Any) -> None:
         super().__init__(module.to(accelerator.device))
+        self.is_ddp = accelerator.use_distributed and not accelerator.by_fsdp
 
     def state_dict(self, *args: Any, **named: Any) -> Any:
-        """Return the state dict of the user's module."""
+        """Return the module's state dict; under DDP its names begin with `module.`."""
+        if self.is_ddp:
+            return super().state_dict(*args, **named)
         return self.module.state_dict(*args, **named)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **named: Any) -> Any:
+        """Load a state dict of the module or of this wrapper."""
+        known = self.module.state_dict(keep_vars=True)
+        if not known.keys() & state_dict.keys():
+            state_dict = {k.removeprefix("module."): one for k, one in state_dict.items()}
+        return self.module.load_state_dict(state_dict, *args, **named)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -150,10 +160,6 @@ def report_saves(run: Run, accelerator: Any) -> None:
     def rule(call: SourceCall) -> str:
         if call.of not in holders:
             return ""
-        if call.name == "save" and call.argument("safe_serialization", 2) != "True":
-            return final_saves.describe_replacement(call.argument("f", 1))
-        if call.name == "save_model" and call.argument("safe_serialization", 3) == "False":
-            return final_saves.describe_replacement("'pytorch_model.bin'")
         return final_saves.refused_call(accelerator, call.name)
 
     rules: list[final_saves.Rule] = [rule]

@@ -222,7 +222,6 @@ NEAREST = {
     "TorchDynamoPlugin": COMPILED,
     "prepare_pippy": 'shoal.parallelize(…, layout="pp", sample=…)',
     "notebook_launcher": "shoal run --as accelerate --processes N -- script.py",
-    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object)",
     "GeneralTracker": "accelerator.log(values, step=…)",
 }
 """Last names of refused objects → the nearest replacement."""

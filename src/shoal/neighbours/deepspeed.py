@@ -12,7 +12,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from shoal.neighbours import without_cuda as without_cuda
 from shoal.neighbours.configs.deepspeed_config import read
 from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, DeepSpeedSchedule
 from shoal.neighbours.configs.written_config import load_written, read_table
-from shoal.neighbours.deepspeed_checkpoints import SAVES, read_whole
+from shoal.neighbours.deepspeed_checkpoints import read_whole
 from shoal.neighbours.deepspeed_engine import Engine, installed_version
-from shoal.neighbours.final_saves import save_and_refuse, write_tensors
+from shoal.neighbours.deepspeed_gathering import gather_parameters
+from shoal.neighbours.outputs.final_saves import write_pickle, write_tensors
 
 __version__ = installed_version() or "0.19.8"
 logger = logging.getLogger("DeepSpeed")
@@ -134,20 +135,19 @@ def _force_fp32(make: Any) -> Any:
 
 
 @contextmanager
-def _gathered(params: Any, *_how: Any, **_named: Any) -> Iterator[None]:
-    """Serve `zero.GatheredParameters` where weights are whole; refuse the shards of stage 3."""
-    held = [params] if isinstance(params, torch.Tensor) else list(params)
-    if any(hasattr(one, "device_mesh") for one in held):
-        failure = ConfigError(
-            "zero.GatheredParameters: after initialize a rank holds parts of stage 3's weights; "
-            "try: before initialize, or engine.module_state_dict() to read them"
-        )
-        wanted = {id(one) for one in held}
+def _gathered(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """Serve `zero.GatheredParameters`: whole weights of stage 3; the other stages have them."""
+    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+    held: list[Any] = [one for one in listed if enabled and hasattr(one, "device_mesh")]
+    with ExitStack() as stack:
         for run in [engine.run for engine in deepspeed_engine.live_engines()]:
-            if not wanted.isdisjoint(map(id, run.model.parameters())):
-                save_and_refuse(run, failure, SAVES)
-        raise failure
-    yield
+            known = set(map(id, run.model.parameters()))
+            own = [one for one in held if id(one) in known]
+            if own:
+                stack.enter_context(gather_parameters(own, run, modifier_rank))
+        yield
 
 
 class RepeatingLoader:
@@ -283,10 +283,20 @@ def _load_fp32(model: torch.nn.Module, checkpoint_dir: Any, tag: Any = None) -> 
     return model
 
 
-def _convert(checkpoint_dir: Any, output_dir: Any, *_how: Any, **named: Any) -> None:
-    """Serve `convert_zero_checkpoint_to_fp32_state_dict`: write output_dir/model.safetensors."""
-    state = _zero_to_fp32(checkpoint_dir, named.get("tag"))
-    write_tensors(Path(output_dir) / "model.safetensors", state)
+def _convert(
+    checkpoint_dir: Any,
+    output_dir: Any,
+    max_shard_size: Any = None,
+    safe_serialization: bool = False,
+    tag: Any = None,
+    **_how: Any,
+) -> None:
+    """Serve `convert_zero_checkpoint_to_fp32_state_dict`: write one file in `output_dir`."""
+    state = _zero_to_fp32(checkpoint_dir, tag)
+    if safe_serialization:
+        write_tensors(Path(output_dir) / "model.safetensors", state)
+    else:
+        write_pickle(Path(output_dir) / "pytorch_model.bin", state)
 
 
 def _local_rank() -> int:

@@ -1,10 +1,10 @@
 """Tags and the file `latest` of DeepSpeed, for checkpoints in a run folder of Shoal's.
 
-    DIR/latest                          the tag that `load_checkpoint(DIR)` takes
-    DIR/checkpoints/step-N              of the tag global_stepN
-    DIR/tags/TAG/checkpoints/step-N     of any other tag, its last one
+    DIR/latest                     the tag that `load_checkpoint(DIR)` takes
+    DIR/TAG/checkpoints/step-N     of a tag, its last one; a script may delete DIR/TAG
 
-All ranks take one tag: ranks list their own disks, since nodes may not share one, and the
+Older folders of Shoal have DIR/checkpoints/step-N (of global_stepN) and DIR/tags/TAG. All ranks
+take one tag: ranks list their own disks, since nodes may not share one, and the
 first `latest` counts for all. Source: deepspeed/runtime/engine.py, 0.19.8.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ from shoal.checkpoint.export.export_file import select_tensors
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.checkpoint.load.read import load_from
 from shoal.fabric import World
-from shoal.neighbours import final_saves
-from shoal.neighbours.final_saves import SourceCall
+from shoal.neighbours.outputs import final_saves
+from shoal.neighbours.outputs.final_saves import SourceCall
 from shoal.trainer.restore_weights import restore_weights
 from shoal.trainer.run import Run
 from shoal.trainer.run_folder.extra_state import MOST_BYTES, decode_value, encode_value
@@ -76,6 +77,15 @@ def folder_name(tag: str) -> str:
     if plain == tag:
         return tag
     return f"{plain}-{hashlib.sha256(tag.encode()).hexdigest()[:8]}".strip("-")
+
+
+def keep_one_step(run: Run, saved: Path) -> None:
+    """Delete the other steps of a saved tag's folder; every rank calls it."""
+    if run.world.writes_files:
+        for other in saved.parent.glob("step-*"):
+            if other.name != saved.name:
+                shutil.rmtree(other, ignore_errors=True)
+    run.world.barrier()
 
 
 def write_latest(run: Run, folder: Path, tag: str) -> None:
@@ -128,8 +138,11 @@ def read_latest(folder: Path) -> str | None:
 
 def list_tags(folder: Path) -> list[str]:
     """List the tags of a folder as this rank's disk has them, oldest steps first."""
-    plain = [f"global_step{step}" for step in list_saved_steps(folder)]
-    return plain + sorted(path.parent.name for path in folder.glob("tags/*/checkpoints"))
+    plain = {f"global_step{step}": step for step in list_saved_steps(folder)}
+    for place in (*folder.glob("tags/*"), *folder.glob("*")):
+        if place.name != "tags" and (steps := list_saved_steps(place)):
+            plain[place.name] = steps[-1]
+    return sorted(plain, key=lambda tag: (plain[tag], tag))
 
 
 def gather_tags(world: World, folder: Path) -> list[str]:
@@ -153,10 +166,12 @@ def find_checkpoint(
         ConfigError: there is none; the line lists the tags, also those that DeepSpeed wrote.
     """
     name, step = folder_name(tag), STEP_TAG.fullmatch(tag)
-    if step and tag in tags:
-        return TagCheckpoint(folder, int(step[1]))
     if name in tags:
-        return TagCheckpoint(folder / "tags" / name, None)
+        places = (folder / name, folder / "tags" / name)
+        found = next((place for place in places if (place / "checkpoints").is_dir()), None)
+        if found is None and step:
+            return TagCheckpoint(folder, int(step[1]))
+        return TagCheckpoint(found or places[0], None)
     if any((folder / tag).glob("*model_states.pt")):
         raise ConfigError(
             f"{call}: {folder / tag} was written by DeepSpeed, in pickles; try: "
@@ -235,33 +250,48 @@ TENSOR, NAMESPACE = "shoal.tensor", "shoal.namespace"
 """Keys of the JSON for a tensor, for a namespace."""
 
 
-def load_whole(run: Run, place: TagCheckpoint, *, fall_back: bool, strict: bool) -> None:
-    """Restore everything of a checkpoint.
+def list_older(place: TagCheckpoint, folder: Path, tags: Sequence[str]) -> list[TagCheckpoint]:
+    """List the other checkpoints of a folder that are no newer than a tag's, newest first."""
+    found = [find_checkpoint(folder, tag, tags) for tag in tags]
+    newest = _step_of(place)
+    older = [one for one in found if one != place and _step_of(one) <= newest]
+    return sorted(older, key=_step_of, reverse=True)
+
+
+def _step_of(place: TagCheckpoint) -> int:
+    if place.step is not None:
+        return place.step
+    return max(list_saved_steps(place.folder), default=-1)
+
+
+def load_whole(run: Run, places: Sequence[TagCheckpoint], *, strict: bool) -> None:
+    """Restore everything of a checkpoint; if it is damaged, of the next one.
 
     Args:
         run: the run.
-        place: of the checkpoint.
-        fall_back: the script named no tag: if the newest checkpoint is damaged, take an older one.
+        places: of the checkpoint, and those that may take its place.
         strict: as `load_checkpoint`'s load_module_strict.
 
     Raises:
-        ConfigError: the checkpoint is not there any more, or the names of its tensors differ where
+        ConfigError: no checkpoint is there any more, or the names of its tensors differ where
             that was allowed: an optimizer's state belongs to all of them.
     """
-    steps = run.world.gather_json(list_saved_steps(place.folder))
-    newest = max((step for rank in steps for step in rank), default=None)
-    step = None if fall_back and place.step == newest else place.step
-    try:
-        found = run.restore(place.folder, step=step)
-    except CheckpointError as failure:
-        if strict or "only in" not in str(failure):
-            raise
-        raise ConfigError(
-            f"load_checkpoint: load_module_strict=False: {failure}; try: load_module_only=True, "
-            f"since the optimizer's states belong to the model as it was"
-        ) from None
-    if not found:
-        raise ConfigError(f"load_checkpoint: {place.folder} holds no complete checkpoint")
+    known = run.world.broadcast_json([[str(one.folder), one.step] for one in places])
+    for number, (folder, step) in enumerate(known):
+        try:
+            if run.restore(folder, step=step):
+                return
+        except CheckpointError as failure:
+            if not strict and "only in" in str(failure):
+                raise ConfigError(
+                    f"load_checkpoint: load_module_strict=False: {failure}; try: "
+                    f"load_module_only=True, since the optimizer's states belong to the model as "
+                    f"it was"
+                ) from None
+            if "only in" in str(failure) or number == len(known) - 1:
+                raise
+            run.recorder.notice(f"deepspeed: load_checkpoint: {failure}; an older one is loaded")
+    raise ConfigError(f"load_checkpoint: {known[0][0]} holds no complete checkpoint")
 
 
 def load_weights(run: Run, place: TagCheckpoint, *, strict: bool) -> dict[str, Any]:
@@ -307,33 +337,15 @@ def report_saves(run: Run, engine: Any) -> None:
     source = final_saves.read_source()
     engines = {name for name, made in source.makers.items() if made & MAKERS}
 
-    def writes_safetensors(call: SourceCall) -> str:
-        if call.is_method and call.name in ("save_16bit_model", "save_fp16_model"):
-            asked = call.argument("save_filename", 1) or "'pytorch_model.bin'"
-            return final_saves.describe_replacement(asked)
-        safely = call.words.get("safe_serialization") == "True"
-        if call.name.startswith("convert_zero_checkpoint_to_") and not safely:
-            return final_saves.describe_replacement("'pytorch_model.bin'")
-        return ""
-
     def is_missing(call: SourceCall) -> str:
         if call.of not in engines or hasattr(engine, call.name):
             return ""
         return final_saves.refused_call(engine, call.name)
 
-    rules: list[final_saves.Rule] = [writes_safetensors, is_missing]
-    if run.plan.layout.zero == 3:
-        rules += [final_saves.sharded_save_rule(SAVES), _gathers]
+    rules: list[final_saves.Rule] = [is_missing]
+    if run.plan.layout.zero == 3 and not any(c.name == "GatheredParameters" for c in source.calls):
+        rules.append(final_saves.sharded_save_rule(SAVES))
     final_saves.report_final_saves(run, source.after("initialize"), rules)
-
-
-def _gathers(call: SourceCall) -> str:
-    if call.name != "GatheredParameters":
-        return ""
-    return (
-        f"is refused under ZeRO stage 3 after initialize; where all ranks come to it a checkpoint "
-        f"is written instead; try: {SAVES}"
-    )
 
 
 SAVES = "engine.save_16bit_model(folder), or engine.module_state_dict() on every rank"

@@ -24,11 +24,12 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.fabric import World, start_world
 from shoal.neighbours import deepspeed_checkpoints as checkpoints
-from shoal.neighbours import final_saves, module_stand_in
+from shoal.neighbours import module_stand_in
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
 from shoal.neighbours.configs.deepspeed_config import DeepSpeedSettings, LossScaleSettings, read
 from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, DeepSpeedSchedule
 from shoal.neighbours.library_loop import LibraryLoop, ModelWrapper, start_library_run
+from shoal.neighbours.outputs import final_saves
 from shoal.trainer.run import Run
 from shoal.trainer.step import loss_scale
 from shoal.trainer.step.optimizer_step import StepTotals, UpdateResult
@@ -345,7 +346,7 @@ class Engine(ModelWrapper):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the whole model's tensors by name, on every rank; every rank must call it."""
-        told = self.run.state_dict()
+        told = self.loop.state_dict()
         frozen = self.run.program.frozen if exclude_frozen_parameters else {}
         return {name: value for name, value in told.items() if name not in frozen}
 
@@ -380,12 +381,12 @@ class Engine(ModelWrapper):
             "save_latest": save_latest,
         }
         named = checkpoints.agree_on_tag(self.run, named, "save_checkpoint")
-        plain = named == f"global_step{self.global_steps}"
-        own = "" if plain else checkpoints.folder_name(named)
-        saved = self.run.save(folder, extra=extra, tag=own) is not None
-        if saved and save_latest:
-            checkpoints.write_latest(self.run, folder, named)
-        return saved
+        saved = self.loop.save(folder / checkpoints.folder_name(named), extra=extra)
+        if saved is not None:
+            checkpoints.keep_one_step(self.run, saved)
+            if save_latest:
+                checkpoints.write_latest(self.run, folder, named)
+        return saved is not None
 
     def load_checkpoint(
         self,
@@ -435,7 +436,8 @@ class Engine(ModelWrapper):
             if not load_module_only:
                 run.step_count = extra["step"]
         else:
-            checkpoints.load_whole(run, place, fall_back=tag is None, strict=load_module_strict)
+            older = checkpoints.list_older(place, folder, there) if tag is None else []
+            checkpoints.load_whole(run, [place, *older], strict=load_module_strict)
             extra = run.extra
         if not load_module_only:
             self.micro_steps = extra["micro_steps"]
@@ -456,20 +458,21 @@ class Engine(ModelWrapper):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model's weights as safetensors; every rank must call it.
+        """Write the whole model's weights, a pickle of tensors; every rank must call it.
 
         Args:
             save_dir: made where it is missing.
-            save_filename: a pickle's name becomes one of safetensors: model.safetensors.
+            save_filename: `.safetensors` at its end writes that format.
             exclude_frozen_parameters: leave these out.
 
         Returns:
             True: unlike DeepSpeed's, stage 3 needs no key for it.
         """
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        path = final_saves.safetensors_path(Path(save_dir) / save_filename)
+        path = Path(save_dir) / save_filename
         if self.run.world.is_first:
-            final_saves.write_tensors(path, state)
+            is_safe = path.suffix == ".safetensors"
+            (final_saves.write_tensors if is_safe else final_saves.write_pickle)(path, state)
         self.run.world.barrier()
         return True
 

@@ -5,8 +5,9 @@ Layouts that support such a loop hold the whole model in every forward pass: ddp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
-from shoal.neighbours.final_saves import rescue_refused_saves
+from shoal.neighbours.outputs.final_saves import rescue_refused_saves
+from shoal.neighbours.rank_buffers import RankBuffers
+from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.full_state_dict import GIVE_COPIES
-from shoal.trainer.parallelize import describe_run, parallelize
 from shoal.trainer.passes.free_passes import FreePasses
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import StepResult
@@ -35,8 +37,9 @@ def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: An
         saves: the loop's call that saves whole weights, for the line that refuses another.
     """
     trains = model.training
-    run = parallelize(model, optimizer, **how)
-    run.recorder.warn(f"{describe_run(run)}; batches are those of the script's loaders")
+    run = parallelizing.parallelize(model, optimizer, **how)
+    described = parallelizing.describe_run(run)
+    run.recorder.warn(f"{described}; batches are those of the script's loaders")
     if not trains:
         run.model.eval()
     if run.plan.layout.zero == 3:
@@ -49,13 +52,24 @@ def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: An
 class LibraryLoop:
     """Steps of a run, driven pass by pass from a foreign loop.
 
+    Args:
+        run: the run.
+        check: the comparison of the first steps' batches.
+        broadcasts: the library broadcasts buffers as DDP does (`rank_buffers.py`).
+
     Attributes:
         last: result of the last update; None before the first.
+        buffers: None under `--exact`, where a run's own rules hold.
     """
 
-    def __init__(self, run: Run, check: EqualBatchesCheck | None = None) -> None:
+    def __init__(
+        self, run: Run, check: EqualBatchesCheck | None = None, *, broadcasts: bool = False
+    ) -> None:
         self.run, self.check = run, check
         self.last: StepResult | None = None
+        self.buffers: RankBuffers | None = None
+        if count_of is None and next(run.model.buffers(), None) is not None:
+            self.buffers = RankBuffers(run, broadcasts=broadcasts)
 
     @property
     def passes(self) -> FreePasses | None:
@@ -77,19 +91,67 @@ class LibraryLoop:
         """Run the model; in training, as a pass of the step under way."""
         if self.check is not None and self.run.model.training and torch.is_grad_enabled():
             self.check.add([inputs, named])
+        if self.buffers is not None:
+            self.buffers.enter_pass()
         return self._passes().forward(*inputs, **named)
 
+    @contextmanager
+    def before_last_pass(self) -> Iterator[None]:
+        """Enclose a pass that is not its step's last one, as DDP's `no_sync`."""
+        if self.buffers is not None:
+            self.buffers.last = False
+        try:
+            yield
+        finally:
+            if self.buffers is not None:
+                self.buffers.last = True
+
+    def save(self, folder: Path, *, extra: Mapping[str, Any]) -> Path | None:
+        """Write a checkpoint with rank 0's buffers, as `Run.save`."""
+        with self._saved_buffers():
+            return self.run.save(folder, extra=extra)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the whole model's tensors on every rank, with rank 0's buffers."""
+        with self._saved_buffers():
+            return self.run.state_dict()
+
+    def _saved_buffers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.buffers is None else self.buffers.as_on_first_rank()
+
     def backward(
-        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+        self,
+        loss: torch.Tensor,
+        *,
+        share: float,
+        last: bool,
+        retain_graph: bool = False,
+        others: Sequence[LibraryLoop] = (),
     ) -> None:
-        """Add the gradients of `share` of a loss; `last`: this step's last pass."""
+        """Add the gradients of `share` of a loss.
+
+        Args:
+            loss: a scalar.
+            share: factor of the loss.
+            last: this is the step's last pass.
+            retain_graph: as in `torch.Tensor.backward`.
+            others: loops whose models may have made the loss, too.
+        """
         count = count_of(loss) if count_of and isinstance(loss, torch.Tensor) else None
+        told = [one.passes for one in others if one.passes is not None]
         passes = self._passes()
-        passes.backward(loss, share=share, last=last, retain_graph=retain_graph, count=count)
+        with ExitStack() as stack:
+            for one in (self, *others):
+                stack.enter_context(one.run.meeting.hide_views())
+            passes.backward(
+                loss, share=share, last=last, retain_graph=retain_graph, count=count, others=told
+            )
 
     def norm(self) -> float:
         """All-reduce gradients; return the norm of the mean gradient. Every rank calls it."""
-        tally = self._passes().finish()
+        passes = self._passes()
+        with self.run.meeting.hide_views():
+            tally = passes.finish()
         return tally.norm / (tally.count * self.run.scale)
 
     def clip(self, norm: float) -> None:
@@ -127,12 +189,13 @@ class ModelWrapper(nn.Module):
         loop: the loop whose pass a call is; None: without training.
     """
 
-    no_sync = nullcontext
-    """Context of passes whose gradients need no all-reduce yet; the update reduces them."""
-
     def __init__(self, module: nn.Module, loop: LibraryLoop | None = None) -> None:
         super().__init__()
         self.module, self.loop = module, loop
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Enclose passes whose gradients need no all-reduce yet; the update reduces them."""
+        return nullcontext() if self.loop is None else self.loop.before_last_pass()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -179,7 +242,13 @@ class LocalLoop(LibraryLoop):
         return self.run.model(*inputs, **named)
 
     def backward(
-        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+        self,
+        loss: torch.Tensor,
+        *,
+        share: float,
+        last: bool,
+        retain_graph: bool = False,
+        others: Sequence[LibraryLoop] = (),
     ) -> None:
         """Add the gradients of `share` of a loss to this rank's own."""
         torch.autograd.backward(loss * share, retain_graph=retain_graph)

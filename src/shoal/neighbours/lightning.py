@@ -16,7 +16,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
@@ -29,7 +29,7 @@ from shoal.base.errors import ConfigError, nearest_word
 from shoal.base.layouts.policies import POLICIES
 from shoal.fabric import World, start_world
 from shoal.neighbours.library_loop import LibraryLoop
-from shoal.trainer.parallelize import parallelize
+from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.state.run_state import OPTIMIZER, collect_run_state
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -137,7 +137,13 @@ class _StrategyMethods:
                 "configure_optimizers: no optimizer that steps a weight; try: one, over "
                 "self.parameters()"
             )
+        thaws = any(_is_finetuning(one) for one in trainer.callbacks)
+        frozen = [one for one in module.parameters() if thaws and not one.requires_grad]
+        for one in frozen:  # the callback thaws them in mid-training: their gradients are summed
+            one.requires_grad_(True)
         self._start_run(optimizers[0], compute, states)
+        for one in frozen:
+            one.requires_grad_(False)
 
     def _start_run(self, optimizer: torch.optim.Optimizer, compute: str, states: Any) -> None:
         carrier = MethodWrapper(self.lightning_module)
@@ -146,7 +152,7 @@ class _StrategyMethods:
         names = {id(one): name for name, one in carrier.named_parameters()}
         groups = optimizer.param_groups
         self._names = [[names[id(one)] for one in group["params"]] for group in groups]
-        run = parallelize(
+        run = parallelizing.parallelize(
             carrier,
             optimizer,
             layout=self.layout if self._world().size > 1 else "single",
@@ -159,7 +165,9 @@ class _StrategyMethods:
         vars(plugin)["clip_gradients"] = self._clip
         if hasattr(plugin, "scaler"):
             plugin.scaler = None  # the run scales the loss
-        self.carrier, self.loop = carrier, LibraryLoop(run)
+        # As DDP does, which the numbers are those of; FSDP broadcasts no buffers.
+        self.carrier = carrier
+        self.loop = LibraryLoop(run, broadcasts=run.plan.layout.zero < 3)
 
     def _world(self) -> World:
         if self.world is None:
@@ -198,6 +206,8 @@ class _StrategyMethods:
             return getattr(super(), method)(*inputs, **named)
         if method == "training_step":
             return loop.forward(method, *inputs, **named)
+        if loop.buffers is not None:
+            loop.buffers.enter_pass()
         with loop.run.program.autocast():
             return loop.run.model(method, *inputs, **named)
 
@@ -205,7 +215,8 @@ class _StrategyMethods:
     def block_backward_sync(self) -> Iterator[None]:
         """Enclose a pass before the last one of the same step."""
         self._more = True
-        yield
+        with nullcontext() if self.loop is None else self.loop.before_last_pass():
+            yield
         self._more = False
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *_: Any, **named: Any) -> Any:
@@ -263,7 +274,7 @@ class _StrategyMethods:
         """Return the whole module's tensors by its own names; every rank calls it."""
         if self.loop is None or not self.loop.run.plan.layout.zero:
             return dict(self.lightning_module.state_dict())
-        told = self.loop.run.state_dict()
+        told = self.loop.state_dict()
         return {name.removeprefix("module."): value for name, value in told.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -335,6 +346,11 @@ def check_layout(layout: Any) -> None:
         f"ShoalStrategy(layout={layout!r}): Lightning's loop calls training_step on whole layers, "
         f"once per batch; try: {first}; tp, pp and cp: shoal.parallelize(…, sample=…)"
     )
+
+
+def _is_finetuning(callback: Any) -> bool:
+    """Return whether a callback unfreezes weights during training."""
+    return any(kind.__name__ == "BaseFinetuning" for kind in type(callback).__mro__)
 
 
 def _do_nothing(set_to_none: bool = True) -> None:

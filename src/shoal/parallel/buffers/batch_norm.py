@@ -44,6 +44,20 @@ def apply(program: Program) -> Program:
     )
 
 
+def release(program: Program) -> Program:
+    """Return the program without this rule: each rank's passes move its own running statistics."""
+
+    def is_other(hook: Any) -> bool:
+        return not isinstance(getattr(hook, "__self__", None), _StatisticsCollector)
+
+    return replace(
+        program,
+        on_begin=tuple(filter(is_other, program.on_begin)),
+        around=tuple(filter(is_other, program.around)),
+        on_update=tuple(filter(is_other, program.on_update)),
+    )
+
+
 def _running_statistics(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a layer's (running mean, running variance, number of batches tracked)."""
     kept = (layer.running_mean, layer.running_var, layer.num_batches_tracked)

@@ -40,6 +40,11 @@ def apply(program: Program) -> Program:
     )
 
 
+def release(program: Program) -> Program:
+    """Return the program without this rule: no rank's buffers change those of another."""
+    return replace(program, moved=lambda: False, align=lambda skipped: None)
+
+
 class _BufferWatcher:
     """Watcher of buffers: the tensor and the version counter of each at the start of the step."""
 

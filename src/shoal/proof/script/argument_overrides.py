@@ -133,6 +133,11 @@ def read_first_micro_batch(record: Path, number: int) -> Any:
     for path in sorted(record.glob(f"{number}-1-batch-*.json")):
         for _index, value in read_values(path.with_suffix("")):
             return value
+    if any(record.glob(f"{number}-1-passes-*.json")):
+        raise ScriptEnd(
+            "a loop of another library (Accelerate, DeepSpeed, Lightning) calls the model whole, "
+            "and this layout divides it; try: --layouts ddp,zero1,zero2,fsdp"
+        )
     raise ScriptEnd("no micro-batch was recorded that could be the missing sample=")
 
 

@@ -32,11 +32,11 @@ from shoal.parallel.build.full_state import gather_weights, iterate_gradients
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.program import Program
 from shoal.proof.script.attribute_patch import patch_attribute
+from shoal.proof.script.loop_replay import LoopPasses
 from shoal.proof.script.script_actions import ScriptActions, digest_loss_tensors
 from shoal.proof.script.script_end import ScriptEnd, UnrecordableError
 from shoal.proof.script.value_files import digest_value, write_tensors, write_values
 from shoal.trainer.full_state_dict import gather_full_state_dict
-from shoal.trainer.passes.free_passes import FreePasses
 from shoal.trainer.passes.step_runner import StepRunner
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import StepResult
@@ -64,6 +64,7 @@ class ScriptRecorder:
         self._digests: dict[int, dict[str, list[str]]] = {}
         self._described: list[dict[str, Any]] = []
         self._ended: ScriptEnd | None = None
+        self.passes = LoopPasses(side, self.runs, self._record_loop_start)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -73,9 +74,9 @@ class ScriptRecorder:
                 (StepRunner, "begin_batch", self._wrap_share(StepRunner.begin_batch)),
                 (Run, "update_weights", self._wrap_update(Run.update_weights)),
                 (Run, "total", self._wrap_total(Run.total)),
-                (FreePasses, "__init__", _refuse_doors),
             ):
                 stack.enter_context(patch_attribute(owner, name, method))
+            stack.enter_context(self.passes.recording())
             stack.enter_context(self.actions.watching(self.runs))
             yield
 
@@ -141,6 +142,11 @@ class ScriptRecorder:
             return self.get_share(run, batch, begin)
 
         return begin_batch
+
+    def _record_loop_start(self, run: Run) -> None:
+        """Record the state at the start of a step of another library's loop, on all ranks."""
+        self._raise_ended()
+        self._record_state(run)
 
     def _wrap_update(self, update: Callable[..., StepResult]) -> Callable[..., StepResult]:
         @wraps(update)
@@ -238,8 +244,13 @@ class ScriptRecorder:
         if world.is_first:
             write_tensors(self.folder / f"{number}-{result.step}-update.safetensors", kept)
         self._digests[number] = digest_parts(program)
+        self.passes.write(run, result.step)
         loss, norm = (v if math.isfinite(v) else None for v in (result.loss, result.grad_norm))
-        digests = {name: ["", tensor_digest(one)] for name, one in state.items()}
+        if id(run) in self.passes.loops:
+            loss = None  # the mean over ranks; the one process has that of rank 0
+        own = self.passes.list_rank_buffers(run)
+        digests = {n: ["", tensor_digest(one)] for n, one in state.items() if n not in own}
+        held = {n: one for n, one in self._digests[number].items() if n not in own}
         event = {
             "event": "update",
             "run": number,
@@ -251,7 +262,7 @@ class ScriptRecorder:
             "skipped": result.skipped,
             "groups": world.gather_json(group_settings(run.optimizer)),
             "state_dict_ranks": find_unequal_ranks(world, digests),
-            "replica_ranks": find_unequal_ranks(world, self._digests[number]),
+            "replica_ranks": find_unequal_ranks(world, held),
             "loss_ranks": find_unequal_ranks(world, digest_loss_tensors(run)),
             "actions": [*self.actions.pop_gradient_edits(), *actions],
         }
@@ -305,11 +316,3 @@ def _find_variable(thing: Any) -> str:
     """Return the script's global variable that holds an object; "" if none does."""
     main = vars(sys.modules["__main__"])
     return next((name for name, value in list(main.items()) if value is thing), "")
-
-
-def _refuse_doors(self: FreePasses, *_values: Any, **_named: Any) -> None:
-    raise ScriptEnd(
-        "a loop of another library (Accelerate, DeepSpeed, Lightning) calls model and backward in "
-        "an order of its own, which one process cannot repeat on recorded micro-batches; try: "
-        "run.step or run.micro_batches"
-    )

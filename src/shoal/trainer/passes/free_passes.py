@@ -14,7 +14,7 @@ passes use the process's own random generators, in the order in which the loop d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -88,6 +88,7 @@ class FreePasses:
         last: bool,
         retain_graph: bool = False,
         count: torch.Tensor | None = None,
+        others: Sequence[FreePasses] = (),
     ) -> None:
         """Run a backward pass of `share` × loss; add its gradients to this rank's.
 
@@ -98,6 +99,8 @@ class FreePasses:
             retain_graph: as in `torch.Tensor.backward`.
             count: denominator of the loss, a mean. It is the weight of this pass among the passes
                 of the step, whose shares then add up to 1 if they are less than 1 each.
+            others: passes of other runs whose models may have made the loss, too: a generator's
+                and its discriminator's.
 
         Raises:
             ConfigError: the loss has dims, or no gradient.
@@ -113,6 +116,8 @@ class FreePasses:
         self._sent = last
         reducer = reducer_of(self.program)
         reducer.prepare_backward(last)
+        for other in others:
+            reducer_of(other.program).prepare_backward(False)
         if count is None:
             total = self._open_pass().add_to_sums(loss * share, torch.zeros((), device=loss.device))
         else:
@@ -125,8 +130,11 @@ class FreePasses:
             torch.autograd.backward(total, retain_graph=retain_graph)
         phases.record_step_part(phases.PASSES)
         reducer.end_backward(True)
-        self.count += 1
-        self._close_pass()
+        for other in others:
+            reducer_of(other.program).end_backward(True)
+        for passes in (self, *others):
+            passes.count += 1
+            passes._close_pass()
 
     def finish(self) -> StepTotals:
         """Sum over all ranks, once.

@@ -1,36 +1,43 @@
-"""Write a script's final saves as safetensors, and report before training those that differ.
+"""Write a script's final saves in its library's format, and report before training those refused.
 
-    state dict                   one tensor per name; tied names once, `metadata[tied] = name`
-    {"model": …, "epoch": 3}     tensors by path, `model.0.weight`; the rest as JSON in the metadata
-    FILE.bin, .pt, .pth, …       FILE.safetensors, since Shoal writes no pickle
+    safetensors    one tensor per name; tied names once, `metadata[tied] = name`; tensors of a
+                   structure by path, `model.0.weight`; plain values as JSON in the metadata
+    pickles        of tensors and plain values alone, so that `torch.load(weights_only=True)` reads
+                   them: a namespace becomes a dict, an array a tensor, other objects are left out
 
-The other libraries' calls write pickles, which `torch.load` executes. A script that trains for a
-week must not fail at its last line, so its source is read before the first step: the main script
-and the modules it imported that are the user's own.
+A script that trains for a week must not fail at its last line, so its source is read before the
+first step: the main script and the modules it imported that are the user's own.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from shoal.base.errors import ConfigError, ShoalError
 from shoal.base.runlog.environment import find_user_code
 from shoal.trainer.run import Run
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".tar")
-"""Endings of files that `torch.save` writes."""
-HUB_NAMES = {"pytorch_model": "model"}
-"""Names of transformers' pickles → those of its safetensors."""
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.Size, torch.dtype, torch.device),
+)
+"""Types that `torch.load(weights_only=True)` reads besides tensors and containers."""
+_LEFT_OUT = object()
 
 
 def refused_call(library: Any, name: str) -> str:
@@ -42,15 +49,89 @@ def refused_call(library: Any, name: str) -> str:
     return ""
 
 
-def safetensors_path(path: Any) -> Path:
-    """Return the path of the safetensors file that replaces a pickle.
+def write_pickle(path: Path, value: Any) -> list[str]:
+    """Write a structure by `torch.save`, tensors and plain values alone, whole or not at all.
 
-    >>> safetensors_path("out/pytorch_model.bin").as_posix(), safetensors_path("last.pt").name
-    ('out/model.safetensors', 'last.safetensors')
+    Args:
+        path: of the file; its folder is made.
+        value: a state dict, or dicts and lists that hold tensors and plain values.
+
+    Returns:
+        Paths and classes of the values that are left out.
     """
-    asked = Path(path)
-    stem = asked.stem if asked.suffix in PICKLES else asked.name.removesuffix(".safetensors")
-    return asked.with_name(f"{HUB_NAMES.get(stem, stem)}.safetensors")
+    lacks: list[str] = []
+    plain = _to_plain(value, "", lacks)
+    with _replacing(path) as half:
+        torch.save(  # noqa: TID251  # decision 53: of tensors and plain values, for other tools
+            None if plain is _LEFT_OUT else plain, half
+        )
+    return lacks
+
+
+def _to_plain(value: Any, path: str, lacks: list[str]) -> Any:
+    """Convert a structure to containers, tensors and plain values; note what has no such form.
+
+    >>> lacks = []
+    >>> value = {"a": argparse.Namespace(b=(1, Path("c"))), "d": [print], "e": np.float32(2)}
+    >>> _to_plain(value, "", lacks), lacks
+    ({'a': {'b': (1, 'c')}, 'd': [], 'e': 2.0}, ['d.0 (builtin_function_or_method)'])
+    """
+    dot = f"{path}." if path else ""
+    if isinstance(value, torch.Tensor) and not hasattr(value.detach(), "to_local"):
+        return _to_plain_tensor(value)
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return torch.as_tensor(value) if value.ndim else value.item()
+    value = _open_object(value)
+    if isinstance(value, Mapping):
+        pairs = [(key, _to_plain(one, f"{dot}{key}", lacks)) for key, one in value.items()]
+        kept = OrderedDict((key, one) for key, one in pairs if one is not _LEFT_OUT)
+        if (versions := getattr(value, "_metadata", None)) is not None:
+            vars(kept)["_metadata"] = versions  # of a module's state dict
+        return kept if isinstance(value, OrderedDict) else dict(kept)
+    if isinstance(value, list | tuple | set | frozenset):
+        parts = [_to_plain(one, f"{dot}{place}", lacks) for place, one in enumerate(value)]
+        made = [one for one in parts if one is not _LEFT_OUT]
+        if isinstance(value, list):
+            return made
+        return tuple(made) if isinstance(value, tuple) else set(made)
+    convert: Any
+    for kind, convert in ((Enum, lambda one: one.value), (Path, str), (str, str), (int, int)):
+        if isinstance(value, kind):
+            return convert(value)
+    lacks.append(f"{path or 'the object'} ({type(value).__name__})")
+    return _LEFT_OUT
+
+
+def _open_object(value: Any) -> Any:
+    """Return the fields of an object with a state dict, of a namespace or of a dataclass."""
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, argparse.Namespace | SimpleNamespace):
+        return vars(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _to_plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its class and graph; a copy if it is a part of a larger storage."""
+    whole = tensor.detach()
+    if type(whole) is not torch.Tensor:
+        whole = whole.as_subclass(torch.Tensor)
+    is_part = whole.untyped_storage().nbytes() > whole.numel() * whole.itemsize
+    return whole.clone() if is_part else whole
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a file beside `path`, and move it there at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield half
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, value: Any) -> None:
@@ -73,13 +154,8 @@ def write_tensors(path: Path, value: Any) -> None:
     if plain:
         metadata["values"] = json.dumps(plain, default=str)
     whole = {name: t.cpu().contiguous() for name, t in tensors.items() if name not in metadata}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _replacing(path) as half:
         save_file(_copy_shared(whole), half, metadata)
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
 
 
 def _walk_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -235,23 +311,6 @@ def report_final_saves(run: Run, source: ScriptSource, rules: Sequence[Rule]) ->
                 told.add((call.name, line))
                 shown = Path(call.file).name if os.path.isabs(call.file) else call.file
                 run.recorder.notice(f"{shown}:{call.line}: {call.text} {line}")
-
-
-def describe_replacement(asked: str) -> str:
-    """Return a line on the file that replaces a pickle; "" if the path is none.
-
-    >>> describe_replacement("'a/last.pt'")
-    "writes 'a/last.safetensors', which safetensors.torch reads: Shoal writes no pickle"
-    """
-    try:
-        asked_path = ast.literal_eval(asked)
-    except (ValueError, SyntaxError):
-        shown = "FILE.safetensors"
-    else:
-        if not isinstance(asked_path, str) or asked_path.endswith(".safetensors"):
-            return ""
-        shown = repr(safetensors_path(asked_path).as_posix())
-    return f"writes {shown}, which safetensors.torch reads: Shoal writes no pickle"
 
 
 def sharded_save_rule(near: str) -> Rule:

@@ -1,0 +1,1 @@
+"""Files and curves that a script of another library writes."""
