@@ -115,7 +115,7 @@ def main() -> int:
     kept = {} if options.only else _kept(options.into, known)
     results = ROOT / "build" / "golden" / f"{commit}.json"
     earlier = json.loads(results.read_text()) if results.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="golden-") as folder, _Worktree(commit) as before:
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder, Worktree(commit) as before:
         for name, words in rows().items():
             if name in kept or options.only not in (None, name):
                 continue
@@ -138,8 +138,8 @@ def main() -> int:
 def verdict(old: dict[str, Any], again: dict[str, Any], new: dict[str, Any]) -> str:
     """equal · unsteady (the earlier commit differs from itself) · changed: what, and where first."""
     if old != again:
-        return f"unsteady: {_first(old, again)}"
-    return f"changed: {_first(old, new)}" if old != new else "equal"
+        return f"unsteady: {first_difference(old, again)}"
+    return f"changed: {first_difference(old, new)}" if old != new else "equal"
 
 
 def run(tree: Path, folder: Path, words: list[str]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def trained(here: Path, ended: subprocess.CompletedProcess[str]) -> dict[str, An
     return dict(json.loads(json.dumps(found)))
 
 
-def _first(one: dict[str, Any], other: dict[str, Any]) -> str:
+def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
     """Where two results differ first, in one line."""
     for key in one.keys() | other.keys():
         left, right = one.get(key), other.get(key)
@@ -194,14 +194,14 @@ def _first(one: dict[str, Any], other: dict[str, Any]) -> str:
     return ""
 
 
-class _Worktree:
+class Worktree:
     """The source of a commit, beside this one: made when it is first asked for, and removed."""
 
     def __init__(self, commit: str) -> None:
         self.commit = commit
         self.path: Path | None = None
 
-    def __enter__(self) -> _Worktree:
+    def __enter__(self) -> Worktree:
         return self
 
     def __call__(self) -> Path:
