@@ -10,7 +10,10 @@ to `proof/results/habits.json`; the exit status is 1 if a cell is WRONG.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -22,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from kept_rows import parser_of, rows_before, write_rows  # noqa: E402
 from source import source_hash  # noqa: E402
 
-from habits.habit_table import LAYOUTS, outcome, table  # noqa: E402
+from habits.habit_table import LAYOUTS, USUAL, outcome, table  # noqa: E402
 from worlds import Failed, Members  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,8 +59,33 @@ class Rooms:
             world.kill()
 
 
+PROGRAM = ROOT / "tests/worlds/habits/habit_program.py"
+
+
+def measure_program(name: str, layout: str, deadline_s: float) -> tuple[str, str]:
+    """Return the outcome of a cell whose ranks may end, run under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen(
+        [*command, str(PROGRAM), name, layout], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as running:  # fmt: skip
+        try:
+            text, _ = running.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            running.terminate()  # torchrun ends its ranks
+            return "hung", "no answer"
+    lines = [line for line in text.splitlines() if line.startswith("shoal: ")]
+    answers = [json.loads(line[7:]) for line in text.splitlines() if line.startswith("ANSWER ")]
+    if len(answers) == 2:
+        return outcome(answers)
+    told = [line for line in lines if not any(part in line for part in USUAL)]
+    return ("named", told[0]) if told else ("raised", text[-600:])
+
+
 def measure(rooms: Rooms, name: str, layout: str, deadline_s: float) -> tuple[str, str]:
     """Return the outcome of one cell, and what shows it."""
+    if table()[name].ends and layout != "single":
+        return measure_program(name, layout, deadline_s)
     world = rooms(1 if layout == "single" else 2)
     earlier = [len(path.read_text()) for path in world.log_paths]
     try:

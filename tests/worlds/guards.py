@@ -436,3 +436,23 @@ def host_draws(world: World, layout: str, recompute: str = "none") -> list[float
     found = [run.step(batch).loss for batch in run.loader(data)]
     found.append(random.random())
     return found + torch.cat([w.flatten() for w in run.state_dict().values()]).tolist()
+
+
+def unlike_buffers(world: World, folder: str) -> list[str]:
+    """Rank 1 alone validates in training mode; lines of two saves."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    with Lines() as heard:
+        run = run_of(world, model, folder=folder)
+        run.step(share(world))
+        run.save(wait=True)
+        before = len(heard.lines)
+        if world.rank == 1:
+            with torch.no_grad():
+                run.model(INPUTS)
+        run.save(wait=True)
+        run.save(wait=True)
+        run.checkpoint_saver.close()
+    if run.lease is not None:
+        run.lease.release()
+    assert not any("is another on rank" in line for line in heard.lines[:before])
+    return [line for line in heard.lines if "is another on rank" in line]

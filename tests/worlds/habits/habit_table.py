@@ -41,19 +41,21 @@ class Habit:
         sums: it is a sum over samples.
         near: largest relative difference that counts as equal; more than EQUAL where the model
             computes in fp32.
+        ends: it may end ranks, so it runs as a program under torchrun, with its watchdog.
     """
 
     act: Callable[[Script], None]
     kind: str
     sums: bool
     near: float = EQUAL
+    ends: bool = False
 
 
 TABLE: dict[str, Habit] = {}
 
 
 def habit(
-    kind: str, *, sums: bool, near: float = EQUAL
+    kind: str, *, sums: bool, near: float = EQUAL, ends: bool = False
 ) -> Callable[[Callable[[Script], None]], Any]:
     """Put a habit into the table."""
 
@@ -61,7 +63,7 @@ def habit(
         known = TABLE.get(act.__name__)  # pytest's search for doctests runs a module once more
         twice = known is not None and known.act.__code__ != act.__code__
         assert not twice, f"two habits are called {act.__name__}"
-        TABLE[act.__name__] = Habit(act, kind, sums, near)
+        TABLE[act.__name__] = Habit(act, kind, sums, near, ends)
         return act
 
     return mark

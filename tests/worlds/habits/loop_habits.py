@@ -346,7 +346,29 @@ def a_short_last_batch(script: Script) -> None:
         script.note(run.step((x, y)).loss)
 
 
-@habit("loops", sums=False)
+@habit("loops", sums=False, ends=True)
+def an_error_that_one_rank_swallows(script: Script) -> None:
+    """`try: … except: continue` around a step whose batch is bad on one rank."""
+    run = script.begin()
+    for step in range(3):
+        x, y = script.batch(step)
+        if script.rank == 1 and step == 1 and not script.plain:
+            x = x[:, :5]  # of another width: the model raises
+        try:
+            run.step((x, y))
+        except RuntimeError:
+            continue
+
+
+@habit("loops", sums=False, ends=True)
+def a_validation_on_rank_0_alone(script: Script) -> None:
+    run = script.begin()
+    script.train(run)
+    if script.rank == 0:
+        script.note(run.evaluate(DATA)["loss"])
+
+
+@habit("loops", sums=False, ends=True)
 def a_step_that_one_rank_leaves_out(script: Script) -> None:
     """`if bad: continue` on one rank alone."""
     run = script.begin()

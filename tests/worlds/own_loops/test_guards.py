@@ -154,6 +154,13 @@ def test_synchronised_statistics_are_those_of_one_process(
         assert all(abs(a - b) <= 1e-12 * max(1, abs(b)) for a, b in zip(ours, alone, strict=True))
 
 
+def test_buffers_that_differ_are_named_before_a_save(worlds, tmp_path) -> None:
+    told = worlds(2).call("guards:unlike_buffers", folder=str(tmp_path / "run"))
+    (line,) = told[0]
+    assert "buffer 1.running_mean (and 2 more) is another on rank 1 than on rank 0" in line
+    assert told[1] == []
+
+
 DRAWN = [("pp", "none"), ("ddp", "full"), ("pp", "full"), ("fsdp", "none")]
 
 

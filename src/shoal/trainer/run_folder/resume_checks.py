@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plans.batches import default_turn
@@ -89,7 +90,14 @@ def collect_run_facts(run: ComparedRun) -> dict[str, Any]:
     else:
         for number, group in enumerate(run.optimizer.param_groups):
             settings[f"optimizer group {number}: lr as given"] = to_json_value(group["lr"])
-    return {"versions": library_versions(), "code": find_user_code(), "settings": settings}
+    told = {"versions": library_versions(), "code": find_user_code(), "settings": settings}
+    return {**told, "layers": describe_classes(run.program.module)}
+
+
+def describe_classes(module: nn.Module) -> dict[str, str]:
+    """Return the class of each layer by name, as every layout has it."""
+    kinds = {name: type(part).__name__ for name, part in module.named_modules() if name}
+    return {name: kind.removeprefix("FSDP") for name, kind in kinds.items()}  # of fully_shard
 
 
 def read_saved_micro_batch(folder: Path, world: World) -> int:
@@ -198,6 +206,10 @@ def _list_differences(run: ComparedRun, record: Mapping[str, Any]) -> list[Diffe
             if key in settings and settings[key] != value:
                 found.append(Difference(key, settings[key], value))
     found += compare_environments(record, own.get("code", {}))
+    layers, here = record.get("layers"), own.get("layers", {})
+    if isinstance(layers, dict):
+        unlike = [name for name in layers if here.get(name, layers[name]) != layers[name]]
+        found += [Difference(f"layer {name}", layers[name], here[name]) for name in unlike[:1]]
     for place, kept in enumerate(record["data"]):
         if line := run.feed.compare_dataset(place, kept):
             found.append(line)

@@ -119,6 +119,9 @@ def save_run(run: CheckpointedRun, folder: Path, *, tag: str, wait: bool) -> Pat
         from shoal.trainer.run_folder.hub_files import write_user_tokenizer
 
         write_user_tokenizer(run.tokenizer, folder)
+    from shoal.trainer.state.save_checks import print_save_notices
+
+    print_save_notices(run)
     folder = resolve_tag_folder(folder, tag)
     run.guards.writes.drift.check_before_save(run.step_count)
     parts, record = collect_run_state(run)
