@@ -185,7 +185,7 @@ def resume(engine, weights, scheduler):
     assert (again.global_steps, len(again.optimizer.state)) == (0, 0)
     alike(again, weights)
     path, state = again.load_checkpoint("saved")
-    assert (Path(path).name, state) == ("saved", {"seen": 17})
+    assert (Path(path).parent, state) == (Path("saved/epoch=1"), {"seen": 17})
     assert (again.global_steps, again.micro_steps) == (5, 16)
     alike(again, weights)
     assert again.load_checkpoint("saved", tag="other")[1] == {"seen": 18}

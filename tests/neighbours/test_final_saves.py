@@ -53,15 +53,21 @@ def split(error: str) -> tuple[list[str], list[str]]:
 def test_a_final_save_is_the_librarys_own_pickle(programs: Any, tmp_path: Path) -> None:
     ending = """
 engine.save_16bit_model("out")
+engine.save_checkpoint("kept", tag="last")
 if False:
     engine.eval_batch(None)
 def never():
     engine.eval_batch(None)
 """
-    ended = programs.run(script(tmp_path, ending), cwd=tmp_path)
+    ended = programs.run(script(tmp_path, ending, stage=1), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert split(ended.stderr) == ([], [])
-    assert len(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)) == 4
+    whole = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert len(whole) == 4
+    ended = programs.run("kept/zero_to_fp32.py", "kept", "merged", "-t", "last", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    merged = torch.load(tmp_path / "merged" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(merged[name], value) for name, value in whole.items())
 
 
 def test_what_the_script_will_be_refused_is_named_before_training(

@@ -36,7 +36,21 @@ from shoal.trainer.restore_weights import restore_weights
 from shoal.trainer.run import Run
 from shoal.trainer.run_folder.extra_state import MOST_BYTES, decode_value, encode_value
 
-LATEST = "latest"
+LATEST, RECOVERY = "latest", "zero_to_fp32.py"
+RECOVERY_TEXT = '''"""Merge weights: python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]."""
+import argparse
+
+import shoal.neighbours.deepspeed
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("checkpoint_dir")
+parser.add_argument("output_dir")
+parser.add_argument("-t", "--tag")
+parser.add_argument("--max_shard_size", help="not read: one file is written")
+parser.add_argument("--safe_serialization", action="store_true")
+convert(**vars(parser.parse_args()))
+'''
 STEP_TAG = re.compile(r"global_step([0-9]+)")
 KEEP_ALL = 2**30
 """Checkpoints of a folder that stay: DeepSpeed deletes none."""
@@ -86,6 +100,12 @@ def keep_one_step(run: Run, saved: Path) -> None:
             if other.name != saved.name:
                 shutil.rmtree(other, ignore_errors=True)
     run.world.barrier()
+
+
+def write_recovery_script(run: Run, folder: Path) -> None:
+    """Write `folder/zero_to_fp32.py`, which users start after training, as DeepSpeed does."""
+    if run.world.writes_files and not (folder / RECOVERY).exists():
+        write_atomically(folder / RECOVERY, RECOVERY_TEXT)
 
 
 def write_latest(run: Run, folder: Path, tag: str) -> None:

@@ -384,6 +384,8 @@ class Engine(ModelWrapper):
         saved = self.loop.save(folder / checkpoints.folder_name(named), extra=extra)
         if saved is not None:
             checkpoints.keep_one_step(self.run, saved)
+            if self.settings.stage:
+                checkpoints.write_recovery_script(self.run, folder)
             if save_latest:
                 checkpoints.write_latest(self.run, folder, named)
         return saved is not None
@@ -410,8 +412,8 @@ class Engine(ModelWrapper):
             custom_load_fn: refused.
 
         Returns:
-            (`load_dir`, client_state); (None, None), and a line, if there is neither a tag nor a
-            file `latest`.
+            (DeepSpeed's path of the checkpoint, client_state); (None, None), and a line, if there
+            is neither a tag nor a file `latest`.
 
         Raises:
             ConfigError: there is no checkpoint of that tag.
@@ -444,7 +446,9 @@ class Engine(ModelWrapper):
             self.skipped_steps = extra["skipped_steps"]
             if self.lr_scheduler is not None and load_lr_scheduler_states and extra["lr_scheduler"]:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        return str(load_dir), checkpoints.unpack_state(extra["client_state"])
+        name = "zero_pp_rank_0_mp_rank_00" if self.settings.stage == 3 else "mp_rank_00"
+        loaded = folder / chosen / f"{name}_model_states.pt"  # as DeepSpeed calls it
+        return str(loaded), checkpoints.unpack_state(extra["client_state"])
 
     def compile(self, *_how: Any, **_named: Any) -> None:
         """Do nothing: the run's own key, compile.mode, compiles blocks."""

@@ -98,6 +98,7 @@ class _StrategyMethods:
         self._names: list[list[str]] = []
         self._states: Any = None
         self._more, self._norm = False, 0.0
+        self._thaws = self._loads = False
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:
@@ -137,8 +138,8 @@ class _StrategyMethods:
                 "configure_optimizers: no optimizer that steps a weight; try: one, over "
                 "self.parameters()"
             )
-        thaws = any(_is_finetuning(one) for one in trainer.callbacks)
-        frozen = [one for one in module.parameters() if thaws and not one.requires_grad]
+        self._thaws = any(_is_finetuning(one) for one in trainer.callbacks)
+        frozen = [one for one in module.parameters() if self._thaws and not one.requires_grad]
         for one in frozen:  # the callback thaws them in mid-training: their gradients are summed
             one.requires_grad_(True)
         self._start_run(optimizers[0], compute, states)
@@ -147,7 +148,9 @@ class _StrategyMethods:
 
     def _start_run(self, optimizer: torch.optim.Optimizer, compute: str, states: Any) -> None:
         carrier = MethodWrapper(self.lightning_module)
-        if states:  # whole, and cut with the parameters
+        # Whole, and cut with the parameters; groups that a callback adds come later, and load then.
+        self._loads = bool(states) and len(states[0]["param_groups"]) != len(optimizer.param_groups)
+        if states and not self._loads:
             optimizer.load_state_dict(states[0])
         names = {id(one): name for name, one in carrier.named_parameters()}
         groups = optimizer.param_groups
@@ -236,6 +239,8 @@ class _StrategyMethods:
         if self.loop.passes is None or not self.loop.passes.count:
             return found  # training_step returned None
         plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
+        if self._thaws and not run.plan.layout.zero:
+            run.guards.optimizer.accept_groups()
         run.adjust = partial(plugin._after_closure, model or self.lightning_module, optimizer)
         self._norm = self.loop.norm()
         try:
@@ -268,7 +273,9 @@ class _StrategyMethods:
         return found
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Do nothing: the run started with this state."""
+        """Load the states if a callback has added groups; else the run started with them."""
+        if self._loads:
+            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]  # of the ddp strategy
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole module's tensors by its own names; every rank calls it."""

@@ -126,6 +126,10 @@ class OptimizerGuard(Guard):
         if held != self._held:
             raise reports.optimizer_report.changed_groups_error(held, self._held)
 
+    def accept_groups(self) -> None:
+        """Take the optimizer's present parameters; right where each rank steps whole weights."""
+        self._held = count_parameters(self.optimizer)
+
     def updated(self, step: int, *, skipped: bool) -> None:
         """Check the first update.
 
