@@ -117,6 +117,15 @@ def test_a_catalog_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def without_comments(block: str) -> list[str]:
+    """Return the lines of a block; a program's comments are translated, the rest is not."""
+    if block.startswith(page_messages.CONSOLE):
+        return block.splitlines()
+    lines = block.splitlines(keepends=True)
+    found = [page_messages.COMMENT.fullmatch(line) for line in lines]
+    return [one[1] if one else line.strip("\n") for one, line in zip(found, lines, strict=True)]
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_figures_code_and_links_are_kept(name: str) -> None:
     english, chinese = (ROOT / path for path in translated_pages.PAGES[name])
@@ -124,7 +133,9 @@ def test_figures_code_and_links_are_kept(name: str) -> None:
     sources = [re.findall(r"\{value\}`[^`<]+<([^`]+)>`", text) for text in (here, there)]
     assert sorted(sources[0]) == sorted(sources[1])
     blocks = [re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL) for text in (here, there)]
-    assert blocks[0] == blocks[1]
+    assert [without_comments(one) for one in blocks[0]] == [
+        without_comments(one) for one in blocks[1]
+    ]
     for source, zh in translated_pages.translations(name).items():
         places = [sorted(re.findall(r"\{(\d+)", text)) for text in (source, zh)]
         assert places[0] == places[1], source
@@ -155,6 +166,7 @@ def test_style_of_chinese_pages(page: str) -> None:
         ("这里有一个进程,那里也有。", "half-width"),
         ("每个 rank(进程)都有。", "half-width"),
         ("Every rank holds the whole model and its gradients.", "English"),
+        ("```python\nx = 1  # every rank sends its own part\n```", "line 4: English"),
         ("这是一句。 Then every rank sends its own part to the next one.", "English"),
     ],
 )
@@ -223,6 +235,47 @@ def test_a_drawing_in_a_page_is_chinese_for_other_numbers_of_ranks() -> None:
         shown = [text for text in translated_pages.svg_texts(answer["svg"])
                  if chinese_style.is_english(text)]  # fmt: skip
         assert shown == []
+
+
+STUCK = """async def program(m):
+    m.load(0)
+    m.empty(0, 0)
+    if m.rank > 0:
+        await m.all_reduce(0)
+    await m.receive((m.rank + 1) % m.ranks, 1)
+"""
+TWICE = "async def program(m):\n    m.input([0], 0)\n    m.input([0], 1)\n"
+PLAN = {"what": "plan", "model": "gpt-3-1.3b", "machines": "8xA100-80GB", "samples": 7}
+PUZZLE = {"what": "puzzle", "number": 2}
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (PLAN, "放得下"), (PLAN | {"machines": "8xmygpu"}, "设备目录里没有"),
+        (PUZZLE | {"code": STUCK}, "rank 0 在 receive 中等待 rank 1"),
+        (PUZZLE | {"code": TWICE}, "取了两次"), (PUZZLE | {"code": "x = 1"}, "你的程序"),
+        (PUZZLE | {"code": json.loads(call('{"what": "author", "number": 2}'))["code"]}, "达到目标"),
+        ({"what": "pipeline", "name": "dualpipe", "ranks": 3, "micro_batches": 8}, "必须是偶数"),
+        ({"what": "walk", "name": "tp", "ranks": 1}, "只能画 2 到 16 个 rank"),
+    ],
+)  # fmt: skip
+def test_answers_in_a_page_are_chinese(request_: dict[str, Any], words: str) -> None:
+    messages = json.dumps(translated_pages.browser_messages())
+    answer = json.loads(call(json.dumps(request_), messages))
+    shown = [*answer.get("lines", []), answer.get("error", "")]
+    shown += translated_pages.svg_texts(answer.get("svg", ""))
+    assert words in "".join(shown)
+    rest = "".join(shown).replace("async def program", "").replace("shoal docs puzzles", "")
+    assert re.findall(r"(?<![\w.=-])[a-z]{3,} [a-z]{2,} [a-z]{2,}", rest) == []
+    english = json.loads(call(json.dumps(request_)))
+    assert words not in "".join([*english.get("lines", []), english.get("error", "")])
+
+
+def test_a_message_with_holes_takes_the_words_in_their_turn() -> None:
+    words = translated_pages.WordTranslation({"{} of {}": "{}的{}", "one part": "一份"})
+    assert words.text("one part of mine") == "一份的mine"
+    assert words.text("no such thing") == "no such thing"
 
 
 def test_exercises_are_checked_in_chinese() -> None:

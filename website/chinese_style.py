@@ -13,6 +13,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import page_messages
+
 ROOT = Path(__file__).resolve().parents[1]
 GLOSSARY = ROOT / "docs" / "learn" / "glossary.md"
 HAN = r"\u4e00-\u9fff"
@@ -44,7 +46,7 @@ def find_problems(text: str) -> list[str]:
     """
     problems = []
     bare = ROLE.sub(r"\1", text)
-    bare = OWN.sub(lambda found: "`" + "\n" * found[0].count("\n") + "`", bare)
+    bare = OWN.sub(lambda found: f"`{_comments(found[0])}`", bare)
     for number, line in enumerate(bare.splitlines(), 1):
         for found in HALF.finditer(line):
             place = f"{line[max(0, found.start() - 6) : found.end() + 6]!r}"
@@ -52,6 +54,14 @@ def find_problems(text: str) -> list[str]:
         if is_english(line):
             problems.append(f"line {number}: English: {line[:60]!r}")
     return problems
+
+
+def _comments(code: str) -> str:
+    """Return code as empty lines, but for the comments of a program, which are text."""
+    program = code.startswith("```") and not code.startswith(page_messages.CONSOLE)
+    lines = code.split("\n")
+    found = (page_messages.COMMENT.fullmatch(f"{line}\n") if program else None for line in lines)
+    return "\n".join(one[2] if one else "" for one in found)
 
 
 def is_english(line: str) -> bool:

@@ -1,7 +1,7 @@
 """Split a Markdown page into messages for translators, and join a translated page again.
 
-A message is a heading, a paragraph, an item of a list, a cell of a table, an indented drawing, or the
-title of a widget. Programs and console blocks are no messages: they stay as they are. In a message
+A message is a heading, a paragraph, an item of a list, a cell of a table, an indented drawing, the
+title of a widget, or a comment of a program. The rest of programs, and console blocks, stay as they are. In a message
 `{1}` stands for the first `{value}` role, so a new figure does not make a translation old.
 
     page ── split_page ──▶ [text, Message, text, …] ── join_page(catalog) ──▶ translated page
@@ -22,6 +22,9 @@ CODE = re.compile(r"`[^`]*`")
 TARGET = re.compile(r"\]\([^)]*\)")
 TITLE = re.compile(r'(.*data-title=")([^"]*)(".*)', re.DOTALL)
 ITEM = re.compile(r"( *(?:[-*]|\d+\.) +)(.*)", re.DOTALL)
+CONSOLE = "```console"
+COMMENT = re.compile(r"((?:.*\s)?# )(.+)(\n)")
+"""A line of a program that ends in a comment."""
 CELL = re.compile(r"(?<!\\)\|")
 
 
@@ -103,7 +106,7 @@ def _block(lines: list[str], at: int) -> tuple[int, list[str | Message]]:
     line = lines[at]
     if line.startswith("```"):
         size = next((n for n in range(1, len(lines) - at) if lines[at + n].startswith("```")), 0)
-        return size + 1, ["".join(lines[at : at + size + 1])]
+        return size + 1, list(_program(lines[at : at + size + 1], at + 1))
     if not line.strip() or line.startswith(":::"):
         return 1, [line]
     if line.startswith("    "):
@@ -118,6 +121,16 @@ def _block(lines: list[str], at: int) -> tuple[int, list[str | Message]]:
         marks, _, words = line.partition(" ")
         return 1, [f"{marks} ", make_message(words.rstrip("\n"), at + 1), "\n"]
     return _paragraph(lines, at)
+
+
+def _program(lines: list[str], number: int) -> Iterator[str | Message]:
+    """Yield a fenced block: its comments are messages, unless it shows a terminal."""
+    for place, line in enumerate(lines, number):
+        comment = None if lines[0].startswith(CONSOLE) else COMMENT.fullmatch(line)
+        if comment and has_words(comment[2]):
+            yield from (comment[1], make_message(comment[2], place), comment[3])
+        else:
+            yield line
 
 
 def _drawing(lines: list[str], at: int) -> tuple[int, list[str | Message]]:

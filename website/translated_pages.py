@@ -4,7 +4,7 @@
     python website/translated_pages.py write     # docs/zh, README.zh-CN.md and their drawings
 
     docs/learn/ranks.md ─┬─ website/locale/zh_CN/LC_MESSAGES/learn/ranks.po ─▶ docs/zh/learn/ranks.md
-    website/static/*.js ─┴─ widgets.po, exercises.po, drawings.po ─▶ the site's messages.js
+    website/static/*.js ─┴─ widgets.po, exercises.po, drawings.po, answers.po ─▶ the site's messages.js
 
 A changed English message is marked fuzzy by `update`; a test fails until it is translated again.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import page_messages
+from answer_texts import ANSWERS
 from catalogs import CatalogEntry, merge_messages, read_catalog, write_catalog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,9 +51,9 @@ LANGUAGE, FOLDER = "zh_CN", ROOT / "docs" / "zh"
 LOCALE = Path(__file__).with_name("locale") / LANGUAGE / "LC_MESSAGES"
 LESSONS = (
     "ranks", "ddp", "targets", "sharding", "pipelines", "inside-layers", "precision", "failures",
-    "diloco", "planning", "proving",
+    "diloco", "planning", "proving", "puzzles", "glossary",
 )  # fmt: skip
-"""Concept pages in Chinese."""
+"""Pages in Chinese."""
 PAGES = {
     "README": ("README.md", "README.zh-CN.md"),
     **{f"learn/{name}": (f"docs/learn/{name}.md", f"docs/zh/learn/{name}.md")
@@ -88,6 +89,7 @@ def all_catalogs() -> dict[str, Catalog]:
         ("exercises", exercise_texts()),
         ("drawings", drawing_texts()),
         ("widgets", widget_texts()),
+        ("answers", ((text, "website/answer_texts.py") for text in ANSWERS)),
     ):
         found[name] = Catalog(LOCALE / f"{name}.po", dict(texts))
     return found
@@ -190,7 +192,7 @@ def drawing_words() -> WordTranslation:
 
 def browser_messages() -> dict[str, str]:
     """Return what the site's scripts and the simulator in a page need."""
-    return {**translations("drawings"), **translations("widgets")}
+    return {**translations("answers"), **translations("drawings"), **translations("widgets")}
 
 
 def translate_page(name: str) -> str:

@@ -31,8 +31,8 @@ WALKS = {
 }
 """Name of a walk → its module, without `_walk`."""
 
-DRAWN = ("walk", "pipeline")
-"""Requests whose drawings are translated."""
+CODE = ("author",)
+"""Requests whose answer is code, which stays as it is."""
 
 LONGEST = 8192
 """Longest sequence of a plan, as `shoal plan` takes it if the user gives none."""
@@ -45,7 +45,7 @@ def call(request: str, messages: str = "{}") -> str:
     """Answer one request of a page, as JSON: {"svg": …, "lines": […]} or {"error": one line}.
 
     Args:
-        messages: translations of the words in drawings, as JSON; none on an English page.
+        messages: translations of answers and drawings, as JSON; none on an English page.
 
     >>> json.loads(call('{"what": "puzzle", "number": 0, "code": "x = 1"}'))["error"]
     'your program: it has no async def program(m); try: the first example of shoal docs puzzles'
@@ -53,13 +53,13 @@ def call(request: str, messages: str = "{}") -> str:
     True
     """
     asked = json.loads(request)
-    what = asked.pop("what")
-    if what in DRAWN:
-        asked["words"] = WordTranslation(json.loads(messages))
+    what, words = asked.pop("what"), WordTranslation(json.loads(messages))
+    if what not in CODE:
+        asked["words"] = words
     try:
         answer = _ANSWERS[what](**asked)
     except ShoalError as failure:
-        answer = {"error": str(failure)}
+        answer = {"error": words.text(str(failure))}
     return json.dumps(answer, ensure_ascii=False)
 
 
@@ -88,7 +88,7 @@ def draw_pipeline(name: str, words: WordTranslation, **numbers: Any) -> dict[str
     return {"svg": words.svg(timeline_svg([line])), "lines": lines}
 
 
-def run_puzzle_code(number: int, code: str) -> dict[str, Any]:
+def run_puzzle_code(number: int, code: str, words: WordTranslation) -> dict[str, Any]:
     """Run a program that a user typed; return its drawing and its score.
 
     Raises:
@@ -97,8 +97,9 @@ def run_puzzle_code(number: int, code: str) -> dict[str, Any]:
     """
     puzzle = get_puzzle(number)
     models = run_on_ranks(puzzle, program_of(code, NAME), NAME)
-    line = puzzle_run_timeline(models, f"puzzle {number}, {puzzle.title}: yours")
-    return {"svg": timeline_svg([line]), "lines": score_lines(puzzle, models)}
+    line = words.timeline(puzzle_run_timeline(models, f"puzzle {number}, {puzzle.title}: yours"))
+    lines = [words.text(one) for one in score_lines(puzzle, models)]
+    return {"svg": words.svg(timeline_svg([line])), "lines": lines}
 
 
 def author_code(number: int) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def author_code(number: int) -> dict[str, Any]:
     return {"code": code.replace(": PuzzleRank", "").replace(" -> None", "")}
 
 
-def plan_model(model: str, machines: str, samples: int) -> dict[str, Any]:
+def plan_model(model: str, machines: str, samples: int, words: WordTranslation) -> dict[str, Any]:
     """Return the planner's ranking for a published model, as `shoal plan` computes it.
 
     Args:
@@ -172,7 +173,8 @@ def plan_model(model: str, machines: str, samples: int) -> dict[str, Any]:
         for row in record["layouts"]
     ]
     fixes = [f"try: {fix['set']}: {bytes_text(fix['peak_bytes'])}" for fix in record["fixes"]]
-    return {"lines": [*lines, record["guide"], *fixes], "layouts": record["layouts"]}
+    answer = [words.text(line) for line in (*lines, record["guide"], *fixes)]
+    return {"lines": answer, "layouts": record["layouts"]}
 
 
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {

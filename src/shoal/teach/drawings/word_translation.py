@@ -4,7 +4,11 @@ A message of the catalog has `#` for each figure, or list of figures, of the Eng
 
     "until 42.0 ms"  ──▶  "until #"  ──catalog──▶  "到 # 为止"  ──▶  "到 42.0 ms 为止"
 
-So one message serves every number of ranks. `website/static/learn.js` does the same to sliders.
+So one message serves every number of ranks. `website/static/words.js` does the same to sliders.
+An answer of the planner or of a puzzle has `{}` for words too; each is translated in its turn:
+
+    "{}: as fast, {}"  ──▶  "{}：一样快，{}"
+
 A text without a message stays English.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html import escape, unescape
+from itertools import chain, zip_longest
 
 from shoal.base.plans.timeline import Timeline
 from shoal.teach.walks.walk import LOOKS, StepThrough, WalkStep
@@ -21,6 +26,8 @@ ONE = r"[A-Za-z_]{0,2}\d+(?:[.,/]\d+)*(?: (?:[KMGT]iB|[kMGT]?B|µs|ms|s|min)\b)?
 FIGURES = re.compile(rf"{ONE}(?:,? {ONE})*")
 """A figure with its name or unit, or several in a row: "l3", "42.0 ms", "4 4 2 2"."""
 SHOWN = re.compile(r"(>|aria-label=\")([^<>\"\n]+)(</text>|</title>|\")")
+HOLE = "{}"
+"""Place of any words in a message."""
 CHECKED = "checked: "
 """Words that a drawing puts before a walk's check."""
 
@@ -34,6 +41,11 @@ class WordTranslation:
 
     def __init__(self, messages: dict[str, str]) -> None:
         self.messages = messages
+        self._templates = [
+            (re.compile("(.+)".join(map(re.escape, english.split(HOLE)))), translation)
+            for english, translation in messages.items()
+            if HOLE in english
+        ]
 
     def text(self, english: str) -> str:
         """Return a text translated, or as it is.
@@ -43,9 +55,22 @@ class WordTranslation:
         """
         found = self.messages.get(message_key(english))
         if not found:
-            return english
+            return self._fill_template(english)
         figures = iter(FIGURES.findall(english))
         return re.sub("#", lambda _: next(figures, ""), found)
+
+    def _fill_template(self, english: str) -> str:
+        """Return a text by the first message with `{}` that fits it, or as it is.
+
+        >>> WordTranslation({"{}, recompute {}": "{}，重计算 {}"}).text("fsdp, recompute full")
+        'fsdp，重计算 full'
+        """
+        for template, translation in self._templates:
+            if found := template.fullmatch(english):
+                parts = translation.split(HOLE)
+                words = map(self.text, found.groups())
+                return "".join(chain.from_iterable(zip_longest(parts, words, fillvalue="")))
+        return english
 
     def walk(self, walk: StepThrough) -> StepThrough:
         """Return a step-through with all its sentences translated."""

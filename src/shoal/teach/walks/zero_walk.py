@@ -176,7 +176,7 @@ def zero(ranks: int) -> StepThrough:
         )
         steps.append(WalkStep(title, happens, _cells(world), note))
     return StepThrough(
-        title=f"ZeRO stages 0 to 3, {ranks} ranks, {count_text(PARAMETERS)} parameters",
+        title=f"ZeRO stages 0 to 3 on {ranks} ranks, {count_text(PARAMETERS)} parameters",
         story=(
             "All ranks train the same model on different samples. Stage by stage, less is kept "
             f"whole: the digits are the parts (of {ranks}) that a rank holds between steps.",
