@@ -456,3 +456,16 @@ def unlike_buffers(world: World, folder: str) -> list[str]:
         run.lease.release()
     assert not any("is another on rank" in line for line in heard.lines[:before])
     return [line for line in heard.lines if "is another on rank" in line]
+
+
+def synchronised_proof(world: World) -> str:
+    """Why a proof of such a model gives no verdict."""
+    from shoal.proof.reference_limits import CannotProveError
+    from shoal.proof.trial_side import TrialSide
+
+    side = TrialSide(world, "ddp", sgd, steps=1)
+    try:
+        side.parallelize(lambda: nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8)), squares)
+    except CannotProveError as failure:
+        return str(failure)
+    return "proven"

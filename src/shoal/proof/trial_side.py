@@ -23,7 +23,9 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
+from shoal.parallel.buffers.sync_batch_norm import joins_ranks
 from shoal.proof.reduced_model import cut_blocks, cuts_text
+from shoal.proof.reference_limits import CannotProveError
 from shoal.trainer.argument_checks import DEFAULT_BATCH
 from shoal.trainer.guards.optimizer_checks import ScheduleLength
 from shoal.trainer.parallelize import start_run
@@ -98,6 +100,7 @@ class TrialSide:
 
         Raises:
             ShoalError: as `shoal.parallelize`.
+            CannotProveError: the model computes over the micro-batches of several ranks.
         """
 
         def made() -> nn.Module:
@@ -132,6 +135,12 @@ class TrialSide:
             sample=sample,
             world=self.world,
         )
+        if any(map(joins_ranks, run.model.modules())):
+            raise CannotProveError(
+                "the model's BatchNorm takes its statistics over all ranks (SyncBatchNorm, "
+                "sync_batch_norm), and one process runs each rank's micro-batches by themselves; "
+                "try: a proof of the model with nn.BatchNorm"
+            )
         run.guards.writes.watching = False  # a proof says itself what differs, and where
         self.runs[label] = run
         self.on_run(label, run)

@@ -154,6 +154,11 @@ def test_synchronised_statistics_are_those_of_one_process(
         assert all(abs(a - b) <= 1e-12 * max(1, abs(b)) for a, b in zip(ours, alone, strict=True))
 
 
+def test_synchronised_statistics_have_no_proof_against_single_micro_batches(worlds) -> None:
+    told = everywhere(worlds, "synchronised_proof")
+    assert told.startswith("the model's BatchNorm takes its statistics over all ranks")
+
+
 def test_buffers_that_differ_are_named_before_a_save(worlds, tmp_path) -> None:
     told = worlds(2).call("guards:unlike_buffers", folder=str(tmp_path / "run"))
     (line,) = told[0]
