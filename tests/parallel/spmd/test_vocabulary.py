@@ -20,7 +20,7 @@ from shoal.parallel.tensor_parallel.vocabulary_parallel import (
     SplitVocabulary,
     replace_table_forwards,
 )
-from shoal.trace.find.vocabulary_use import VocabularyTables
+from shoal.trace.find.vocabulary_use import VocabularyTables, is_table
 from shoal.trace.flow.forward_record import ForwardRecord
 
 ROWS, DIM, CLASSES = 9, 6, 11
@@ -227,3 +227,17 @@ def test_watching_leaves_no_trace() -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert not any("forward" in part.__dict__ or part._forward_hooks for part in model.modules())
     assert F.linear(torch.ones(8), model.head.weight).shape == (20,)
+
+
+def test_a_weight_that_is_computed_is_no_table() -> None:
+    """Its id is another one at each read, so that no parameter has it."""
+    parametrized = torch.nn.utils.parametrizations
+    assert is_table(nn.Linear(4, 8))
+    assert is_table(nn.Linear(4, 8, bias=False))
+    assert is_table(nn.Embedding(8, 4))
+    for made in (parametrized.weight_norm, parametrized.orthogonal, parametrized.spectral_norm):
+        assert not is_table(made(nn.Linear(4, 8)))
+    assert not is_table(parametrized.weight_norm(nn.Linear(4, 8), "bias"))
+    assert not is_table(parametrized.weight_norm(nn.Embedding(8, 4)))
+    with pytest.warns(FutureWarning):
+        assert not is_table(nn.utils.weight_norm(nn.Linear(4, 8)))

@@ -266,3 +266,23 @@ def gradients_read_after_the_update(script: Script) -> None:
     for step in range(3):
         run.step(script.batch(step))
         script.note(run.model.head.weight.grad.norm())
+
+
+@habit("gradients", sums=True)
+def noise_in_the_shape_of_gradients(script: Script) -> None:
+    """`randn_like` after a seed: one stream of draws for whole gradients."""
+
+    def add(run: Any, step: int) -> None:
+        torch.manual_seed(step)
+        for p in run.model.head.parameters():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+
+    written_out(script, add)
+
+
+@habit("gradients", sums=True)
+def squares_of_gradients_read_for_a_log(script: Script) -> None:
+    def read(run: Any, step: int) -> None:
+        script.note(sum(p.grad.pow(2).sum() for p in run.model.layers.parameters()))
+
+    written_out(script, read)

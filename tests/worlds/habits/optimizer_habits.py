@@ -427,3 +427,110 @@ def a_state_dict_loaded_into_whole_weights(script: Script) -> None:
 @habit("weights", sums=False)
 def whole_weights_changed_unlike_by_rank(script: Script) -> None:
     on_whole_weights(script, lambda run: run.model.head.weight.mul_(0.5 + script.rank))
+
+
+@habit("weights", sums=True)
+def all_layers_drawn_anew_with_a_seed(script: Script) -> None:
+    """One stream of draws for layers on several stages, in rows or in parts."""
+
+    def reset(run: Any, step: int) -> None:
+        if step == 1:
+            torch.manual_seed(7)
+            for block in run.model.layers:
+                block.up.reset_parameters()
+                nn.init.trunc_normal_(block.down.weight, std=0.1)
+            run.model.head.reset_parameters()
+
+    steps(script, reset, 4)
+
+
+@habit("weights", sums=True)
+def a_row_scaled_through_an_index(script: Script) -> None:
+    """`w[0]` is a view in plain PyTorch."""
+
+    @NOWHERE
+    def scale(run: Any, step: int) -> None:
+        run.model.head.weight[0].mul_(0.5)
+
+    steps(script, scale)
+
+
+@habit("weights", sums=True)
+def columns_scaled_through_an_index(script: Script) -> None:
+    @NOWHERE
+    def scale(run: Any, step: int) -> None:
+        run.model.head.weight[:, :2].mul_(0.5)
+
+    steps(script, scale)
+
+
+@habit("weights", sums=True)
+def weights_averaged_as_one_vector(script: Script) -> None:
+    """parameters_to_vector and back."""
+
+    @NOWHERE
+    def scale(run: Any, step: int) -> None:
+        vector = nn.utils.parameters_to_vector(run.model.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, run.model.parameters())
+
+    steps(script, scale)
+
+
+@habit("weights", sums=False)
+def noise_that_differs_by_rank_on_weights(script: Script) -> None:
+    @NOWHERE
+    def add(run: Any, step: int) -> None:
+        drawn = torch.Generator().manual_seed(100 * script.rank + step)
+        p = run.model.head.weight
+        p.add_(0.1 * torch.randn(p.shape, generator=drawn, dtype=p.dtype))
+
+    steps(script, add)
+
+
+@habit("weights", sums=True)
+def squares_of_weights_read_for_a_log(script: Script) -> None:
+    def read(run: Any, step: int) -> None:
+        script.note(sum(p.detach().pow(2).sum() for p in run.model.layers.parameters()) ** 0.5)
+
+    steps(script, read)
+
+
+@habit("weights", sums=True)
+def sparsity_read_for_a_log(script: Script) -> None:
+    def read(run: Any, step: int) -> None:
+        script.note(*[(p.data.abs() > 0.1).double().mean() for p in run.model.layers.parameters()])
+
+    steps(script, read)
+
+
+@habit("weights", sums=True)
+def total_norm_of_weights_in_written_out_passes(script: Script) -> None:
+    run = script.begin()
+    for step in range(3):
+        script.passes(run, step)
+        script.note(nn.utils.get_total_norm([p.detach() for p in run.model.parameters()]))
+        script.note(nn.utils.get_total_norm(list(run.model.parameters())))
+        run.update()
+
+
+@habit("weights", sums=True)
+def a_penalty_on_weights_in_a_written_out_pass(script: Script) -> None:
+    """L2 by hand, as a share of the step's mean."""
+    run = script.begin()
+    for step in range(3):
+        rows = run.total(len(script.batch(step)[0]))
+        for micro in run.micro_batches(script.batch(step)):
+            o = run.model(micro.inputs)
+            penalty = sum(p.square().sum() for p in run.model.layers.parameters())
+            run.backward(((o - micro.targets).square().sum() + 0.1 * penalty * len(o)) / rows)
+        run.update()
+
+
+@habit("optimizer", sums=True)
+def moments_scaled_where_a_weight_has_some(script: Script) -> None:
+    def scale(run: Any, step: int) -> None:
+        for p in run.model.parameters():
+            if p in run.optimizer.state:
+                run.optimizer.state[p]["exp_avg"].mul_(0.5)
+
+    steps(script, scale, optimizer=adamw)

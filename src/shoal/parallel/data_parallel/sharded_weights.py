@@ -12,9 +12,9 @@ are torch's, at torch's speed. Every rank must make the same calls, as with a DT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -35,8 +35,19 @@ VIEWS = frozenset(
 """Functions that return a view in plain torch; a DTensor may return a copy."""
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property, written in C
 
-on_plain: list[Callable[[torch.Tensor], None]] = []
-"""Called with every plain tensor that an operation takes as a whole one, so that ranks compare."""
+
+class WeightReader(Protocol):
+    """Watcher of what user code does with weights."""
+
+    def note_operand(self, tensor: torch.Tensor) -> None:
+        """Note a plain tensor that an operation takes as a whole one, so that ranks compare."""
+
+    def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """Note a tensor that was computed from a weight."""
+
+
+readers: list[WeightReader] = []
+"""Watchers of the open runs."""
 
 
 class UserDTensor(DTensor):
@@ -105,11 +116,17 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         drawn = name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
         result = _run_on_whole(func, args, kwargs) if drawn else _run_on_rows(func, args, kwargs)
         if writes and args and isinstance(args[0], DTensor):  # torch counts no write into the rows
-            torch.autograd.graph.increment_version(args[0]._local_tensor)
-    for one in pytree.tree_leaves(result):
+            rows = getattr(args[0], "rows", args[0]._local_tensor)
+            torch.autograd.graph.increment_version(rows)
+    made: list[Any] = pytree.tree_leaves(result)
+    for one in made:
         if type(one) is DTensor:
-            copied = name in VIEWS and not _share_memory(one, ours)
-            one.__class__ = RowCopy if copied else UserDTensor
+            shares = _share_memory(one, ours)
+            one.__class__ = UserDTensor if shares or name not in VIEWS else RowCopy
+            if shares:
+                one.rows = getattr(ours[0], "rows", ours[0]._local_tensor)
+            for reader in readers:
+                reader.compute_with_part(ours[0], one)
     return result
 
 
@@ -122,8 +139,8 @@ def _run_on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if isinstance(one, torch.Tensor) and not isinstance(one, DTensor) and one.ndim
     ]
     for one in plain:
-        for note in on_plain:
-            note(one)
+        for reader in readers:
+            reader.note_operand(one)
     try:
         with allow_plain_tensors() if plain else nullcontext():
             return func(*args, **kwargs)

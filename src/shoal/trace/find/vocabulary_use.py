@@ -55,12 +55,17 @@ def is_unprojected(value: Any) -> bool:
 
 
 def is_table(part: nn.Module) -> TypeGuard[Table]:
-    """Return whether a module is a plain linear layer, or an embedding that reads single rows."""
+    """Return whether a module is a plain linear layer, or an embedding that reads single rows.
+
+    A weight or bias that is computed from others (`weight_norm`, parametrizations) is no table.
+    """
     if not isinstance(part, Table) or "forward" in part.__dict__:
         return False
+    if not isinstance(part._parameters.get("weight"), nn.Parameter):
+        return False
     if isinstance(part, nn.Linear):
-        return type(part).forward is nn.Linear.forward
-    if not isinstance(part._parameters.get("weight"), nn.Parameter) or part.weight.dim() != 2:
+        return type(part).forward is nn.Linear.forward and "bias" in part._parameters
+    if part.weight.dim() != 2:
         return False
     return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -23,6 +24,7 @@ __all__ = [
     "PartReader",
     "PartialParameter",
     "PartialTensor",
+    "WatchedParameter",
     "intercept_gradient_clipping",
     "make_gradient_placeholder",
     "mark_absent",
@@ -106,7 +108,9 @@ def _wrap_clipping_function(
         reads = name == "get_total_norm" or (
             name == "clip_grad_norm_" and float(given.arguments[limit]) >= NORM_ALONE
         )
-        found = find("" if reads else name, tensors)
+        weights = name == "get_total_norm" and any(isinstance(t, nn.Parameter) for t in tensors)
+        # The norm of weights is no norm of their gradients.
+        found = None if weights else find("" if reads else name, tensors)
         if found is None:
             return clip(*given.args, **given.kwargs)
         _owners.append(found[0])
@@ -249,6 +253,13 @@ class PartReader(Protocol):
         """Note a tensor of the size of a part that was computed from it."""
 
 
+class WeightWatcher(PartReader, Protocol):
+    """Watcher of what user code does with weights."""
+
+    def note_operand(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that is written into a weight."""
+
+
 def mark_partial_gradient(gradient: torch.Tensor, reader: PartReader) -> torch.Tensor:
     """Return an alias of a tensor that is a part of a whole; it shares the memory.
 
@@ -261,8 +272,8 @@ def mark_partial_gradient(gradient: torch.Tensor, reader: PartReader) -> torch.T
     return cast(torch.Tensor, made)
 
 
-PARTS: dict[int, PartReader] = {}
-"""By id of a `PartialParameter`: its reader; an attribute would be saved with the weight."""
+PARTS: dict[int, WeightWatcher] = {}
+"""By id of a weight in the hands of user code: its watcher; an attribute would be saved with it."""
 
 
 class PartialTensor(torch.Tensor):
@@ -323,6 +334,43 @@ def _run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return result
 
 
+class WatchedParameter(nn.Parameter):
+    """A weight that is whole here and not on every rank, in the hands of user code.
+
+    Tensors that are written into it are noted.
+    """
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _copy_parameter(self, memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _note_operands(func, args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        ours = list({id(one): one for one in leaves if isinstance(one, WatchedParameter)}.values())
+        swapped: list[Any] = ours
+        for one in swapped:
+            one.__class__ = nn.Parameter
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for one in swapped:
+                one.__class__ = WatchedParameter
+
+
+def _note_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the plain tensors that a function writes into a weight."""
+    name = getattr(func, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if writes and args and id(args[0]) in PARTS:
+        for leaf in pytree.tree_leaves((args[1:], kwargs)):
+            if type(leaf) is torch.Tensor and leaf.ndim:
+                PARTS[id(args[0])].note_operand(leaf)
+
+
 ABSENT: dict[int, tuple[Callable[[], Exception], torch.device]] = {}
 """By id of an `AbsentParameter`: builds the error of a read · the run's device."""
 
@@ -331,6 +379,11 @@ class AbsentTensor(torch.Tensor):
     """A tensor without numbers, computed from a weight that another rank holds."""
 
     absent: tuple[Callable[[], Exception], torch.device]
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Return True; raise for draws of torch that would skip the weight, and its numbers."""
+        return _refuse_skipped_draws(self.absent)
 
     @classmethod
     def __torch_function__(
@@ -347,6 +400,11 @@ class AbsentParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _copy_parameter(self, memo)
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Return True; raise for draws of torch that would skip the weight, and its numbers."""
+        return _refuse_skipped_draws(ABSENT[id(self)])
 
     @property
     def grad(self) -> Any:
@@ -373,6 +431,7 @@ def _run_on_absent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     leaves = pytree.tree_leaves((args, kwargs))
     first = next(one for one in leaves if isinstance(one, AbsentTensor | AbsentParameter))
     absent = ABSENT[id(first)] if isinstance(first, AbsentParameter) else first.absent
+    _note_operands(func, args, kwargs)
     if getattr(func, "__name__", "") in DRAWS or getattr(func, "__module__", "") == INIT:
         # The numbers are thrown away: other ranks draw them, and all draw the same ones after.
         args, kwargs = pytree.tree_map_only(
@@ -390,6 +449,12 @@ def _run_on_absent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return pytree.tree_map_only(
         torch.Tensor, lambda one: mark_absent(one, absent) if one.is_meta else one, result
     )
+
+
+def _refuse_skipped_draws(absent: tuple[Callable[[], Exception], torch.device]) -> bool:
+    if sys._getframe(2).f_globals.get("__name__") == INIT:
+        raise absent[0]()
+    return True
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -44,14 +44,11 @@ Holders = dict[str, tuple[int, int]]
 Counters = dict[int, tuple[int, int, torch.dtype]]
 """By id of a tensor: its write counter, its address, its dtype."""
 
-COMPARED = ("weights_written", "training_mode", "weights", "trainable", "layers")
+COMPARED = ("weights_written", "operands", "training_mode", "weights", "trainable", "layers")
 """Values that all ranks share; replicas share the last three."""
 
 UNCOUNTED = 2
 """Value of `weights_written` for weights that changed though no write was counted."""
-
-WRITES = 4
-"""Factor of the checksum of operands in the same number (`UserWeights.operands`)."""
 
 CLOSELY = 8
 """First steps in which every tensor's counter is read; most later steps read only a few."""
@@ -110,7 +107,7 @@ class ExternalWriteGuard(Guard):
         self._held = self._parameter_owners()
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._parts_written = self._other_made = False
-        self.operands: Callable[[], int] = lambda: 0
+        self.operands: Callable[[], int] = _no_operands
         watch_new_optimizers()
         _all.add(self)
 
@@ -244,9 +241,11 @@ class ExternalWriteGuard(Guard):
         written = UNCOUNTED if self._uncounted else int(self.weights_written)
         holders = replicas if program.pipe.size > 1 else everyone  # stages hold unlike weights
         found = [
-            Invariant("weights_written", written + WRITES * self.operands(), holders),
+            Invariant("weights_written", written, holders),
             Invariant("training_mode", program.module.training, everyone),
         ]
+        if self.operands is not _no_operands:
+            found.append(Invariant("operands", self.operands(), everyone))
         if program.plan.layout.zero < 3 and (self.weights_written or is_value_check_step(step)):
             held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
             read = fingerprint(held, whole=self.weights_written)
@@ -367,6 +366,11 @@ def watch_new_optimizers() -> None:
 def is_watched(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter of a run of this process."""
     return any(one is tensor for guard in _all for one in guard.graded)
+
+
+def _no_operands() -> int:
+    """Return the checksum of no tensors, under layouts whose ranks hold every weight."""
+    return 0
 
 
 def _sample_tensors(tensors: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
     tp, ep    a part on this rank     a norm, a sum or a mean of it gives one line
     pp        on another stage        a read of its numbers raises an error that names the stage
     fsdp      rows on every rank      as a whole tensor (`data_parallel/sharded_weights.py`)
+    others    whole on some ranks     tensors that are written into it are compared over ranks
 
 A weight has another class while user code runs, and torch's own inside of the run's calls: a step
 costs no more than two assignments for each such weight.
@@ -20,7 +21,13 @@ from torch import nn
 from shoal.base.errors import ConfigError, PlanError
 from shoal.parallel.program import Program
 from shoal.trainer.guards import reports
-from shoal.trainer.guards._torch import ABSENT, PARTS, AbsentParameter, PartialParameter
+from shoal.trainer.guards._torch import (
+    ABSENT,
+    PARTS,
+    AbsentParameter,
+    PartialParameter,
+    WatchedParameter,
+)
 from shoal.trainer.guards.call_log import CollectiveCallLog
 from shoal.trainer.guards.checksums import SURE, fingerprint
 
@@ -49,17 +56,18 @@ class UserWeights:
             if p.is_meta and type(p) is nn.Parameter:
                 refuse = functools.partial(self._absent_error, name)
                 ABSENT[id(p)] = (refuse, program.world.device)
-                self.kinds.append((p, AbsentParameter, nn.Parameter))
-            elif name in program.cuts and type(p) is nn.Parameter:
                 PARTS[id(p)] = self
-                self.kinds.append((p, PartialParameter, nn.Parameter))
+                self.kinds.append((p, AbsentParameter, nn.Parameter))
+            elif type(p) is nn.Parameter:  # whole, or a part
+                PARTS[id(p)] = self
+                kind = PartialParameter if name in program.cuts else WatchedParameter
+                self.kinds.append((p, kind, nn.Parameter))
         self.sharded = [p for _, p in named if hasattr(p, "device_mesh")]
         if self.sharded:
-            from shoal.parallel.data_parallel.sharded_weights import UserDTensor, on_plain
+            from shoal.parallel.data_parallel.sharded_weights import UserDTensor, readers
 
             self.kinds += [(p, UserDTensor, type(p)) for p in self.sharded]
-            self._note: Any = self._note_plain
-            on_plain.append(self._note)
+            readers.append(self)
         self._layout = program.plan.layout.text()
         self._told = False
 
@@ -88,10 +96,9 @@ class UserWeights:
             PARTS.pop(id(p), None)
             ABSENT.pop(id(p), None)
         if self.sharded:
-            from shoal.parallel.data_parallel.sharded_weights import on_plain
+            from shoal.parallel.data_parallel.sharded_weights import readers
 
-            if self._note in on_plain:
-                on_plain.remove(self._note)
+            readers[:] = [one for one in readers if one is not self]
 
     def read_part(self, function: str) -> None:
         """Print a line, once, for a reduction of a part of a weight."""
@@ -109,8 +116,9 @@ class UserWeights:
             name = self.names.get(id(tensor), "a weight")
             raise PlanError(reports.writes_report.penalty_text(name, self._layout))
 
-    def _note_plain(self, tensor: torch.Tensor) -> None:
-        self.operands = (31 * self.operands + fingerprint([tensor], whole=True)) % (SURE // 8)
+    def note_operand(self, tensor: torch.Tensor) -> None:
+        """Note a plain tensor that user code combines with a weight, so that ranks compare."""
+        self.operands = (31 * self.operands + fingerprint([tensor], whole=True)) % SURE
 
     def _absent_error(self, name: str) -> ConfigError:
         row = self.program.rows.get(self.program.aliases.get(name, name))

@@ -68,11 +68,9 @@ def refuse_rank_differences(
         ClusterError: one element differs.
         ConfigError: user code changed weights, layers or modes.
     """
-    values: list[int] = found.by_rank("weights_written")
-    operands, written = [one // 4 for one in values], [one % 4 for one in values]
-    if len(set(operands)) > 1:
-        other = next(rank for rank, one in enumerate(operands) if one != operands[0])
-        raise unlike_operands_error(step, other)
+    if pair := found.first_differing_pair("operands"):
+        raise unlike_operands_error(step, pair[1])
+    written: list[int] = found.by_rank("weights_written")
     if 1 not in written and (any(written) or found.differs("weights")) and touched.drift.on:
         check_single_element(touched.drift, touched.drift.compute_snapshot(step - 1))
     written = [int(one > 0) for one in written]
@@ -109,7 +107,7 @@ def unlike_operands_error(step: int, rank: int) -> ConfigError:
     """Return the error for weights or gradients that ranks changed by different tensors."""
     return ConfigError(
         f"step {step}: weights or gradients were changed by a tensor that is another one on rank "
-        f"{rank} than on rank 0, and each rank has some rows of them; try: the same tensor on "
+        f"{rank} than on rank 0, and each rank has some of them; try: the same tensor on "
         f"every rank (noise: a generator with one seed)"
     )
 
