@@ -204,7 +204,7 @@ def test_a_class_without_a_row_is_traced(tmp_path: Path, config: dict[str, Any])
     notes: list[str] = []
     facts = planned(tmp_path, config, notes)
     true = hf_counts.count(hf_counts.find_class(config["architectures"][0]), config)
-    units = sum(unit.count * (unit.parameters + unit.frozen_parameters) for unit in facts.units)
+    units = sum(unit.count * unit.parameters for unit in facts.units) + facts.frozen
     assert facts.trainable == units == true
     assert "its class of transformers is traced instead" in notes[0]
 
@@ -223,8 +223,7 @@ def test_adapters_are_planned_from_the_config_json_alone(tmp_path: Path) -> None
     pytest.importorskip("peft")
     facts = planned(tmp_path, LLAMA, [], "tune.adapter=lora", "tune.rank=4")
     block = (48 + 48) * 2 + (48 + 24) * 2 + (48 + 56) * 3
-    frozen = sum(unit.count * unit.frozen_parameters for unit in facts.units)
-    assert (facts.trainable, frozen) == (2 * 4 * block, counted(LLAMA))
+    assert (facts.trainable, facts.frozen) == (2 * 4 * block, counted(LLAMA))
 
 
 def test_without_transformers_the_type_is_refused_by_name(

@@ -67,8 +67,10 @@ def _subject(record: Record) -> str:
     residual = ", residual stream bf16" if record.get("residual") == "bf16" else ""
     if machine["nodes"] > 1:
         links += f" inside, {machine['across']} across"
+    frozen = model.get("frozen_parameters", 0)
+    trained = f"trained of {count_text(model['parameters'] + frozen)} " if frozen else ""
     return (
-        f"{model['name']}: {count_text(model['parameters'])} parameters{sequence}, "
+        f"{model['name']}: {count_text(model['parameters'])} {trained}parameters{sequence}, "
         f"{record['compute']}{residual}; {record['batch']} samples per step{each}; on {where}"
         f"{f' ({links})' if links else ''}"
     )

@@ -99,6 +99,11 @@ class ModelFacts:
         return sum(unit.count * unit.forward_flops for unit in self.units)
 
     @property
+    def frozen(self) -> int:
+        """Elements that are not trained, as the weights below adapters."""
+        return sum(unit.count * unit.frozen_parameters for unit in self.units)
+
+    @property
     def experts(self) -> int:
         """Common divisor of the expert counts of all mixtures; 0 without mixtures."""
         return math.gcd(*(unit.experts for unit in self.units))

@@ -227,8 +227,9 @@ def compare_with_guide(
     """Predict the guide's layout for this case; return a sentence about it and the prediction."""
     case = best.case
     model, cluster = case.model, case.cluster
-    layout = guide_layout(model.trainable, cluster, model.heads, model.blocks)
-    words = f"the field's guide ({guide_rule(model.trainable)}) says {layout_text(layout)}"
+    parameters = model.trainable + model.frozen
+    layout = guide_layout(parameters, cluster, model.heads, model.blocks)
+    words = f"the field's guide ({guide_rule(parameters)}) says {layout_text(layout)}"
     if layout == case.layout.without_schedule:
         return f"{words}: the same", best
     try:

@@ -119,6 +119,7 @@ def model_record(model: ModelFacts) -> dict[str, Any]:
     return {
         "name": model.name,
         "parameters": model.trainable,
+        "frozen_parameters": model.frozen,
         "sequence": model.sequence,
         "blocks": model.blocks,
         "forward_flops": model.forward_flops,
