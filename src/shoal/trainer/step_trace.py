@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from shoal.base.plans.pipeline_actions import Action
 from shoal.base.runlog.traced_steps import chrome_events, encode_rows
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator, synchronize
+from shoal.parallel.program import Program
 from shoal.trainer.tracing.traced_calls import TracedCalls
 from shoal.trainer.tracing.traced_page import TracedPage
 from shoal.wire import phases
@@ -97,6 +99,12 @@ class StepTrace:
             self._stop_recording()
             self._clocks.append(self._read_clocks())
             self._write()
+
+    def mark_ranges(self, program: Program) -> Program:
+        """Return a program whose micro-batches and pipeline actions are ranges of traced steps."""
+        if program.action_times is not None:
+            program.action_times.mark_action = self.mark_action
+        return replace(program, around=(*program.around, self.micro_batch))
 
     def micro_batch(self, step: int, index: int) -> AbstractContextManager[None] | None:
         """Return the range of a micro-batch; None outside of traced steps."""

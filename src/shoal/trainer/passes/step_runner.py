@@ -141,10 +141,8 @@ class StepRunner:
             from shoal.trainer.statistics.tensor_statistics import record_statistics
 
             self.statistics, program = record_statistics(program)
-        if (trace := recorder.trace) is not None:
-            program = replace(program, around=(*program.around, trace.micro_batch))
-            if program.action_times is not None:
-                program.action_times.mark_action = trace.mark_action
+        if recorder.trace is not None:
+            program = recorder.trace.mark_ranges(program)
         self.meeting = get_call_log(program.world)
         self.meeting.open_run()
         self.guards = RunGuards(
