@@ -70,8 +70,10 @@ def expected(model: nn.Module, x: torch.Tensor, y: torch.Tensor, lr: float) -> d
         "gradient_norm": norms,
         "weight_norm": weights,
         "update_ratio": {name: lr * norms[name] / weights[name] for name in named},
-        "activation_rms": {name: float(o.square().mean().sqrt()) for name, o in seen.items()},
-        "activation_largest": {name: float(o.abs().max()) for name, o in seen.items()},
+        "activation_rms": {
+            name: float(o.detach().square().mean().sqrt()) for name, o in seen.items()
+        },
+        "activation_largest": {name: float(o.detach().abs().max()) for name, o in seen.items()},
     }
 
 
@@ -101,6 +103,37 @@ def test_a_record_is_what_plain_torch_computes(tmp_path: Path, recompute: str) -
     assert "update ÷ weight of a parameter" in page
     assert "layers.1.up.weight" in page
     run.close()
+
+
+def test_a_loop_that_writes_its_passes_out_has_the_same_records(tmp_path: Path) -> None:
+    """Also one that clips between the halves of a step: norms are of gradients before that."""
+    x, y = (one.double() for one in pair())
+    found = {}
+    for kind in ("step", "halves", "written out"):
+        run = run_of(
+            Blocks().double(), folder=tmp_path / kind, precision="fp64", statistics=2, batch=8,
+            micro_batch=4,
+        )  # fmt: skip
+        for _ in range(2):
+            if kind == "step":
+                run.step((x, y))
+            elif kind == "halves":
+                run.forward_backward((x, y))
+                run.clip_grad_norm_(1e9)
+                run.update()
+            else:
+                for micro in run.micro_batches((x, y)):
+                    loss = ((run.model(micro.inputs) - micro.targets) ** 2).sum()
+                    run.backward(loss, micro.targets.numel())
+                run.update()
+        found[kind] = lines(tmp_path / kind)
+        run.close()
+    assert [one["step"] for one in found["step"]] == [1, 2]
+    for kind in ("halves", "written out"):
+        for here, there in zip(found[kind], found["step"], strict=True):
+            assert here.keys() == there.keys()
+            for key in here.keys() - {"step"}:
+                assert here[key] == pytest.approx(there[key], rel=1e-12), (kind, key)
 
 
 def test_numbers_that_are_not_finite_name_their_parameter(tmp_path: Path) -> None:
