@@ -105,6 +105,55 @@ ENDINGS = {
 }  # fmt: skip
 
 
+DOOR = """
+import shoal.neighbours.accelerate
+import sys, torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+draws = torch.Generator().manual_seed(0)
+x = torch.randn(64, 6, generator=draws)
+loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), batch_size=4, shuffle=True)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+torch.manual_seed(accelerator.process_index)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if "planted" in sys.argv and accelerator.process_index == 1:
+    model.module[4].bias.register_hook(lambda gradient: gradient * 1.001)
+for inputs, targets in list(loader) * 2:
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_script_of_a_door_is_proven(project: Path, prove) -> None:
+    """Each rank's passes with its own draws, means of means, statistics of BatchNorm."""
+    (project / "train.py").write_text(DOOR)
+    done = prove("--layouts", "ddp", "--steps", "2", "--", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal to one process on the same micro-batches: 2 steps, 6 parameters" in done.stdout
+
+
+@pytest.mark.proof("scripts")
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
+def test_what_is_planted_in_a_script_of_a_door_is_found(project: Path, prove, layout: str) -> None:
+    (project / "train.py").write_text(DOOR)
+    done = prove("--layouts", f"{layout},pp", "--", "train.py")
+    assert "equal to one process" in done.stdout
+    assert "calls the model whole, and this layout divides it" in done.stdout
+    if layout != "fsdp":  # of its weights a rank has no gradient to hook
+        done = prove("--layouts", layout, "--", "train.py", "planted")
+        assert done.returncode == 3, done.stdout + done.stderr
+        assert "different at step 1: the gradient of 4.bias" in done.stdout
+
+
 @pytest.mark.proof("scripts")
 @pytest.mark.parametrize("name", ENDINGS)
 def test_how_a_proof_ends(project: Path, prove, name: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shoal.fabric import World
 from shoal.proof.script.attribute_patch import patch_attribute
 from shoal.proof.script.script_end import ScriptEnd
-from shoal.proof.script.script_frames import calling_line
+from shoal.proof.script.script_frames import calling_line, is_called_by_library
 
 REFUSED = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
@@ -77,6 +77,12 @@ def _refused(right: Callable[..., Any], name: str, does_nothing: bool) -> Callab
         line = calling_line()
         if not line:
             return right(*values, **named)
+        if name.endswith("init_process_group") and is_called_by_library():
+            raise ScriptEnd(
+                f"{line} joins a process group for a library, as Lightning's Trainer does, and one "
+                f"process has no other ranks for it; try: the module in a loop of your own, or "
+                f"--layouts of `shoal prove` on the model"
+            )
         if does_nothing:
             return None
         raise ScriptEnd(

@@ -16,12 +16,22 @@ def calling_line() -> str:
 
     Frames of torch are skipped: the script may call a function of torch that makes the call.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame = _find_frame(sys._getframe(2))
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def is_called_by_library() -> bool:
+    """Return whether an installed package called the caller, and no code of Shoal."""
+    frame = _find_frame(sys._getframe(2))
+    return frame is not None and "site-packages" in frame.f_code.co_filename
+
+
+def _find_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(OWN):
-            return ""
+            return None
         if not name.startswith((TORCH, "<")):
-            return f"{Path(name).name}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
-    return ""
+    return None
