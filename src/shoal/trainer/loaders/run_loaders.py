@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shoal.base.errors import BugError, ConfigError
 from shoal.base.plans.batches import default_turn
 from shoal.base.plans.plan import Plan
-from shoal.data.loading.dataset_kind import dataset_identity, is_indexed
+from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 
@@ -270,22 +270,11 @@ class RunLoaders:
             return MicroBatches(data, _count_batches(data))
         if everyone is not None and everyone.size > 1 and self._validated is not data:
             self._validated = data
-            self._compare_held_out(data, workers, everyone)
+            from shoal.trainer.run_folder.resume_checks import held_out_line
+
+            if line := held_out_line(data, workers, everyone):
+                self.notice(line)
         return self.held_out_batches(data, workers, collate)
-
-    def _compare_held_out(self, data: Any, workers: int, everyone: World) -> None:
-        """Print a notice if a rank's dataset differs from rank 0's; all ranks call it."""
-        from shoal.trainer.run_folder.resume_checks import read_in_fork
-
-        own = read_in_fork(lambda one: dataset_identity(one) or [], data, workers)
-        unlike = everyone.find_differing_rank(own)
-        if unlike is not None and all(unlike[1:]):
-            self.notice(
-                f"run.evaluate: the dataset of rank {unlike[0]} holds other samples than that of "
-                f"rank 0, and each rank reads a share of its own, so the mean is of neither; try: "
-                f"the same split on every rank (random_split(…, generator=torch.Generator()."
-                f"manual_seed(0))), or batches of a rank's own samples"
-            )
 
     def held_out_batches(
         self, data: Any, workers: int, collate: Any, micro_batch: int = 0

@@ -32,7 +32,7 @@ from shoal.config.differences import (
     compare_environments,
     format_refusal,
 )
-from shoal.data.loading.dataset_kind import digest_of, is_indexed
+from shoal.data.loading.dataset_kind import dataset_identity, digest_of, is_indexed
 from shoal.data.loading.sample_seeds import seeded_rng
 from shoal.fabric import World
 from shoal.optim.named_state import to_json_value
@@ -226,6 +226,26 @@ def digest_samples(dataset: Any, workers: int) -> list[str]:
         workers: processes that read it for the run, as in `read_in_fork`.
     """
     return read_in_fork(_digest_spread_samples, dataset, workers) if is_indexed(dataset) else []
+
+
+def held_out_line(data: Any, workers: int, world: World) -> str:
+    """Return the notice on a held-out dataset that differs between ranks; all ranks call it.
+
+    Args:
+        data: the dataset of this rank.
+        workers: as in `read_in_fork`.
+        world: all ranks.
+    """
+    own = read_in_fork(lambda one: dataset_identity(one) or [], data, workers)
+    unlike = world.find_differing_rank(own)
+    if unlike is None or not all(unlike[1:]):
+        return ""
+    return (
+        f"run.evaluate: the dataset of rank {unlike[0]} holds other samples than that of rank 0, "
+        f"and each rank reads a share of its own, so the mean is of neither; try: the same split "
+        f"on every rank (random_split(…, generator=torch.Generator().manual_seed(0))), or batches "
+        f"of a rank's own samples"
+    )
 
 
 def read_in_fork(
