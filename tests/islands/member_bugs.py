@@ -32,7 +32,7 @@ from shoal.islands.membership.turn_messages import (
 CHAIR, MEMBER = turn_chair, island_member
 install, vote, on_vote = IslandMember._install, IslandMember._vote, IslandMember._on_vote
 on_prepare, reset, receive = IslandMember._on_prepare, IslandMember._reset, IslandMember.receive
-fact_of, on_welcome, choose = IslandMember._fact, IslandMember._on_welcome, TurnChair.choose_voters
+fact_of, choose = IslandMember._fact, TurnChair.choose_voters
 commit = committed_turn.commit_turn
 
 
@@ -52,14 +52,6 @@ def _forget_promise(self: IslandMember, message: Prepare) -> None:
 def _offer_without_promise(self: IslandMember, offer: Offer) -> None:
     self.promised = offer.ballot
     self._vote(offer.ballot, offer.fact)
-
-
-def _vote_of_any_start(self: IslandMember, cast: CastVote) -> None:
-    chair = self.chair
-    if chair is not None and cast.ballot == chair.ballot and cast.seat not in chair.voters:
-        seat = next((s for s in chair.voters if s.name == cast.seat.name), cast.seat)
-        cast = cast._replace(seat=seat)
-    on_vote(self, cast)
 
 
 def _any_may_vote(self: IslandMember, offer: Offer) -> None:
@@ -85,12 +77,6 @@ def _seat_by_name(self: IslandMember) -> None:
         self.seat = seat if seat is not None and not self.fact.dealt else self.seat
 
 
-def _stand_in_at_once(self: IslandMember, welcome: Any) -> None:
-    on_welcome(self, welcome)
-    if self.fact is not None and not self.seated and self.seat.name in self.fact.names():
-        self.stands_in, self.promised = True, ALL_VOTE
-
-
 def _never_heal(self: IslandMember, fact: CommittedTurn) -> None:
     install(self, fact)
     self.actions = [a._replace(heal=False) if isinstance(a, Apply) else a for a in self.actions]
@@ -104,11 +90,6 @@ def _own_fact_wins(self: IslandMember, fact: CommittedTurn) -> None:
 
 def _vote_before_saved(self: IslandMember, ballot: Any, fact: Any) -> None:
     self.is_saved = True
-    vote(self, ballot, fact)
-
-
-def _vote_twice(self: IslandMember, ballot: Any, fact: Any) -> None:
-    self.voted = None
     vote(self, ballot, fact)
 
 
@@ -187,16 +168,13 @@ BUGS: dict[str, Patch] = {
     "a promise is forgotten": (HANDLERS, "Prepare", _forget_promise),
     "an offer needs no promise": (HANDLERS, "Offer", _offer_without_promise),
     "voters are not fixed": (HANDLERS, "Offer", _any_may_vote),
-    "a later start votes for an earlier one": (HANDLERS, "CastVote", _vote_of_any_start),
     "a majority decides without a chair": (HANDLERS, "CastVote", _majority_without_chair),
     "objections count as votes": (HANDLERS, "CastVote", _count_objections),
     "committers vote without a merge": (HANDLERS, "Offer", _vote_without_merge),
     "a restarted member keeps its seat": (IslandMember, "_reset", _seat_by_name),
-    "a restarted member promises anything": (IslandMember, "_on_welcome", _stand_in_at_once),
     "nobody heals": (IslandMember, "_install", _never_heal),
     "the own fact wins": (IslandMember, "_install", _own_fact_wins),
     "votes do not wait for the disk": (IslandMember, "_vote", _vote_before_saved),
-    "a member votes twice": (IslandMember, "_vote", _vote_twice),
     "messages of any turn count": (IslandMember, "receive", _any_turn),
     "votes of the last turn count": (IslandMember, "_reset", _keep_voting),
     "the divisor counts all seats": (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from member_bugs import find_bug
-from member_world import World
+from member_bugs import find_bug, planted
+from member_space import explore
+from member_world import Violation, World
 
 from shoal.islands.commit_vote import Ballot, VoteResult
 from shoal.islands.membership.commit_tally import CommitTally
@@ -16,6 +17,8 @@ from shoal.islands.membership.committed_turn import (
     promises_needed,
     start_session,
 )
+from shoal.islands.membership.island_member import IslandMember
+from shoal.islands.membership.turn_messages import Prepare, Reject, Send, Welcome
 
 BALLOT = Ballot(round=7, fragment=1, ok=True, digest="a", tokens=1, steps_per_s=None, used=4)
 SAVING = Ballot(
@@ -67,3 +70,32 @@ def test_a_planted_bug_is_found_and_its_seed_replays_it(name: str) -> None:
     found = find_bug(name, most_rounds=2000)
     assert found is not None
     assert found == find_bug(name, most_rounds=2000)
+
+
+def test_a_restarted_member_promises_no_less_than_before() -> None:
+    """Its own promise is lost; those of enough steady members are at least as high."""
+    seats = [Seat(name, 1) for name in range(3)]
+    start = start_session(0, None, seats, samples=4)
+    again = IslandMember(Seat(2, 2), start, (0, 1, 2), 4)
+    for name in range(2):
+        early = Prepare(seats[0], 0, 1, (1, 0, 1))
+        again.receive(early)
+        assert again.actions == [], "it takes no part before enough have answered"
+        again.receive(Welcome(seats[name], 0, 1, again.seat, start, (3, name, 1)))
+    assert again.stands_in
+    assert again.promised == (3, 1, 1)
+    again.receive(early)
+    assert again.actions == [Send((0,), Reject(again.seat, 0, 1, (3, 1, 1)))]
+
+
+def test_all_interleavings_around_a_late_disk_keep_the_promises() -> None:
+    """`make proof PART=protocol` has all faults, and two rounds."""
+    space = explore("slow", rounds=1)
+    assert space.whole
+    assert space.finished
+    assert space.states > 1000
+
+
+def test_an_enumeration_finds_a_majority_without_a_chair() -> None:
+    with planted("a majority decides without a chair"), pytest.raises(Violation):
+        explore("cut", rounds=1, most=1000)
