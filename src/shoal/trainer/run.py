@@ -587,14 +587,20 @@ class Run(StepRunner):
     def mesh(self) -> DeviceMesh:
         """Return torch's DeviceMesh of all ranks, with the axes of the layout, for own collectives.
 
-        Its dims are pp, dp_replicate, dp_shard, cp and tp. Every rank must ask for it, since the
-        first call makes process groups.
+        Its dims are those of pp, dp_replicate, dp_shard, cp and tp that have several ranks. Every
+        rank must ask for it, after `shoal.parallelize`: the first call makes process groups.
+
+        Raises:
+            ConfigError: the run has one process.
         """
         from shoal.fabric.axis_worlds import build_device_mesh
 
+        degrees = self.plan.layout.degrees
+        axes = [axis for axis, degree in degrees.items() if degree > 1 and axis != "islands"]
+        if not axes:
+            raise ConfigError("run.mesh: one process has no axes; try: if run.world.size > 1")
         with self.meeting.at("run.mesh"):
-            degrees = self.plan.layout.degrees
-            return build_device_mesh(self.world, degrees, [a for a in degrees if a != "islands"])
+            return build_device_mesh(self.world, degrees, axes)
 
     def request_stop(self) -> None:
         """Request a stop; after the next step `run.stopping` is true on every rank."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed.nn.functional as gather
 from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from habits.habit_sides import CLASSES, Script, X, Y, adamw, net, sgd, squares
+from habits.habit_sides import CLASSES, WHOLE, Script, X, Y, adamw, net, sgd, squares
 from habits.habit_table import habit
 
 MASK = (X[:, :3] > -0.3).double()
@@ -459,3 +460,29 @@ def a_masked_mean_in_a_written_out_pass(script: Script) -> None:
 @habit("losses", sums=False)
 def a_mean_without_a_count_in_a_written_out_pass(script: Script) -> None:
     written_out(script, lambda o, y, _: (F.mse_loss(o, y),))
+
+
+@habit("losses", sums=True)
+def contrastive_with_a_gather_over_the_mesh(script: Script) -> None:
+    """Every sample meets those of all ranks; gradients flow back through the gather."""
+
+    def batch(step: int) -> Any:
+        x, y = (column[8 * step :][:8] for column in (X, Y))
+        if script.plain or script.layout in WHOLE:
+            return x, y
+        return x[4 * script.rank :][:4], y[4 * script.rank :][:4]
+
+    def loss(o: Any, y: Any) -> Any:
+        keys, first = o, 0
+        if meshes:
+            group = meshes[0].get_group(meshes[0].mesh_dim_names[0])
+            keys = torch.cat(gather.all_gather(o, group=group))
+            first = len(o) * group.rank()
+        scores = F.normalize(o, dim=-1) @ F.normalize(keys, dim=-1).T
+        return F.cross_entropy(scores, first + torch.arange(len(o)), reduction="sum"), len(o)
+
+    more = {} if script.plain else {"coupled": True}
+    meshes: list[Any] = []
+    run = script.begin(loss=loss, sample=batch(0), micro_batch=len(batch(0)[0]), **more)
+    meshes += [] if script.plain or script.layout in WHOLE else [run.mesh]
+    script.train(run, batch=batch)

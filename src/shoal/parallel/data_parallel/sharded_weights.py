@@ -118,13 +118,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if writes and args and isinstance(args[0], DTensor):  # torch counts no write into the rows
             rows = getattr(args[0], "rows", args[0]._local_tensor)
             torch.autograd.graph.increment_version(rows)
-    made: list[Any] = pytree.tree_leaves(result)
-    for one in made:
+    for one in pytree.tree_leaves(result):
         if type(one) is DTensor:
             shares = _share_memory(one, ours)
             one.__class__ = UserDTensor if shares or name not in VIEWS else RowCopy
             if shares:
-                one.rows = getattr(ours[0], "rows", ours[0]._local_tensor)
+                vars(one)["rows"] = getattr(ours[0], "rows", ours[0]._local_tensor)
             for reader in readers:
                 reader.compute_with_part(ours[0], one)
     return result
