@@ -47,8 +47,8 @@ FRAME = {
     "Hide navigation sidebar": "隐藏导航", "View this page": "查看本页",
 }  # fmt: skip
 """Words of the theme around a page."""
-FENCED = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
-"""Code of a page, in which nothing is a link."""
+FENCED = re.compile(r"(^ *```.*?^ *```|`(?:[^`\n]|\n(?!\n))+`(?!\]))", re.MULTILINE | re.DOTALL)
+"""Code of a page, in which nothing is a link; code in a sentence may go on in the next line."""
 
 
 class ValueRole(SphinxRole):
