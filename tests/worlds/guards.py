@@ -345,11 +345,14 @@ def movement(world: World) -> list[str]:
     return [message(lambda: run.step(share(world)))]
 
 
-def sync_batch_norm(world: World, layout: str, how: str) -> list[float]:
+PIPES = {"pp": 2, "dp_replicate": 2}
+
+
+def sync_batch_norm(world: World, layout: Any, how: str) -> list[float]:
     """Weights and buffers after steps of 64 samples and of 5, of which some ranks have none."""
     torch.manual_seed(3)
     plain = how == "plain"
-    average = 0.1 if layout == "tp" else None  # a plain average reads a number: tp splits no more
+    average = 0.1 if layout in ("tp", PIPES) else None  # a plain average reads a number: tp splits no more
     model: nn.Module = nn.Sequential(
         *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh()),
         nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=average), nn.Tanh()),
@@ -367,10 +370,10 @@ def sync_batch_norm(world: World, layout: str, how: str) -> list[float]:
         lambda o, y: ((o - y).square().sum(), o.numel()),
         "single" if plain else layout,
         batch=64,
-        micro_batch=64 if plain or layout == "tp" else 64 // world.size,
+        micro_batch=64 if plain or layout == "tp" else 32 if layout == PIPES else 64 // world.size,
         precision="fp64",
         world=start_world({}) if plain else world,
-        sample=(rows[:8, :6], rows[:8, 6:]) if layout == "tp" else None,
+        sample=(rows[:8, :6], rows[:8, 6:]) if layout in ("tp", PIPES) else None,
         **more,
     )
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,7 @@ SYNCED = [
     (2, "tp", "class"),
     (4, "ddp", "class"),
     (2, "zero1", "argument"),
+    (4, guards.PIPES, "class"),
     (4, "fsdp", "class"),
     (4, "hsdp", "argument"),
     (1, "single", "class"),
@@ -145,7 +147,7 @@ SYNCED = [
 
 @pytest.mark.parametrize(("size", "layout", "how"), chosen(SYNCED, SYNCED[:3]))
 def test_synchronised_statistics_are_those_of_one_process(
-    worlds, size: int, layout: str, how: str
+    worlds, size: int, layout: Any, how: str
 ) -> None:
     """Also in a step of 5 samples, of which some ranks have none, and in the running statistics."""
     alone = guards.sync_batch_norm(start_world({}), layout, "plain")

@@ -111,6 +111,8 @@ class JoinedRanks:
 def joins_ranks(layer: nn.Module) -> bool:
     """Return whether a layer takes its statistics over several ranks."""
     forward = layer.__dict__.get("forward")
+    while isinstance(forward, ReplacedForward) and not isinstance(forward, SyncedForward):
+        forward = forward.replaced  # a stage's, or a recomputed block's, around it
     return isinstance(forward, SyncedForward) and forward.ranks.world.size > 1
 
 
