@@ -352,7 +352,8 @@ def sync_batch_norm(world: World, layout: Any, how: str) -> list[float]:
     """Weights and buffers after steps of 64 samples and of 5, of which some ranks have none."""
     torch.manual_seed(3)
     plain = how == "plain"
-    average = 0.1 if layout in ("tp", PIPES) else None  # a plain average reads a number: tp splits no more
+    traced = layout in ("tp", PIPES)  # a plain average reads a number, which a trace cannot
+    average = 0.1 if traced else None
     model: nn.Module = nn.Sequential(
         *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh()),
         nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=average), nn.Tanh()),
