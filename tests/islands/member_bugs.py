@@ -42,13 +42,6 @@ def _report_no_vote(self: IslandMember, message: Prepare) -> None:
     self.voted = voted
 
 
-def _forget_promise(self: IslandMember, message: Prepare) -> None:
-    before = self.promised
-    on_prepare(self, message)
-    if self.seat.name != message.seat.name:
-        self.promised = max(before, ALL_VOTE)
-
-
 def _offer_without_promise(self: IslandMember, offer: Offer) -> None:
     self.promised = offer.ballot
     self._vote(offer.ballot, offer.fact)
@@ -165,7 +158,6 @@ BUGS: dict[str, Patch] = {
     "a chair ignores earlier votes": (TurnChair, "find_decided", lambda self: None),
     "a chair adopts the oldest vote": (TurnChair, "find_decided", _lowest_vote),
     "a promise reports no vote": (HANDLERS, "Prepare", _report_no_vote),
-    "a promise is forgotten": (HANDLERS, "Prepare", _forget_promise),
     "an offer needs no promise": (HANDLERS, "Offer", _offer_without_promise),
     "voters are not fixed": (HANDLERS, "Offer", _any_may_vote),
     "a majority decides without a chair": (HANDLERS, "CastVote", _majority_without_chair),
