@@ -339,7 +339,12 @@ def compare(script: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[s
         while lines[0] and script in FORGETS and parse(lines[0][0])[:1] != parse(lines[1][0])[:1]:
             lines = [one[1:] for one in lines]  # the line of the resume itself
         found += differences(*lines, f"start {number + 1}")
-        files = {name: other["files"][name] for name in other["files"]}
+        # A tracker's folder is named by the time, and a state of the first start may be pruned.
+        named = [one for one in other["files"] if not re.search(r"/\d{9,}\.\d+/", one)]
+        pruned = script in FORGETS and number
+        files = {
+            n: other["files"][n] for n in named if not (pruned and other["files"][n] == "state")
+        }
         own = {name: mine["files"].get(name) for name in files if name in mine["files"]}
         folders = [name for name, kind in files.items() if kind == "state"]
         for name in folders:
