@@ -233,7 +233,7 @@ def check_dtype(path: str, dtype: str, said: str) -> None:
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """What a file, or an index beside it, says about the tokens in it.
+    """Header of a token file, or of an index beside it: dtype, length, writer.
 
     Attributes:
         dtype: of the tokens; "" if nothing says it.
