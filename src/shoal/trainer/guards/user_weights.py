@@ -73,9 +73,10 @@ class UserWeights:
 
     def show(self) -> None:
         """Give the weights the classes that user code sees."""
+        gradients = self._gradients()  # first: later a read is user code's
         for p, kind, _ in self.kinds:
             p.__class__ = kind
-        for p, gradient in self._gradients():
+        for p, gradient in gradients:
             gradient.__class__ = p.__class__
 
     def hide(self) -> None:
