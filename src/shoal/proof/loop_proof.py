@@ -56,8 +56,9 @@ def prove_first_batch(
             data, collate = list_samples(run, batch)
             layout = layout_keys(run.plan.layout)
             case = ProofCase(build, loss or weigh_outputs, data, collate, layout, run.plan)
-            names = {"alone": "shoal prove -- SCRIPT", "off": 'shoal.parallelize(…, prove="off")'}
-            return prove_case(case, world, run.recorder.folder, **names)
+            off = 'shoal.parallelize(…, prove="off")'
+            alone = "shoal prove -- SCRIPT"
+            return prove_case(case, world, run.recorder.folder, alone=alone, off=off)
     except TrainingError:
         raise
     except ShoalError as failure:  # the same on all ranks

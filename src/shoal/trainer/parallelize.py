@@ -431,9 +431,9 @@ def _attach_folder(folder: Path, run: Run, given: Collection[str]) -> None:
         run: the run.
         given: which of "batch" and "micro_batch" the user set.
     """
+    from shoal.trainer.loop_plan import write_loop_plan
     from shoal.trainer.process.crash_report import make_crash_recorder
     from shoal.trainer.run_folder.folder_lease import acquire_folder
-    from shoal.trainer.run_folder.loop_plan import write_loop_plan
     from shoal.trainer.run_folder.rank_list import write_rank_list
     from shoal.trainer.state.replaced_folder import RunFolderGuard
     from shoal.trainer.state.run_state import collect_model_shards
