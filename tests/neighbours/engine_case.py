@@ -168,7 +168,8 @@ def resume(engine, weights, scheduler):
     assert Path("saved/latest").read_text() == "epoch=1"
     with Heard() as heard:
         engine.save_checkpoint("own tags", tag=f"rank-{dist.get_rank()}")
-    assert sorted(one.name for one in Path("own tags").iterdir()) == ["latest", "rank-0"]
+    held = sorted(one.name for one in Path("own tags").iterdir())
+    assert held == ["latest", "rank-0", *(["zero_to_fp32.py"] if STAGE else [])]
     assert ["all ranks take rank 0's" in line for line in heard.lines] == [True] * (dist.get_rank() == 0)  # fmt: skip
     assert engine.save_16bit_model("weights")
     written = torch.load("weights/pytorch_model.bin", weights_only=True)
@@ -186,7 +187,7 @@ def resume(engine, weights, scheduler):
     alike(again, weights)
     path, state = again.load_checkpoint("saved")
     assert (Path(path).parent, state) == (Path("saved/epoch=1"), {"seen": 17})
-    assert (again.global_steps, again.micro_steps) == (5, 16)
+    assert (again.global_steps, again.micro_steps) == (5, 0), "an open window starts anew"
     alike(again, weights)
     assert again.load_checkpoint("saved", tag="other")[1] == {"seen": 18}
     state = again.load_checkpoint("saved", tag="global_step5")[1]

@@ -442,7 +442,7 @@ class Engine(ModelWrapper):
             checkpoints.load_whole(run, [place, *older], strict=load_module_strict)
             extra = run.extra
         if not load_module_only:
-            self.micro_steps = extra["micro_steps"]
+            self.micro_steps = 0  # as DeepSpeed: passes of an open window are lost, it starts anew
             self.skipped_steps = extra["skipped_steps"]
             if self.lr_scheduler is not None and load_lr_scheduler_states and extra["lr_scheduler"]:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
