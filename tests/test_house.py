@@ -213,8 +213,9 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    # 7_330 before a loss was tried on cuts of a micro-batch, and .grad was the mean of the step.
-    assert sum(map(lines_of_code, files)) <= 7_700
+    # 7_330 before a loss was tried on cuts of a micro-batch, and .grad was the mean of the step;
+    # 7_700 before whole_weights, mesh, unlike loaders and labels, and statistics of a step.
+    assert sum(map(lines_of_code, files)) <= 7_900
 
 
 FOUR_RANKS = """
@@ -315,7 +316,7 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name != "frames.py"
     ]
     assert 100 < len(files) <= 157, sorted(files)
-    assert sum(map(lines_of_code, files)) <= 14_130
+    assert sum(map(lines_of_code, files)) <= 14_600  # 14_130 before writes to divided weights
 
 
 def test_the_simulated_device_is_small() -> None:

@@ -161,7 +161,12 @@ def test_a_record_is_compared_later_and_equal_runs_are_equal(tmp_path: Path) -> 
     assert "equal: 9 steps of runs/a and twin" in ask("a", "--against", "twin")
     file.write_text("{}")
     done = CliRunner().invoke(app, ["replay", "a", "--against", str(file)])
-    assert "is no record of steps; try: shoal replay RUN" in str(done.exception)
+    assert "is no record of steps; try: a file that shoal replay RUN" in str(done.exception)
+    script = tmp_path / "train.py"
+    script.write_text("precious")
+    done = CliRunner().invoke(app, ["replay", "a", "--step", "5", "--record", str(script)])
+    assert "exists and is no record; try: --record" in str(done.exception)
+    assert script.read_text() == "precious"
 
 
 OWN = """
@@ -231,12 +236,13 @@ def test_a_loop_of_ones_own_repeats_with_its_script(monkeypatch: pytest.MonkeyPa
     [
         (["--step", "3"], "replay: no run is named; try: shoal replay runs/NAME --step N"),
         (["a", "--step", "12"], "--step 12: runs/a has steps 1 to 9; try: --step 9"),
-        (["a"], "--step 0: runs/a has steps 1 to 9; try: --step 1"),
+        (["a"], "runs/a: which step? try: --step 9"),
+        (["a", "--step", "2", "--", "train.py"], "so `shoal train` made it; leave out the script"),
         (["runs/none", "--step", "1"], "does not exist"),
         (["a", "--step", "3", "--layout", "fdsp"], "--layout = fdsp"),
         (["a", "--step", "3", "layout.tp=3"], "tp"),
     ],
-    ids=["no run", "late step", "no step", "no folder", "layout", "degree"],
+    ids=["no run", "late step", "no step", "script", "no folder", "layout", "degree"],
 )
 def test_what_a_user_gets_wrong_is_one_line(words: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["replay", *words])

@@ -25,7 +25,7 @@ ARGUMENTS = typer.Argument(
     metavar="RUN [SECTION.KEY=VALUE …] [-- SCRIPT …]",
     help="A run's folder, settings of the replay; of a loop of your own: its script.",
 )
-STEP = typer.Option(0, "--step", min=0, metavar="N", help="The step to repeat.")
+STEP = typer.Option(None, "--step", metavar="N", help="The step to repeat.")
 LAYOUT = typer.Option("", "--layout", metavar="NAME", help="Another layout, say single.")
 PRECISION = typer.Option(
     "", "--precision", metavar="FORMAT", help="Another format; fp64 begins at the first step."
@@ -45,7 +45,7 @@ DEGREES = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "servers", "threa
 
 def replay(
     arguments: list[str] = ARGUMENTS,
-    step: int = STEP,
+    step: int | None = STEP,
     layout: str = LAYOUT,
     precision: str = PRECISION,
     statistics: bool = STATISTICS,
@@ -66,13 +66,20 @@ def replay(
     from shoal.cli import torchrun
     from shoal.cli.replay_pair import compare_with
     from shoal.cli.replay_run import check_step, find_run, run_replay
+    from shoal.replay.replay_folder import read_last_step
     from shoal.replay.replay_lines import replay_lines, replay_record
+    from shoal.replay.step_marks import check_target
 
     if torchrun.is_launched():
         raise PlanError("shoal replay: starts its own processes; run it without torchrun or srun")
     settings, script = split_script(arguments or [])
     path, overrides = split_arguments(settings)
     run = find_run(path, with_script=bool(script))
+    if record is not None:
+        check_target(record)
+    if step is None and against is None:
+        raise ConfigError(f"{run}: which step? try: --step {read_last_step(run) or 1}")
+    step = step or 0
     overrides = [*overrides, *_option_overrides(layout, precision)]
     overrides += [f"train.statistics={step}"] if statistics else []
     if against is not None:

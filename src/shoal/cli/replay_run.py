@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from shoal.cli.start import PreparedRun
     from shoal.replay.replay_lines import Replay
 
+TEMPORARY = ".replay-"
+"""Beginning of the name of a replay's folder that is not kept."""
+LOG = re.compile("; traceback: [^ ]+")
 QUIET = (
     "train.prove=off", "train.validate_every=0", "train.on=", "train.trace=", "train.statistics=0",
     "train.on_oom=stop",
@@ -54,6 +58,11 @@ def find_run(path: Path | None, *, with_script: bool = False) -> Path:
                 f"--step N -- train.py, with the arguments that it had"
             )
         raise ConfigError(explain_no_run(run))
+    if with_script:
+        raise ConfigError(
+            f"{run}: has a run.toml, so `shoal train` made it; leave out the script: shoal replay "
+            f"{run} --step N"
+        )
     config = load_config(run / "run.toml").config
     if config.layout.updates not in ("", "synchronous"):
         raise ConfigError(
@@ -179,7 +188,7 @@ def replay_folder(run: Path, keep: Path | None) -> Iterator[Path]:
     beside: Path | None = run.absolute().parent
     if not os.access(run.absolute().parent, os.W_OK):
         beside = None
-    folder = Path(tempfile.mkdtemp(prefix=".replay-", dir=beside))
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=beside))
     try:
         yield folder
     finally:
@@ -235,6 +244,18 @@ def _train(prepared: PreparedRun, *, quiet: bool) -> None:
         imports=worker_imports(config.model.name, prepared.plan.layout),
     )
     waiting.finish()
-    if outcome.exit_code:
-        sys.stderr.write(f"shoal: {outcome.message}\n")
-        raise typer.Exit(outcome.exit_code)
+    end_if_failed(outcome.exit_code, outcome.message, folder)
+
+
+def end_if_failed(code: int, message: str, folder: Path) -> None:
+    """Print the line of processes that failed, without a log that is removed with its folder.
+
+    Raises:
+        typer.Exit: they failed.
+    """
+    if not code:
+        return
+    if folder.name.startswith(TEMPORARY):
+        message = LOG.sub("; its log stays with: --keep FOLDER", message)
+    sys.stderr.write(f"shoal: {message}\n")
+    raise typer.Exit(code)

@@ -20,7 +20,7 @@ from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import EventLog
 from shoal.base.text.units import count_noun
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
-from shoal.cli.replay_run import replay_folder
+from shoal.cli.replay_run import end_if_failed, replay_folder
 from shoal.cli.script_copy import copy_script_folder
 from shoal.replay.replay_folder import (
     RECORDED,
@@ -176,6 +176,4 @@ def _run_processes(folder: Path, processes: int, *, quiet: bool) -> None:
         environ={**environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())},
         imports=SCRIPT_IMPORTS,
     )
-    if outcome.exit_code:
-        sys.stderr.write(f"shoal: {outcome.message}\n")
-        raise typer.Exit(outcome.exit_code)
+    end_if_failed(outcome.exit_code, outcome.message, folder)

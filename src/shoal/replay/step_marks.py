@@ -82,11 +82,23 @@ class StepRecord:
         Raises:
             ConfigError: the file cannot be written.
         """
+        check_target(path)
         whole = {"format": FORMAT, "version": VERSION, **asdict(self)}
         try:
             write_atomically(path, json.dumps(whole, indent=1) + "\n")
         except OSError as failure:
             raise ConfigError(f"--record {path}: {failure.strerror or failure}") from failure
+
+
+def check_target(path: Path) -> None:
+    """Refuse to write a record over a file that is none.
+
+    Raises:
+        ConfigError: names a path that is free.
+    """
+    if path.exists() and read_object(path).get("format") != FORMAT:
+        free = path.with_name(f"{path.stem}-record.json")
+        raise ConfigError(f"--record {path}: exists and is no record; try: --record {free}")
 
 
 def read_record(path: Path) -> StepRecord:
@@ -98,7 +110,8 @@ def read_record(path: Path) -> StepRecord:
     found = read_object(path)
     if found.get("format") != FORMAT:
         raise ConfigError(
-            f"{path}: is no record of steps; try: shoal replay RUN --step N --record {path.name}"
+            f"{path}: is no record of steps; try: a file that shoal replay RUN --step N --record "
+            f"FILE wrote, or the folder of a run"
         )
     if found.get("version") != VERSION:
         raise ConfigError(f"{path}: was written by another version of Shoal; record it again")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -174,6 +175,13 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         if given[name] is not None:
             check_integer(name, given[name], 1, usual)
     check_integer("total_steps", given["total_steps"], 0, 0)
+    if not isinstance(given["coupled"], bool):
+        _refuse("coupled", given["coupled"], "True or False", True)
+    if not isinstance(given["metrics"], Mapping | None):
+        named = "a dict of name → function (outputs, targets) → (sum, count)"
+        _refuse("metrics", given["metrics"], named, '{"accuracy": accuracy}')
+    if not isinstance(given["folder"], str | os.PathLike | None):
+        _refuse("folder", given["folder"], "a path", '"runs/x"')
     if not isinstance(given["schedule"], OptimizerPolicy | None):
         usual_line = 'shoal.OptimizerPolicy(schedule="cosine") with total_steps'
         _refuse("schedule", given["schedule"], "an OptimizerPolicy, or None", usual_line)

@@ -52,7 +52,8 @@ def parallelize_proven(
         ConfigError: `prove` is another word; or as `shoal.parallelize`.
     """
     if prove != "auto":
-        raise ConfigError(format_choice_error("prove", prove, ("auto", "off")))
+        words = {"quick": "auto", "yes": "auto", "true": "auto", "no": "off", "false": "off"}
+        raise ConfigError(format_choice_error("prove", prove, ("auto", "off"), words))
     proof = FirstBatchProof(model, loss)
     run = parallelize(model=model, loss=loss, **arguments, **policies)
     proof.attach(run)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from chain import Chain, assert_equal_to_whole
 from hf_modules import HF_EXAMPLES
+from torch.nn.utils.rnn import pack_padded_sequence
 from user_modules import EXAMPLES, Example, made, numbers, tokens
 
 from proof_rows import rows
@@ -16,7 +17,7 @@ from shoal.models.catalog import build
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.trace.flow.forward_record import ForwardRecord
-from shoal.trace.isolation.meta_inputs import tensors_of
+from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 OURS = {
@@ -82,3 +83,11 @@ def test_stages_are_the_whole_model(name: str, stages: int) -> None:
             expected = tensors_of(call(whole))
         got = tensors_of(chain.forward(call))
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_packed_sequences_are_walked_and_keep_their_sizes_on_the_host() -> None:
+    """PackedSequence checks what it is rebuilt from."""
+    packed = pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([2, 3]), True, False)
+    assert len(tensors_of([packed])) == 3
+    moved = map_tensors(lambda tensor: tensor.to("meta"), packed)
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import PlanError, ShoalError
@@ -113,6 +114,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     def leaf(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return function(value)
+        if isinstance(value, PackedSequence):  # its sizes stay on the host
+            index = (one if one is None else function(one) for one in value[2:])
+            return PackedSequence(function(value.data), value.batch_sizes, *index)
         if not is_record(value):
             return value
         fields = [f.name for f in dataclasses.fields(value) if f.init]
@@ -123,7 +127,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or is_record(value)
+    return isinstance(value, torch.Tensor | PackedSequence) or is_record(value)
 
 
 def is_record(value: Any) -> bool:
@@ -134,5 +138,10 @@ def is_record(value: Any) -> bool:
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """List every tensor in lists, tuples, dicts and dataclasses, in order, with repetitions."""
     found: list[torch.Tensor] = []
-    map_tensors(found.append, tree)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor  # named tuples may check what they are rebuilt from
+
+    map_tensors(note, tree)
     return found

@@ -24,7 +24,9 @@ def main():
     deepspeed.init_distributed()
     rank = dist.get_rank()
     torch.manual_seed(3)
-    netG = nn.Sequential(nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
+    netG = nn.Sequential(
+        nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6)
+    )
     netD = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
     netG.apply(weights_init)
     netD.apply(weights_init)
