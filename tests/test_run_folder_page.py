@@ -70,7 +70,7 @@ def test_the_page_says_what_writers_call_their_files() -> None:
     from shoal.base.runlog.rank_records import FOLDER, PARTS
     from shoal.launch.watch.device_records import DEVICES_FILE, parse_devices
     from shoal.trainer.metrics_recorder import STEP_FILES
-    from shoal.trainer.run_folder.rank_list import RANKS_FILE
+    from shoal.trainer.run_folder.start_files import RANKS_FILE
     from shoal.trainer.step.expert_counts import EVERY
     from shoal.wire.phases import FILE_NAME
 

@@ -431,10 +431,9 @@ def _attach_folder(folder: Path, run: Run, given: Collection[str]) -> None:
         run: the run.
         given: which of "batch" and "micro_batch" the user set.
     """
-    from shoal.trainer.loop_plan import write_loop_plan
     from shoal.trainer.process.crash_report import make_crash_recorder
     from shoal.trainer.run_folder.folder_lease import acquire_folder
-    from shoal.trainer.run_folder.rank_list import write_rank_list
+    from shoal.trainer.run_folder.start_files import write_loop_plan, write_rank_list
     from shoal.trainer.state.replaced_folder import RunFolderGuard
     from shoal.trainer.state.run_state import collect_model_shards
 
@@ -447,8 +446,9 @@ def _attach_folder(folder: Path, run: Run, given: Collection[str]) -> None:
         beside.report_own_disk(run.world)
     if run.world.ranks[0] == 0:  # else servers, whose workers are in the list too
         write_rank_list(folder, run.world, writes=run.world.writes_files)
-    write_loop_plan(run, folder, knows_batch=bool(given))
-    run.feed.on_first_open = functools.partial(write_loop_plan, run, folder)
+    total = run.rate.length.total_steps
+    write_loop_plan(run.plan, total, folder, run.world, knows_batch=bool(given))
+    run.feed.on_first_open = lambda: write_loop_plan(run.plan, total, folder, run.world)
     run.checkpoint_saver.prepare()
     collect_model_shards(run)  # refuses now what the first save could not write
     from shoal.trainer.run_folder.resume_checks import CHOSEN, collect_run_facts

@@ -40,7 +40,7 @@ from shoal.trainer.jobs.run_forecast import read_resident_bytes
 from shoal.trainer.process.stop_signals import install_stop_handlers
 from shoal.trainer.run import Run
 from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
-from shoal.trainer.run_folder.rank_list import write_rank_list
+from shoal.trainer.run_folder.start_files import write_rank_list
 from shoal.trainer.servers import gradient_messages
 from shoal.trainer.servers.gradient_messages import (
     Arrival,
