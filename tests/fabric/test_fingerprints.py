@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shoal.trainer.guards.collective_log import ALIKE, ANY_SHAPE, ROOTED
 
 PROGRAM = """
 import _thread, threading
@@ -17,6 +24,9 @@ watched = OwnedPage("test")
 page = WatchPage.open({PAGE_VARIABLE: watched.path})
 CollectiveRecorder(page, 1)
 dist.all_reduce(torch.ones(2))
+dist.all_gather_into_tensor(torch.ones(4), torch.ones(4))
+dist.reduce_scatter_tensor(torch.ones(6), torch.ones(6))
+dist.all_to_all_single(torch.ones(7), torch.ones(7))
 saver = threading.Thread(target=lambda: dist.all_reduce(torch.ones(3)))
 saver.start()
 saver.join()
@@ -39,5 +49,27 @@ def test_a_devices_backward_pass_is_kept_and_a_saver_is_not(programs: Any) -> No
     """Without it a rank that has no sample in a step seems to make another collective."""
     done = programs.run("-c", PROGRAM, timeout=300)
     assert done.returncode == 0, done.stderr
-    kept = [line.split("\t")[2] for line in done.stdout.strip().splitlines()]
-    assert kept == ["2 float32", "5 float32"]
+    kept = [line.split("\t")[1:3] for line in done.stdout.strip().splitlines()]
+    assert kept == [
+        ["all_reduce", "2 float32"],
+        ["all_gather", "4 float32"],
+        ["reduce_scatter", "6 float32"],
+        ["all_to_all", ""],
+        ["all_reduce", "5 float32"],
+    ]
+
+
+def test_every_collective_that_torch_calls_on_a_group_is_logged() -> None:
+    """A new version may call a group's methods by new names; their calls would go unnoticed."""
+    text = Path(distributed_c10d.__file__).read_text(encoding="utf-8")
+    called = set(re.findall(r"\bgroup\.(\w+)\(", text)) & set(vars(dist.ProcessGroup))
+    quiet = {
+        "rank",
+        "size",
+        "send",
+        "recv",
+        "recv_anysource",
+        "_start_coalescing",
+        "_end_coalescing",
+    }
+    assert called - quiet - {"_get_backend"} <= {*ALIKE, *ANY_SHAPE, *ROOTED}

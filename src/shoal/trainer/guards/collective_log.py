@@ -31,15 +31,26 @@ from shoal.wire.watch_page import WatchPage
 FIRST, EVERY = 10, 50
 """Steps after a start whose calls are logged · and the period of logged steps after them."""
 CALLERS = 3
+FSDP = "/torch/distributed/fsdp/"
 ALIKE = {
     "allreduce": "all_reduce",
     "_allgather_base": "all_gather",
     "_reduce_scatter_base": "reduce_scatter",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "allreduce_coalesced": "all_reduce",
 }
-"""Process group methods whose tensors have one shape on all ranks, by their usual names."""
+"""Process group methods whose tensors have one shape on all ranks, by their usual names.
+
+Names with `single` are those of torch 2.13 and later; each version has some of all of them.
+"""
 ANY_SHAPE = {
     "allgather": "all_gather",
     "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "allgather_coalesced": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
     "alltoall": "all_to_all",
     "reduce_scatter": "reduce_scatter",
     "barrier": "barrier",
@@ -90,9 +101,10 @@ class CollectiveRecorder:
 
     def _begin(self) -> None:
         self._lines = []
-        for method in (*ALIKE, *ANY_SHAPE, *ROOTED):
+        known = vars(dist.ProcessGroup)
+        for method in filter(known.__contains__, (*ALIKE, *ANY_SHAPE, *ROOTED)):
             # From the class's __dict__: the result of `getattr` would not bind when restored.
-            self._torchs[method] = vars(dist.ProcessGroup)[method]
+            self._torchs[method] = known[method]
             setattr(dist.ProcessGroup, method, self._is_logged(method))
 
     def _end(self) -> None:
@@ -151,7 +163,8 @@ def collective_caller(frame: FrameType | None) -> str:
     """Return the FILE:LINE that called a collective, outside of torch and fabric/ if there is one.
 
     Without such a line, return Shoal's own. After a user's line, up to `CALLERS` lines of its
-    callers follow, since a helper has many callers.
+    callers follow, since a helper has many callers. Calls of torch's FSDP have none: a rank that
+    skips a unit joins its gather from another line of the model.
     """
     found: list[str] = []
     while frame is not None and len(found) < CALLERS:
@@ -159,6 +172,8 @@ def collective_caller(frame: FrameType | None) -> str:
         own = file.startswith(OWN_FOLDER)
         if own and not file.startswith(f"{OWN_FOLDER}/fabric/"):
             return " from ".join(found) or f"{file.removeprefix(f'{OWN_FOLDER}/')}:{frame.f_lineno}"
+        if FSDP in file:
+            return ""
         if not own and "/torch/" not in file and not file.startswith("<"):
             found.append(f"{file}:{frame.f_lineno}")
         frame = frame.f_back
