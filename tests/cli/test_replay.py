@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import runpy
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from shoal.cli import replay_run, replay_script, start
 from shoal.cli.main import app
 from shoal.cli.workers.replay_worker import repeat_steps
 from shoal.fabric import start_world
+from shoal.replay.replay_lines import Replay, replay_lines
+from shoal.replay.step_marks import StepRecord
 from shoal.trainer import main_job
 
 MODEL = """
@@ -116,6 +120,41 @@ def test_another_format_agrees_to_rounding_and_a_changed_setting_is_named() -> N
     assert not found["same_layout"]
     text = ask("a", "--step", "4", "optimizer.lr=0.5", code=3)
     assert "different from step 4: lr" in text, text
+
+
+@pytest.mark.usefixtures("here")
+def test_a_difference_is_measured_against_one_rounding_of_each_weight() -> None:
+    """What rounding grows to is equal; a planted difference is found, also beside it."""
+    text = ask("a", "--step", "4", "--precision", "fp64", "model.scale=1.01", code=3)
+    assert "once more, with each weight moved by one rounding" in text, text
+    assert re.search(
+        r"different from step 1: .* one rounding of each weight moves .* by \S+e-\d\d", text
+    )
+    own, record, nudged = (
+        {step: {"step": step, "loss": 1.0 + step * by, "grad_norm": 1.0} for step in (1, 2, 3)}
+        for by in (0.0, 1e-3, 8e-4)
+    )
+    found = StepRecord("a", "single", 1, "fp32", rows=record)
+    done = Replay(Path("a"), 0, found, own, False, "fp32")
+    assert done.may_be_rounding()
+    assert not done.repeats_run(), "as long as nothing is known of its rounding"
+    assert not replace(done, nudged_rows=record).repeats_run(), "a weight's rounding moves nothing"
+    equal = replace(done, nudged_rows=nudged)
+    assert equal.repeats_run()
+    assert "moves these numbers by 6.0e-04" in replay_lines(equal, 3)[-2]
+    record[3]["lr"], own[3]["lr"] = 1e-3, 2e-3
+    assert not equal.repeats_run(), "a rate has no rounding"
+    same = replace(equal, is_same_layout=True)
+    assert not same.repeats_run()
+    assert not same.may_be_rounding()
+
+
+@pytest.mark.usefixtures("here")
+def test_notices_of_a_start_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As that of train.guards=off: the run's own start printed them."""
+    ask("a", "--step", "2")
+    assert "train.guards" not in caplog.text
+    assert not logging.getLogger("shoal").disabled
 
 
 @pytest.mark.usefixtures("here")

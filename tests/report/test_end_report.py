@@ -166,6 +166,12 @@ def test_the_command_says_where_the_page_is_and_refuses_other_folders(tmp_path: 
     assert shown in str(done.exception)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "no")])
     assert f"{tmp_path / 'no'}: does not exist; try: shoal runs" in str(done.exception)
+    (begun := tmp_path / "begun").mkdir()
+    (begun / "owner.json").write_text("{}")
+    done = CliRunner().invoke(app, ["report", str(begun)])
+    assert f"{begun}: has not begun: no event, no step; try: shoal watch {begun}" in str(
+        done.exception
+    )
 
 
 def test_shoal_train_prints_the_report_before_the_folder(

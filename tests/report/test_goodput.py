@@ -88,6 +88,29 @@ def test_a_loop_of_ones_own_has_its_starts_from_the_ranks(tmp_path: Path) -> Non
     assert compute_goodput(tmp_path).text() == "", "nothing tells when its steps were made"
 
 
+def test_the_time_before_a_first_step_is_of_the_start(tmp_path: Path) -> None:
+    """A loop's own set-up and the first batch lie in the first row of each session."""
+    write(tmp_path, KILLED)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    waits = {1: 1.5, 2: 1.0, 11: 0.5, 21: 9.0}
+    for step, wait_s in waits.items():
+        text = text.replace(f'"step": {step},', f'"step": {step}, "data_wait_s": {wait_s},')
+    before = compute_goodput(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    found = compute_goodput(tmp_path)
+    moved_s = 1.5 + 0.5 + 2.0  # at most the step; step 2 is no first one
+    assert found.committed_s == pytest.approx(before.committed_s - moved_s)
+    assert found.start_s == pytest.approx(before.start_s + moved_s)
+    assert found.wall_s == pytest.approx(before.wall_s)
+    write(tmp_path, [event(140.0, "spike", 20)], step_s=2.0)
+    rows = (tmp_path / "metrics.jsonl").read_text().replace('"step_s": 2.0', '"step_s": 42.0', 1)
+    (tmp_path / "metrics.jsonl").write_text(rows.replace("{", '{"data_wait_s": 41.0, ', 1))
+    (tmp_path / "ranks.json").write_text('{"time_s": 60.0, "ranks": [{"rank": 0}, {"rank": 1}]}')
+    write_ranks(tmp_path, {step: 100.0 + 2 * step for step in range(1, 31)}, 0)
+    found = compute_goodput(tmp_path)
+    assert (found.start_s, found.committed_s) == (pytest.approx(41.0), pytest.approx(59.0))
+
+
 def test_skipped_steps_are_not_committed(tmp_path: Path) -> None:
     skips = [event(120.0 + step, "step_skipped", step) for step in (3, 4)]
     write(tmp_path, [*KILLED[:2], *skips, event(175.0, "run_finished", 30)])

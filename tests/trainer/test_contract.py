@@ -13,7 +13,9 @@ from trainer_small import assert_same_bits, bits, cross_entropy_mean, linear, pa
 
 import shoal
 from shoal.base.errors import ConfigError
+from shoal.fabric import start_world
 from shoal.models.loss import token_loss
+from shoal.trainer.autotune.sample_forward import build_sample_forward
 from shoal.trainer.step.call_contract import (
     batch_length,
     split_batch,
@@ -218,6 +220,21 @@ def test_tensors_that_disagree_about_samples() -> None:
     with pytest.raises(ConfigError) as failure:
         run_of(linear()).step((x, y[:5]))
     assert told(failure).startswith("batch: tensors of 8 and 5 samples along dim 0 (shape [5, 2])")
+    assert " in batch[1]; " in told(failure)
+
+
+def test_a_sample_of_unequal_graphs_is_named_as_the_sample() -> None:
+    plan = run_of(linear()).plan
+    with pytest.raises(ConfigError) as failure:
+        build_sample_forward(
+            [{"x": torch.zeros(3, 4)}, {"x": torch.zeros(2, 4)}], plan, start_world({})
+        )
+    line = told(failure)
+    assert line.startswith("sample= (without it, the first batch): tensors of 3 and 2 samples"), (
+        line
+    )
+    assert "in batch[1]['x']" in line
+    assert "try: layout fsdp or zero2" in line
 
 
 def test_cutting_along_dim_0() -> None:

@@ -99,12 +99,14 @@ def replay(
     if script:
         from shoal.cli.replay_script import replay_script
 
-        done = replay_script(
-            run, step, script, layout, record_from, statistics=step if statistics else 0, keep=keep,
-            quiet=as_json,
-        )  # fmt: skip
+        asked = step if statistics else 0
+        repeat_run = partial(replay_script, run, step, script, layout, statistics=asked)
     else:
-        done = run_replay(run, step, overrides, record_from, keep=keep, quiet=as_json, trust=trust)
+        repeat_run = partial(run_replay, run, step, overrides, trust=trust)
+    done = repeat_run(record_from, keep=keep, quiet=as_json)
+    if done.may_be_rounding():
+        typer.echo(NUDGED, err=as_json)
+        done.nudged_rows = repeat_run(0, quiet=True, nudge=done.rounding).record.rows
     if record is not None:
         done.record.write(record)
     if as_json:
@@ -121,6 +123,11 @@ def _repeat_run(
     from shoal.cli.replay_run import run_replay
 
     return run_replay(run, step, overrides, record_from, quiet=quiet, trust=trust)
+
+
+NUDGED = (
+    "different by more than a usual rounding; once more, with each weight moved by one rounding"
+)
 
 
 def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -103,12 +103,14 @@ def run_replay(
     keep: Path | None = None,
     quiet: bool = False,
     trust: bool = False,
+    nudge: float = 0.0,
 ) -> Replay:
     """Repeat the steps from the nearest checkpoint up to a step.
 
     Args:
         record_from: first step whose tensors are recorded; 0: none is.
         keep: folder that is kept; None: a temporary one.
+        nudge: share of each weight by which it is moved before the first step; 0: none is.
 
     Raises:
         ConfigError, PlanError: the settings do not fit, or the folder to keep exists.
@@ -133,7 +135,7 @@ def run_replay(
         fill_folder(run, folder, start)
         prepared = _prepare(folder, [*QUIET, *overrides], began, trust=trust)
         write_run_folder(prepared)
-        ReplayRequest(step, record_from).write(folder)
+        ReplayRequest(step, record_from, nudge=nudge).write(folder)
         own_rows, processes = (
             read_rows(run, began + 1, step),
             prepared.loaded.config.launch.processes,

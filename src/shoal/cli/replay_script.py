@@ -49,6 +49,7 @@ def replay_script(
     named: Path | None = None,
     keep: Path | None = None,
     quiet: bool = False,
+    nudge: float = 0.0,
 ) -> Replay:
     """Repeat the steps of a script's run from the nearest checkpoint up to a step.
 
@@ -58,6 +59,7 @@ def replay_script(
         record_from: first step whose tensors are recorded; 0: none is.
         statistics: `train.statistics` of the replay; 0: none.
         named: the folder that the script names; None: the run's.
+        nudge: share of each weight by which it is moved before the first step; 0: none is.
 
     Raises:
         ConfigError: there is no such script, or it does not make the run.
@@ -79,7 +81,9 @@ def replay_script(
         fill_folder(run, folder, start)
         here = Path.cwd()
         copied, cwd = copy_script_folder(script, here, Path(copy))
-        request = ReplayRequest(step, record_from, layout=layout, statistics=statistics)
+        request = ReplayRequest(
+            step, record_from, layout=layout, statistics=statistics, nudge=nudge
+        )
         replace(
             request, script=str(copied), words=tuple(words[1:]), cwd=str(cwd), home=str(here),
             run=str((named or run).resolve()),

@@ -9,7 +9,7 @@ compared backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.base.runlog.damaged_lines import Record, is_number
@@ -22,6 +22,9 @@ from shoal.replay.step_marks import (
     StepMarks,
     relative_gap,
 )
+
+ROUNDED = ("loss", "grad_norm")
+"""Keys of a row that another layout or format changes by rounding."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,14 @@ def find_number_difference(
     first: Mapping[int, Record],
     second: Mapping[int, Record],
     *,
-    bound: float = 0.0,
+    bound_at: Callable[[int], float] = lambda step: 0.0,
     keys: Iterable[str] = NUMBERS,
 ) -> NumberDifference | None:
     """Return the first number that differs, over the steps that both have.
 
     Args:
-        bound: largest relative difference of loss and gradient norm that counts as equal; 0: bits.
+        bound_at: returns the largest relative difference of loss and gradient norm that counts as
+            equal in a step; 0: bits.
         keys: keys to compare, where both rows have them.
     """
     for step in sorted(first.keys() & second.keys()):
@@ -79,10 +83,23 @@ def find_number_difference(
             if key not in first[step] or key not in second[step] or here == there:
                 continue
             found = NumberDifference(step, key, (here, there))
-            if key in ("loss", "grad_norm") and found.relative <= bound:
+            if key in ROUNDED and found.relative <= bound_at(step):
                 continue
             return found
     return None
+
+
+def find_largest_difference(
+    first: Mapping[int, Record], second: Mapping[int, Record]
+) -> NumberDifference | None:
+    """Return the largest relative difference of loss or gradient norm; None: all are equal."""
+    found = [
+        one
+        for key in ROUNDED
+        for step in first.keys() & second.keys()
+        if (one := find_number_difference({step: first[step]}, {step: second[step]}, keys=[key]))
+    ]
+    return max(found, key=lambda one: one.relative, default=None)
 
 
 def find_tensor_difference(first: StepMarks, second: StepMarks) -> TensorDifference | None:

@@ -40,6 +40,7 @@ class ReplayRequest:
         run: the run's own folder.
         layout: replaces the script's; "": the script's.
         statistics: `train.statistics` of the replay; 0: none are recorded.
+        nudge: share of each weight by which it is moved before the first step; 0: none is.
     """
 
     last_step: int
@@ -51,6 +52,7 @@ class ReplayRequest:
     run: str = ""
     layout: str = ""
     statistics: int = 0
+    nudge: float = 0.0
 
     def write(self, folder: Path) -> None:
         """Write the request into a replay's folder."""

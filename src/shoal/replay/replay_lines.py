@@ -12,11 +12,22 @@ from typing import Any
 from shoal import __version__
 from shoal.base.runlog.damaged_lines import Record, is_number, read_object
 from shoal.base.text.units import count_noun, seconds_text
-from shoal.replay.first_difference import NumberDifference, find_number_difference
+from shoal.replay.first_difference import (
+    ROUNDED,
+    NumberDifference,
+    find_largest_difference,
+    find_number_difference,
+)
 from shoal.replay.step_marks import StepRecord
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference of a loss that is rounding, by format; as of `shoal compare`."""
+"""Relative difference of a number that is rounding in any step, by format: as `shoal compare`."""
+ROUNDINGS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
+"""One rounding of a number, by format."""
+NUDGE_TIMES = 10.0
+"""A difference is rounding up to this multiple of what one rounding of each weight does by then."""
+BLIND = 0.1
+"""Relative difference by one rounding of each weight from which nothing is told of later steps."""
 MOST_ROWS, MOST_TENSORS = 6, 40
 DISTANT_STEPS = 20
 """Steps without a checkpoint from which the price of a replay is told."""
@@ -34,6 +45,7 @@ class Replay:
         is_same_layout: the run's layout, format and micro-batch were repeated.
         own_compute: format of the run's products.
         statistics: line of statistics.jsonl of the last step; {} if none was asked for.
+        nudged_rows: rows of the same replay with each weight moved by one rounding; {}: not needed.
     """
 
     run: Path
@@ -43,14 +55,38 @@ class Replay:
     is_same_layout: bool
     own_compute: str
     statistics: Record = field(default_factory=dict)
+    nudged_rows: dict[int, Record] = field(default_factory=dict)
 
     @property
     def bound(self) -> float:
         """Return the largest relative difference that counts as equal; 0: none does."""
         if self.is_same_layout:
             return 0.0
-        formats = self.own_compute, self.record.compute
-        return max(BOUNDS.get(one, BOUNDS["bf16"]) for one in formats)
+        return max(BOUNDS.get(one, BOUNDS["bf16"]) for one in self._formats)
+
+    @property
+    def rounding(self) -> float:
+        """Return one rounding in the coarser format of run and replay, as a share of a number."""
+        return max(ROUNDINGS.get(one, ROUNDINGS["bf16"]) for one in self._formats)
+
+    @property
+    def _formats(self) -> tuple[str, str]:
+        return self.own_compute, self.record.compute
+
+    def bound_at(self, step: int) -> float:
+        """Return the largest relative difference that counts as equal in a step."""
+        return max(self.bound, NUDGE_TIMES * self.rounding_at(step)) if self.bound else 0.0
+
+    def rounding_at(self, step: int) -> float:
+        """Return what one rounding of each weight moved up to a step; 0 if it was not measured."""
+        until = {at: row for at, row in self.nudged_rows.items() if at <= step}
+        found = find_largest_difference(until, self.record.rows)
+        return found.relative if found else 0.0
+
+    def may_be_rounding(self) -> bool:
+        """Return whether numbers differ by more than the bound, and rounding could grow to that."""
+        found = self.difference()
+        return self.bound > 0 and found is not None and found.key in ROUNDED
 
     @property
     def compared_steps(self) -> int:
@@ -59,7 +95,7 @@ class Replay:
 
     def difference(self) -> NumberDifference | None:
         """Return the first number that is not the run's; None: all are."""
-        return find_number_difference(self.own_rows, self.record.rows, bound=self.bound)
+        return find_number_difference(self.own_rows, self.record.rows, bound_at=self.bound_at)
 
     def repeats_run(self) -> bool:
         """Return whether every recorded number is the run's."""
@@ -136,7 +172,7 @@ def _against(done: Replay, step: int) -> str:
     if step not in done.own_rows:
         return "not in the run's metrics.jsonl"
     one = {step: done.own_rows[step]}, {step: done.record.rows[step]}
-    found = find_number_difference(*one)
+    found = find_largest_difference(*one) or find_number_difference(*one)
     if found is None:
         return "same bits"
     return f"{found.key} {difference_text(found)}"
@@ -148,13 +184,13 @@ def difference_text(found: NumberDifference) -> str:
     >>> difference_text(NumberDifference(3, "loss", (2.0, 2.5)))
     '2 → 2.5 (20 % apart)'
     >>> difference_text(NumberDifference(3, "loss", (2.0, 2.0000001)))
-    'apart by 5e-08'
+    'apart by 5.0e-08'
     """
     first, second = found.values
     if not (is_number(first) and is_number(second)):
         return f"{first} → {second}"
     if found.relative < 1e-3:
-        return f"apart by {found.relative:.1g}"
+        return f"apart by {found.relative:.1e}"
     return f"{first:.6g} → {second:.6g} ({100 * found.relative:.2g} % apart)"
 
 
@@ -168,14 +204,29 @@ def _verdict(done: Replay) -> str:
     if found is None:
         return (
             f"repeated: {steps} equal to the run's but for rounding (other layout or format; bound "
-            f"{done.bound:.0e})"
+            f"{done.bound:.0e}{_nudge_text(done)})"
         )
     why = (
         "; try: the machine, torch and source of the run"
         if done.is_same_layout
-        else f", more than rounding ({done.bound:.0e})"
+        else f", more than rounding ({done.bound:.0e}{_nudge_text(done, found.step)})"
     )
     return f"different from step {found.step}: {found.key} {difference_text(found)}{why}"
+
+
+def _nudge_text(done: Replay, step: int = 0) -> str:
+    """Return what one rounding of each weight does up to a step; "" if it was not measured."""
+    if not done.nudged_rows:
+        return ""
+    moved = done.rounding_at(step or max(done.nudged_rows))
+    text = f"; one rounding of each weight moves these numbers by {moved:.1e}"
+    blind = [at for at in done.nudged_rows if done.rounding_at(at) > BLIND]
+    if step or not blind:
+        return text
+    return (
+        f"{text}, so nothing is told from step {blind[0]} on; BatchNorm and fp32 do that; try: an "
+        f"earlier --step, or shoal prove, in fp64"
+    )
 
 
 def statistics_lines(record: Record) -> list[str]:

@@ -9,7 +9,7 @@ update, when they are the clipped mean.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,20 +39,31 @@ class StepRecorder:
 
     Args:
         first_step: tensors of steps before it are not recorded.
+        nudge: share of each weight by which it is moved before the first step; 0: none is.
+        on_step: called after each step.
     """
 
-    def __init__(self, first_step: int) -> None:
-        self.first_step = first_step
+    def __init__(
+        self,
+        first_step: int,
+        *,
+        nudge: float = 0.0,
+        on_step: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.first_step, self.nudge, self.on_step = first_step, nudge, on_step
         self.steps: list[StepMarks] = []
         self._weights: Marks | None = None
         self._outputs: OutputDigests | None = None
 
     def begin(self, run: Run) -> None:
         """Prepare the first step, before it; weights are gathered if it is to be recorded."""
+        if self.nudge:
+            nudge_weights(run.program.parameters.values(), self.nudge)
         self._prepare(run, run.step_count + 1)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Record a step that was just taken, and prepare the next one."""
+        self.on_step()
         if result.step >= self.first_step:
             outputs = self._outputs.collect_marks(run) if self._outputs is not None else {}
             gradients: Marks = {}
@@ -136,6 +147,18 @@ def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{inner}", part) for inner, part in list_parts(child))
         else:
             yield name, child
+
+
+def nudge_weights(weights: Iterable[torch.Tensor], share: float) -> None:
+    """Move each weight by a share of it, at least by one rounding: one up, the next one down.
+
+    What one rounding does to later steps is what rounding does to them on any layout.
+    """
+    for weight in weights:
+        local = weight.detach()
+        signs = torch.ones(local.numel(), dtype=local.dtype, device=local.device)
+        signs[1::2] = -1
+        local.mul_(1 + max(share, torch.finfo(local.dtype).eps) * signs.view(local.shape))
 
 
 def mark_tensor(tensor: torch.Tensor) -> TensorMark:

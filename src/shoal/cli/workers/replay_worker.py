@@ -7,6 +7,7 @@ of `shoal train` would, and rank 0 writes the tensors of the recorded steps into
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from shoal.wire.stack_dumps import start_page_reports
 
 if TYPE_CHECKING:
     from shoal.fabric import World
+    from shoal.replay.step_recorder import StepRecorder
     from shoal.trainer.run import Run
 
 
@@ -45,10 +47,27 @@ def repeat_steps(folder: Path, world: World | None = None) -> int:
     """
     request = ReplayRequest.read(folder)
     with phase("import"):
-        from shoal.fabric import start_world
         from shoal.replay.step_recorder import StepRecorder
 
-    recorder = StepRecorder(request.record_from or request.last_step + 1)
+    # The start of the run itself printed the notices on model and settings.
+    log = logging.getLogger("shoal")
+    was_off, log.disabled = log.disabled, True
+    recorder = StepRecorder(
+        request.record_from or request.last_step + 1,
+        nudge=request.nudge,
+        on_step=lambda: setattr(log, "disabled", was_off),
+    )
+    try:
+        return _repeat(folder, request, recorder, world)
+    finally:
+        log.disabled = was_off
+
+
+def _repeat(
+    folder: Path, request: ReplayRequest, recorder: StepRecorder, world: World | None
+) -> int:
+    from shoal.fabric import start_world
+
     code = 0
     if request.script:
         from shoal.replay.script_replay import ScriptReplay

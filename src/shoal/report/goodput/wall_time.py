@@ -1,7 +1,8 @@
 """Division of a run's wall time: committed steps, start-up, validation, saves, lost steps, gaps.
 
     events.jsonl   starts, restarts and ends: the run's attempts, with the step each resumed from
-    metrics.jsonl  seconds of the committed steps; a resume has cut those that were made again
+    metrics.jsonl  seconds of the committed steps, and those before the first one of an attempt,
+                   which are its start; a resume has cut those that were made again
     rank_steps/    pauses between steps, from which the time of saves is taken; starts and ends of a
                    loop of the user's own, which writes no event of them
 
@@ -47,7 +48,7 @@ class Goodput:
         wall_s: from the first event to the last one.
         committed_s: in steps that the run kept.
         skipped_s: in steps that changed no weights.
-        start_s: from a start until training begins: processes, data, model, resume.
+        start_s: from a start until its first step: processes, data, model, resume, first batch.
         validation_s: in validation.
         saves_s: in saves, while the steps wait; writing in the background counts as steps.
         lost_s: in steps that were made again after a restart or a rewind, and until it was noticed.
@@ -180,6 +181,14 @@ def compute_goodput(folder: Path, metrics: StepMetrics | None = None) -> Goodput
         first, last = (bisect.bisect_right(steps, one) for one in (attempt.after_step, until))
         if first < last:
             took_s = sums[last - 1] - (sums[first - 1] if first else 0.0)
+            # Before its first step, a session still starts: its loop's set-up, the first batch.
+            before_s = min(
+                _wait_of(metrics, first), _seconds_of(steps, sums, steps[first], first, last)
+            )
+            took_s, attempt = (
+                took_s - before_s,
+                replace(attempt, train_s=attempt.train_s + before_s),
+            )
             of_skips = [_seconds_of(steps, sums, step, first, last) for step in skipped]
             spent = max(0.0, took_s - sum(of_skips)), sum(of_skips)
         else:
@@ -248,6 +257,12 @@ def _seconds_of(
     if at == last or steps[at] != step:
         return 0.0
     return max(0.0, sums[at] - (sums[at - 1] if at else 0.0))
+
+
+def _wait_of(metrics: StepMetrics, at: int) -> float:
+    """Return the seconds from the step before a row until its own passes; 0 if unknown."""
+    columns = [metrics.columns.get(name, ()) for name in ("data_wait_s", "loop_s")]
+    return sum(one[at] for one in columns if at < len(one) and 0 < one[at] < LONGEST_S)
 
 
 def _steps_of(events: Sequence[Record], name: str) -> set[int]:

@@ -41,7 +41,7 @@ def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward
         world: all ranks.
 
     Raises:
-        ConfigError: there is no sample.
+        ConfigError: there is no sample, or one that cannot be cut along dim 0.
     """
     layout = plan.layout
     if sample is None:
@@ -50,9 +50,15 @@ def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward
             f"try: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
         )
     given = sample() if callable(sample) else sample
-    few = _broadcast_batch(
-        next(split_into_micro_batches(given, min(LOOKED_AT, plan.micro_batch))), world
-    )
+    try:
+        cut = next(split_into_micro_batches(given, min(LOOKED_AT, plan.micro_batch)))
+    except ConfigError as failure:
+        raise ConfigError(
+            f"sample= (without it, the first batch): {str(failure).removeprefix('batch: ')}, as "
+            f"layout {layout.text()} traces the model on a few of them; try: layout fsdp or zero2, "
+            f"which trace nothing"
+        ) from failure
+    few = _broadcast_batch(cut, world)
     if layout.cp > 1:  # one rank may lack memory for all tokens of a long sequence
         few = _shorten_tokens(few, layout.cp)
 

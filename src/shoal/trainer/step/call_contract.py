@@ -327,11 +327,13 @@ def split_into_micro_batches(batch: Any, micro_batch: int) -> Iterator[Any]:
     batch = _as_dict(batch)
     leaves, structure = pytree.tree_flatten(batch, is_leaf=_is_column)
     samples = batch_length(batch)
-    for leaf in leaves:
+    for place, leaf in enumerate(leaves):
         if _has_samples(leaf) and leaf.shape[0] != samples:
+            path = pytree.tree_flatten_with_path(batch, is_leaf=_is_column)[0][place][0]
             raise ConfigError(
                 f"batch: tensors of {samples} and {leaf.shape[0]} samples along dim 0 (shape "
-                f"{list(leaf.shape)}); every tensor of a batch needs the same number"
+                f"{list(leaf.shape)}) in batch{pytree.keystr(path)}; every tensor of a batch needs "
+                f"the same number"
             )
     leaves = [to_tensor(leaf) for leaf in leaves]
     for start in range(0, samples, micro_batch):

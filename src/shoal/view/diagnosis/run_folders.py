@@ -89,6 +89,8 @@ def _explain_folder(path: Path, shown: str) -> str:
         count = f"{len(runs)} runs" if len(runs) > 1 else "a run"
         hint = f"try: {_quote(newest)}, or shoal runs {_quote(path)}"
         return f"{shown}: is no run folder, but holds {count}; {hint}"
+    if is_run_folder(path):
+        return f"{shown}: has not begun: no event, no step; try: shoal watch {_quote(path)}"
     return f"{shown}: no run folder; try: {_find_above(path) or 'shoal runs'}"
 
 
