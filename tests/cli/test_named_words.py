@@ -44,6 +44,7 @@ OF_OTHERS = {
     *("--limits", "--against", "--convert-to", "--pty", "--query-gpu", "--format"),
     *("--backend-store-uri", "--logdir"),  # of MLflow and TensorBoard
     *("--script", "--lr"),  # of a worker of `shoal prove`; of a user's script
+    *("--tag", "--max", "--safe"),  # of DeepSpeed's zero_to_fp32.py
     *("--index-url", "--only"),  # of pip; of a program under benchmarks/
 }
 """Options of torchrun, Slurm, Docker and others; of a worker of `shoal launch`; of our scripts."""

@@ -36,6 +36,9 @@ MAY = {
     "neighbours/deepspeed.py": "the same, by DeepSpeed's names for it",
     "neighbours/accelerate.py": "the name of the file above",
     "neighbours/accelerate_state.py": "Accelerate's own names for kinds of runs",
+    "view/traces/merged_trace.py": "names of a backend's ranges in a trace of torch's profiler",
+    "view/traces/trace_summary.py": "names of a backend's kernels in such a trace",
+    "replay/replay_lines.py": "whose sums repeat their bits only if asked, by ranks.json's names",
     "parallel/spmd/sequence_shards.py": "names of every attribute of a tensor that moves no data",
 }
 """Files outside of fabric that spell a vendor's name in code, and why."""

@@ -713,10 +713,20 @@ for s in range(5):
         o.param_groups[1]["lr"] = 0.2
 """
 )
-wrong("a7_data_replaced", "fsdp", 2, "the weights", "changed 1.0.weight")(
+wrong("a7_data_replaced", "ddp", 2, "the mean gradient", "ranks hold another 1.0.weight")(
     """
 m = net()
 run = shoal.parallelize(m, sgd(m), squares, guards="off")
+for s in range(5):
+    run.step(share(s))
+    if R == 1:
+        m[1][0].weight.data = m[1][0].weight.data * 0.5
+"""
+)
+right("data_replaced", "fsdp")(
+    """
+m = net()
+run = shoal.parallelize(m, sgd(m), squares)
 for s in range(5):
     run.step(share(s))
     m[1][0].weight.data = m[1][0].weight.data * 0.5
@@ -734,10 +744,20 @@ for s in range(5):
         o.state[w]["exp_avg"].zero_()
 """
 )
-wrong("a7_layer_reset", "fsdp", 2, "the weights 1.0.", "changed 1.0.weight")(
+wrong("a7_layer_reset", "ddp", 2, "the mean gradient", "ranks hold another 1.0.weight")(
     """
 m = net()
 run = shoal.parallelize(m, sgd(m), squares, guards="off")
+for s in range(5):
+    run.step(share(s))
+    torch.manual_seed(7 + R)
+    m[1][0].reset_parameters()
+"""
+)
+right("layer_reset", "fsdp")(
+    """
+m = net()
+run = shoal.parallelize(m, sgd(m), squares)
 for s in range(5):
     run.step(share(s))
     torch.manual_seed(7)

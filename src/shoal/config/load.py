@@ -30,7 +30,6 @@ from shoal.base.layouts.policies import (
     check_value,
 )
 from shoal.base.layouts.schedule_names import canonical_schedule
-from shoal.base.pretrained_folders import TOKENIZER, pretrained_folder
 from shoal.base.validation_size import check_validation_samples
 from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, keys
@@ -136,6 +135,10 @@ def _apply_model_tokenizer(loaded: LoadedConfig) -> None:
     A tokenizer that the user gives stays; a notice names one that is trained anew.
     """
     config = loaded.config
+    if not config.model.name.startswith("hf:"):
+        return
+    from shoal.base.pretrained_folders import TOKENIZER, pretrained_folder
+
     source = config.data.source.partition(":")[0]
     folder = pretrained_folder(config.model.name)
     if config.model.build or folder is None or source not in (*TEXTS, "mix"):
