@@ -146,6 +146,29 @@ def names(rank):
     accelerator.end_training()
 
 
+def resumes(rank):
+    """A resume inside an epoch sees the rest of its order, and the next epoch's after it."""
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    made = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(ROWS, batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, made, loader)
+    seen = []
+    for epoch in range(2):
+        for step, batch in enumerate(loader):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            seen.append(batch.tolist())
+            if (epoch, step) == (0, 1):
+                accelerator.save_state("inside")
+    accelerator.load_state("inside")
+    again = [one.tolist() for one in accelerator.skip_first_batches(loader, 2)]
+    assert again + [one.tolist() for one in loader] == seen[2:]
+    assert seen[:3] != seen[3:], "else this test sees nothing"
+    with pytest.raises(shoal.ConfigError, match="skip_first_batches; save_state keeps"):
+        DataLoaderConfiguration(use_stateful_dataloader=True)
+
+
 def mode(accelerator):
     """A model that comes in evaluation mode stays in it until the script says otherwise."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.9)).eval()
@@ -227,6 +250,7 @@ def main():
     ends(accelerator)
     what_they_tell(accelerator, rank)
     names(rank)
+    resumes(rank)
     mode(accelerator)
     statistics(rank)
     two_models(rank)

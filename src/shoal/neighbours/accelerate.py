@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError, shorten
+from shoal.data.loading.epoch_order import decode_state, encode_state
 from shoal.fabric import start_world
 from shoal.neighbours import (
     module_stand_in,
@@ -35,8 +36,6 @@ from shoal.neighbours import (
 from shoal.neighbours.accelerate_data import (
     RankDataLoader,
     apply_to_tensors,
-    decode_state,
-    encode_state,
     has_only_tensors,
     skip_first_batches,
 )
@@ -364,8 +363,10 @@ class Accelerator(PartialState, ArgumentSettings):
             folder.mkdir(parents=True, exist_ok=True)
         for hook in self.saving.values():
             hook(list(self.models), weights, str(folder))
-        draws = self.world.gather_json(encode_state(torch.get_rng_state()))
-        extra = {"kept": self._list_stateful(), "step": self.step, "draws": draws}
+        places = [one.epoch.rank_state() for one in self.loaders]
+        ranks = self.world.gather_json([encode_state(torch.get_rng_state()), places])
+        extra = {"kept": self._list_stateful(), "step": self.step}
+        extra |= {"draws": [one[0] for one in ranks], "places": [one[1] for one in ranks]}
         saved = [
             loop.save(folder / f"model_{number}", extra=extra)
             for number, loop in enumerate(self._loops())
@@ -415,6 +416,9 @@ class Accelerator(PartialState, ArgumentSettings):
         self.step = told["step"]
         if len(told["draws"]) == self.num_processes:
             torch.set_rng_state(decode_state(told["draws"][self.process_index]))
+            places = told.get("places", [()] * self.num_processes)[self.process_index]
+            for loader, place in zip(self.loaders, places, strict=bool(places)):
+                loader.epoch.load_rank_state(place)
 
     def _loops(self) -> list[LibraryLoop]:
         return [one.loop for one in self.models if one.loop is not None]

@@ -4,59 +4,27 @@ Process r of n takes the batches r, r + n, … of the script's own sampler, in a
 process draws once. If the last ones do not suffice for all, samples of the epoch's beginning come
 again (even batches); metrics gathered over processes leave these out. `end_of_dataloader` refers to
 the loader that started last: an evaluation inside of an epoch has its own.
+
+A state that is saved inside an epoch has the generators of its start: without the batches that were
+used, the epoch goes on in the same order.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.base.errors import ConfigError
+from shoal.data.loading.epoch_order import EpochOrder, cut_batches, deal_batches
 
 COPIED = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
 )
-
-
-def deal_batches(
-    batches: Iterable[Sequence[int]], rank: int, ranks: int, size: int, *, drops: bool, even: bool
-) -> Iterator[list[int]]:
-    """Yield a rank's batches of `size` indices, dealt in turn; equally many per rank if `even`.
-
-    >>> [list(deal_batches([[0, 1], [2, 3], [4]], r, 2, 2, drops=False, even=True)) for r in (0, 1)]
-    [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
-    """
-    first: list[int] = []
-    turn: list[list[int]] = []
-    for number, batch in enumerate(batches):
-        if number < ranks:
-            first += batch
-        turn.append(list(batch))
-        if len(turn) == ranks and len(batch) == size:
-            yield turn[rank]
-            turn = []
-    if drops or not turn:
-        return
-    if even:
-        filled = itertools.chain(*turn, itertools.cycle(first))
-        turn = [list(itertools.islice(filled, size)) for _ in range(ranks)]
-    if rank < len(turn):
-        yield turn[rank]
-
-
-def cut_batches(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
-    """Cut batches into parts of `size` indices, before they are dealt.
-
-    >>> list(cut_batches([[0, 1, 2], [3]], 2))
-    [[0, 1], [2], [3]]
-    """
-    for batch in batches:
-        yield from (batch[at : at + size] for at in range(0, len(batch), size))
 
 
 class _RankBatchSampler:
@@ -88,15 +56,15 @@ class RankDataLoader:
 
     Attributes:
         at_end: the last batch of an epoch was returned.
-        iteration: epochs until now.
+        epoch: the place in the order of batches.
         remainder: samples of an epoch's last step over all ranks, if fewer than a whole one; 0:
             none.
     """
 
     def __init__(self, loader: DataLoader[Any], accelerator: Any) -> None:
         world = accelerator.world
-        self.loader, self.accelerator, self.iteration, self.skipped = loader, accelerator, 0, 0
-        self.at_end, self.remainder, self.synchronised = False, 0, None
+        self.loader, self.accelerator, self.epoch = loader, accelerator, EpochOrder()
+        self.skipped, self.at_end, self.remainder, self.synchronised = 0, False, 0, None
         whole: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         self.total_batch_size = whole if accelerator.split_batches else whole * world.size
         if hasattr(loader.dataset, "__len__"):
@@ -108,7 +76,14 @@ class RankDataLoader:
         if seedable and isinstance(sampler, torch.utils.data.RandomSampler):
             self.first_seed = torch.random.initial_seed() if seed is None else seed
             self.seeded = sampler
+        self.counting: Sequence[Any] = (
+            loader.batch_sampler,
+            sampler or loader.sampler,
+            loader.dataset,
+        )
         if world.size == 1:
+            if not seedable:  # without a generator torch's own draws the order
+                self.synchronised = getattr(sampler, "generator", None)
             return
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigError(
@@ -135,44 +110,69 @@ class RankDataLoader:
     def __len__(self) -> int:
         return len(self.loader) - self.skipped
 
+    @property
+    def iteration(self) -> int:
+        """Epochs until now."""
+        return self.epoch.number
+
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch."""
-        self.iteration = epoch
+        self.epoch.number = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order of batches, as plain values."""
-        drawn = self.synchronised
-        return {"epoch": self.iteration, "draws": encode_state(drawn.get_state()) if drawn else ""}
+        """Return the place in the order of batches, as plain values that all ranks have."""
+        return self.epoch.state(self.synchronised)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`."""
-        self.iteration = state["epoch"]
-        if self.synchronised is not None and state["draws"]:
-            self.synchronised.set_state(decode_state(state["draws"]))
+        self.epoch.load(state, self.synchronised)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.synchronised is not None:
-            state = self.synchronised.get_state()
-            held = state.to(self.accelerator.device)
-            self.accelerator.world.broadcast(held)
-            self.synchronised.set_state(held.cpu())
+        now = self.epoch
+        resumes, now.loaded = now.loaded and self.skipped > 0, False
+        if resumes and 0 < now.ended <= self.skipped:
+            return  # the saved epoch had ended, and was counted
+        batches = (
+            now.read_on(self._read, self.synchronised)
+            if resumes and now.is_inside
+            else self._start_epoch()
+        )
+        now.is_open, now.ended, self.at_end = True, 0, False
+        self._end_epoch()
+        self.accelerator.active.append(self)  # an unfinished loop stays active, as in Accelerate
+        ahead, count = next(batches, batches), self.skipped
+        while ahead is not batches:
+            batch, count = ahead, count + 1
+            now.draws[1:] = [torch.get_rng_state()]
+            ahead = next(batches, batches)
+            self.at_end = ahead is batches
+            now.ended = count if self.at_end else 0
+            yield move_batch(batch, self.accelerator.device)
+        now.number, now.is_open, now.loaded = now.number + 1, False, False
+        self._end_epoch()
+
+    def _start_epoch(self) -> Iterator[Any]:
+        """Return the batches of a new epoch."""
+        drawn, world = self.synchronised, self.accelerator.world
+        if drawn is not None and world.size > 1:
+            held = drawn.get_state().to(self.accelerator.device)
+            world.broadcast(held)
+            drawn.set_state(held.cpu())
+        self.epoch.start(drawn)
+        return self._read()
+
+    def _read(self) -> Iterator[Any]:
+        """Return batches in the order that the generators draw now, without those to skip."""
         if hasattr(self, "seeded"):
             self.seeded.generator = torch.Generator()
             self.seeded.generator.manual_seed(self.first_seed + self.iteration)
-        told = getattr(self.loader.sampler, "set_epoch", None)
-        if told is not None:
-            told(self.iteration)
-        self.at_end = False
-        self._end_epoch()
-        self.accelerator.active.append(self)  # an unfinished loop stays active, as in Accelerate
-        batches = itertools.islice(self.loader, self.skipped, None)
-        ahead = next(batches, batches)
-        while ahead is not batches:
-            batch, ahead = ahead, next(batches, batches)
-            self.at_end = ahead is batches
-            yield move_batch(batch, self.accelerator.device)
-        self.iteration += 1
-        self._end_epoch()
+        for one in self.counting:
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(self.iteration)
+        batches = iter(self.loader)
+        for _ in itertools.islice(batches, self.skipped):
+            pass
+        return batches
 
     def _end_epoch(self) -> None:
         self.accelerator.active[:] = [one for one in self.accelerator.active if one is not self]
@@ -184,16 +184,6 @@ def skip_first_batches(loader: RankDataLoader, num_batches: int = 0) -> RankData
     made.__dict__ |= loader.__dict__
     made.skipped = num_batches
     return made
-
-
-def encode_state(state: torch.Tensor) -> str:
-    """Return a generator's state as text."""
-    return state.numpy().tobytes().hex()
-
-
-def decode_state(text: str) -> torch.Tensor:
-    """Return a generator's state from its text."""
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def apply_to_tensors(
