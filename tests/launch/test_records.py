@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_seconds_lie_under_their_parts(tmp_path: Path, node: Any) -> None:
     assert first.seconds[PARTS.index("data")] > 0
     assert second.seconds[PARTS.index("data")] > 0, "the sign is for who compares ranks"
     assert PARTS.index("passes") == PASSES
+
+
+def test_own_code_of_a_loop_is_no_data(tmp_path: Path, node: Any) -> None:
+    one = node(1)
+    for step, loop_s in ((1, 0.0), (2, 0.02), (3, 99.0), (4, 0.0)):
+        time.sleep(0.03)  # in `data`, as no part has begun since the step before
+        one.write[0].record_part(PASSES)
+        one.write[0].record_loop_time(loop_s)
+        one.write[0].record_step_end(step)
+    one.look()
+    found = {row.step: row.seconds for row in read_rank_steps(tmp_path) or ()}
+    data, hooks = PARTS.index("data"), PARTS.index("hooks")
+    assert found[2][hooks] == pytest.approx(0.02)
+    assert found[2][data] >= 0.009
+    assert found[3][data] == 0.0, "at most all of it"
+    assert found[3][hooks] >= 0.029
+    assert (found[4][hooks], found[4][data] >= 0.029) == (0.0, True)
 
 
 def test_what_was_overwritten_is_missing(tmp_path: Path, node: Any) -> None:

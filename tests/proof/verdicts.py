@@ -110,7 +110,7 @@ def costs(seed: int = SEED) -> list[Trial]:
     one("data", "data")
     all_ranks("data", "input", "wait for data", cure="command", trace=True)
     all_ranks("collate", "input", "wait for data")
-    all_ranks("loop", "input", "own code between two steps", loop=True)
+    all_ranks("loop", "callbacks", "own code between two steps", loop=True)
     one("hooks", "callbacks")
     all_ranks("hooks", "callbacks", "callbacks of all ranks")
     one("forward", "forward pass")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shoal
 from shoal.base.runlog.rank_records import PARTS, RankStep, encode_header
 from shoal.report.verdict import find_verdict
+from shoal.view.diagnose import diagnose
+from shoal.view.script_lines import LOOP_CURE, loader_cure
 
 OWN_S = {
     "other": 0.0,
@@ -94,6 +100,68 @@ PARTS_OF_A_RANK = {
     "update": "rank 1's optimizer update",
     "hooks": "rank 1's callbacks",
 }
+
+
+class SlowRows:
+    """Rows whose reading takes 10 ms."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if place > 2:
+            raise IndexError(place)
+        time.sleep(0.01)
+        return torch.full((4,), place / 3), torch.tensor(place)
+
+
+class SlowStream(torch.utils.data.IterableDataset[Any]):
+    """The same rows, read front to back."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(SlowRows())
+
+
+def test_verdict_and_advice_on_a_loop_have_one_cure(tmp_path: Path) -> None:
+    """`run.loader` is Shoal's own, so its time is told from that of the loop's code."""
+    model, folder = torch.nn.Linear(4, 3), tmp_path / "own"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = shoal.parallelize(model, optimizer, batch=1, folder=folder)
+    for data in (SlowRows(), SlowStream(), None):
+        batches = [(torch.ones(1, 4), torch.tensor([1]))] if data is None else run.loader(data)
+        for batch in batches:
+            run.step(batch)
+            time.sleep(0.02)
+    run.close()
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 7
+    assert all(row["loop_s"] >= 0.02 for row in rows[1:6])
+    assert all(row["data_wait_s"] >= 0.01 for row in rows[:5]), "a stream is read one sample ahead"
+    assert min(row["data_wait_s"] for row in rows[:6]) < 0.5, "of one step"
+    assert "loop_s" not in rows[6], "nothing tells the two apart"
+    assert rows[6]["data_wait_s"] >= 0.02
+    made = tmp_path / "made"  # without the ranks' records
+    made.mkdir()
+    for name in ("plan.json", "events.jsonl"):
+        shutil.copyfile(folder / name, made / name)
+    between = "all ranks' own code between two steps, or callbacks"
+    both = "all ranks wait for data, or the loop's own code between two steps"
+    for data_s, loop_s, cause, cure in (
+        (0.001, 0.02, between, LOOP_CURE),
+        (0.02, 0.001, "all ranks wait for data", loader_cure(is_loop_timed=True)),
+        (0.02, None, both, loader_cure(is_loop_timed=False)),
+    ):
+        row = {**rows[5], "step_s": 0.03, "data_wait_s": data_s, "loop_s": loop_s}
+        if loop_s is None:
+            del row["loop_s"]
+        lines = [json.dumps({**row, "step": step}) for step in range(1, 61)]
+        (made / file.name).write_text("\n".join(lines) + "\n")
+        verdict = find_verdict(made)
+        assert (verdict.cause, verdict.command) == (cause, cure)
+        assert verdict.without_s == pytest.approx(0.01, abs=2e-3)
+        (advice,) = [one for one in diagnose(made) if one.advice]
+        assert advice.command == cure, advice
 
 
 @pytest.mark.parametrize("part", PARTS_OF_A_RANK)

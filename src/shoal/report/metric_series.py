@@ -20,7 +20,7 @@ from shoal.base.runlog.damaged_lines import Record, is_number, parse_step
 
 NUMBERS = (
     "loss", "grad_norm", "lr", "tokens", "step_s", "peak_memory_bytes", "mfu", "comm_exposed_s",
-    "data_wait_s",
+    "data_wait_s", "loop_s",
 )  # fmt: skip
 """Fields of a row that become columns."""
 MAIN = NUMBERS[:6]

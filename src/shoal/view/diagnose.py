@@ -41,7 +41,7 @@ from shoal.view.diagnosis.folder_evidence import (
     read_step_rows,
 )
 from shoal.view.diagnosis.folder_state import decide_state
-from shoal.view.script_lines import is_repeated_death, is_user_script
+from shoal.view.script_lines import LOOP_CURE, is_repeated_death, is_user_script, loader_cure
 
 __all__ = (
     "ALLOCATOR",
@@ -174,6 +174,13 @@ def _find_advice(folder: Path, kinds: set[str]) -> list[RunFinding]:
             f"shoal train --resume {shlex.quote(str(folder))} data.workers=2",
         ),
     }
+    if is_user_script(folder):
+        is_loop_timed = bool(_values(steps, "loop_s"))
+        kind, why, _ = asked["data_wait_s"]
+        if not is_loop_timed:
+            why = "samples are read between steps, or the loop's own code runs there"
+        asked["data_wait_s"] = kind, why, loader_cure(is_loop_timed=is_loop_timed)
+        asked["loop_s"] = "own code", "the loop's own code runs between two steps", LOOP_CURE
     found = []
     for key, (kind, why, command) in asked.items():
         waits = _values(steps, key)

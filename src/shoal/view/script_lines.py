@@ -59,9 +59,25 @@ WORDS = {
     "optimizer.lr": "a smaller learning rate",
 }
 """Keys in a script that are no keyword of shoal.parallelize."""
+LOOP_CURE = "less work after run.step and in callbacks, or every n-th step"
+WAITS = (("comm_exposed_s", "communication"), ("data_wait_s", "data"), ("loop_s", "own code"))
+"""Fields of a row that are waits between or in steps, and their words."""
+LOOP_SHARE = 0.05
+"""Share of a step from which own code between two steps is printed."""
 AGAIN = "start the script again; run.restore() goes on from its last checkpoint"
 ANEW = "start the script again; nothing was saved, so it begins at its first step"
 HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/start/cluster.md)"
+
+
+def loader_cure(*, is_loop_timed: bool) -> str:
+    """Return the cure of slow data in a script.
+
+    Args:
+        is_loop_timed: the script's own code between two steps is known apart from its data.
+    """
+    if is_loop_timed:
+        return "run.loader(…, workers=2)"
+    return "workers=2 of run.loader or the DataLoader, and less work between two steps"
 
 
 def script_command(command: str) -> str:

@@ -27,6 +27,7 @@ from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.view.island_lines import islands_summary_line
 from shoal.view.progress import count_unit, mfu_text, no_steps_text, step_amount
 from shoal.view.run_folder_reader import RunFolder, last_session_events
+from shoal.view.script_lines import LOOP_SHARE, WAITS
 
 LABEL_WIDTH = 13
 LEAST_WIDTH = 40
@@ -261,11 +262,11 @@ def _waits_text(steps: list[Record], events: list[Record]) -> str:
     """Return rank 0's waits, and slow ranks; waiting for a slow rank counts as communication."""
     total_s = sum(_values(steps, "step_s"))
     parts = []
-    for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data")):
+    for key, word in WAITS:
         waits = _values(steps, key)
         if key == "comm_exposed_s" and not any(record.get("comm_bytes") for record in steps):
             continue  # one process: no communication
-        if waits and total_s > 0:
+        if waits and total_s > 0 and (key != "loop_s" or sum(waits) > LOOP_SHARE * total_s):
             mean_s = sum(waits) / len(waits)
             parts.append(f"{seconds_text(mean_s)} {word} ({sum(waits) / total_s:.1%})")
     told = _events_named(events, "slow_rank")

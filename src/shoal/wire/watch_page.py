@@ -14,7 +14,8 @@ stacks in the same page (`stack_dumps.py`). The reading end: `launch/watch/page_
     from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
                      this rank did not wait for a collective, then those in which it did; negative
                      where ranks have different work in that part; then the sum of 2ᵖ over the
-                     parts p in which they do in this step, the most memory held by then, in
+                     parts p in which they do in this step, the seconds of `data` in which
+                     the user's loop ran and not its loader, the most memory held by then, in
                      bytes, and the time, since 1970; a device's times come one step later
     from `UNITS_AT`  the last `UNITS` collectives of units that are gathered, `UNIT` each: how many
                      collectives of any kind were enqueued before it, the group's key, its number in
@@ -44,7 +45,7 @@ PAGE_VARIABLE = "SHOAL_WATCH_PAGE"
 TEXT_AT, ANSWER_AT, CALLS_AT = 128, 1024, 1 << 16
 SLOTS, SLOT_BYTES = 8, 1 << 14
 STEPS_AT, KEPT = CALLS_AT + SLOTS * SLOT_BYTES, 64
-FORMAT = 0x5348_4F41_4C03
+FORMAT = 0x5348_4F41_4C04
 (PAGE, PID, CHANGES, CHANGED_S, STEP, PART, BEGUN, ENDED, LAST_BEGUN, LAST_BYTES, LAST_ENDED,
  WAITS, ASKED, ANSWERED, INSIDE, EXIT) = range(16)  # fmt: skip
 """The words: format · process · number of changes, time of the last (monotonic, a double) · steps
@@ -57,7 +58,7 @@ else 0."""
 PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
 """Parts of a step, as phases.py numbers them."""
 WAIT = len(PARTS)
-ROW = struct.Struct(f"=q{WAIT + 4}d")
+ROW = struct.Struct(f"=q{WAIT + 5}d")
 UNITS, UNIT_TEXT = 64, 104
 UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
 UNITS_AT = STEPS_AT + KEPT * ROW.size
@@ -112,9 +113,9 @@ class WatchPage:
         self.told: Mapping[str, Any] = {}
         self.folder: Path | None = None
         self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
-        self._own, self._apart = tuple[int, ...](), 0
+        self._own, self._apart, self._loop_s = tuple[int, ...](), 0, 0.0
         self._units = self._calls = self._marked = 0
-        self._held: tuple[int, list[float], int, int, float] | None = None
+        self._held: tuple[int, list[float], int, float, int, float] | None = None
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
@@ -208,8 +209,8 @@ class WatchPage:
         self._changed()
         if self.folder not in (None, folder):
             return self.on_step(step)
-        row = step, self._spent_s, self._apart, peak_bytes, time.time()
-        self._spent_s, self._apart = [0.0] * (WAIT + 1), 0
+        row = step, self._spent_s, self._apart, self._loop_s, peak_bytes, time.time()
+        self._spent_s, self._apart, self._loop_s = [0.0] * (WAIT + 1), 0, 0.0
         if self.timer is None:
             self._write_row(*row)
         else:
@@ -222,18 +223,16 @@ class WatchPage:
         held, self._held = self._held, None
         device_s = timer.end_step()
         if held is not None and device_s is not None:
-            step, _, apart, peak_bytes, end_s = held
-            self._write_row(step, device_s, apart, peak_bytes, end_s)
+            step, _, *others = held
+            self._write_row(step, device_s, *others)
 
-    def _write_row(
-        self, step: int, spent_s: Sequence[float], apart: int, peak_bytes: int, end_s: float
-    ) -> None:
+    def _write_row(self, step: int, spent_s: Sequence[float], *others: float) -> None:
         at = STEPS_AT + step % KEPT * ROW.size
         struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
         if self._own:
             spent_s = [-one if part in self._own else one for part, one in enumerate(spent_s)]
-        told = *spent_s, float(apart), float(peak_bytes), end_s
-        struct.pack_into(f"={WAIT + 4}d", self._whole, at + 8, *told)
+        told = *spent_s, *map(float, others)
+        struct.pack_into(f"={WAIT + 5}d", self._whole, at + 8, *told)
         struct.pack_into("=q", self._whole, at, step)
 
     def record_unequal_parts(self, parts: Sequence[int], *, always: bool = False) -> None:
@@ -247,6 +246,10 @@ class WatchPage:
             return
         for part in parts:
             self._apart |= 1 << part
+
+    def record_loop_time(self, seconds: float) -> None:
+        """Record for how long the user's loop ran before this step's passes, and not its loader."""
+        self._loop_s = seconds
 
     def record_phases(self, phases: Sequence[Phase]) -> None:
         """Record the open phases, outermost first."""

@@ -20,7 +20,7 @@ BLOCK_BYTES = 1 << 16
 
 STEP_NUMBERS = (
     "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes",
-    "comm_exposed_s", "data_wait_s", "gpu_utilisation",
+    "comm_exposed_s", "data_wait_s", "loop_s", "gpu_utilisation",
 )  # fmt: skip
 """Fields of a line of metrics.jsonl that are numbers, or null if a number was not finite."""
 

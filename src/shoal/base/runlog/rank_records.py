@@ -30,11 +30,12 @@ PARTS = ("other", "data", "passes", "sum", "update", "hooks", "backward", "waiti
 """Parts of a step for which a row has seconds; each moment counts once.
 
 other      a save, an evaluation, or another call outside the step
-data       from the end of the previous step: the loader, and a user's own loop code
+data       the loader; with batches that are not of `run.loader`, all from the end of the step
+           before, the user's own loop code, too
 passes     forward and backward passes; if `backward` is recorded, the forward passes alone
 sum        sums of gradients and numbers over ranks, without waiting
 update     the optimizer
-hooks      callbacks of the step
+hooks      callbacks of the step; with `run.loader`, the user's own loop code before the step
 waiting    for other ranks, in any part
 """
 

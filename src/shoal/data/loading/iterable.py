@@ -12,6 +12,7 @@ before the prefetched one. An iterable without it trains, but cannot be resumed.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -146,6 +147,7 @@ class IterableLoader:
         if self._running is None:
             self._running = self._read()
         running = self._running  # kept: leaving a loop early and coming back goes on in the stream
+        since_s = time.perf_counter()
         for read in running:
             empty = False
             self._position, self._state = read.batch.next_position, read.state
@@ -154,9 +156,11 @@ class IterableLoader:
             batch = read.batch
             if read.misread:
                 batch = self._drop_unreadable(read)
-            yield replace(batch, after=self.state(), stream=id(self))
+            wait_s = time.perf_counter() - since_s
+            yield replace(batch, after=self.state(), stream=id(self), wait_s=wait_s)
             if self._moves != moves or read.ended:
                 return
+            since_s = time.perf_counter()
         self._running = None
         if empty:
             why = ": it can be read once; give an object whose __iter__ starts anew"

@@ -10,7 +10,9 @@ integer, a resume on another layout, or in the middle of an epoch, equals an uni
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -186,10 +188,11 @@ class Loader:
         self.under_way = True
         try:
             for start, stop in steps():
+                since_s = time.perf_counter()
                 probe = () if self._probed else self._probe(first, fetched)
                 step = self._step(start, stop, fetched, probe)
                 self._position = stop
-                yield step
+                yield replace(step, wait_s=time.perf_counter() - since_s)
                 if self._moves != moves:
                     return
         finally:

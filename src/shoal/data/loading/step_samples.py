@@ -57,6 +57,7 @@ class StepBatch:
         probe: texts on the data that ranks compare at a loader's first step; else ().
         sample_ids: dataset indices of each micro-batch (iterables: numbers in the epoch).
         left_out: unreadable samples of this rank, which are in none of them.
+        wait_s: seconds in which the loader made it, while the loop waited; None: unknown.
 
     `values` are the joined samples, one per micro-batch, and `len()` their number; iterating or
     indexing raises a ConfigError.
@@ -73,6 +74,7 @@ class StepBatch:
     probe: tuple[Any, ...] = ()
     by_rank: tuple[int, ...] = ()
     left_out: tuple[UnreadableSample, ...] = ()
+    wait_s: float | None = field(default=None, compare=False)
 
     @property
     def values(self) -> list[Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.base.runlog.rank_records import RankStep
+from shoal.wire.phases import DATA, HOOKS
 from shoal.wire.watch_page import (
     ANSWER_AT,
     ANSWERED,
@@ -172,7 +173,7 @@ class PageReader:
         rows = ROW.iter_unpack(self.memory[STEPS_AT:UNITS_AT])
         return {
             step: _mask_incomparable(seconds, int(apart))
-            for step, *seconds, apart, _, _ in rows
+            for step, *seconds, apart, _, _, _ in rows
             if step
         }
 
@@ -197,8 +198,10 @@ class PageReader:
             step, *told = ROW.unpack_from(self.memory, STEPS_AT + number % KEPT * ROW.size)
             if step != number or told[-1] <= after_s:
                 break  # not this rank's, or known
-            seconds = tuple(abs(one) for one in told[: WAIT + 1])
-            found.append(RankStep(step, rank, 1, told[-1], int(told[-2]), seconds))
+            seconds = [abs(one) for one in told[: WAIT + 1]]
+            loop_s = min(told[-3], seconds[DATA])
+            seconds[DATA], seconds[HOOKS] = seconds[DATA] - loop_s, seconds[HOOKS] + loop_s
+            found.append(RankStep(step, rank, 1, told[-1], int(told[-2]), tuple(seconds)))
         return found[::-1]
 
     def units(self) -> dict[int, dict[int, UnitCall]]:

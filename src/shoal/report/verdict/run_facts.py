@@ -45,6 +45,7 @@ class RunFacts:
 
     Attributes:
         is_script: a loop of the user's own made the run.
+        is_loop_timed: its own code between two steps is known apart from its data.
         stages: ranks of a pipeline.
         schedule, chunks: its schedule, and stages of each of its ranks.
         stage_work: elements of the matrices of each stage; () if unknown.
@@ -61,6 +62,7 @@ class RunFacts:
     """
 
     is_script: bool = False
+    is_loop_timed: bool = False
     stages: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
@@ -119,6 +121,7 @@ def read_run_facts(folder: Path, rows: Sequence[Record], ranks: int) -> RunFacts
     device = str(plan.get("device") or "")
     return RunFacts(
         is_script=is_user_script(folder),
+        is_loop_timed=bool(rows) and is_number(rows[-1].get("loop_s")),
         stages=stages,
         schedule=_schedule_name(layout),
         chunks=_count(layout.get("chunks")) if isinstance(layout, dict) else 1,

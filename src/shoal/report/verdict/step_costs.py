@@ -27,6 +27,7 @@ from shoal.report.verdict.step_replay import (
     replace_late_part,
 )
 from shoal.report.verdict.step_seconds import BACKWARD, DATA, HOOKS, PASSES, UPDATE
+from shoal.view.script_lines import LOOP_CURE, loader_cure
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,6 +89,7 @@ def list_step_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
         if not any(one.any() for one in late.values()):
             yield from _flip_costs(replay)
     yield _input_cost(replay, facts, late[DATA])
+    has_loop = facts.is_script and facts.is_loop_timed
     hooks_s = replay.own_s[:, ~late[HOOKS], HOOKS]
     if late[HOOKS].any():
         own_s = _subtract_part(replay, HOOKS, median(hooks_s, axis=1))
@@ -97,11 +99,12 @@ def list_step_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
     share = _share_text(replay, hooks_s.mean(axis=1))
     yield StepCost(
         "callbacks",
+        "all ranks' own code between two steps, or callbacks" if has_loop else
         "callbacks of all ranks",
         replay.without(own_s),
-        (f"Callbacks after each step take {share} on every rank.",),
+        (f"{'They' if has_loop else 'Callbacks after each step'} take {share} on every rank.",),
         "less work in train.on, or every n-th step" if not facts.is_script else
-        "less work in the callbacks, or every n-th step",
+        LOOP_CURE if has_loop else "less work in the callbacks, or every n-th step",
     )  # fmt: skip
 
 
@@ -160,6 +163,8 @@ def _slow_rank_cost(
     who, names, evidence = _ranks_text(replay, late), [], []
     for part in parts:
         name = "forward pass" if part == PASSES and replay.has_backward else PART_NAMES[part]
+        if part == HOOKS and facts.is_script and facts.is_loop_timed:
+            name = "own code between two steps, or callbacks"
         late_s, usual_s = _late_and_usual(replay, late, part)
         names.append(name)
         evidence.append(
@@ -176,6 +181,8 @@ def _slow_rank_cost(
         command = input_cure(facts, late_s, replay.mean_s(replay.step_s))[0]
     elif list(parts) == [HOOKS]:
         command = "the same callbacks on all ranks, or less work in them"
+        if facts.is_script and facts.is_loop_timed:
+            command = LOOP_CURE
     own_s = replay.own_s
     for part in parts:
         own_s = replace_late_part(own_s, late, part)
@@ -230,8 +237,7 @@ def _subtract_lateness(own_s: Array) -> Array:
 def input_cure(facts: RunFacts, data_s: float, step_s: float) -> tuple[str, float]:
     """Return the cure of slow data, and the seconds per step that its loader then needs."""
     if facts.is_script:
-        cure = "workers=4 of run.loader or the DataLoader, and less work between two steps"
-        return cure, 0.0
+        return loader_cure(is_loop_timed=facts.is_loop_timed), 0.0
     if facts.workers:
         return f"data.workers={2 * facts.workers}", step_s / 2
     rest_s, workers = step_s - data_s, 2
@@ -272,7 +278,9 @@ def _input_cost(replay: StepReplay, facts: RunFacts, late: Array) -> StepCost:
         )
     if facts.utilisation is not None:
         evidence.append(f"The devices are busy for {facts.utilisation:.0%} of the time.")
-    what = "data, or the loop's own code between two steps" if facts.is_script else "data"
+    what = "data"
+    if facts.is_script and not facts.is_loop_timed:
+        what = "data, or the loop's own code between two steps"
     cause = f"all ranks wait for {what}"
     return StepCost("input", cause, without_s, tuple(evidence), command, LEAST_INPUT)
 

@@ -130,7 +130,9 @@ def _times_of_rows(rows: Sequence[Record]) -> StepSeconds | None:
             data_s = min(max(0.0, data_s), step_s) if is_number(data_s) else 0.0
             wait_s = min(max(0.0, wait_s), step_s - data_s) if is_number(wait_s) else 0.0
             parts = [0.0] * len(PARTS)
-            parts[DATA], parts[WAITING], parts[PASSES] = data_s, wait_s, step_s - data_s - wait_s
+            loop_s, rest_s = row.get("loop_s"), step_s - data_s - wait_s
+            parts[HOOKS] = min(max(0.0, loop_s), rest_s) if is_number(loop_s) else 0.0
+            parts[DATA], parts[WAITING], parts[PASSES] = data_s, wait_s, rest_s - parts[HOOKS]
             found[int(row["step"])] = parts
     if not found:
         return None

@@ -40,6 +40,7 @@ from shoal.trainer.step.optimizer_step import (
 )
 from shoal.trainer.step.rank_share import RankShare, build_rank_share, count_unreadable
 from shoal.trainer.step.skipped_steps import SkipCounter, SpikeDetector
+from shoal.wire import phases
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.optim.average import WeightAverage
@@ -59,7 +60,9 @@ class StepState:
 
     Attributes:
         batch: the batch of the step.
-        data_wait_s: seconds that the step waited for the batch.
+        data_wait_s: seconds that the step waited for the batch; of a batch that is not of
+            `run.loader`, those since the step before.
+        loop_s: the others since the step before: the loop's own code; None: unknown.
         written: passes that the user's loop writes out, until they are summed up.
         tally: totals over all ranks, after the passes.
         values: means by name, for the step's result.
@@ -67,6 +70,7 @@ class StepState:
 
     batch: Any = None
     data_wait_s: float = 0.0
+    loop_s: float | None = None
     written: UserPasses | FreePasses | None = None
     tally: StepTotals | None = None
     values: dict[str, float] = field(default_factory=dict)
@@ -199,7 +203,12 @@ class StepRunner:
                 "micro-batches of one optimizer step in one batch"
             )
         step = self.step_count + 1
-        self.step_state = StepState(batch, self.recorder.start_step(step))
+        self.step_state = state = StepState(batch, self.recorder.start_step(step))
+        if isinstance(batch, StepBatch) and batch.wait_s is not None:
+            between_s, state.data_wait_s = state.data_wait_s, min(batch.wait_s, state.data_wait_s)
+            state.loop_s = between_s - state.data_wait_s
+            if phases.page is not None:
+                phases.page.record_loop_time(state.loop_s)
         if self.sampled is not None:
             self.sampled.begin_step(step)
         if self.statistics is not None:
@@ -361,6 +370,7 @@ class StepRunner:
             from shoal.trainer.step.metrics_rows import build_row, write_row
 
             extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
+            extras |= {} if state.loop_s is None else {"loop_s": state.loop_s}
             row = build_row(result, tally, state.batch, state.data_wait_s, extras)
             write_row(self.recorder, *row)
         else:

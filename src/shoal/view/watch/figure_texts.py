@@ -14,6 +14,7 @@ from shoal.base.runlog.rank_records import PARTS
 from shoal.base.text.forecast_text import forecast_comment, forecast_text
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.view.progress import RunProgress, local_time_text, remaining_time_text
+from shoal.view.script_lines import LOOP_SHARE, WAITS
 from shoal.view.watch.rank_table import LATE_SHARE, LETTERS, step_parts_s
 from shoal.view.watch.watch_state import RankState, StepPoint
 
@@ -64,8 +65,10 @@ def wait_texts(progress: RunProgress, ranks: Sequence[RankState]) -> list[str]:
         return []
     texts = [
         f"{word} {seconds_text(value)} ({value / step_s:.0%})"
-        for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data"))
-        if (value := progress.mean(key)) is not None and not (key[:4] == "comm" and len(ranks) == 1)
+        for key, word in WAITS
+        if (value := progress.mean(key)) is not None
+        and not (key[:4] == "comm" and len(ranks) == 1)
+        and (key != "loop_s" or value > LOOP_SHARE * step_s)
     ]
     if texts and (late := latest_rank(ranks)) is not None and late is not ranks[0]:
         texts[0] += f", for rank {late.name}: {_latest_part(late, ranks)}"
