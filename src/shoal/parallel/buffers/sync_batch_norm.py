@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.base.errors import PlanError
 from shoal.base.layouts.policies import CompilePolicy
+from shoal.base.layouts.schedule_names import model_copies
 from shoal.fabric import World
 from shoal.parallel._torch import BatchNorm
 from shoal.parallel.program import Program
@@ -70,7 +71,7 @@ def _refuse_layouts(program: Program, name: str) -> None:
                 f"= {getattr(layout, axis)} beside data-parallel ranks runs layers by parts; try: "
                 f"layout.{axis}=1, or nn.BatchNorm"
             )
-    if layout.servers or layout.threads > 1 or "dualpipe" in layout.schedule:
+    if layout.servers or layout.threads > 1 or model_copies(layout.schedule) > 1:
         raise PlanError(
             f"model: {name} takes its statistics over ranks (SyncBatchNorm), and under "
             f"{layout.text()} ranks do not run their passes together; try: ddp, or nn.BatchNorm"

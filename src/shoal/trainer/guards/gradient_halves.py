@@ -58,8 +58,15 @@ class HalfStepGradients:
         self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
         if self.layout.zero in (1, 2):
             read = functools.cache(lambda: notice(reports.writes_report.ZEROS))
+            # Weak: a gradient's reference to its weight's run is a cycle that no collector sees.
+            write_error = weakref.WeakMethod(self._write_error)
+
+            def refuse(operation: str) -> ConfigError | None:
+                known = write_error()
+                return known(operation) if known else reports.writes_report.foreign_change_error()
+
             self._stand_ins = {
-                p: make_gradient_placeholder(p, self._write_error, read) for p in self.parameters
+                p: make_gradient_placeholder(p, refuse, read) for p in self.parameters
             }
         self._part = functools.cache(lambda: notice(reports.writes_report.PART))
         self._cut = [
