@@ -212,8 +212,12 @@ class HostStateStepper:
     ) -> None:
         self.lane, self.weights = lane, weights
         self.pieces = OptimizerPieces(optimizer, piece_bytes, least_bytes)
-        self.state = optimizer.state
         self.hosts: dict[tuple[int, str], torch.Tensor] = {}
+
+    @property
+    def state(self) -> Any:
+        """Return the optimizer's state, which a load or a run replaces by another dict."""
+        return self.pieces.optimizer.state
 
     @torch.no_grad()
     def step(self) -> None:
