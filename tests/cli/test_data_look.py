@@ -310,7 +310,7 @@ def test_steps_beyond_the_data_are_refused(runs: Path) -> None:
 
 
 def test_a_loop_of_ones_own_names_its_data(here: Path) -> None:
-    """Seed and batch come from its checkpoint, the source from the command line."""
+    """Seed and batch come from its plan or its checkpoint, the source from the command line."""
     data = open_data("text:a.txt", tokenizer="bpe:300", sequence=16, validation=0)
     model = torch.nn.Sequential(torch.nn.Embedding(300, 4), torch.nn.Linear(4, 300))
     seen = []
@@ -330,6 +330,7 @@ def test_a_loop_of_ones_own_names_its_data(here: Path) -> None:
     assert [row["input_ids"] for row in document["rows"]] == seen[4:]
     assert document["step"]["why_no_loss"] == "the model is built by your own script"
     shutil.rmtree("runs/own/checkpoints")
+    Path("runs/own/plan.json").unlink()
     assert said("runs/own", "--step", "2", "data.source=text:a.txt", *words) == (
         "runs/own: has neither plan.json nor a checkpoint, so the order of its samples is not "
         "known; try: train.seed=SEED train.batch=BATCH, as in parallelize(seed=…, batch=…)"
