@@ -35,6 +35,7 @@ from shoal.machine.states import measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.parallel.compiling import check_compiler
 from shoal.trace.isolation.stream_weights import stream_weights
+from shoal.trainer.statistics.tensor_statistics import squared_norms
 
 MIB = 2**20
 HERE = torch.device("cuda", 0)
@@ -66,6 +67,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def lacking(device: torch.device) -> int:
     raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+
+@check
+def statistics_of_a_devices_tensors_are_those_of_the_hosts() -> None:
+    values = [torch.randn(3, 4), torch.randn(5)]
+    found = squared_norms([one.to(HERE) for one in values])
+    assert found.device.type == HERE.type
+    torch.testing.assert_close(found.cpu(), squared_norms(values), rtol=1e-6, atol=0)
 
 
 @check
