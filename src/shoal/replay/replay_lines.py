@@ -27,7 +27,7 @@ ROUNDINGS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-
 NUDGE_TIMES = 10.0
 """A difference is rounding up to this multiple of what one rounding of each weight does by then."""
 BLIND = 0.1
-"""Relative difference by one rounding of each weight from which nothing is told of later steps."""
+"""Relative difference by one rounding of each weight; later steps cannot be compared beyond it."""
 MOST_ROWS, MOST_TENSORS = 6, 40
 DISTANT_STEPS = 20
 """Steps without a checkpoint from which the price of a replay is told."""
@@ -224,8 +224,8 @@ def _nudge_text(done: Replay, step: int = 0) -> str:
     if step or not blind:
         return text
     return (
-        f"{text}, so nothing is told from step {blind[0]} on; BatchNorm and fp32 do that; try: an "
-        f"earlier --step, or shoal prove, in fp64"
+        f"{text}, so steps from {blind[0]} on cannot be compared; BatchNorm and fp32 do that; "
+        f"try: an earlier --step, or shoal prove, in fp64"
     )
 
 
