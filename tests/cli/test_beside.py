@@ -184,7 +184,7 @@ def test_the_rank_that_hangs_is_told_by_its_own_node(nodes: TwoNodes) -> None:
         f"host{nodes.mine}" if nodes.mine else os.uname().nodename,
     )
     assert told["why"].startswith(why)
-    assert told["waited_s"] <= told["deadline_s"] + 2
+    assert told["waited_s"] < 30, "not when a trouble of 60 s ends by itself"
     assert told["deadline_s"] < 10, "learnt"
     ends = told["ends_in_s"] == 0
     assert ends == (why == TROUBLES["stopped"][1])

@@ -18,12 +18,8 @@ from shoal.base.plans.plan import Plan
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.parallel import (
-    batch_norm,
-    dropout_rng,
-    recompute,
-    sync_buffers,
-)
+from shoal.parallel import dropout_rng, recompute
+from shoal.parallel.buffers import batch_norm, sync_buffers
 from shoal.parallel.program import Program, make_undivided_program
 
 POLICIES = ["selective", "full"]
