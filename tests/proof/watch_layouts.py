@@ -46,7 +46,7 @@ SETTLE_S = 4.0
 """Seconds after a phase begins until the screens are read; a screen is at most half as old."""
 WORDS = [
     "model.dim=32", "model.layers=4", "data.sequence=64", "train.batch=8", "train.micro_batch=1",
-    "train.steps=240", "train.validate_every=20", "train.validate_samples=8", "checkpoint.every=10",
+    "train.steps=480", "train.validate_every=20", "train.validate_samples=8", "checkpoint.every=10",
     "train.prove=off", "launch.patience_s=3", "precision.compute=fp32", "run.name=run",
 ]  # fmt: skip
 LAYOUTS: dict[str, tuple[list[str], str]] = {
