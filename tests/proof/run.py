@@ -66,7 +66,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sinks": ("heavy -m pytest tests/trainer/test_sinks.py -m proof --part sinks",),
     "share": ("python -m pytest tests -m proof --part share",),
     "doors": ("heavy tests/proof/door_scripts.py",),
-    "scripts": ("python -m pytest tests -m proof --part scripts",),
+    "scripts": (
+        "python tests/proof/script_proofs.py",
+        "python -m pytest tests -m proof --part scripts",
+    ),
     "branches": ("python tests/proof/branches.py",),
     "old-folders": ("python tests/proof/old_folders.py",),
     "replays": ("python tests/proof/replays.py",),

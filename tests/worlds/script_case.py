@@ -19,12 +19,16 @@ from shoal.base.errors import ShoalError
 from shoal.base.plans.script_side import ScriptSide
 from shoal.cli.script_proof_lines import report_lines
 from shoal.fabric import World
+from shoal.parallel import host_rng, tensor_parallel
+from shoal.parallel.data_parallel import fsdp
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.pipeline import stage
 from shoal.proof.script.argument_overrides import needs_sample
 from shoal.proof.script.record_comparison import compare_sides
 from shoal.proof.script.side_process import run_side
+from shoal.trainer.guards import state_by_weight
 from shoal.trainer.guards.gradient_passes import HookGradients, PassGradients
+from shoal.trainer.guards.user_weights import UserWeights
 from user_scripts import RIGHT, WRONG
 
 
@@ -37,7 +41,10 @@ def attempt_wrong(world: World, name: str) -> dict[str, Any]:
     """Prove a wrong script, with the mend reverted that would make it right."""
     mistake = WRONG[name]
     mend = MENDS[mistake.revert]() if mistake.revert else nullcontext()
-    return attempt(world, mistake.text, mistake.layout, mend)
+    if mistake.revert not in OF_BOTH_SIDES:
+        return attempt(world, mistake.text, mistake.layout, mend)
+    with mend:
+        return attempt(world, mistake.text, mistake.layout)
 
 
 def attempt(
@@ -151,7 +158,17 @@ def reentrant_checkpoints() -> Iterator[None]:
         yield
 
 
+KEYED_DRAWS = "keyed draws of the host"
+OF_BOTH_SIDES = {KEYED_DRAWS}
+"""Mends without which one process draws other numbers, too."""
 MENDS: dict[str, Callable[[], Any]] = {
+    "joined units": lambda: patch.object(fsdp, "make_unit_visits", lambda program, units: None),
+    "weights in the user's hands": lambda: patch.object(UserWeights, "show", lambda self: None),
+    "state by weight": lambda: patch.object(state_by_weight, "watch_state", lambda *_: None),
+    KEYED_DRAWS: lambda: patch.object(host_rng, "watch_blocks", lambda *_: []),
+    "checked splits": lambda: patch.object(
+        tensor_parallel, "check_blocks", lambda module, split, *_, strict: split
+    ),
     "counted passes of experts": counted_passes,
     "changes of gradients": no_check_of_gradients,
     "reentrant checkpoints": reentrant_checkpoints,

@@ -554,8 +554,7 @@ def wrong(name: str, layout: str, step: int, *finds: str, ranks: int = 2, revert
     return add
 
 
-wrong("a1_heads_by_rank", "fsdp", 1, "heads.")(
-    """
+HEADS = """
 class Heads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -574,6 +573,30 @@ run = shoal.parallelize(m, sgd(m), squares, "fsdp", guards="off")
 for s in range(5):
     x, y = share(s)
     run.step(((x, torch.full((len(x),), (s + R) % 2)), y))
+"""
+wrong("a1_heads_by_rank", "fsdp", 1, "heads.", revert="joined units")(HEADS)
+wrong("a1_heads_by_rank_under_hsdp", "", 1, "heads.", ranks=4, revert="joined units")(
+    HEADS.replace('"fsdp"', '{"dp_replicate": 2, "dp_shard": 2, "zero": 3}')
+)
+wrong("a1_layerdrop", "fsdp", 1, "blocks.", revert="joined units")(
+    """
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+    def forward(self, x):
+        x = self.into(x)
+        dropped = int(torch.rand(()) * 3)  # one, so that all ranks gather as often
+        for number, one in enumerate(self.blocks):
+            if number != dropped:
+                x = x + one(x)
+        return self.out(x)
+torch.manual_seed(0)
+m = Drops()
+run = shoal.parallelize(m, sgd(m), squares, "fsdp", guards="off")
+for s in range(5):
+    run.step(share(s))
 """
 )
 wrong("a2_experts_at_a_short_step", "", 2, "experts.3.", revert="counted passes of experts")(
@@ -622,8 +645,7 @@ for batch in run.loader(DATA):
     run.step(batch)
 """
 )
-wrong("a3b_random_in_a_block", "pp", 1, "the mean gradient")(
-    """
+RANDOM = """
 import random
 class Noisy(nn.Module):
     def __init__(self):
@@ -646,6 +668,9 @@ run = shoal.parallelize(m, sgd(m), squares, "pp", batch=8, sample=(X[:4], Y[:4])
 for batch in run.loader(DATA):
     run.step(batch)
 """
+right("random_in_a_block", "pp")(RANDOM)
+wrong("a3b_random_in_a_block", "pp", 1, "the mean gradient", revert="keyed draws of the host")(
+    RANDOM
 )
 wrong("a3c_buffer_of_the_root", "pp", 1, "calls")(
     """
@@ -701,6 +726,46 @@ for s in range(5):
     run.step(share(s))
 """
 )
+wrong("a5_values_clamped", "zero1", 1, "weight", revert="changes of gradients")(
+    """
+m = net()
+run = shoal.parallelize(m, sgd(m), guards="off")
+for s in range(5):
+    for micro in run.micro_batches(share(s)):
+        run.backward(((run.model(micro.inputs) - micro.targets) ** 2).sum(), len(micro.targets))
+        for p in m.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.5, 0.5)
+    run.update()
+"""
+)
+wrong("a5_noise_by_rank", "ddp", 1, "ranks hold another 0.weight", "changed .grad of")(
+    """
+m = net()
+run = shoal.parallelize(m, sgd(m), guards="off")
+for s in range(5):
+    for micro in run.micro_batches(share(s)):
+        run.backward(((run.model(micro.inputs) - micro.targets) ** 2).sum(), len(micro.targets))
+    torch.manual_seed(R)
+    for p in m.parameters():
+        p.grad.add_(torch.randn_like(p), alpha=0.01)
+    run.update()
+"""
+)
+AFTER = """
+m = net()
+run = shoal.parallelize(m, sgd(m), batch=8, guards="off")
+for batch in run.loader(DATA):
+    for micro in run.micro_batches(batch):
+        run.backward(((run.model(micro.inputs) - micro.targets) ** 2).sum(), len(micro.targets))
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    run.update()
+"""
+for layout in ("zero1", "tp"):
+    wrong(f"a5_clipping_after_the_loop_{layout}", layout, 1, "weight")(AFTER)
+right("clipping_after_the_loop", "ddp", "zero1", "zero2", "fsdp", "tp")(
+    AFTER.replace(', guards="off"', "")
+)
 wrong("a6_rate_of_the_second_group", "zero1", 2, "lr of group 1 of the optimizer is 0.2 (rank 1)")(
     """
 m = net()
@@ -713,6 +778,32 @@ for s in range(5):
         o.param_groups[1]["lr"] = 0.2
 """
 )
+wrong(
+    "a6_decay_of_one_rank", "fsdp", 2, "weight_decay of group 0 of the optimizer is 0.1 (rank 1)"
+)(
+    """
+m = net()
+o = adamw(m)
+run = shoal.parallelize(m, o, squares, guards="off")
+for s in range(5):
+    run.step(share(s))
+    if R == 1:
+        o.param_groups[0]["weight_decay"] = 0.1
+"""
+)
+wrong(
+    "a6_betas_of_one_rank", "zero2", 2, "betas of group 0 of the optimizer is [0.8, 0.9] (rank 1)"
+)(
+    """
+m = net()
+o = adamw(m)
+run = shoal.parallelize(m, o, squares, guards="off")
+for s in range(5):
+    run.step(share(s))
+    if R == 1:
+        o.param_groups[0]["betas"] = (0.8, 0.9)
+"""
+)
 wrong("a7_data_replaced", "ddp", 2, "the mean gradient", "ranks hold another 1.0.weight")(
     """
 m = net()
@@ -723,14 +814,16 @@ for s in range(5):
         m[1][0].weight.data = m[1][0].weight.data * 0.5
 """
 )
-right("data_replaced", "fsdp")(
-    """
+DATA_REPLACED = """
 m = net()
 run = shoal.parallelize(m, sgd(m), squares)
 for s in range(5):
     run.step(share(s))
     m[1][0].weight.data = m[1][0].weight.data * 0.5
 """
+right("data_replaced", "fsdp")(DATA_REPLACED)
+wrong("a7_data_lost", "fsdp", 2, "changed 1.0.weight", revert="weights in the user's hands")(
+    DATA_REPLACED.replace("squares)", 'squares, guards="off")')
 )
 wrong("a7_state_zeroed", "fsdp", 2, "the weights", "changed optimizer.state of 1.0.weight")(
     """
@@ -754,14 +847,63 @@ for s in range(5):
     m[1][0].reset_parameters()
 """
 )
-right("layer_reset", "fsdp")(
-    """
+LAYER_RESET = """
 m = net()
 run = shoal.parallelize(m, sgd(m), squares)
 for s in range(5):
     run.step(share(s))
     torch.manual_seed(7)
     m[1][0].reset_parameters()
+"""
+right("layer_reset", "fsdp")(LAYER_RESET)
+wrong(
+    "a7_layer_reset_in_rows", "fsdp", 2, "changed 1.0.weight", revert="weights in the user's hands"
+)(LAYER_RESET.replace("squares)", 'squares, guards="off")'))
+RESET_PARTS = """
+m = net()
+run = shoal.parallelize(m, sgd(m), squares, batch=8, guards="off")
+for batch in run.loader(DATA):
+    run.step(batch)
+    torch.manual_seed(7)
+    run.model[1][0].reset_parameters()
+"""
+wrong("a7_layer_reset_in_parts", "tp", 2, "weights 1.0.", "changed 1.0.weight")(RESET_PARTS)
+STATE_ZEROED = """
+m = net()
+o = adamw(m)
+run = shoal.parallelize(m, o, squares)
+for s in range(5):
+    run.step(share(s))
+    w = run.model[1][0].weight
+    if w in o.state:
+        o.state[w]["exp_avg"].zero_()
+"""
+right("state_zeroed", "ddp", "zero1", "zero2", "fsdp")(STATE_ZEROED)
+for layout in ("zero1", "zero2", "fsdp"):
+    wrong(
+        f"a7_state_kept_{layout}",
+        layout,
+        2,
+        "exp_avg of 1.0.weight",
+        "changed optimizer.state of 1.0.weight",
+        revert="state by weight",
+    )(STATE_ZEROED.replace("squares)", 'squares, guards="off")'))
+wrong("a7_layers_tied_later", "fsdp", 2, "2.0.weight")(
+    """
+m = net()
+run = shoal.parallelize(m, sgd(m), squares, guards="off")
+for s in range(5):
+    run.step(share(s))
+    run.model[2][0].weight = run.model[1][0].weight
+"""
+)
+wrong("a7_hook_in_a_split_layer", "tp", 1, "weight", revert="checked splits")(
+    """
+m = net()
+m[1][2].register_full_backward_pre_hook(lambda layer, g: (g[0] / (1 + g[0].norm()),))
+run = shoal.parallelize(m, sgd(m), squares, batch=8, guards="off")
+for batch in run.loader(DATA):
+    run.step(batch)
 """
 )
 wrong("a7_normed_weights", "tp", 2, "the weights")(

@@ -14,6 +14,7 @@ WHAT = {
     "gradient": "the mean gradient of {name}",
     "weights": "the weights {name}",
     "buffer": "the buffer {name}",
+    "optimizer state": "the optimizer's {name}",
     "own parameter": "{name}, which an optimizer of no run steps,",
     "gradient norm": "the gradient's norm",
     "loss": "the loss",
@@ -69,11 +70,17 @@ def difference_text(one: Mapping[str, Any]) -> str:
     what, name = one["what"], one["name"]
     ranks = f" (ranks {_join_ranks(one['ranks'])})" if one["ranks"] else ""
     ranks = ranks.replace("ranks", "rank") if len(one["ranks"]) == 1 else ranks
+    if what == "optimizer state" and one["values"]:
+        right, left = one["values"]
+        if isinstance(right, bool) and isinstance(left, bool):
+            owner = "only one process" if right else "only the layout"
+            return f"{owner} has {name} in the optimizer's state"
+        return f"{name} in the optimizer's state is {left}, and {right} in one process"
     if what in WHAT:
         size = "infinitely far off" if one["size"] is None else f"off by {one['size']:.0e}"
         subject = WHAT[what].format(name=name)
         verb = "are" if what == "weights" else "is"
-        of = " of the whole" if what in ("gradient", "weights") else ""
+        of = " of the whole" if what in ("gradient", "optimizer state", "weights") else ""
         bound = f", {one['bound']:.0e} is allowed" if one["bound"] else ""
         return f"{subject} {verb} {size}{of}{bound}{ranks}"
     if what == "optimizer":

@@ -33,7 +33,8 @@ class SideDifference:
     """One number or tensor that differs at the first point in time at which any does.
 
     Attributes:
-        what: "steps", "targets", "used", "gradient", "optimizer", "weights", "buffer", "loss",
+        what: "steps", "targets", "used", "gradient", "optimizer", "optimizer state",
+            "weights", "buffer", "loss",
             "gradient norm", "skipped", "own parameter", "state dict", "replicas".
         name: the tensor or the optimizer's number.
         size: as a share of the whole; None: infinite, or not a size.
@@ -55,6 +56,7 @@ class LargestDifferences:
     """Largest differences over all events up to the first that is too large."""
 
     gradient: float = 0.0
+    optimizer_state: float = 0.0
     weights: float = 0.0
     loss: float = 0.0
 
@@ -194,6 +196,7 @@ def _compare_update(
         largest.loss = max(largest.loss, size)
         if size > bound:
             yield SideDifference(what, "", _finite(size), bound, [], [one[key], other[key]])
+    yield from _compare_optimizer(ours, theirs, one, other, bound, largest)
     yield from _compare_tensors(ours, theirs, one, bounds, largest)
     for key, what in (("state_dict_ranks", "state dict"), ("replica_ranks", "replicas")):
         for name, groups in other[key].items():
@@ -256,6 +259,46 @@ def _compare_each(
     yield from (difference for _, difference in sorted(found, key=lambda pair: -pair[0]))
 
 
+def _compare_optimizer(
+    ours: SideRecord,
+    theirs: SideRecord,
+    one: Event,
+    other: Event,
+    bound: float,
+    largest: LargestDifferences,
+) -> Iterator[SideDifference]:
+    """Yield the differences of the optimizer's state after an update, as shares of each key's norm.
+
+    The moments of a step are made of its gradients, so they have the gradients' bound.
+    """
+    path, its = ours.path_of(one, "update"), theirs.path_of(other, "update")
+    sides = [dict.fromkeys(_names(file, "optimizer/")) for file in (path, its)]
+    keys: dict[str, list[str]] = {}
+    for full in sides[0] | sides[1]:
+        keys.setdefault(full.rpartition(".")[2], []).append(full)
+    for key, names in keys.items():
+        whole = norm_over(_read(path, f"optimizer/{full}") for full in names if full in sides[0])
+        for full in names:
+            name, has = full.rpartition(".")[0], [full in side for side in sides]
+            if not all(has):
+                yield SideDifference("optimizer state", f"{key} of {name}", None, 0.0, [], has)
+                continue
+            right, left = (_read(file, f"optimizer/{full}") for file in (path, its))
+            size = share_of_norm(difference_norm(right, left), whole)
+            largest.optimizer_state = max(largest.optimizer_state, size)
+            if size > bound:
+                ranks = _holders(theirs, one, name, right, left, bound * whole)
+                yield SideDifference(
+                    "optimizer state", f"{key} of {name}", _finite(size), bound, ranks
+                )
+    for name in {**one["numbers"], **other["numbers"]}:
+        right, left = (event["numbers"].get(name, {}) for event in (one, other))
+        for key in {**right, **left}:
+            if not _is_equal(right.get(key), left.get(key)):
+                values = [right.get(key), left.get(key)]
+                yield SideDifference("optimizer state", f"{key} of {name}", None, 0.0, [], values)
+
+
 def _compare_groups(one: Event, other: Event) -> Iterator[SideDifference]:
     """Yield the numbers of the optimizer that some rank has otherwise than the one process."""
     for number, group in enumerate(one["groups"][0]):
@@ -289,6 +332,8 @@ def _holders(
     found = []
     for rank, parts in enumerate(shards):
         boxes: Boxes = parts.get(name, ())
+        if any(len(box) != right.ndim for box in boxes):
+            continue  # a step count or a factor of the optimizer, which is whole on every rank
         pieces = [tuple(slice(first, end) for first, end in box) for box in boxes]
         if left is None or left.shape != right.shape:
             differs = bool(pieces)

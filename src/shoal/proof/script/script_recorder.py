@@ -2,7 +2,8 @@
 
     N-S-batch-D    micro-batches of data rank D in step S of run N: (index in the step, value)
     N-S-state      weights and buffers before the step, if the script changed them since the update
-    N-S-update     mean gradients as the optimizer saw them; `run.state_dict()` afterwards
+    N-S-update     mean gradients as the optimizer saw them; the optimizer's state and
+                   `run.state_dict()` afterwards
     N-S-own-R      tensors that optimizers of the script's own step, outside of any run, on rank R
     events.jsonl   one line for each of these points in time, written by rank 0
     runs.json      one entry for each run: layout, optimizer, and which rank holds what
@@ -25,12 +26,13 @@ from typing import Any
 
 import torch
 
+from shoal.base.errors import ConfigError
 from shoal.base.plans.script_side import ScriptSide
 from shoal.fabric import World
-from shoal.optim.named_state import group_settings
-from shoal.parallel.build.full_state import gather_weights, iterate_gradients
+from shoal.optim.named_state import group_settings, split_state
+from shoal.parallel.build.full_state import assemble_tensors, gather_weights, iterate_gradients
 from shoal.parallel.compare_weights import tensor_digest
-from shoal.parallel.program import Program
+from shoal.parallel.program import Part, Program
 from shoal.proof.script.attribute_patch import patch_attribute
 from shoal.proof.script.loop_replay import LoopPasses
 from shoal.proof.script.script_actions import ScriptActions, digest_loss_tensors
@@ -39,6 +41,7 @@ from shoal.proof.script.value_files import digest_value, write_tensors, write_va
 from shoal.trainer.full_state_dict import gather_full_state_dict
 from shoal.trainer.passes.step_runner import StepRunner
 from shoal.trainer.run import Run
+from shoal.trainer.state.run_state import OPTIMIZER, collect_optimizer_state
 from shoal.trainer.step.optimizer_step import StepResult
 from shoal.trainer.step.rank_share import RankShare
 
@@ -241,6 +244,9 @@ class ScriptRecorder:
             kept |= {f"gradient/{name}": one.clone() for name, one in named if name in used}
         state = gather_full_state_dict(program)
         kept |= {f"state/{name}": one for name, one in state.items()}
+        parts, numbers = collect_shared_state(run)
+        whole = assemble_tensors(parts, world, only_first=True)
+        kept |= {f"optimizer/{name}": one for name, one in whole.items()}
         if world.is_first:
             write_tensors(self.folder / f"{number}-{result.step}-update.safetensors", kept)
         self._digests[number] = digest_parts(program)
@@ -251,6 +257,10 @@ class ScriptRecorder:
         own = self.passes.list_rank_buffers(run)
         digests = {n: ["", tensor_digest(one)] for n, one in state.items() if n not in own}
         held = {n: one for n, one in self._digests[number].items() if n not in own}
+        held |= {
+            f"{OPTIMIZER}{name}": [str(shard.slices), tensor_digest(one)]
+            for name, (one, shard) in parts.items()
+        }
         event = {
             "event": "update",
             "run": number,
@@ -261,6 +271,7 @@ class ScriptRecorder:
             "targets": float(result.targets),
             "skipped": result.skipped,
             "groups": world.gather_json(group_settings(run.optimizer)),
+            "numbers": numbers,
             "state_dict_ranks": find_unequal_ranks(world, digests),
             "replica_ranks": find_unequal_ranks(world, held),
             "loss_ranks": find_unequal_ranks(world, digest_loss_tensors(run)),
@@ -292,6 +303,26 @@ def find_unequal_ranks(
         for name, (part, digest) in one.items():
             seen.setdefault((name, part), {}).setdefault(digest, []).append(rank)
     return {name: list(ranks.values()) for (name, _), ranks in seen.items() if len(ranks) > 1}
+
+
+def collect_shared_state(run: Run) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
+    """Return this rank's shards of the optimizer's state, and the numbers in it, by parameter.
+
+    State that no checkpoint could keep is left out, on all ranks; a run refuses it at its first
+    step, unless the script has switched its guards off.
+    """
+    local, frozen = run.program.local, run.program.frozen
+    names: dict[Any, str] = {one.parameter: name for name, one in local.items()}
+    names.update({parameter: name for name, parameter in frozen.items()})
+    try:
+        split_state(run.optimizer, names)
+        is_kept = True
+    except ConfigError:
+        is_kept = False
+    if not run.world.all_true(is_kept):
+        return {}, {}
+    parts, record = collect_optimizer_state(run)
+    return {name.removeprefix(OPTIMIZER): part for name, part in parts.items()}, record["scalars"]
 
 
 def digest_parts(program: Program) -> dict[str, list[str]]:

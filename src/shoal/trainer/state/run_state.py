@@ -180,24 +180,9 @@ def collect_run_state(run: CheckpointedRun) -> tuple[dict[str, Part], dict[str, 
         MODEL + name: (tensor, replace(shard, name=MODEL + name))
         for name, (tensor, shard) in collect_model_shards(run).items()
     }
+    optimizer_parts, optimizer_record = collect_optimizer_state(run)
+    parts.update(optimizer_parts)
     local = run.program.local
-    names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
-    names.update({p: name for name, p in run.program.frozen.items()})
-    state, optimizer_record = split_state(run.optimizer, names)
-    changed = list_changed_settings(run.optimizer, run.rate.initial_settings)
-    optimizer_record["changed"] = changed
-    layout = run.program.plan.layout
-    if layout.zero or layout.serves or run.program.pipe.size > 1:
-        optimizer_record = merge_records(run.program.world.gather_json(optimizer_record))
-    sliced = set(optimizer_record["sliced"])
-    for full, tensor in state.items():
-        name, _, key = full.rpartition(".")
-        whole = Shard.whole(OPTIMIZER + full, tuple(tensor.shape), dtype_of(tensor))
-        shard = whole
-        # A rank that owns one vector cannot tell Adafactor's factors from moments by their shape.
-        if key in sliced and name in local and tensor.shape == local[name].parameter.shape:
-            shard = replace(local[name].shard, name=OPTIMIZER + full, dtype=whole.dtype)
-        parts[OPTIMIZER + full] = (tensor.detach(), shard)
     if run.average is not None:
         for name, tensor in run.average.tensors().items():
             shard = replace(local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor))
@@ -226,6 +211,35 @@ def collect_run_state(run: CheckpointedRun) -> tuple[dict[str, Part], dict[str, 
         from shoal.trainer.run_folder.resume_checks import add_sample_digests
 
         record["data"] = add_sample_digests(run.feed, record["data"])
+    return parts, record
+
+
+def collect_optimizer_state(run: CheckpointedRun) -> tuple[dict[str, Part], dict[str, Any]]:
+    """Return (this rank's shards of the optimizer's state by name, its JSON record of all ranks).
+
+    Raises:
+        ConfigError: the state holds what cannot be saved.
+    """
+    local = run.program.local
+    names: dict[Any, str] = {
+        **{piece.parameter: name for name, piece in local.items()},
+        **{p: name for name, p in run.program.frozen.items()},
+    }
+    state, record = split_state(run.optimizer, names)
+    record["changed"] = list_changed_settings(run.optimizer, run.rate.initial_settings)
+    layout = run.program.plan.layout
+    if layout.zero or layout.serves or run.program.pipe.size > 1:
+        record = merge_records(run.program.world.gather_json(record))
+    sliced = set(record["sliced"])
+    parts: dict[str, Part] = {}
+    for full, tensor in state.items():
+        name, _, key = full.rpartition(".")
+        whole = Shard.whole(OPTIMIZER + full, tuple(tensor.shape), dtype_of(tensor))
+        shard = whole
+        # A rank that owns one vector cannot tell Adafactor's factors from moments by their shape.
+        if key in sliced and name in local and tensor.shape == local[name].parameter.shape:
+            shard = replace(local[name].shard, name=OPTIMIZER + full, dtype=whole.dtype)
+        parts[OPTIMIZER + full] = (tensor.detach(), shard)
     return parts, record
 
 
