@@ -115,7 +115,7 @@ def test_every_step_repeats_to_the_bit_and_nothing_is_written() -> None:
 @pytest.mark.usefixtures("here")
 def test_another_format_agrees_to_rounding_and_a_changed_setting_is_named() -> None:
     found = json.loads(ask("a", "--step", "4", "--precision", "fp64", "--json"))
-    assert found["repeats"]
+    assert found["repeats"], found["difference"]
     assert (found["compute"], found["from_step"]) == ("fp64", 0), "checkpoints are fp32"
     assert not found["same_layout"]
     text = ask("a", "--step", "4", "optimizer.lr=0.5", code=3)
@@ -194,7 +194,10 @@ def test_a_record_is_compared_later_and_equal_runs_are_equal(tmp_path: Path) -> 
     marks["layers.1.weight"]["digest"] = "0" * 16
     file.write_text(json.dumps(found))
     text = ask("a", "--against", str(file), code=3)
-    assert "first different tensor: step 5, gradients, layers.1.weight (1 of 8 differ)" in text
+    assert (
+        "first different tensor: step 5, gradients, layers.1.weight, apart by 0.0e+00 (1 of "
+        in text
+    )
     assert "outputs are equal and this gradient is not" in text
     train("twin")
     assert "equal: 9 steps of runs/a and twin" in ask("a", "--against", "twin")
@@ -292,10 +295,11 @@ def test_what_a_user_gets_wrong_is_one_line(words: list[str], said: str) -> None
 
 def test_islands_servers_and_own_loops_are_refused_by_name(tmp_path: Path) -> None:
     for key, said in (
-        ('[islands]\ncount = 2\nmethod = "diloco"\n', "is a run of islands"),
+        ('[islands]\ncount = 2\nmethod = "diloco"\n', "island-0 --step N"),
         ('[layout]\nstrategy = "parameter-server"\nupdates = "asynchronous"\n', "layout.updates"),
     ):
         (tmp_path / "run.toml").write_text(key)
+        (tmp_path / "island-0").mkdir(exist_ok=True)
         done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "1"])
         assert said in str(done.exception), (done.output, done.exception)
     (tmp_path / "run.toml").unlink()

@@ -110,9 +110,9 @@ def replay(
     if record is not None:
         done.record.write(record)
     if as_json:
-        typer.echo(json.dumps(replay_record(done), indent=1))
+        typer.echo(json.dumps(replay_record(done, step), indent=1))
     else:
-        typer.echo("\n".join(replay_lines(done, step)))
+        typer.echo("\n".join(replay_lines(done, step, with_statistics=statistics)))
     raise typer.Exit(0 if done.repeats_run() else 3)
 
 

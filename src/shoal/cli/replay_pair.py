@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
+from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.text.units import count_noun
 from shoal.cli.replay_run import check_step, find_run
 from shoal.replay.first_difference import (
@@ -18,7 +21,8 @@ from shoal.replay.first_difference import (
     find_tensor_difference,
 )
 from shoal.replay.replay_folder import read_last_step, read_rows
-from shoal.replay.replay_lines import Replay, difference_text
+from shoal.replay.replay_lines import BOUNDS, Replay, difference_lines, difference_text
+from shoal.replay.run_environment import list_environment_differences
 from shoal.replay.step_marks import BEFORE, FORWARD, StepRecord, read_record
 from shoal.report.comparison.key_differences import list_key_differences, read_run_keys
 from shoal.report.run_contents import read_run
@@ -37,7 +41,8 @@ class PairFinding:
         number: the first number that differs in what they wrote; None: none does.
         tensor: the first tensor that differs, in the order of time; None: none was found.
         keys: settings, versions and sources that differ, each in one text.
-        is_reproduced: each run repeated its own bits.
+        unrepeated: lines on each run that did not repeat its own bits.
+        bound: relative difference of loss and gradient norm that counts as equal; 0: bits.
     """
 
     first: Replay
@@ -46,7 +51,8 @@ class PairFinding:
     number: NumberDifference | None = None
     tensor: TensorDifference | None = None
     keys: list[str] = field(default_factory=list)
-    is_reproduced: bool = True
+    unrepeated: list[str] = field(default_factory=list)
+    bound: float = 0.0
 
     @property
     def is_equal(self) -> bool:
@@ -55,8 +61,10 @@ class PairFinding:
 
     def text(self) -> str:
         """Return the finding in a few lines: step, tensor, and what differs before it."""
+        other = f"; the layouts differ, bound {self.bound:.0e}" if self.bound else ""
         if self.is_equal:
-            return f"equal: {count_noun(self.steps, 'step')} of {self.first.run} and {self.other}"
+            steps = count_noun(self.steps, "step")
+            return f"equal: {steps} of {self.first.run} and {self.other}{other}"
         lines = []
         if self.number is not None:
             lines.append(
@@ -66,23 +74,24 @@ class PairFinding:
         if self.tensor is not None:
             one = self.tensor
             lines.append(
-                f"first different tensor: step {one.step}, {one.kind}, {one.name} "
-                f"({one.differing} of {one.compared} differ)"
+                f"first different tensor: step {one.step}, {one.kind}, {one.name}"
+                f"{_gap_text(one)} ({one.differing} of {one.compared} differ{other})"
             )
             lines.append(f"so: {self.cause(one)}")
+        elif self.bound:
+            lines.append(
+                f"no tensor differs by more than {self.bound:.0e} of all tensors of its kind, so "
+                f"it may be rounding; try: --precision fp64"
+            )
         lines += [f"differs: {one}" for one in self.keys[:MOST_KEYS]]
         if len(self.keys) > MOST_KEYS:
             lines.append(f"differs: {len(self.keys) - MOST_KEYS} more keys; --json has all")
-        if not self.is_reproduced:
-            lines.append(
-                "a replay did not repeat its run's bits: what differed then is not on this machine "
-                "now (another torch, source or device, or a fault of that moment)"
-            )
+        lines += self.unrepeated
         return "\n".join(lines)
 
     def cause(self, tensor: TensorDifference) -> str:
         """Return what the kind of the first tensor means, in one sentence."""
-        if self.number is not None and self.number.key == "samples":
+        if self.number is not None and self.number.key == "samples":  # before any tensor differs
             return "the step met other samples: look at data, seed, order and batch"
         if tensor.kind == BEFORE and tensor.step == 1:
             return "the runs began with other weights"
@@ -105,8 +114,14 @@ class PairFinding:
             "tensor": asdict(self.tensor) if self.tensor else None,
             "cause": self.cause(self.tensor) if self.tensor else "",
             "differing_keys": self.keys,
-            "reproduced": self.is_reproduced,
+            "reproduced": not self.unrepeated,
+            "unrepeated": self.unrepeated,
+            "bound": self.bound,
         }
+
+
+def _gap_text(one: TensorDifference) -> str:
+    return f", apart by {one.gap:.1e}" if math.isfinite(one.gap) else ""
 
 
 Repeat = Callable[[Path, int, int], Replay]
@@ -134,18 +149,60 @@ def compare_with(
         raise ConfigError(f"--against {other}: the runs have no step in common")
     rows = read_rows(run, 1, last), read_rows(second, 1, last)
     shared = len(rows[0].keys() & rows[1].keys())
-    number = find_number_difference(*rows)
+    bound = pair_bound(*(read_shape(one) for one in (run, second)))
+    number = find_number_difference(*rows, bound_at=lambda step: bound)
     keys = _differing_keys(run, second)
-    at, width, good = number.step if number else last, 1, True
+    at, width = number.step if number else last, 1
+    unrepeated: dict[Path, list[str]] = {}
     while True:
         # A loss shows what the steps before it left, so these are recorded too.
         begin = max(1, at - width)
         done = [repeat(one, at, begin) for one in (run, second)]
-        good = good and all(one.repeats_run() for one in done)
+        for one in done:
+            if not one.repeats_run():
+                unrepeated[one.run] = unrepeated_lines(one)
         tensor = _first_tensor(done[0].record, done[1].record)
         if tensor is None or (tensor.step, tensor.kind) != (begin, BEFORE) or begin == 1:
-            return PairFinding(done[0], str(other), shared, number, tensor, keys, good)
+            lines = [line for each in unrepeated.values() for line in each]
+            return PairFinding(done[0], str(other), shared, number, tensor, keys, lines, bound)
         at, width = begin - 1, 2 * width  # an earlier step left other weights, and the same loss
+
+
+def unrepeated_lines(done: Replay) -> list[str]:
+    """Return the lines on a run whose replay did not repeat its bits."""
+    found = done.difference()
+    if found is None:
+        return [f"{done.run}: did not repeat its bits", *difference_lines(done)]
+    head = f"{done.run}: its step {found.step} did not repeat: {found.key} {difference_text(found)}"
+    return [head, *difference_lines(done)]
+
+
+Shape = tuple[str, str, int]
+"""Layout in words, format of products, and micro-batch of a run or record."""
+
+
+def read_shape(run: Path) -> Shape:
+    """Return the shape of a run from its plan.json; of missing keys "" and 0."""
+    plan = read_object(run / "plan.json")
+    layout = json.dumps(plan.get("layout", ""), sort_keys=True)
+    return layout, str(plan.get("compute", "")), int(plan.get("micro_batch") or 0)
+
+
+def pair_bound(first: Shape, second: Shape) -> float:
+    """Return the relative difference of loss and norm that counts as equal between two shapes.
+
+    Another format alone is a difference, and not rounding: bits are compared.
+
+    >>> (
+    ...     pair_bound(("ddp", "fp32", 2), ("single", "fp32", 2)),
+    ...     pair_bound(("", "fp32", 2), ("", "bf16", 2)),
+    ... )
+    (0.0001, 0.0)
+    """
+    sizes = {first[2], second[2]} - {0}  # records of older versions have none
+    if first[0] == second[0] and len(sizes) < 2:
+        return 0.0
+    return max(BOUNDS.get(one[1], BOUNDS["bf16"]) for one in (first, second))
 
 
 def _compare_with_record(run: Path, step: int, file: Path, repeat: Repeat) -> PairFinding:
@@ -161,15 +218,21 @@ def _compare_with_record(run: Path, step: int, file: Path, repeat: Repeat) -> Pa
     begin = min(one for one in recorded if one <= at)
     done = repeat(run, at, begin)
     rows = done.record.rows, {one: row for one, row in record.rows.items() if one <= at}
-    number = find_number_difference(*rows)
+    shapes = [(one.layout, one.compute, one.micro_batch) for one in (done.record, record)]
+    bound = pair_bound(shapes[0], shapes[1])
+    number = find_number_difference(*rows, bound_at=lambda step: bound)
     tensor = _first_tensor(done.record, record)
     shared = len(rows[0].keys() & rows[1].keys())
-    return PairFinding(done, str(file), shared, number, tensor, [], done.repeats_run())
+    keys = list_environment_differences(record.environment, done.record.environment)
+    lines = [] if done.repeats_run() else unrepeated_lines(done)
+    return PairFinding(done, str(file), shared, number, tensor, keys, lines, bound)
 
 
 def _first_tensor(first: StepRecord, second: StepRecord) -> TensorDifference | None:
+    shapes = [(one.layout, one.compute, one.micro_batch) for one in (first, second)]
+    bound = pair_bound(shapes[0], shapes[1])
     for step in sorted(first.steps.keys() & second.steps.keys()):
-        if found := find_tensor_difference(first.steps[step], second.steps[step]):
+        if found := find_tensor_difference(first.steps[step], second.steps[step], bound):
             return found
     return None
 

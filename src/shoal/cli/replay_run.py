@@ -11,8 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,12 +23,13 @@ from shoal.base.text.units import count_noun
 if TYPE_CHECKING:
     from shoal.cli.start import PreparedRun
     from shoal.replay.replay_lines import Replay
+    from shoal.replay.step_marks import StepRecord
 
 TEMPORARY = ".replay-"
 """Beginning of the name of a replay's folder that is not kept."""
 LOG = re.compile("; traceback: [^ ]+")
 QUIET = (
-    "train.prove=off", "train.validate_every=0", "train.on=", "train.trace=", "train.statistics=0",
+    "train.prove=off", "train.validate_every=0", "train.on=", "train.trace=",
     "train.on_oom=stop",
     "checkpoint.remote=", "checkpoint.initial_load_path=", "launch.restarts=0",
 )  # fmt: skip
@@ -69,10 +71,11 @@ def find_run(path: Path | None, *, with_script: bool = False) -> Path:
             f"{run}: layout.updates = {config.layout.updates}: the order in which workers met "
             f"their servers is not recorded, so no step can be repeated"
         )
-    if config.islands.on:
+    folders = sorted(run.glob("island-*")) if config.islands.on and not config.islands.at else []
+    if folders:
         raise ConfigError(
-            f"{run}: is a run of islands, whose rounds are not repeated yet; a run without islands "
-            f"is: islands.method=none"
+            f"{run}: is a run of islands, each with steps of its own; try: shoal replay "
+            f"{folders[0]} --step N"
         )
     return run
 
@@ -118,24 +121,38 @@ def run_replay(
     """
     from shoal.base.plans.plan import Plan
     from shoal.cli.start import write_run_folder
+    from shoal.config.load import load_config
+    from shoal.replay.island_rounds import find_round_start
     from shoal.replay.replay_folder import (
         RECORDED,
         ReplayRequest,
         fill_folder,
         find_start,
+        read_rewinds,
         read_rows,
         read_statistics,
     )
     from shoal.replay.replay_lines import Replay, opening_lines
-    from shoal.replay.step_marks import StepRecord, parse_marks
+    from shoal.replay.run_environment import read_run_environment, read_session_record
+    from shoal.replay.step_marks import StepRecord
 
-    start = None if _changes_stored_format(run, overrides) else find_start(run, step)
-    began = start.step if start else 0
+    find = partial(find_start, run, step)
+    fresh = _changes_stored_format(run, overrides)
+    if load_config(run / "run.toml").config.islands.groups > 1:
+        find = partial(find_round_start, run, step)
+        if fresh and find() is not None:
+            raise ConfigError(
+                "precision.compute = fp64: weights of a round's checkpoint are fp32, and rounds "
+                "before it are not repeated; try: a step of the first round, or no --precision"
+            )
+    session = read_session_record(run, step)
     with replay_folder(run, keep) as folder:
-        fill_folder(run, folder, start)
+        start = fill_folder(run, folder, session, (lambda: None) if fresh else find)
+        began = start.step if start else 0
         prepared = _prepare(folder, [*QUIET, *overrides], began, trust=trust)
         write_run_folder(prepared)
-        ReplayRequest(step, record_from, nudge=nudge).write(folder)
+        request = ReplayRequest(step, record_from, nudge=nudge, rewinds=read_rewinds(run, began))
+        request.write(folder)
         own_rows, processes = (
             read_rows(run, began + 1, step),
             prepared.loaded.config.launch.processes,
@@ -147,16 +164,40 @@ def run_replay(
             typer.echo("\n".join(opening_lines(run, (began, step), shown, own_rows)))
             sys.stdout.flush()
         _train(prepared, quiet=quiet)
-        plans = [
-            Plan.from_json((at / "plan.json").read_text(encoding="utf-8")) for at in (run, folder)
-        ]
-        own, used = ((one.layout, one.compute, one.micro_batch) for one in plans)
-        found = StepRecord(str(run), used[0].text(), processes, used[1])
+        own, used = (
+            (one.layout.text(), one.compute, one.micro_batch)
+            for one in (
+                Plan.from_json((at / "plan.json").read_text(encoding="utf-8"))
+                for at in (run, folder)
+            )
+        )
+        if session:
+            own = session["layout"], session["precision"], session["micro_batch"]
+        found = StepRecord(str(run), used[0], processes, used[1], micro_batch=used[2])
         found.rows = read_rows(folder, began + 1, step)
-        marks = json.loads((folder / RECORDED).read_text(encoding="utf-8"))["steps"]
-        found.steps = {one.step: one for one in map(parse_marks, marks)}
-        statistics = read_statistics(folder, step)
-    return Replay(run, began, found, own_rows, own == used, own[1], statistics)
+        recorded = json.loads((folder / RECORDED).read_text(encoding="utf-8"))
+        complete_record(found, recorded, folder)
+        done = Replay(run, began, found, own_rows, own == used, str(own[1]))
+        done.statistics = read_statistics(folder, began + 1, step)
+    done.own_statistics = read_statistics(run, began + 1, step)
+    done.own_environment = read_run_environment(run, step)
+    return done
+
+
+def complete_record(record: StepRecord, recorded: dict[str, Any], folder: Path) -> None:
+    """Add the tensors of the recorded steps and the environment that the processes wrote.
+
+    Args:
+        recorded: JSON that rank 0 of the replay wrote.
+        folder: of the replay.
+    """
+    from shoal.base.runlog.damaged_lines import read_object
+    from shoal.replay.run_environment import collect_environment
+    from shoal.replay.step_marks import parse_marks
+
+    record.steps = {one.step: one for one in map(parse_marks, recorded["steps"])}
+    ranks = read_object(folder / "ranks.json")
+    record.environment = collect_environment(recorded["environment"], ranks)
 
 
 def _changes_stored_format(run: Path, overrides: list[str]) -> bool:

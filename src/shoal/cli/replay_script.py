@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import EventLog
 from shoal.base.text.units import count_noun
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
-from shoal.cli.replay_run import end_if_failed, replay_folder
+from shoal.cli.replay_run import complete_record, end_if_failed, replay_folder
 from shoal.cli.script_copy import copy_script_folder
 from shoal.replay.replay_folder import (
     RECORDED,
@@ -31,7 +32,8 @@ from shoal.replay.replay_folder import (
     read_statistics,
 )
 from shoal.replay.replay_lines import Replay, opening_lines
-from shoal.replay.step_marks import StepRecord, parse_marks
+from shoal.replay.run_environment import read_run_environment, read_session_record
+from shoal.replay.step_marks import StepRecord
 
 SHAPE = ("layout", "precision", "micro_batch")
 """Keys of a checkpoint's record: equal ones repeat a run's bits."""
@@ -70,15 +72,14 @@ def replay_script(
         near = nearest_word(script.name, [path.name for path in script.parent.glob("*.py")])
         hint = str(script.parent / near) if near else "the script that made the run"
         raise ConfigError(f"{script}: there is no such script; try: {hint}")
-    own = _read_own_shape(run)
+    own = read_session_record(run, step) or _read_own_shape(run)
     ranks = read_object(run / "ranks.json").get("ranks", ())
     processes = 1 if layout in ("single", "dp") else max(1, len(ranks))
-    start = find_start(run, step)
-    began = start.step if start else 0
     # The copy lies elsewhere: below the working folder it would be copied into itself.
     copies = tempfile.TemporaryDirectory(prefix="shoal-replay-")
     with copies as copy, replay_folder(run, keep) as folder:
-        fill_folder(run, folder, start)
+        start = fill_folder(run, folder, {}, partial(find_start, run, step))
+        began = start.step if start else 0
         here = Path.cwd()
         copied, cwd = copy_script_folder(script, here, Path(copy))
         request = ReplayRequest(
@@ -98,15 +99,20 @@ def replay_script(
         if not (folder / RECORDED).exists():
             raise ConfigError(f"{script}: {NO_RUN}")
         used = json.loads((folder / RECORDED).read_text(encoding="utf-8"))
-        found = StepRecord(str(run), used["layout"], processes, used["precision"])
+        found = StepRecord(
+            str(run), used["layout"], processes, used["precision"],
+            micro_batch=used["micro_batch"],
+        )  # fmt: skip
         found.rows = read_rows(folder, began + 1, step)
         if not found.rows:
             found.rows = read_rows(folder, 1, step)  # the script never restores
-        found.steps = {one.step: one for one in map(parse_marks, used["steps"])}
-        lines = read_statistics(folder, step)
-    is_same = all(own.get(key, used[key]) == used[key] for key in SHAPE)
-    compute = str(own.get("precision", "fp32"))
-    return Replay(run, began, found, own_rows, is_same, compute, lines)
+        complete_record(found, used, folder)
+        is_same = all(own.get(key, used[key]) == used[key] for key in SHAPE)
+        done = Replay(run, began, found, own_rows, is_same, str(own.get("precision", "fp32")))
+        done.statistics = read_statistics(folder, min(found.rows, default=step), step)
+    done.own_statistics = read_statistics(run, began + 1, step)
+    done.own_environment = read_run_environment(run, step)
+    return done
 
 
 def make_script_replays(

@@ -30,6 +30,9 @@ def run(
     words: list[str] = WORDS,
     library: str = typer.Option(..., "--as", help="deepspeed, or accelerate."),
     processes: int = typer.Option(0, help="Start as many, by torchrun; 0: this one."),
+    folder: str = typer.Option(
+        "", metavar="FOLDER", help="Keep metrics and events there: for watch, report and replay."
+    ),
     exact: bool = typer.Option(
         False, "--exact", help="Weigh losses by their counts of targets, not each mean alike."
     ),
@@ -41,6 +44,8 @@ def run(
     from shoal.cli.script_path import find_script
 
     script = find_script(words, f"shoal run --as {library}")
+    if folder:
+        os.environ["SHOAL_FOLDER"] = folder
     if processes > 0:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         weighs = ["--exact"] if exact else []

@@ -5,6 +5,7 @@ Layouts that support such a loop hold the whole model in every forward pass: ddp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -23,8 +24,24 @@ from shoal.trainer.passes.free_passes import FreePasses
 from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import StepResult
 
+FOLDER = "SHOAL_FOLDER"
+"""Environment variable: folder for metrics and events of a script of another library."""
+_used_folders: set[str] = set()
+
 count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 """Returns a loss's number of targets, if losses are weighed by it (`exact.py`)."""
+
+
+def claim_run_folder() -> dict[str, Any]:
+    """Return the run folder that the user asked for, as an argument of `parallelize`.
+
+    The first run of a process has it; a script's further runs have none.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder or folder in _used_folders:
+        return {}
+    _used_folders.add(folder)
+    return {"folder": folder}
 
 
 def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
@@ -37,7 +54,7 @@ def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: An
         saves: the loop's call that saves whole weights, for the line that refuses another.
     """
     trains = model.training
-    run = parallelizing.parallelize(model, optimizer, **how)
+    run = parallelizing.parallelize(model, optimizer, **how, **claim_run_folder())
     described = parallelizing.describe_run(run)
     run.recorder.warn(f"{described}; batches are those of the script's loaders")
     if not trains:

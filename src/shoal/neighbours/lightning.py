@@ -28,7 +28,7 @@ from torch import nn
 from shoal.base.errors import ConfigError, nearest_word
 from shoal.base.layouts.policies import POLICIES
 from shoal.fabric import World, start_world
-from shoal.neighbours.library_loop import LibraryLoop
+from shoal.neighbours.library_loop import LibraryLoop, claim_run_folder
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.state.run_state import OPTIMIZER, collect_run_state
 
@@ -161,7 +161,7 @@ class _StrategyMethods:
             layout=self.layout if self._world().size > 1 else "single",
             precision=compute,
             world=self._world(),
-            **{"clip": 0.0, **self.policies},
+            **{"clip": 0.0, **self.policies, **claim_run_folder()},
         )
         vars(optimizer)["zero_grad"] = _do_nothing  # a step begins without gradients
         plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's

@@ -21,6 +21,7 @@ from shoal.replay.step_marks import (
     Marks,
     StepMarks,
     relative_gap,
+    whole_norm,
 )
 
 ROUNDED = ("loss", "grad_norm")
@@ -50,9 +51,10 @@ class TensorDifference:
 
     Attributes:
         step, kind, name: of the tensor.
-        gap: least relative difference that the norms show; inf: another shape, or missing on one
-            side.
+        gap: estimated norm of the difference, as a share of the tensor's norm (with a bound: of the
+            norm of all tensors of its kind); inf: another shape, or missing on one side.
         differing, compared: tensors of this kind that differ, and all of them.
+        bound: gap that counts as equal; 0: bits were compared.
     """
 
     step: int
@@ -61,6 +63,7 @@ class TensorDifference:
     gap: float
     differing: int
     compared: int
+    bound: float = 0.0
 
 
 def find_number_difference(
@@ -102,30 +105,93 @@ def find_largest_difference(
     return max(found, key=lambda one: one.relative, default=None)
 
 
-def find_tensor_difference(first: StepMarks, second: StepMarks) -> TensorDifference | None:
-    """Return the first tensor of two records of one step that differs; None: all have equal bits.
+def find_tensor_difference(
+    first: StepMarks, second: StepMarks, bound: float = 0.0
+) -> TensorDifference | None:
+    """Return the first tensor of two records of one step that differs; None: all are equal.
 
-    Outputs are compared only if both sides recorded the same parts: a layout that replaces parts
-    records fewer.
+    Args:
+        bound: largest distance that counts as equal, as a share of the norm of all tensors of the
+            kind; 0: bits. Of two layouts outputs are compared where both recorded as many elements
+            of a part: a layout that splits or replaces parts records others.
     """
     for kind in KINDS:
         here, there = first.marks.get(kind, {}), second.marks.get(kind, {})
-        if kind == FORWARD and here.keys() != there.keys():
-            continue
         names = [*here, *(name for name in there if name not in here)]
-        differing = [name for name in names if _differs(here, there, name)]
+        if kind == FORWARD and (bound or here.keys() != there.keys()):
+            names = [name for name in names if _has_both(here, there, name, counts=bool(bound))]
+        whole = max(whole_norm(here), whole_norm(there)) if bound else 0.0
+        gaps = {name: _gap(here, there, name, whole) for name in names}
+        differing = [
+            name
+            for name in names
+            if gaps[name] > bound or (not bound and _differs(here, there, name))
+        ]
         if differing:
             name = differing[-1] if kind == GRADIENTS else differing[0]
-            gap = (
-                relative_gap(here[name], there[name]) if _has_both(here, there, name) else math.inf
+            return TensorDifference(
+                first.step, kind, name, gaps[name], len(differing), len(names), bound
             )
-            return TensorDifference(first.step, kind, name, gap, len(differing), len(names))
     return None
 
 
-def _has_both(here: Marks, there: Marks, name: str) -> bool:
-    return name in here and name in there and here[name].shape == there[name].shape
+def _gap(here: Marks, there: Marks, name: str, whole: float) -> float:
+    """Return the estimated distance of a tensor on both sides; inf if they have none in common."""
+    if not _has_both(here, there, name):
+        return math.inf
+    return relative_gap(here[name], there[name], whole) if _differs(here, there, name) else 0.0
+
+
+def _has_both(here: Marks, there: Marks, name: str, *, counts: bool = False) -> bool:
+    if name not in here or name not in there or here[name].shape != there[name].shape:
+        return False
+    return not counts or here[name].count == there[name].count
 
 
 def _differs(here: Marks, there: Marks, name: str) -> bool:
     return not _has_both(here, there, name) or here[name].digest != there[name].digest
+
+
+@dataclass(frozen=True)
+class StatisticDifference:
+    """The first number of two lines of statistics.jsonl that differs, of one tensor.
+
+    Attributes:
+        step, kind, name: kind is a key of the line, name a parameter or a block.
+        values: the two numbers; None where a line has none.
+        differing, compared: numbers of this kind that differ, and all of them.
+    """
+
+    step: int
+    kind: str
+    name: str
+    values: tuple[object, object]
+    differing: int
+    compared: int
+
+
+STATISTICS = (
+    "weight_norm", "activation_rms", "activation_largest", "gradient_norm", "update_ratio"
+)  # fmt: skip
+"""Keys of a line of statistics.jsonl, in the order in which a step computes them."""
+
+
+def find_statistic_difference(
+    first: Mapping[int, Record], second: Mapping[int, Record]
+) -> StatisticDifference | None:
+    """Return the first number of a tensor that differs in bits, over the steps that both have.
+
+    Gradients are computed from the last part to the first, so they are compared backward.
+    """
+    for step in sorted(first.keys() & second.keys()):
+        for kind in STATISTICS:
+            here, there = first[step].get(kind), second[step].get(kind)
+            if not isinstance(here, dict) or not isinstance(there, dict):
+                continue
+            names = [name for name in here if name in there]
+            differing = [name for name in names if here[name] != there[name]]
+            if differing:
+                name = differing[-1] if kind == "gradient_norm" else differing[0]
+                values = here[name], there[name]
+                return StatisticDifference(step, kind, name, values, len(differing), len(names))
+    return None

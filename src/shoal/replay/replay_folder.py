@@ -12,20 +12,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from shoal.base.errors import ConfigError
 from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import (
     Record,
+    is_number,
     iter_lines_backward,
-    parse_object,
+    parse_event,
     parse_step,
     read_object,
 )
 from shoal.checkpoint.format.listing import CheckpointEntry, list_checkpoints
 
 REQUEST, RECORDED = "replay.json", "step_record.json"
+TRIES = 5
+"""Checkpoints that are tried while the run deletes old ones."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class ReplayRequest:
         layout: replaces the script's; "": the script's.
         statistics: `train.statistics` of the replay; 0: none are recorded.
         nudge: share of each weight by which it is moved before the first step; 0: none is.
+        rewinds: returns to a checkpoint that the run made meanwhile, (from step, to step) each.
     """
 
     last_step: int
@@ -53,6 +60,7 @@ class ReplayRequest:
     layout: str = ""
     statistics: int = 0
     nudge: float = 0.0
+    rewinds: tuple[tuple[int, int], ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write the request into a replay's folder."""
@@ -62,7 +70,29 @@ class ReplayRequest:
     def read(folder: Path) -> ReplayRequest:
         """Read the request of a replay's folder."""
         found = read_object(folder / REQUEST)
-        return ReplayRequest(**{**found, "words": tuple(found["words"])})
+        pairs = tuple((int(start), int(to)) for start, to in found["rewinds"])
+        return ReplayRequest(**{**found, "words": tuple(found["words"]), "rewinds": pairs})
+
+
+def read_rewinds(run: Path, start: int) -> tuple[tuple[int, int], ...]:
+    """Return the returns to a checkpoint that a run made after it had saved step `start`.
+
+    Args:
+        start: step of the checkpoint with which a replay begins; 0: the run's first step.
+    """
+    found: list[tuple[int, int]] = []
+    try:
+        with open(run / "events.jsonl", "rb") as file:
+            for _, line in iter_lines_backward(file):
+                event = parse_event(line) or {}
+                step, name = event.get("step"), event.get("event")
+                if name == "checkpoint_saved" and step == start:
+                    break
+                if name == "rewound" and is_number(step) and is_number(event.get("to")):
+                    found.append((int(step), int(event["to"])))
+    except OSError:
+        return ()
+    return tuple(reversed(found))
 
 
 def find_start(run: Path, step: int) -> CheckpointEntry | None:
@@ -72,26 +102,59 @@ def find_start(run: Path, step: int) -> CheckpointEntry | None:
     return max(found, key=lambda one: one.step) if found else None
 
 
-def fill_folder(run: Path, folder: Path, start: CheckpointEntry | None) -> None:
-    """Copy what a replay needs from a run into an empty folder.
+def fill_folder(
+    run: Path,
+    folder: Path,
+    record: Mapping[str, Any],
+    find: Callable[[], CheckpointEntry | None],
+) -> CheckpointEntry | None:
+    """Copy what a replay needs from a run into an empty folder; return the checkpoint.
+
+    A run that trains meanwhile may delete a checkpoint before it is linked.
+
+    Args:
+        record: of the session that took the step: a resume may have changed settings or layout.
+        find: returns the checkpoint to begin with; None: the run's first step.
 
     Raises:
-        OSError: a file cannot be read or written.
+        ConfigError: a file cannot be read or written.
     """
-    for name in ("run.toml", "plan.json"):
-        if (run / name).is_file():
-            shutil.copyfile(run / name, folder / name)
-    if start is not None:
-        target = folder / "checkpoints" / start.path.name
-        target.mkdir(parents=True)
-        for path in start.path.iterdir():
-            if path.is_file():
-                _link_or_copy(path, target / path.name)
+    try:
+        for name in ("run.toml", "plan.json"):
+            if (run / name).is_file():
+                shutil.copyfile(run / name, folder / name)
+        text = record.get("configuration")
+        if isinstance(text, str) and (folder / "run.toml").is_file():
+            (folder / "run.toml").write_text(text, encoding="utf-8")
+        for tries_left in reversed(range(TRIES)):
+            start = find()
+            try:
+                _link_checkpoint(start, folder)
+                return start
+            except FileNotFoundError:
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+                if not tries_left:
+                    raise
+    except OSError as failure:
+        raise ConfigError(f"{run}: {failure.filename}: {failure.strerror}") from failure
+    return None
+
+
+def _link_checkpoint(start: CheckpointEntry | None, folder: Path) -> None:
+    if start is None:
+        return
+    target = folder / "checkpoints" / start.path.name
+    target.mkdir(parents=True)
+    for path in start.path.iterdir():
+        if path.is_file():
+            _link_or_copy(path, target / path.name)
 
 
 def _link_or_copy(path: Path, target: Path) -> None:
     try:
         os.link(path, target)
+    except FileNotFoundError:
+        raise
     except OSError:  # another disk, or one without hard links
         shutil.copyfile(path, target)
 
@@ -102,9 +165,18 @@ def read_rows(folder: Path, first: int, last: int) -> dict[int, Record]:
     Args:
         first, last: the steps, both included.
     """
+    return _read_lines(folder / "metrics.jsonl", first, last)
+
+
+def read_statistics(folder: Path, first: int, last: int) -> dict[int, Record]:
+    """Return the lines of statistics.jsonl of some steps; of a step that ran twice, the last."""
+    return _read_lines(folder / "statistics.jsonl", first, last)
+
+
+def _read_lines(path: Path, first: int, last: int) -> dict[int, Record]:
     rows: dict[int, Record] = {}
     try:
-        with open(folder / "metrics.jsonl", "rb") as file:
+        with open(path, "rb") as file:
             for _, line in iter_lines_backward(file):
                 row = parse_step(line)
                 if row is None or row["step"] > last:
@@ -115,16 +187,6 @@ def read_rows(folder: Path, first: int, last: int) -> dict[int, Record]:
     except OSError:
         return {}
     return dict(sorted(rows.items()))
-
-
-def read_statistics(folder: Path, step: int) -> Record:
-    """Return the line of statistics.jsonl of a step, its last one; {} without any."""
-    try:
-        with open(folder / "statistics.jsonl", "rb") as file:
-            lines = (parse_object(line) for _, line in iter_lines_backward(file))
-            return next((one for one in lines if one and one.get("step") == step), {})
-    except OSError:
-        return {}
 
 
 def read_last_step(folder: Path) -> int:

@@ -15,9 +15,12 @@ from shoal.base.text.units import count_noun, seconds_text
 from shoal.replay.first_difference import (
     ROUNDED,
     NumberDifference,
+    StatisticDifference,
     find_largest_difference,
     find_number_difference,
+    find_statistic_difference,
 )
+from shoal.replay.run_environment import list_environment_differences
 from shoal.replay.step_marks import StepRecord
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
@@ -28,7 +31,7 @@ NUDGE_TIMES = 10.0
 """A difference is rounding up to this multiple of what one rounding of each weight does by then."""
 BLIND = 0.1
 """Relative difference by one rounding of each weight; later steps cannot be compared beyond it."""
-MOST_ROWS, MOST_TENSORS = 6, 40
+MOST_ROWS, MOST_TENSORS, MOST_KEYS = 6, 40, 8
 DISTANT_STEPS = 20
 """Steps without a checkpoint from which the price of a replay is told."""
 
@@ -44,7 +47,9 @@ class Replay:
         own_rows: what the run wrote of these steps.
         is_same_layout: the run's layout, format and micro-batch were repeated.
         own_compute: format of the run's products.
-        statistics: line of statistics.jsonl of the last step; {} if none was asked for.
+        statistics: lines of statistics.jsonl by step, as the replay wrote them.
+        own_statistics: the run's lines of these steps.
+        own_environment: versions, sources and machine of the run, as far as its folder has them.
         nudged_rows: rows of the same replay with each weight moved by one rounding; {}: not needed.
     """
 
@@ -54,7 +59,9 @@ class Replay:
     own_rows: dict[int, Record]
     is_same_layout: bool
     own_compute: str
-    statistics: Record = field(default_factory=dict)
+    statistics: dict[int, Record] = field(default_factory=dict)
+    own_statistics: dict[int, Record] = field(default_factory=dict)
+    own_environment: dict[str, str] = field(default_factory=dict)
     nudged_rows: dict[int, Record] = field(default_factory=dict)
 
     @property
@@ -99,7 +106,17 @@ class Replay:
 
     def repeats_run(self) -> bool:
         """Return whether every recorded number is the run's."""
-        return self.difference() is None
+        return self.difference() is None and self.tensor_difference() is None
+
+    def tensor_difference(self) -> StatisticDifference | None:
+        """Return the first norm of a tensor that is not the run's, where it recorded statistics."""
+        if not self.is_same_layout:
+            return None
+        return find_statistic_difference(self.own_statistics, self.statistics)
+
+    def environment_differences(self) -> list[str]:
+        """Return what differs between the environments of the run and of the replay, as texts."""
+        return list_environment_differences(self.own_environment, self.record.environment)
 
 
 def opening_lines(
@@ -142,12 +159,13 @@ def _repeats_no_bits(run: Path) -> bool:
     return any(one.startswith("cuda") for one in devices)
 
 
-def replay_lines(done: Replay, step: int) -> list[str]:
-    """Return what a replay found: its last steps, the verdict, and the step's statistics if any."""
+def replay_lines(done: Replay, step: int, *, with_statistics: bool = False) -> list[str]:
+    """Return what a replay found: its last steps, the verdict, and the step's statistics."""
     lines = _table(done)
     lines.append(_verdict(done))
-    if done.statistics:
-        lines += ["", *statistics_lines(done.statistics)]
+    lines += difference_lines(done)
+    if with_statistics and step in done.statistics:
+        lines += ["", *statistics_lines(done.statistics[step])]
     lines.append(f"next: shoal data look {done.run} --step {step}")
     return lines
 
@@ -194,11 +212,47 @@ def difference_text(found: NumberDifference) -> str:
     return f"{first:.6g} → {second:.6g} ({100 * found.relative:.2g} % apart)"
 
 
+def difference_lines(done: Replay) -> list[str]:
+    """Return why a replay did not repeat its run's bits: the first tensor, the environment."""
+    if not done.is_same_layout or done.repeats_run():
+        return []
+    lines = []
+    if one := done.tensor_difference():
+        lines.append(
+            f"first different tensor in statistics.jsonl: step {one.step}, {one.kind}, {one.name}: "
+            f"{_number(one.values[0])} → {_number(one.values[1])} ({one.differing} of "
+            f"{one.compared} differ)"
+        )
+    keys = done.environment_differences()
+    lines += [f"differs: {one} (then → now)" for one in keys[:MOST_KEYS]]
+    if not keys:
+        known = ", ".join(dict.fromkeys(_kind_of_key(key) for key in done.own_environment))
+        lines.append(
+            f"equal then and now: {known or 'nothing was recorded'}; so it was a fault of that "
+            f"moment (a flipped bit), or data or settings that changed since"
+        )
+    return lines
+
+
+def _kind_of_key(key: str) -> str:
+    """Return a key of an environment without the name of the library or file.
+
+    >>> _kind_of_key("version of torch"), _kind_of_key("threads")
+    ('versions', 'threads')
+    """
+    for start, kind in (("version of ", "versions"), ("source of ", "sources")):
+        if key.startswith(start):
+            return kind
+    return key
+
+
 def _verdict(done: Replay) -> str:
     found, count = done.difference(), done.compared_steps
     if not count:
         return f"nothing to compare: {done.run}/metrics.jsonl has none of these steps"
     steps = count_noun(count, "step")
+    if found is None and (tensor := done.tensor_difference()):
+        return f"different from step {tensor.step}: a tensor; loss and gradient norm are equal"
     if found is None and done.is_same_layout:
         return f"repeated: {steps} with the run's bits in loss, gradient norm, rate and samples"
     if found is None:
@@ -207,7 +261,7 @@ def _verdict(done: Replay) -> str:
             f"{done.bound:.0e}{_nudge_text(done)})"
         )
     why = (
-        "; try: the machine, torch and source of the run"
+        ""
         if done.is_same_layout
         else f", more than rounding ({done.bound:.0e}{_nudge_text(done, found.step)})"
     )
@@ -266,7 +320,7 @@ def _first_rows(rows: list[str]) -> list[str]:
     return [*rows[:MOST_TENSORS], f"… {len(rows) - MOST_TENSORS} more; --json has all of them"]
 
 
-def replay_record(done: Replay) -> dict[str, Any]:
+def replay_record(done: Replay, step: int) -> dict[str, Any]:
     """Return a replay as one JSON document."""
     found = done.difference()
     return {
@@ -281,5 +335,7 @@ def replay_record(done: Replay) -> dict[str, Any]:
         "difference": asdict(found) if found else None,
         "rows": list(done.record.rows.values()),
         "tensors": {step: asdict(one)["marks"] for step, one in done.record.steps.items()},
-        "statistics": done.statistics,
+        "statistics": done.statistics.get(step, {}),
+        "tensor": asdict(tensor) if (tensor := done.tensor_difference()) else None,
+        "differing_keys": done.environment_differences() if done.is_same_layout else [],
     }

@@ -10,7 +10,9 @@ begins at its first step.
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -58,7 +60,7 @@ class ScriptReplay:
         with ExitStack() as stack:
             stack.enter_context(patch_parallelize(self._parallelize))
             stack.enter_context(
-                patch_attribute(StepRunner, "begin_batch", self._observe_first_batch())
+                patch_attribute(StepRunner, "begin_step", self._observe_first_step())
             )
             for name in ("step", "update"):
                 stack.enter_context(
@@ -67,6 +69,7 @@ class ScriptReplay:
             stack.enter_context(_script_process(self.request))
             stack.enter_context(guard_writes(guard))
             with suppress(ScriptEnd):
+                import_neighbours(script)
                 runpy.run_path(script, run_name="__main__")
         if self.run is not None:
             with suppress(Exception):  # rows are written; a script in mid-step cannot close well
@@ -76,7 +79,9 @@ class ScriptReplay:
         if not self._is_replayed(arguments.get("folder")):
             return right(**arguments)
         arguments |= {"folder": self.folder, "prove": "off"}
-        records = {"trace": "", "statistics": self.request.statistics}
+        records: dict[str, Any] = {"trace": ""}
+        if self.request.statistics:  # else those that the script asks for
+            records["statistics"] = self.request.statistics
         if arguments.get("plan") is not None:
             arguments["plan"] = replace(arguments["plan"], **records)
         else:
@@ -92,17 +97,17 @@ class ScriptReplay:
             return False
         return Path(self.request.home, folder).resolve() == Path(self.request.run).resolve()
 
-    def _observe_first_batch(self) -> Callable[..., Any]:
-        right = StepRunner.begin_batch
+    def _observe_first_step(self) -> Callable[..., Any]:
+        right = StepRunner.begin_step
 
         @wraps(right)
-        def begin_batch(run: Run, batch: Any) -> Any:
+        def begin_step(run: Run, batch: Any, **named: Any) -> Any:
             if run is self.run and not self._is_begun:
                 self._is_begun = True
                 self.recorder.begin(run)
-            return right(run, batch)
+            return right(run, batch, **named)
 
-        return begin_batch
+        return begin_step
 
     def _observe_end(self, right: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(right)
@@ -118,10 +123,24 @@ class ScriptReplay:
         return end_step
 
 
+LIBRARIES = re.compile(r"^\s*(?:import|from)\s+(accelerate|deepspeed)\b", re.MULTILINE)
+
+
+def import_neighbours(script: str) -> None:
+    """Let Shoal answer the libraries that a script imports, as `shoal run --as` did for its run.
+
+    A run folder is Shoal's, so the library itself did not make it.
+    """
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
+    for name in dict.fromkeys(LIBRARIES.findall(text)):
+        importlib.import_module(f"shoal.neighbours.{name}")
+
+
 @contextmanager
 def _script_process(request: ReplayRequest) -> Iterator[None]:
     """Set the process up as Python would for the script, in the copy of its folder."""
     argv, path, cwd = sys.argv, list(sys.path), os.getcwd()
+    os.environ["SHOAL_FOLDER"] = request.run  # of a script of another library
     sys.argv = [request.script, *request.words]
     sys.path.insert(0, str(Path(request.script).parent))
     os.chdir(request.cwd)

@@ -8,7 +8,8 @@
         weights after    what it left
 
 A digest is SHA-256 of a tensor's bytes, shortened to 16 hex digits; two equal digests are equal
-bits. The norm says how far two tensors are apart at most where they differ. No torch.
+bits. A sketch is four sums of the elements under fixed random signs: the differences of two
+sketches estimate the norm of the difference of two tensors. No torch.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class TensorMark:
 
     Attributes:
         count: elements; of outputs of all micro-batches and ranks, while the shape is of one.
+        sketch: sums under fixed random signs; () in records of older versions.
     """
 
     shape: tuple[int, ...]
     digest: str
     norm: float
     count: int
+    sketch: tuple[float, ...] = ()
 
 
 Marks = dict[str, TensorMark]
@@ -65,7 +68,8 @@ class StepRecord:
         layout, processes, compute: how the steps were repeated.
         rows: a row of numbers per step, by step.
         steps: tensors per recorded step.
-        environment: versions and sources, by key.
+        environment: versions, sources and machine, by key (`run_environment.py`).
+        micro_batch: samples of a micro-batch; 0 in records of older versions.
     """
 
     run: str
@@ -75,6 +79,7 @@ class StepRecord:
     rows: dict[int, Record] = field(default_factory=dict)
     steps: dict[int, StepMarks] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    micro_batch: int = 0
 
     def write(self, path: Path) -> None:
         """Write the record as one JSON file.
@@ -124,6 +129,7 @@ def read_record(path: Path) -> StepRecord:
             rows={int(step): dict(row) for step, row in found["rows"].items()},
             steps={int(step): parse_marks(marks) for step, marks in found["steps"].items()},
             environment={str(key): str(value) for key, value in found["environment"].items()},
+            micro_batch=int(found.get("micro_batch", 0)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as damage:
         raise ConfigError(f"{path}: is damaged ({damage!r}); record it again") from damage
@@ -138,7 +144,11 @@ def parse_marks(found: Any) -> StepMarks:
     marks = {
         str(kind): {
             str(name): TensorMark(
-                tuple(one["shape"]), str(one["digest"]), float(one["norm"]), int(one["count"])
+                tuple(one["shape"]),
+                str(one["digest"]),
+                float(one["norm"]),
+                int(one["count"]),
+                tuple(map(float, one.get("sketch", ()))),
             )
             for name, one in named.items()
         }
@@ -147,13 +157,31 @@ def parse_marks(found: Any) -> StepMarks:
     return StepMarks(int(found["step"]), marks)
 
 
-def relative_gap(first: TensorMark, second: TensorMark) -> float:
-    """Return the difference of two norms as a share of the larger; inf if one is not finite.
+def relative_gap(first: TensorMark, second: TensorMark, whole: float = 0.0) -> float:
+    """Return the estimated norm of the difference of two tensors, as a share of a norm.
 
-    >>> relative_gap(TensorMark((2,), "a", 1.0, 2), TensorMark((2,), "b", 2.0, 2))
-    0.5
+    Records of older versions have no sketch; then the difference of the norms is a lower bound.
+
+    Args:
+        whole: the norm; 0: that of the larger tensor.
+
+    Returns:
+        A share; inf if a norm is not finite.
+
+    >>> one = TensorMark((2,), "a", 5.0, 2, (7.0, -1.0))
+    >>> relative_gap(one, TensorMark((2,), "b", 5.0, 2, (1.0, 7.0))), relative_gap(one, one)
+    (1.4142135623730951, 0.0)
     """
     norms = (first.norm, second.norm)
     if not all(math.isfinite(one) for one in norms):
         return math.inf
-    return abs(norms[0] - norms[1]) / max(*norms, 1e-300)
+    distance = abs(norms[0] - norms[1])
+    if first.sketch and len(first.sketch) == len(second.sketch):
+        pairs = zip(first.sketch, second.sketch, strict=True)
+        distance = math.sqrt(sum((a - b) ** 2 for a, b in pairs) / len(first.sketch))
+    return distance / max(whole or max(norms), 1e-300)
+
+
+def whole_norm(marks: Marks) -> float:
+    """Return the norm of all tensors together."""
+    return math.sqrt(sum(one.norm**2 for one in marks.values()))

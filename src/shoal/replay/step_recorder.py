@@ -32,6 +32,7 @@ from shoal.trainer.step.optimizer_step import StepResult
 
 DIGITS = 16
 """Hex digits of a digest: by chance two of a million tensors agree once in 10⁷ records."""
+SKETCHES, SKETCH_WIDTH = 4, 1024
 
 
 class StepRecorder:
@@ -41,6 +42,10 @@ class StepRecorder:
         first_step: tensors of steps before it are not recorded.
         nudge: share of each weight by which it is moved before the first step; 0: none is.
         on_step: called after each step.
+
+    Attributes:
+        environment: versions of libraries and digests of the user's sources, as a checkpoint's
+            record has them.
     """
 
     def __init__(
@@ -52,11 +57,13 @@ class StepRecorder:
     ) -> None:
         self.first_step, self.nudge, self.on_step = first_step, nudge, on_step
         self.steps: list[StepMarks] = []
+        self.environment: dict[str, Any] = {}
         self._weights: Marks | None = None
         self._outputs: OutputDigests | None = None
 
     def begin(self, run: Run) -> None:
         """Prepare the first step, before it; weights are gathered if it is to be recorded."""
+        self.environment = {key: run.extra_record.get(key) for key in ("versions", "code")}
         if self.nudge:
             nudge_weights(run.program.parameters.values(), self.nudge)
         self._prepare(run, run.step_count + 1)
@@ -77,6 +84,13 @@ class StepRecorder:
             self._weights = after
         self._prepare(run, result.step + 1)
 
+    def after_rewind(self, run: Run) -> None:
+        """Prepare the next step of a run that went back to a checkpoint."""
+        self._weights = None
+        if self._outputs is not None:
+            self._outputs.collect_marks(run)
+        self._prepare(run, run.step_count + 1)
+
     def _prepare(self, run: Run, step: int) -> None:
         if step < self.first_step:
             return
@@ -96,7 +110,7 @@ class OutputDigests:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[str, Any] = {}
-        self.sums: dict[str, list[float]] = {}  # squares, elements
+        self.sums: dict[str, list[float]] = {}  # squares, elements, sketch
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, part in list_parts(model):
             part.register_forward_hook(self._make_hook(name))
@@ -110,8 +124,9 @@ class OutputDigests:
                 if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                     seen = self.calls.setdefault(name, hashlib.sha256())
                     seen.update(tensor_digest(tensor).encode())
-                    sums = self.sums.setdefault(name, [0.0, 0])
-                    sums[:] = sums[0] + _square(tensor), sums[1] + tensor.numel()
+                    sums = self.sums.setdefault(name, [0.0] * (2 + SKETCHES))
+                    each = (_square(tensor), tensor.numel(), *sketch_tensor(tensor))
+                    sums[:] = [old + new for old, new in zip(sums, each, strict=True)]
                     self.shapes.setdefault(name, tuple(tensor.shape))
 
         return add
@@ -119,7 +134,7 @@ class OutputDigests:
     def collect_marks(self, run: Run) -> Marks:
         """Return the marks of all outputs since the last call, joined over ranks (collective)."""
         mine = {
-            name: [seen.hexdigest(), *self.sums[name], list(self.shapes[name])]
+            name: [seen.hexdigest(), self.sums[name], list(self.shapes[name])]
             for name, seen in self.calls.items()
         }
         self.calls, self.sums, self.shapes = {}, {}, {}
@@ -128,9 +143,12 @@ class OutputDigests:
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             held = [rank[name] for rank in ranks if name in rank]
             joined = hashlib.sha256("".join(one[0] for one in held).encode()).hexdigest()
-            norm = sum(one[1] for one in held) ** 0.5
-            count = sum(int(one[2]) for one in held)
-            found[name] = TensorMark(tuple(held[0][3]), joined[:DIGITS], norm, count)
+            square, count, *sketch = (
+                sum(each) for each in zip(*(one[1] for one in held), strict=True)
+            )
+            found[name] = TensorMark(
+                tuple(held[0][2]), joined[:DIGITS], square**0.5, int(count), tuple(sketch)
+            )
         return found
 
 
@@ -162,14 +180,34 @@ def nudge_weights(weights: Iterable[torch.Tensor], share: float) -> None:
 
 
 def mark_tensor(tensor: torch.Tensor) -> TensorMark:
-    """Return a tensor's shape, digest and norm."""
-    digest = tensor_digest(tensor)[:DIGITS]
-    return TensorMark(tuple(tensor.shape), digest, _square(tensor) ** 0.5, tensor.numel())
+    """Return a tensor's shape, digest, norm and sketch."""
+    digest, norm = tensor_digest(tensor)[:DIGITS], _square(tensor) ** 0.5
+    return TensorMark(tuple(tensor.shape), digest, norm, tensor.numel(), sketch_tensor(tensor))
 
 
 def mark_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Marks:
     """Return the marks of named tensors, in their order."""
     return {name: mark_tensor(tensor) for name, tensor in named}
+
+
+def sketch_tensor(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Return sums of a tensor's elements under fixed random signs: [sketches].
+
+    The sign of element i is a product of two, sᵢ = a[i mod w]·b[i // w], so no vector of the
+    tensor's size is drawn. E(Σ sᵢ·xᵢ)² = ‖x‖².
+    """
+    flat = tensor.detach().reshape(-1).double()
+    rows = -(-flat.numel() // SKETCH_WIDTH)
+    padded = torch.nn.functional.pad(flat, (0, rows * SKETCH_WIDTH - flat.numel()))
+    across, down = (_draw_signs(size).to(flat.device) for size in (SKETCH_WIDTH, rows))
+    sums = (padded.view(rows, SKETCH_WIDTH) @ across * down).sum(0)
+    return tuple(sums.tolist())
+
+
+def _draw_signs(size: int) -> torch.Tensor:
+    """Return random signs that depend on the size alone: [size, sketches], of 1 and −1."""
+    keys = torch.Generator().manual_seed(size)
+    return torch.randint(0, 2, (size, SKETCHES), generator=keys).double() * 2 - 1
 
 
 def _square(tensor: torch.Tensor) -> float:

@@ -12,10 +12,9 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -60,6 +59,7 @@ from shoal.trainer.jobs.configured_run import (
 )
 from shoal.trainer.jobs.opening_lines import count_flops, write_opening
 from shoal.trainer.jobs.out_of_memory import apply_reduced_micro_batch, handle_out_of_memory
+from shoal.trainer.jobs.replayed_steps import ReplayedSteps, ReplayEnd
 from shoal.trainer.jobs.run_end import emit_run_end
 from shoal.trainer.jobs.run_forecast import (
     ModelFactsGetter,
@@ -76,7 +76,6 @@ from shoal.trainer.run_folder.hub_files import write_hub_tokenizer
 from shoal.trainer.state.initial_weights import load_initial_weights
 from shoal.trainer.state.replaced_folder import save_if_deleted
 from shoal.trainer.state.rewind import rewind_run
-from shoal.trainer.step.optimizer_step import StepResult
 from shoal.wire import phases
 from shoal.wire.phases import phase
 
@@ -84,29 +83,6 @@ Prove = Callable[[Config, Source, World, Path, Plan, Words | None], str]
 """Function that runs the proof of (configuration, data, world, run folder, plan, layout in words if
 the layout is open) before the run is built; returns a line for the user, "" if it did nothing.
 """
-
-
-class StepObserver(Protocol):
-    """Observer of the steps of a replay; every rank has one and calls it (collective)."""
-
-    def begin(self, run: Run) -> None:
-        """Observe a run before its first step."""
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        """Observe a step that was just taken, before the next one."""
-
-
-@dataclass(frozen=True)
-class ReplayedSteps:
-    """Steps of an earlier run that are trained again, to be looked at.
-
-    Attributes:
-        last_step: the run stops after it, without a validation; schedules keep the run's length.
-        observer: of each step.
-    """
-
-    last_step: int
-    observer: StepObserver
 
 
 def train(
@@ -130,7 +106,9 @@ def train(
         config = share_tokenizer(config, folder, world)
     if config.layout.updates not in ("", "synchronous"):
         return _train_with_servers(config, folder, world, prove)
-    run, source, total_steps, joined = _prepare(config, folder, world, prove)
+    run, source, total_steps, joined = _prepare(
+        config, folder, world, prove, alone=replayed is not None
+    )
     put_back = install_stop_handlers(run.request_stop)
     phases.record_step_part(
         phases.NOWHERE
@@ -142,7 +120,7 @@ def train(
     try:
         with handle_out_of_memory(run, config, folder):
             if joined is not None:
-                return train_rounds(run, joined, source, config, total_steps)
+                return train_rounds(run, joined, source, config, total_steps, replayed)
             if replayed is not None:
                 return _repeat_steps(run, source, config, replayed)
             return _run_steps(run, source, config, total_steps)
@@ -156,9 +134,9 @@ def train(
 
 @skip_verified_blocks()
 def _prepare(
-    config: Config, folder: Path, world: World, prove: Prove
+    config: Config, folder: Path, world: World, prove: Prove, *, alone: bool
 ) -> tuple[Run, Source, int, IslandConnection | None]:
-    """Prepare all that the first step needs: data, model, plan, state, and the other islands."""
+    """Prepare all that the first step needs: data, model, plan, state, the islands if not alone."""
     source = _open_data(config, world)
     if world.size <= usable_cores():  # else scheduling decides the rates
         measure_machine(world, cache_folder(), quick_sizes(world.device))
@@ -190,7 +168,7 @@ def _prepare(
     joined = None
     if config.islands.on:  # they agree on the micro-batch before a loader cuts by it
         joined = join_islands(
-            run, config.islands, is_open_size=not given, tokenizer=source.tokenizer
+            run, config.islands, is_open_size=not given, tokenizer=source.tokenizer, alone=alone
         )
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # "configuration" has all of them
@@ -299,15 +277,17 @@ def _run_steps(run: Run, source: Source, config: Config, total_steps: int) -> in
 def _repeat_steps(run: Run, source: Source, config: Config, replayed: ReplayedSteps) -> int:
     """Step to the last step of a replay and save it; return the exit code."""
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
-    replayed.observer.begin(run)
-    while run.step_count < replayed.last_step:
-        for batch in loader:
-            result = run.step(batch)
-            replayed.observer.after_step(run, result)
-            if rewind_run(run, result.spike, batch):
-                break
-            if run.stopping or run.step_count >= replayed.last_step:
-                return _stop_run(run)
+    with contextlib.suppress(ReplayEnd):
+        while not run.stopping:
+            for batch in loader:
+                result = replayed.run_step(run, batch)
+                if rewind_run(run, result.spike, batch):
+                    replayed.count_rewind(run, result.step)
+                    break
+                if run.stopping:
+                    break
+                if replayed.needs_save(result.step):
+                    run.save()
     return _stop_run(run)
 
 

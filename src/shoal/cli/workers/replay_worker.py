@@ -78,16 +78,18 @@ def _repeat(
         shape = describe_run(done.run) if done.run is not None else {}
     else:
         from shoal.trainer.islands.island_job import STOPPED
-        from shoal.trainer.main_job import ReplayedSteps, train
+        from shoal.trainer.jobs.replayed_steps import ReplayedSteps
+        from shoal.trainer.main_job import train
 
         world = world or start_world()
         writes = world.is_first
-        steps = ReplayedSteps(request.last_step, recorder)
+        steps = ReplayedSteps(request.last_step, recorder, request.rewinds)
         code = train(folder, prove_nothing, world=world, replayed=steps)
         code = 0 if code == STOPPED else code  # it was asked to stop there
         shape = {}  # plan.json has it
     if writes:
         found = {**shape, "steps": [asdict(one) for one in recorder.steps]}
+        found["environment"] = recorder.environment
         write_atomically(folder / RECORDED, json.dumps(found) + "\n")
     return code
 

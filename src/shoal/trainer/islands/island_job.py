@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shoal.base.errors import UNSAVED_CODE, ShoalError
@@ -19,6 +20,7 @@ from shoal.trainer.islands.island_data import check_same_data
 from shoal.trainer.islands.island_join import IslandConnection, check_agreement
 from shoal.trainer.islands.island_loop import IslandRounds
 from shoal.trainer.islands.owner_rounds import open_owner_rounds
+from shoal.trainer.jobs.replayed_steps import ReplayedSteps, ReplayEnd
 from shoal.trainer.jobs.run_end import emit_run_end
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
@@ -29,12 +31,18 @@ STOPPED = 143
 
 
 def train_rounds(
-    run: Run, joined: IslandConnection, source: Source, config: Config, total_steps: int
+    run: Run,
+    joined: IslandConnection,
+    source: Source,
+    config: Config,
+    total_steps: int,
+    replayed: ReplayedSteps | None = None,
 ) -> int:
     """Train rounds to the end, or to a stop; return the exit code.
 
     Args:
         total_steps: inner steps of an island of full speed.
+        replayed: observe each step, and stop after the last of them; None: train to the end.
 
     Raises:
         ClusterError: an island is lost.
@@ -46,6 +54,8 @@ def train_rounds(
         agreed |= {"train.steps": config.train.steps, "train.epochs": config.train.epochs}
     check_agreement(joined.plane, agreed)
     rounds, validate = _open_rounds(run, joined, source, config, total_steps)
+    if replayed is not None:
+        return _repeat_rounds(run, joined, rounds, replayed)
     began_s = time.perf_counter()
     try:
         rounds.save_start()
@@ -74,6 +84,19 @@ def train_rounds(
     joined.close()
     run.close()
     return 0 if saved else UNSAVED_CODE
+
+
+def _repeat_rounds(
+    run: Run, joined: IslandConnection, rounds: IslandRounds, replayed: ReplayedSteps
+) -> int:
+    """Take the inner steps up to the last step of a replay; return the exit code."""
+    rounds.run_step = partial(replayed.run_step, run)
+    with contextlib.suppress(ReplayEnd):
+        while joined.common.round < rounds.last and rounds.has_work:
+            rounds.one()
+    joined.close()
+    run.close()
+    return STOPPED
 
 
 def _open_rounds(

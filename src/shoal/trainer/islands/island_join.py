@@ -88,6 +88,11 @@ class IslandConnection:
     bytes_per_s: float
     latency_s: float
 
+    @property
+    def is_alone(self) -> bool:
+        """Return whether other islands of the run take no part: a replay of this one's steps."""
+        return self.plane.count < self.policy.groups
+
     def compute_digest(self) -> str:
         """Return the digest of the outer weights and state, over all ranks of the island."""
         told = self.inner.gather_json(self.common.outer.digest())
@@ -101,7 +106,12 @@ class IslandConnection:
 
 @phase("meet the other islands")
 def join_islands(
-    run: Run, policy: IslandsPolicy, *, is_open_size: bool = False, tokenizer: Any = None
+    run: Run,
+    policy: IslandsPolicy,
+    *,
+    is_open_size: bool = False,
+    tokenizer: Any = None,
+    alone: bool = False,
 ) -> IslandConnection:
     """Connect to the other islands and agree with them; every rank of every island calls it.
 
@@ -110,6 +120,7 @@ def join_islands(
         policy: of the islands.
         is_open_size: the user left the micro-batch of this island to Shoal.
         tokenizer: of this island's data, if it is text: a `tokenizers.Tokenizer`.
+        alone: without the others: a replay of this island's steps up to the next merge.
 
     Raises:
         ConfigError: the islands' configurations differ, or an island keeps too few checkpoints.
@@ -139,7 +150,7 @@ def join_islands(
     if policy.owned:
         own = policy.owners_of(policy.index)
         common.owners = OwnerStates(run, own, common.shards, policy.groups)
-    plane = _connect(policy, inner, run.recorder.notice)
+    plane = _connect(policy, inner, run.recorder.notice, alone=alone)
     merger = FragmentMerger(
         plane,
         inner,
@@ -210,13 +221,17 @@ def _parameter_bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int
     return {name: size for told in inner.gather_json(mine) for name, size in told.items()}
 
 
-def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -> InterIslandGroup:
-    lane = str(inner.rank)
+def _connect(
+    policy: IslandsPolicy, inner: World, tell: Callable[[str], None], *, alone: bool
+) -> InterIslandGroup:
+    lane, index, groups = str(inner.rank), policy.index, policy.groups
+    if alone:
+        index, groups = 0, 1
     at = policy.at or f"{LOOPBACK}:0"
     store = join_island_store(
         at,
-        policy.index,
-        policy.groups,
+        index,
+        groups,
         deadline_s=MEET_S,
         lane=lane,
         token=read_token(os.environ),
@@ -225,8 +240,8 @@ def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -
     return connect_islands(
         store,
         lane,
-        policy.index,
-        policy.groups,
+        index,
+        groups,
         connections=policy.connections,
         host=at.rpartition(":")[0],
         deadline_s=MEET_S,
@@ -402,7 +417,7 @@ def resume_common_round(run: Run, joined: IslandConnection) -> None:
             run.recorder.notice(f"island {policy.index}: {common.dropped}")
     mine = [joined.compute_digest(), any(common.since)]
     heard = [json.loads(one) for one in plane.gather(json.dumps(mine).encode(), deadline_s=MEET_S)]
-    common.lost([island for island, (_, brings) in enumerate(heard) if not brings])
+    common.lost([k for k, (_, brings) in enumerate(heard) if not (brings or joined.is_alone)])
     for island, (other, _) in enumerate(heard):
         if other != heard[0][0]:
             raise ConfigError(

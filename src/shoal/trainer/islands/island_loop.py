@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from shoal.trainer.islands.island_join import (
     load_merged_weights,
 )
 from shoal.trainer.run import Run
-from shoal.trainer.step.optimizer_step import reducer_of
+from shoal.trainer.step.optimizer_step import StepResult, reducer_of
 from shoal.wire.phases import phase
 
 
@@ -64,6 +64,7 @@ class IslandRounds:
                 "try: a dataset with __getitem__ and __len__"
             )
         self.loader, self.first_step = loader, run.step_count
+        self.run_step: Callable[[Any], StepResult] = run.step
         run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
         # Weights that are not finite are replaced at the end of the round, not by a stop.
         run.skips.limit = sys.maxsize
@@ -101,7 +102,7 @@ class IslandRounds:
         since_s = time.perf_counter()
         for number, batch in enumerate(self.loader.over(steps), 1):
             run.lr_step = common.round * policy.period + (number - 1) * policy.period // len(steps)
-            result = run.step(batch)
+            result = self.run_step(batch)
             self.tokens += round(result.targets)
             common.since = [tokens + round(result.targets) for tokens in common.since]
             self.used += batch.next_position - batch.position
@@ -133,6 +134,9 @@ class IslandRounds:
     ) -> list[MergeResult]:
         """Send and apply the fragments that are due after inner step `number`."""
         began_s, done = time.perf_counter(), []
+        if self.joined.is_alone:
+            self._check_before_merge(moments, number)
+            return []
         for moment in moments:
             if moment.send_after == number:
                 self._send(moment, last=moment is moments[-1])
@@ -144,6 +148,19 @@ class IslandRounds:
         if done:
             self.run.recorder.restart_clock()
         return done
+
+    def _check_before_merge(self, moments: Sequence[FragmentSchedule], number: int) -> None:
+        """Refuse a replay without the other islands that reaches a merge.
+
+        Raises:
+            ConfigError: names the last step that can be repeated.
+        """
+        if any(moment.apply_after == number for moment in moments):
+            step = self.run.step_count
+            raise ConfigError(
+                f"--step: after step {step} a fragment arrives from the other islands, whose "
+                f"changes are not recorded; try: --step {step}"
+            )
 
     def _send(self, moment: FragmentSchedule, *, last: bool) -> None:
         joined = self.joined

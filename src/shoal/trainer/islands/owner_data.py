@@ -198,6 +198,8 @@ def agree_on_owners(
         ConfigError: owners hold data of different kinds, none holds a sample, or an owner holds
             another number than at the checkpoint from which the run continues.
     """
+    if joined.is_alone:  # a replay: the state before a round has the numbers of all
+        return list(joined.common.held), [str(owner) for owner in range(joined.policy.count)]
     own = {
         str(one.number): [one.samples, one.source.kind, one.source.vocabulary, one.name]
         for one in owners

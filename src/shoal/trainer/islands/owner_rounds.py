@@ -242,7 +242,7 @@ class OwnerRounds(IslandRounds):
             raise ConfigError(f"data.source: owner {data.name} was drawn and has no sample")
         for number, batch in enumerate(data.loader.over(steps)):
             run.lr_step = done + number * self.round_steps // len(steps)
-            tokens += round(run.step(batch).targets)
+            tokens += round(self.run_step(batch).targets)
             used += batch.next_position - batch.position
         seconds = time.perf_counter() - since_s
         self.tokens, self.used = self.tokens + tokens, self.used + used

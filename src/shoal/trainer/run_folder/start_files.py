@@ -2,7 +2,8 @@
 
     {"time_s": 1764400000.0,
      "ranks": [{"rank": 0, "host": "a", "device": "cuda:0", "device_name": "NVIDIA H100",
-                "pid": 4711, "local_rank": 0}, …]}
+                "pid": 4711, "local_rank": 0, "threads": 8,
+                "processor": "AMD EPYC 9354", "instructions": "AVX512"}, …]}
 
 The process that keeps the folder writes them: rank 0, on nodes with own disks the first rank of
 each, the first server of parameter servers. Readers tell by ranks.json which machine and which
@@ -15,11 +16,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import socket
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import write_atomically
@@ -83,4 +88,20 @@ def _describe_rank(world: World) -> dict[str, Any]:
         "device_name": device_name(device) if is_accelerator(device) else "",
         "pid": os.getpid(),
         "local_rank": world.local_rank,
+        "threads": torch.get_num_threads(),
+        "processor": _processor_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+@cache
+def _processor_name() -> str:
+    """Return the name of this machine's processor; sums of its kernels may round in its own way."""
+    with contextlib.suppress(OSError):
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,138 @@
+"""Two records of a step: the first tensor that differs, in bits or beyond rounding; environments."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.cli.replay_pair import pair_bound
+from shoal.replay.first_difference import find_statistic_difference, find_tensor_difference
+from shoal.replay.island_rounds import find_round_start, read_round
+from shoal.replay.replay_folder import read_rewinds
+from shoal.replay.run_environment import collect_environment, list_environment_differences
+from shoal.replay.step_marks import AFTER, BEFORE, FORWARD, GRADIENTS, StepMarks, relative_gap
+from shoal.replay.step_recorder import mark_tensor, mark_tensors
+
+
+def marks_of(**tensors: torch.Tensor) -> StepMarks:
+    return StepMarks(3, {GRADIENTS: mark_tensors(tensors.items())})
+
+
+def test_a_sketch_estimates_how_far_two_tensors_are() -> None:
+    """Also where their norms are equal, and exactly where one element differs."""
+    keys = torch.Generator().manual_seed(0)
+    one = torch.randn(300, 40, generator=keys)
+    other = one[torch.randperm(300, generator=keys)]
+    gap = relative_gap(mark_tensor(one), mark_tensor(other))
+    true = float((one - other).norm() / one.norm())
+    assert 0.3 * true < gap < 3 * true, "four sums; the norms are equal"
+    other = one.clone()
+    other[7, 7] += 5.0
+    gap = relative_gap(mark_tensor(one), mark_tensor(other))
+    assert math.isclose(gap, 5.0 / float(max(one.norm(), other.norm())), rel_tol=1e-6)
+    assert mark_tensor(torch.zeros(0)).sketch == (0.0,) * 4
+
+
+def test_of_two_layouts_a_tensor_differs_by_more_than_rounding() -> None:
+    keys = torch.Generator().manual_seed(0)
+    first, second, tiny = (torch.randn(64, generator=keys) for _ in range(3))
+    tiny = tiny * 1e-9  # noise around zero: no two layouts agree in it
+    here = marks_of(first=first, second=second, tiny=tiny)
+    there = marks_of(first=first * (1 + 1e-7), second=second, tiny=-tiny)
+    assert find_tensor_difference(here, there).name == "tiny", "bits"
+    assert find_tensor_difference(here, there, 1e-4) is None
+    there = marks_of(first=first * 0.5, second=second, tiny=-tiny)
+    found = find_tensor_difference(here, there, 1e-4)
+    assert (found.name, found.differing, found.bound) == ("first", 1, 1e-4)
+
+
+def test_outputs_are_compared_where_both_recorded_a_part() -> None:
+    """A part of another name hides no later one; another layout may record fewer elements."""
+    x = torch.ones(4)
+    here = StepMarks(1, {FORWARD: mark_tensors([("drop", x), ("head", x)])})
+    there = StepMarks(1, {FORWARD: mark_tensors([("noise", x), ("head", 2 * x)])})
+    assert find_tensor_difference(here, there).name == "head"
+    fewer = StepMarks(1, {FORWARD: mark_tensors([("drop", 2 * x)])})
+    assert find_tensor_difference(here, fewer).name == "drop"
+    assert find_tensor_difference(here, fewer, 1e-4).name == "drop"
+    shorter = StepMarks(1, {FORWARD: mark_tensors([("drop", 2 * x[:2])])})
+    assert find_tensor_difference(here, shorter, 1e-4) is None
+    missing = StepMarks(1, {BEFORE: mark_tensors([("w", x)]), AFTER: {}})
+    assert find_tensor_difference(StepMarks(1, {BEFORE: {}}), missing).gap == math.inf
+
+
+def test_the_bound_of_a_pair() -> None:
+    assert pair_bound(("single", "fp32", 4), ("ddp", "bf16", 4)) == 2e-2
+    assert pair_bound(("single", "fp32", 4), ("single", "fp32", 2)) == 1e-4
+    assert pair_bound(("single", "fp32", 4), ("single", "fp32", 0)) == 0.0, "an older record"
+
+
+def test_statistics_are_compared_in_the_order_of_a_step() -> None:
+    line = {"weight_norm": {"a": 1.0, "b": 2.0}, "gradient_norm": {"a": 1.0, "b": 2.0}}
+    other = {**line, "gradient_norm": {"a": 1.5, "b": 2.5}}
+    found = find_statistic_difference({4: line, 5: line}, {4: line, 5: other})
+    assert (found.step, found.kind, found.name) == (5, "gradient_norm", "b")
+    other = {**other, "weight_norm": {"a": 1.0, "b": 2.5}}
+    found = find_statistic_difference({5: line}, {5: other})
+    assert (found.kind, found.name, found.values, found.differing) == (
+        "weight_norm", "b", (2.0, 2.5), 1
+    )  # fmt: skip
+    assert find_statistic_difference({5: line}, {5: line}) is None
+
+
+def test_an_environment_names_what_differs() -> None:
+    record = {"versions": {"torch": "2.12.1"}, "code": {"net": ["src/net.py", "abc"]}}
+    first = {"rank": 0, "device": "cuda:0", "device_name": "NVIDIA H100", "threads": 8,
+             "processor": "EPYC", "instructions": "AVX512"}  # fmt: skip
+    then = collect_environment(record, {"ranks": [first]})
+    assert then["device"] == "NVIDIA H100"
+    now = {**then, "version of torch": "2.13.0", "source of net.py": "abd", "threads": "2"}
+    assert list_environment_differences(then, now) == [
+        "version of torch: 2.12.1 → 2.13.0", "source of net.py: changed", "threads: 8 → 2",
+    ]  # fmt: skip
+    assert collect_environment({}, {}) == {}
+
+
+def write_events(folder: Path, *events: dict[str, object]) -> None:
+    text = "".join(json.dumps({"time_s": 0.0, "rank": 0, **event}) + "\n" for event in events)
+    (folder / "events.jsonl").write_text(text)
+
+
+def test_rounds_of_an_island_are_those_of_its_last_pass(tmp_path: Path) -> None:
+    end = {"event": "round_committed", "steps": 5, "admitted": [0, 1]}
+    write_events(
+        tmp_path,
+        {**end, "step": 5, "round": 0},
+        {**end, "step": 9, "round": 1, "steps": 4},  # a start that was broken off before its save
+        {**end, "step": 10, "round": 1, "admitted": [1]},
+        {**end, "step": 14, "round": 2, "steps": 4, "event": "round_discarded"},
+    )
+    assert read_round(tmp_path, 5).first_step == 1
+    found = read_round(tmp_path, 6)
+    assert (found.number, found.first_step, found.last_step, found.members) == (1, 6, 10, (1,))
+    assert read_round(tmp_path, 14).members == ()
+    assert (read_round(tmp_path, 15).first_step, read_round(tmp_path, 15).last_step) == (15, 0)
+    assert find_round_start(tmp_path, 3) is None
+    for step in (5, 14):
+        folder = tmp_path / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    assert find_round_start(tmp_path, 8).step == 5
+    with pytest.raises(ConfigError, match=r"\(steps 11 to 14\) whose first state is deleted.*"):
+        find_round_start(tmp_path, 12)
+
+
+def test_rewinds_after_a_checkpoint(tmp_path: Path) -> None:
+    write_events(
+        tmp_path,
+        {"event": "rewound", "step": 3, "to": 0},
+        {"event": "checkpoint_saved", "step": 4},
+        {"event": "rewound", "step": 8, "to": 4},
+    )
+    assert read_rewinds(tmp_path, 4) == ((8, 4),)
+    assert read_rewinds(tmp_path, 0) == ((3, 0), (8, 4))
