@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from shoal.base.plans.timeline import MemorySample, Timeline, TimelineSpan
 from shoal.teach.drawings.timeline_rows import mix_with_white
-from shoal.teach.drawings.timeline_svg import text_width, timeline_svg
+from shoal.teach.drawings.timeline_svg import STYLE, text_width, timeline_svg
 from shoal.teach.drawings.timeline_trace import trace_object, trace_text
 from shoal.teach.drawings.walk_svg import walk_svg
 from shoal.teach.puzzles import puzzle_timeline
@@ -54,6 +55,20 @@ def test_a_picture_is_whole_and_nothing_leaves_it(name: str) -> None:
         left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
         assert 0 <= left < left + wide <= width, text.text
         assert 0 < float(text.get("y", 0)) < height
+
+
+def test_empty_boxes_show_on_light_and_on_dark_ground() -> None:
+    """They are all stroke: in the colour of the ground a legend's "not held" would have no sign."""
+    light, dark = STYLE.split("@media")
+    for rules, stroke in (
+        (light, r"\.box\{stroke:(#\w+)"),
+        (dark, r'fill="none"\]\{stroke:(#\w+)'),
+    ):
+        ground, line = (re.search(one, rules) for one in (r"\.ground\{fill:(#\w+)", stroke))
+        assert ground is not None
+        assert line is not None
+        levels = [int(found[1][1:3], 16) for found in (ground, line)]
+        assert abs(levels[0] - levels[1]) > 100
 
 
 @pytest.mark.parametrize("name", PICTURES)

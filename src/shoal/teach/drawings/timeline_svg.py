@@ -60,7 +60,7 @@ svg{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif}
 .fresh{stroke:#14171a;stroke-width:2.5}
 @media (prefers-color-scheme: dark){
 .ground{fill:#0d1117}.ink{fill:#e6edf3}.faint{fill:#9aa4af}.lane{fill:#171c23}
-.grid{stroke:#30363d}.box{stroke:#0d1117}.curve{fill:#7f8be0}
+.grid{stroke:#30363d}.box{stroke:#0d1117}.box[fill="none"]{stroke:#9aa4af}.curve{fill:#7f8be0}
 .fresh{stroke:#ffffff}
 }
 """
