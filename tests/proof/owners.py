@@ -3,14 +3,15 @@
     python tests/proof/owners.py              all parts; about ten processor minutes
     python tests/proof/owners.py splits       one part: rounds, splits, wrong
 
-    rounds   rounds until a validation accuracy, SCAFFOLD and FedAvg, two models
+    rounds   rounds until a validation accuracy, SCAFFOLD and FedAvg, three models
     splits   accuracy after some rounds on Dirichlet(0.1) and one-label data; refused owners
     wrong    one of five owners sends its change reversed, or learns permuted labels
 
 Each trial is the main job of `shoal train` on the digits, in a child of this process that has all
 modules imported: configuration, rounds, checkpoints, validations and events are a run's own. The
 wrong owner is planted from outside. Gates, seeds and settings are in owners_gates.toml, which was
-committed before the first trial. Trials that the result has of these gates are not made again: each
+committed before the first trial, and in owners_gates_second.toml, which was committed before the
+first trial of its model, and says why a second CNN is tried. Trials that the result has of these gates are not made again: each
 has the hash of the source that it was made with. Several processes may run at the same time.
 """
 
@@ -41,6 +42,9 @@ from source import source_hash  # noqa: E402
 
 TARGET = ROOT / "proof" / "results" / "owners.json"
 GATES = HERE / "owners_gates.toml"
+SECOND = HERE / "owners_gates_second.toml"
+SECOND_MODEL, REPLACED = "groupnorm", "cnn"
+"""Model of the second gates, and that of the first ones whose place it takes."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Quantiles 0.975 of Student's t for 2 to 10 values."""
 
@@ -50,8 +54,7 @@ Row = dict[str, Any]
 
 def trials(gates: dict[str, Any]) -> Iterable[Trial]:
     """Yield every trial: its part, what tells it apart, and the words of `shoal train`."""
-    common = gates["rounds"]
-    for model in ("logistic", "cnn"):
+    for model, common in rounds_gates(gates).items():
         for seed in common["seeds"]:
             for method in ("fedavg", "scaffold"):
                 own = {**common, **common[model], "rounds": common[model]["most"]}
@@ -76,6 +79,12 @@ def trials(gates: dict[str, Any]) -> Iterable[Trial]:
                 ]  # fmt: skip
                 yield {"part": "wrong", "merge": merge, "fault": fault, "seed": seed,
                        "words": words}  # fmt: skip
+
+
+def rounds_gates(gates: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return for each model of the part `rounds` the table that holds its settings."""
+    first, second = gates["rounds"], gates["second"]["rounds"]
+    return {"logistic": first, REPLACED: first, SECOND_MODEL: second}
 
 
 def usual(own: dict[str, Any], seed: int, model: str) -> list[str]:
@@ -187,7 +196,7 @@ def train(trial: Trial, folder: Path, owners: int) -> int:
 
 def reached(row: Row, gates: dict[str, Any]) -> int:
     """Return the first round whose validation has the accuracy; most + 1 if none has."""
-    own = gates["rounds"][row["model"]]
+    own = rounds_gates(gates)[row["model"]][row["model"]]
     each = row["curve"][: own["most"]]  # the last validation comes twice
     there = [k for k, one in enumerate(each, 1) if one >= own["accuracy"]]
     return there[0] if there else own["most"] + 1
@@ -205,9 +214,10 @@ def interval(values: list[float]) -> list[float]:
 def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of all rows, and the gates that are not met."""
     missed: list[str] = []
-    figures: dict[str, Any] = {"rounds": {}, "splits": {}, "wrong": {}}
+    fallen: list[str] = []
+    figures: dict[str, Any] = {"rounds": {}, "fallen": fallen, "splits": {}, "wrong": {}}
     by = lambda **keys: [r for r in rows if all(r.get(k) == v for k, v in keys.items())]  # noqa: E731
-    for model in ("logistic", "cnn"):
+    for model, own in rounds_gates(gates).items():
         first = {
             method: {r["seed"]: reached(r, gates) for r in by(part="rounds", model=model, method=method)}
             for method in ("fedavg", "scaffold")
@@ -217,8 +227,9 @@ def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[
         figures["rounds"][model] = {
             **{method: [of[seed] for seed in both] for method, of in first.items()}, "wins": wins
         }  # fmt: skip
-        if len(both) == len(gates["rounds"]["seeds"]) and wins < gates["rounds"]["wins"]:
-            missed.append(f"rounds, {model}: SCAFFOLD first in {wins} of {len(both)} seeds")
+        if len(both) == len(own["seeds"]) and wins < own["wins"]:
+            line = f"rounds, {model}: SCAFFOLD first in {wins} of {len(both)} seeds"
+            (fallen if model == REPLACED else missed).append(line)
     for split in gates["splits"]["splits"]:
         for method in gates["splits"]["methods"]:
             found = by(part="splits", split=split, method=method)
@@ -278,17 +289,25 @@ def add_row(row: Row | None, gates_hash: str, gates: dict[str, Any]) -> dict[str
         fcntl.flock(file, fcntl.LOCK_EX)
         record = json.loads(file.read() or "{}")
         rows = record.get("trials", []) if record.get("gates") == gates_hash else []
+        second_hash = gates["second_hash"]
+        if record.get("second_gates") != second_hash:
+            rows = [one for one in rows if one.get("model") != SECOND_MODEL]
         taken = {tell_apart(one) for one in rows}
         rows += [row] if row and tell_apart(row) not in taken else []
         rows.sort(key=tell_apart)
         figures, missed = judge(rows, gates)
         sources = dict(Counter(one["source"] for one in rows))
-        record = {"gates": gates_hash, "sources": sources, "machine": machine(),
-                  "figures": figures, "missed": missed, "trials": rows}  # fmt: skip
+        record = {"gates": gates_hash, "second_gates": second_hash, "sources": sources,
+                  "machine": machine(), "figures": figures, "missed": missed, "trials": rows}  # fmt: skip
         file.seek(0)
         file.truncate()
         file.write(json.dumps(record, indent=1) + "\n")
     return record
+
+
+def short_hash(text: str) -> str:
+    """Return the first 16 digits of a text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def main() -> int:
@@ -296,8 +315,10 @@ def main() -> int:
     os.chdir(HERE)  # model.build is found from the working folder
     parts = sys.argv[1:] or ["rounds", "splits", "wrong"]
     text = GATES.read_text(encoding="utf-8")
-    gates = tomllib.loads(text)
-    gates_hash, source = hashlib.sha256(text.encode()).hexdigest()[:16], source_hash()
+    gates, gates_hash = tomllib.loads(text), short_hash(text)
+    text = SECOND.read_text(encoding="utf-8")
+    gates |= {"second": tomllib.loads(text), "second_hash": short_hash(text)}
+    source = source_hash()
     warm()
     wanted = [one for one in trials(gates) if one["part"] in parts]
     random.shuffle(wanted)  # so that processes that run at the same time make different ones
