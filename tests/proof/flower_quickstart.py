@@ -1,13 +1,16 @@
 """Flower beside Shoal: two changed lines of its quickstart, and the processor seconds of a simulation.
 
     python tests/proof/flower_quickstart.py numbers     the app's clients, plain and on two ranks
+    python tests/proof/flower_quickstart.py strategies  merges beside Flower's, in float64
     python tests/proof/flower_quickstart.py cost        100 clients, 50 rounds, a fifth drawn
 
     numbers   the train messages of two rounds for each client go through the app's ClientApp, as
               Flower's runtime calls it; FedAvg of the replies by their examples; gate: the weights
               differ by 1e-6 at most, under ddp × 2 and other layouts
+    strategies  flower_strategies.py: distance ≤ 1e-12 where Flower follows the papers
     cost      Flower's simulation (Ray) of the same app, images, epochs and draws per round as
-              `shoal train … islands.concurrent=2`; gate: processor seconds ≤ 0.5 of Flower's
+              `shoal train … islands.concurrent=2`; gates: processor seconds ≤ 0.5 of Flower's and
+              ≤ 300; memory of all processes of Shoal's ≤ 1 GiB (proportional set size, each 0.5 s)
 
 Telemetry of Flower and Ray is off. Seconds are those of all processes of each side: orphans are
 adopted and waited for. Results: proof/results/flower.json.
@@ -34,6 +37,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 
+import psutil  # noqa: E402
+from flower_strategies import GATE as STRATEGY_GATE  # noqa: E402
+from flower_strategies import NO_GATE, compare_strategies  # noqa: E402
 from processes import machine  # noqa: E402
 from source import source_hash  # noqa: E402
 
@@ -46,7 +52,7 @@ CHANGED = {
 """The two lines of the app's client_app.py, before and after."""
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 LAYOUTS, CLIENTS, ROUNDS = ("ddp", "zero1", "fsdp"), 3, 2
-GATE, SHARE = 1e-6, 0.5
+GATE, SHARE, MOST_CPU_S, MOST_BYTES = 1e-6, 0.5, 300.0, 2**30
 COST = {"clients": 100, "rounds": 50, "share": 0.2, "epochs": 5, "batch": 16, "lr": 0.1}
 DEADLINE_S = 3600.0
 SUBREAPER = 36
@@ -110,8 +116,13 @@ def federate(app: Any, weights: dict[str, Any], settings: dict[str, Any]) -> dic
     return weights
 
 
-def cpu_seconds(words: list[str], folder: Path, environ: dict[str, str]) -> float:
-    """Run a program in a child that adopts all its orphans; return the seconds of all of them."""
+def measure_program(words: list[str], folder: Path, environ: dict[str, str]) -> tuple[float, int]:
+    """Run a program in a child that adopts all its orphans.
+
+    Returns:
+        Processor seconds of all its processes; the most bytes that they held together, as the sum
+        of proportional set sizes, looked at twice a second.
+    """
     began_s = time.monotonic()
     child = os.fork()
     if not child:
@@ -127,11 +138,24 @@ def cpu_seconds(words: list[str], folder: Path, environ: dict[str, str]) -> floa
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         (folder / "cpu").write_text(str(used.ru_utime + used.ru_stime))
         os._exit(done.returncode)
-    _, state = os.waitpid(child, 0)
-    if state:
+    most_bytes = 0
+    while not (done := os.waitpid(child, os.WNOHANG))[0]:
+        most_bytes = max(most_bytes, count_bytes(child))
+        time.sleep(0.5)
+    if done[1]:
         raise SystemExit((folder / "log").read_text()[-3000:])
     print(words[0], f"{time.monotonic() - began_s:.0f} s", flush=True)
-    return float((folder / "cpu").read_text())
+    return float((folder / "cpu").read_text()), most_bytes
+
+
+def count_bytes(process: int) -> int:
+    """Return the sum of the proportional set sizes of a process' descendants."""
+    total = 0
+    with suppress(psutil.Error):
+        for one in psutil.Process(process).children(recursive=True):
+            with suppress(psutil.Error):
+                total += one.memory_full_info().pss
+    return total
 
 
 def cost() -> dict[str, Any]:
@@ -140,8 +164,8 @@ def cost() -> dict[str, Any]:
         folder = Path(text)
         asked = json.dumps({**COST, "cpus": 1})
         words = [sys.executable, str(APP / "simulate.py"), str(APP), str(folder / "w.pt"), asked]
-        theirs = cpu_seconds(words, folder, {**QUIET, "HOME": text})
-        ours = cpu_seconds(
+        theirs, their_bytes = measure_program(words, folder, {**QUIET, "HOME": text})
+        ours, our_bytes = measure_program(
             [
                 sys.executable, "-m", "shoal", "train", "data.source=digits", "data.split=even",
                 "data.validation=0", "model.build=task:Net", "islands.data=own",
@@ -154,20 +178,29 @@ def cost() -> dict[str, Any]:
             ],
             folder, {**QUIET, "PYTHONPATH": f"{ROOT / 'src'}:{APP}"},
         )  # fmt: skip
-    return {"asked": COST, "flower_cpu_s": theirs, "shoal_cpu_s": ours, "ratio": ours / theirs}
+    return {
+        "asked": COST, "flower_cpu_s": theirs, "shoal_cpu_s": ours, "ratio": ours / theirs,
+        "flower_bytes": their_bytes, "shoal_bytes": our_bytes,
+    }  # fmt: skip
 
 
 def main() -> int:
     """Measure the parts that the command line names, write them, judge."""
-    parts = sys.argv[1:] or ["numbers", "cost"]
+    kinds = {"numbers": numbers, "strategies": compare_strategies, "cost": cost}
+    parts = sys.argv[1:] or [*kinds]
     record = json.loads(TARGET.read_text()) if TARGET.exists() else {}
     for part in parts:
-        found = {"numbers": numbers, "cost": cost}[part]()
-        record[part] = {**found, "source": source_hash(), "machine": machine()}
+        record[part] = {**kinds[part](), "source": source_hash(), "machine": machine()}
         TARGET.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=1))
     apart = max(record.get("numbers", {}).get("largest_difference", {}).values(), default=0.0)
-    return int(apart > GATE or record.get("cost", {}).get("ratio", 0.0) > SHARE)
+    distances = record.get("strategies", {}).get("largest_distance", {})
+    far = [name for name, one in distances.items() if one > STRATEGY_GATE and name != NO_GATE]
+    spent = record.get("cost", {})
+    limits = {"ratio": SHARE, "shoal_cpu_s": MOST_CPU_S, "shoal_bytes": MOST_BYTES}
+    return int(
+        apart > GATE or bool(far) or any(spent.get(name, 0) > most for name, most in limits.items())
+    )
 
 
 if __name__ == "__main__":
