@@ -57,6 +57,12 @@ def test_no_torch_is_imported(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_watchdog_of_a_users_loop_loads_no_supervisor() -> None:
+    """A run of a loop waits for it at its start."""
+    script = "import sys, shoal.launch.watchdog; sys.exit('shoal.launch.supervisor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
 SHOAL, BARE = [sys.executable, "-m", "shoal"], [sys.executable, "-c", ""]
 TIMES = 20.0
 """CPU time of --help at most, in that of `python -c ''`: 0.2 s where that takes 0.01 s."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,39 @@ def restore_origins(loaded: LoadedConfig, path: Path) -> None:
     Args:
         path: the run.toml from which `loaded` was read.
     """
+    for section, key, value, origin in _read_origins(path):
+        defaults = getattr(Config(), section, None)
+        name = f"{section}.{key}"
+        edited = origin == "default" and toml_value(value) != toml_value(
+            getattr(defaults, key, value)
+        )
+        if loaded.origins.get(name) == str(path) and not edited:
+            loaded.origins[name] = origin
+
+
+def is_derived(path: Path, key: str) -> bool:
+    """Return whether a value in a run.toml was derived from others, and not chosen by the user.
+
+    Args:
+        path: a run.toml that `load_config` has accepted.
+        key: "section.key".
+    """
+    section, _, name = key.partition(".")
+    found = {(one[0], one[1]): one[3] for one in _read_origins(path, only=name)}
+    return found.get((section, name)) == "derived"
+
+
+def _read_origins(path: Path, only: str = "") -> Iterator[tuple[str, str, Any, str]]:
+    """Yield section, key, value and recorded origin of each line of a run.toml that has an origin.
+
+    Args:
+        path: the file.
+        only: skip the lines of all keys whose names do not begin with this; parsing costs most.
+    """
     section = ""
     for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.lstrip().startswith(("[", only)):
+            continue
         written, mark, origin = line.rpartition("# ")
         try:
             table = tomllib.loads(written if mark else line)
@@ -62,21 +94,8 @@ def restore_origins(loaded: LoadedConfig, path: Path) -> None:
         if line.startswith("["):
             section = next(iter(table))
             continue
-        defaults = getattr(Config(), section, None)
         for key, value in table.items() if mark else ():
-            name = f"{section}.{key}"
-            edited = origin == "default" and toml_value(value) != toml_value(
-                getattr(defaults, key, value)
-            )
-            if loaded.origins.get(name) == str(path) and not edited:
-                loaded.origins[name] = origin
-
-
-def is_derived(path: Path, key: str) -> bool:
-    """Return whether a value in a run.toml was derived from others, and not chosen by the user."""
-    loaded = load_config(path)
-    restore_origins(loaded, path)
-    return loaded.origins.get(key) == "derived"
+            yield section, key, value, origin
 
 
 def write_derived(path: Path, section: str, **values: Any) -> None:

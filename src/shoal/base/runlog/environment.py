@@ -25,6 +25,9 @@ IF_LOADED = ("transformers", "peft", "datasets", "tokenizers", "webdataset", "to
 Code = dict[str, list[str]]
 """Module → [path, from the working folder if inside it; digest of its source]."""
 
+_library_files: set[str] = set()
+"""Files of modules that an earlier run of this process found to be no user's."""
+
 _TOKENS = re.compile(
     rb'("""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')'
     rb"|^[ \t]*(?:#[^\n]*)?\r?\n|[ \t]*(?:#[^\n]*)?(?=\r?\n)",
@@ -67,10 +70,11 @@ def find_user_code() -> Code:
     known: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
+        if not isinstance(file, str) or not file.endswith(".py") or file in _library_files:
             continue
         path = _resolve(file, known)
         if path.startswith(outside) or "site-packages" in path or "dist-packages" in path:
+            _library_files.add(file)
             continue
         if digest := source_digest(Path(path)):
             inside = os.path.relpath(path)

@@ -67,8 +67,9 @@ def list_iterators(samples: int) -> list[Any]:
     Args:
         samples: of the current batch: loaders of smaller batches did not make it.
     """
-    kinds = {id(kind) for kind in _list_subclasses(LoaderIterator)}
-    found = [one for one in gc.get_objects() if id(type(one)) in kinds]
+    kinds = _list_subclasses(LoaderIterator)
+    # An object refers to its class: the garbage collector searches for that in C.
+    found = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     sized = [one for one in found if one._num_yielded and hasattr(one._index_sampler, "batch_size")]
     return [one for one in sized if one._index_sampler.batch_size >= samples]
 
