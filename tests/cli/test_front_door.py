@@ -161,7 +161,7 @@ FACTS = (
         "watch",
     ),
     *("checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint import"),
-    *("config import", "find lr", "find micro-batch", "data look"),
+    *("config import", "find lr", "find micro-batch", "data look", "islands show"),
 )
 ACTS = ("train", "run", "serve", "launch slurm", "launch kubernetes", "launch ssh")
 """Verbs that start something, or write a job for a person to submit."""

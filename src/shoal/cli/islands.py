@@ -31,7 +31,7 @@ from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalErro
 from shoal.base.estimates.facts import usable_cores
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import write_atomically
-from shoal.base.runlog.damaged_lines import read_object
+from shoal.base.runlog.damaged_lines import parse_event, read_object
 from shoal.base.runlog.events import EventLog
 from shoal.checkpoint.format.folders import make_temporary_path
 from shoal.checkpoint.format.lease import RunLease
@@ -101,6 +101,7 @@ def launch_islands(
     """
     config = loaded.config
     count, restarts = config.islands.groups, config.launch.restarts
+    changes = config.islands.changes_members
     if not read_token(environ):  # every user of this machine can connect to their port
         environ = {**environ, TOKEN: new_token()}
     if config.islands.owned:
@@ -111,16 +112,18 @@ def launch_islands(
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         for attempt in range(restarts + 1):
-            if not config.islands.owned:  # also for one that died before its first checkpoint
+            if not (
+                config.islands.owned or changes
+            ):  # also for one that died before its first checkpoint
                 _copy_island_checkpoints(folder, count)
             _write_folders(loaded, plan, folder, sized=sized)
             folders = [island_folder(folder, index) for index in range(count)]
             islands = [_IslandSupervisor(one, guardian, attempt) for one in folders]
-            codes = _run_islands(islands, environ, view, stop)
+            codes = _run_islands(islands, environ, view, stop, restarts if changes else 0)
             if size := _recorded_micro_batch(loaded, plan.batch, folder):  # for resumes of the run
                 write_derived(folder / "run.toml", "train", micro_batch=size)
             lost = [island for island, code in enumerate(codes) if code not in STOPPED]
-            if not lost or stop.first is not None or attempt == restarts:
+            if not lost or stop.first is not None or attempt == restarts or changes:
                 break
             if any(codes[island] in USER_MUST_ACT for island in lost):
                 break
@@ -161,8 +164,10 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: boo
         folder: the run's, with the islands' folders.
         sized: the plan's micro-batch was chosen by an earlier start.
     """
-    at = f"127.0.0.1:{free_port()}"
-    islands, kept = loaded.config.islands, _recorded_micro_batch(loaded, plan.batch, folder)
+    islands = loaded.config.islands
+    listening = islands.groups if islands.changes_members else 1
+    at = ",".join(f"127.0.0.1:{port}" for port in _free_ports(listening))
+    kept = _recorded_micro_batch(loaded, plan.batch, folder)
     is_open_size = loaded.origins.get(MICRO_BATCH) == "derived"
     data = loaded.config.data
     if islands.owned:
@@ -186,6 +191,14 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: boo
         write_atomically(path / "run.toml", to_toml(own))
         known = {"chosen": chosen, "sized": sized or kept > 0 or not is_open_size}
         write_atomically(path / "plan.json", settled.to_json(known))
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return free ports of this machine, all different."""
+    found: dict[int, None] = {}
+    while len(found) < count:
+        found[free_port()] = None
+    return list(found)
 
 
 def _check_same_owners(folder: Path, count: int) -> None:
@@ -244,8 +257,13 @@ def _run_islands(
     environ: Mapping[str, str],
     view: LiveView,
     stop: StopSignals,
+    restarts: int = 0,
 ) -> list[int]:
-    """Start every island, wait until all have ended, and return their exit codes."""
+    """Start every island, wait until all have ended, and return their exit codes.
+
+    Args:
+        restarts: times that an island is started again while the others go on.
+    """
     for island in islands:
         island.start(len(islands), environ)
     told = False
@@ -258,6 +276,8 @@ def _run_islands(
                     island.ask_to_stop()
             if told and (stop.insists or time.monotonic() > until_s):
                 break
+            if restarts and not told:
+                _start_lost_islands(islands, restarts, environ)
             if any(island.failed_to_start for island in islands):
                 for island in islands:  # they would wait in vain for the lost island
                     island.ask_to_stop()
@@ -267,6 +287,17 @@ def _run_islands(
         for island in islands:
             island.kill()
     return [island.ended() for island in islands]
+
+
+def _start_lost_islands(
+    islands: Sequence[_IslandSupervisor], restarts: int, environ: Mapping[str, str]
+) -> None:
+    """Start lost islands again, and stop those that came back after the end of the run."""
+    for island in islands:
+        island.start_again_if_lost(restarts, len(islands), environ)
+    if any(island.process.poll() == 0 for island in islands):
+        for island in islands:  # nobody is left who would give it a seat
+            island.stop_if_late()
 
 
 class _IslandSupervisor:
@@ -279,7 +310,7 @@ class _IslandSupervisor:
     def __init__(self, folder: Path, guardian: Guardian, attempt: int = 0) -> None:
         self.folder, self.guardian, self.attempt = folder, guardian, attempt
         self.log_path = folder / "logs" / "supervisor.log"
-        self.log_start, self._asked = 0, False
+        self.log_start, self._asked, self.is_late = 0, False, False
 
     def start(self, count: int, environ: Mapping[str, str]) -> None:
         """Start the supervisor as one of `count` islands.
@@ -312,6 +343,39 @@ class _IslandSupervisor:
         config = load_config(self.folder / "run.toml").config
         step_s = MetricsProgress(self.folder / "metrics.jsonl").step_s()
         return StopGrace(self.folder, config.launch.grace_s, _steps_to_save(config)).seconds(step_s)
+
+    def start_again_if_lost(self, most: int, count: int, environ: Mapping[str, str]) -> None:
+        """Start the supervisor again if its island was lost, `most` times in all.
+
+        The other islands go on meanwhile, and take it in.
+        """
+        code = self.process.poll()
+        if code is None or code in (*STOPPED, *USER_MUST_ACT) or self.attempt >= most:
+            return
+        self.attempt += 1
+        events = EventLog(self.folder / "events.jsonl", None)
+        events.emit("restarting", attempt=self.attempt, of=most, islands=[self.index])
+        self.start(count, environ)
+
+    def stop_if_late(self) -> None:
+        """Stop an island that came back after the others had completed the run."""
+        if self.process.poll() is None and not self.is_late and self._waits_for_seat():
+            self.is_late = True
+            self.ask_to_stop()
+
+    def _waits_for_seat(self) -> bool:
+        """Return whether the island was started again, and has no seat since."""
+        names = list[str]()
+        with contextlib.suppress(OSError):
+            lines = (self.folder / "events.jsonl").read_bytes().splitlines()
+            names = [str(event["event"]) for line in lines if (event := parse_event(line))]
+        again = [place for place, name in enumerate(names) if name == "restarting"]
+        return bool(again) and "islands_met" not in names[again[-1] :]
+
+    @property
+    def index(self) -> int:
+        """Return the number of the island."""
+        return int(self.folder.name.rpartition("-")[2])
 
     @property
     def failed_to_start(self) -> bool:
@@ -347,6 +411,8 @@ class _IslandSupervisor:
         Args:
             signal_number: the signal by which all islands were asked to stop, if one was.
         """
+        if code in STOPPED and self.is_late:
+            return RunOutcome("finished", 0, attempts, "")
         if code in STOPPED:
             number = signal_number or max(0, code - 128)
             if not number:

@@ -70,6 +70,7 @@ HEADINGS = {
         "replay": "Repeat a step, or compare two runs tensor by tensor.",
         "trace": "Merge the traces of all ranks into one file, with a summary.",
         "diagnose": "Name what went wrong, on which rank, what to try.",
+        "islands": "List who merged in each round, who joined and who left.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },
     "Other tools": {
@@ -171,6 +172,7 @@ GROUPS = {
     "config": config_import.app,
     "data": data.app,
     "find": find.app,
+    "islands": runs.islands_app,
     "launch": launch.app,
 }
 """Groups of verbs: another word must follow."""

@@ -44,7 +44,7 @@ from shoal.trainer.islands.island_join import (
     IslandConnection,
     forecast_rounds,
     join_islands,
-    resume_common_round,
+    resume_islands,
 )
 from shoal.trainer.islands.owner_data import (
     estimate_group_steps,
@@ -175,7 +175,7 @@ def _prepare(
     # The loader exists before a checkpoint's data is compared with it.
     run.loader(source.train, workers=config.data.workers, collate=source.collate)
     if joined is not None:
-        resume_common_round(run, joined)
+        resume_islands(run, joined, alone=alone)
     elif not run.restore():
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = count_total_steps(config, source, run.plan.batch)

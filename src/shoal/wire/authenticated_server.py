@@ -186,10 +186,15 @@ class AuthenticatedServer:
             del peer.came[: begins + length]
             yield peer.hears.open(proof, text)
 
-    def answer(self, peer: Peer, message: Any) -> None:
-        """Answer a peer's request; each request gets one answer, in order."""
+    def answer(self, peer: Peer, message: Any, raw: bytes = b"") -> None:
+        """Answer a peer's request; each request gets one answer, in order.
+
+        Args:
+            raw: bytes after the frame, without a MAC of their own: the message names their hash.
+        """
         if peer.says is not None:
             peer.goes += peer.says.encode_frame(message)
+            peer.goes += raw
             try:
                 self._send(peer)
             except OSError:

@@ -125,6 +125,15 @@ class AuthenticatedConnection:
             raise ConnectionError(f"a frame of {length} bytes")
         return self._hears.open(self._read(MAC), self._read(length))
 
+    def receive_bytes(self, count: int, within_s: float) -> bytes:
+        """Receive raw bytes that follow a frame; the frame names their hash."""
+        self.connection.settimeout(max(within_s, 0.001))
+        return self._read(count)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
     def _read(self, count: int) -> bytes:
         read = bytearray()
         while len(read) < count:

@@ -84,6 +84,8 @@ class IslandsPolicy:
             island; TCP connections to each other island.
         bound, cosine, refusals: limits of the admission test; refusals in a row that stop an
             island.
+        least, wait_s: islands may come and go while so many are left (0: the list is fixed);
+            longest wait for islands without which nobody may go on.
 
     The constructor checks nothing. `settled()` returns a copy in which unset values (0, −1, "") are
     the method's defaults; it raises a ConfigError with the nearest legal value.
@@ -137,7 +139,8 @@ class IslandsPolicy:
     far_period: int = 1
     """two tiers: every so many rounds all islands merge, else those of one region"""
     at: str = ""
-    """HOST:PORT where island 0 waits for the others; "": all islands on this machine"""
+    """HOST:PORT where island 0 waits for the others; with islands.least one of each island, with
+    commas between; "": all islands on this machine"""
     index: int = 0
     """with islands.at: which island this is, from 0"""
     connections: int = 2
@@ -149,6 +152,10 @@ class IslandsPolicy:
     data=own −1 in the place of −0.2: none is refused for its direction"""
     refusals: int = 3
     """refusals in a row after which an island stops"""
+    least: int = 0
+    """islands that are enough to go on: islands may come and go; 0: the list of islands is fixed"""
+    wait_s: float = 600.0
+    """with islands.least: longest wait for islands without which nobody may go on"""
 
     @property
     def on(self) -> bool:
@@ -164,6 +171,21 @@ class IslandsPolicy:
     def owned(self) -> bool:
         """True if each island holds data of its own."""
         return self.on and self.data == "own"
+
+    @property
+    def changes_members(self) -> bool:
+        """True if islands may come and go while the run lasts."""
+        return self.on and self.least > 0
+
+    def addresses(self) -> dict[int, str]:
+        """Return the address of every island, if they may come and go.
+
+        >>> IslandsPolicy(
+        ...     "diloco", count=2, least=1, at="10.0.0.1:29400,10.0.0.2:29400"
+        ... ).addresses()
+        {0: '10.0.0.1:29400', 1: '10.0.0.2:29400'}
+        """
+        return dict(enumerate(self.at.split(","))) if self.at else {}
 
     @property
     def groups(self) -> int:
@@ -260,6 +282,10 @@ class IslandsPolicy:
         self._check_fragments()
         self._check_places()
         self._check_owners()
+        if self.changes_members:
+            from shoal.base.layouts.changing_members import check_changing_members
+
+            check_changing_members(self, is_address)
 
     def _check_fragments(self) -> None:
         if self.fragments > 1 and self.method != "streaming-diloco":
@@ -324,7 +350,7 @@ class IslandsPolicy:
                 f"islands.index = {self.index}: islands are counted from 0 to islands.count − 1 = "
                 f"{self.groups - 1}; try: islands.index={close}"
             )
-        if self.at and not is_address(self.at):
+        if self.at and not self.changes_members and not is_address(self.at):
             raise ConfigError(
                 f"islands.at = {self.at}: HOST:PORT is wanted; try: islands.at=10.0.0.1:29400"
             )
@@ -339,7 +365,7 @@ class IslandsPolicy:
 LEAST = {
     "count": 1, "period": 1, "outer_lr": 0, "outer_momentum": 0, "fragments": 1, "proximal": 0,
     "regions": 1, "far_period": 1, "connections": 1, "bound": 1, "cosine": -1, "refusals": 1,
-    "epochs": 0, "concurrent": 0,
+    "epochs": 0, "concurrent": 0, "least": 0, "wait_s": 1,
 }  # fmt: skip
 """Smallest value of each key."""
 

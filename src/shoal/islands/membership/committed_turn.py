@@ -23,11 +23,14 @@ Source: Lamport 1998 (Paxos); Howard et al. 2016 (quorums of the phases need onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
 from shoal.islands.sample_ranges import SampleRange, SampleStream, drop_consumed
+
+Dealing = int | Callable[[SampleStream, Sequence[float | None]], Sequence[int]]
+"""Samples of a member in a turn: as many for each, or by the stream and the members' speeds."""
 
 
 class Seat(NamedTuple):
@@ -46,6 +49,7 @@ class TurnProposal(NamedTuple):
         used: samples of those dealt that it used.
         joiners: processes that asked this member to join.
         leaves: the member has no seat in the next turn: it says goodbye.
+        steps: inner steps behind the change · steps_per_s: its speed, without waits.
     """
 
     seat: Seat
@@ -54,6 +58,24 @@ class TurnProposal(NamedTuple):
     used: int
     joiners: tuple[Seat, ...] = ()
     leaves: bool = False
+    steps: int = 0
+    steps_per_s: float | None = None
+
+
+class MemberWork(NamedTuple):
+    """Work of a committer in a turn, as all members committed it.
+
+    Attributes:
+        samples: of those dealt to it, that it used.
+        tokens: its weight in the mean.
+        steps_per_s: its speed, by which the next turn is dealt; None: not measured.
+    """
+
+    name: int
+    steps: int
+    samples: int
+    tokens: int
+    steps_per_s: float | None = None
 
 
 class CommittedTurn(NamedTuple):
@@ -62,6 +84,7 @@ class CommittedTurn(NamedTuple):
     Attributes:
         session: start of all members from their disks, in which this turn was decided.
         weights: hash of the merged weights and outer state.
+        work: steps and samples of each committer.
         dealt: samples of each of `seats` in the next turn.
         digest: hash of everything above, and of the turn before.
     """
@@ -72,14 +95,19 @@ class CommittedTurn(NamedTuple):
     weights: str
     committers: tuple[int, ...]
     divisor: int
+    work: tuple[MemberWork, ...]
     seats: tuple[Seat, ...]
     stream: SampleStream
-    dealt: tuple[tuple[SampleRange, ...], ...]
-    digest: str
+    dealt: tuple[tuple[SampleRange, ...], ...] = ()
+    digest: str = ""
 
     def names(self) -> tuple[int, ...]:
         """Return the names of the next turn's members."""
         return tuple(seat.name for seat in self.seats)
+
+    def returned(self) -> SampleStream:
+        """Return the stream with all dealt samples back in it."""
+        return self.stream.return_unused(span for spans in self.dealt for span in spans)
 
     def seat_of(self, name: int) -> Seat | None:
         """Return the seat of a member, None if it has none."""
@@ -135,7 +163,7 @@ def seat_members(
 
 
 def start_session(
-    session: int, before: CommittedTurn | None, seats: Sequence[Seat], samples: int
+    session: int, before: CommittedTurn | None, seats: Sequence[Seat], samples: Dealing
 ) -> CommittedTurn:
     """Return the fact with which all members start together from their disks.
 
@@ -143,9 +171,10 @@ def start_session(
         before: newest turn that all of them hold; None: a new run.
         samples: dealt to each member in a turn.
     """
-    stream = SampleStream() if before is None else _return_all(before)
+    stream = SampleStream() if before is None else before.returned()
     turn, round_number, weights = (-1, 0, "") if before is None else before[1:4]
-    return _seal(session, turn, round_number, weights, (), 0, tuple(seats), stream, samples, before)
+    start = CommittedTurn(session, turn + 1, round_number, weights, (), 0, (), tuple(seats), stream)
+    return _seal(start, samples, before)
 
 
 def commit_turn(
@@ -153,7 +182,7 @@ def commit_turn(
     proposals: Sequence[TurnProposal],
     weights: str,
     seats: tuple[Seat, ...],
-    samples: int,
+    samples: Dealing,
 ) -> CommittedTurn:
     """Return the fact after a turn; without proposals the turn is discarded.
 
@@ -166,38 +195,32 @@ def commit_turn(
     stream = before.stream
     for seat, spans in zip(before.seats, before.dealt, strict=True):
         stream = stream.return_unused(drop_consumed(spans, used.get(seat.name, 0)))
-    return _seal(
+    work = tuple(
+        MemberWork(one.seat.name, one.steps, one.used, one.tokens, one.steps_per_s)
+        for one in proposals
+    )
+    after = CommittedTurn(
         before.session,
-        before.turn,
+        before.turn + 1,
         before.round + bool(proposals),
         weights,
-        tuple(proposal.seat.name for proposal in proposals),
-        sum(proposal.tokens for proposal in proposals),
+        tuple(one.name for one in work),
+        sum(one.tokens for one in work),
+        work,
         seats,
         stream,
-        samples,
-        before,
     )
+    return _seal(after, samples, before)
 
 
-def _return_all(before: CommittedTurn) -> SampleStream:
-    return before.stream.return_unused(span for spans in before.dealt for span in spans)
-
-
-def _seal(
-    session: int,
-    turn: int,
-    round_number: int,
-    weights: str,
-    committers: tuple[int, ...],
-    divisor: int,
-    seats: tuple[Seat, ...],
-    stream: SampleStream,
-    samples: int,
-    before: CommittedTurn | None,
-) -> CommittedTurn:
+def _seal(fact: CommittedTurn, samples: Dealing, before: CommittedTurn | None) -> CommittedTurn:
     """Deal the next turn's samples, and hash the fact."""
-    stream, dealt = stream.deal([samples] * len(seats))
-    fields = (session, turn + 1, round_number, weights, committers, divisor, seats, stream, dealt)
+    speeds = {one.name: one.steps_per_s for one in fact.work}
+    if isinstance(samples, int):
+        wanted: Sequence[int] = [samples] * len(fact.seats)
+    else:
+        wanted = samples(fact.stream, [speeds.get(seat.name) for seat in fact.seats])
+    stream, dealt = fact.stream.deal(wanted)
     past = "" if before is None else before.digest
-    return CommittedTurn(*fields, sha256(f"{past}{fields}".encode()).hexdigest()[:32])
+    found = fact._replace(stream=stream, dealt=dealt)
+    return found._replace(digest=sha256(f"{past}{tuple(found)}".encode()).hexdigest()[:32])

@@ -24,6 +24,7 @@ from shoal.islands.commit_vote import Ballot as FullBallot
 from shoal.islands.membership.commit_tally import CommitTally
 from shoal.islands.membership.committed_turn import (
     CommittedTurn,
+    Dealing,
     Seat,
     TurnProposal,
     commit_turn,
@@ -75,7 +76,7 @@ class IslandMember:
         seat: Seat,
         fact: CommittedTurn | None,
         peers: tuple[int, ...],
-        samples: int,
+        samples: Dealing,
         *,
         least: int = 1,
         is_saved: bool = True,
@@ -109,28 +110,44 @@ class IslandMember:
         """Ask all others for the newest fact, and for a seat."""
         self._send(self.peers, Hello(self.seat, *self._position()))
 
-    def trained(self, change: str, tokens: int, used: int) -> None:
-        """Offer this member's change of the turn."""
+    def trained(
+        self,
+        change: str,
+        tokens: int,
+        used: int,
+        steps: int = 0,
+        steps_per_s: float | None = None,
+    ) -> None:
+        """Offer this member's change of the turn; `TurnProposal` explains the fields."""
         if not self.seated or self.seat.name in self.proposals:
             return
         joiners = tuple(sorted(self.joiners.values()))
-        proposal = TurnProposal(self.seat, change, tokens, used, joiners, self.leaves)
+        proposal = TurnProposal(
+            self.seat, change, tokens, used, joiners, self.leaves, steps, steps_per_s
+        )
         self.proposals[self.seat.name] = proposal
         self._send(self._others(), Propose(self.seat, *self._position(), proposal))
         self._merge_if_complete()
 
-    def merged(self, ballot: Ballot, weights: str) -> None:
-        """Take the result of `Merge`."""
+    def merged(self, ballot: Ballot, weights: str, refused: tuple[int, ...] = ()) -> None:
+        """Take the result of `Merge`.
+
+        Args:
+            refused: names whose changes do not count; all members refuse the same ones.
+        """
         before, chair, offer = self.fact, self.chair, self.offer
         if before is None or not self.seated:
             return
         if ballot == ALL_VOTE and len(self.proposals) == len(before.seats):
-            self._vote(ballot, self._fact(self._ordered(), weights, self._all_seats()))
+            counted = _admitted(self._ordered(), refused)
+            self._vote(ballot, self._fact(counted, weights, self._all_seats()))
         elif chair is not None and chair.ballot == ballot and chair.fact is None:
             seats = seat_members(chair.voters, self.joiners.values(), chair.proposals)
-            self._offer(chair, self._fact(chair.proposals, weights, seats))
+            counted = _admitted(chair.proposals, refused)
+            self._offer(chair, self._fact(counted, weights, seats))
         elif offer is not None and offer.ballot == ballot:
-            fact = self._fact(offer.proposals, weights, offer.fact.seats)
+            counted = _admitted(offer.proposals, refused)
+            fact = self._fact(counted, weights, offer.fact.seats)
             self._vote(ballot, offer.fact if fact.digest == offer.fact.digest else None)
 
     def saved(self) -> None:
@@ -227,7 +244,7 @@ class IslandMember:
     def _on_offer(self, offer: Offer) -> None:
         if offer.ballot != self.promised or self.seat not in offer.voters:
             return
-        if self.seat.name in offer.fact.committers and offer.proposals:
+        if any(one.seat == self.seat for one in offer.proposals):
             self.offer = offer
             self.actions.append(Merge(offer.ballot, offer.proposals))
         else:
@@ -406,6 +423,12 @@ class IslandMember:
         if self.seated:
             for message in early.values():
                 self.receive(message)
+
+
+def _admitted(
+    proposals: tuple[TurnProposal, ...], refused: tuple[int, ...]
+) -> tuple[TurnProposal, ...]:
+    return tuple(one for one in proposals if one.seat.name not in refused)
 
 
 HANDLERS: dict[type, Callable[[IslandMember, Any], None]] = {

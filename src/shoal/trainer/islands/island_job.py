@@ -48,6 +48,10 @@ def train_rounds(
         ClusterError: an island is lost.
         TrainingError: changes are refused, or no step of this island moved a weight.
     """
+    if joined.policy.changes_members and replayed is None:
+        from shoal.trainer.islands.member_job import train_members
+
+        return train_members(run, joined, source, config, total_steps)
     every = config.train.validate_every
     agreed = {"train.steps": total_steps, "train.validate_every": every}
     if joined.policy.owned:  # whose epochs are of unequal length

@@ -150,7 +150,8 @@ def join_islands(
     if policy.owned:
         own = policy.owners_of(policy.index)
         common.owners = OwnerStates(run, own, common.shards, policy.groups)
-    plane = _connect(policy, inner, run.recorder.notice, alone=alone)
+    by_members = policy.changes_members  # they connect in `member_job.py`
+    plane = _connect(policy, inner, run.recorder.notice, alone=alone or by_members)
     merger = FragmentMerger(
         plane,
         inner,
@@ -169,8 +170,8 @@ def join_islands(
     if policy.owned:
         check_same_tokenizer(plane, inner, tokenizer)
     agree_micro_batch(run, plane, is_open=is_open_size)
-    check_agreement(plane, _shared_settings(run, policy))
-    if run.world.is_first:
+    check_agreement(plane, shared_settings(run, policy))
+    if run.world.is_first and not by_members:
         owners = {"owners": policy.count} if policy.owned else {}
         run.recorder.events.emit(
             "islands_met", count=count, at=policy.at, encrypted=False, **owners
@@ -310,7 +311,7 @@ def check_same_tokenizer(plane: InterIslandGroup, inner: World, tokenizer: Any) 
             )
 
 
-def _shared_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
+def shared_settings(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
     """Return the values that must be equal on all islands, by their keys in run.toml."""
     plan = run.plan
     return {
@@ -372,6 +373,18 @@ def check_agreement(plane: InterIslandGroup, own: Mapping[str, Any]) -> None:
                     f"{key} = {other.get(key)} on island {island}, {value} on island 0: islands of "
                     f"a run are alike; try: {hint} on all of them"
                 )
+
+
+def resume_islands(run: Run, joined: IslandConnection, *, alone: bool) -> None:
+    """Restore the round from which the islands go on.
+
+    Islands that come and go find it later, when they meet (`member_job.py`).
+
+    Args:
+        alone: without the others: a replay of this island's steps.
+    """
+    if alone or not joined.policy.changes_members:
+        resume_common_round(run, joined)
 
 
 @phase("meet the other islands")

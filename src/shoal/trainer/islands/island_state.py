@@ -48,6 +48,7 @@ class CommonState:
         owners: state of the owners that this group of processes trains; None: islands share a
             stream of samples.
         positions, held: of all owners: samples that each has used, and that each has.
+        members: JSON of the committed turn, if islands come and go: who merged, and who is next.
     """
 
     outer: OuterState
@@ -70,6 +71,7 @@ class CommonState:
     owners: OwnerStates | None = None
     positions: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    members: Any = None
 
     def parts(self) -> dict[str, Part]:
         """Return outer weights and state, sharded as the parameters are, and the error feedback."""
@@ -111,6 +113,7 @@ class CommonState:
                 "refusals": self.refusals.state(),
                 "left": self.left.record(),
                 **({"positions": self.positions, "held": self.held} if self.owners else {}),
+                **({"members": self.members} if self.members else {}),
             }
         }
         return {"islands": {**found["islands"], "since": list(self.since)}}
@@ -157,6 +160,7 @@ class CommonState:
         for one, state in zip(self.admission, kept["admission"], strict=True) if same else ():
             one.load(state)
         self.round, self.digest = int(kept["round"]), str(kept["digest"])
+        self.members = kept.get("members")
         self.stream = SampleStream.from_json(kept["stream"])
         # Older checkpoints have no island index: then only the merged weights count.
         self.dealt, self.underway = (

@@ -1,0 +1,65 @@
+"""Which methods and settings let islands come and go (`islands.least`), and why others do not.
+
+The table of docs/how-it-works/members.md; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.base.errors import ConfigError
+
+NO_CHANGING_MEMBERS = {
+    "streaming-diloco": "fragments of several rounds are under way at a time",
+    "sparse-loco": "an island that goes takes along what its codec has left out so far",
+    "noloco": "its islands are never equal, so none can give another its state",
+    "scaffold": "its controls belong to owners, whose data stay where they are",
+}
+"""Methods whose islands cannot come and go, and why; all others allow it."""
+
+CODECS_WITHOUT_MEMORY = ("none", "bf16", "int8")
+"""Codecs whose error is not sent later."""
+
+ONLY: dict[str, Any] = {"data": "shared", "fragments": 1, "overlap": 0, "regions": 1, "mixing": 0}
+"""Value of each key that islands that come and go must have: they merge the whole model at once."""
+
+
+def check_changing_members(policy: Any, is_address: Callable[[str], bool]) -> None:
+    """Refuse what islands that come and go cannot have.
+
+    Args:
+        policy: `IslandsPolicy`, its numbers settled.
+        is_address: returns whether a text is HOST:PORT.
+
+    Raises:
+        ConfigError: names the key and the nearest legal value.
+    """
+    if why := NO_CHANGING_MEMBERS.get(policy.method, ""):
+        raise ConfigError(
+            f"islands.least = {policy.least}: {policy.method} has a fixed list of islands: {why}; "
+            f"try: islands.method=diloco, or islands.least=0"
+        )
+    for key, only in ONLY.items():
+        if getattr(policy, key) != only:
+            raise ConfigError(
+                f"islands.{key} = {getattr(policy, key)}: islands that come and go merge the whole "
+                f"model, all at once; try: islands.{key}={only}, or islands.least=0"
+            )
+    if policy.codec not in CODECS_WITHOUT_MEMORY:
+        raise ConfigError(
+            f"islands.codec = {policy.codec}: what it leaves out is sent later, and an island that "
+            f"goes takes that along; try: islands.codec=int8, or islands.least=0"
+        )
+    if policy.least > policy.count:
+        raise ConfigError(
+            f"islands.least = {policy.least}: more than islands.count = {policy.count}; try: "
+            f"islands.least={policy.count}"
+        )
+    given = policy.at.split(",") if policy.at else []
+    if given and (len(given) != policy.count or not all(map(is_address, given))):
+        raise ConfigError(
+            f"islands.at = {policy.at}: with islands.least an address of each of the "
+            f"{policy.count} islands is wanted, in their order; try: "
+            f"islands.at=10.0.0.1:29400,10.0.0.2:29400"
+        )

@@ -1,0 +1,264 @@
+"""Connections between members that come and go: messages that may get lost, and bytes on request.
+
+    every member    listens at its own address, and connects to the address of each other one
+    message         JSON to a member; its sender forgets it if the member does not take it
+    beat            every BEAT_S to each member; the answer names the start of its process
+    gone            nobody listens at a member's address, or another start of it answers: its
+                    process is dead. A member that is silent is not gone
+    fetch           bytes by a key, in pieces with a hash each
+
+No store and no first member: whoever dies takes nothing along. Both sides prove that they know the
+run's token, and every frame has a MAC (wire/authenticated_stream.py). The pieces of a fetch are raw
+bytes whose hash such a frame names. Nothing is encrypted.
+
+Source: failure detectors by heartbeat, Chandra and Toueg 1996. Beats accuse; the vote decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.fabric.islands.island_rendezvous import parse_address
+from shoal.wire.authenticated_server import AuthenticatedServer, Peer
+from shoal.wire.authenticated_stream import AuthenticatedConnection
+
+BEAT_S, CONNECT_S, ANSWER_S = 0.5, 3.0, 10.0
+PIECE_BYTES = 1 << 20
+BACKLOG = 64
+
+OnMessage = Callable[[int, str, Any], None]
+"""Called in another thread with a sender's number, its address, and its message."""
+
+Provide = Callable[[str, int, int], tuple[int, bytes] | None]
+"""Return (size of all, bytes from an offset on) of a key; None: not here."""
+
+
+class MemberLinks:
+    """Connections of one member to all others that it knows.
+
+    Args:
+        name, boot: of this process.
+        addresses: HOST:PORT of the members by number, this one included; grows with those that
+            send messages.
+        token: shared secret; empty: whoever reaches the ports may join.
+
+    Raises:
+        ClusterError: this process cannot listen at its address.
+    """
+
+    def __init__(
+        self,
+        name: int,
+        boot: int,
+        addresses: dict[int, str],
+        token: bytes,
+        on_message: OnMessage,
+        provide: Provide,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.name, self.boot, self.addresses, self.token = name, boot, dict(addresses), token
+        self._server = _MemberServer(self, _listen(addresses[name]), on_message, provide, tell)
+        self._lines: dict[int, _PeerLine] = {}
+        for other in self.addresses.keys() - {name}:
+            self._line(other)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of pieces that other members fetched here."""
+        return self._server.sent_bytes
+
+    def send(self, names: Iterable[int], message: Any) -> None:
+        """Send a message to members; one whose address is unknown gets none."""
+        for name in names:
+            if name != self.name and name in self.addresses:
+                self._line(name).outbox.put(message)
+
+    def gone(self, seats: Iterable[tuple[int, int]]) -> set[int]:
+        """Return those of (number, start of its process) whose process is dead."""
+        found = set()
+        for name, boot in seats:
+            line = self._lines.get(name)
+            if line is not None and (line.is_gone or line.boot > boot):
+                found.add(name)
+        return found
+
+    def restarted(self, seats: Iterable[tuple[int, int]]) -> set[int]:
+        """Return those whose process is dead, and another start of it answers."""
+        found = set()
+        for name, boot in seats:
+            line = self._lines.get(name)
+            if line is not None and line.boot > boot and not line.is_gone:
+                found.add(name)
+        return found
+
+    def restart(self) -> int:
+        """Count this process as started again; return the number of the start."""
+        self.boot += 1
+        return self.boot
+
+    def learn(self, name: int, address: str) -> None:
+        """Note the address of a member that sent a message."""
+        if self.addresses.get(name) != address:
+            self.addresses[name] = address
+            if line := self._lines.pop(name, None):
+                line.close()
+        self._line(name)
+
+    def fetch(self, name: int, key: str) -> bytes | None:
+        """Return the bytes of a key from a member; None if it has them not.
+
+        Raises:
+            OSError: the member is not reached, or its bytes were altered.
+        """
+        found = bytearray()
+        with contextlib.closing(_connect(self.addresses[name], self.token)) as line:
+            while True:
+                told = line.ask(["piece", key, len(found)], ANSWER_S)
+                if told is None:
+                    return None
+                size, length, digest = told
+                piece = line.receive_bytes(length, ANSWER_S)
+                if hashlib.sha256(piece).hexdigest() != digest:
+                    raise ConnectionError(f"island {name}: a piece of {key} was altered")
+                found += piece
+                if len(found) >= size or not piece:
+                    return bytes(found)
+
+    def close(self) -> None:
+        """End all connections; messages that were not sent yet are sent first."""
+        lines = list(self._lines.values())
+        for line in lines:
+            line.close()
+        for line in lines:
+            line.thread.join(CONNECT_S)
+        self._server.end()
+
+    def _line(self, name: int) -> _PeerLine:
+        if name not in self._lines:
+            self._lines[name] = _PeerLine(self, name)
+        return self._lines[name]
+
+
+class _PeerLine:
+    """Sender of messages and beats to one member, in a thread."""
+
+    def __init__(self, links: MemberLinks, name: int) -> None:
+        self.links, self.address = links, links.addresses[name]
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.is_gone, self.boot = False, -1
+        self._closed = threading.Event()
+        self._connection: AuthenticatedConnection | None = None
+        self.thread = threading.Thread(target=self._run, name=f"island-{name}", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self.outbox.put(None)
+
+    def _run(self) -> None:
+        while True:
+            message = None
+            with contextlib.suppress(queue.Empty):
+                message = self.outbox.get(timeout=BEAT_S)
+            if message is None and self._closed.is_set():
+                break
+            self._deliver(message)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _deliver(self, message: Any) -> None:
+        """Send a message, or a beat; once more on a new connection if the old one was closed."""
+        links = self.links
+        request = ["message", links.name, links.addresses[links.name], message]
+        for _ in range(2):
+            try:
+                if self._connection is None:
+                    self._connection = _connect(self.address, links.token)
+                self.boot = max(self.boot, int(self._connection.ask(request, ANSWER_S)))
+                self.is_gone = False
+                return
+            except ConnectionError:
+                self._drop()
+                self.is_gone = True
+            except (OSError, ConfigError, ValueError, TypeError):
+                self._drop()  # silent, or a stranger: that is no proof of a dead process
+                return
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+class _MemberServer(AuthenticatedServer):
+    """Server of one member's address, in a thread until `end`."""
+
+    def __init__(
+        self,
+        links: MemberLinks,
+        listener: socket.socket,
+        on_message: OnMessage,
+        provide: Provide,
+        tell: Callable[[str], None],
+    ) -> None:
+        super().__init__(listener, links.token, tell)
+        self._links, self._on_message, self._provide = links, on_message, provide
+        self.sent_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="island-server", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Close all connections and the address."""
+        self._ended.set()
+        self._thread.join(2 * CONNECT_S)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self.serve(BEAT_S / 4)
+        for peer in list(self.peers):
+            self._drop(peer)
+        self._listener.close()
+
+    def handle_request(self, peer: Peer, request: Any) -> None:
+        """Take a message or a beat, or answer with a piece."""
+        match request:
+            case ["message", int(name), str(address), message]:
+                self.answer(peer, self._links.boot)
+                if message is not None:
+                    self._on_message(name, address, message)
+            case ["piece", str(key), int(offset)]:
+                found = self._provide(key, offset, PIECE_BYTES)
+                if found is None:
+                    self.answer(peer, None)
+                    return
+                size, piece = found
+                self.sent_bytes += len(piece)
+                digest = hashlib.sha256(piece).hexdigest()
+                self.answer(peer, [size, len(piece), digest], piece)
+            case _:
+                raise ValueError("not one of a member's requests")
+
+
+def _listen(at: str) -> socket.socket:
+    host, port = parse_address(at)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as failure:
+        raise ClusterError(
+            f"islands.at: this island cannot listen at {at}: {failure.strerror}; it must be a free "
+            f"port on an address of its own machine"
+        ) from failure
+
+
+def _connect(at: str, token: bytes) -> AuthenticatedConnection:
+    connection = socket.create_connection(parse_address(at), timeout=CONNECT_S)
+    return AuthenticatedConnection(connection, token, at)

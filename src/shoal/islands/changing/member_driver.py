@@ -1,0 +1,458 @@
+"""Driver of an island's member: messages, timers and merges for the state machine, in a thread.
+
+    training thread     offer(change) ── wait_for_turn() ── note_saved() / note_healed()
+    this thread         IslandMember: events in, actions out; merges; serves changes to the others
+    links' threads      messages of other members come in, bytes are fetched
+
+The state machine decides all; this thread only says what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.base.errors import ClusterError, ConfigError, ShoalError
+from shoal.fabric.islands.member_links import MemberLinks
+from shoal.islands.changing.change_merge import ChangeMerge, MergedChanges
+from shoal.islands.changing.change_store import KEY, ChangeStore
+from shoal.islands.changing.grace_windows import GraceWindow, needs_common_start
+from shoal.islands.commit_vote import name_islands
+from shoal.islands.membership.committed_turn import (
+    CommittedTurn,
+    Seat,
+)
+from shoal.islands.membership.island_member import IslandMember
+from shoal.islands.membership.message_json import decode_message, encode_message
+from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
+from shoal.islands.membership.turn_messages import (
+    Action,
+    Apply,
+    Await,
+    Decide,
+    Hello,
+    Merge,
+    Message,
+    Send,
+    Welcome,
+)
+from shoal.islands.peer_deadline import PeerDeadline
+
+TICK_S, GREET_S = 0.05, 0.5
+SESSION_S = 5.0
+"""Seconds after an answer of a running session in which no other one is started."""
+STATE = "state/"
+REFUSE, DONE, ARRIVAL = "refuse", "done", "arrival"
+
+
+@dataclass(frozen=True)
+class AppliedTurn:
+    """A committed turn for the training thread.
+
+    Attributes:
+        merged: what this member merged itself; None: it merged nothing, or has to heal.
+        heal: its weights are not those of the turn: it loads another member's state.
+        train: it has a seat in the next turn.
+        absent: members of the turn before that are no committers: name → why.
+        refused: those whose changes did not count: name → why.
+    """
+
+    fact: CommittedTurn
+    merged: MergedChanges | None
+    heal: bool
+    train: bool
+    absent: dict[int, str]
+    refused: dict[int, str]
+
+
+class MemberDriver:
+    """One process of the protocol; the training thread calls the public methods.
+
+    Args:
+        member: this process, with the newest turn on its disk.
+        links: opened by `start`, with this driver's callbacks.
+        settings: must be equal on all members, by key.
+        describe: compares settings with those of another: an error text, "" if they agree.
+        provide_state: bytes of this member's saved state by key (`MemberLinks`).
+    """
+
+    def __init__(
+        self,
+        member: IslandMember,
+        merge: ChangeMerge,
+        patience: PeerDeadline,
+        *,
+        arrival: ArrivalReport,
+        count: int,
+        wait_s: float,
+        settings: dict[str, Any],
+        describe: Callable[[dict[str, Any], int], str],
+        provide_state: Callable[[str, int, int], tuple[int, bytes] | None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.member, self.merge, self.patience = member, merge, patience
+        self.meeting: SessionMeeting | None = SessionMeeting(arrival, count)
+        self._arrival, self._count = arrival, count
+        self.wait_s, self.settings, self.describe = wait_s, settings, describe
+        self.provide_state, self.tell = provide_state, tell
+        self.is_healthy = True
+        self._asked: Merge | None = None
+        self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[AppliedTurn | ShoalError] = queue.SimpleQueue()
+        self._newest = -1, -1
+        self._greeted_s = self._waits_since_s = time.monotonic()
+        self.window = GraceWindow(patience, wait_s)
+        self.changes = ChangeStore(lambda name: self._events.put(("fetched", name)))
+        self._awaits: tuple[int, ...] = ()
+        self._seats: tuple[Seat, ...] = ()
+        self._welcomed_s = -SESSION_S
+        self._done: set[int] = set()
+        self._sent_bytes = 0
+        self._reasons: dict[int, str] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="island-member", daemon=True)
+
+    # the training thread
+
+    def start(self, links: MemberLinks) -> None:
+        """Begin to take part."""
+        self.links = self.changes.links = links
+        self._thread.start()
+
+    def wait_for_turn(self, interrupted: Callable[[], bool]) -> AppliedTurn | None:
+        """Return the next committed turn, the newest if several came; None if interrupted.
+
+        Raises:
+            ClusterError: too few members are left, and `wait_s` has passed; ConfigError: the
+                settings differ.
+        """
+        found: AppliedTurn | None = None
+        while found is None or not self._turns.empty():
+            try:
+                turn = self._turns.get(timeout=TICK_S)
+            except queue.Empty:
+                if interrupted():
+                    return None
+                continue
+            if isinstance(turn, ShoalError):
+                raise turn
+            found = (
+                turn
+                if found is None or not (found.heal or turn.heal)
+                else (AppliedTurn(turn.fact, None, True, turn.train, turn.absent, turn.refused))
+            )
+        return found
+
+    def has_newer(self, fact: CommittedTurn) -> bool:
+        """Return whether the members went on from a turn."""
+        return self._newest > (fact.session, fact.turn)
+
+    @property
+    def awaits(self) -> tuple[int, ...]:
+        """Members without which the others cannot go on; () if they can."""
+        return self._awaits
+
+    def offer(
+        self,
+        fact: CommittedTurn,
+        change: bytes,
+        *,
+        tokens: int,
+        used: int,
+        steps: int,
+        steps_per_s: float,
+        compute_s: float,
+        leaves: bool,
+    ) -> None:
+        """Offer this member's change of the turn after `fact`.
+
+        `TurnProposal` explains the fields.
+        """
+        self._events.put(
+            ("offer", fact, change, tokens, used, steps, steps_per_s, compute_s, leaves)
+        )
+
+    def note_saved(self, fact: CommittedTurn) -> None:
+        """Note that a turn is on this member's disk."""
+        self._events.put(("saved", fact))
+
+    def note_healed(self, fact: CommittedTurn) -> None:
+        """Note that the outer weights are those of a turn, and on disk."""
+        self._events.put(("healed", fact))
+
+    def finish(self, within_s: float) -> None:
+        """End, once the other members have the last turn too, or `within_s` later."""
+        fact = self.member.fact
+        names = () if fact is None else fact.names()
+        self.links.send(names, [DONE])
+        until_s = time.monotonic() + within_s
+        while time.monotonic() < until_s and fact is not None:
+            gone = self.links.gone(fact.seats)
+            if set(names) <= self._done | gone | {self.member.seat.name}:
+                break
+            time.sleep(TICK_S)
+        self.close()
+
+    def count_sent_bytes(self) -> int:
+        """Return the bytes that others fetched here since the last call."""
+        total, self._sent_bytes = self.links.sent_bytes - self._sent_bytes, self.links.sent_bytes
+        return total
+
+    def close(self) -> None:
+        """End at once."""
+        self._ended.set()
+        self._thread.join(10.0)
+        self.links.close()
+
+    # the links' threads
+
+    def on_message(self, name: int, address: str, message: Any) -> None:
+        """Take a message of another member."""
+        self._events.put(("message", name, address, message))
+
+    def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes] | None:
+        """Return bytes of a change or of the saved state."""
+        if key.startswith(KEY):
+            return self.changes.provide(key, offset, length)
+        return self.provide_state(key, offset, length)
+
+    # this thread
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                try:
+                    event = self._events.get(timeout=TICK_S)
+                except queue.Empty:
+                    event = ("tick",)
+                self._handle(*event)
+                self._perform()
+                self._watch()
+                self._perform()
+        except ShoalError as failure:
+            self._turns.put(failure)
+        except Exception as failure:
+            self._turns.put(ClusterError(f"islands: the member's thread failed: {failure!r}"))
+            raise
+
+    def _handle(self, kind: str, *given: Any) -> None:
+        if kind == "message":
+            self._on_message(*given)
+        elif kind == "offer":
+            self._on_offer(*given)
+        elif kind in ("saved", "healed"):
+            fact = self.member.fact
+            if fact is not None and fact.weights == given[0].weights:
+                self.is_healthy = self.is_healthy or kind == "healed"
+                self.member.saved()
+                if self.meeting is not None:
+                    self.meeting.hold(fact)
+                if self._asked is not None:
+                    self._merge_if_here()
+        elif kind == "fetched":
+            self._merge_if_here()
+
+    def _on_message(self, name: int, address: str, message: Any) -> None:
+        self.links.learn(name, address)
+        with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError):
+            kind = message[0]
+            if kind == DONE:
+                self._done.add(name)
+            elif kind == REFUSE:
+                raise ConfigError(str(message[1]))
+            elif kind == ARRIVAL:
+                if problem := self.describe(message[2], name):
+                    self.links.send((name,), [REFUSE, problem])
+                else:
+                    self._on_arrival(decode_message(message[1]))
+            else:
+                self._receive(decode_message(message))
+
+    def _receive(self, message: Message) -> None:
+        self.changes.fetch_announced(message)
+        self.member.receive(message)
+        if isinstance(message, Welcome):
+            self._welcomed_s = time.monotonic()
+        elif not isinstance(message, Hello):
+            self.window.moved_s = time.monotonic()
+
+    def _on_arrival(self, arrival: ArrivalReport) -> None:
+        if self.meeting is None:
+            return
+        self.meeting.add(arrival)
+        apart = self.meeting.find_unequal_starts()
+        if apart and self.meeting.newest() is None:
+            raise ConfigError(
+                f"{name_islands(apart)}: the weights before round 1 are not those of island "
+                f"{self.member.seat.name}; try: the same model, seed and versions on all islands"
+            )
+        fact = self.meeting.start(self.member.samples)
+        if fact is not None and not self.member.seated:
+            decision = Decide(self.member.seat, fact.session, fact.turn, fact)
+            self.member.receive(decision)
+            self._send(fact.names(), decision)
+
+    def _on_offer(
+        self,
+        fact: CommittedTurn,
+        change: bytes,
+        tokens: int,
+        used: int,
+        steps: int,
+        steps_per_s: float,
+        compute_s: float,
+        leaves: bool,
+    ) -> None:
+        if self.member.fact is not fact or not self.is_healthy:
+            return  # the others went on meanwhile
+        digest = self.changes.add(change)
+        self.member.leaves = self.member.leaves or leaves
+        self.window.open(len(change), compute_s)
+        self.member.trained(digest, tokens, used, steps, steps_per_s)
+
+    # actions
+
+    def _perform(self) -> None:
+        while self.member.actions:
+            actions, self.member.actions = self.member.actions, []
+            for action in actions:
+                self._perform_one(action)
+
+    def _perform_one(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(action.to, action.message)
+        elif isinstance(action, Merge):
+            self._asked = action
+            for one in action.proposals:
+                self.changes.fetch(one, action.ballot)
+            self._merge_if_here()
+        elif isinstance(action, Apply):
+            self._apply(action)
+        elif isinstance(action, Await):
+            self._note_wait(action.names)
+
+    def _note_wait(self, names: tuple[int, ...]) -> None:
+        """Begin to wait for members without which nobody goes on."""
+        if not self._awaits:
+            self._waits_since_s = time.monotonic()
+            whom = name_islands(names) if names else "more islands"
+            self.tell(f"{self._why_too_few()}: waits for {whom}, at most {self.wait_s:g} s")
+        self._awaits = names or (-1,)
+
+    def _send(self, names: tuple[int, ...], message: Any) -> None:
+        self.links.send(names, encode_message(message))
+
+    def _merge_if_here(self) -> None:
+        """Merge the changes that the member asked for, once all of them are here."""
+        asked = self._asked
+        if asked is None or not self.is_healthy:
+            return
+        changes = self.changes.find(asked.proposals)
+        if changes is None:
+            return
+        self._asked = None
+        found = self.merge.merge(asked.proposals, changes)
+        self._reasons = found.refused
+        fact = self.member.fact
+        weights = found.weights if found.divisor or fact is None else fact.weights
+        self.member.merged(asked.ballot, weights, tuple(found.refused))
+
+    def _apply(self, action: Apply) -> None:
+        """Install a committed turn, and hand it to the training thread."""
+        fact, known = action.fact, self._newest
+        self._newest = fact.session, fact.turn
+        if action.train:
+            self.meeting = None
+        self.window.close(self.merge.size_bytes, committed=bool(fact.committers))
+        merged, heal = None, False
+        if self.is_healthy:
+            merged = self.merge.commit(fact.weights)
+            here = self.merge.digest() == fact.weights or (fact.round == 0 and not fact.weights)
+            self.is_healthy, heal = here, not here
+        else:
+            heal = True
+        absent = self._absent(fact, known, self._seats)
+        self._turns.put(AppliedTurn(fact, merged, heal, action.train, absent, self._reasons))
+        self._seats = fact.seats
+        self.changes.clear()
+        self._asked, self._awaits, self._reasons = None, (), {}
+        if action.train and len(fact.seats) < self.member.least:
+            self._note_wait(tuple(absent))
+
+    def _absent(
+        self, fact: CommittedTurn, known: tuple[int, int], before: tuple[Seat, ...]
+    ) -> dict[int, str]:
+        """Return why members of the turn before are no committers."""
+        if known != (fact.session, fact.turn - 1):
+            return {}
+        gone = self.links.gone(before)
+        found = {}
+        for seat in before:
+            if seat.name not in fact.committers:
+                dead = "its process ended" if seat.name in gone else "no change of it came in time"
+                found[seat.name] = self._reasons.get(seat.name, f"island {seat.name}: {dead}")
+        return found
+
+    # timers
+
+    def _watch(self) -> None:
+        """End the windows that are over."""
+        now_s, member, fact = time.monotonic(), self.member, self.member.fact
+        if self._awaits and now_s - self._waits_since_s > self.wait_s:
+            raise ClusterError(self._describe_wait())
+        if self._awaits and needs_common_start(member, set(self._awaits), self.links):
+            self._restart_member()
+        elif not member.seated or fact is None:
+            if now_s - self._greeted_s > GREET_S:
+                self._greeted_s = now_s
+                self._greet()
+        elif self.window.is_over(member, fact, self.links, waits=bool(self._awaits)):
+            self.window.restart()
+            member.grace_over()
+
+    def _restart_member(self) -> None:
+        """Become a process without a seat, as after a restart, and meet the others."""
+        old = self.member
+        seat = Seat(old.seat.name, self.links.restart())
+        peers = tuple(self.links.addresses)
+        self.member = IslandMember(seat, old.fact, peers, old.samples, least=old.least)
+        self.member.leaves = old.leaves
+        arrival = self._arrival._replace(seat=seat, held=old.fact)
+        self.meeting = SessionMeeting(arrival, self._count)
+        self.window.offered_s, self._awaits, self._waits_since_s = None, (), time.monotonic()
+
+    def _greet(self) -> None:
+        """Ask for a seat in a running session; before one, say what this process holds."""
+        if not self.member.leaves:
+            self.member.greet()
+        if time.monotonic() - self._welcomed_s < SESSION_S:  # a session runs: no other is started
+            self._awaits, self._waits_since_s = (), time.monotonic()
+        elif self.meeting is not None:
+            own = self.meeting.own
+            others = tuple(self.links.addresses)
+            self.links.send(others, [ARRIVAL, encode_message(own), self.settings])
+            self._on_arrival(own)
+            self._awaits = self.meeting.missing()
+
+    def _why_too_few(self) -> str:
+        fact = self.member.fact
+        if fact is not None and len(fact.seats) < self.member.least:
+            return f"{len(fact.seats)} of at least {self.member.least} islands (islands.least)"
+        return "no majority of the last round's islands, and so nobody may go on"
+
+    def _describe_wait(self) -> str:
+        names = name_islands(self._awaits) if self._awaits != (-1,) else "more islands"
+        waited = f"waited {self.wait_s:g} s (islands.wait_s) for {names}"
+        if self.member.fact is None or not self.member.seated:
+            return f"islands: {waited}; try: start {names}, or fewer islands (islands.count)"
+        left = max(1, len(self.member.fact.seats) - len(self._awaits))
+        return (
+            f"islands: {self._why_too_few()}; {waited}; the last round is saved; try: "
+            f"shoal train --resume RUN on {names} and here; if {names} will not come back, "
+            f"--resume RUN islands.count={left}"
+        )

@@ -1,0 +1,231 @@
+"""Main job of an island whose fellow islands come and go: from the meeting to the last save.
+
+    own disk ─→ meet (all start together), or a seat in a running session ─→ turn after turn
+    the end      the last round is merged, or a stop was asked: the others get a goodbye
+
+The first island of the last turn validates for all; the others wait longer for it then.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal.base.errors import UNSAVED_CODE, ConfigError
+from shoal.config.sections import Config
+from shoal.data.loading.loader import Loader
+from shoal.data.sources import Source
+from shoal.fabric.islands.member_links import MemberLinks
+from shoal.islands.changing.change_merge import ChangeMerge
+from shoal.islands.changing.member_driver import MemberDriver
+from shoal.islands.membership.committed_turn import Seat
+from shoal.islands.membership.island_member import IslandMember
+from shoal.islands.membership.session_meeting import ArrivalReport
+from shoal.islands.sample_ranges import SampleStream, inner_steps
+from shoal.trainer.islands.island_data import describe_difference, fingerprint_dataset
+from shoal.trainer.islands.island_join import (
+    IslandConnection,
+    collect_merge_tensors,
+    shared_settings,
+)
+from shoal.trainer.islands.member_rounds import MemberRounds, check_single_process
+from shoal.trainer.islands.member_state import MemberCheckpoints
+from shoal.trainer.jobs.run_end import emit_run_end
+from shoal.trainer.jobs.validation import make_validator
+from shoal.trainer.run import Run
+from shoal.trainer.state.replaced_folder import save_if_deleted
+from shoal.wire.run_token import TOKEN, read_token
+
+STOPPED = 143
+OWN = ("islands.count", "islands.wait_s", "islands.connections")
+"""Settings in which islands that come and go may differ."""
+
+END_S = 10.0
+"""Longest time for which an island that is ready waits for the others to learn the last turn."""
+
+
+def train_members(
+    run: Run, joined: IslandConnection, source: Source, config: Config, total_steps: int
+) -> int:
+    """Train to the end, or to a stop, with islands that come and go; return the exit code.
+
+    Raises:
+        ClusterError: too few islands are left for longer than islands.wait_s.
+        ConfigError: the islands' settings or data differ.
+    """
+    validate = make_validator(run, source, config)
+    loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
+    settings = {
+        "train.steps": total_steps,
+        "train.validate_every": config.train.validate_every,
+        **_fingerprints(source, config),
+    }
+    rounds = open_member_rounds(run, joined, loader, total_steps, settings)
+    began_s = time.perf_counter()
+    try:
+        done = train_turns(rounds, validate, config.train.validate_every)
+    except BaseException:
+        rounds.driver.close()
+        raise
+    if not done:
+        return _stop(run, joined, rounds)
+    saved = run.save()
+    rounds.driver.finish(END_S)
+    if rounds.has_trained:
+        rounds.plain.check_moved()
+    values = validate() if rounds.is_first() else None
+    saved = save_if_deleted(run, saved)
+    wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.plain.first_step
+    how = "completed" if saved else "completed; the last checkpoint could not be written"
+    emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
+    joined.close()
+    run.close()
+    return 0 if saved else UNSAVED_CODE
+
+
+def train_turns(
+    rounds: MemberRounds, validate: Callable[[], Any] = lambda: None, validate_every: int = 0
+) -> bool:
+    """Train turn after turn; return False if the island stopped on request before the end."""
+    period, policy = rounds.policy.period, rounds.policy
+    while True:
+        before = rounds.common.round
+        turn = rounds.next_turn()
+        if turn is None:
+            return False
+        fact = turn.fact
+        if fact.round >= rounds.last:
+            return True
+        if rounds.driver.member.leaves:
+            return False
+        if not turn.train:
+            continue
+        if (
+            validate_every
+            and fact.round * period // validate_every > before * period // validate_every
+        ):
+            if rounds.is_first():
+                validate()
+            else:
+                rounds.driver.patience.extend_next_deadline()
+        if len(fact.seats) >= policy.least:
+            rounds.train(fact)
+        rounds.finish_save()
+
+
+def open_member_rounds(
+    run: Run,
+    joined: IslandConnection,
+    loader: Any,
+    total_steps: int,
+    settings: dict[str, Any],
+) -> MemberRounds:
+    """Restore this island's newest checkpoint, and begin to look for the other islands.
+
+    Args:
+        settings: further values that must be equal on all islands.
+
+    Raises:
+        ConfigError: the run cannot have islands that come and go.
+    """
+    check_single_process(run)
+    if not isinstance(loader, Loader):
+        raise ConfigError(
+            "data.source: islands deal samples by their number, and an iterable has none; try: a "
+            "dataset with __getitem__ and __len__"
+        )
+    policy, common = joined.policy, joined.common
+    checkpoints = MemberCheckpoints(run, joined, policy.wait_s)
+    start = joined.compute_digest()
+    held = checkpoints.restore_newest(run.recorder.events.emit)
+    weights, plain = collect_merge_tensors(run)
+    local = {name: tensor for name, (tensor, _) in weights.items()}
+    merge = ChangeMerge(
+        joined.method,
+        common.outer,
+        joined.merger.shares,
+        joined.merger.codec,
+        common.admission[1],
+        joined.method.message_like(common.outer, list(local)),
+        {name: tensor for name, (tensor, _) in plain.items()},
+    )
+
+    def deal(stream: SampleStream, speeds: Any) -> list[int]:
+        known = [None] * len(speeds) if policy.pace == "equal" else list(speeds)
+        steps = inner_steps(policy.period, known)
+        return stream.count_samples(steps, run.plan.batch, loader.samples)
+
+    seat = Seat(policy.index, int(time.time() * 1000))
+    addresses = policy.addresses()
+    shared = shared_settings(run, policy)
+    settings = {**{key: shared[key] for key in shared.keys() - set(OWN)}, **settings}
+    member = IslandMember(
+        seat, held, tuple(addresses), deal, least=policy.least, is_saved=held is not None
+    )
+    driver = MemberDriver(
+        member,
+        merge,
+        joined.merger.patience,
+        arrival=ArrivalReport(seat, held, start),
+        count=policy.count,
+        wait_s=policy.wait_s,
+        settings=settings,
+        describe=lambda other, name: describe_settings(settings, other, policy.index, name),
+        provide_state=checkpoints.provide,
+        tell=run.recorder.notice,
+    )
+    token = read_token(os.environ)
+    if not token and not addresses[policy.index].startswith("127."):
+        run.recorder.notice(
+            f"islands.at: without a token whoever reaches this island's port can join the run; "
+            f"try: the same {TOKEN} for all islands"
+        )
+    links = MemberLinks(
+        *(seat.name, seat.boot, addresses, token),
+        *(driver.on_message, driver.provide, run.recorder.notice),
+    )
+    checkpoints.links = links
+    last = -(-total_steps // policy.period)
+    rounds = MemberRounds(run, joined, loader, driver, checkpoints, last)
+    driver.start(links)
+    return rounds
+
+
+def describe_settings(own: dict[str, Any], other: Any, index: int, name: int) -> str:
+    """Return how another island's settings differ from this island's; "" if they agree.
+
+    >>> describe_settings({"train.seed": 4}, {"train.seed": 4}, 0, 2)
+    ''
+    """
+    for key, value in own.items():
+        found = other.get(key) if isinstance(other, dict) else None
+        if isinstance(value, dict):
+            if isinstance(found, dict) and (why := describe_difference(value, found)):
+                return f"{key}: {why} (island {name} and island {index}); try: the same data on all"
+        elif found != value:
+            near = f"{key}={value}" if "." in key else "the same configuration"
+            return (
+                f"{key} = {found} on island {name}, {value} on island {index}: islands of a run "
+                f"are alike; try: {near}"
+            )
+    return ""
+
+
+def _fingerprints(source: Source, config: Config) -> dict[str, Any]:
+    """Return the fingerprint of the training data, as JSON values."""
+    return {"data.source": fingerprint_dataset(source.train, config.data.workers)}
+
+
+def _stop(run: Run, joined: IslandConnection, rounds: MemberRounds) -> int:
+    """Say goodbye, wait for the last save, and close; return the exit code."""
+    outcome = run.checkpoint_saver.wait_pending()
+    saved = outcome is None or outcome.failure is None
+    rounds.driver.finish(0.0)
+    trouble = "" if saved else "; the last save failed"
+    how = f"stopped on request after round {joined.common.round}{trouble}"
+    run.recorder.events.emit("run_finished", step=run.step_count, how=how)
+    joined.close()
+    run.close()
+    return STOPPED if saved else UNSAVED_CODE

@@ -1,0 +1,194 @@
+"""Checkpoints of an island whose fellow islands come and go: given to others, taken from them.
+
+    state/round/ROUND/DIGEST   step and file names of the checkpoint with these merged weights
+    state/STEP/NAME            a file of it, in pieces with a hash each (`member_links.py`)
+
+The manifest has a hash of every slice, so a restore finds what was altered anywhere on the way. The
+copy is complete before it is called step-N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+from shoal.base.errors import CheckpointError, ClusterError, ConfigError
+from shoal.base.runlog.events import Emit
+from shoal.checkpoint.format.folders import make_temporary_path, quarantine
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, step_folder
+from shoal.checkpoint.format.manifest import FILE_NAME
+from shoal.fabric.islands.member_links import MemberLinks
+from shoal.islands.changing.member_driver import STATE
+from shoal.islands.membership.committed_turn import CommittedTurn
+from shoal.islands.membership.message_json import decode_message
+from shoal.islands.sample_ranges import SampleStream
+from shoal.trainer.islands.island_join import IslandConnection, list_held_rounds
+from shoal.trainer.run import Run
+from shoal.wire.phases import phase
+
+HEAL_TRY_S = 0.3
+
+
+def read_held_turn(record: dict[str, object]) -> CommittedTurn | None:
+    """Return the committed turn that a checkpoint's record of islands holds.
+
+    A checkpoint of islands with a fixed list is a turn without seats.
+    """
+    kept = record.get("islands")
+    if not isinstance(kept, dict):
+        return None
+    if found := kept.get("members"):
+        turn = decode_message(found)
+        if not isinstance(turn, CommittedTurn):
+            raise CheckpointError(f"the islands' members are damaged: {str(found)[:80]}")
+        return turn
+    stream = SampleStream.from_json(kept["stream"])
+    round_number = int(kept["round"])
+    return CommittedTurn(-1, round_number, round_number, str(kept["digest"]), (), 0, (), (), stream)
+
+
+class MemberCheckpoints:
+    """Checkpoints of one island, by their merged weights.
+
+    Args:
+        wait_s: longest wait for an island that has a state.
+
+    Attributes:
+        held: digest of the merged weights of the newest checkpoint.
+    """
+
+    def __init__(self, run: Run, joined: IslandConnection, wait_s: float) -> None:
+        if run.recorder.folder is None:
+            raise ConfigError("islands.least: islands that come and go need a run folder")
+        self.run, self.joined, self.wait_s = run, joined, wait_s
+        self.root: Path = run.recorder.folder / "checkpoints"
+        self.links: MemberLinks | None = None
+        self.held = ""
+        self._lock = threading.Lock()
+
+    def holds(self, fact: CommittedTurn) -> bool:
+        """Return whether the weights of a turn are on this island's disk, or need not be."""
+        return self.held == fact.weights
+
+    def restore_newest(self, emit: Emit) -> CommittedTurn | None:
+        """Restore the newest checkpoint that can be read; return its turn, None without one."""
+        for found in list_checkpoints(self.root):
+            try:
+                record = read_manifest(found.path).record
+                turn = read_held_turn(record)
+                if turn is None:
+                    raise ConfigError(
+                        f"islands.least: {found.path} is of a run without islands; try: one round "
+                        f"with islands.least=0 first"
+                    )
+                self.run.restore(step=found.step)
+            except CheckpointError as problem:
+                emit("notice", text=f"{problem}; kept as {quarantine(found.path).name}")
+                continue
+            self.held = turn.weights
+            return turn
+        self.run.recorder.cut(0)
+        return None
+
+    def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes] | None:
+        """Return bytes of a checkpoint for another island; called in other threads."""
+        match key.removeprefix(STATE).split("/"):
+            case ["round", number, digest]:
+                text = self._list_files(number, digest)
+                return None if text is None else (len(text), text[offset : offset + length])
+            case [step, name] if step.isdecimal() and name == Path(name).name:
+                try:
+                    with (step_folder(self.root, int(step)) / name).open("rb") as file:
+                        size = file.seek(0, 2)
+                        file.seek(offset)
+                        return size, file.read(length)
+                except OSError:
+                    return None
+        return None
+
+    def _list_files(self, number: str, digest: str) -> bytes | None:
+        """Return the JSON list of the files of a checkpoint, None if it is not complete here."""
+        with self._lock, contextlib.suppress(OSError, CheckpointError):
+            kept = list_held_rounds(self.root.parent, self.joined.policy.period).get(number)
+            if kept is None or kept[0] != digest:
+                return None
+            folder = step_folder(self.root, kept[1])
+            names = [*read_manifest(folder).files, FILE_NAME]
+            return json.dumps([kept[1], names]).encode()
+        return None
+
+    @phase("load the state of another island")
+    def heal(self, fact: CommittedTurn) -> None:
+        """Load the state of a turn: from the own disk, or from an island that has it.
+
+        Raises:
+            ClusterError: no island gives it within `wait_s`.
+        """
+        if fact.round == 0:
+            return  # all islands begin with these weights
+        until_s, problem = time.monotonic() + self.wait_s, "none has saved it"
+        while time.monotonic() < until_s:
+            try:
+                kept = list_held_rounds(self.root.parent, self.joined.policy.period)
+                digest, step = kept.get(str(fact.round), ("", 0))
+                if digest != fact.weights:
+                    step = self._copy(fact)
+                if step >= 0:
+                    self._restore(fact, step)
+                    return
+            except (OSError, CheckpointError) as failure:
+                problem = str(failure)
+            time.sleep(HEAL_TRY_S)
+        raise ClusterError(
+            f"islands: no island gave the state of round {fact.round} within {self.wait_s:g} s: "
+            f"{problem}; try: --resume when another island is there"
+        )
+
+    def _restore(self, fact: CommittedTurn, step: int) -> None:
+        self.run.restore(step=step)
+        if self.joined.compute_digest() != fact.weights:
+            quarantine(step_folder(self.root, step))
+            raise CheckpointError(f"step-{step}: its merged weights are not those of its record")
+        for later in list_checkpoints(self.root):
+            if later.step > step:
+                later.path.rename(make_temporary_path(later.path))
+        self.held = fact.weights
+
+    def _copy(self, fact: CommittedTurn) -> int:
+        """Copy the checkpoint of a turn from another island; return its step, −1 if none has it."""
+        links = self.links
+        if links is None:
+            return -1
+        first = [*fact.committers, *fact.names()]
+        others = dict.fromkeys(name for name in [*first, *links.addresses] if name != links.name)
+        for name in others:
+            with contextlib.suppress(OSError, ConfigError, KeyError, ValueError):
+                found = links.fetch(name, f"{STATE}round/{fact.round}/{fact.weights}")
+                if found is None:
+                    continue
+                step, names = json.loads(found)
+                self._copy_files(links, name, int(step), [str(one) for one in names])
+                return int(step)
+        return -1
+
+    def _copy_files(self, links: MemberLinks, name: int, step: int, names: list[str]) -> None:
+        final = step_folder(self.root, step)
+        self.root.mkdir(parents=True, exist_ok=True)
+        folder = make_temporary_path(final)
+        folder.mkdir()
+        try:
+            for one in names:
+                data = links.fetch(name, f"{STATE}{step}/{Path(one).name}")
+                if data is None:
+                    raise FileNotFoundError(f"island {name} has no {one} of step {step} any more")
+                (folder / Path(one).name).write_bytes(data)
+            if final.exists():
+                final.rename(make_temporary_path(final))
+            folder.rename(final)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise

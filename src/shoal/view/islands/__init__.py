@@ -1,0 +1,1 @@
+"""Members of runs of islands, read from run folders."""

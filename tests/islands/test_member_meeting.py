@@ -1,0 +1,132 @@
+"""Who starts a session of members, from which turn; messages as JSON; which methods allow it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import ConfigError
+from shoal.base.layouts.changing_members import NO_CHANGING_MEMBERS
+from shoal.base.layouts.island_options import METHODS, IslandsPolicy
+from shoal.islands.membership.committed_turn import (
+    CommittedTurn,
+    Seat,
+    TurnProposal,
+    commit_turn,
+    start_session,
+)
+from shoal.islands.membership.message_json import decode_message, encode_message
+from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
+from shoal.islands.membership.turn_messages import Offer, Promise
+from shoal.view.islands.island_members import collect_members, member_lines
+
+SEATS = tuple(Seat(name, 1) for name in range(3))
+
+
+def turn_without(absent: int) -> CommittedTurn:
+    """The turn after the first, whose members lack one."""
+    start = start_session(0, None, SEATS, 4)
+    left = [seat for seat in SEATS if seat.name != absent]
+    proposals = [TurnProposal(seat, "x", 8, 3, steps=2, steps_per_s=0.1) for seat in left]
+    return commit_turn(start, proposals, "w", tuple(left), 4)
+
+
+def test_messages_survive_json_with_their_digests() -> None:
+    fact = turn_without(1)
+    proposal = TurnProposal(SEATS[0], "x", 8, 3, (Seat(7, 2),), leaves=True, steps_per_s=0.3)
+    for message in (
+        Offer(SEATS[0], 0, 2, (1, 0, 1), fact, SEATS, (proposal,)),
+        Promise(SEATS[1], 0, 2, (1, 0, 1), ((0, -1, -1), fact), None),
+    ):
+        assert decode_message(json.loads(json.dumps(encode_message(message)))) == message
+    again = decode_message(json.loads(json.dumps(encode_message(fact))))
+    assert (
+        commit_turn(again, (), "w", SEATS, 4).digest == commit_turn(fact, (), "w", SEATS, 4).digest
+    )
+    for wrong in ([["Popen", "ls"]], ["Popen", "ls"], {"a": 1}, ["Seat", 1, 2, 3], []):
+        with pytest.raises((ValueError, TypeError)):
+            decode_message(wrong)
+
+
+def test_a_new_run_waits_for_all_and_one_of_them_starts_it() -> None:
+    meetings = [SessionMeeting(ArrivalReport(seat, None, "w"), 3) for seat in SEATS]
+    for meeting in meetings:
+        meeting.add(ArrivalReport(SEATS[0], None, "w"))
+        meeting.add(ArrivalReport(SEATS[1], None, "w"))
+        assert meeting.start(4) is None or meeting is meetings[2]
+    assert meetings[1].missing() == (2,)
+    meetings[0].add(ArrivalReport(SEATS[2], None, "w"))
+    meetings[1].add(ArrivalReport(SEATS[2], None, "w"))
+    assert meetings[1].start(4) is None
+    assert meetings[0].start(4) == start_session(0, None, SEATS, 4)
+
+
+def test_a_resume_waits_for_the_members_of_the_newest_turn_alone() -> None:
+    """Island 1 died before; island 2's disk is behind."""
+    newest, old = turn_without(1), start_session(0, None, SEATS, 4)
+    again = [Seat(name, 2) for name in range(3)]
+    meeting = SessionMeeting(ArrivalReport(again[0], newest, "w"), 3)
+    assert meeting.missing() == (2,)
+    meeting.add(ArrivalReport(again[2], old, "w"))
+    fact = meeting.start(4)
+    assert fact is not None
+    assert (fact.session, fact.round, fact.weights, fact.names()) == (1, 1, "w", (0, 2))
+    assert fact.dealt[0] == newest.dealt[0], "nobody used them"
+    fewer = SessionMeeting(ArrivalReport(again[0], newest, "w"), 1)
+    assert fewer.expected() == (0,), "a user who starts one island leaves the other out"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_allows_changing_members_or_is_refused_by_name(method: str) -> None:
+    asked = IslandsPolicy(method, count=3, least=2)
+    if method not in NO_CHANGING_MEMBERS:
+        assert asked.resolved().changes_members
+        return
+    with pytest.raises(ConfigError, match=f"{method} |islands.data=own"):
+        asked.resolved()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"codec": "sign"}, "islands.codec = sign: what it leaves out is sent later"),
+        ({"overlap": 1}, "try: islands.overlap=0, or islands.least=0"),
+        ({"regions": 2, "count": 4}, "try: islands.regions=1, or islands.least=0"),
+        ({"mixing": 0.5}, "try: islands.mixing=0, or islands.least=0"),
+        ({"least": 4}, "islands.least = 4: more than islands.count = 3; try: islands.least=3"),
+        ({"at": "10.0.0.1:29400"}, "an address of each of the 3 islands is wanted"),
+        ({"data": "own"}, "try: islands.data=shared, or islands.least=0"),
+    ],
+)
+def test_what_needs_a_fixed_list_is_refused(asked: dict, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        IslandsPolicy("diloco", **{"count": 3, "least": 2, **asked}).resolved()
+    assert said in str(refused.value)
+
+
+def test_the_table_of_members() -> None:
+    told = {
+        "event": "round_committed", "round": 1, "members": [[0, 4, 8, 40], [2, 3, 6, 30]],
+        "joined": [3], "left": {"1": "island 1: its process ended"}, "why": "island 1: its process ended",
+    }  # fmt: skip
+    fixed = {"event": "round_committed", "round": 0, "steps": 4, "tokens": 40, "admitted": [0, 1],
+             "refused": {"2": "island 2: its change is not finite"}}  # fmt: skip
+    rounds = collect_members({0: [fixed, told], 1: [{**fixed, "steps": 5}], 2: [fixed]})
+    assert member_lines(rounds) == [
+        " round    tokens  members (steps)",
+        "     0        80  0(4) 1(5); refused: island 2: its change is not finite",
+        "     1        70  0(4) 2(3); joined: 3; left: island 1: its process ended",
+    ]
+    assert rounds[1].to_json()["work"][2] == {"steps": 3, "samples": 6, "tokens": 30}
+
+
+def test_the_page_has_the_methods() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-it-works" / "members.md"
+    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", page.read_text(encoding="utf-8"), re.M))
+    for method, why in NO_CHANGING_MEMBERS.items():
+        assert rows[f"`{method}`"] == f"no: {why}"
+    (allowed,) = [names for names, said in rows.items() if said == "yes"]
+    assert {*re.findall(r"`(.*?)`", allowed)} == {*METHODS} - {*NO_CHANGING_MEMBERS}

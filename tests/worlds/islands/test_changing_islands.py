@@ -1,0 +1,209 @@
+"""Real islands that come and go: killed, back, new, left alone; the others go on with the right divisor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_run import lines
+from worlds import Islands
+
+ASKED = {
+    "model": "towers",
+    "batch": 2,
+    "period": 2,
+    "method": "diloco",
+    "wait_s": 25.0,
+    "cosine": -1.0,
+}
+
+
+class Coming:
+    """Islands of one run whose processes are asked, killed and started again one by one."""
+
+    def __init__(self, islands: Islands, folder: Path, **asked: Any) -> None:
+        self.islands, self.folder, self.asked = islands, folder, {**ASKED, **asked}
+        self.asked_of: set[int] = set()
+        self.addresses = [f"127.0.0.1:{port}" for port in free_ports(len(islands.worlds))]
+
+    def start(self, index: int, **more: Any) -> None:
+        worlds = self.islands.worlds
+        if any(process.poll() is not None for process in worlds[index].processes):
+            worlds[index] = self.islands._start(index)
+        asked = {**self.asked, **more}
+        self.asked_of.add(index)
+        known = asked.pop("known", len(self.addresses))
+        worlds[index].ask(
+            "member_case:train", index=index, addresses=self.addresses[:known],
+            folder=str(self.folder), **asked,
+        )  # fmt: skip
+
+    def kill(self, index: int) -> None:
+        """Kill the process, and wait until it is dead."""
+        (process,) = self.islands.worlds[index].processes
+        os.kill(process.pid, signal.SIGKILL)
+        self.ended(index)
+
+    def ended(self, index: int, deadline_s: float = 60.0) -> None:
+        """Wait until the process is dead."""
+        (process,), until_s = self.islands.worlds[index].processes, time.monotonic() + deadline_s
+        while process.poll() is None:
+            assert time.monotonic() < until_s, f"island {index} lives"
+            time.sleep(0.02)
+
+    def collect(self, *indices: int) -> list[dict[str, Any]]:
+        found = [self.islands.worlds[index].collect(60.0)[0] for index in indices]
+        self.asked_of -= set(indices)
+        return found
+
+    def wait_for(self, index: int, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for a turn in the events of an island."""
+        self._wait(lambda: any(map(wanted, self.turns(index))), f"island {index}")
+
+    def wait_for_line(self, index: int, text: str) -> None:
+        """Wait for a notice of an island."""
+        file = self.folder / f"island-{index}" / "events.jsonl"
+        self._wait(lambda: any(text in str(e.get("text")) for e in lines(file)), text)
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        until_s = time.monotonic() + 60.0
+        while not ready():
+            assert time.monotonic() < until_s, f"waited in vain: {what}"
+            time.sleep(0.05)
+
+    def turns(self, index: int) -> list[dict[str, Any]]:
+        """Events of the turns that an island installed."""
+        events = lines(self.folder / f"island-{index}" / "events.jsonl")
+        return [e for e in events if e["event"] in ("round_committed", "round_discarded")]
+
+
+def free_ports(count: int) -> list[int]:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in taken]
+    for one in taken:
+        one.close()
+    return ports
+
+
+@pytest.fixture
+def coming(islands, tmp_path: Path) -> Iterator[Coming]:
+    found = Coming(islands(4), tmp_path)
+    yield found
+    for index in found.asked_of:  # nobody collected its answer: a check failed
+        found.islands.worlds[index].kill()
+
+
+def test_one_of_four_is_killed_and_comes_back(coming: Coming, worlds) -> None:
+    """The others go on at once with the right divisor; all end with the bits of one process."""
+    trouble = [{"island": 3, "round": 1, "what": "die"}]
+    for index in range(4):
+        coming.start(index, rounds=7, trouble=trouble, step_s=0.15)
+    coming.ended(3)
+    coming.start(3, rounds=7, step_s=0.15)
+    told = coming.collect(0, 1, 2, 3)
+    assert [one.get("finished") for one in told] == [True] * 4, told
+    assert len({one["weights"] for one in told}) == 1
+    turns = coming.turns(0)
+    merged = [[name for name, *_ in turn["members"]] for turn in turns]
+    assert merged[0] == merged[-1] == [0, 1, 2, 3]
+    assert [0, 1, 2] in merged
+    for turn in turns:
+        assert turn["divisor"] == sum(tokens for *_, tokens in turn["members"])
+    asked = {key: coming.asked[key] for key in ("model", "batch", "period")}
+    alone = worlds(1).call("member_case:repeated", turns=turns, first=[0, 1, 2, 3], **asked)
+    assert alone == [told[0]["weights"]]
+
+
+@pytest.mark.proof
+def test_many_come_and_go(coming: Coming, worlds) -> None:
+    """Two die in different rounds, one is back with an old disk, a new one comes, the first dies."""
+    asked = {"rounds": 30, "step_s": 0.1, "trouble": [{"island": 2, "round": 1, "what": "die"}]}
+    for index in range(3):
+        coming.start(index, known=3, **asked)
+    coming.ended(2)
+    old = coming.folder / "old"
+    shutil.copytree(coming.folder / "island-2", old)
+    coming.start(3, **asked)  # it knows all addresses; the others learn its own from it
+    coming.wait_for(0, lambda turn: turn["seats"] == [0, 1, 3])
+    coming.kill(1)
+    shutil.rmtree(coming.folder / "island-2")
+    old.rename(coming.folder / "island-2")
+    coming.start(2, known=3, rounds=30, step_s=0.1)
+    coming.start(1, known=3, rounds=30, step_s=0.1)
+    coming.wait_for(0, lambda turn: turn["seats"] == [0, 1, 2, 3])
+    coming.kill(0)
+    told = coming.collect(1, 2, 3)
+    assert [one.get("finished") for one in told] == [True] * 3, told
+    assert len({one["weights"] for one in told}) == 1
+    turns = {turn["round"]: turn for index in range(4) for turn in coming.turns(index)}
+    ordered = [turns[number] for number in range(30)]
+    assert [name for name, *_ in ordered[-1]["members"]] == [1, 2, 3]
+    asked = {key: coming.asked[key] for key in ("model", "batch", "period")}
+    alone = worlds(1).call("member_case:repeated", turns=ordered, first=[0, 1, 2], **asked)
+    assert alone == [told[0]["weights"]]
+
+
+@pytest.mark.proof
+def test_two_of_four_die_in_one_round_and_the_others_wait_for_one(coming: Coming) -> None:
+    trouble = [{"island": index, "round": 1, "what": "die"} for index in (2, 3)]
+    for index in range(4):
+        coming.start(index, rounds=6, step_s=0.1, trouble=trouble)
+    coming.ended(2)
+    coming.ended(3)
+    coming.wait_for_line(0, "waits for islands 2 and 3")
+    coming.start(2, rounds=6, step_s=0.1)
+    told = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 3, told
+    assert len({one["weights"] for one in told}) == 1
+
+
+def test_the_survivor_of_two_waits_names_the_other_and_the_way_on(coming: Coming) -> None:
+    """Then both resume from the round that both hold, and go on."""
+    trouble = [{"island": 1, "round": 1, "what": "die"}]
+    for index in range(2):
+        coming.start(index, known=2, rounds=3, trouble=trouble, wait_s=1.5)
+    coming.ended(1)
+    (told,) = coming.collect(0)
+    assert told["round"] == 1
+    assert "waited 1.5 s (islands.wait_s) for island 1; the last round is saved" in told["line"]
+    assert "--resume RUN islands.count=1" in told["line"]
+    for index in range(2):
+        coming.start(index, known=2, rounds=3)
+    told = coming.collect(0, 1)
+    assert [one.get("finished") for one in told] == [True] * 2, told
+    assert len({one["weights"] for one in told}) == 1
+    assert [turn["round"] for turn in coming.turns(0)] == [0, 1, 2], "no round twice, none lost"
+
+
+@pytest.mark.proof
+def test_a_goodbye_lets_the_others_go_on_without_a_wait(coming: Coming) -> None:
+    trouble = [{"island": 2, "round": 1, "what": "stop"}]
+    for index in range(3):
+        coming.start(index, known=3, rounds=4, trouble=trouble)
+    told = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True, True, False], told
+    turns = coming.turns(0)
+    assert [name for name, *_ in turns[1]["members"]] == [0, 1, 2], "its last change counts"
+    assert turns[1]["left"] == {"2": "island 2: it said goodbye"}
+
+
+@pytest.mark.proof
+def test_two_of_three_die_and_all_start_together(coming: Coming) -> None:
+    """One process that never restarted is too few for a vote: it meets the new ones."""
+    trouble = [{"island": index, "round": 1, "what": "die"} for index in (1, 2)]
+    for index in range(3):
+        coming.start(index, known=3, rounds=4, step_s=0.1, trouble=trouble)
+    for index in (1, 2):
+        coming.ended(index)
+        coming.start(index, known=3, rounds=4, step_s=0.1)
+    told = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 3, told
+    assert len({one["weights"] for one in told}) == 1

@@ -1,0 +1,130 @@
+"""Islands that come and go, as processes; and the same committed turns in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from island_case import MICRO_BATCH, RUN, digest, leave, opened, single
+from shoal.base.errors import ShoalError
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.fabric import World
+from shoal.islands.sample_ranges import SampleStream, cut_steps, drop_consumed
+from shoal.parallel.build.full_state import gather_weights, local_state
+from shoal.trainer.islands.island_join import join_islands
+from shoal.trainer.islands.member_job import open_member_rounds, train_turns
+
+
+def train(
+    world: World,
+    index: int,
+    addresses: list[str],
+    *,
+    rounds: int,
+    folder: str,
+    trouble: list[dict[str, Any]] | None = None,
+    step_s: float = 0.0,
+    **asked: Any,
+) -> dict[str, Any]:
+    """Some rounds of one island; what it ends with.
+
+    trouble   {"island": 3, "round": 2, "what": "die"}: SIGKILL in the inner steps of a round; "stop":
+              a stop is asked for · step_s   every inner step sleeps so long
+    """
+    own = str(Path(folder) / f"island-{index}")
+    run, data = opened(world, folder=own, **{k: asked.pop(k) for k in RUN & set(asked)})
+    given = {"pace": "equal", "least": 1, "count": len(addresses), **asked}
+    policy = IslandsPolicy(at=",".join(addresses), index=index, **given).resolved()
+    joined = join_islands(run, policy)
+    loop = open_member_rounds(run, joined, run.loader(data), rounds * policy.period, {})
+    due = [one for one in trouble or [] if one["island"] == index]
+    step, began = run.step, time.monotonic()
+
+    def slowly(batch: Any) -> Any:
+        time.sleep(step_s)
+        for one in due:
+            if loop.common.round == one["round"]:
+                if one["what"] == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                run.request_stop()
+        return step(batch)
+
+    run.step = slowly
+    try:
+        finished = train_turns(loop)
+        run.checkpoint_saver.wait_pending()
+        loop.driver.finish(10.0 if finished else 0.0)
+    except ShoalError as failure:
+        run.checkpoint_saver.wait_pending()
+        loop.driver.close()
+        leave(run, joined)
+        return {"line": str(failure), "round": loop.common.round}
+    weights = gather_weights(run.program)
+    told = {
+        "finished": finished,
+        "round": loop.common.round,
+        "digest": loop.common.digest,
+        "weights": digest(weights),
+        "stream": loop.common.stream.to_json(),
+        "seconds": time.monotonic() - began,
+    }
+    leave(run, joined)
+    return told
+
+
+def repeated(
+    world: World, *, turns: list[dict[str, Any]], first: list[int], period: int, **asked: Any
+) -> str:
+    """The digest of the weights after committed turns, computed by one process, without momentum inside.
+
+    turns   events of the turns: "members", "seats" and "round" of each, in order
+    first   the seats of the first turn
+    """
+    run, data = opened(single(world.device), **asked)
+    loader = run.loader(data)
+    names = run.program.names
+    local = {n: local_state(run.program)[n][0] for n in names}
+    merged = {n: local[n].clone() for n in names}
+    outer = torch.optim.SGD(
+        [torch.nn.Parameter(w) for w in merged.values()], lr=0.7, momentum=0.9, nesterov=True
+    )
+    weights = dict(zip(names, outer.param_groups[0]["params"], strict=True))
+    batch, per_epoch = run.plan.batch, loader.samples
+    stream, seats = SampleStream(), first
+    for turn in turns:
+        wanted = stream.count_samples([period] * len(seats), batch, per_epoch)
+        stream, dealt = stream.deal(wanted)
+        total, tokens = {n: torch.zeros_like(w) for n, w in merged.items()}, []
+        work = {name: (steps, samples, count) for name, steps, samples, count in turn["members"]}
+        for place, name in enumerate(seats):
+            if name not in work:
+                stream = stream.return_unused(dealt[place])
+                continue
+            run.first_key = name * -(-batch // MICRO_BATCH)
+            run.step_count = turn["round"] * period
+            for n in names:
+                local[n].copy_(merged[n])
+            steps = cut_steps(dealt[place], per_epoch, batch)[: work[name][0]]
+            tokens.append(sum(round(run.step(one).targets) for one in loader.over(steps)))
+            assert tokens[-1] == work[name][2]
+            stream = stream.return_unused(drop_consumed(dealt[place], work[name][1]))
+            for n in names:
+                part = (merged[n] - local[n]) * float(tokens[-1])
+                total[n] = total[n] + part if len(tokens) > 1 else part
+        seats = turn["seats"]
+        if not tokens:
+            continue
+        for n in names:
+            weights[n].grad = total[n] / float(sum(tokens))
+        outer.step()
+        for n in names:
+            merged[n] = weights[n].detach().clone()
+            local[n].copy_(merged[n])
+    found = digest(gather_weights(run.program))
+    leave(run)
+    return found
