@@ -82,8 +82,12 @@ RECOVERED: dict[str, tuple[dict[str, Any], str, str, str]] = {
 }
 
 
-LONG = ("1 a rank is killed", "15 a link is cut")
-"""Rows that `make proof` runs: 3 is killed too, and a link is cut in test_elastic."""
+LONG = (
+    *("1 a rank is killed", "3 the coordinator is killed"),
+    *("14 a barrier too many", "15 a link is cut"),
+)
+"""Rows that `make proof` runs: 20 kills both ranks, 9 and test_hangs end by the watch, and a link is
+cut in test_elastic."""
 
 
 @pytest.mark.parametrize(
@@ -256,6 +260,7 @@ def test_8_13_another_world_goes_on_with_each_sample_once(
     assert wrong(again) == []
 
 
+@pytest.mark.proof  # with another part of the step: test_slow_ranks
 def test_10_a_slow_rank_is_named_with_its_part(tmp_path: Path) -> None:
     asked = {"kind": "slow", "place": "", "extra_s": 0.006}
     run = command(tmp_path, asked, "layout.strategy=ddp", "train.steps=64", "checkpoint.every=0")
@@ -298,6 +303,7 @@ def test_11_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert all("13" in one.what for one in found)
 
 
+@pytest.mark.proof  # without processes: tests/trainer/test_own_folder.py
 def test_16_a_second_run_in_the_folder_is_refused_by_name(tmp_path: Path) -> None:
     run = command(tmp_path, None, "train.steps=400")
     run.wait_for(lambda: run.steps() >= 5)
@@ -499,6 +505,7 @@ def test_24_a_disk_that_refuses_a_save_is_named_and_training_goes_on(
     assert list_checkpoints(run.run / "checkpoints")[0].step == 24
 
 
+@pytest.mark.proof  # test_drift has it with a restart
 def test_17_a_bit_that_turns_over_is_named_and_never_saved(
     tmp_path: Path, unbroken: list[Any]
 ) -> None:
@@ -514,6 +521,7 @@ def test_17_a_bit_that_turns_over_is_named_and_never_saved(
     assert [(one.kind, one.rank) for one in found] == [("drift", 1)], found
 
 
+@pytest.mark.proof  # test_hangs swaps two sums, too
 def test_14_sums_in_another_order_are_named(tmp_path: Path) -> None:
     run = command(tmp_path, {"kind": "swap", "place": ""}, "layout.strategy=ddp")
     code, output = run.finish()

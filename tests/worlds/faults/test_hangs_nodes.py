@@ -1,18 +1,21 @@
 """A loop of the user's own on two nodes: who hangs is told from outside, and all start again.
 
-Every kind of hang on either node: tests/proof/hangs_nodes.py. The same without torch:
-tests/cli/test_beside.py.
+Every kind of hang on either node: tests/proof/hangs_nodes.py. `make test` has the same without torch,
+in tests/cli/test_beside.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from netns import Forbidden, skip
 from nodes_hang import STEPS, on_two_nodes
 from test_hangs import WHY
 
 
+@pytest.mark.proof
 def test_rank_0_is_stopped_with_the_store_that_it_holds(tmp_path: Path) -> None:
     asked = {"kind": "stopped", "place": "forward", "rank": 0, "after": 60}
     try:

@@ -49,7 +49,11 @@ def test_a_layout_equals_one_process(worlds, model: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["attributes", pytest.param("stages", marks=pytest.mark.proof), "nested", "recurrent"]
+    "model",
+    [
+        *(pytest.param(name, marks=pytest.mark.proof) for name in ("attributes", "stages")),
+        *("nested", "recurrent"),
+    ],
 )
 def test_blocks_wherever_they_stand_are_gathered_one_by_one(worlds, model: str) -> None:
     """As attributes, inside of unequal stages, in a ModuleDict, one that is called several times."""
@@ -69,7 +73,7 @@ GATES = "5 scalar parameters have no rows to cut, first: scale; they stay whole 
     [
         (2, {"dp_shard": 2, "zero": 3}),
         pytest.param(4, {"tp": 2, "dp_shard": 2, "zero": 3}, marks=pytest.mark.proof),
-        (4, {"pp": 2, "dp_shard": 2, "zero": 3}),
+        pytest.param(4, {"pp": 2, "dp_shard": 2, "zero": 3}, marks=pytest.mark.proof),
     ],
     ids=str,
 )

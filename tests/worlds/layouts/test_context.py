@@ -15,7 +15,7 @@ def long(*row: Any) -> Any:
 
 CASES: list[Any] = [
     (2, "llama", {"cp": 2}),
-    (2, "llama", {"cp": 2, "context": "gather"}),
+    long(2, "llama", {"cp": 2, "context": "gather"}),
     long(2, "dropout", {"cp": 2}),
     (2, "gpt", {"cp": 2, "context": "ring"}),
     (4, "untied", {"cp": 4}),
@@ -23,7 +23,7 @@ CASES: list[Any] = [
     (4, "llama", {"cp": 2, "dp_shard": 2, "zero": 2, "context": "ulysses"}),
     long(4, "dropout", {"cp": 2, "tp": 2}),
     long(4, "gpt", {"cp": 2, "tp": 2, "sequence_parallel": "off", "context": "ulysses"}),
-    (4, "dropout", {"cp": 2, "pp": 2}),
+    long(4, "dropout", {"cp": 2, "pp": 2}),
     long(4, "untied", {"cp": 2, "pp": 2, "schedule": "dualpipe"}),
     long(4, "moe", {"cp": 2, "dp_replicate": 2, "ep": 2}),
     long(4, "moe", {"cp": 2, "dp_shard": 2, "ep": 2}),
