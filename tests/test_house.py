@@ -214,8 +214,9 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
     # 7_330 before a loss was tried on cuts of a micro-batch, and .grad was the mean of the step;
-    # 7_700 before whole_weights, mesh, unlike loaders and labels, and statistics of a step.
-    assert sum(map(lines_of_code, files)) <= 7_900
+    # 7_700 before whole_weights, mesh, unlike loaders and labels, and statistics of a step;
+    # 7_900 before a small model was tried on samples together and apart.
+    assert sum(map(lines_of_code, files)) <= 8_060
 
 
 FOUR_RANKS = """
@@ -316,7 +317,8 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name != "frames.py"
     ]
     assert 100 < len(files) <= 157, sorted(files)
-    assert sum(map(lines_of_code, files)) <= 14_600  # 14_130 before writes to divided weights
+    # 14_130 before writes to divided weights; 14_600 before parts that look like whole weights.
+    assert sum(map(lines_of_code, files)) <= 15_000
 
 
 def test_the_simulated_device_is_small() -> None:

@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from kept_rows import parser_of, rows_before, write_rows  # noqa: E402
 from source import source_hash  # noqa: E402
 
+from habits.habit_sides import SETTINGS  # noqa: E402
 from habits.habit_table import LAYOUTS, USUAL, outcome, table  # noqa: E402
 from worlds import Failed, Members  # noqa: E402
 
@@ -64,7 +65,14 @@ PROGRAM = ROOT / "tests/worlds/habits/habit_program.py"
 
 def measure_program(name: str, layout: str, deadline_s: float) -> tuple[str, str]:
     """Return the outcome of a cell whose ranks may end, run under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ranks = SETTINGS[layout].ranks
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     with subprocess.Popen(
         [*command, str(PROGRAM), name, layout], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -76,7 +84,7 @@ def measure_program(name: str, layout: str, deadline_s: float) -> tuple[str, str
             return "hung", "no answer"
     lines = [line for line in text.splitlines() if line.startswith("shoal: ")]
     answers = [json.loads(line[7:]) for line in text.splitlines() if line.startswith("ANSWER ")]
-    if len(answers) == 2:
+    if len(answers) == ranks:
         return outcome(answers)
     told = [line for line in lines if not any(part in line for part in USUAL)]
     return ("named", told[0]) if told else ("raised", text[-600:])
@@ -86,7 +94,7 @@ def measure(rooms: Rooms, name: str, layout: str, deadline_s: float) -> tuple[st
     """Return the outcome of one cell, and what shows it."""
     if table()[name].ends and layout != "single":
         return measure_program(name, layout, deadline_s)
-    world = rooms(1 if layout == "single" else 2)
+    world = rooms(SETTINGS[layout].ranks)
     earlier = [len(path.read_text()) for path in world.log_paths]
     try:
         answers = world.call(
@@ -108,8 +116,8 @@ def measure(rooms: Rooms, name: str, layout: str, deadline_s: float) -> tuple[st
 def chosen(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Return the cells to measure."""
     words = options.only or []
-    names = [word for word in words if word not in LAYOUTS]
-    layouts = [layout for layout in LAYOUTS if layout in words] or list(LAYOUTS)
+    names = [word for word in words if word not in SETTINGS]
+    layouts = [layout for layout in SETTINGS if layout in words] or list(LAYOUTS)
     return [
         (name, layout)
         for name in table()

@@ -11,7 +11,7 @@ Limits: a forward pass that changes weights in later steps only is not noticed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,20 +44,33 @@ class MutatedWeightsError(ConfigError):
 
 
 @contextmanager
-def refuse_mutated_weights(program: Program) -> Iterator[None]:
+def refuse_mutated_weights(
+    program: Program, note: Callable[[str], None] = lambda name: None
+) -> Iterator[None]:
     """Refuse weights that the model itself changes during the passes of a step.
 
     A context manager around the passes, entered by every rank. Changes that the layout keeps, as
     one process does, are allowed.
 
+    Args:
+        program: the run's.
+        note: called with the name of a weight whose change the layout keeps.
+
     Raises:
         MutatedWeightsError: at its end, on all ranks, for a change that would be lost.
     """
     before = {name: _weight_state(p) for name, p in program.parameters.items()}
+    named = program.module.named_parameters()  # frozen ones, too: a copy that follows by an average
+    here = {name: p for name, p in named if not (p.is_meta or hasattr(p, "device_mesh"))}
+    states = {name: _weight_state(p) for name, p in here.items()}
     yield
     said = program.world.gather_json(_first_lost_change(program, before))
     for text, is_cast in filter(None, said):
         raise MutatedWeightsError(text, is_cast)
+    for name, parameter in here.items():
+        if states[name] != _weight_state(parameter) and not program.plan.offloads_parameters:
+            note(name)
+            break
 
 
 def _first_lost_change(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | None:

@@ -64,9 +64,9 @@ from shoal.trainer.argument_checks import (
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.model_checks import (
     check_hooks,
+    check_layers,
     list_hooked_weights,
     mark_in_run,
-    refuse_different_layers,
     refuse_unready,
     unlike_loss_notices,
 )
@@ -201,7 +201,7 @@ def parallelize(
         ranks_layouts=sample is not None,
         folder=Path(folder) if folder is not None else None, world=world,
     )  # fmt: skip
-    run.metrics, run.coupled = metrics or {}, coupled
+    run.metrics, run.coupled, run.guards.model.coupled = metrics or {}, coupled, coupled
     run.tokenizer = tokenizer
     if tokenizer is not None and run.tokenizer_check is not None:
         run.tokenizer_check.check_tokenizer(tokenizer)
@@ -610,7 +610,7 @@ def narrow_weight_notices(parameters: Mapping[str, nn.Parameter], compute: str) 
 def _refuse_untrainable(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], world: World
 ) -> None:
-    refuse_different_layers(module, world)
+    check_layers(module, world)
     if not parameters:
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
     for name, part in module.named_modules():

@@ -89,6 +89,8 @@ def shard_param_groups(
     """Replace `originals` in the optimizer's groups by this rank's parts."""
     local = program.local
     if all(name in local and local[name].parameter is p for name, p in originals.items()):
+        for name in program.cuts.keys() & originals.keys():  # cut in place, as the weight is
+            _cut_state(optimizer, originals[name], local[name].shard)
         return
     from shoal.optim.sharded_optimizer import shard_optimizer
 
@@ -104,6 +106,14 @@ def shard_param_groups(
         # The optimizer never steps them; under fsdp the module no longer has them.
         pieces.update({p: None for p in group["params"] if not p.requires_grad})
     shard_optimizer(optimizer, pieces, cut)
+
+
+def _cut_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, shard: Shard) -> None:
+    """Cut the state that an optimizer made with itself, for a whole weight."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        whole = isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shard.global_shape)
+        if whole and value.shape != parameter.shape:
+            optimizer.state[parameter][key] = extract_shard(value, shard).view(parameter.shape)
 
 
 def extract_shard(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:

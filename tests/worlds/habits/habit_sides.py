@@ -30,10 +30,37 @@ Y = X[:, :3] * 2 + torch.randn(64, 3, generator=DRAWN, dtype=torch.float64)
 CLASSES = torch.randint(3, (64,), generator=DRAWN)
 ROWS = 8
 """Samples of a step over all ranks."""
-CUTS = (0, 5, 8)
-"""Bounds of two ranks' samples of a step."""
-WHOLE = ("single", "tp", "pp")
-"""Layouts whose ranks hold every sample."""
+CUTS = {1: (0, 8), 2: (0, 5, 8), 4: (0, 3, 4, 6, 8)}
+"""Bounds of the samples of a step, by the number of shares."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A layout of the matrix.
+
+    Attributes:
+        layout: as `shoal.parallelize` takes it.
+        ranks: processes.
+        shares: into how many shares a step's samples are cut; ranks of tp and pp hold equal ones.
+        share: the share of a rank.
+    """
+
+    layout: Any
+    ranks: int = 2
+    shares: int = 2
+    share: Callable[[int], int] = int
+
+
+SETTINGS = {
+    "single": Setting("single", 1, 1),
+    **{name: Setting(name) for name in ("ddp", "zero2", "fsdp")},
+    **{name: Setting(name, shares=1, share=lambda rank: 0) for name in ("tp", "pp")},
+    "zero1": Setting("zero1"),
+    "hsdp": Setting({"dp_replicate": 2, "dp_shard": 2}, 4, 4),
+    "tp_fsdp": Setting({"dp_shard": 2, "tp": 2}, 4, share=lambda rank: rank // 2),
+    "pp_ddp": Setting({"pp": 2, "dp_replicate": 2}, 4, share=lambda rank: rank % 2),
+}
+"""Layouts by name; the first six are those of every habit."""
 
 
 class Block(nn.Module):
@@ -178,6 +205,21 @@ class Script:
     def rank(self) -> int:
         return 0 if self.world is None else self.world.rank
 
+    @property
+    def shares(self) -> int:
+        """Return the number of shares of a step's samples under the layout, on both sides."""
+        return SETTINGS[self.layout].shares
+
+    @property
+    def own_share(self) -> int:
+        """Return the number of this rank's share; 0 in plain PyTorch."""
+        return 0 if self.plain else SETTINGS[self.layout].share(self.rank)
+
+    @property
+    def alone(self) -> bool:
+        """Return whether this side holds every sample of a step."""
+        return self.plain or self.shares == 1
+
     def begin(
         self,
         model: nn.Module | None = None,
@@ -196,19 +238,25 @@ class Script:
                 made = optimizer(p for p in model.parameters() if p.requires_grad)
             self.run = PlainRun(model, made, loss, **keys)
             return self.run
-        if self.layout in ("tp", "pp"):
+        if any(axis in self.layout for axis in ("tp", "pp")):
             more["sample"] = self.batch(0) if sample is None else sample
         more.setdefault("micro_batch", 2)
         self.run = shoal.parallelize(
-            model, optimizer, loss, self.layout, world=self.world, precision="fp64", **more
+            model,
+            optimizer,
+            loss,
+            SETTINGS[self.layout].layout,
+            world=self.world,
+            precision="fp64",
+            **more,
         )
         return self.run
 
     def share(self, step: int, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this side's rows of a step, of every column."""
         first, rows = step * ROWS % 64, slice(0, ROWS)
-        if self.world is not None and self.layout not in WHOLE:
-            rows = slice(CUTS[self.rank], CUTS[self.rank + 1])
+        if not self.alone:
+            rows = slice(*CUTS[self.shares][self.own_share :][:2])
         return tuple(column[first : first + ROWS][rows] for column in columns)
 
     def batch(self, step: int) -> tuple[torch.Tensor, ...]:

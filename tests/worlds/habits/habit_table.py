@@ -25,7 +25,10 @@ from shoal.base.errors import ShoalError
 from shoal.fabric import World
 
 LAYOUTS = ("single", "ddp", "zero2", "fsdp", "tp", "pp")
-ROOMS = ("loss_habits", "gradient_habits", "optimizer_habits", "model_habits", "loop_habits")
+ROOMS = (
+    *("loss_habits", "gradient_habits", "optimizer_habits", "model_habits", "loop_habits"),
+    *("copy_habits", "update_habits", "state_habits", "batch_habits"),
+)
 USUAL = ("on 2 cores", "processes compute on", "layout.strategy = auto")
 """Parts of lines about the machine, which say nothing of the script."""
 EQUAL = 1e-9

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
-from habits.habit_sides import CLASSES, WHOLE, Script, X, Y, net, squares
+from habits.habit_sides import CLASSES, Script, X, Y, net, squares
 from habits.habit_table import habit
 
 DATA = TensorDataset(X[:24], Y[:24])
@@ -136,9 +136,9 @@ def a_model_of_transformers_with_labels(script: Script) -> None:
 @habit("loops", sums=True)
 def a_loader_with_a_distributed_sampler(script: Script) -> None:
     run = script.begin()
-    ranks = 1 if script.plain or script.layout in WHOLE else 2
+    ranks = 1 if script.alone else script.shares
     for epoch in range(2):
-        sampler = DistributedSampler(DATA, ranks, script.rank if ranks > 1 else 0, seed=3)
+        sampler = DistributedSampler(DATA, ranks, script.own_share if ranks > 1 else 0, seed=3)
         sampler.set_epoch(epoch)
         for batch in DataLoader(DATA, 8 // ranks, sampler=sampler):
             run.step(batch)
@@ -150,10 +150,13 @@ def a_loader_with_a_distributed_sampler(script: Script) -> None:
 def a_distributed_sampler_with_a_seed_by_rank(script: Script) -> None:
     """Ranks draw from different permutations: samples are doubled and left out."""
     run = script.begin(micro_batch=None)
-    ranks = 1 if script.plain or script.layout in WHOLE else 2
+    ranks = 1 if script.alone else script.shares
     for epoch in range(2):
         sampler = DistributedSampler(
-            DATA, ranks, script.rank if ranks > 1 else 0, seed=0 if script.plain else script.rank
+            DATA,
+            ranks,
+            script.own_share if ranks > 1 else 0,
+            seed=0 if script.plain else script.rank,
         )
         sampler.set_epoch(epoch)
         for batch in DataLoader(DATA, 8 // ranks, sampler=sampler):
@@ -206,8 +209,8 @@ def table_of(script: Script) -> dict[str, int]:
 
 def dealt(script: Script, data: Any, *, rank: int | None = None, epoch: int = 0) -> Any:
     """A DataLoader over this rank's share, by torch's DistributedSampler."""
-    ranks = 1 if script.plain or script.layout in WHOLE else 2
-    own = script.rank if rank is None else rank
+    ranks = 1 if script.alone else script.shares
+    own = script.own_share if rank is None else rank
     sampler = DistributedSampler(data, ranks, own if ranks > 1 else 0, seed=3)
     if epoch:
         sampler.set_epoch(epoch)
@@ -337,13 +340,10 @@ def a_short_last_batch(script: Script) -> None:
     run = script.begin()
     script.train(run, 2)
     x, y = X[40:43], Y[40:43]
-    if not script.plain and script.layout not in WHOLE and script.rank:
-        x, y = x[:1], y[:1]
-        script.note(run.step((X[42:43], Y[42:43])).loss)
-    elif not script.plain and script.layout not in WHOLE:
-        script.note(run.step((x[:2], y[:2])).loss)
-    else:
-        script.note(run.step((x, y)).loss)
+    if not script.alone:
+        rows = slice(2 * script.own_share, 2 * script.own_share + 2)
+        x, y = x[rows], y[rows]
+    script.note(run.step((x, y)).loss)
 
 
 @habit("loops", sums=False, ends=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from habits.habit_sides import CLASSES, WHOLE, Script, X, Y, adamw, net, sgd, squares
+from habits.habit_sides import CLASSES, Script, X, Y, adamw, net, sgd, squares
 from habits.habit_table import habit
 
 MASK = (X[:, :3] > -0.3).double()
@@ -468,9 +468,9 @@ def contrastive_with_a_gather_over_the_mesh(script: Script) -> None:
 
     def batch(step: int) -> Any:
         x, y = (column[8 * step :][:8] for column in (X, Y))
-        if script.plain or script.layout in WHOLE:
+        if script.alone:
             return x, y
-        return x[4 * script.rank :][:4], y[4 * script.rank :][:4]
+        return x[script.own_share :: script.shares], y[script.own_share :: script.shares]
 
     def loss(o: Any, y: Any) -> Any:
         keys, first = o, 0
@@ -484,5 +484,5 @@ def contrastive_with_a_gather_over_the_mesh(script: Script) -> None:
     more = {} if script.plain else {"coupled": True}
     meshes: list[Any] = []
     run = script.begin(loss=loss, sample=batch(0), micro_batch=len(batch(0)[0]), **more)
-    meshes += [] if script.plain or script.layout in WHOLE else [run.mesh]
+    meshes += [] if script.alone else [run.mesh]
     script.train(run, batch=batch)

@@ -113,7 +113,8 @@ class BucketReducer:
 
     def start_step(self, rounds: int) -> None:
         """Zero the buffers and make every gradient a view into them."""
-        torch._foreach_zero_(self.flats)
+        if self.flats:  # a stage of a pipeline may be frozen
+            torch._foreach_zero_(self.flats)
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in self.copied else self.views[name]
         self.active, self.armed = True, False

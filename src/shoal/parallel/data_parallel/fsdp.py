@@ -427,7 +427,8 @@ class ShardedGradients:
             once.remove()
             for own, parameter in unit.named_parameters(path, remove_duplicate=False):
                 gathered = not isinstance(parameter, DTensor)
-                if gathered and own in self.parameters and own not in self.hooks:
+                trains = gathered and parameter.requires_grad  # a script may freeze it meanwhile
+                if trains and own in self.parameters and own not in self.hooks:
                     hook = parameter.register_post_accumulate_grad_hook(self._mark_used(own))
                     self.hooks[own] = hook
 

@@ -33,6 +33,10 @@ VIEWS = frozenset(
     | {"split", "chunk", "diagonal", "diag", "squeeze", "unsqueeze", "permute", "ravel"}
 )
 """Functions that return a view in plain torch; a DTensor may return a copy."""
+NUMBERS = frozenset(
+    {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__format__"}
+)
+"""Functions that read a tensor's numbers: a DTensor would read those of this rank."""
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property, written in C
 
 
@@ -54,6 +58,7 @@ class UserDTensor(DTensor):
     """A weight or gradient of fsdp, or a tensor computed from one, in the hands of user code."""
 
     __slots__ = ()
+    part_of_weight = True
 
     @classmethod
     def __torch_function__(
@@ -113,7 +118,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == SET_DATA:
             _write_rows(ours[0], args[1]) if args[0] is ours[0] else func(*args, **kwargs)
             return None
+        if name in NUMBERS and isinstance(args[0], DTensor):
+            return func(args[0].full_tensor(), *args[1:], **kwargs)
+        if func is torch.autograd.grad:
+            raise ConfigError(
+                "torch.autograd.grad by weights: under fsdp the graph has gathered copies of them; "
+                "try: run.forward_backward(batch), then .grad; or layout=zero2"
+            )
         drawn = name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
+        drawn = drawn or (writes and not isinstance(args[0] if args else None, DTensor))
         result = _run_on_whole(func, args, kwargs) if drawn else _run_on_rows(func, args, kwargs)
         if writes and args and isinstance(args[0], DTensor):  # torch counts no write into the rows
             rows = getattr(args[0], "rows", args[0]._local_tensor)

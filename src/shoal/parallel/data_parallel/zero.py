@@ -212,7 +212,8 @@ class ScatterReducer:
 
     def start_step(self, rounds: int) -> None:
         """Zero this rank's parts and drop the gradients of parameters."""
-        torch._foreach_zero_(self.parts)
+        if self.parts:
+            torch._foreach_zero_(self.parts)
         for parameter in self.parameters.values():
             parameter.grad = None
         self.active, self.rounds, self.round = True, rounds, 0

@@ -60,7 +60,10 @@ class RunGuards(Guards):
         drift = CorruptionCheck(program, optimizer, average, recorder)
         self.writes = ExternalWriteGuard(program, optimizer, notice, agreed, drift)
         self.optimizer = OptimizerGuard(optimizer, program, notice)
-        self.model = ModelGuard(program, "micro_batch" not in given, notice)
+        first = program.data.rank == program.tensor.rank == 0
+        own = recorder.emit_rank_notice if first else _drop_line
+        stage = own if program.pipe.size > 1 else notice
+        self.model = ModelGuard(program, "micro_batch" not in given, notice, stage)
         self.untrained = UntrainedWeightsGuard(program, *unheld, notice)
         super().__init__(
             [
@@ -88,6 +91,10 @@ class RunGuards(Guards):
             from shoal.trainer.guards.reports.start_report import OFF
 
             notice(OFF)
+
+
+def _drop_line(line: str) -> None:
+    """Leave a line to another rank of the stage."""
 
 
 def layout_guards(program: Program) -> list[Guard]:

@@ -9,12 +9,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from shoal.trainer._torch import pytree
+from shoal.trainer.guards import reports
 
 __all__ = [
     "ABSENT",
+    "INIT",
     "PARTS",
     "REDUCTIONS",
     "AbsentParameter",
@@ -22,13 +26,13 @@ __all__ = [
     "Found",
     "GradientOwner",
     "PartReader",
-    "PartialParameter",
-    "PartialTensor",
     "WatchedParameter",
+    "copy_parameter",
+    "count_global_hooks",
+    "intercept_collectives",
     "intercept_gradient_clipping",
     "make_gradient_placeholder",
     "mark_absent",
-    "mark_partial_gradient",
 ]
 
 
@@ -42,6 +46,40 @@ CLIPPING = {
 
 NORM_ALONE = 1e6
 """A call of `clip_grad_norm_` with at least this limit only wants the norm that it returns."""
+
+
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"),
+    *("reduce_scatter", "reduce_scatter_tensor", "gather", "scatter", "send", "isend"),
+)
+"""Functions of torch.distributed that take tensors."""
+
+
+@functools.cache
+def intercept_collectives() -> None:
+    """Make functions of torch.distributed refuse weights of which a rank has a part.
+
+    As in `intercept_gradient_clipping` the function inside of torch's own wrapper is replaced.
+    """
+    for name in COLLECTIVES:
+        function: Any = getattr(dist, name, None)
+        code = getattr(function, "__code__", None)
+        if code is None or "func" not in code.co_freevars:
+            continue
+        cell = function.__closure__[code.co_freevars.index("func")]
+        cell.cell_contents = _wrap_collective(name, cell.cell_contents)
+
+
+def _wrap_collective(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        for one in (*args[:2], *kwargs.values()):
+            for leaf in one if isinstance(one, list | tuple) else (one,):
+                if hasattr(type(leaf), "part_of_weight") and leaf.ndim:
+                    raise reports.writes_report.collective_error(name)
+        return call(*args, **kwargs)
+
+    return asking
 
 
 class GradientOwner(Protocol):
@@ -226,6 +264,12 @@ def _replace_placeholder(leaf: Any) -> Any:
     return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
+def count_global_hooks() -> int:
+    """Return the number of forward hooks on all modules of the process."""
+    found = (module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks)
+    return sum(map(len, found))
+
+
 INIT = "torch.nn.init"
 DRAWS = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
@@ -247,91 +291,17 @@ class PartReader(Protocol):
     """Watcher of what user code does with parts of tensors."""
 
     def read_part(self, function: str) -> None:
-        """Note a reduction of a part."""
+        """Note a result that is that of a part."""
 
     def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """Note a tensor of the size of a part that was computed from it."""
 
-
-class WeightWatcher(PartReader, Protocol):
-    """Watcher of what user code does with weights."""
-
     def note_operand(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that is written into a weight."""
+        """Note a plain tensor that user code combines with a part, or writes into a weight."""
 
 
-def mark_partial_gradient(gradient: torch.Tensor, reader: PartReader) -> torch.Tensor:
-    """Return an alias of a tensor that is a part of a whole; it shares the memory.
-
-    Args:
-        gradient: this rank's part.
-        reader: called for reductions that user code makes of the alias.
-    """
-    made: Any = gradient.as_subclass(PartialTensor)
-    made.reader = reader
-    return cast(torch.Tensor, made)
-
-
-PARTS: dict[int, WeightWatcher] = {}
+PARTS: dict[int, PartReader] = {}
 """By id of a weight in the hands of user code: its watcher; an attribute would be saved with it."""
-
-
-class PartialTensor(torch.Tensor):
-    """Alias of a part; tensors of its size that are computed from it are parts, too."""
-
-    reader: PartReader
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _run_on_parts(func, args, kwargs or {})
-
-
-class PartialParameter(nn.Parameter):
-    """A weight of which this rank has a part, in the hands of user code.
-
-    Between the calls of a run it has this class in the place of torch's.
-    """
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _copy_parameter(self, memo)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _run_on_parts(func, args, kwargs or {})
-
-
-def _run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of torch on parts of tensors, and tell their reader about reductions."""
-    leaves = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-    parts = [one for one in leaves if isinstance(one, PartialTensor | PartialParameter)]
-    swapped: list[Any] = [one for one in parts if isinstance(one, PartialParameter)]
-    first = parts[0]
-    reader = PARTS[id(first)] if isinstance(first, PartialParameter) else first.reader
-    if getattr(func, "__name__", "") in REDUCTIONS:
-        reader.read_part(func.__name__)
-    for one in swapped:
-        one.__class__ = nn.Parameter
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            size = first.numel()
-            alike = isinstance(result, torch.Tensor) and result.numel() == size > 1
-            alike = alike and all(one.numel() in (1, size) for one in leaves)
-    finally:
-        for one in swapped:
-            one.__class__ = PartialParameter
-    if alike and type(result) is torch.Tensor:
-        reader.compute_with_part(first, result)
-        return mark_partial_gradient(result, reader)
-    return result
 
 
 class WatchedParameter(nn.Parameter):
@@ -341,7 +311,7 @@ class WatchedParameter(nn.Parameter):
     """
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _copy_parameter(self, memo)
+        return copy_parameter(self, memo)
 
     @classmethod
     def __torch_function__(
@@ -355,10 +325,50 @@ class WatchedParameter(nn.Parameter):
         for one in swapped:
             one.__class__ = nn.Parameter
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             for one in swapped:
                 one.__class__ = WatchedParameter
+        if not ABSENT:
+            return result
+        name = getattr(func, "__name__", "")
+        if name in DRAWS and name.endswith("_like"):  # ranks without the weight draw it, too
+            PARTS[id(ours[0])].note_operand(result)
+        return _mark_stage(result)
+
+
+def _mark_stage(result: Any) -> Any:
+    """Return a result whose plain tensors are known to be computed from weights of this stage."""
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda one: one.as_subclass(StageTensor) if type(one) is torch.Tensor else one,
+        result,
+    )
+
+
+class StageTensor(torch.Tensor):
+    """A tensor computed from weights of this stage of a pipeline: other ranks have none like it."""
+
+    part_of_weight = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(one, AbsentTensor | AbsentParameter) for one in types):
+            return _run_on_absent(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result if func in READERS else _mark_stage(result)
+
+
+READ_DEVICE = torch.Tensor.device.__get__  # a property, in C
+READERS = {torch.Tensor.requires_grad_, torch.Tensor.backward}
+"""Functions whose result is no new tensor."""
 
 
 def _note_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -378,6 +388,7 @@ ABSENT: dict[int, tuple[Callable[[], Exception], torch.device]] = {}
 class AbsentTensor(torch.Tensor):
     """A tensor without numbers, computed from a weight that another rank holds."""
 
+    part_of_weight = True
     absent: tuple[Callable[[], Exception], torch.device]
 
     @property
@@ -398,8 +409,10 @@ class AbsentParameter(nn.Parameter):
     Writes change nothing here; a read of numbers raises.
     """
 
+    part_of_weight = True
+
     def __deepcopy__(self, memo: Any) -> Any:
-        return _copy_parameter(self, memo)
+        return copy_parameter(self, memo)
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -431,13 +444,23 @@ def _run_on_absent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     leaves = pytree.tree_leaves((args, kwargs))
     first = next(one for one in leaves if isinstance(one, AbsentTensor | AbsentParameter))
     absent = ABSENT[id(first)] if isinstance(first, AbsentParameter) else first.absent
+    if func == READ_DEVICE:
+        return absent[1]
     _note_operands(func, args, kwargs)
-    if getattr(func, "__name__", "") in DRAWS or getattr(func, "__module__", "") == INIT:
+    name = getattr(func, "__name__", "")
+    written = args[0] if args and name.endswith("_") and not name.endswith("__") else None
+    if isinstance(written := kwargs.get("out", written), torch.Tensor) and not written.is_meta:
+        raise absent[0]()  # torch would write nothing
+    if name in DRAWS or getattr(func, "__module__", "") == INIT:
         # The numbers are thrown away: other ranks draw them, and all draw the same ones after.
         args, kwargs = pytree.tree_map_only(
             (AbsentTensor, AbsentParameter), lambda one: _stand_in(one, absent[1]), (args, kwargs)
         )
-        func(*args, **kwargs)
+        drawn = func(*args, **kwargs)
+        if name.endswith("_like") and id(first) in PARTS:
+            PARTS[id(first)].note_operand(drawn)
+            with torch._C.DisableTorchFunctionSubclass():
+                return mark_absent(torch.empty_like(first, requires_grad=False), absent)
         return first
     try:
         with torch._C.DisableTorchFunctionSubclass():
@@ -478,7 +501,7 @@ def mark_absent(
     return cast(torch.Tensor, made)
 
 
-def _copy_parameter(parameter: Any, memo: Any) -> nn.Parameter:
+def copy_parameter(parameter: Any, memo: Any) -> nn.Parameter:
     """Return a deep copy of a weight in the hands of user code: a plain parameter."""
     kind = type(parameter)
     parameter.__class__ = nn.Parameter

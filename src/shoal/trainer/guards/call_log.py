@@ -259,8 +259,16 @@ def record_forward_calls(program: Program, meeting: CollectiveCallLog) -> Progra
     if layout.zero < 3 and max(layout.tp, layout.cp, layout.pp, layout.ep) == 1:
         return program  # this rank's forward pass needs no other rank
     open_calls: list[Any] = []
+    has_run = layout.pp == 1
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
+        nonlocal has_run
+        has_run = has_run or meeting.depth > 0
+        if not has_run:  # later the stages refuse it themselves
+            raise ConfigError(
+                f"run.model(…): under layout.pp = {layout.pp} this rank has the blocks of one "
+                f"stage; try: run.predict(inputs), called on every rank"
+            )
         call = meeting.at("run.model(…)")
         call.__enter__()
         open_calls.append(call)

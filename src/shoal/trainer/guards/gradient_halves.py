@@ -25,11 +25,12 @@ from shoal.fabric.device import copy_numbers_to_device
 from shoal.parallel.program import Program
 from shoal.trainer.guards import reports
 from shoal.trainer.guards._torch import (
+    PARTS,
     Found,
     intercept_gradient_clipping,
     make_gradient_placeholder,
-    mark_partial_gradient,
 )
+from shoal.trainer.guards._torch_parts import CUTS, mark_partial_gradient
 from shoal.trainer.guards.checksums import fingerprint, is_value_check_step, local_part
 from shoal.trainer.step.optimizer_step import sum_of_squares
 from shoal.trainer.step.whole_gradients import WholeGradients
@@ -84,7 +85,8 @@ class HalfStepGradients:
                 parameter.grad = stand_in
         for parameter in self._cut:
             if (gradient := parameter.grad) is not None and type(gradient) is torch.Tensor:
-                alias = parameter.grad = mark_partial_gradient(gradient, self)
+                cut = CUTS.get(id(parameter))
+                alias = parameter.grad = mark_partial_gradient(gradient, self, cut)
                 self._aliases.append((parameter, alias, gradient))
         held = self.parameters if self.layout.zero else []
         self._held = [(p, p.grad) for p in held if p.grad is not None]
@@ -118,6 +120,11 @@ class HalfStepGradients:
 
     def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """Do nothing: the result is watched, too."""
+
+    def note_operand(self, tensor: torch.Tensor) -> None:
+        """Note a plain tensor that meets a part of a gradient, so that ranks compare."""
+        for parameter in self._cut[:1]:
+            PARTS[id(parameter)].note_operand(tensor)
 
     def _remove_aliases(self) -> None:
         """Put the gradients of split weights back in place of their aliases."""

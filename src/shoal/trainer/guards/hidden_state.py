@@ -11,7 +11,7 @@ attribute. Tables that are computed once (rotary angles, masks) are not reported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
+from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
 
 States = dict[str, torch.Tensor]
@@ -49,6 +50,7 @@ class HiddenStateGuard(Guard):
             and program.plan.layout.strategy != "dp"
         )
         self.alone = program.data.size == 1
+        self._counting = set[str]()
         # Keeps the tensors for two steps: a new tensor may reuse the id of a freed one.
         self._before = self._left = (
             _with_write_counters(list_attribute_tensors(self.module)) if self.looks else {}
@@ -67,11 +69,14 @@ class HiddenStateGuard(Guard):
 
     @contextmanager
     def _watch_first_step(self) -> Iterator[None]:
+        before = list_attribute_numbers(self.module)
         yield
+        self._counting = _changed(before, list_attribute_numbers(self.module))
         self._left = _with_write_counters(list_attribute_tensors(self.module))
 
     @contextmanager
     def _watch_second_step(self) -> Iterator[None]:
+        counting = list_attribute_numbers(self.module) if self._counting else {}
         held = list_attribute_tensors(self.module)
         changed = {n: t for n, t in held.items() if not _is_unchanged(n, self._left, self._before)}
         with _TensorReadMode(changed) if changed else nullcontext() as reads:
@@ -81,6 +86,10 @@ class HiddenStateGuard(Guard):
             n for n in (reads.names if reads else ()) if not _is_unchanged(n, now, self._left)
         )
         self._before = self._left = {}
+        if self._counting:
+            both = self._counting & _changed(counting, list_attribute_numbers(self.module))
+            for name in sorted(both)[:1]:
+                self.notice(reports.model_notices.counted_passes_line(name))
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             self.notice(
@@ -120,6 +129,21 @@ def list_attribute_tensors(module: nn.Module) -> States:
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
                     found[f"{path}.{key}".lstrip(".") + pytree.keystr(place)] = leaf
     return found
+
+
+def list_attribute_numbers(module: nn.Module) -> dict[str, float]:
+    """Return the numbers in plain attributes of a module's layers, by name."""
+    return {
+        f"{path}.{key}".lstrip("."): value
+        for path, layer in module.named_modules()
+        for key, value in vars(layer).items()
+        if key not in OWN and type(value) in (int, float)
+    }
+
+
+def _changed(before: Mapping[str, float], now: Mapping[str, float]) -> set[str]:
+    """Return names of numbers that are others now, or new."""
+    return {name for name, value in now.items() if before.get(name) != value}
 
 
 def _with_write_counters(states: States) -> Written:

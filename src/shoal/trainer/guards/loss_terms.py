@@ -17,11 +17,14 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from shoal.parallel.program import Program
 
 ALIASES = ("ToCopyBackward", "AliasBackward", "ViewBackward", "CloneBackward", "SqueezeBackward",
            "UnsqueezeBackward", "ReshapeAliasBackward", "UnsafeViewBackward")  # fmt: skip
@@ -99,6 +102,35 @@ def _read_node(
             return [(before[0], factors)]  # of a scalar
         found.append(LossTerm(name.startswith("Mean"), factors, elements))
     return []
+
+
+@contextmanager
+def watch_weight_gradients(program: Program, notice: Callable[[str], None]) -> Iterator[None]:
+    """Print a line if user code inside takes gradients by weights that a loss may use again.
+
+    Such a gradient is that of one micro-batch: its norm, or a projection, is another number than
+    that of the step's.
+    """
+    own, whole, told = {id(p) for p in program.parameters.values()}, torch.autograd.grad, False
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal told
+        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        if not told and kwargs.get("create_graph") and any(id(one) in own for one in given):
+            told = True
+            notice(
+                "torch.autograd.grad(…, create_graph=True) by weights, inside of the loop over "
+                "run.micro_batches: the gradient is that of one micro-batch of this rank, so a "
+                "penalty on it depends on micro_batch and the ranks; try: a penalty on the "
+                "gradient by the inputs, which is a sum over samples"
+            )
+        return whole(outputs, given, *args, **kwargs)
+
+    torch.autograd.grad = grad
+    try:
+        yield
+    finally:
+        torch.autograd.grad = whole
 
 
 class LossTermsCheck:

@@ -22,8 +22,9 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -38,6 +39,7 @@ from shoal.trainer._torch import count_gradient_hooks
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
+from shoal.trainer.guards.model_trial import copy_for_trial, pop_trial
 from shoal.trainer.step.call_contract import Loss, is_default
 from shoal.trainer.step.step_vector import StepNumbers
 
@@ -67,6 +69,11 @@ def refuse_unready(module: nn.Module) -> None:
         raise ConfigError(
             "model: a run trains it already, and two would both sum its gradients; try: "
             "run.close() on that one first, or build the model again"
+        )
+    if scripted := [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]:
+        raise ConfigError(
+            f"model: {type(scripted[0]).__name__} of torch.jit, which no layout can look into; "
+            f"try: the module that it was made of"
         )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter) or hasattr(parameter, "device_mesh") or parameter.is_meta:
@@ -99,6 +106,17 @@ def refuse_different_layers(module: nn.Module, world: World, step: int = 0) -> N
     if unlike is None:
         return
     reports.start_report.refuse_layers(unlike, world.ranks, step)
+
+
+def check_layers(module: nn.Module, world: World) -> None:
+    """Compare layers over ranks before a run begins, and copy a small model for a later trial.
+
+    Raises:
+        PlanError: layers differ; the same on all ranks.
+    """
+    refuse_different_layers(module, world)
+    if world.is_first:
+        copy_for_trial(module)
 
 
 def list_hooked_weights(parameters: Mapping[str, nn.Parameter]) -> list[str]:
@@ -152,18 +170,28 @@ class ModelGuard(Guard):
         program: the run's.
         cut_by_default: the user set no micro-batch, so a loader uses the default one.
         notice: prints a line, by rank 0.
+        stage_notice: prints a line of the stage of a pipeline that has what it is about.
 
     Attributes:
         cut_by_default: as above, until it was checked.
+        coupled: samples of a micro-batch are compared on purpose.
     """
 
+    coupled = False
+
     def __init__(
-        self, program: Program, cut_by_default: bool, notice: Callable[[str], None]
+        self,
+        program: Program,
+        cut_by_default: bool,
+        notice: Callable[[str], None],
+        stage_notice: Callable[[str], None],
     ) -> None:
         self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
+        self.stage_notice = stage_notice
+        self._trial = pop_trial(program) if program.world.is_first else None
         self._hooked = list_hooked_weights(program.parameters)  # their notice is printed
         self._evaluates, self._is_first = False, True
-        self._passes = 0
+        self._passes, self._batch = 0, cast("Any", None)
         self._first: FirstBatch | None = None
 
     def before(self, step: int, batch: Any) -> None:
@@ -180,13 +208,20 @@ class ModelGuard(Guard):
             self.notice(line)
         if not self._is_first:
             return
+        self._batch = batch
+        layout = self.program.plan.layout
+        if max(layout.tp, layout.cp, layout.ep) > 1:
+            from shoal.trainer.guards._torch import count_global_hooks
+
+            if count_global_hooks():
+                self.notice(reports.model_notices.global_hooks_line(layout.text()))
         hooks = [
             name
             for name in list_hooked_weights(self.program.parameters)
             if name not in self._hooked
         ]
         for line in check_hooks(hooks, self.program):
-            self.notice(line)
+            self.stage_notice(line)
         loaded = isinstance(batch, StepBatch)
         if (self.cut_by_default or not loaded) and any(map(_has_buffers, module.modules())):
             self.cut_by_default = self.cut_by_default and not loaded
@@ -195,13 +230,24 @@ class ModelGuard(Guard):
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return a context that finds weights written by a forward pass, in the first step."""
         self._passes = micro_batches
-        return refuse_mutated_weights(self.program) if self._is_first else None
+        return refuse_mutated_weights(self.program, self._note_write) if self._is_first else None
+
+    def _note_write(self, name: str) -> None:
+        """Print a line for a weight that a forward pass writes, where there are several."""
+        if self._passes > 1 or self.program.data.size > 1:
+            self.notice(reports.writes_report.own_writes_line(name, self._passes))
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """End the first passes: the user's own batch may have been several micro-batches."""
         if self._first is not None:
-            self._first.print_notices(self._passes, self.notice)
+            self._first.print_notices(self._passes, self.stage_notice)
             self._first = None
+        trial, self._trial = self._trial, None
+        batch, self._batch = self._batch, None
+        several = self._passes > 1 or self.program.data.size > 1
+        tried = trial is not None and batch is not None and several and not self.coupled
+        if tried and trial is not None and trial.compares_samples(self.program, batch):
+            self.notice(reports.model_notices.compared_samples_line())
         self._is_first = False
 
 

@@ -9,8 +9,10 @@ The optimizer's own keys are the parts that it steps. A look-up of theirs costs 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ import torch
 from shoal.optim.named_state import inner_optimizers
 from shoal.parallel.program import Program
 from shoal.trainer.guards import reports
-from shoal.trainer.guards._torch import ABSENT, mark_absent, mark_partial_gradient
+from shoal.trainer.guards._torch import ABSENT, mark_absent
+from shoal.trainer.guards._torch_parts import mark_partial_gradient
 
 
 class StateByWeight(defaultdict[Any, Any]):
@@ -84,6 +87,22 @@ class StateByWeight(defaultdict[Any, Any]):
     def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """Do nothing: the result is watched, too."""
 
+    def note_operand(self, tensor: torch.Tensor) -> None:
+        """Do nothing: the state of ranks is compared by nobody."""
+
+
+LIBRARIES = ("torch", "shoal", "lightning", "pytorch_lightning", "accelerate", "transformers")
+"""Packages whose own saves know what a rank has of an optimizer's state."""
+
+
+def _called_by_script() -> bool:
+    """Return whether a script, and no library, called `optimizer.state_dict`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+        frame = frame.f_back
+    name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] not in LIBRARIES
+
 
 def watch_state(
     program: Program, optimizer: torch.optim.Optimizer, notice: Callable[[str], None]
@@ -106,5 +125,14 @@ def watch_state(
                 StateByWeight(before, program, notice) if one is optimizer else optimizer.state
             )
 
+    told = False
+
+    def note(_optimizer: torch.optim.Optimizer) -> None:
+        nonlocal told
+        if not told and _called_by_script():
+            told = True
+            notice(reports.optimizer_report.own_state_line(program.plan.layout.text()))
+
     install(optimizer)
+    optimizer.register_state_dict_pre_hook(note)
     optimizer.register_load_state_dict_post_hook(install)

@@ -11,6 +11,7 @@ costs no more than two assignments for each such weight.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +26,13 @@ from shoal.trainer.guards._torch import (
     ABSENT,
     PARTS,
     AbsentParameter,
-    PartialParameter,
     WatchedParameter,
+    intercept_collectives,
 )
+from shoal.trainer.guards._torch_parts import CUTS, PartCut, PartialParameter
 from shoal.trainer.guards.call_log import CollectiveCallLog
 from shoal.trainer.guards.checksums import SURE, fingerprint
+from shoal.trainer.rebind_optimizer import extract_shard
 
 
 class UserWeights:
@@ -61,6 +64,8 @@ class UserWeights:
             elif type(p) is nn.Parameter:  # whole, or a part
                 PARTS[id(p)] = self
                 kind = PartialParameter if name in program.cuts else WatchedParameter
+                if name in program.cuts:
+                    CUTS[id(p)] = find_part_cut(program, name, p)
                 self.kinds.append((p, kind, nn.Parameter))
         self.sharded = [p for _, p in named if hasattr(p, "device_mesh")]
         if self.sharded:
@@ -69,10 +74,35 @@ class UserWeights:
             self.kinds += [(p, UserDTensor, type(p)) for p in self.sharded]
             readers.append(self)
         self._layout = program.plan.layout.text()
-        self._told = False
+        self._told = self._shown = False
+        self._copied = self._refuse_copies()
+        intercept_collectives()
+
+    def _refuse_copies(self) -> list[nn.Module]:
+        """Make deep copies of modules that are not whole here raise, in user code."""
+        parts = {id(p) for p, kind, _ in self.kinds if kind is not WatchedParameter}
+        found = [
+            one
+            for one in self.program.module.modules()
+            if any(id(p) in parts for p in one.parameters())
+        ]
+        for one in found:
+            vars(one)["__deepcopy__"] = functools.partial(self._copy_module, one)
+        return found
+
+    def _copy_module(self, module: nn.Module, memo: Any) -> nn.Module:
+        """Return a deep copy of a module, inside of a call of the run."""
+        if self._shown:
+            raise reports.writes_report.copy_error(type(module).__name__, self._layout)
+        refusal = vars(module).pop("__deepcopy__")
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            vars(module)["__deepcopy__"] = refusal
 
     def show(self) -> None:
         """Give the weights the classes that user code sees."""
+        self._shown = True
         gradients = self._gradients()  # first: later a read is user code's
         for p, kind, _ in self.kinds:
             p.__class__ = kind
@@ -81,6 +111,7 @@ class UserWeights:
 
     def hide(self) -> None:
         """Give the weights torch's own classes back."""
+        self._shown = False
         for p, _, kind in self.kinds:
             p.__class__ = kind
         for p, gradient in self._gradients():
@@ -93,9 +124,12 @@ class UserWeights:
         """Give the weights torch's own classes back, for good."""
         self.meeting.views.discard(self)
         self.hide()
+        for one in self._copied:
+            vars(one).pop("__deepcopy__", None)
         for p, _, _ in self.kinds:
             PARTS.pop(id(p), None)
             ABSENT.pop(id(p), None)
+            CUTS.pop(id(p), None)
         if self.sharded:
             from shoal.parallel.data_parallel.sharded_weights import readers
 
@@ -129,3 +163,19 @@ class UserWeights:
             f"(stage {self.program.pipe.rank}); try: run.state_dict(), called on every rank, or "
             f"with run.whole_weights():"
         )
+
+
+def find_part_cut(program: Program, name: str, part: torch.Tensor) -> PartCut:
+    """Return how this rank's part of a weight lies in the whole.
+
+    Args:
+        program: the run's.
+        name: of the weight.
+        part: this rank's.
+    """
+    shard, shape = program.shard_of(name), part.shape
+
+    def extract(whole: torch.Tensor) -> torch.Tensor:
+        return extract_shard(whole, shard).view(shape)
+
+    return PartCut(name, torch.Size(program.rows[name].shape), extract)

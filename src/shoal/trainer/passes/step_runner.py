@@ -202,6 +202,11 @@ class StepRunner:
                 "run.forward_backward was called twice without run.update between; give all "
                 "micro-batches of one optimizer step in one batch"
             )
+        if self.meeting.in_passes and self.step_state.written is not None:
+            raise ConfigError(
+                "run.step was called inside of the loop over run.micro_batches, which is a step "
+                "already; try: run.backward(loss_sum, count) there, and run.update() after the loop"
+            )
         step = self.step_count + 1
         self.step_state = state = StepState(batch, self.recorder.start_step(step))
         if isinstance(batch, StepBatch) and batch.wait_s is not None:

@@ -11,8 +11,10 @@ of the whole step first (`run.total`), and so are then the others: none comes wi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,11 +109,14 @@ class UserPasses:
         self._calls: list[int] = []
         self._counts: set[bool] = set()
         self._terms: LossTermsCheck | None = None
+        self._watched: Callable[[], AbstractContextManager[None]] = nullcontext
         if notice is not None:
-            from shoal.trainer.guards.loss_terms import LossTermsCheck
+            from shoal.trainer.guards.loss_terms import LossTermsCheck, watch_weight_gradients
 
             passes, first = self._rounds * program.data.size, program.world.is_first
             self._terms = LossTermsCheck(notice, is_first=first, passes=passes)
+            if passes > 1 and first:
+                self._watched = functools.partial(watch_weight_gradients, program, notice)
 
     def run(self) -> Generator[UserMicroBatch, None, None]:
         """Yield one micro-batch after another; backward calls in between belong to it."""
@@ -120,7 +125,12 @@ class UserPasses:
             reducer.prepare_backward(last=False, once=False)
             self._at, self._count = one, None
             self._calls.append(0)
-            with one.keyed_context(), self.program.autocast(), watch_double_backward(self.program):
+            with (
+                one.keyed_context(),
+                self.program.autocast(),
+                watch_double_backward(self.program),
+                self._watched(),
+            ):
                 batch = prepare_batch(self.program, one.batch)
                 pair = isinstance(batch, tuple | list) and len(batch) == 2
                 inputs, targets = batch if pair else (batch, batch)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.step.call_contract import Loss, call_model, split_batch, sum_and_count
@@ -70,7 +71,16 @@ class MicroBatch:
             total = self.compute_loss(self.outputs(module))
             if total.requires_grad:
                 phases.record_step_part(phases.BACKWARD)
-                total.backward()
+                try:
+                    total.backward()
+                except RuntimeError as error:
+                    if "returned an invalid gradient" not in str(error):
+                        raise
+                    raise ConfigError(
+                        "loss: it uses a tensor that the model computed in an earlier pass, before "
+                        "its weights were split (kept by a forward hook, or in an attribute); try: "
+                        "return it from forward beside the outputs"
+                    ) from error
                 phases.record_step_part(phases.PASSES)
         self.__dict__.pop("parts", None)  # free the inputs of a finished pass
 

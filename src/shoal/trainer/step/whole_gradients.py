@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -83,7 +83,6 @@ class WholeGradients:
         local = self.program.local
         found = [(name, local[name].parameter.grad) for name in names if name in local]
         return [
-            # detach: without the mark of a part (`_torch.mark_partial_gradient`)
             (name, grad.to_local() if hasattr(grad, "to_local") else grad.detach())
             for name, grad in found
             if grad is not None
@@ -166,3 +165,11 @@ class WholeGradients:
         """
         for _, grad in self.held(names):
             grad.clamp_(-clip_value, clip_value)
+
+
+def _plain(gradient: Any) -> torch.Tensor:
+    """Return this rank's part of a gradient, without the marks that it has in user code."""
+    for method in ("to_local", "to_part"):  # a DTensor · `guards/_torch_parts.py`
+        if hasattr(gradient, method):
+            return cast("torch.Tensor", getattr(gradient, method)())
+    return cast("torch.Tensor", gradient.detach())

@@ -304,3 +304,34 @@ def untrained_line(names: Sequence[str], steps: int) -> str:
 def _format_names(names: Sequence[str]) -> str:
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"{names[0]}{more}"
+
+
+def compared_samples_line() -> str:
+    """Return the notice on a model whose output for a sample depends on the others."""
+    return (
+        "model: its outputs for some samples depend on the other samples of the micro-batch (a "
+        "mean over dim 0, attention between samples, time as the first dim), so they depend on "
+        "micro_batch and the ranks; try: samples in dim 0, statistics by BatchNorm with "
+        "sync_batch_norm=True; if it is meant, coupled=True of shoal.parallelize"
+    )
+
+
+def counted_passes_line(name: str) -> str:
+    """Return the notice on a number of the model that each forward pass changes.
+
+    Args:
+        name: of the attribute.
+    """
+    return (
+        f"model: each forward pass changes {name}, so it counts the micro-batches of this rank, "
+        f"not the steps, and no checkpoint has it; try: set it before run.step from run.step_count"
+    )
+
+
+def global_hooks_line(layout: str) -> str:
+    """Return the notice on forward hooks for all modules where blocks run as graphs."""
+    return (
+        f"model: a forward hook on all modules (register_module_forward_hook) does not run for "
+        f"layers inside of blocks under {layout}; try: block.register_forward_hook(…) on the "
+        f"blocks that need it"
+    )

@@ -108,6 +108,14 @@ def no_movement_error() -> ConfigError:
     )
 
 
+def own_state_line(layout: str) -> str:
+    """Return the notice on `optimizer.state_dict()` where a rank steps parts of the weights."""
+    return (
+        f"optimizer.state_dict(): under {layout} it holds the state of the weights that this rank "
+        f"steps, and other ranks have the rest; try: run.save(folder), called on every rank"
+    )
+
+
 def sharded_state_error(layout: str) -> ConfigError:
     """Return the error for loading an optimizer state where a rank steps parts of the weights."""
     return ConfigError(

@@ -120,6 +120,46 @@ def part_of_weight_line(function: str, layout: str) -> str:
     )
 
 
+def part_error(function: str, name: str) -> ConfigError:
+    """Return the error for a function of torch that needs the whole of a split tensor."""
+    return ConfigError(
+        f"{function} of {name}: this rank has a part of it, and the whole is needed here; try: "
+        f"with run.whole_weights():, called on every rank, or run.state_dict()"
+    )
+
+
+def collective_error(function: str) -> ConfigError:
+    """Return the error for a collective of user code on a weight that ranks hold in parts."""
+    return ConfigError(
+        f"torch.distributed.{function} of a weight or its gradient: each rank has another part of "
+        f"it under this layout, so the result would mix them; try: leave it out: the run sums "
+        f"gradients, and begins with equal weights on every rank"
+    )
+
+
+def copy_error(kind: str, layout: str) -> ConfigError:
+    """Return the error for a deep copy of a model of which this rank has parts."""
+    return ConfigError(
+        f"copy.deepcopy of {kind}: under {layout} this rank has no whole one; try: a copy before "
+        f"shoal.parallelize, then copy.load_state_dict(run.state_dict()) on every rank; for an "
+        f"average of the weights average=0.999 of shoal.parallelize"
+    )
+
+
+def own_writes_line(name: str, passes: int) -> str:
+    """Return the notice on a weight that the model's own forward pass writes.
+
+    Args:
+        name: of the weight.
+        passes: micro-batches of the step on this rank.
+    """
+    return (
+        f"{name}: the model's own forward pass writes it, so {passes} times in a step on this "
+        f"rank, and other ranks do so for themselves: how far it moves depends on the layout; try: "
+        f"the change after run.step(batch), on run.model"
+    )
+
+
 def part_of_state_line(function: str, layout: str) -> str:
     """Return the notice on a reduction of the optimizer's state of which this rank has a part."""
     return (
@@ -211,8 +251,8 @@ def written_parts_line(names: Sequence[str], layout: str) -> str:
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         f"{names[0]}{more} was changed between steps, and under {layout} each rank has a part of "
-        f"it: a change of each element by itself is right, but a norm of rows or of the whole, and "
-        f"a new draw, are those of parts; try: weights = run.state_dict(), the change there, then "
+        f"it: a change of each element by itself is right, as is a new draw, but a norm of rows or "
+        f"of the whole is that of parts; try: weights = run.state_dict(), the change there, then "
         f"run.model.load_state_dict(weights)"
     )
 
