@@ -44,6 +44,9 @@ SAMPLES = 4
 HISTORY = 4
 """Facts that a disk keeps; an old disk is one of them."""
 
+REFUSED = 23
+"""Changes of multiples of so many tokens do not count, as those that admission refuses."""
+
 LATE = 512
 """Events without a committed turn, after which a window ends."""
 
@@ -246,12 +249,14 @@ class World:
                 self._check_disk(name, message)
             self.wire += [(to, message) for to in action.to if to != name]
         elif isinstance(action, Merge):
-            weights = merge_hash(process.weights, action.proposals)
+            counted = tuple(one for one in action.proposals if one.tokens % REFUSED)
+            refused = tuple({one.seat.name for one in action.proposals if not one.tokens % REFUSED})
+            weights = merge_hash(process.weights, counted) if counted else process.weights
             fact = process.member.fact
             if process.flip and fact is not None and len(fact.seats) > 2:
                 process.flip, weights = False, f"flip {self.draw.random()}"
             process.merged.add(weights)
-            process.member.merged(action.ballot, weights)
+            process.member.merged(action.ballot, weights, refused)
         elif isinstance(action, Apply):
             self._perform_apply(name, action)
 

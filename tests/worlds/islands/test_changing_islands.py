@@ -207,3 +207,37 @@ def test_two_of_three_die_and_all_start_together(coming: Coming) -> None:
     told = coming.collect(0, 1, 2)
     assert [one.get("finished") for one in told] == [True] * 3, told
     assert len({one["weights"] for one in told}) == 1
+
+
+@pytest.mark.proof
+def test_a_list_that_does_not_change_gives_the_bits_of_a_fixed_list(
+    coming: Coming, islands
+) -> None:
+    """Momentum outside and AdamW inside, unequal counts of targets."""
+    asked = {"model": "llama", "optimizer": "adamw", "batch": 4, "rounds": 3}
+    for index in range(3):
+        coming.start(index, known=3, **asked)
+    told = coming.collect(0, 1, 2)
+    fixed = islands(3).call("island_case:train", method="diloco", period=2, **asked)
+    assert {one["weights"] for one in told} == {island[0]["weights"] for island in fixed}
+    assert told[0]["digest"] == fixed[0][0]["digests"][-1]
+
+
+@pytest.mark.proof
+def test_a_silent_island_is_left_out_and_heals(coming: Coming) -> None:
+    """SIGSTOP: its connections stay open, so only the window's end leaves it out."""
+    for index in range(3):
+        coming.start(index, known=3, rounds=20, step_s=0.1)
+    coming.wait_for(0, lambda turn: turn["round"] >= 1)
+    (process,) = coming.islands.worlds[2].processes
+    os.kill(process.pid, signal.SIGSTOP)
+    coming.wait_for(0, lambda turn: turn["seats"] == [0, 1])
+    os.kill(process.pid, signal.SIGCONT)
+    told = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 3, told
+    assert len({one["weights"] for one in told}) == 1
+    merged = [[name for name, *_ in turn["members"]] for turn in coming.turns(0)]
+    assert [0, 1] in merged
+    assert merged[-1] == [0, 1, 2]
+    (line,) = {turn["why"] for turn in coming.turns(0) if turn["left"]}
+    assert line == "island 2: no change of it came in time"

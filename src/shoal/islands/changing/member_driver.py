@@ -43,7 +43,7 @@ from shoal.islands.membership.turn_messages import (
 )
 from shoal.islands.peer_deadline import PeerDeadline
 
-TICK_S, GREET_S = 0.05, 0.5
+TICK_S, GREET_S, TOLD_S = 0.05, 0.5, 10.0
 SESSION_S = 5.0
 """Seconds after an answer of a running session in which no other one is started."""
 STATE = "state/"
@@ -112,7 +112,7 @@ class MemberDriver:
         self._seats: tuple[Seat, ...] = ()
         self._welcomed_s = -SESSION_S
         self._done: set[int] = set()
-        self._sent_bytes = 0
+        self._sent_bytes, self._is_wait_told = 0, False
         self._reasons: dict[int, str] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="island-member", daemon=True)
@@ -438,6 +438,10 @@ class MemberDriver:
             self.links.send(others, [ARRIVAL, encode_message(own), self.settings])
             self._on_arrival(own)
             self._awaits = self.meeting.missing()
+            late = time.monotonic() - self._waits_since_s > TOLD_S
+            if self._awaits and late and not self._is_wait_told:
+                self._is_wait_told = True
+                self.tell(f"waits for {name_islands(self._awaits)}, at most {self.wait_s:g} s")
 
     def _why_too_few(self) -> str:
         fact = self.member.fact
