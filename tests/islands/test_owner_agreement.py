@@ -179,7 +179,9 @@ def test_owners_agree_before_the_first_round(own: list[Any], kept: list[int], sa
     first = json.dumps({"0": [samples, "tokens", 9, "a"]}).encode()
     source = SimpleNamespace(kind=own[1], vocabulary=own[2])
     owner: Any = SimpleNamespace(number=1, samples=own[0], source=source, name=own[3])
-    joined: Any = SimpleNamespace(plane=Others(first), common=SimpleNamespace(held=kept))
+    joined: Any = SimpleNamespace(
+        plane=Others(first), common=SimpleNamespace(held=kept), is_alone=False
+    )
     with pytest.raises(ConfigError, match=said):
         agree_on_owners(joined, [owner])
 
