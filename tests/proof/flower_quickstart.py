@@ -132,6 +132,9 @@ def measure_program(words: list[str], folder: Path, environ: dict[str, str]) -> 
                 words, cwd=folder, env={**os.environ, **environ}, stdout=log, stderr=log,
                 timeout=DEADLINE_S, check=False,
             )  # fmt: skip
+        if done.returncode:  # Ray's daemons would outlive a start that failed
+            for orphan in psutil.Process().children(recursive=True):
+                orphan.kill()
         with suppress(ChildProcessError):
             while True:
                 os.wait()
