@@ -36,6 +36,7 @@ def _run_together(
     started = []
     for rank in range(processes):
         env = {
+            "SHOAL_PROVE": "off",  # steps are measured, not starts
             **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(processes),

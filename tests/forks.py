@@ -37,6 +37,8 @@ IMPORTS = (
     ),
 )
 """What most programs import, a command's own modules among it."""
+os.environ.setdefault("SHOAL_PROVE", "off")  # tests of the quick proof itself ask for it
+
 MORE_IMPORTS: list[str] = []
 """What members of worlds import beside it: `worlds/worlds.py` adds it where a session has worlds."""
 

@@ -70,6 +70,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "python tests/proof/script_proofs.py",
         "python -m pytest tests -m proof --part scripts",
     ),
+    "quick-proof": ("python tests/proof/quick_proof_cost.py",),
     "branches": ("python tests/proof/branches.py",),
     "old-folders": ("python tests/proof/old_folders.py",),
     "replays": ("python tests/proof/replays.py",),

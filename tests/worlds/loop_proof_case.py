@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import planted
 import shoal
@@ -17,6 +18,7 @@ from right_scripts import Mixture, Net, net, sgd, share, squares
 from shoal.base.errors import ShoalError
 from shoal.data.loading.sample_seeds import GENERATORS
 from shoal.fabric import World
+from shoal.parallel import unit_visits
 from shoal.proof.loop_proof import list_samples
 from shoal.trainer import first_batch_proof
 
@@ -27,8 +29,11 @@ def attempt(
     """Run a loop; return its error, the lines about a proof, its numbers and the generators."""
     torch.manual_seed(11)
     error, numbers = "", []
-    cache = patch.dict("os.environ", {"SHOAL_CACHE": str(Path(folder) / "cache")})
-    with Lines() as written, cache, planted.BUGS[bug](world):
+    cache = patch.dict(
+        "os.environ", {"SHOAL_CACHE": str(Path(folder) / "cache"), "SHOAL_PROVE": "auto"}
+    )
+    joined = patch.object(unit_visits, "join_unit_forward", wraps=unit_visits.join_unit_forward)
+    with Lines() as written, cache, planted.BUGS[bug](world), joined as joins:
         try:
             numbers = LOOPS[loop](world, layout, prove)
         except ShoalError as failure:
@@ -37,6 +42,7 @@ def attempt(
         "error": error,
         "lines": [line for line in written.lines if "proof: " in line],
         "numbers": numbers,
+        "joins": joins.call_count,
         "drawn": torch.rand(3).tolist(),
         "states": [str(one.state())[:200] for one in GENERATORS],
     }
@@ -70,6 +76,57 @@ def heads(world: World, layout: str, prove: str) -> list[float]:
 
 def experts(world: World, layout: str, prove: str) -> list[float]:
     return run_steps(world, layout, prove, net(Mixture))
+
+
+class Drops(Net):
+    """One block of the trunk is left out, by a draw."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        dropped = int(torch.rand(()) * len(self.trunk))
+        for number, block in enumerate(self.trunk):
+            x = x if number == dropped else x + block(x)
+        return self.heads[0](x)
+
+
+def layerdrop(world: World, layout: str, prove: str) -> list[float]:
+    return run_steps(world, layout, prove, net(Drops), guards="off")
+
+
+def sorted_heads(world: World, layout: str, prove: str) -> list[float]:
+    """A head for the last tenth of the samples of a dataset."""
+    inputs = torch.cat([-torch.ones(180, 6), torch.ones(20, 6)]).double()
+    model = net(ByTask)
+    run = shoal.parallelize(
+        model, sgd(model.parameters()), squares, layout, world=world, prove=prove, batch=8,
+        micro_batch=2, guards="off",
+    )  # fmt: skip
+    batch = next(iter(run.loader(TensorDataset(inputs, inputs[:, :3]))))
+    return [run.step(batch).loss]
+
+
+HISTORY: list[float] = []
+
+
+def counted(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A loss that keeps what it has returned, in a helper's global list."""
+    total, count = squares(outputs, targets)
+    keep(float(total))
+    return total, count
+
+
+def keep(value: float) -> None:
+    HISTORY.append(value)
+
+
+def counted_calls(world: World, layout: str, prove: str) -> list[float]:
+    HISTORY.clear()
+    model = net()
+    run = shoal.parallelize(
+        model, sgd(model.parameters()), counted, layout, world=world, prove=prove
+    )
+    run.step(share(world, 0))
+    return list(HISTORY)
 
 
 def loss_of_the_model(world: World, layout: str, prove: str) -> list[float]:
@@ -134,6 +191,9 @@ LOOPS: dict[str, Callable[[World, str, str], list[float]]] = {
         own_batches,
         heads,
         experts,
+        layerdrop,
+        sorted_heads,
+        counted_calls,
         loss_of_the_model,
         written_out,
         large,

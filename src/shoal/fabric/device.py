@@ -107,6 +107,11 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     return HOST
 
 
+def size_of_group() -> int | None:
+    """Return the number of processes of the group that the script has started; None without one."""
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
 def process_group_backend(device: torch.device) -> str:
     """Return the `backend` of a process group: gloo for host tensors, plus the device's backend.
 

@@ -11,8 +11,10 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
 
 from shoal.base.errors import ConfigError
 from shoal.base.text.units import bytes_text
@@ -98,3 +100,10 @@ def _free_limits() -> Iterator[int]:
             except (OSError, ValueError):  # "max" (no limit), or above the cgroup's root
                 continue
             yield max(0, most - used)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return a device's free bytes, with those that this process's allocator holds unused."""
+    module: Any = torch.get_device_module(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + unused)

@@ -54,7 +54,7 @@ def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: An
         saves: the loop's call that saves whole weights, for the line that refuses another.
     """
     trains = model.training
-    run = parallelizing.parallelize(model, optimizer, **how, **claim_run_folder())
+    run = parallelizing.parallelize(model, optimizer, prove="off", **how, **claim_run_folder())
     described = parallelizing.describe_run(run)
     run.recorder.warn(f"{described}; batches are those of the script's loaders")
     if not trains:

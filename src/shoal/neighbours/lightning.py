@@ -161,6 +161,7 @@ class _StrategyMethods:
             layout=self.layout if self._world().size > 1 else "single",
             precision=compute,
             world=self._world(),
+            prove="off",
             **{"clip": 0.0, **self.policies, **claim_run_folder()},
         )
         vars(optimizer)["zero_grad"] = _do_nothing  # a step begins without gradients

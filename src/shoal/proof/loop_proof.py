@@ -2,7 +2,9 @@
 
     first batch     two small steps in float64, under the layout and in one process, as before
                     `shoal train` (start_proof.py); a proven difference ends the run
-    samples         of the run's own loader; else the samples of all ranks' first batches
+    samples         of the dataset of the run's loader, spread over it, so that samples which take
+                    other branches of the model are among them; else those of all ranks' first
+                    batches
     the loss        the run's. A loop over `run.micro_batches` has its own: the outputs are
                     multiplied by fixed numbers instead
 
@@ -11,19 +13,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, ShoalError, TrainingError
+from shoal.data.loading.dataset_kind import join_samples as join_samples_of_dataset
 from shoal.data.loading.sample_seeds import preserved_rng
 from shoal.data.loading.step_samples import StepBatch
+from shoal.fabric.device import empty_cache, is_accelerator
+from shoal.machine.free_memory import free_device_bytes
+from shoal.machine.process_memory import peak_memory_bytes, reset_peak_memory
 from shoal.planning.settle import layout_keys
 from shoal.proof.proof_case import ProofCase
+from shoal.proof.reference_limits import STATES
 from shoal.proof.start_proof import prove_case
-from shoal.trace._torch import pytree
+from shoal.trainer.first_batch_proof import (
+    MEMORY_SHARE,
+    join_samples,
+    select_dataset,
+    weigh_outputs,
+)
 from shoal.trainer.process.watchdog_client import pause_comparison
 from shoal.trainer.run import Run
 from shoal.trainer.step.borrowed_batch import broadcast_spare_batch
@@ -36,7 +48,7 @@ SAMPLES = 8
 
 @phase("proof")
 def prove_first_batch(
-    run: Run, batch: Any, build: Callable[[], nn.Module], loss: Loss | None
+    run: Run, batch: Any, build: Callable[[], nn.Module], loss: Loss, key: str = ""
 ) -> str:
     """Prove a run on its first batch; return the line for the user. Every rank calls it.
 
@@ -44,38 +56,74 @@ def prove_first_batch(
         run: the run, before its first step.
         batch: of that step.
         build: returns a copy of the model as it was before the layout cut it.
-        loss: the run's, which refers to the model that `build` returned last; None: the loop has
-            its own.
+        loss: of the proof, which refers to the model that `build` returned last.
+        key: on rank 0, under which "equal" is kept; "": found here.
 
     Raises:
         TrainingError: the layout does not compute what one process computes.
     """
-    world, log_runs = run.world, run.meeting.runs
+    world, log_runs, peak_bytes = run.world, run.meeting.runs, peak_memory_bytes(run.world.device)
+    line = ""
     try:
         with preserved_rng(), pause_comparison(world):
+            refuse_device_shortage(run)
             data, collate = list_samples(run, batch)
+            if loss is weigh_outputs:
+                collate = partial(join_as_pair, collate)
             layout = layout_keys(run.plan.layout)
-            case = ProofCase(build, loss or weigh_outputs, data, collate, layout, run.plan)
+            case = ProofCase(build, loss, data, collate, layout, run.plan, spread=True)
             off = 'shoal.parallelize(…, prove="off")'
-            alone = "shoal prove -- SCRIPT"
-            return prove_case(case, world, run.recorder.folder, alone=alone, off=off)
+            alone, folder = "shoal prove -- SCRIPT", run.recorder.folder
+            line = prove_case(case, world, folder, alone=alone, off=off, key=key)
     except TrainingError:
         raise
     except ShoalError as failure:  # the same on all ranks
-        return f"proof: not proven: {failure}; training goes on"
+        line = f"proof: not proven: {failure}; training goes on"
     finally:
         run.meeting.runs = log_runs  # the user closes no run of the proof
+    if line:
+        empty_cache()
+        if peak_memory_bytes(world.device) > peak_bytes:
+            reset_peak_memory(world.device)  # the proof's memory is not the run's
+    return line
+
+
+def join_as_pair(collate: Any, samples: list[Any]) -> Any:
+    """Join samples; what is no pair is both inputs and targets, as for `run.micro_batches`."""
+    batch = join_samples_of_dataset(samples, collate, "the samples of a proof")
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    return batch if is_pair or isinstance(batch, Mapping) else (batch, batch)
+
+
+def refuse_device_shortage(run: Run) -> None:
+    """Raise ConfigError, on all ranks, if a rank's accelerator lacks memory for one process more.
+
+    The run is on the device already, and a rank that runs out of memory would leave the others
+    waiting.
+    """
+    device, shortage = run.world.device, ""
+    if not is_accelerator(device):
+        return
+    needed, free = STATES * run.plan.parameters * 8, free_device_bytes(device)
+    if needed > MEMORY_SHARE * free:
+        shortage = (
+            f"memory: one process in float64 takes {needed / 2**30:.1f} GiB, and a quarter of "
+            f"the free memory of {device} is {MEMORY_SHARE * free / 2**30:.1f} GiB"
+        )
+    if found := [one for one in run.world.gather_json(shortage) if one]:
+        raise ConfigError(found[0])
 
 
 def list_samples(run: Run, batch: Any) -> tuple[Any, Any]:
     """Return (dataset, collate) of a proof: the run's loader's, or the samples of first batches.
 
+    A batch that the loop has changed, or that a stream gave, is not read from the dataset again.
+
     Raises:
         ConfigError: the batch cannot be cut into samples; on all ranks.
     """
-    if run.feed.settings:
-        dataset, _, collate = run.feed.settings[0]
-        return dataset, collate
+    if (known := select_dataset(run, batch)) is not None:
+        return known
     world, data = run.world, run.program.data
     own, failure = None, ""
     try:
@@ -107,29 +155,3 @@ def _first_samples(batch: Any) -> Any:
             return None
         batch = batch.values[0]
     return next(iter(split_into_micro_batches(batch, SAMPLES)), None)
-
-
-def join_samples(samples: list[Any]) -> Any:
-    """Join samples, which are batches of one, along dim 0."""
-    trees = [pytree.tree_flatten(one) for one in samples]
-    columns = zip(*(leaves for leaves, _ in trees), strict=True)
-    joined = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0]
-        for column in map(list, columns)
-    ]
-    return pytree.tree_unflatten(joined, trees[0][1])
-
-
-def weigh_outputs(outputs: Any, _targets: Any) -> tuple[torch.Tensor, int]:
-    """Return a sum over all outputs, each times a fixed number between −1 and 1."""
-    total: torch.Tensor | None = None
-    samples = 1
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad:
-            numbers = torch.arange(leaf[:1].numel(), device=leaf.device, dtype=leaf.dtype)
-            part = (leaf * torch.sin(numbers + 1).reshape(leaf[:1].shape)).sum()
-            total = part if total is None else total + part
-            samples = max(samples, len(leaf))
-    if total is None:
-        raise ConfigError("the model's outputs have no gradient")
-    return total, samples

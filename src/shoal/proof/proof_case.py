@@ -8,8 +8,8 @@ err there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,43 +17,22 @@ from typing import Any
 from torch import nn
 
 from shoal.base.estimates.facts import read_machine_facts
-from shoal.base.layouts.policies import (
-    CompilePolicy,
-    CompressPolicy,
-    KeepPolicy,
-    LoopPolicy,
-    Policies,
-    PrecisionPolicy,
-    ReadPolicy,
-    UpdatePolicy,
-)
 from shoal.base.plans.batches import default_turn, proof_batch
 from shoal.base.plans.plan import Plan
 from shoal.config.resolve import collect_layout_keys, make_plan
 from shoal.config.sections import Config
 from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.sample_inspection import first_samples
+from shoal.data.loading.sample_order import permute
 from shoal.data.loading.sample_seeds import draws_nothing, preserved_rng
 from shoal.data.sources import Source
 from shoal.forecast.models.model_facts import FAMILIES, family_of
 from shoal.planning.settle import Words, layout_keys, settle_layout
 from shoal.proof.trial_side import Trial, TrialSide
 from shoal.trainer.jobs.configured_run import build_model, import_loss
+from shoal.trainer.known_proofs import PROVEN
 from shoal.trainer.step.call_contract import Loss
 from shoal.trainer.step.optimizer_step import StepResult
-
-OTHERS = (
-    *(PrecisionPolicy, UpdatePolicy, CompressPolicy, CompilePolicy, LoopPolicy, ReadPolicy),
-    KeepPolicy,
-)
-"""Policies that change numbers on purpose, and those that a proof sets for itself."""
-
-PROVEN = tuple(
-    key.name
-    for key in fields(Policies)
-    if key.name not in {other.name for policy in OTHERS for other in fields(policy)} | {"call"}
-)
-"""Policies of the layout's side alone, from the plan."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +46,7 @@ class ProofCase:
         plan: batch, micro-batch and policies; its layout is not read.
         full_steps: full steps in the proof's epoch, before the short one.
         ours: the module is one of Shoal's own, which may be built without numbers.
+        spread: take samples from all over the dataset, not its first ones.
     """
 
     build: Callable[[], nn.Module]
@@ -77,6 +57,7 @@ class ProofCase:
     plan: Plan
     full_steps: int = 2
     ours: bool = False
+    spread: bool = False
 
     @property
     def policies(self) -> dict[str, Any]:
@@ -106,7 +87,8 @@ class ProofCase:
     def trial(self) -> Trial:
         """Return a trial that trains on the first samples of the data, epoch after epoch."""
         plan = self.plan
-        few = select_first_samples(self.data, plan.batch, plan.micro_batch, self.full_steps)
+        sizes = (plan.batch, plan.micro_batch, self.full_steps)
+        few = select_first_samples(self.data, *sizes, spread=self.spread)
 
         def train(side: TrialSide) -> Iterator[tuple[str, StepResult]]:
             run = side.parallelize(
@@ -125,11 +107,16 @@ class ProofCase:
         return train
 
 
-def select_first_samples(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
+def select_first_samples(
+    data: Any, batch: int, micro_batch: int, full_steps: int, *, spread: bool = False
+) -> Any:
     """Return the first samples of a dataset or iterable: some full steps and a short one.
 
     The short step has one full micro-batch and a half one (of two samples at least, since layers
     such as BatchNorm cannot train on one). Datasets that are shorter stay as they are.
+
+    Args:
+        spread: of a dataset with an index, take samples from all over it instead.
     """
     samples = epoch_samples(batch, micro_batch, full_steps)
     if not is_indexed(data):
@@ -140,7 +127,11 @@ def select_first_samples(data: Any, batch: int, micro_batch: int, full_steps: in
         if state is not None:
             data.load_state_dict(state)
         return few
-    return data if len(data) <= samples else FirstSamples(data, samples)
+    if len(data) <= samples:
+        return data
+    if spread:  # drawn: at equal distances all might be of one kind
+        return SelectedSamples(data, [int(n) for n in permute(range(samples), len(data), 0, 0)])
+    return SelectedSamples(data, range(samples))
 
 
 def epoch_samples(batch: int, micro_batch: int, full_steps: int) -> int:
@@ -149,21 +140,20 @@ def epoch_samples(batch: int, micro_batch: int, full_steps: int) -> int:
     return full_steps * batch + micro_batch + half
 
 
-class FirstSamples:
-    """First samples of a map-style dataset."""
+class SelectedSamples:
+    """Some samples of a map-style dataset, by their indices."""
 
-    def __init__(self, dataset: Any, samples: int) -> None:
-        self.dataset = dataset
-        self.samples = samples
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
         self.draws_nothing = draws_nothing(dataset)
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return self.samples
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Any:
         """Return the dataset's own sample."""
-        return self.dataset[index]
+        return self.dataset[self.indices[index]]
 
 
 def make_case(

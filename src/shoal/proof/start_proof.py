@@ -15,11 +15,8 @@ Source: design §5; nobody else ships it, so the cost must stay at seconds: `BUD
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,11 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal import __version__
 from shoal.base.errors import ShoalError, TrainingError
-from shoal.base.package_source import package_digest
 from shoal.base.plans.plan import Plan
-from shoal.base.runlog.atomic_files import cache_folder, write_atomically
+from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.text.units import seconds_text
 from shoal.checkpoint.format.listing import list_checkpoints
@@ -44,9 +39,10 @@ from shoal.fabric import World
 from shoal.planning.settle import Words
 from shoal.proof.battery import OPTIMIZERS, SGD, Battery, Report
 from shoal.proof.proof_case import ProofCase, make_case
-from shoal.proof.reference_limits import find_collective
+from shoal.proof.reference_limits import failure_reason, find_collective
 from shoal.proof.reference_seconds import expected_seconds
 from shoal.trace.isolation.collective_ban import ForbiddenCollective, forbid_collectives
+from shoal.trainer.known_proofs import keep_proof, proof_key, read_known_proofs
 from shoal.trainer.parallelize import build_module
 from shoal.wire.phases import phase
 
@@ -54,7 +50,6 @@ BUDGET_S = 30.0
 """Seconds for the one process; a longer proof is for `shoal prove`, not before each run."""
 
 STEPS = 2
-PLAIN = (bool, int, float, str)
 NAME = "proof.json"
 
 RESTARTS = ("SHOAL_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -129,6 +124,7 @@ def prove_case(
     *,
     alone: str,
     off: str = "train.prove=off",
+    key: str = "",
     record: Callable[..., None] = lambda *done: None,
 ) -> str:
     """Prove a case on two small steps, unless the cache knows it; every rank calls it.
@@ -137,6 +133,7 @@ def prove_case(
         folder: for tensors that exceed memory; None: the system's for temporary files.
         alone: the command that proves it without a limit of time.
         off: the setting that leaves the proof out.
+        key: on rank 0, under which "equal" is kept; "": found here.
         record: called on rank 0 with the verdict and the line of a refusal.
 
     Returns:
@@ -146,11 +143,16 @@ def prove_case(
         TrainingError: the two differ.
     """
     known: Any = None
-    key, expected_s = "", 0.0
+    expected_s, failed = 0.0, ""
     if world.is_first:
-        key, known, expected_s = _inspect_case(case, world)
+        try:
+            key, known, expected_s = _inspect_case(case, world, key)
+        except Exception as failure:  # of the user's model or data, while the other ranks wait
+            failed = str(failure) if isinstance(failure, ShoalError) else failure_reason(failure)
         record(known["verdict"] if known else "")
-    known, expected_s = world.broadcast_json([known, expected_s])
+    known, expected_s, failed = world.broadcast_json([known, expected_s, failed])
+    if failed:
+        return f"proof: not proven: {failed}; training goes on"
     if known is not None:
         return ""
     if expected_s > BUDGET_S:
@@ -166,7 +168,7 @@ def prove_case(
         raise TrainingError(refused)
     if key and report["verdict"] == "equal":
         kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
-        _write_cache({**_read_cache(), key: kept})
+        keep_proof(key, kept)
     return format_line(report)
 
 
@@ -242,7 +244,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _inspect_case(case: ProofCase, world: World) -> tuple[str, Any, float]:
+def _inspect_case(case: ProofCase, world: World, key: str) -> tuple[str, Any, float]:
     """Return (key of this proof, its kept verdict, seconds that one process would take).
 
     The key is empty if one process alone cannot build the model.
@@ -250,9 +252,10 @@ def _inspect_case(case: ProofCase, world: World) -> tuple[str, Any, float]:
     module = _build_structure(case)
     if module is None:
         return "", None, 0.0
-    key = proof_key(case, module, world)
-    known = _read_cache().get(key)
-    if known is not None:
+    how = {"loss": case.loss, "collate": case.collate, "layout": case.layout, "plan": case.plan}
+    key = key or proof_key(module, **how, world=world)
+    known = read_known_proofs().get(key)
+    if known is not None and known["verdict"] == "equal":
         return key, known, 0.0
     small, expected_s = case.shrink(world.size), 0.0
     with contextlib.suppress(ForbiddenCollective), forbid_collectives():
@@ -333,71 +336,3 @@ def format_refusal(report: Report, off: str) -> str:
         "shows every "
         f"parameter; {off} trains all the same"
     )
-
-
-def proof_key(case: ProofCase, module: nn.Module, world: World) -> str:
-    """Return a hash of all that a quick proof of `case`, which builds `module`, depends on."""
-    layout = case.layout
-    return content_key(
-        model_parts(module),
-        hash_source(case.loss),
-        hash_source(case.collate),
-        min(case.plan.micro_batch, 2),
-        package_digest(),
-        layout if isinstance(layout, str) else dict(layout),
-        dict(case.policies),
-        world.size,
-        world.device.type,
-        case.plan.call,
-        [torch.__version__, __version__],
-    )
-
-
-def model_parts(module: nn.Module) -> list[Any]:
-    """Return names, shapes and settings of a module, and a hash of the code of its classes."""
-    tensors = [
-        [name, list(p.shape), p.requires_grad]
-        for name, p in module.named_parameters(remove_duplicate=False)
-    ]
-    kinds = {type(part) for part in module.modules()}
-    code = sorted(f"{k.__module__}.{k.__qualname__} {hash_source(k)}" for k in kinds)
-    settings = [
-        {k: v for k, v in vars(part).items() if k != "training" and isinstance(v, PLAIN)}
-        for part in module.modules()
-    ]
-    return [tensors, repr(module), code, settings]
-
-
-def hash_source(thing: Any) -> str:
-    """Return a hash of the source around a class or function; its name if no source can be read.
-
-    The whole module counts, since it usually holds the functions that a class calls.
-    """
-    module = getattr(thing, "__module__", "") or ""
-    if module.partition(".")[0] == "torch":  # the version identifies it
-        return module
-    name = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-    try:
-        text = name + inspect.getsource(sys.modules[module])
-    except (OSError, TypeError, KeyError):
-        text = name
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _cache_path() -> Path:
-    return cache_folder() / "proofs.json"
-
-
-def _read_cache() -> dict[str, Any]:
-    try:
-        return dict(json.loads(_cache_path().read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _write_cache(known: dict[str, Any]) -> None:
-    try:
-        _cache_path().parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(_cache_path(), json.dumps(known, indent=1))
-    except OSError:
-        return  # the cache only saves time

@@ -19,6 +19,9 @@ from shoal.base.errors import ConfigError, nearest_word, shorten
 from shoal.base.layouts.layout import AXES, Layout
 from shoal.base.layouts.policies import POLICIES, OptimizerPolicy, check_value, lists_as_tuples
 from shoal.base.plans.plan import Plan
+from shoal.fabric import World
+from shoal.fabric.device import size_of_group
+from shoal.fabric.rendezvous.process_info import read_process_info
 
 DEFAULT_BATCH = 32
 """Samples per step if no argument sets them."""
@@ -185,6 +188,22 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if not isinstance(given["schedule"], OptimizerPolicy | None):
         usual_line = 'shoal.OptimizerPolicy(schedule="cosine") with total_steps'
         _refuse("schedule", given["schedule"], "an OptimizerPolicy, or None", usual_line)
+
+
+def wants_proof(prove: str, world: World | None) -> bool:
+    """Return whether a run is to be proven at its first batch: one of several processes.
+
+    SHOAL_PROVE=off in the environment switches the proof off for a whole script.
+
+    Args:
+        prove, world: of `parallelize`. An unknown word counts as "auto"; the proof refuses it.
+    """
+    if "off" in (prove, os.environ.get("SHOAL_PROVE")):
+        return False
+    size = (
+        world.size if world is not None else size_of_group() or read_process_info(os.environ).size
+    )
+    return prove != "auto" or size > 1
 
 
 def plan_from_arguments(precision: str, policies: Mapping[str, Any]) -> Plan:

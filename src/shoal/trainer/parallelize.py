@@ -60,6 +60,7 @@ from shoal.trainer.argument_checks import (
     check_arguments,
     plan_from_arguments,
     refuse_unknown,
+    wants_proof,
 )
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.model_checks import (
@@ -106,7 +107,7 @@ def parallelize(
     folder: str | Path | None = None,
     tokenizer: Any = None,
     world: World | None = None,
-    prove: str = "off",
+    prove: str = "auto",
     coupled: bool = False,
     **policies: Any,
 ) -> Run:
@@ -144,9 +145,11 @@ def parallelize(
             (`open_data(…).tokenizer`). Every save keeps it in folder/hub, for `shoal checkpoint
             export` and `sample`.
         world: the processes, if tests make a `World` by hand; default: found in the environment.
-        prove: "auto": on several processes, compare the layout with one process on the samples of
-            the first batch, before the first step: two small steps in float64, at most 30 s. A
-            difference raises a TrainingError. "off": not.
+        prove: "auto": on several processes, compare the layout with one process before the first
+            step: two small steps in float64, on samples of the loader's dataset or of the first
+            batch, once per model, loss, layout and versions. A difference raises a TrainingError.
+            What takes more than 30 s or a quarter of the free memory is not proven, and a line
+            says so. "off", or SHOAL_PROVE=off in the environment: not.
         coupled: the loss couples the samples of a micro-batch on purpose (a contrastive one), and
             no line says so.
         policies: every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
@@ -165,7 +168,7 @@ def parallelize(
     References:
         design §5; the loss rule is design §6.
     """
-    if prove != "off":
+    if wants_proof(prove, world):
         arguments = dict(locals())
         from shoal.trainer.first_batch_proof import parallelize_proven
 

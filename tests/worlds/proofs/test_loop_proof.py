@@ -42,6 +42,7 @@ def test_a_proven_run_has_the_bits_of_one_without_a_proof(attempt) -> None:
         ("experts", "zero2"),
         ("heads", "zero1"),
         ("batch_of_another_run", "ddp"),
+        pytest.param("experts", "fsdp", marks=pytest.mark.proof("scripts")),
     ],
 )
 def test_a_right_loop_is_proven(attempt, loop: str, layout: str) -> None:
@@ -58,6 +59,26 @@ def test_a_difference_ends_the_run_before_its_first_step(attempt) -> None:
     )
     assert answer["error"].endswith('shoal.parallelize(…, prove="off") trains all the same')
     assert answer["numbers"] == []
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *(pytest.param(one, marks=pytest.mark.proof("scripts")) for one in ("heads", "layerdrop")),
+        "sorted_heads",
+    ],
+)
+def test_branches_are_proven_that_the_data_take(attempt, loop: str) -> None:
+    """Ranks take other branches in the proof, too: they join the blocks of the others."""
+    proven, unproven = attempt(loop, "fsdp"), attempt(loop, "fsdp", prove="off")
+    assert EQUAL in proven["lines"][0]
+    assert proven["joins"] > unproven["joins"]
+
+
+def test_a_loss_keeps_nothing_of_the_proof(attempt) -> None:
+    answer = attempt("counted_calls")
+    assert EQUAL in answer["lines"][0]
+    assert len(answer["numbers"]) == len(attempt("counted_calls", prove="off")["numbers"]) > 0
 
 
 def test_without_room_for_a_copy_it_says_so_and_trains(attempt) -> None:

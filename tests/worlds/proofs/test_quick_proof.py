@@ -18,7 +18,8 @@ from shoal.models.loss import token_loss
 from shoal.planning.pipeline_schedules import check_micro_batches
 from shoal.proof import reference_seconds
 from shoal.proof.proof_case import ProofCase, select_first_samples
-from shoal.proof.start_proof import _build_structure, hash_source, model_parts
+from shoal.proof.start_proof import _build_structure
+from shoal.trainer.known_proofs import hash_source, model_parts
 
 
 def ask(worlds, folder: Path, **arguments):
@@ -186,3 +187,11 @@ def test_what_would_take_too_long_is_not_begun(worlds, tmp_path: Path) -> None:
         f"shoal prove --quick {tmp_path}/run/run.toml"
     )
     assert not (tmp_path / "cache" / "proofs.json").exists(), "what was not begun is not known"
+
+
+def test_spread_samples_are_of_the_whole_dataset() -> None:
+    """Of sorted data, and of data whose kinds alternate."""
+    few = list(select_first_samples(range(1000), 16, 2, 1, spread=True))
+    assert len(set(few)) == 18
+    assert {n // 250 for n in few} == {0, 1, 2, 3}
+    assert {n % 2 for n in few} == {0, 1}

@@ -32,11 +32,11 @@ from shoal.fabric import World
 from shoal.fabric.device import select_local_device
 from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.planning.settle import layout_keys
-from shoal.proof.proof_case import PROVEN
 from shoal.proof.script.patched_parallelize import patch_parallelize
 from shoal.proof.script.script_end import ScriptEnd
 from shoal.proof.script.value_files import read_values
 from shoal.proof.trial_side import jitter_weights
+from shoal.trainer.known_proofs import PROVEN
 from shoal.trainer.run import Run
 
 DROPPED = frozenset(

@@ -182,10 +182,11 @@ def collect_run_state(run: CheckpointedRun) -> tuple[dict[str, Part], dict[str, 
     }
     optimizer_parts, optimizer_record = collect_optimizer_state(run)
     parts.update(optimizer_parts)
-    local = run.program.local
     if run.average is not None:
         for name, tensor in run.average.tensors().items():
-            shard = replace(local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor))
+            shard = replace(
+                run.program.local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor)
+            )
             parts[AVERAGE + name] = (tensor, shard)
     for one in _extra_states(run):
         parts.update(one.parts())
@@ -234,8 +235,7 @@ def collect_optimizer_state(run: CheckpointedRun) -> tuple[dict[str, Part], dict
     parts: dict[str, Part] = {}
     for full, tensor in state.items():
         name, _, key = full.rpartition(".")
-        whole = Shard.whole(OPTIMIZER + full, tuple(tensor.shape), dtype_of(tensor))
-        shard = whole
+        shard = whole = Shard.whole(OPTIMIZER + full, tuple(tensor.shape), dtype_of(tensor))
         # A rank that owns one vector cannot tell Adafactor's factors from moments by their shape.
         if key in sliced and name in local and tensor.shape == local[name].parameter.shape:
             shard = replace(local[name].shard, name=OPTIMIZER + full, dtype=whole.dtype)
