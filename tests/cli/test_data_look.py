@@ -175,7 +175,7 @@ def test_losses_of_samples_are_the_loss_of_the_step(runs: Path) -> None:
     ordered = sorted(rows, key=lambda row: -row["loss"])
     assert shown == [(f"{row['loss']:.4f}", str(row["sample"])) for row in ordered]
     assert re.findall(r"^ +(\d\.\d{4}) +(\d+) ", text, re.M) == shown, "the list before the texts"
-    mean = f"computed with the weights of step 2; mean {step['checkpoint_loss']:.4g}\n"
+    mean = f"computed with the weights of step 2; mean over their targets {step['checkpoint_loss']:.4g}\n"
     assert f"{mean}            runs/chat/checkpoints/step-2\n" in text
     assert re.search(r"^step +3: samples .* of the stream, rows of \d+ tokens, loss", text, re.M)
     assert text.count("position: its place in the stream") == 1

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
 from shoal.cli.data import _check_relative_source
-from shoal.cli.data_lines import RowStyle, data_lines, id_lines
+from shoal.cli.data_lines import RowStyle, data_lines, id_lines, row_title
 from shoal.cli.main import app
 from shoal.data.inspection.sample_fields import describe_sample
 from shoal.data.inspection.source_facts import _label_shares
@@ -89,7 +89,10 @@ def test_counts_are_of_all_examples_without_padding(
 
 def test_a_cut_says_how_many_learnt_tokens_it_takes(padded: dict[str, Any]) -> None:
     assert fact(padded, "cut") == "none"
-    cut = document_of("data.sequence=24", "--rows", "0")["data"]
+    shown = document_of("data.sequence=24", "--rows", "40")
+    cut = shown["data"]
+    longest = next(row for row in shown["rows"] if "cut" in row)
+    assert f", {longest['cut']} more cut off" in row_title(longest, of_step=False, is_mixture=False)
     lost = padded["data"]["learnt_tokens"] - cut["learnt_tokens"]
     text = fact({"data": cut, "rows": []}, "cut")
     if not cut["left_out"]:

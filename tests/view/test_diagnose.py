@@ -554,6 +554,8 @@ def test_commands_that_would_be_refused_are_not_proposed(tmp_path: Path) -> None
     spike = ("spike", {"step": 9, "reason": "loss 70"})
     (found,) = diagnose(run_of(tmp_path / "unsaved", spike))
     assert found.command == f"shoal train {tmp_path}/unsaved/run.toml train.spikes=skip"
+    look = f"; shoal data look {tmp_path}/unsaved --step 9 shows them by loss"
+    assert found.why.endswith("unlike the others" + look)
     save(tmp_path / "saved", 4)
     (found,) = diagnose(run_of(tmp_path / "saved", spike))
     assert found.command == f"shoal train --resume {tmp_path}/saved --force train.spikes=skip"

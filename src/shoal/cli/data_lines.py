@@ -237,7 +237,7 @@ def step_lines(document: dict[str, Any]) -> Iterator[str]:
 def _checkpoint_lines(step: dict[str, Any]) -> Iterator[str]:
     """Yield with which weights the samples' losses are computed, and their mean."""
     number, whole = step["checkpoint_step"], step["checkpoint_loss"]
-    mean = f"; mean {whole:.4g}" if isinstance(whole, float) else ""
+    mean = f"; mean over their targets {whole:.4g}" if isinstance(whole, float) else ""
     text = f"those below are computed with the weights of step {number}{mean}"
     yield f"{'losses':<{NAME_WIDTH}}{text}"
     if number >= step["step"]:
@@ -291,6 +291,8 @@ def _size_text(row: dict[str, Any]) -> str:
     count = len(row["tokens"]) - padding
     inputs = f" ({count - lasts} inputs)" if lasts else ""
     text = f"{count} tokens{inputs}{documents}, {row['learnt']} learnt"
+    if row.get("cut"):
+        text += f", {row['cut']:,} more cut off"
     return f"{text}, {padding} padding" if padding else text
 
 

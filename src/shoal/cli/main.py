@@ -57,7 +57,7 @@ HEADINGS = {
         "compare": "Measure layouts × process counts in one table.",
         "prove": "Compare a layout with one process, on your model.",
         "simulate": "Draw a technique, or calculate a formula.",
-        "data": "See rows as the model gets them, or those of a step.",
+        "data": "`data look`: rows as the model gets them, or those of a step.",
     },
     "The machine": {
         "doctor": "Check clock, disk, memory, processes and devices.",

@@ -35,11 +35,12 @@ def example_facts(train: ExampleRows) -> dict[str, Any]:
 
 
 def row_ends(train: ExampleRows, index: int) -> dict[str, Any]:
-    """Return the padding of a row, and the id of the last target of each of its examples."""
+    """Return a row's padding and tokens lost to cuts, and the last target of each example."""
     numbers = train.examples_of(index)
-    used = sum(int(train.stops[n] - train.starts[n]) - 1 for n in numbers)
+    kept = [int(train.stops[n] - train.starts[n]) for n in numbers]
     return {
-        "padding": train.sequence - used,
+        "padding": train.sequence - sum(kept) + len(kept),
+        "cut": sum(int(train.lengths[n]) for n in numbers) - sum(kept),
         "pad": int(train.pad),
         "last_ids": [int(train.ids[train.stops[n] - 1]) for n in numbers],
     }

@@ -278,6 +278,8 @@ def complete_rows(data: InspectedData, rows: list[dict[str, Any]]) -> list[dict[
         row["learnt"] = sum(token["learnt"] for token in tokens)
         is_known = ends is not None and add_last_targets(tokens, ends)
         row["padding"] = ends["padding"] if ends and is_known else count_padding(tokens)
+        if ends and is_known and ends["cut"]:
+            row["cut"] = ends["cut"]
         row["documents"] = 1 + tokens[-1 - row["padding"]]["document"]
         row["misplaced"] = count_misplaced(row)
         if data.tokenizer is not None:

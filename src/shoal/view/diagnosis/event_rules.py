@@ -181,16 +181,29 @@ def _diagnose_resume(event: Record, after: list[Record], folder: Path) -> RunFin
 LEAPT = "loss or gradient norm leaps out of the last steps: samples that are unlike the others"
 
 
+def _why_it_leapt(event: Record, folder: Path) -> str:
+    """Return the cause of a leap, and the command that shows the samples by loss."""
+    if event.get("step") is None or not (folder / "run.toml").exists():
+        return LEAPT  # an own loop's data are not opened
+    run = shlex.quote(str(folder))
+    return f"{LEAPT}; shoal data look {run} --step {event['step']} shows them by loss"
+
+
 def _diagnose_skipped_step(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     broken = "numbers that are not finite, made of the samples that are named"
-    why = LEAPT if is_outlier(event) else broken
+    why = _why_it_leapt(event, folder) if is_outlier(event) else broken
     return _diagnosis_from_text("step_skipped", why)(event, after, folder)
 
 
 def _diagnose_spike(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
     """Diagnose a loss spike whose update was made, so that the weights keep its effect."""
-    told = _diagnosis_from_text("spike", LEAPT, "shoal train --resume {run} train.spikes=skip")
-    return told(event, after, folder)
+    why, cure = _why_it_leapt(event, folder), "shoal train --resume {run} train.spikes=skip"
+    return _diagnosis_from_text("spike", why, cure)(event, after, folder)
+
+
+def _diagnose_rewind(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
+    """Diagnose a leap after which the run went back, and left its samples out."""
+    return _diagnosis_from_text("rewound", _why_it_leapt(event, folder))(event, after, folder)
 
 
 def _diagnose_fragmentation(event: Record, after: list[Record], folder: Path) -> RunFinding | None:
@@ -237,7 +250,7 @@ LOOKS: dict[str, EventDiagnosis] = {
     "resumed": _diagnose_resume,
     "step_skipped": _diagnose_skipped_step,
     "spike": _diagnose_spike,
-    "rewound": _diagnosis_from_text("rewound", LEAPT),
+    "rewound": _diagnose_rewind,
     "run_finished": _diagnose_fragmentation,
     LEFT_OUT: _diagnosis_from_text(
         LEFT_OUT,
