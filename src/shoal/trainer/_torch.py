@@ -18,8 +18,15 @@ __all__ = [
 
 
 def count_gradient_hooks(tensor: torch.Tensor) -> int:
-    """Count a tensor's `register_hook` hooks; hooks that run after accumulation are not counted."""
-    return len(tensor._backward_hooks or ())
+    """Count hooks of user code on a tensor's gradient, also those after its accumulation."""
+    return len(tensor._backward_hooks or ()) + count_accumulation_hooks(tensor)
+
+
+def count_accumulation_hooks(tensor: torch.Tensor) -> int:
+    """Count a tensor's `register_post_accumulate_grad_hook` hooks that are not the run's own."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    names = [str(getattr(hook, "__module__", "shoal")) for hook in after.values()]
+    return sum(name.partition(".")[0] not in ("shoal", "torch", "functools") for name in names)
 
 
 def get_step_pre_hooks(optimizer: torch.optim.Optimizer) -> OrderedDict[int, Any]:

@@ -35,7 +35,7 @@ from shoal.fabric import World
 from shoal.parallel._torch import BatchNorm
 from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
-from shoal.trainer._torch import count_gradient_hooks
+from shoal.trainer._torch import count_accumulation_hooks, count_gradient_hooks
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
@@ -140,6 +140,7 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
         if here is None:
             continue  # it trains on another rank, with its hook
         divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
+        divided = divided or (layout.zero == 2 and count_accumulation_hooks(here) > 0)
         if divided or not count_gradient_hooks(here):
             reports.start_report.refuse_hook(name, layout.text())
     if not names:
