@@ -72,7 +72,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setattr(main_job, "measure_machine", lambda *_: None)
     save = main_job.Run.save
     patch.setattr(main_job.Run, "save", lambda run, **more: save(run, **{**more, "wait": True}))
-    patch.setattr(replay_run, "_train", lambda prepared, **_: in_process(prepared.folder))
+    patch.setattr(replay_run, "_train", lambda prepared, *_, **__: in_process(prepared.folder))
     train("a")
     yield folder
     patch.undo()
@@ -254,6 +254,9 @@ def test_a_loop_of_ones_own_repeats_with_its_script(monkeypatch: pytest.MonkeyPa
             assert found["repeats"], found["difference"]
             assert found["same_layout"]
     assert "layers.2.weight" in ask("own", "--step", "7", "--statistics", "--", "own.py")
+    text = ask("own", "--step", "7", "--", "own.py", "--fresh")
+    assert "the script restored no checkpoint, so it began at its first step" in text
+    assert "repeated: 7 steps with the run's bits" in text
     monkeypatch.setattr(sys, "argv", ["own.py", "--fresh", "--faster", "runs/fast"])
     runpy.run_path("own.py", run_name="__main__")
     pair = "own", "--against", "runs/fast", "--json", "--", "own.py"

@@ -137,6 +137,7 @@ class Plant:
             or of a record. "": any tensor.
         key: beginning of a key that must be named as different; "": none.
         environ: environment variables of the planted run.
+        environ_now: those of its replays; threads would be the run's otherwise.
         by_record: tensors come from a record that was made with the run, not from statistics.jsonl.
     """
 
@@ -146,6 +147,7 @@ class Plant:
     tensor: str = ""
     key: str = ""
     environ: dict[str, str] = field(default_factory=dict)
+    environ_now: dict[str, str] = field(default_factory=dict)
     by_record: bool = False
 
 
@@ -177,7 +179,10 @@ TRANSIENT: dict[str, Plant] = {
         (), 1, "weights before", "", "version of torch", {"PLANT": "torch", "ATEN_CPU_CAPABILITY": "default"},
         by_record=True,
     ),
-    "other threads": Plant((), 1, "", "", "threads", {"OMP_NUM_THREADS": "1"}, by_record=True),
+    "other threads": Plant(
+        (), 1, "", "", "threads", {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "2"},
+        by_record=True,
+    ),
     "another processor": Plant(
         (), 1, "weights before", "", "vector instructions", {"ATEN_CPU_CAPABILITY": "default"},
         by_record=True,

@@ -71,7 +71,7 @@ PLANTS: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
     "second moment": (["optimizer.betas=[0.9,0.999]"], 1, ("weights after",)),
     "weight decay": (["optimizer.weight_decay=0.2"], 1, ("weights after",)),
     "learning rate": (["optimizer.lr=0.0011"], 1, ("weights after",)),
-    "clip": (["optimizer.clip=0.1"], 1, ("gradients",)),
+    "clip": (["optimizer.clip=0.1"], 1, ("weights after",)),
     "dropout": (["model.dropout=0.11"], 1, ("forward",)),
     "batch": (["train.batch=12"], 1, ("forward",)),
     "warm-up": (["optimizer.warmup_steps=4"], 1, ("weights after",)),
@@ -143,7 +143,7 @@ def run_command(words: list[str]) -> int:
     from shoal.cli.workers.replay_worker import prove_nothing, repeat_steps
     from shoal.trainer import main_job
 
-    def repeat_here(prepared: Any, *, quiet: bool) -> None:
+    def repeat_here(prepared: Any, environ: Any, *, quiet: bool) -> None:
         folder = prepared.folder.resolve()
         size = prepared.loaded.config.launch.processes
         assert not run_ranks(size, lambda world: repeat_steps(folder, world))
@@ -168,21 +168,24 @@ def run_command(words: list[str]) -> int:
 
 def run_ranks(size: int, work: Callable[[Any], int]) -> int:
     """Run work(world) on so many ranks; return the first exit code that is not 0."""
+    import torch
+
+    from shoal.base.estimates.facts import usable_cores
     from shoal.fabric import start_world
     from shoal.launch.processes import LOOPBACK, free_port
 
-    if size == 1:
-        return work(start_world({}))
+    # Also one rank is a fork: after a parallel sum no fork of this process could make another.
     port, pids = str(free_port()), []
     for rank in range(size):
         pids.append(os.fork())
         if not pids[-1]:
             names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
             os.environ |= dict(zip(names, map(str, (rank, rank, size, size)), strict=True))
-            os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
             code = 1
             try:
-                code = work(start_world())
+                torch.set_num_threads(max(1, usable_cores() // size))  # as the launcher says
+                code = work(start_world({} if size == 1 else None))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -284,8 +287,12 @@ def divide(here: Path, name: str, plant: Plant, *, is_transient: bool) -> dict[s
         if name == "changed source":
             changed = SOURCE_OF_PLANTS.replace(GELU, GELU.replace("none", "tanh"))
             (here / MODULE).write_text(changed)
-        again = replay_plant(here, folder, "--step", "8")
-        found = replay_plant(here, folder, "--against", file) if plant.by_record else again
+        again = replay_plant(here, folder, "--step", "8", **plant.environ_now)
+        found = (
+            replay_plant(here, folder, "--against", file, **plant.environ_now)
+            if plant.by_record
+            else again
+        )
         step = (found.get("difference") or found.get("number") or {}).get("step")
         first = min((again.get("difference") or {}).get("step", 99), 4 + plant.step)
         keys = [*found.get("differing_keys", ()), *again.get("differing_keys", ())]

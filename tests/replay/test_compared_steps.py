@@ -117,12 +117,12 @@ def test_rounds_of_an_island_are_those_of_its_last_pass(tmp_path: Path) -> None:
     assert (found.number, found.first_step, found.last_step, found.members) == (1, 6, 10, (1,))
     assert read_round(tmp_path, 14).members == ()
     assert (read_round(tmp_path, 15).first_step, read_round(tmp_path, 15).last_step) == (15, 0)
-    assert find_round_start(tmp_path, 3) is None
+    assert find_round_start(tmp_path, 3) == []
     for step in (5, 14):
         folder = tmp_path / "checkpoints" / f"step-{step}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text("{}")
-    assert find_round_start(tmp_path, 8).step == 5
+    assert [one.step for one in find_round_start(tmp_path, 8)] == [5]
     with pytest.raises(ConfigError, match=r"\(steps 11 to 14\) whose first state is deleted.*"):
         find_round_start(tmp_path, 12)
 

@@ -127,7 +127,7 @@ def run_replay(
         RECORDED,
         ReplayRequest,
         fill_folder,
-        find_start,
+        find_starts,
         read_rewinds,
         read_rows,
         read_statistics,
@@ -136,18 +136,18 @@ def run_replay(
     from shoal.replay.run_environment import read_run_environment, read_session_record
     from shoal.replay.step_marks import StepRecord
 
-    find = partial(find_start, run, step)
+    find = partial(find_starts, run, step)
     fresh = _changes_stored_format(run, overrides)
     if load_config(run / "run.toml").config.islands.groups > 1:
         find = partial(find_round_start, run, step)
-        if fresh and find() is not None:
+        if fresh and find():
             raise ConfigError(
                 "precision.compute = fp64: weights of a round's checkpoint are fp32, and rounds "
                 "before it are not repeated; try: a step of the first round, or no --precision"
             )
     session = read_session_record(run, step)
     with replay_folder(run, keep) as folder:
-        start = fill_folder(run, folder, session, (lambda: None) if fresh else find)
+        start = fill_folder(run, folder, session, list if fresh else find)
         began = start.step if start else 0
         prepared = _prepare(folder, [*QUIET, *overrides], began, trust=trust)
         write_run_folder(prepared)
@@ -163,7 +163,7 @@ def run_replay(
             )
             typer.echo("\n".join(opening_lines(run, (began, step), shown, own_rows)))
             sys.stdout.flush()
-        _train(prepared, quiet=quiet)
+        _train(prepared, make_replay_environment(run), quiet=quiet)
         own, used = (
             (one.layout.text(), one.compute, one.micro_batch)
             for one in (
@@ -174,7 +174,10 @@ def run_replay(
         if session:
             own = session["layout"], session["precision"], session["micro_batch"]
         found = StepRecord(str(run), used[0], processes, used[1], micro_batch=used[2])
+        why = f"the checkpoint of step {began} is damaged"
+        began = report_earlier_start(folder, began, why, quiet=quiet)
         found.rows = read_rows(folder, began + 1, step)
+        own_rows = read_rows(run, began + 1, step)
         recorded = json.loads((folder / RECORDED).read_text(encoding="utf-8"))
         complete_record(found, recorded, folder)
         done = Replay(run, began, found, own_rows, own == used, str(own[1]))
@@ -182,6 +185,23 @@ def run_replay(
     done.own_statistics = read_statistics(run, began + 1, step)
     done.own_environment = read_run_environment(run, step)
     return done
+
+
+def report_earlier_start(folder: Path, began: int, why: str, *, quiet: bool) -> int:
+    """Return the step after which a replay began in fact; print why it was an earlier one.
+
+    Args:
+        folder: of the replay.
+        began: step of the nearest checkpoint.
+        why: the reason of an earlier start.
+    """
+    from shoal.replay.replay_folder import read_rows
+
+    first = min(read_rows(folder, 1, began + 1), default=began + 1)
+    if first <= began:
+        where = f"step {first - 1}" if first > 1 else "its first step"
+        typer.echo(f"{why}, so it began at {where}", err=quiet)
+    return min(first - 1, began)
 
 
 def complete_record(record: StepRecord, recorded: dict[str, Any], folder: Path) -> None:
@@ -254,7 +274,24 @@ def _prepare(folder: Path, overrides: list[str], began: int, *, trust: bool) -> 
     return PreparedRun(loaded, folder, plan, began > 0, chosen, force=True, sized=sized)
 
 
-def _train(prepared: PreparedRun, *, quiet: bool) -> None:
+def make_replay_environment(run: Path) -> dict[str, str]:
+    """Return the environment of a replay's processes: with as many threads as the run's ranks.
+
+    Sums of another number of threads differ in their last bits. OMP_NUM_THREADS of the user counts
+    first.
+    """
+    from shoal.base.runlog.damaged_lines import read_object
+    from shoal.cli.workers.worker import worker_environment
+
+    found = worker_environment({**os.environ, "SHOAL_RESUME": ""})
+    ranks = read_object(run / "ranks.json").get("ranks")
+    threads = ranks[0].get("threads") if isinstance(ranks, list) and ranks else None
+    if isinstance(threads, int):
+        found.setdefault("OMP_NUM_THREADS", str(threads))
+    return found
+
+
+def _train(prepared: PreparedRun, environ: dict[str, str], *, quiet: bool) -> None:
     """Start the processes and wait for their end.
 
     A single process has this terminal, so that `breakpoint()` in the user's model stops there.
@@ -263,13 +300,12 @@ def _train(prepared: PreparedRun, *, quiet: bool) -> None:
         typer.Exit: they failed; their line was printed.
     """
     from shoal.base.runlog.events import EventLog
-    from shoal.cli.workers.worker import worker_environment, worker_imports
+    from shoal.cli.workers.worker import worker_imports
     from shoal.launch import supervise
     from shoal.view.phase_lines import PhaseLine, read_current_phases
 
     folder, config = prepared.folder, prepared.loaded.config
     words = [sys.executable, "-m", "shoal.cli.workers.replay_worker", str(folder)]
-    environ = worker_environment({**os.environ, "SHOAL_RESUME": ""})
     if config.launch.processes == 1:
         to = sys.stderr if quiet else None
         if code := subprocess.run(words, env=environ, stdout=to, check=False).returncode:

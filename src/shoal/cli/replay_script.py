@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,13 +20,19 @@ from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import EventLog
 from shoal.base.text.units import count_noun
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
-from shoal.cli.replay_run import complete_record, end_if_failed, replay_folder
+from shoal.cli.replay_run import (
+    complete_record,
+    end_if_failed,
+    make_replay_environment,
+    replay_folder,
+    report_earlier_start,
+)
 from shoal.cli.script_copy import copy_script_folder
 from shoal.replay.replay_folder import (
     RECORDED,
     ReplayRequest,
     fill_folder,
-    find_start,
+    find_starts,
     read_rows,
     read_statistics,
 )
@@ -78,7 +83,7 @@ def replay_script(
     # The copy lies elsewhere: below the working folder it would be copied into itself.
     copies = tempfile.TemporaryDirectory(prefix="shoal-replay-")
     with copies as copy, replay_folder(run, keep) as folder:
-        start = fill_folder(run, folder, {}, partial(find_start, run, step))
+        start = fill_folder(run, folder, {}, partial(find_starts, run, step))
         began = start.step if start else 0
         here = Path.cwd()
         copied, cwd = copy_script_folder(script, here, Path(copy))
@@ -95,7 +100,7 @@ def replay_script(
             shown = f"{layout or own.get('layout', 'its own layout')} on {on}"
             typer.echo("\n".join(opening_lines(run, (began, step), shown, own_rows)))
             sys.stdout.flush()
-        _run_processes(folder, processes, quiet=quiet)
+        _run_processes(folder, processes, make_replay_environment(run), quiet=quiet)
         if not (folder / RECORDED).exists():
             raise ConfigError(f"{script}: {NO_RUN}")
         used = json.loads((folder / RECORDED).read_text(encoding="utf-8"))
@@ -103,9 +108,9 @@ def replay_script(
             str(run), used["layout"], processes, used["precision"],
             micro_batch=used["micro_batch"],
         )  # fmt: skip
-        found.rows = read_rows(folder, began + 1, step)
-        if not found.rows:
-            found.rows = read_rows(folder, 1, step)  # the script never restores
+        why = "the script restored no checkpoint"
+        began = report_earlier_start(folder, began, why, quiet=quiet)
+        found.rows, own_rows = (read_rows(one, began + 1, step) for one in (folder, run))
         complete_record(found, used, folder)
         is_same = all(own.get(key, used[key]) == used[key] for key in SHAPE)
         done = Replay(run, began, found, own_rows, is_same, str(own.get("precision", "fp32")))
@@ -159,19 +164,17 @@ def _read_own_shape(run: Path) -> dict[str, Any]:
     return {}
 
 
-def _run_processes(folder: Path, processes: int, *, quiet: bool) -> None:
+def _run_processes(folder: Path, processes: int, environ: dict[str, str], *, quiet: bool) -> None:
     """Run the script in so many processes, and wait for their end.
 
     Raises:
         typer.Exit: they failed; their line was printed.
     """
     from shoal.cli.workers.prove_worker import SCRIPT_IMPORTS
-    from shoal.cli.workers.worker import worker_environment
     from shoal.launch import supervise
     from shoal.launch.processes import LOOPBACK, free_port
 
     words = [sys.executable, "-m", "shoal.cli.workers.replay_worker", str(folder.resolve())]
-    environ = worker_environment({**os.environ, "SHOAL_RESUME": ""})
     if processes == 1:
         to = sys.stderr if quiet else None
         if code := subprocess.run(words, env=environ, stdout=to, check=False).returncode:

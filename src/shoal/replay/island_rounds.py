@@ -63,19 +63,19 @@ def read_round(folder: Path, step: int) -> RoundRecord:
     return later
 
 
-def find_round_start(folder: Path, step: int) -> CheckpointEntry | None:
-    """Return the checkpoint with which the round of a step began; None: it is the first round.
+def find_round_start(folder: Path, step: int) -> list[CheckpointEntry]:
+    """Return the checkpoint with which the round of a step began; []: it is the first round.
 
     Raises:
         ConfigError: it was deleted; names the steps that can be repeated.
     """
     one = read_round(folder, step)
     if one.first_step == 1:
-        return None
+        return []
     found = list_checkpoints(folder / "checkpoints")
     start = next((entry for entry in found if entry.step == one.first_step - 1), None)
     if start is not None:
-        return start
+        return [start]
     whole = f"steps {one.first_step:,} to {one.last_step:,}" if one.last_step else "its last steps"
     near = next((f"; try: --step {entry.step + 1}" for entry in found), "")
     raise ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,18 +95,21 @@ def read_rewinds(run: Path, start: int) -> tuple[tuple[int, int], ...]:
     return tuple(reversed(found))
 
 
-def find_start(run: Path, step: int) -> CheckpointEntry | None:
-    """Return the newest checkpoint before a step, among the run's own and its tags; None: none."""
+def find_starts(run: Path, step: int) -> list[CheckpointEntry]:
+    """Return the two newest checkpoints before a step, among the run's own and its tags.
+
+    The older one is for a newest one that is damaged.
+    """
     roots = [run / "checkpoints", *sorted(run.glob("tags/*/checkpoints"))]
     found = [one for root in roots for one in list_checkpoints(root) if one.step < step]
-    return max(found, key=lambda one: one.step) if found else None
+    return sorted(found, key=lambda one: one.step, reverse=True)[:2]
 
 
 def fill_folder(
     run: Path,
     folder: Path,
     record: Mapping[str, Any],
-    find: Callable[[], CheckpointEntry | None],
+    find: Callable[[], Sequence[CheckpointEntry]],
 ) -> CheckpointEntry | None:
     """Copy what a replay needs from a run into an empty folder; return the checkpoint.
 
@@ -114,7 +117,8 @@ def fill_folder(
 
     Args:
         record: of the session that took the step: a resume may have changed settings or layout.
-        find: returns the checkpoint to begin with; None: the run's first step.
+        find: returns the checkpoints to begin with, the first that is not damaged; none: the run's
+            first step.
 
     Raises:
         ConfigError: a file cannot be read or written.
@@ -127,10 +131,11 @@ def fill_folder(
         if isinstance(text, str) and (folder / "run.toml").is_file():
             (folder / "run.toml").write_text(text, encoding="utf-8")
         for tries_left in reversed(range(TRIES)):
-            start = find()
+            found = find()
             try:
-                _link_checkpoint(start, folder)
-                return start
+                for start in found:
+                    _link_checkpoint(start, folder)
+                return found[0] if found else None
             except FileNotFoundError:
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
                 if not tries_left:
@@ -140,11 +145,9 @@ def fill_folder(
     return None
 
 
-def _link_checkpoint(start: CheckpointEntry | None, folder: Path) -> None:
-    if start is None:
-        return
+def _link_checkpoint(start: CheckpointEntry, folder: Path) -> None:
     target = folder / "checkpoints" / start.path.name
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)  # a tag may have the same step
     for path in start.path.iterdir():
         if path.is_file():
             _link_or_copy(path, target / path.name)

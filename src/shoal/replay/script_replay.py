@@ -14,6 +14,7 @@ import importlib
 import os
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +29,6 @@ from shoal.proof.script.script_end import ScriptEnd
 from shoal.proof.script.write_guard import WriteGuard, guard_writes
 from shoal.replay.replay_folder import ReplayRequest
 from shoal.replay.step_recorder import StepRecorder
-from shoal.trainer.passes.step_runner import StepRunner
 from shoal.trainer.run import Run
 
 
@@ -59,9 +59,7 @@ class ScriptReplay:
         guard = WriteGuard([cwd, str(Path(script).parent), str(self.folder)])
         with ExitStack() as stack:
             stack.enter_context(patch_parallelize(self._parallelize))
-            stack.enter_context(
-                patch_attribute(StepRunner, "begin_step", self._observe_first_step())
-            )
+            stack.enter_context(patch_attribute(Run, "begin_step", self._observe_first_step()))
             for name in ("step", "update"):
                 stack.enter_context(
                     patch_attribute(Run, name, self._observe_end(getattr(Run, name)))
@@ -98,12 +96,15 @@ class ScriptReplay:
         return Path(self.request.home, folder).resolve() == Path(self.request.run).resolve()
 
     def _observe_first_step(self) -> Callable[..., Any]:
-        right = StepRunner.begin_step
+        right = Run.begin_step
 
         @wraps(right)
         def begin_step(run: Run, batch: Any, **named: Any) -> Any:
             if run is self.run and not self._is_begun:
                 self._is_begun = True
+                if not run.step_count:  # the script restores nothing, and begins anew
+                    old = self.folder / "checkpoints"
+                    run.world.run_local_first(lambda: shutil.rmtree(old, ignore_errors=True))
                 self.recorder.begin(run)
             return right(run, batch, **named)
 

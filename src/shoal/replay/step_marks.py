@@ -4,7 +4,7 @@
     tensors per step, in the order of time:
         weights before   parameters and buffers that the step met
         forward          outputs of the model's parts, in the order of their calls
-        gradients        the clipped mean that the optimizer saw
+        gradients        of the mean loss, before clipping
         weights after    what it left
 
 A digest is SHA-256 of a tensor's bytes, shortened to 16 hex digits; two equal digests are equal
@@ -96,11 +96,15 @@ class StepRecord:
 
 
 def check_target(path: Path) -> None:
-    """Refuse to write a record over a file that is none.
+    """Refuse to write a record over a file that is none, or into a folder that is not there.
 
     Raises:
         ConfigError: names a path that is free.
     """
+    if path.is_dir() or not path.parent.is_dir():
+        free = path / "step.json" if path.is_dir() else path.name
+        what = "is a folder" if path.is_dir() else f"{path.parent} is no folder"
+        raise ConfigError(f"--record {path}: {what}; try: --record {free}")
     if path.exists() and read_object(path).get("format") != FORMAT:
         free = path.with_name(f"{path.stem}-record.json")
         raise ConfigError(f"--record {path}: exists and is no record; try: --record {free}")

@@ -2,8 +2,8 @@
 
 Weights and gradients are gathered whole, one tensor at a time, on rank 0, so they are the same on
 every layout but for rounding. Outputs are recorded where the model's own modules are called: each
-rank's in its order, joined to one digest per part. A step's gradients are gathered after the
-update, when they are the clipped mean.
+rank's in its order, joined to one digest per part. A step's gradients are gathered before the
+update and divided by the step's targets: clipping would spread a difference over all of them.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ class StepRecorder:
         self.steps: list[StepMarks] = []
         self.environment: dict[str, Any] = {}
         self._weights: Marks | None = None
+        self._gradients: Marks = {}
         self._outputs: OutputDigests | None = None
 
     def begin(self, run: Run) -> None:
         """Prepare the first step, before it; weights are gathered if it is to be recorded."""
         self.environment = {key: run.extra_record.get(key) for key in ("versions", "code")}
+        self._observe_updates(run)
         if self.nudge:
             nudge_weights(run.program.parameters.values(), self.nudge)
         self._prepare(run, run.step_count + 1)
@@ -73,16 +75,26 @@ class StepRecorder:
         self.on_step()
         if result.step >= self.first_step:
             outputs = self._outputs.collect_marks(run) if self._outputs is not None else {}
-            gradients: Marks = {}
-            each, used = iterate_gradients(run.program)
-            for name, tensor in each:  # all ranks go through all of them
-                if name in used and not result.skipped:
-                    gradients[name] = mark_tensor(tensor)
+            gradients, self._gradients = self._gradients, {}
             before, after = self._weights or {}, mark_tensors(iterate_weights(run.program))
             marks = {BEFORE: before, FORWARD: outputs, GRADIENTS: gradients, AFTER: after}
             self.steps.append(StepMarks(result.step, marks))
             self._weights = after
         self._prepare(run, result.step + 1)
+
+    def _observe_updates(self, run: Run) -> None:
+        """Record the gradients of each step that is to be recorded, before its update."""
+        right = run.update_weights
+
+        def update_weights() -> StepResult:
+            tally = run.step_state.tally
+            if tally is not None and run.step_count + 1 >= self.first_step:
+                divisor = float(tally.count) * run.scale or 1.0
+                each, _ = iterate_gradients(run.program)
+                self._gradients = mark_tensors((name, one / divisor) for name, one in each)
+            return right()
+
+        vars(run)["update_weights"] = update_weights
 
     def after_rewind(self, run: Run) -> None:
         """Prepare the next step of a run that went back to a checkpoint."""

@@ -73,7 +73,7 @@ def main() -> int:
         ]  # fmt: skip
         subprocess.run(
             [sys.executable, "-m", "shoal", "train", *words],
-            cwd=here, env={**os.environ, "SHOAL_CACHE": str(here / ".cache")}, check=True,
+            cwd=here, env={**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_CACHE": str(here / ".cache")}, check=True,
         )  # fmt: skip
         print(f"answer: runs/{name}, step {STEP}: {file.name}:{at + 1}, {plant.__name__}")
     return 0
