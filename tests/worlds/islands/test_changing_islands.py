@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -60,7 +61,7 @@ class Coming:
             time.sleep(0.02)
 
     def collect(self, *indices: int) -> list[dict[str, Any]]:
-        found = [self.islands.worlds[index].collect(60.0)[0] for index in indices]
+        found = [self.islands.worlds[index].collect(90.0)[0] for index in indices]
         self.asked_of -= set(indices)
         return found
 
@@ -241,3 +242,44 @@ def test_a_silent_island_is_left_out_and_heals(coming: Coming) -> None:
     assert merged[-1] == [0, 1, 2]
     (line,) = {turn["why"] for turn in coming.turns(0) if turn["left"]}
     assert line == "island 2: no change of it came in time"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drawn_kills_restarts_and_pauses(coming: Coming, seed: int) -> None:
+    """25 s of them, some with an empty disk; then all end with the same bits and one history."""
+    draw, down = random.Random(seed), set[int]()
+    asked = {"rounds": 250, "step_s": 0.05, "outer_lr": 0.3, "outer_momentum": 0.5}
+    asked |= {"bound": 1e9, "refusals": 10**6, "wait_s": 60.0}
+    for index in range(4):
+        coming.start(index, **asked)
+    until_s = time.monotonic() + 25.0
+    while time.monotonic() < until_s:
+        time.sleep(draw.uniform(0.3, 2.0))
+        if down and (draw.random() < 0.5 or len(down) == 3):
+            index = draw.choice(sorted(down))
+            down.discard(index)
+            if draw.random() < 0.15:
+                shutil.rmtree(coming.folder / f"island-{index}" / "checkpoints", ignore_errors=True)
+            coming.start(index, **asked)
+            continue
+        index = draw.choice(sorted({0, 1, 2, 3} - down))
+        (process,) = coming.islands.worlds[index].processes
+        if draw.random() < 0.9:
+            coming.kill(index)
+            down.add(index)
+        else:
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(draw.uniform(0.2, 1.0))
+            os.kill(process.pid, signal.SIGCONT)
+    for index in sorted(down):
+        coming.start(index, **asked)
+    told = coming.collect(0, 1, 2, 3)
+    assert [one.get("finished") for one in told] == [True] * 4, told
+    assert len({one["weights"] for one in told}) == 1
+    merged: dict[int, set[str]] = {}
+    for turn in (turn for index in range(4) for turn in coming.turns(index)):
+        if turn["event"] == "round_committed":
+            merged.setdefault(turn["round"], set()).add(f"{turn['digest']} {turn['members']}")
+    assert sorted(merged) == list(range(250))
+    assert {len(found) for found in merged.values()} == {1}, "two histories"
