@@ -61,5 +61,5 @@ def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "the simulated device needs a C++20 compiler (no-such-compiler); none is here"
+        "the simulated device needs a C++17 compiler (no-such-compiler); none is here"
     )
