@@ -13,6 +13,7 @@ Only a run's first step is read, since the host waits for the factors.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import math
 import sys
@@ -104,6 +105,15 @@ def _read_node(
     return []
 
 
+WEIGHT_GRADIENTS = (
+    "torch.autograd.grad(…, create_graph=True) by weights, inside of the loop over "
+    "run.micro_batches: the gradient is that of one micro-batch of this rank, so a penalty on it "
+    "depends on micro_batch and the ranks; try: a penalty on the gradient by the inputs, which is "
+    "a sum over samples"
+)
+"""Notice on gradients by weights that a loss may use."""
+
+
 @contextmanager
 def watch_weight_gradients(program: Program, notice: Callable[[str], None]) -> Iterator[None]:
     """Print a line if user code inside takes gradients by weights that a loss may use again.
@@ -111,19 +121,13 @@ def watch_weight_gradients(program: Program, notice: Callable[[str], None]) -> I
     Such a gradient is that of one micro-batch: its norm, or a projection, is another number than
     that of the step's.
     """
-    own, whole, told = {id(p) for p in program.parameters.values()}, torch.autograd.grad, False
+    own, whole = {id(p) for p in program.parameters.values()}, torch.autograd.grad
+    print_once = functools.cache(lambda: notice(WEIGHT_GRADIENTS))
 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal told
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        if not told and kwargs.get("create_graph") and any(id(one) in own for one in given):
-            told = True
-            notice(
-                "torch.autograd.grad(…, create_graph=True) by weights, inside of the loop over "
-                "run.micro_batches: the gradient is that of one micro-batch of this rank, so a "
-                "penalty on it depends on micro_batch and the ranks; try: a penalty on the "
-                "gradient by the inputs, which is a sum over samples"
-            )
+        if kwargs.get("create_graph") and any(id(one) in own for one in given):
+            print_once()
         return whole(outputs, given, *args, **kwargs)
 
     torch.autograd.grad = grad

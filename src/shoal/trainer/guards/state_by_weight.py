@@ -9,6 +9,7 @@ The optimizer's own keys are the parts that it steps. A look-up of theirs costs 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -125,13 +126,12 @@ def watch_state(
                 StateByWeight(before, program, notice) if one is optimizer else optimizer.state
             )
 
-    told = False
+    layout = program.plan.layout.text()
+    print_once = functools.cache(lambda: notice(reports.optimizer_report.own_state_line(layout)))
 
     def note(_optimizer: torch.optim.Optimizer) -> None:
-        nonlocal told
-        if not told and _called_by_script():
-            told = True
-            notice(reports.optimizer_report.own_state_line(program.plan.layout.text()))
+        if _called_by_script():
+            print_once()
 
     install(optimizer)
     optimizer.register_state_dict_pre_hook(note)
