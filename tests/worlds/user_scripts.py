@@ -867,7 +867,15 @@ for batch in run.loader(DATA):
     torch.manual_seed(7)
     run.model[1][0].reset_parameters()
 """
-wrong("a7_layer_reset_in_parts", "tp", 2, "weights 1.0.", "changed 1.0.weight")(RESET_PARTS)
+right("layer_reset_in_parts", "tp")(RESET_PARTS.replace(', guards="off"', ""))
+wrong(
+    "a7_layer_reset_in_parts",
+    "tp",
+    2,
+    "weights 1.0.",
+    "changed 1.0.weight",
+    revert="weights in the user's hands",
+)(RESET_PARTS)
 STATE_ZEROED = """
 m = net()
 o = adamw(m)
