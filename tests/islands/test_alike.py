@@ -31,13 +31,13 @@ from shoal.trainer.islands.island_join import (
     FEEDS_BACK,
     OWN,
     _delete_later_checkpoints,
-    _shared_settings,
     agree_micro_batch,
     check_agreement,
     check_donors,
     join_islands,
     list_held_rounds,
     restore_round,
+    shared_settings,
 )
 
 ONE = IslandsPolicy("diloco", count=2).resolved()
@@ -63,7 +63,7 @@ def run_of(**settings: Any) -> Any:
 
 def test_every_key_of_islands_must_be_alike() -> None:
     """Another pace would deal samples twice, another bound admit others, another server step apart."""
-    own = _shared_settings(run_of(), ONE)
+    own = shared_settings(run_of(), ONE)
     for key in vars(ONE):
         assert (f"islands.{key}" in own) == (key not in OWN)
     check_agreement(Others(own), own)

@@ -21,7 +21,7 @@ from shoal.islands.membership.committed_turn import (
 from shoal.islands.membership.message_json import decode_message, encode_message
 from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
 from shoal.islands.membership.turn_messages import Offer, Promise
-from shoal.view.islands.island_members import collect_members, member_lines
+from shoal.view.members.island_members import collect_members, member_lines
 
 SEATS = tuple(Seat(name, 1) for name in range(3))
 

@@ -79,7 +79,7 @@ def island_options() -> None:
 @islands_app.command("show")
 def show_islands(run: Path = RUN, as_json: bool = MEMBERS_JSON) -> None:
     """List who merged in each round, with steps and tokens, who joined, who left and why."""
-    from shoal.view.islands.island_members import collect_members, member_lines
+    from shoal.view.members.island_members import collect_members, member_lines
 
     _check_folder(run)
     rounds = collect_members(_read_island_events(run))

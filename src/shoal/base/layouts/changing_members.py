@@ -1,4 +1,4 @@
-"""Which methods and settings let islands come and go (`islands.least`), and why others do not.
+"""Methods and settings with which islands may come and go (`islands.least`).
 
 The table of docs/how-it-works/members.md; a test compares the two.
 """
@@ -23,6 +23,15 @@ CODECS_WITHOUT_MEMORY = ("none", "bf16", "int8")
 
 ONLY: dict[str, Any] = {"data": "shared", "fragments": 1, "overlap": 0, "regions": 1, "mixing": 0}
 """Value of each key that islands that come and go must have: they merge the whole model at once."""
+
+
+def list_addresses(at: str) -> dict[int, str]:
+    """Return the address of every island of `islands.at`, by its number.
+
+    >>> list_addresses("10.0.0.1:29400,10.0.0.2:29400")
+    {0: '10.0.0.1:29400', 1: '10.0.0.2:29400'}
+    """
+    return dict(enumerate(at.split(","))) if at else {}
 
 
 def check_changing_members(policy: Any, is_address: Callable[[str], bool]) -> None:
@@ -56,7 +65,7 @@ def check_changing_members(policy: Any, is_address: Callable[[str], bool]) -> No
             f"islands.least = {policy.least}: more than islands.count = {policy.count}; try: "
             f"islands.least={policy.count}"
         )
-    given = policy.at.split(",") if policy.at else []
+    given = list_addresses(policy.at).values()
     if given and (len(given) != policy.count or not all(map(is_address, given))):
         raise ConfigError(
             f"islands.at = {policy.at}: with islands.least an address of each of the "

@@ -177,16 +177,6 @@ class IslandsPolicy:
         """True if islands may come and go while the run lasts."""
         return self.on and self.least > 0
 
-    def addresses(self) -> dict[int, str]:
-        """Return the address of every island, if they may come and go.
-
-        >>> IslandsPolicy(
-        ...     "diloco", count=2, least=1, at="10.0.0.1:29400,10.0.0.2:29400"
-        ... ).addresses()
-        {0: '10.0.0.1:29400', 1: '10.0.0.2:29400'}
-        """
-        return dict(enumerate(self.at.split(","))) if self.at else {}
-
     @property
     def groups(self) -> int:
         """Groups of processes that train at a time; each owner or island belongs to one."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.base.errors import UNSAVED_CODE, ConfigError
+from shoal.base.layouts.changing_members import list_addresses
 from shoal.config.sections import Config
 from shoal.data.loading.loader import Loader
 from shoal.data.sources import Source
@@ -158,7 +159,7 @@ def open_member_rounds(
         return stream.count_samples(steps, run.plan.batch, loader.samples)
 
     seat = Seat(policy.index, int(time.time() * 1000))
-    addresses = policy.addresses()
+    addresses = list_addresses(policy.at)
     shared = shared_settings(run, policy)
     settings = {**{key: shared[key] for key in shared.keys() - set(OWN)}, **settings}
     member = IslandMember(
