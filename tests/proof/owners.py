@@ -95,6 +95,7 @@ def usual(own: dict[str, Any], seed: int, model: str) -> list[str]:
         f"islands.count={own['owners']}", f"train.seed={seed}", f"train.batch={own['batch']}",
         "optimizer.name=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0",
         "optimizer.clip=0", "optimizer.schedule=constant", f"optimizer.lr={own['lr']}",
+        f"optimizer.warmup_steps={own.get('warmup_steps', -1)}",
         "launch.processes=1", "layout.strategy=single", "train.prove=off", "checkpoint.keep=2",
     ]  # fmt: skip
 
