@@ -29,8 +29,10 @@ from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric.rendezvous.process_info import read_process_info
 from shoal.machine.free_memory import free_bytes
 from shoal.planning.settle import layout_keys
+from shoal.trace.isolation.collective_ban import forbid_collectives
 from shoal.trainer._torch import pytree
 from shoal.trainer.known_proofs import keep_proof, proof_key, read_known_proofs
+from shoal.trainer.parallelize import build_module
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import default_loss, unwrap_model
 
@@ -147,13 +149,17 @@ class FirstBatchProof:
     def _find_known(self, run: Run, batch: Any, loss: Any) -> tuple[str, dict[str, Any] | None]:
         """Return on rank 0 (key of this proof, what this machine knows of it); else ("", None)."""
         model, dataset = self._kept[0], select_dataset(run, batch)
-        if not (run.world.is_first and isinstance(model, nn.Module)) or self.reason:
+        if not run.world.is_first or self.reason:
             return "", None
         collate = join_samples if dataset is None else dataset[1]
         how = {"loss": loss, "collate": collate, "layout": layout_keys(run.plan.layout)}
         try:
-            key = proof_key(model, **how, plan=run.plan, world=run.world)
-        except Exception:  # of the user's own __repr__: the proof itself tells it
+            with forbid_collectives():  # a builder makes the model again, on this rank alone
+                whole = (
+                    model if isinstance(model, nn.Module) else build_module(model, run.plan.seed)
+                )
+            key = proof_key(whole, **how, plan=run.plan, world=run.world)
+        except Exception:  # of the user's own builder or __repr__: the proof itself tells it
             return "", None
         return key, read_known_proofs().get(key)
 
