@@ -25,6 +25,7 @@ from torch import nn
 import shoal
 from shoal.base.errors import ConfigError, format_choice_error
 from shoal.data.loading.dataset_kind import is_indexed
+from shoal.data.loading.sample_seeds import preserved_rng
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric.rendezvous.process_info import read_process_info
 from shoal.machine.free_memory import free_bytes
@@ -32,7 +33,6 @@ from shoal.planning.settle import layout_keys
 from shoal.trace.isolation.collective_ban import forbid_collectives
 from shoal.trainer._torch import pytree
 from shoal.trainer.known_proofs import keep_proof, proof_key, read_known_proofs
-from shoal.trainer.parallelize import build_module
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import default_loss, unwrap_model
 
@@ -154,10 +154,8 @@ class FirstBatchProof:
         collate = join_samples if dataset is None else dataset[1]
         how = {"loss": loss, "collate": collate, "layout": layout_keys(run.plan.layout)}
         try:
-            with forbid_collectives():  # a builder makes the model again, on this rank alone
-                whole = (
-                    model if isinstance(model, nn.Module) else build_module(model, run.plan.seed)
-                )
+            with forbid_collectives(), preserved_rng():  # a builder runs on this rank alone
+                whole = model if isinstance(model, nn.Module) else model()
             key = proof_key(whole, **how, plan=run.plan, world=run.world)
         except Exception:  # of the user's own builder or __repr__: the proof itself tells it
             return "", None
