@@ -168,6 +168,8 @@ VALUES: dict[str, str] = {
     "fsdp.reshard": "fsdp.reshard=no layout.dp_shard=2 layout.zero=3",
     "memory.offload": "memory.offload=optimizer",
     "memory.offload_to": "memory.offload_to=files memory.offload=optimizer launch.processes=2",
+    "islands.least": f"islands.least=1 {DILOCO}",
+    "islands.wait_s": f"islands.wait_s=60 islands.least=1 {DILOCO}",
     "islands.method": "islands.method=diloco",
     "islands.count": f"islands.count=3 {DILOCO}",
     "islands.period": f"islands.period=20 {DILOCO}",

@@ -18,6 +18,7 @@ from right_scripts import Mixture, Net, net, sgd, share, squares
 from shoal.base.errors import ShoalError
 from shoal.data.loading.sample_seeds import GENERATORS
 from shoal.fabric import World
+from shoal.models.catalog import build
 from shoal.parallel import unit_visits
 from shoal.proof.loop_proof import list_samples
 from shoal.trainer import first_batch_proof
@@ -119,6 +120,19 @@ def keep(value: float) -> None:
     HISTORY.append(value)
 
 
+def stacked_experts(world: World, layout: str, prove: str) -> list[float]:
+    """Experts in one tensor, of which each rank has a part that user code sees as the whole."""
+    sizes = {"dim": 16, "layers": 1, "heads": 2, "experts": 4, "hidden": 8}
+    model = build("moe", sizes, vocabulary=11, sequence=6)
+    rows = torch.arange(64 * 7).reshape(64, 7) % 11
+    run = shoal.parallelize(
+        model, sgd(model.parameters()), layout={"dp_replicate": 2, layout: 2}, world=world,
+        prove=prove, batch=8, micro_batch=2, sample=(rows[:2, :-1], rows[:2, 1:]),
+    )  # fmt: skip
+    batch = next(iter(run.loader(TensorDataset(rows[:, :-1], rows[:, 1:]))))
+    return [run.step(batch).loss]
+
+
 def counted_calls(world: World, layout: str, prove: str) -> list[float]:
     HISTORY.clear()
     model = net()
@@ -193,6 +207,7 @@ LOOPS: dict[str, Callable[[World, str, str], list[float]]] = {
         experts,
         layerdrop,
         sorted_heads,
+        stacked_experts,
         counted_calls,
         loss_of_the_model,
         written_out,

@@ -42,6 +42,7 @@ def test_a_proven_run_has_the_bits_of_one_without_a_proof(attempt) -> None:
         ("experts", "zero2"),
         ("heads", "zero1"),
         ("batch_of_another_run", "ddp"),
+        ("stacked_experts", "ep"),
         pytest.param("experts", "fsdp", marks=pytest.mark.proof("scripts")),
     ],
 )

@@ -79,6 +79,12 @@ class CollectiveCallLog:
         with self.hide_views(), self._count(name):
             yield
 
+    def add_view(self, view: WeightView) -> None:
+        """Show user code a view from now on; inside of a call, from that call's end."""
+        self.views.add(view)
+        if not self._inside:  # a proof opens its run inside of the step of another
+            view.show()
+
     @contextmanager
     def hide_views(self) -> Iterator[None]:
         """Enter code of the run, which sees the weights as torch has them."""

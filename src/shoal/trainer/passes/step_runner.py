@@ -165,8 +165,7 @@ class StepRunner:
             weights = UserWeights(program, self.meeting, recorder.notice)
             self.program = replace(program, on_close=(*program.on_close, weights.close))
             self.guards.writes.operands = lambda: weights.operands
-            self.meeting.views.add(weights)
-            weights.show()
+            self.meeting.add_view(weights)
         recorder.emit_notices(self.program.notices)
 
     @property
