@@ -15,13 +15,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import shoal
-from shoal.base.errors import PlanError
+from shoal.base.errors import ConfigError, PlanError
 from shoal.checkpoint.agreement.rank_pieces import HeldSlice
 from shoal.checkpoint.format import boxes
 from shoal.checkpoint.save.host_copy import HostCopy
@@ -34,6 +35,7 @@ from shoal.machine.process_memory import peak_memory_bytes, reset_peak_memory
 from shoal.machine.states import measure_peak_bytes
 from shoal.models.catalog import build
 from shoal.parallel.compiling import check_compiler
+from shoal.proof import loop_proof
 from shoal.trace.isolation.stream_weights import stream_weights
 from shoal.trainer.statistics.tensor_statistics import squared_norms
 
@@ -242,6 +244,17 @@ def auto_means_bf16_here() -> None:
     run = run_of()
     assert run.plan.compute == "bf16"
     run.step(batch())
+    run.close()
+
+
+@check
+def a_proof_that_does_not_fit_beside_the_run_is_left_out() -> None:
+    run = run_of()
+    with (
+        patch.object(loop_proof, "free_device_bytes", return_value=0),
+        pytest.raises(ConfigError, match="memory: one process in float64 takes"),
+    ):
+        loop_proof.refuse_device_shortage(run)
     run.close()
 
 
