@@ -439,6 +439,15 @@ def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_p
         ("runs --jsno", "runs: No such option: --jsno; try: --json; help: shoal runs --help"),
         ("runs --alive=3", "runs: Option '--alive' does not take a value; help: shoal runs --help"),
         ("--versoin", "No such option: --versoin; try: --version; help: shoal --help"),
+        (
+            "data runs/a",
+            "data: No such command 'runs/a'; try: shoal data look runs/a; help: shoal data --help",
+        ),
+        (
+            "islands runs/a",
+            "islands: No such command 'runs/a'; try: shoal islands show runs/a; "
+            "help: shoal islands --help",
+        ),
         ("qqq\x1b[31m", "No such command 'qqq\\x1b[31m'; help: shoal --help"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Collection
 from typing import Any
 
@@ -25,6 +26,8 @@ SYNONYMS = {
     **dict.fromkeys(("help", "version"), "--{word}"),
 }
 """Words that other tools have for a verb → ours."""
+OF_A_RUN = {"data": "look", "islands": "show", "checkpoint": "list"}
+"""Group → its verb that takes a run's folder, which may follow the group at once."""
 
 
 def format_usage_error(failure: Exception, words: list[str], groups: Collection[str]) -> str:
@@ -83,4 +86,6 @@ def _nearest_verb(text: str, words: list[str], verbs: list[str], path: list[str]
     near = [word] if word in verbs else begins or difflib.get_close_matches(word, verbs, 2, 0.7)
     if word in SYNONYMS and word not in verbs and not path:
         return f"shoal {SYNONYMS[word].format(word=word)}"
+    if not near and path and path[-1] in OF_A_RUN:
+        near = [f"{OF_A_RUN[path[-1]]} {shlex.quote(found[1])}"]
     return ", or ".join(f"{begin}{verb}" for verb in near[:2])
