@@ -56,7 +56,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         more = ["islands.method=diloco", "islands.count=2", "launch.restarts=2"]
         prepared, runs = start.prepare_run([*base, *more], None), 0
 
-        def run_once(own: Any, environ: Any, view: Any, stop: Any) -> list[int]:
+        def run_once(own: Any, environ: Any, view: Any, stop: Any, *_: Any) -> list[int]:
             nonlocal runs
             stop.first, runs = first, runs + 1
             for index, (made, saved) in enumerate(states):
@@ -130,7 +130,7 @@ def test_a_restart_keeps_the_micro_batch_that_the_islands_chose(
     seen: list[list[tuple[int, bool]]] = []
     chosen = iter([(16, 8), (32, 32)])
 
-    def run_once(own: Any, environ: Any, view: Any, stop: Any) -> list[int]:
+    def run_once(own: Any, environ: Any, view: Any, stop: Any, *_: Any) -> list[int]:
         plans = [json.loads((one.folder / "plan.json").read_text()) for one in own]
         seen.append([(plan["micro_batch"], plan["sized"]) for plan in plans])
         for one, plan, size in zip(own, plans, next(chosen), strict=True):

@@ -64,7 +64,7 @@ class IslandRounds:
                 "try: a dataset with __getitem__ and __len__"
             )
         self.loader, self.first_step = loader, run.step_count
-        self.run_step: Callable[[Any], StepResult] = run.step
+        self.run_step: Callable[[Any], StepResult] = lambda batch: run.step(batch)
         run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
         # Weights that are not finite are replaced at the end of the round, not by a stop.
         run.skips.limit = sys.maxsize
