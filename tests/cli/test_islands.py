@@ -56,8 +56,9 @@ def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         more = ["islands.method=diloco", "islands.count=2", "launch.restarts=2"]
         prepared, runs = start.prepare_run([*base, *more], None), 0
 
-        def run_once(own: Any, environ: Any, view: Any, stop: Any, *_: Any) -> list[int]:
+        def run_once(own: Any, environ: Any, view: Any, stop: Any, restarts: int) -> list[int]:
             nonlocal runs
+            assert restarts == 0, "a fixed list restarts as a whole"
             stop.first, runs = first, runs + 1
             for index, (made, saved) in enumerate(states):
                 left(own[index].folder, made=made, saved=saved)
