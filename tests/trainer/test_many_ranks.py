@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).parent / "many_ranks.py"
 
 LAYOUTS = [
     "zero1",
-    {"pp": 4, "dp_replicate": 1024},
+    pytest.param({"pp": 4, "dp_replicate": 1024}, marks=pytest.mark.proof),
     # torch itself cuts each tensor into 4,096 pieces, which takes most of the time
     pytest.param("fsdp", marks=pytest.mark.proof),
 ]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from trainer_small import assert_same_bits, bits, linear, pair, run_of
 
+from proof_rows import chosen
 from shoal.base.errors import TrainingError
 from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.checkpoint.format.folders import delete_old_steps, keep_step_before
@@ -248,17 +249,24 @@ def final_loss(folder: Path, spikes: str, bad: tuple[int, ...], clip: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("seed", "clip"), [(0, 0.0), pytest.param(3, 1.0, marks=pytest.mark.proof)]
+    ("seed", "clip", "modes"),
+    chosen(
+        [(0, 0.0, ["skip"]), (0, 0.0, ["rewind", "off"]), (3, 1.0, ["skip", "rewind"])],
+        [(0, 0.0, ["skip"])],
+    ),
 )
-def test_the_final_loss_is_a_clean_runs(tmp_path: Path, seed: int, clip: float) -> None:
+def test_the_final_loss_is_a_clean_runs(
+    tmp_path: Path, seed: int, clip: float, modes: list[str]
+) -> None:
     """Eight of 800 samples are 10,000 times too large: within 1 % of a run without them.
 
     Seed 3 has one of them in the first step, which nothing can be compared with: clipping bounds it.
     """
     bad = tuple(random.Random(seed).sample(range(800), 8))
     clean = final_loss(tmp_path / "clean", "off", (), clip)
-    for mode in ("skip", "rewind"):
+    for mode in modes:
         loss = final_loss(tmp_path / mode, mode, bad, clip)
-        assert loss == pytest.approx(clean, rel=0.01), mode
-    if not clip:
-        assert final_loss(tmp_path / "off", "off", bad, clip) > 1.1 * clean, "they do harm"
+        if mode == "off":
+            assert loss > 1.1 * clean, "they do harm"
+        else:
+            assert loss == pytest.approx(clean, rel=0.01), mode
