@@ -20,7 +20,7 @@ SAMPLE = [
     pytest.param("our resnet", "pp2", marks=pytest.mark.proof),  # `unet` stays
     ("unet", "pp2"),
     pytest.param("hf t5", "pp2", marks=pytest.mark.proof),
-    ("mlp", "tp4"),
+    pytest.param("mlp", "tp4", marks=pytest.mark.proof),  # a Llama on 4 in test_tensor.py
     pytest.param("our llama", "tp4", marks=pytest.mark.proof),
     pytest.param("tuples", "pp4", marks=pytest.mark.proof),
     pytest.param("encoder", "tp2 pp2", marks=pytest.mark.proof),
@@ -85,7 +85,10 @@ def test_scalars_stay_whole_under_fsdp(worlds, ranks: int, layout: dict[str, int
     assert [line for line in report["notices"] if GATES in line]
 
 
-@pytest.mark.parametrize(("layout", "blocks"), [("fsdp", 40), ("fsdp", 8), ("zero2", 40)])
+@pytest.mark.parametrize(
+    ("layout", "blocks"),
+    [("fsdp", 40), pytest.param("fsdp", 8, marks=pytest.mark.proof), ("zero2", 40)],
+)
 def test_many_small_blocks_need_no_line(worlds, layout: str, blocks: int) -> None:
     """They are gathered together: a chain of 300 took 14 times ddp's step one by one."""
     lines = worlds(2).call("chain_case:said", layout=layout, blocks=blocks)[0]

@@ -37,7 +37,7 @@ def test_a_block_that_goes_back_is_refused_before_its_gather(worlds) -> None:
         assert answer["steps"] == 2
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.proof), True])
 def test_models_that_skip_nothing_send_what_they_sent(worlds, reverse: bool) -> None:
     """In the order of registration from the first step on; in another one after it is learnt."""
     for counts in worlds(2).call("branch_case:collectives", layout="fsdp", reverse=reverse):

@@ -32,7 +32,7 @@ def long(*row: Any) -> Any:
 @pytest.mark.parametrize(
     ("size", "layout", "case", "policies"),
     [
-        (2, "ddp", "llama", {}),
+        long(2, "ddp", "llama", {}),
         (2, "fsdp", "llama", {"recompute": "full"}),
         (2, "fsdp", "cnn", {}),
         long(2, "zero1", "llama", {}),
@@ -201,7 +201,7 @@ def test_a_model_without_blocks_is_named(worlds) -> None:
     ]
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("layout", [long("single"), "fsdp"])
 def test_frozen_weights_are_read_narrow_and_kept(worlds, layout: str) -> None:
     for told in worlds(2 if layout == "fsdp" else 1).call("residual_case:frozen", layout=layout):
         assert told["kept"] == "torch.float32"

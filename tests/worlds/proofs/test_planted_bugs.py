@@ -21,11 +21,25 @@ PLANTED = [
     ("short window", "mlp", 2, "last short window", "an epoch's short last step"),
     ("tie twice", "gpt", 2, "tie counted twice", "it is tied to head.weight"),
     ("local norm", "mlp", 2, "norm of a local shard", "their squares add up to the true norm's"),
-    ("norm of a half", "mlp", 2, "norm of a local shard", "gradients before clipping are equal"),
+    pytest.param(
+        "norm of a half",
+        "mlp",
+        2,
+        "norm of a local shard",
+        "gradients before clipping are equal",
+        marks=pytest.mark.proof,
+    ),
     ("frozen updated", "mlp", 2, "frozen parameter moved", "frozen."),
     ("optimizer first", "mlp", 2, "optimizer over other tensors", "built before the weights"),
     ("batch norm drift", "cnn", 2, "BatchNorm drift", "running_mean"),
-    ("one rank skips", "mlp", 4, "decision on one rank", "step 2 was skipped by rank 3 of 4 only"),
+    pytest.param(
+        "one rank skips",
+        "mlp",
+        4,
+        "decision on one rank",
+        "step 2 was skipped by rank 3 of 4 only",
+        marks=pytest.mark.proof,
+    ),  # in fp16 below
     ("dropped from bucket", "gpt", 2, "missing reduction", "part of the last bucket"),
 ]
 

@@ -26,8 +26,8 @@ def some(rows: list[Any], short: tuple[str, ...]) -> list[Any]:
     return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
 
 
-FILED_SHORT = ("frozen updated", "batch norm drift", "dropped")
-"""What evidence is found in: weights, buffers, micro-batches again; `backward not summed` is proof's."""
+FILED_SHORT = ("batch norm drift", "dropped")
+"""What evidence is found in: buffers, as weights, and micro-batches again."""
 CUT_SHORT = ("row bias",)
 
 # what is asked, name of the cause

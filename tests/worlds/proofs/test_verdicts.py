@@ -53,7 +53,7 @@ def test_a_mistake_in_a_model_that_casts_is_different_and_named(worlds) -> None:
     ("model", "what"),
     [
         ("talks in forward", "allreduce at verdict_case.py:"),
-        ("talks in loss", "allreduce at verdict_case.py:"),
+        pytest.param("talks in loss", "allreduce at verdict_case.py:", marks=pytest.mark.proof),
         ("makes a group", "new_group at verdict_case.py:"),
     ],
 )
