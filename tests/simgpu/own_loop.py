@@ -6,7 +6,7 @@ the same. The last line of rank 0 is {"device": …, "rows": {name: [loss, …, 
 "launches": of all of them, "steps": {name: {"bits": digest of its weights, "all": launches of its
 steps, "begun": those that began before they returned, "waits": {operator: times}}}}.
 
-    python own_loop.py NAME … [--seeds N]    as RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT say
+    python own_loop.py NAME … [--seeds N] [--cpu]    as RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT say
 
 With seeds a layout trains N steps, each under a schedule of its own: seeds 0 to N − 1.
 """
@@ -289,15 +289,18 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     """All the named layouts, in one world."""
-    torch.set_num_threads(1)
-    offload.ActivationOffload.__init__.__defaults__ = (1,)  # tensors here are small
-    world = start_world()
-    rows: dict[str, Any] = {}
-    steps: dict[str, Any] = {}
     words = argparse.ArgumentParser()
     words.add_argument("names", nargs="+")
     words.add_argument("--seeds", type=int, default=0)
+    words.add_argument("--cpu", action="store_true", help="as if there were no device")
     asked = words.parse_args()
+    torch.set_num_threads(1)
+    offload.ActivationOffload.__init__.__defaults__ = (1,)  # tensors here are small
+    if asked.cpu:
+        torch.accelerator.current_accelerator = lambda check_available=False: None
+    world = start_world()
+    rows: dict[str, Any] = {}
+    steps: dict[str, Any] = {}
     for name in asked.names:
         try:
             with sdpa_kernel(SDPBackend.MATH):  # what the device has

@@ -18,11 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "csrc"
+HEADERS = SOURCE.parent / "torch_headers"
+"""In the place of two of torch's that read the headers of all its operators."""
 ROOT = Path(__file__).parents[3]
 MADE_FOR = "2.13"
 MEMORY = ("--param", "ggc-min-expand=1000", "--param", "ggc-min-heapsize=2000000")
 """The compiler collects no garbage before it holds 2 GB: it needs less."""
-FLAGS = ("-std=gnu++17", "-fPIC", "-O1", "-w", *MEMORY)
+FLAGS = ("-std=gnu++17", "-fPIC", "-O1", "-w", "-DAT_PER_OPERATOR_HEADERS", *MEMORY)
 COMPILER = os.environ.get("CXX", "g++")
 
 
@@ -43,7 +45,7 @@ def library() -> Path:
     # The library names torch's folder: one that was built beside an environment that is gone loads nowhere.
     digest = hashlib.sha256(f"{torch_version} {_torch()} {sys.version} {FLAGS}".encode())
     sources = sorted(SOURCE.iterdir())
-    for path in sources:
+    for path in (*sources, *sorted(HEADERS.rglob("*.h"))):
         digest.update(path.read_bytes())
     cache = Path(os.environ.get("SHOAL_SIMGPU_CACHE") or ROOT / "build" / "simgpu")
     target = cache / f"{torch_version}-{digest.hexdigest()[:16]}" / "libsimgpu.so"
@@ -71,7 +73,13 @@ def _compile(sources: list[Path], target: Path) -> None:
     """Compile and link all files as one: torch's headers, read once, take longer than the rest."""
     torch = _torch()
     include = torch / "include"
-    paths = (SOURCE, include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+    paths = (
+        SOURCE,
+        HEADERS,
+        include,
+        include / "torch/csrc/api/include",
+        sysconfig.get_path("include"),
+    )
     libraries = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch", "-ltorch_python")
     together = target.with_suffix(".cpp")
     together.write_text("".join(f'#include "{source.name}"\n' for source in sources))
