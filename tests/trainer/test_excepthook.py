@@ -69,12 +69,8 @@ def script(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_mean_in_one_process(script: Path) -> None:
-    """As a program: the status of a hook that raises is Python's doing."""
-    done = subprocess.run(
-        [sys.executable, "train.py", "mean", "0"],
-        cwd=script, capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+def test_a_mean_in_one_process(script: Path, programs: Forks) -> None:
+    done = programs.run("train.py", "mean", "0", cwd=script, timeout=DEADLINE_S)
     assert done.returncode == 2
     assert done.stderr.split("\n", 2)[2] == (  # behind the greeting
         f"shoal: train.py:{STEP_LINE}: loss returned a mean: ranks with unequal token counts would "
@@ -84,7 +80,7 @@ def test_a_mean_in_one_process(script: Path) -> None:
 
 
 def test_every_kind_of_error(tmp_path: Path, programs: Forks) -> None:
-    """Statuses and texts."""
+    """Statuses and texts. The first as a program: the status of a hook that raises is Python's doing."""
     (tmp_path / "train.py").write_text(LIGHT)
 
     def ended(kind: str, **environ: str) -> tuple[int, str, str]:
@@ -92,7 +88,12 @@ def test_every_kind_of_error(tmp_path: Path, programs: Forks) -> None:
         done = programs.run(*words, cwd=tmp_path, environ=environ, timeout=DEADLINE_S)
         return done.returncode, done.stdout, done.stderr
 
-    assert ended("plan") == (2, "", "shoal: train.py:8: layout: no\n")
+    done = subprocess.run(
+        [sys.executable, "train.py", "plan"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    line = "shoal: train.py:8: layout: no\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert ended("training") == (3, "", "shoal: train.py:8: step 1: bad\n")
     code, _, err = ended("value")
     assert code == 1
