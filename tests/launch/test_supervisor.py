@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from proof_rows import chosen
 from shoal.base.errors import BugError, ClusterError
 from shoal.base.runlog.events import EventLog
 from shoal.launch import RunOutcome, State, stop_grace, supervise
@@ -240,13 +241,17 @@ sys.exit(code)
 
 @pytest.mark.parametrize(
     ("error", "attempts"),
-    [("ValueError('odd')", 1), ("TypeError('build() got width')", 1), ("KeyError(3)", 1),
-     ("OSError(5, 'Input/output error')", 3), ("RuntimeError('CUDA error: busy')", 3),
-     ("MemoryError()", 3), ("RuntimeError('Connection refused')", 3)],
+    chosen(
+        [("ValueError('odd')", 1), ("TypeError('build() got width')", 1), ("KeyError(3)", 1),
+         ("OSError(5, 'Input/output error')", 3), ("RuntimeError('CUDA error: busy')", 3),
+         ("MemoryError()", 3), ("RuntimeError('Connection refused')", 3)],
+        [("ValueError('odd')",), ("OSError(5, 'Input/output error')",)],
+    ),
 )  # fmt: skip
 def test_an_exception_before_the_first_step_is_tried_once_unless_it_may_pass(
     run: Run, error: str, attempts: int
 ) -> None:
+    """In `make test` the report of each says whether it may pass: launch/test_worker.py."""
     body = f"def main():\n    raise {error}\nsys.exit(run_worker(main))"
     outcome = run(body, processes=1, restarts=3)
     assert (outcome.exit_code, outcome.attempts) == (1, attempts)

@@ -42,6 +42,21 @@ def test_exit_codes(report_path: Path, error: BaseException, code: int) -> None:
     assert written["kind"] == type(error).__name__
 
 
+@pytest.mark.parametrize(
+    ("error", "certain"),
+    [(ValueError("odd"), True), (TypeError("build() got width"), True), (KeyError(3), True),
+     (OSError(5, "Input/output error"), False), (RuntimeError("CUDA error: busy"), False),
+     (MemoryError(), False), (RuntimeError("Connection refused"), False)],
+)  # fmt: skip
+def test_what_may_pass_is_not_certain_to_fail_again(
+    report_path: Path, error: Exception, certain: bool
+) -> None:
+    run_worker(lambda: raising(error))
+    report = read_report(report_path)
+    assert report is not None
+    assert report.certain == certain
+
+
 def test_a_named_mistake_is_one_line_and_another_a_traceback(
     report_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
