@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -369,7 +369,8 @@ def started(
             )
     finally:
         shared_build.LEAST_BYTES = kept
-    held_bytes = 8 * sum(p.numel() for p in run.program.parameters.values())
+    with torch._C.DisableTorchFunctionSubclass():  # user code is told the whole's
+        held_bytes = 8 * sum(p.numel() for p in run.program.parameters.values())
     built = {name: tensor_digest(t) for name, t in gather_weights(run.program).items()}
     found = bool(folder) and run.restore()
     start = built
@@ -475,6 +476,7 @@ class Large(nn.Module):
         return logits
 
 
+PARTS = {"tiny": 2, "large": 8}
 LARGE: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 512, "intermediate_size": 2048, "num_key_value_heads": 2},
     "mixtral": {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 4},
@@ -492,9 +494,16 @@ def _large(folder: str, dtype: torch.dtype, kind: str, layers: int) -> None:
 
 
 def read(
-    world: World, layout: Any, folder: str, dtype: str = "float32", kind: str = "llama"
+    world: World,
+    layout: Any,
+    folder: str,
+    dtype: str = "float32",
+    kind: str = "llama",
+    parts: Mapping[str, int] = PARTS,
 ) -> dict[str, Any]:
     """What a rank has read from the disk when it holds its part of a model from a folder.
+
+    parts   layers of the models, by folder: the first reads what a start imports, the last counts
 
     read    bytes that it made the system read, of files that nobody had in memory
     looked  bytes of one block and of what is in no block: a look at the model reads them
@@ -523,7 +532,7 @@ def read(
                 world=world,
             )
 
-    for part, layers in (("tiny", 2), ("large", 8)):  # the first reads what a start imports
+    for part, layers in parts.items():
         FOLDER[0] = str(Path(folder, part))
         if world.is_first:
             _large(FOLDER[0], getattr(torch, dtype), kind, layers)
@@ -546,7 +555,7 @@ def read(
         "files": len(list(Path(FOLDER[0]).glob("*.safetensors"))),
         "weights": 4 * run.plan.parameters,
         "share": 4 * sum(part.numel() for part, _ in collect_model_shards(run).values()),
-        "block": sum(p.nbytes for p in blocks) // 8,
+        "block": sum(p.nbytes for p in blocks) // layers,
         "beside": sum(p.nbytes for p in held.values()) - sum(p.nbytes for p in blocks),
         "narrow": sum(inside) // 2,
         "apart": [n for n, p in held.items() if not torch.equal(p, weights[n])],

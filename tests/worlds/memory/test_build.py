@@ -119,7 +119,7 @@ def test_weights_of_another_format_are_read_once_per_machine_and_named(
     worlds: Any, tmp_path: Any
 ) -> None:
     pytest.importorskip("transformers")
-    asked = {"layout": "fsdp", "folder": str(tmp_path), "dtype": "bfloat16"}
+    asked = {"layout": "fsdp", "folder": str(tmp_path), "dtype": "bfloat16", "parts": {"tiny": 2}}
     for told in worlds(2).call("build_case:read", **asked):
         assert told["apart"] == []
         (line,) = told["lines"]
@@ -152,6 +152,8 @@ def test_a_builder_that_breaks_says_so_on_every_rank(worlds: Any) -> None:
 
 LEGS: tuple[Any, ...] = ({"tp": 2, "pp": 2}, "fsdp", {"pp": 2, "dp_shard": 2}, {"tp": 4}, {"pp": 4})
 """A run goes on over these, and each is built with the bits of a plain build there."""
+FEW_LEGS = ({"tp": 2}, {"pp": 2}, "fsdp")
+"""On two ranks, for `make test`."""
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ LEGS: tuple[Any, ...] = ({"tp": 2, "pp": 2}, "fsdp", {"pp": 2, "dp_shard": 2}, {
     ids=str,
 )
 def test_a_run_starts_and_learns_as_from_plain_builds(worlds: Any, layout: Any) -> None:
-    """`make test` compares the start under two layouts, below."""
+    """`make test` compares the start under three layouts, below."""
     ask = worlds(4).call
     shared = ask("build_case:started", layout=layout, least_bytes=0)
     plain = ask("build_case:started", layout=layout, least_bytes=2**40)
@@ -182,30 +184,34 @@ def test_a_run_starts_and_learns_as_from_plain_builds(worlds: Any, layout: Any) 
         assert told["moved"] == ([] if rows else [told["held"]])
 
 
-@pytest.mark.parametrize("legs", [2, long(5)])
+@pytest.mark.parametrize(("ranks", "legs"), [(2, FEW_LEGS), long(4, LEGS)], ids=["2", "4"])
 def test_runs_go_on_and_export_whatever_their_layouts(
-    worlds: Any, tmp_path: Any, legs: int
+    worlds: Any, tmp_path: Any, ranks: int, legs: tuple[Any, ...]
 ) -> None:
     """Each is built once per machine, and takes over what another layout saved."""
-    ask, folder = worlds(4).call, str(tmp_path)
+    ask, folder = worlds(ranks).call, str(tmp_path)
     whole = ask("build_case:started", layout="ddp", least_bytes=2**40)[0]
     before: dict[str, str] = {}
-    for layout in LEGS[:legs]:
-        ranks = ask("build_case:started", layout=layout, least_bytes=0, folder=folder)
-        for leg in ranks:
+    for layout in legs:
+        told = ask("build_case:started", layout=layout, least_bytes=0, folder=folder)
+        for leg in told:
             assert leg["built"] == whole["start"]
             rows = "fsdp" in layout or "dp_shard" in layout
             assert leg["moved"] == ([] if rows else [leg["held"]])
             assert leg["found"] == bool(before)
             assert leg["start"] == (before or whole["start"])
             assert leg["exported"] == leg["end"]
-        before = ranks[0]["end"]
+        before = told[0]["end"]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 4}, long({"tp": 2, "dp_shard": 2})], ids=str)
-def test_files_of_weights_go_while_units_are_cut(worlds: Any, layout: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"dp_shard": 2}), long(4, {"dp_shard": 4}), long(4, {"tp": 2, "dp_shard": 2})],
+    ids=str,
+)
+def test_files_of_weights_go_while_units_are_cut(worlds: Any, ranks: int, layout: Any) -> None:
     """Else a machine holds the whole model beside all that its ranks make of it."""
-    for first, *after in worlds(4).call("build_case:in_files", layout=layout):
+    for first, *after in worlds(ranks).call("build_case:in_files", layout=layout):
         assert first > 0
         assert after == sorted(after, reverse=True)
         assert after[len(after) // 2] < 0.7 * first
@@ -220,7 +226,8 @@ def fresh(tmp_path: Any) -> Iterator[Members]:
     close_all([members])
 
 
-@pytest.mark.parametrize("layout", ["fsdp", long({"pp": 2, "dp_shard": 2})], ids=str)
+@pytest.mark.proof  # what a start holds: test_peak.py, and of files the test above
+@pytest.mark.parametrize("layout", ["fsdp", {"pp": 2, "dp_shard": 2}], ids=str)
 def test_a_start_holds_a_share_and_two_units(fresh: Members, layout: Any) -> None:
     """Gathered flat and as parameters; holes in the C heap vary. With all weights it was thrice this."""
     fresh.call("build_case:started", layout=layout, least_bytes=2**40)

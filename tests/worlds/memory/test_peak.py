@@ -37,13 +37,9 @@ def test_what_a_step_holds_is_foreseen(worlds, name: str, rounds: int) -> None:
         assert max(found["validation"]["at_once"] for found in rank) > least
 
 
+@pytest.mark.proof  # fsdp on two ranks: the first test; blocks as attributes: the third
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("attributes", "fsdp"),
-        pytest.param("often", "fsdp", marks=pytest.mark.proof),
-        pytest.param("attributes", "fsdp no", marks=pytest.mark.proof),
-    ],
+    ("name", "layout"), [("attributes", "fsdp"), ("often", "fsdp"), ("attributes", "fsdp no")]
 )
 def test_what_fsdp_holds_is_foreseen(worlds, name: str, layout: str) -> None:
     """Of blocks that no list holds, on four ranks; a late thread of gloo holds more on one of them.
