@@ -83,10 +83,15 @@ def test_json_is_what_is_drawn(tmp_path: Path) -> None:
     assert best["peak_low_bytes"] < best["peak_bytes"] < best["peak_high_bytes"]
 
 
-def test_what_does_not_fit_says_what_would(tmp_path: Path) -> None:
-    done = plan(
-        "model.name=llama-3-8b", "--on", "8xA100-40GB", "layout.strategy=ddp", folder=tmp_path
-    )
+@pytest.fixture(scope="module")
+def too_large(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """What the command says of a layout that does not fit."""
+    words = ("model.name=llama-3-8b", "--on", "8xA100-40GB", "layout.strategy=ddp")
+    return plan(*words, folder=tmp_path_factory.mktemp("plan"))
+
+
+def test_what_does_not_fit_says_what_would(too_large: subprocess.CompletedProcess[str]) -> None:
+    done = too_large
     assert done.returncode == 1
     assert "no, lacks" in done.stdout
     assert "make it fit" in done.stdout
@@ -137,9 +142,8 @@ def test_a_run_on_several_machines_is_started_by_their_launcher(tmp_path: Path) 
     assert "torchrun --nnodes=2 --nproc-per-node=8" in text
 
 
-def test_what_fits_replaces_what_did_not(tmp_path: Path) -> None:
-    words = ("model.name=llama-3-8b", "--on", "8xA100-40GB", "layout.strategy=ddp")
-    text = plan(*words, folder=tmp_path).stdout
+def test_what_fits_replaces_what_did_not(too_large: subprocess.CompletedProcess[str]) -> None:
+    text = too_large.stdout
     next_line = " ".join(text[text.index("next ") :].split())
     assert "layout.strategy=ddp" not in next_line
     assert next_line.count("layout.strategy=") == 1
