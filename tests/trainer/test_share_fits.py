@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -158,6 +160,34 @@ def test_generators_and_the_model_stay_as_they_were(monkeypatch: pytest.MonkeyPa
 
     for one, other in zip(weights(), weights(micro_batch=16), strict=True):
         assert torch.equal(one, other)
+
+
+class OwnDraws(nn.Module):
+    """Multiplies by numbers of its own generators, which no run knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.torch, self.numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        self.python = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = [float(torch.rand(1, generator=self.torch)), float(self.numpy.random())]
+        factors = [1 + number for number in (*drawn, self.python.random())]
+        return self.layer(x) * math.prod(factors)
+
+
+def test_a_trial_draws_nothing_of_the_models_own_generators() -> None:
+    """The copy that is tried on samples together and apart has generators of its own."""
+
+    def losses(guards: str) -> list[float]:
+        torch.manual_seed(3)
+        run = run_of(OwnDraws(), batch=16, micro_batch=4, guards=guards)
+        found = [run.step(batch).loss for batch in run.loader(Rows(32))]
+        run.close()
+        return found
+
+    assert losses("on") == losses("off")
 
 
 class Counted(nn.Module):

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["count_all_threads", "pytree"]
+__all__ = ["count_all_threads", "pytree", "without_torch_functions"]
 
+without_torch_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which subclasses of tensors answer as plain tensors do."""
 _COUNTED = "FLAGS_caffe2_report_cpu_memory_usage"
 
 

@@ -30,7 +30,7 @@ from shoal.fabric.device import (
     reset_peak_bytes,
     synchronize,
 )
-from shoal.machine._torch import count_all_threads, pytree
+from shoal.machine._torch import count_all_threads, pytree, without_torch_functions
 
 MARK = "shoal: work that is looked at"
 SETTLE_S = 0.05
@@ -97,13 +97,14 @@ def count_state_bytes(run: TrainedRun) -> StateBytes:
 def _add_storage_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int]]) -> int:
     """Return the bytes of the storages of `tensors` that are not in `seen`, and add them to it."""
     total = 0
-    for tensor in _local_tensors(tensors):
-        storage = tensor.untyped_storage()
-        place = (tensor.device, storage.data_ptr())
-        if place in seen or tensor.device.type == "meta":
-            continue
-        seen.add(place)
-        total += storage.nbytes()
+    with without_torch_functions():  # a weight of another stage names this rank's device
+        for tensor in _local_tensors(tensors):
+            storage = tensor.untyped_storage()
+            place = (tensor.device, storage.data_ptr())
+            if place in seen or tensor.device.type == "meta":
+                continue
+            seen.add(place)
+            total += storage.nbytes()
     return total
 
 

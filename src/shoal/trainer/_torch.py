@@ -13,8 +13,13 @@ __all__ = [
     "LoaderIterator",
     "count_gradient_hooks",
     "get_step_pre_hooks",
+    "is_profiled",
     "pytree",
 ]
+
+
+is_profiled = torch.autograd._profiler_enabled
+"""Returns whether a profiler of torch records what this thread computes."""
 
 
 def count_gradient_hooks(tensor: torch.Tensor) -> int:

@@ -56,17 +56,26 @@ def copy_to_meta(module: nn.Module, device: str = "meta") -> nn.Module:
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         twins[id(tensor)] = twin
     copied = copy_module(module, twins)
-    own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
-    for one in (*copied.named_modules(), *copied.named_parameters(), *copied.named_buffers()):
-        if id(one[1]) in own:
-            name = one[0] or type(module).__name__
-            raise PlanError(f"model: {name} copies itself as itself, so no twin of it can be made")
+    refuse_shared_parts(module, copied)
     for part in copied.modules():
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
         part.__dict__.pop("forward", None)  # recomputation is no work of the model
         part.__dict__.pop("_output_capturing_hooks_installed", None)  # transformers': not here
     return copied
+
+
+def refuse_shared_parts(module: nn.Module, copied: nn.Module) -> None:
+    """Refuse a copy of a module that has layers or tensors of the module itself.
+
+    Raises:
+        PlanError: a part copies itself as itself.
+    """
+    own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
+    for one in (*copied.named_modules(), *copied.named_parameters(), *copied.named_buffers()):
+        if id(one[1]) in own:
+            name = one[0] or type(module).__name__
+            raise PlanError(f"model: {name} copies itself as itself, so no twin of it can be made")
 
 
 class _DetachedCopyMode(TorchFunctionMode):

@@ -35,7 +35,7 @@ from shoal.fabric import World
 from shoal.parallel._torch import BatchNorm
 from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
-from shoal.trainer._torch import count_accumulation_hooks, count_gradient_hooks
+from shoal.trainer._torch import count_accumulation_hooks, count_gradient_hooks, is_profiled
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
@@ -207,9 +207,9 @@ class ModelGuard(Guard):
         if not self._evaluates and (line := evaluation_mode_notice(module)):
             self._evaluates = True
             self.notice(line)
+        self._batch = batch if self._trial is not None else None
         if not self._is_first:
             return
-        self._batch = batch
         layout = self.program.plan.layout
         if max(layout.tp, layout.cp, layout.ep) > 1:
             from shoal.trainer.guards._torch import count_global_hooks
@@ -243,13 +243,15 @@ class ModelGuard(Guard):
         if self._first is not None:
             self._first.print_notices(self._passes, self.stage_notice)
             self._first = None
-        trial, self._trial = self._trial, None
-        batch, self._batch = self._batch, None
-        several = self._passes > 1 or self.program.data.size > 1
-        tried = trial is not None and batch is not None and several and not self.coupled
-        if tried and trial is not None and trial.compares_samples(self.program, batch):
-            self.notice(reports.model_notices.compared_samples_line())
         self._is_first = False
+        batch, self._batch = self._batch, None
+        if is_profiled():  # the copy's passes are none of the step's: a later step tries it
+            return
+        trial, self._trial = self._trial, None
+        several = self._passes > 1 or self.program.data.size > 1
+        tries = batch is not None and several and not self.coupled
+        if trial is not None and tries and trial.compares_samples(self.program, batch):
+            self.notice(reports.model_notices.compared_samples_line())
 
 
 def _has_buffers(part: nn.Module) -> bool:

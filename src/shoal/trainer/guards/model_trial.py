@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ShoalError
 from shoal.data.loading.sample_seeds import preserved_rng
 from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
-from shoal.trace.isolation.module_copies import copy_module
+from shoal.trace.isolation.module_copies import copy_module, refuse_shared_parts
 from shoal.trainer._torch import pytree
 from shoal.trainer.step.call_contract import (
     batch_length,
@@ -35,8 +34,6 @@ from shoal.trainer.step.micro_batch import prepare_batch
 LARGE, LAYERS, ROWS = 1 << 20, 300, 4
 """Elements and modules of a model that is copied, at most · samples of a trial at most."""
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
-PLAIN = (torch.Tensor, int, float, str, list, dict, tuple, set, type(None))
-"""Types of attributes that are copied; a copy shares other objects with the model."""
 
 
 class ModelTrial:
@@ -101,21 +98,21 @@ def copy_for_trial(module: nn.Module) -> None:
     """
     layers = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
-    if any(one.is_meta for one in tensors) or sum(one.numel() for one in tensors) > LARGE:
+    elements = sum(one.numel() for one in tensors)
+    if any(one.is_meta for one in tensors) or elements > LARGE or len(layers) > LAYERS:
         return
-    if len(layers) > LAYERS:
-        return
-    shared = {
-        id(value): value
+    known: dict[int, Any] = {  # torch cannot copy its generators
+        id(value): value.clone_state()
         for layer in layers
         for value in vars(layer).values()
-        if not isinstance(value, PLAIN) and not isinstance(value, nn.Module)
+        if isinstance(value, torch.Generator)
     }
     try:
-        copied = copy_module(module, shared).eval()
-    except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError, ShoalError):
+        copied = copy_module(module, known)
+        refuse_shared_parts(module, copied)  # before its mode and hooks are changed
+    except Exception:  # it has what nobody can copy: a lock, a file, a group of processes
         return
-    for layer in copied.modules():
+    for layer in copied.eval().modules():
         for hooks in (layer._forward_hooks, layer._forward_pre_hooks):
             hooks.clear()
     COPIES[module] = copied
