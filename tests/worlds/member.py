@@ -8,6 +8,7 @@ with one line, {"ok": result} or {"error": traceback}. A world lives as long as 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -33,6 +34,8 @@ def main(start: Callable[[], World] = start_world) -> None:
     channel.write(json.dumps({"ok": world.rank}) + "\n")
     channel.flush()
     for line in channel:
+        gc.collect()
+        gc.freeze()  # guards look at all objects, of which earlier checks leave hundreds of thousands
         request = json.loads(line)
         if request["call"] == "end":
             break
