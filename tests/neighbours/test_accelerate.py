@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from proof_rows import chosen
+
 HERE = Path(__file__).parent
 THEIRS = json.loads((HERE / "accelerate_found.json").read_text())["found"]
 LINE = "import shoal.neighbours.accelerate\n"
@@ -15,7 +17,10 @@ RELATIVE = 1e-6
 """float32; 52 steps with AdamW and dropout."""
 
 
-@pytest.mark.parametrize("case", list(THEIRS))
+@pytest.mark.parametrize(
+    "case",
+    chosen([(case,) for case in THEIRS], [("1 1",), ("2 4",), ("2 4 split",)]),
+)
 def test_it_finds_what_accelerate_finds(programs: Any, tmp_path: Path, case: str) -> None:
     size, accumulation, *how = case.split()
     (tmp_path / "train.py").write_text(LINE + (HERE / "accelerate_script.py").read_text())

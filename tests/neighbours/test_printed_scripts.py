@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from proof_rows import chosen
+
 HERE = Path(__file__).parent
 FP16 = ',\n    "fp16": {"enabled": True}'
 TOLERANCE = {"fp16": 2e-5, "fp32": 3e-8}
@@ -39,7 +41,10 @@ def plain() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("compute", "stage", "size"),
-    [("fp16", 2, 1), ("fp16", 2, 2), ("fp16", 2, 4)] + [("fp32", stage, 2) for stage in range(4)],
+    chosen(
+        [*(("fp16", 2, size) for size in (1, 2, 4)), *(("fp32", stage, 2) for stage in range(4))],
+        [("fp16", 2, 2), ("fp32", 0, 2), ("fp32", 1, 2), ("fp32", 3, 2)],
+    ),
 )
 def test_the_printed_script_equals_one_process(
     programs: Any,
@@ -69,7 +74,7 @@ def test_the_printed_script_equals_one_process(
     assert any("gradient_clipping is not said: 1.0" in line for line in said), said
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.proof)])
 def test_the_printed_ddp_script_runs_without_cuda(programs: Any, tmp_path: Path, size: int) -> None:
     (tmp_path / "train.py").write_text((HERE / "printed_ddp.py").read_text())
     ended = programs.world(size, "train.py", "found.json", cwd=tmp_path)
