@@ -239,6 +239,7 @@ def test_not_proven_has_its_reason(reason: str) -> None:
     assert verdict_line(told) == f"not proven: {reason}"
 
 
+@pytest.mark.proof
 def test_the_layout_that_is_asked_for_is_proven(prove: Prove) -> None:
     """With a policy of the layout's side; one process then computes every activation once."""
     code, out, err = prove(
