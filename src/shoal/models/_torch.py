@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["is_fake", "is_recording", "is_tracing", "pytree"]
+__all__ = ["is_fake", "is_recording", "is_tracing", "pytree", "to_plain_part"]
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -24,3 +24,11 @@ def is_tracing() -> bool:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
+
+
+def to_plain_part(weight: Tensor) -> Tensor:
+    """Return a plain view of a part of a weight, which in user code has the shape of the whole."""
+    if not hasattr(type(weight), "part_of_weight") or hasattr(weight, "device_mesh"):
+        return weight
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.view_as(weight)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.base.errors import ConfigError
-from shoal.models._torch import pytree
+from shoal.models._torch import pytree, to_plain_part
 from shoal.models.split_head import Vocabulary, split_logits_loss, to_split_gradient
 
 CACHED_LOGITS = 1 << 17
@@ -63,7 +63,7 @@ class Unprojected:
         """Compute all logits at once, [..., vocabulary]; large."""
         hidden = self.hidden.to(self.weight.dtype)
         if self.vocabulary is not None:
-            return self.vocabulary.logits(hidden, self.weight)
+            return self.vocabulary.logits(hidden, to_plain_part(self.weight))
         return F.linear(hidden, self.weight)
 
 
@@ -99,6 +99,8 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
             classes = outputs.weight.shape[0] if shared is None else shared.size
             return _sum_shared_tokens(part, targets, classes, sharing)
         hidden, weight, vocabulary = outputs.hidden, outputs.weight, outputs.vocabulary
+        if vocabulary is not None:
+            weight = to_plain_part(weight)
         return linear_cross_entropy(hidden, weight, targets.long(), vocabulary=vocabulary)
     logits = find_logits(outputs)
     _check_shapes(tuple(logits.shape[:-1]), targets)

@@ -65,13 +65,15 @@ class HiddenStateGuard(Guard):
         if step > 2 or (self.alone and micro_batches < 2):
             self._before = self._left = {}
             return None
-        return self._watch_first_step() if step == 1 else self._watch_second_step()
+        # With one pass a step a number that counts passes counts steps.
+        counts = micro_batches > 1
+        return self._watch_first_step(counts) if step == 1 else self._watch_second_step()
 
     @contextmanager
-    def _watch_first_step(self) -> Iterator[None]:
-        before = list_attribute_numbers(self.module)
+    def _watch_first_step(self, counts: bool) -> Iterator[None]:
+        before = list_attribute_numbers(self.module) if counts else {}
         yield
-        self._counting = _changed(before, list_attribute_numbers(self.module))
+        self._counting = _changed(before, list_attribute_numbers(self.module)) if counts else set()
         self._left = _with_write_counters(list_attribute_tensors(self.module))
 
     @contextmanager

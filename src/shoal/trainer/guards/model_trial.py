@@ -21,6 +21,7 @@ from torch import nn
 from shoal.data.loading.sample_seeds import preserved_rng
 from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
+from shoal.trace.isolation.collective_ban import forbid_collectives
 from shoal.trace.isolation.module_copies import copy_module, refuse_shared_parts
 from shoal.trainer._torch import pytree
 from shoal.trainer.step.call_contract import (
@@ -55,7 +56,7 @@ class ModelTrial:
             batch: of a step; a batch that cannot be cut, and a model that fails, are not tried.
         """
         try:
-            with torch.no_grad(), preserved_rng(), warnings.catch_warnings():
+            with torch.no_grad(), preserved_rng(), forbid_collectives(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return self._try(program, batch)
         except Exception:  # the run itself reports what is wrong
