@@ -4,25 +4,39 @@ as_program.py ASKED OUTPUT     ASKED: a JSON file with `cwd` and the `words` aft
                                file, or "" where output goes with errors
 
 What the program starts of Shoal's own, workers and the process that forks them, is forked in turn: it
-would import what is here already.
+would import what is here already. So is what an agent of torchrun starts, `python -u …` or the script
+`shoal`.
+
+SHOAL_TEST_NODE in its environment makes the program a node: a JSON object with `net`, the file of a
+network namespace, `host`, a name of its own, and `mounts`, what stands where for it alone.
+
+SHOAL_TEST_EXIT=1 ends it as the interpreter ends, where that end is what a test looks at.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
+MS_BIND, MS_PRIVATE_ALL = 0x1000, 0x4000 | 0x40000
+PATH = list(sys.path)
+AGENT = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
 def main(asked: str, out: str) -> NoReturn:
@@ -34,17 +48,41 @@ def main(asked: str, out: str) -> NoReturn:
         del os.environ[name]  # the server wants a RANK; "" says that there is none
     os.chdir(told["cwd"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if node := os.environ.pop("SHOAL_TEST_NODE", ""):
+        enter(**json.loads(node))
     subprocess.Popen = Ours  # type: ignore[misc]  # a class in a class's place
+    if agent := sys.modules.get(AGENT):  # it took the class by name
+        agent.Popen = Ours  # type: ignore[attr-defined]
+    if "torch.distributed.run" in told["words"]:
+        name_callers_fast()
+    run_to_the_end(told["words"])
+
+
+def name_callers_fast() -> None:
+    """Give the agent of torchrun a name of its caller that reads no source of three thousand modules."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def name(depth: int = 2) -> str:
+        return sys._getframe(depth).f_code.co_name
+
+    dynamic_rendezvous.get_method_name = name
+
+
+def run_to_the_end(words: list[str]) -> NoReturn:
+    """Run what `python WORD …` runs, and end as that ends."""
+    as_interpreter = bool(os.environ.pop("SHOAL_TEST_EXIT", ""))
     code = 1
     try:
         if first := os.environ.pop("SHOAL_TEST_FIRST", ""):  # a module that changes the process
             importlib.import_module(first)
-        be(told["words"])
+        be(words)
         code = 0
     except SystemExit as ended:
         code = status(ended)
     except BaseException as failure:
         code = uncaught(failure)
+    if as_interpreter:
+        ctypes.pythonapi.Py_Exit(code)
     with contextlib.suppress(Exception):
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -54,6 +92,34 @@ def main(asked: str, out: str) -> NoReturn:
     if "simulated_cuda" in sys.modules:
         sys.modules["simulated_cuda"]._verdict()
     os._exit(code)
+
+
+def enter(net: str = "", host: str = "", mounts: Mapping[str, str] | None = None) -> None:
+    """Become a process of a node.
+
+    Args:
+        net: the file of its network namespace.
+        host: its name.
+        mounts: by path, the file or folder that it sees there.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def succeed(code: int) -> None:
+        if code:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    if net:
+        with open(net) as namespace:
+            succeed(libc.setns(namespace.fileno(), CLONE_NEWNET))
+    if host:
+        succeed(libc.unshare(CLONE_NEWUTS))
+        socket.sethostname(host)
+    if mounts:
+        succeed(libc.unshare(CLONE_NEWNS))
+        succeed(libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_PRIVATE_ALL), None))
+        for path, own in mounts.items():
+            bind = ctypes.c_ulong(MS_BIND)
+            succeed(libc.mount(own.encode(), path.encode(), None, bind, None))
 
 
 def be(words: list[str]) -> None:
@@ -99,12 +165,15 @@ def uncaught(failure: BaseException) -> int:
 
 
 class Ours(subprocess.Popen):
-    """A process; where a module of Shoal's is asked for, as its supervisor starts them, a fork."""
+    """A process; a fork, where Shoal's supervisor starts a module of Shoal's, or torchrun a rank."""
 
     def __init__(self, args: Any, **settings: Any) -> None:
         words = list(args)
         ours = words[1:2] == ["-m"] and words[2].startswith("shoal.")
-        self.forked = ours and "preexec_fn" in settings
+        ours = ours and "preexec_fn" in settings
+        rank = words[1:2] == ["-u"] or Path(words[0]).name == "shoal"
+        rank = rank and settings.keys() == {"env", "stdout", "stderr", "start_new_session"}
+        self.forked = ours or rank
         if not self.forked:
             super().__init__(args, **settings)
             return
@@ -113,7 +182,7 @@ class Ours(subprocess.Popen):
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            serve(words, **settings)
+            (serve if ours else be_rank)(words, **settings)
 
     def poll(self) -> int | None:
         """Its status once it has ended."""
@@ -173,6 +242,31 @@ def serve(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def be_rank(
+    words: list[str], *, env: Mapping[str, str], stdout: Any, stderr: Any, start_new_session: bool
+) -> NoReturn:
+    """Be what torchrun's agent starts: a rank's program, which inherits nothing but its output."""
+    os.setsid()
+    for number, file in ((1, stdout), (2, stderr)):
+        if file is not None:
+            os.dup2(file.fileno(), number)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    os.environ.clear()
+    os.environ.update(env)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    sys.path[:] = PATH
+    run_to_the_end(words[2:] if words[1:2] == ["-u"] else words)
 
 
 if __name__ == "__main__":

@@ -78,11 +78,13 @@ class Forks:
         cwd: Path = HERE,
         *,
         merged: bool = False,
+        log: Path | None = None,
     ) -> Running:
         """Start what `python WORD …` would be: a file, `-m` and a module, or `-c` and a text.
 
         environ    what the program's own is to differ by
         merged     its errors stand in its output, where they were said
+        log        a file to which both are added
         """
         server = self.ready_server()
         self.started += 1
@@ -91,8 +93,9 @@ class Forks:
         )
         place = {"RANK": "", **(environ or {})}
         asked.write_text(json.dumps({"cwd": str(cwd), "words": list(map(str, words))}))
+        merged, error = merged or log is not None, log or error
         command = [sys.executable, "-m", "as_program", str(asked), "" if merged else str(out)]
-        with error.open("wb") as file:
+        with error.open("ab") as file:
             forked = server.fork(command, place, file.fileno(), lambda pid: None)
         return Running(forked, error if merged else out, error)
 

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +114,22 @@ PHASES: dict[str, tuple[str, ...]] = {
 DEADLINE_S = 180.0
 
 
-def trial(phase: str, name: str, folder: Path) -> dict[str, Any]:
-    """One run, asked to stop in a phase; how it ended."""
+def begin(words: list[str], environ: dict[str, str], folder: Path) -> Any:
+    """Start `python WORD …` as a program."""
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def trial(phase: str, name: str, folder: Path, begin: Callable[..., Any] = begin) -> dict[str, Any]:
+    """One run, asked to stop in a phase; how it ended. `begin` starts its program."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "stops_toy.py").write_text(MODULE)
     environ = {**os.environ, "STOPS_WAIT": phase, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cold")}
     environ = {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "train", *BASE, *PHASES[phase]],
-        cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    process = begin(["-m", "shoal", "train", *BASE, *PHASES[phase]], environ, folder)
     number = signal.Signals[f"SIG{name}"]
     until_s = time.monotonic() + DEADLINE_S
     while not reached(folder, phase) and process.poll() is None:

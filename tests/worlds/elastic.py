@@ -10,13 +10,12 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forks import Running, shared
 from netns import Net
 
 HERE = Path(__file__).parent
@@ -47,7 +46,7 @@ class Nodes:
         self.folder, self.command, self.own = folder, command, own
         if own is not None:
             own.mkdir()
-        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        self.agents: dict[int, Running] = {}
         self.hosts = folder / "hosts"
         names = [f"{address} node{number}" for number, address in enumerate(self.net.addresses)]
         self.hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
@@ -59,13 +58,13 @@ class Nodes:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **environment,
         }
-        self.store = self._start(2, sys.executable, "-c", STORE, self.net.addresses[2])
+        self.store = self._start(2, "-c", STORE, self.net.addresses[2])
 
     def start(self, node: int) -> None:
         """Start an agent, which starts one worker."""
         timing = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         self.agents[node] = self._start(
-            *(node, sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.least}:2"),
+            *(node, "-m", "torch.distributed.run", f"--nnodes={self.least}:2"),
             *("--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job"),
             *(f"--rdzv-endpoint={self.net.addresses[2]}:{PORT}", "--monitor-interval=0.1"),
             *("--local-addr", self.net.addresses[node], f"--rdzv-conf=is_host=false,{timing}"),
@@ -106,28 +105,16 @@ class Nodes:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, node: int, *words: str) -> subprocess.Popen[bytes]:
-        names = {self.hosts: "/etc/hosts", self.folder / "no-server": "/etc/resolv.conf"}
+    def _start(self, node: int, *words: str) -> Running:
+        own = {"/etc/hosts": self.hosts, "/etc/resolv.conf": self.folder / "no-server"}
         if self.own is not None:
-            names[self.disk(node)] = str(self.own)
-        mounts = " && ".join(f"mount --bind {own} {path}" for own, path in names.items())
-        with (self.folder / f"node{node}.log").open("ab") as log:
-            return subprocess.Popen(
-                [
-                    *self.net.inside(node),
-                    "unshare",
-                    "--mount",
-                    "sh",
-                    "-c",
-                    f'{mounts} && exec "$@"',
-                    "-",
-                    *words,
-                ],
-                env=self.environment,
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            own[str(self.own)] = self.disk(node)
+        place = {
+            "net": self.net.path(node),
+            "mounts": {path: str(one) for path, one in own.items()},
+        }
+        environ = {**self.environment, "SHOAL_TEST_NODE": json.dumps(place)}
+        return shared().start(words, environ, self.folder, log=self.folder / f"node{node}.log")
 
 
 def children(process: int) -> list[int]:

@@ -20,7 +20,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -68,11 +67,15 @@ class Net:
 
     def inside(self, island: int) -> list[str]:
         """What to put before a command so that it runs on an island."""
-        return ["nsenter", f"--net=/proc/{self.islands[island]}/ns/net"]
+        return ["nsenter", f"--net={self.path(island)}"]
+
+    def path(self, island: int) -> str:
+        """The file by which a process comes to an island."""
+        return f"/proc/{self.islands[island]}/ns/net"
 
     def enter(self, island: int) -> None:
         """Take this process, which has one thread, to an island."""
-        with Path(f"/proc/{self.islands[island]}/ns/net").open() as namespace:
+        with Path(self.path(island)).open() as namespace:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(namespace.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -147,14 +150,10 @@ def told_by(script: str, *arguments: str, what: str, deadline_s: float) -> Any:
 
     what   as `skip` says it: "links between islands NOT TESTED"
     """
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    from forks import shared  # scripts that run in namespaces start nothing
+
+    path = str(Path(__file__).parent / script)
+    done = shared().run(path, *arguments, timeout=deadline_s)
     if done.returncode == FORBIDDEN:
         skip(what, done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]

@@ -49,7 +49,7 @@ def leg(
 
     Gives, by "case optimizer": [loss, gradient norm] per step, which parameters this rank steps,
     at which step it began (-1: nothing was there to restore), a number per whole weight and per
-    averaged one, and what is wrong with the file that an export makes.
+    averaged one, and on the first rank what is wrong with the file that an export makes.
     """
     return {
         f"{case} {optimizer}": train(
@@ -144,7 +144,9 @@ def train(
         "saved": path is not None,
         "weights": numbers(weights),
         "averages": numbers(averages(run)),
-        "wrong": wrong_export(path, weights, run.program.aliases) if path and parts else [],
+        "wrong": wrong_export(path, weights, run.program.aliases)
+        if path and parts and run.world.is_first
+        else [],
     }
     run.close()
     return answer

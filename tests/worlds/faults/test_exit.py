@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cli_run import lines
+from forks import shared
 from shoal.checkpoint.format.listing import list_checkpoints, verify
 
 SCRIPT = """
@@ -37,19 +35,14 @@ def end_well(script: str) -> None:
     processes = []
     for rank in range(2):
         env = {
-            **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": "2",
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
+            "SHOAL_TEST_EXIT": "1",
         }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True
-            )
-        )
+        processes.append(shared().start(["-c", script], env))
     words = [p.communicate(timeout=300)[1] for p in processes]
     codes = [p.returncode for p in processes]
     assert not any(codes), f"7: a gloo thread outlived close; -6: the exit aborted; {codes} {words}"

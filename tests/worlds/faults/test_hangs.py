@@ -39,7 +39,8 @@ def hang(folder: Path, asked: dict[str, Any], *arguments: str) -> tuple[CommandL
     [
         pytest.param("stopped", "forward", "layout.strategy=ddp", marks=pytest.mark.proof),
         ("lock", "forward", "layout.strategy=ddp"),
-        ("loop", "data", "layout.pp=2"),
+        # Without training: tests/launch/test_watch.py, tests/cli/test_beside.py.
+        pytest.param("loop", "data", "layout.pp=2", marks=pytest.mark.proof),
         pytest.param("barrier", "forward", "layout.strategy=ddp", marks=pytest.mark.proof),
     ],
 )
@@ -63,10 +64,15 @@ def test_a_hang_is_told_in_time_with_its_rank_and_survived(
     (died,) = command.events("worker_died")
     assert (died["rank"], died["how"]) == (1, "ended by the watch")
     assert command.steps() == 40
+    assert command.events("collectives_differ") == [], "its sums are in the same order everywhere"
 
 
 @pytest.mark.parametrize(
-    "kind", ["swap", pytest.param("extra", marks=pytest.mark.proof), "apart", "none"]
+    "kind",
+    [
+        *("swap", "apart"),
+        *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("extra", "none")),
+    ],
 )
 def test_sums_of_a_users_own_are_compared_over_ranks(tmp_path: Path, kind: str) -> None:
     """Two sums of equal shape in another order on rank 1: wrong numbers, and nothing fails."""

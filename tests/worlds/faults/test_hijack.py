@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 import stranger
 from netns import FORBIDDEN, skip
 
@@ -34,6 +36,7 @@ def test_who_takes_a_ranks_connection_is_noticed_at_the_start(programs) -> None:
     )
 
 
+@pytest.mark.proof  # what the first one guards against
 def test_without_the_proof_nobody_says_that_he_is_in(programs) -> None:
     """The control: the ranks wait for each other in a collective."""
     for answer in tried(programs, "no-proof"):

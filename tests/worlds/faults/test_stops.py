@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from forks import shared
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "proof"))
 
@@ -15,6 +18,11 @@ SAMPLE = [("tree", "USR1"), ("first step", "USR1")]
 ALL = [(phase, name) for phase in stops.PHASES for name in ("TERM", "USR1")]
 
 
+def begin(words: list[str], environ: dict[str, str], folder: Path) -> Any:
+    """A fork, whose own processes are forks too."""
+    return shared().start(words, environ, folder, merged=True)
+
+
 @pytest.mark.parametrize(
     ("phase", "name"),
     [one if one in SAMPLE else pytest.param(*one, marks=pytest.mark.proof) for one in ALL],
@@ -22,7 +30,7 @@ ALL = [(phase, name) for phase in stops.PHASES for name in ("TERM", "USR1")]
 def test_a_stop_is_saved_or_its_status_says_that_it_was_not(
     phase: str, name: str, tmp_path: Path
 ) -> None:
-    told = stops.trial(phase, name, tmp_path / "trial")
+    told = stops.trial(phase, name, tmp_path / "trial", begin)
     assert told["wrong"] == "", told
     if phase == "tree":
         assert told["status"] == 138, told

@@ -33,6 +33,7 @@ def test_islands_are_the_same_islands_one_after_another(worlds, islands, count: 
     assert len({tuple(island[0]["digests"]) for island in told}) == 1
 
 
+@pytest.mark.proof  # the next one goes on to the same steps
 def test_period_1_is_data_parallelism(worlds, islands, tmp_path: Path) -> None:
     """Inner SGD, outer learning rate 1, no momentum: a step of 16 samples, dropout included."""
     asked = {"optimizer": "sgd", "model": "llama", "folder": str(tmp_path)}

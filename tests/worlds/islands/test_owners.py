@@ -23,10 +23,10 @@ ROUNDS = 6
 USUAL = {"period": 2, "sample": 0.5}
 
 METHODS = [
-    pytest.param({"method": "scaffold"}, id="scaffold"),
+    pytest.param({"method": "scaffold"}, id="scaffold", marks=pytest.mark.proof),  # fsdp has it
     pytest.param({"method": "fedavg"}, id="fedavg"),
     pytest.param({"weighting": "samples", "period": 1}, id="samples"),
-    pytest.param({"weighting": "uniform"}, id="uniform"),
+    pytest.param({"weighting": "uniform"}, id="uniform", marks=pytest.mark.proof),  # as scaffold
     pytest.param({"method": "fedprox", "proximal": 0.3}, id="fedprox"),
     *(pytest.param({"method": "fedopt", "server": s}, id=s) for s in ("adam", "yogi", "adagrad")),
     pytest.param({"merge": "median", "sample": 1.0}, id="median"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 
+from forks import shared
 from netns import Forbidden, Net, skip
 
 RANKS, PORT, RATE = 3, "29417", "200mbit"
@@ -34,22 +33,13 @@ def doctors(net: Net) -> list[tuple[int, str, str]]:
     started = []
     for rank in range(RANKS):
         environ = {
-            **os.environ,
             **{"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0"},
             **{"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": net.addresses[0], "MASTER_PORT": PORT},
             **{"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
         }
-        named = ["unshare", "--uts", "sh", "-c", f'hostname node{rank}; exec "$@"', "sh"]
-        command = [sys.executable, "-m", "shoal", "doctor", "--json", "--free-gib", "0.1"]
-        started.append(
-            subprocess.Popen(
-                [*net.inside(rank), *named, *command],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environ,
-            )
-        )
+        place = {"net": net.path(rank), "host": f"node{rank}"}
+        words = ["-m", "shoal", "doctor", "--json", "--free-gib", "0.1"]
+        started.append(shared().start(words, {**environ, "SHOAL_TEST_NODE": json.dumps(place)}))
     try:
         told = [one.communicate(timeout=300) for one in started]
     finally:

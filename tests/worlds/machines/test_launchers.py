@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli_run import TOY, lines
+from forks import shared
 
 ARGUMENTS = [
     "model.build=toy:build", "data.source=toy:data", "train.batch=16", "train.micro_batch=2",
@@ -32,16 +33,9 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def under_torchrun(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Two processes, which must end well."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, *command],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """Two processes, which must end well; all of them are forks (as_program.py)."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = shared().run(*launcher, *command, cwd=tmp_path, environ=environment(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -12,6 +12,7 @@ import pytest
 
 from cli_run import lines
 from elastic import HERE, Nodes, children, rounds, wait_for
+from forks import shared
 from netns import Forbidden, skip
 from shoal.fabric.collectives.link_failures import ASK_S, LINK_S
 
@@ -36,8 +37,9 @@ def unbroken(folder: Path, steps: int) -> dict[int, tuple[float, list[int]]]:
     """The same of one process that nothing happens to."""
     logs = folder / "alone"
     logs.mkdir()
-    words = [sys.executable, LOOP, str(steps), "0", str(logs), str(folder / "alone-run")]
-    subprocess.run(words, check=True, timeout=300, cwd=folder)
+    words = (LOOP, str(steps), "0", str(logs), str(folder / "alone-run"))
+    done = shared().run(*words, cwd=folder, timeout=300)
+    assert done.returncode == 0, done.stderr
     return taken(rounds(logs))
 
 

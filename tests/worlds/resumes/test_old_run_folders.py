@@ -25,8 +25,8 @@ EXPECTED = json.loads((FOLDERS / "expected.json").read_text())
 BOUND = 1e-6
 """Of a loss of 3.4; in float64 they differ by rounding alone, two runs are in float32."""
 
-SHORT = ("single", "ddp", "fsdp", "tp", "pp", "ddp-int8", "islands", "own-loop")
-"""Rows of `make test`: one of each way in which states are cut; the others differ in less."""
+SHORT = ("single", "fsdp", "tp", "pp", "ddp-int8", "islands", "own-loop")
+"""Rows of `make test`: one of each way in which states are cut; the others differ in less (ddp: ddp-int8)."""
 
 NAMES = [
     pytest.param(n, marks=[] if n in SHORT else [pytest.mark.proof("faults")]) for n in EXPECTED

@@ -30,15 +30,16 @@ optimizer's, except under fsdp, which gathers narrow copies of them and frees th
 
 WANTED = [(precision, layout) for precision in BYTES_PER_ELEMENT for layout in LAYOUTS]
 SHORT = {
-    2: [one for one in WANTED if one[0] == "fp32"],
-    4: [one for one in WANTED if one[0] == "bf16"],
+    2: [("fp32", layout) for layout in ("zero1", "fsdp")],
+    4: [("bf16", layout) for layout in ("ddp", "zero2", "fsdp")],
 }
 CASES = [
     pytest.param(*one, ranks, marks=[] if one in SHORT[ranks] else [pytest.mark.proof])
     for one in WANTED
     for ranks in SHORT
 ]
-"""Theory is one formula in n: each format on one number of ranks, `make proof` on both."""
+"""Theory is one formula in n: each format on one number of ranks, each layout in one format or two;
+`make proof` has all."""
 LITTLE_BYTES = 2**20  # activations of one sequence, Python's objects
 
 Measured = dict[tuple[str, str, int], list[dict[str, Any]]]
