@@ -69,6 +69,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch = pytest.MonkeyPatch()
     patch.chdir(folder)
     patch.syspath_prepend(str(folder))
+    # The replay of a script sets it, and it is not for the tests after these.
+    patch.setenv("SHOAL_FOLDER", "")
+    patch.delenv("SHOAL_FOLDER")
     patch.setattr(main_job, "measure_machine", lambda *_: None)
     save = main_job.Run.save
     patch.setattr(main_job.Run, "save", lambda run, **more: save(run, **{**more, "wait": True}))
