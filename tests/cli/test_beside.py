@@ -208,7 +208,7 @@ def test_the_rank_that_hangs_is_told_by_its_own_node(nodes: TwoNodes) -> None:
 
 
 @pytest.mark.parametrize("nodes", [case("", 0, disks=True)], indirect=True)
-@pytest.mark.parametrize("lingers", [0, 1])
+@pytest.mark.parametrize("lingers", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_who_goes_on_is_not_told_of_and_a_stranger_changes_nothing(
     nodes: TwoNodes, lingers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +238,7 @@ def test_who_goes_on_is_not_told_of_and_a_stranger_changes_nothing(
 
 
 @pytest.mark.parametrize("nodes", [case("", 0, disks=True)], indirect=True)
-@pytest.mark.parametrize("away", [0, 1])
+@pytest.mark.parametrize("away", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_a_node_that_is_not_heard_is_told_of_by_the_other(nodes: TwoNodes, away: int) -> None:
     """All of its processes stand still, as seen from the other one its machine does."""
     nodes.start()
@@ -264,7 +264,7 @@ def test_a_node_that_is_not_heard_is_told_of_by_the_other(nodes: TwoNodes, away:
 
 
 @pytest.mark.parametrize("nodes", [case("", 0, disks=True)], indirect=True)
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("gone", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_a_watch_that_has_ended_blames_nobody(nodes: TwoNodes, gone: int) -> None:
     """It was killed: the run goes on, one line says that nobody watches it."""
     nodes.trouble = "time.sleep(5)"  # longer than the deadline
