@@ -216,8 +216,9 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     # 7_330 before a loss was tried on cuts of a micro-batch, and .grad was the mean of the step;
     # 7_700 before whole_weights, mesh, unlike loaders and labels, and statistics of a step;
     # 7_900 before a small model was tried on samples together and apart; 8_060 before islands had a
-    # smallest number, and how long they wait for it, among the keys of a layout.
-    assert sum(map(lines_of_code, files)) <= 8_070
+    # smallest number, and how long they wait for it, among the keys of a layout; 8_070 before that
+    # trial refused collectives of the model.
+    assert sum(map(lines_of_code, files)) <= 8_130
 
 
 FOUR_RANKS = """
