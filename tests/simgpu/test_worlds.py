@@ -34,8 +34,6 @@ SUMS = "compress.py::test_decoded_sums_and_what_is_kept_make_the_true_sums"
 ISLAND = "islands.py::test_what_is_inside_an_island_does_not_matter"
 
 SHORT = {
-    "hsdp on 4": f"{EQUAL}[hsdp-mlp-4]",
-    "cp × tp on 4": CONTEXT + "[4-dropout-{'cp': 2, 'tp': 2}]",
     "pp × fsdp × ep on 4": f"{EXPERT}[4-moe-pp2 fsdp2 ep2]",
     "checkpoints, interleaved → zero 1": (
         "parts_resume.py::test_stages_of_an_interleaved_pipeline_go_on"
@@ -44,6 +42,8 @@ SHORT = {
 """What `make test` runs, by what it is there for; on 2 devices `test_own_loop` has the layouts."""
 
 LONG = {
+    "hsdp on 4": f"{EQUAL}[hsdp-mlp-4]",
+    "cp × tp on 4": CONTEXT + "[4-dropout-{'cp': 2, 'tp': 2}]",
     "zero 1 on 4": f"{EQUAL}[zero1-mlp-4]",
     "recompute on 2": "recompute_layouts.py::test_recompute_gives_the_same_bits[cnn-fsdp]",
     "ddp on 2": f"{EQUAL}[ddp-cnn-2]",
