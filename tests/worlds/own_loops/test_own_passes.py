@@ -71,6 +71,7 @@ def test_dropout_is_that_of_one_process(worlds, layout: Any) -> None:
     ("ranks", "name", "layout", "settings"),
     [
         (2, "gpt", {"cp": 2}, {}),
+        (2, "llama", {"tp": 2}, {}),
         long(4, "gpt", {"cp": 2, "tp": 2}, {}),
         long(4, "gpt", {"cp": 2, "dp_shard": 2}, {}),
         (2, "moe", {"strategy": "ep"}, {}),
