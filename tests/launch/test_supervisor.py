@@ -324,8 +324,10 @@ def test_the_grace_is_learnt_from_steps_and_saves_unless_it_is_said(tmp_path: Pa
     assert stop_grace.StopGrace(tmp_path, 25.0, 2).seconds(40.0) == 25, "what a scheduler waits"
 
 
-def test_a_failure_that_only_blames_a_peer_waits_for_the_peer(run: Run) -> None:
-    body = """
+@pytest.mark.parametrize("clock", ["", "time.time = lambda: 3600.0"], ids=["true", "set back"])
+def test_a_failure_that_only_blames_a_peer_waits_for_the_peer(run: Run, clock: str) -> None:
+    body = f"""
+{clock}
 def main():
     if rank == 1:
         (folder / "up-1").touch()

@@ -343,7 +343,7 @@ class Worker:
 
     Attributes:
         code: None while it runs; then its exit code, or minus the signal that killed it.
-        ended_s: wall-clock time at which its end was noticed.
+        ended_s: time on the monotonic clock at which its end was noticed.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class Worker:
     def poll(self) -> int | None:
         """Return the exit code, if the worker has ended; kill its leftover children at once."""
         if self.code is None and (code := self.process.poll()) is not None:
-            self.ended_s = time.time()
+            self.ended_s = time.monotonic()
             if isinstance(self.process, subprocess.Popen):  # else the fork server does it
                 # Now, while the kernel cannot have reused the group's number.
                 self._signal_group(signal.SIGKILL)

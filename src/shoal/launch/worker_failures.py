@@ -54,7 +54,10 @@ class ErrorReport:
     """Error report of a failing worker; the fields of `rank-K.error.json`.
 
     Attributes:
+        time_s: wall-clock time, seconds since 1970, for a reader of the folder.
         certain: an exception that the same code and data meet again.
+        monotonic_s: time on the monotonic clock of the machine. The supervisor orders failures by
+            it, since the wall clock of a machine may jump.
     """
 
     kind: str
@@ -64,6 +67,7 @@ class ErrorReport:
     time_s: float
     lost_peer: bool
     certain: bool = False
+    monotonic_s: float = 0.0
 
     @staticmethod
     def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> ErrorReport:
@@ -75,7 +79,7 @@ class ErrorReport:
         passing = isinstance(failure, (OSError, MemoryError)) or any(w in text for w in MAY_PASS)
         kind, now_s = type(failure).__name__, time.time()
         certain = not (lost or passing or ours)
-        return ErrorReport(kind, line, trace, exit_code, now_s, lost, certain)
+        return ErrorReport(kind, line, trace, exit_code, now_s, lost, certain, time.monotonic())
 
 
 def write_report(path: Path, report: ErrorReport) -> None:
@@ -103,6 +107,7 @@ class WorkerDeath:
         words: its own traceback, else its one line, else the end of its log; empty if it wrote
             nothing.
         line: one line with the same meaning.
+        seen_s: time on the monotonic clock at which it failed, or its end was noticed.
         certain: an exception that the same code and data meet again.
         hung: it did not die: the others waited for it, and it was ended with them.
         final: another start would fail in the same way, whatever the code.
@@ -151,9 +156,10 @@ def exit_text(code: int) -> str:
 
 def make_hang_death(worker: Worker, hang: Hang) -> WorkerDeath:
     """Return the failure of a rank that the others waited for, and write its report."""
-    line, now_s = hang.line, time.time()
+    line, now_s = hang.line, time.monotonic()
     code = hang.status or (TrainingError.exit_code if hang.unlike else 1)
-    write_report(worker.error_path, ErrorReport("Hang", line, "", code, now_s, lost_peer=False))
+    report = ErrorReport("Hang", line, "", code, time.time(), lost_peer=False, monotonic_s=now_s)
+    write_report(worker.error_path, report)
     return WorkerDeath(
         worker.rank, worker.pid, code, line, line, worker.log_path, False, now_s, hung=True,
         final=hang.unlike,
@@ -181,7 +187,7 @@ def select_first_death(
     if best is None:
         return None
     others_run = any(worker.code is None for worker in workers)
-    if best.lost_peer and others_run and time.time() - best.seen_s < EXIT_PATIENCE_S:
+    if best.lost_peer and others_run and time.monotonic() - best.seen_s < EXIT_PATIENCE_S:
         return None
     ended = [worker for worker in workers if worker.code == 0]
     if best.lost_peer and ended:
@@ -193,7 +199,8 @@ def _make_early_exit_death(worker: Worker, where: str) -> WorkerDeath:
     """Return the failure of a rank that ended as if the run were done, and write its report."""
     line = f"left with status 0{where}, before the run's end: something in it calls os._exit(0)"
     log, seen_s = worker.log_path, worker.ended_s
-    write_report(worker.error_path, ErrorReport("Left", line, "", 1, seen_s, lost_peer=False))
+    report = ErrorReport("Left", line, "", 1, time.time(), lost_peer=False, monotonic_s=seen_s)
+    write_report(worker.error_path, report)
     return WorkerDeath(worker.rank, worker.pid, 0, line, line, log, False, seen_s)
 
 
@@ -236,12 +243,12 @@ def _read_death(worker: Worker) -> WorkerDeath | None:
             worker.rank, worker.pid, worker.code, words, line, worker.log_path,
             False, worker.ended_s - lead_s,
         )  # fmt: skip
-    if worker.code is None and time.time() - report.time_s < EXIT_PATIENCE_S:
+    if worker.code is None and time.monotonic() - report.monotonic_s < EXIT_PATIENCE_S:
         return None
     words = report.traceback or report.line
     return WorkerDeath(
         worker.rank, worker.pid, report.exit_code, words, report.line, worker.log_path,
-        report.lost_peer, report.time_s, report.certain,
+        report.lost_peer, report.monotonic_s, report.certain,
     )  # fmt: skip
 
 
