@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "proof" / "results" / "branches.json"
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("worlds", "worlds/faults", "")]
 
+from source import source_hash  # noqa: E402
+
 import branch_case  # noqa: E402
 from branch_models import MODELS  # noqa: E402
 from precision_case import alone  # noqa: E402
@@ -83,11 +85,18 @@ def allowed(key: str) -> set[str]:
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 sys.path[:0] = {folders}
 import branch_case
-done = branch_case.train_uncaught({layout}, {kind!r})
-json.dump(done, open("answer.json", "w"))
+from shoal.base.errors import PlanError
+try:
+    done = branch_case.train_uncaught({layout}, {kind!r})
+except PlanError as failure:
+    with open("refused-" + os.environ["RANK"], "w") as file:
+        file.write(str(failure))
+    raise
+with open("answer-" + os.environ["RANK"], "w") as file:
+    json.dump(done, file)
 """
 
 
@@ -105,11 +114,10 @@ def under_torchrun(kind: str, size: int, layout: Any) -> list[Any]:
             check=False,
         )  # fmt: skip
         if done.returncode == 0:
-            return [json.loads((folder / "answer.json").read_text())]
-        shown = done.stderr.splitlines() + done.stdout.splitlines()
-        lines = [line for line in shown if "shoal: " in line and "no folder" not in line]
-        return [{"error": line} for line in lines if "; try: " in line][:1] or [
-            {"error": f"unnamed: {done.stderr[-500:]}"}
+            return [json.loads(path.read_text()) for path in sorted(folder.glob("answer-*"))]
+        refused = [path.read_text() for path in sorted(folder.glob("refused-*"))]
+        return [{"error": text} for text in refused] or [
+            {"error": f"unnamed: {done.stdout[-500:]} {done.stderr[-2500:]}"}
         ]
 
 
@@ -134,6 +142,7 @@ def judge(answers: list[Any], reference: Any, limit: float) -> dict[str, Any]:
 def write(path: Path, rows: dict[str, Any]) -> None:
     record = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
+        "source": source_hash(),
         "task": "five steps of 16 samples in micro-batches of 2, float64, gloo, beside one process",
         "machine": {"platform": platform.platform(), "torch": torch.__version__},
         "rows": rows,

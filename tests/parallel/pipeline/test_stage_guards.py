@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chain import Chain, assert_equal_to_whole
+from chain import Chain, assert_equal_to_whole, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from user_modules import EXAMPLES, HIDDEN, Layer, made, numbers
@@ -17,7 +17,7 @@ from shoal.base.errors import BugError, PlanError
 from shoal.parallel.pipeline import free_other_stages
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.parallel.pipeline.stage import PipelineStages
+from shoal.parallel.pipeline.stage import PipelineStages, list_uncalled_units
 from shoal.parallel.recompute import _Messages, _RecomputedForward
 from shoal.trace.flow.forward_record import ForwardRecord
 
@@ -191,6 +191,32 @@ def test_fewer_blocks() -> None:
     chain = Chain(model, cut_of(model))
     with pytest.raises(PlanError, match=r"calls leave where the sample's called blocks\.0"):
         chain.step([lambda module: called(module, 3)])
+
+
+def test_a_block_that_the_sample_did_not_call() -> None:
+    """Only the last stage has its weights, and may run it once all other blocks have run."""
+
+    class Towers(Model):
+        def __init__(self, glue: Glue) -> None:
+            super().__init__(glue)
+            self.towers = nn.ModuleList([Block(), nn.Linear(2, 2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out if len(x) < 4 else self.towers[1](out)
+
+    def glue(model: Model, h: Tensor) -> Tensor:
+        return chained(model, model.towers[0](h) if len(h) == 3 else h)
+
+    model = made(lambda: Towers(glue))
+    cut = cut_of(model)
+    assert list_uncalled_units(model, cut) == ["towers.0", "towers.1"]
+    chain = Chain(model, cut)
+    chain.step([called])
+    with pytest.raises(PlanError, match=r"calls towers\.0 where the sample's called blocks\.0"):
+        chain.step([lambda module: called(module, 3)])
+    whole = float(loss_of(called(model, 4)).detach())
+    assert chain.step([lambda module: called(module, 4)]) == pytest.approx(whole)
 
 
 def test_other_outputs() -> None:

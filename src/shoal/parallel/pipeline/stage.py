@@ -80,6 +80,9 @@ class PipelineStages:
     def _install(self) -> None:
         for name in dict.fromkeys(plan.name for plan in self.cut.calls):
             self.replaced.append(UnitForward(name, self.module.get_submodule(name), self))
+        for name in list_uncalled_units(self.module, self.cut):
+            block = self.module.get_submodule(name)
+            self.replaced.append(UncalledUnitForward(name, block, self))
         self.replaced.append(RootForward("", self.module, self))
 
     @contextmanager
@@ -167,6 +170,16 @@ class UnitForward(_StageForward):
         return passage.call(self, inputs, named)
 
 
+class UncalledUnitForward(_StageForward):
+    """Replacement of the forward of a unit that the sample's pass does not call."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Refuse the call, unless it follows all calls of the last stage, which has the weights."""
+        if (passage := self.held.passage) is not None:
+            passage.check_uncalled(self.name)
+        return self.forward(*inputs, **named)
+
+
 class RootForward(_StageForward):
     """Replacement of the model's own forward; returns the departures if a stage ends early."""
 
@@ -237,6 +250,17 @@ class StagePass:
         outputs = outputs if watch is None else watch.setup_output_hook(outputs)
         self._keep_outputs(number, outputs)
         return outputs
+
+    def check_uncalled(self, name: str) -> None:
+        """Check a call of a unit that the sample's pass does not call.
+
+        Raises:
+            PlanError: calls of the sample's pass are still to come.
+        """
+        if self.at > self.stop:
+            raise _StageFinished
+        if self.at < len(self.cut.calls):
+            raise self._order_error(name)
 
     def _departs(self, number: int) -> bool:
         return any(call == number for call, _ in self.wanted)
@@ -354,6 +378,24 @@ def _parameters_between_units(module: nn.Module, cut: StageCut) -> list[tuple[nn
         for name, parameter in part._parameters.items()
         if parameter is not None and (names[id(parameter)] in cut.between or id(parameter) in first)
     ]
+
+
+def list_uncalled_units(module: nn.Module, cut: StageCut) -> list[str]:
+    """Return the outermost modules with parameters that no stage needs, in order of registration.
+
+    Only the last stage has them, so that checkpoints do. A container without a forward pass of its
+    own is none; its entries are.
+    """
+    needed = {id(one) for plan in cut.calls for one in module.get_submodule(plan.name).parameters()}
+    needed |= {id(one) for name, one in module.named_parameters() if name in cut.between}
+    found: list[str] = []
+    for name, part in module.named_modules():
+        own = list(part.parameters())
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_container = type(part).forward is nn.Module.forward
+        if name and own and not inside and not is_container:
+            found += [] if any(id(one) in needed for one in own) else [name]
+    return found
 
 
 class _NonReentrantCheckpoint:
