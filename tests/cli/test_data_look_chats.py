@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
-from shoal.cli.data import _check_relative_source
+from shoal.cli.data import check_relative_source
 from shoal.cli.data_lines import RowStyle, data_lines, id_lines, row_title
 from shoal.cli.main import app
 from shoal.data.inspection.sample_fields import describe_sample
@@ -188,15 +188,17 @@ def test_data_of_a_run_begin_where_the_run_started(
     (other / "z.txt").write_text("z")
     monkeypatch.chdir(other)
     with pytest.raises(ConfigError) as caught:
-        _check_relative_source(run, "text:books/*.txt", 4)
+        check_relative_source(run, "text:books/*.txt", "shoal data look", 4)
     assert str(caught.value) == (
         f"{run}: its data.source = text:books/*.txt is relative to the folder where the run "
         f"started, and has no files as seen from {other}; try: cd {tmp_path}; shoal data look "
         f"runs/a --step 4"
     )
     with pytest.raises(ConfigError, match="try: this command in that folder$"):
-        _check_relative_source(run, "mix:0.5*text:books/*.txt+0.5*text:none/*.txt", None)
-    _check_relative_source(run, f"text:{tmp_path}/none/*.txt", None)
-    _check_relative_source(run, "stdlib", None)
+        check_relative_source(
+            run, "mix:0.5*text:books/*.txt+0.5*text:none/*.txt", "shoal data look", None
+        )
+    check_relative_source(run, f"text:{tmp_path}/none/*.txt", "shoal data look", None)
+    check_relative_source(run, "stdlib", "shoal data look", None)
     monkeypatch.chdir(tmp_path)
-    _check_relative_source(run, "text:books/*.txt", None)
+    check_relative_source(run, "text:books/*.txt", "shoal data look", None)

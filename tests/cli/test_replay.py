@@ -293,6 +293,45 @@ def test_a_loop_of_ones_own_repeats_with_its_script(monkeypatch: pytest.MonkeyPa
     assert "else.py: never made this run; try: the script" in str(done.exception)
 
 
+DRAWS = """
+import torch, shoal
+from replay_net import Net
+torch.manual_seed(0)
+model = Net()
+run = shoal.parallelize(
+    model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch=8, folder="runs/draws"
+)
+run.restore()
+keys = torch.Generator().manual_seed(1)
+while run.step_count < 6:
+    x = torch.randn(8, 8, generator=keys)
+    run.step((x, x.argmax(1) % 3))
+    if run.step_count == 4:
+        run.save()
+run.close()
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_loop_that_draws_its_own_batches_repeats_from_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restore sets no generator back that the run does not know."""
+    monkeypatch.setattr(
+        replay_script, "_run_processes", lambda folder, *_, **__: in_process(folder)
+    )
+    Path("draws.py").write_text(DRAWS)
+    monkeypatch.setattr(sys, "argv", ["draws.py"])
+    runpy.run_path("draws.py", run_name="__main__")
+    text = ask("draws", "--step", "6", "--", "draws.py")
+    assert "after the checkpoint of step 4, so the script may draw batches or noise" in text
+    assert "repeated: 6 steps with the run's bits" in text
+    Path("draws.py").write_text(DRAWS.replace("lr=1e-2", "lr=2e-2"))
+    text = ask("draws", "--step", "6", "--", "draws.py", code=3)
+    assert "so the script may draw" not in text, "a changed script is named, and nothing is tried"
+    assert "differs: source of draws.py: changed" in text
+
+
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -328,3 +367,9 @@ def test_islands_servers_and_own_loops_are_refused_by_name(tmp_path: Path) -> No
     (tmp_path / "plan.json").write_text("{}")
     done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "1"])
     assert "a script of your own made it" in str(done.exception), done.exception
+    (tmp_path / "ranks.json").write_text('{"ranks": [{"rank": 0}, {"rank": 1}]}')
+    (tmp_path / "events.jsonl").write_text('{"event":"library_run","library":"deepspeed"}\n')
+    (tmp_path / "train.py").touch()
+    words = ["--step", "1", "--layout", "single", "--", f"{tmp_path}/train.py"]
+    done = CliRunner().invoke(app, ["replay", str(tmp_path), *words])
+    assert "loaders of deepspeed deal each process its own samples" in str(done.exception)

@@ -106,6 +106,25 @@ def test_a_module_nowhere_near(tmp_path: Path) -> None:
         check_data_path("zzqx:make")
 
 
+def test_a_module_above_a_run_toml_is_suggested(tmp_path: Path) -> None:
+    """A run is opened from another folder than the one in which it was started."""
+    run_toml = tmp_path / "project" / "runs" / "a" / "run.toml"
+    run_toml.parent.mkdir(parents=True)
+    (tmp_path / "project" / "zzqx.py").touch()
+    with pytest.raises(
+        ConfigError, match=f"try: cd {tmp_path}/project, which has it, and the same"
+    ):
+        check_data_path("zzqx:make", near=run_toml)
+    with pytest.raises(ConfigError, match="it is looked for in"):
+        check_data_path("zzqy:make", near=run_toml)
+
+
+def test_a_folder_without_modules_is_not_suggested() -> None:
+    Path("zzqx-runs").mkdir(exist_ok=True)
+    with pytest.raises(ConfigError, match="it is looked for in"):
+        check_data_path("zzqx_run:make")
+
+
 def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:

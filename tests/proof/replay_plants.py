@@ -22,6 +22,7 @@ SOURCE = '''"""A model, its data, and the faults that are planted in them."""
 import json
 import os
 import pathlib
+import signal
 
 import torch
 import torch.distributed as dist
@@ -105,13 +106,15 @@ def flip(tensor):
 
 if PLANT == "torch":
     torch.__version__ = torch.torch_version.TorchVersion("2.12.1+cpu")
-if PLANT in ("weight", "gradient"):
+if PLANT in ("weight", "gradient", "stop"):
     from shoal.trainer.run import Run
 
     right = Run.step
 
     def step(run, *values, **named):
-        if run.step_count != 5:
+        if PLANT == "stop" and run.step_count == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if PLANT == "stop" or run.step_count != 5:
             return right(run, *values, **named)
         weight = run.program.parameters["layers.1.up.weight"]
         if PLANT == "weight":
@@ -139,6 +142,8 @@ class Plant:
         environ: environment variables of the planted run.
         environ_now: those of its replays; threads would be the run's otherwise.
         by_record: tensors come from a record that was made with the run, not from statistics.jsonl.
+        changes_source: the run stops after its fourth step, goes on with a changed source, and the
+            source is changed back afterwards.
     """
 
     words: tuple[str, ...] = ()
@@ -149,6 +154,7 @@ class Plant:
     environ: dict[str, str] = field(default_factory=dict)
     environ_now: dict[str, str] = field(default_factory=dict)
     by_record: bool = False
+    changes_source: bool = False
 
 
 COMMON = (
@@ -190,6 +196,10 @@ TRANSIENT: dict[str, Plant] = {
     "a file that changed back": Plant(
         ("data.source=plants:rows_of_file", "train.statistics=1"), FAULT_STEP, "activation_rms"
     ),
+    "a source that changed back": Plant(
+        ("train.statistics=1",), 5, "activation_rms", "layers.0", f"source of {MODULE}",
+        {"PLANT": "stop"}, changes_source=True,
+    ),
 }  # fmt: skip
 
 
@@ -197,6 +207,11 @@ def indices_of_step(step: int) -> list[int]:
     """Return the samples of a step of the first epoch, by their number in the data."""
     _, found = samples_at((step - 1) * BATCH, step * BATCH, SAMPLES, seed=0)
     return [int(one) for one in found]
+
+
+def change_source(here: Path) -> None:
+    """Change the module: another approximation of GELU."""
+    (here / MODULE).write_text(SOURCE.replace(GELU, GELU.replace("none", "tanh")))
 
 
 def write_files(here: Path) -> None:

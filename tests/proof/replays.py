@@ -30,8 +30,14 @@ sys.path[:0] = [str(ROOT / "tests" / "proof"), str(ROOT / "tests" / "worlds"), s
 from compositions_drawn import BASE, MODELS, Words, furnish  # noqa: E402
 from kept_rows import counted, parser_of, rows_before, versions  # noqa: E402
 from replay_plants import COMMON as COMMON_OF_PLANTS  # noqa: E402
-from replay_plants import GELU, MODULE, REPRODUCIBLE, TRANSIENT, Plant, write_files, write_scales  # noqa: E402
-from replay_plants import SOURCE as SOURCE_OF_PLANTS  # noqa: E402
+from replay_plants import (  # noqa: E402
+    REPRODUCIBLE,
+    TRANSIENT,
+    Plant,
+    change_source,
+    write_files,
+    write_scales,
+)
 from source import source_hash  # noqa: E402
 
 TARGET = ROOT / "proof" / "results" / "replays.json"
@@ -121,6 +127,7 @@ def fork_command(
             os.environ.clear()
             os.environ.update(environ)
             sys.path.insert(0, str(here))
+            sys.dont_write_bytecode = True  # a module changes within a second, and keeps its size
             code = run_command(list(words))
         except BaseException:
             traceback.print_exc()
@@ -152,7 +159,8 @@ def run_command(words: list[str]) -> int:
     main_job.measure_machine = lambda *_: None  # for a forecast that nobody reads
     settings = [word for word in words[1:] if "=" in word]
     if words[0] == "train" and not any(word.startswith("islands.") for word in settings):
-        prepared = start.prepare_run(settings, None, None, force=True)
+        resume = Path(words[words.index("--resume") + 1]) if "--resume" in words else None
+        prepared = start.prepare_run(settings, resume, None, force=True)
         prepared.folder.mkdir(parents=True, exist_ok=True)
         start.write_run_folder(prepared)
         return run_ranks(
@@ -237,12 +245,12 @@ def part(here: Path, plant: str) -> dict[str, Any]:
     tensor = found["tensor"] or {}
     named = tensor.get("step") == step and tensor.get("kind") in kinds
     key = words[0].partition("=")[0]
-    told = any(one.startswith(key) for one in found["differing_keys"])
+    keys = [one for one in found["differing_keys"] if one.startswith(key)]
     return {
-        "outcome": "named" if named and told else "not named",
+        "outcome": "named" if named and keys else "not named",
         "tensor": tensor,
         "number": found["number"],
-        "key told": told,
+        "keys": keys,
     }
 
 
@@ -256,6 +264,10 @@ def train_plant(here: Path, name: str, plant: Plant) -> str:
     if not (here / folder / "checkpoints").is_dir():
         words = ["train", *COMMON_OF_PLANTS, f"run.name={Path(folder).name}", *plant.words]
         done = shoal(here, *words, **plant.environ)
+        if plant.changes_source:
+            change_source(here)
+            done = shoal(here, "train", "--resume", folder, "--force")
+            write_files(here)
         if done.returncode:
             raise RuntimeError(f"{name}: {done.stderr[-800:]}")
     return folder
@@ -285,8 +297,7 @@ def divide(here: Path, name: str, plant: Plant, *, is_transient: bool) -> dict[s
             if made.get("code"):
                 return {"outcome": "failed", "line": f"record: {made}"}
         if name == "changed source":
-            changed = SOURCE_OF_PLANTS.replace(GELU, GELU.replace("none", "tanh"))
-            (here / MODULE).write_text(changed)
+            change_source(here)
         again = replay_plant(here, folder, "--step", "8", **plant.environ_now)
         found = (
             replay_plant(here, folder, "--against", file, **plant.environ_now)

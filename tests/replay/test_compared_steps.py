@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from shoal.base.errors import ConfigError
 from shoal.cli.replay_pair import pair_bound
+from shoal.replay import script_replay
 from shoal.replay.first_difference import find_statistic_difference, find_tensor_difference
 from shoal.replay.island_rounds import find_round_start, read_round
 from shoal.replay.replay_folder import read_rewinds
+from shoal.replay.replay_lines import Replay, opening_lines, repeats_bits, replay_lines
 from shoal.replay.run_environment import collect_environment, list_environment_differences
-from shoal.replay.step_marks import AFTER, BEFORE, FORWARD, GRADIENTS, StepMarks, relative_gap
+from shoal.replay.step_marks import (
+    AFTER,
+    BEFORE,
+    FORWARD,
+    GRADIENTS,
+    StepMarks,
+    StepRecord,
+    read_record,
+    relative_gap,
+)
 from shoal.replay.step_recorder import mark_tensor, mark_tensors
 
 
@@ -70,6 +84,62 @@ def test_the_bound_of_a_pair() -> None:
     assert pair_bound(("single", "fp32", 4), ("ddp", "bf16", 4)) == 2e-2
     assert pair_bound(("single", "fp32", 4), ("single", "fp32", 2)) == 1e-4
     assert pair_bound(("single", "fp32", 4), ("single", "fp32", 0)) == 0.0, "an older record"
+
+
+def test_gpus_without_deterministic_kernels_are_compared_to_rounding(tmp_path: Path) -> None:
+    """Their kernels add in another order each time: that is no fault of a moment."""
+
+    def is_exact(run_toml: str = "", **entry: object) -> bool:
+        (tmp_path / "ranks.json").write_text(json.dumps({"ranks": [entry]}))
+        (tmp_path / "run.toml").write_text(run_toml)
+        return repeats_bits(tmp_path)
+
+    asked = "[train]\ndeterministic = true\n"
+    assert is_exact(device="cpu")
+    assert is_exact(device="cuda:0", deterministic=True)
+    assert is_exact(asked, device="cuda:0"), "a folder of an older version"
+    assert not is_exact("[train]\ndeterministic = false\n", device="cuda:0")
+    lines = opening_lines(tmp_path, (0, 3), "ddp", {})
+    assert lines[-1].endswith("for equal bits, try in the next run: train.deterministic=true")
+    (tmp_path / "run.toml").unlink()
+    assert "use_deterministic_algorithms(True)" in opening_lines(tmp_path, (0, 3), "ddp", {})[-1]
+    rows = [{1: {"step": 1, "loss": 1.0 + at * 1e-7, "grad_norm": 1.0}} for at in (0, 1)]
+    record = StepRecord("a", "ddp", 2, "fp32", rows=rows[1])
+    done = Replay(tmp_path, 0, record, rows[0], True, "fp32", repeats_bits=False)
+    assert done.repeats_run()
+    assert "rounding (GPUs without deterministic kernels; bound 1e-04)" in replay_lines(done, 1)[2]
+    assert not replace(done, repeats_bits=True).repeats_run()
+    other = replace(done, own_rows={1: {**rows[0][1], "tokens": 26}})
+    record.rows[1]["tokens"] = 12
+    assert "step 1: tokens 26 → 12 (54 % apart): the step met other" in replay_lines(other, 1)[2]
+    assert not other.may_be_rounding()
+    record.write(tmp_path / "step.json")
+    assert read_record(tmp_path / "step.json").repeats_bits
+    assert pair_bound(("ddp", "fp32", 2), ("ddp", "fp32", 2), exact=False) == 1e-4
+    replace(record, repeats_bits=False).write(tmp_path / "step.json")
+    assert not read_record(tmp_path / "step.json").repeats_bits
+
+
+def test_the_library_of_a_script_is_read_from_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a module of the script imports it, and where losses are weighed by targets."""
+    script, found = tmp_path / "train.py", []
+    monkeypatch.setattr(
+        script_replay,
+        "importlib",
+        SimpleNamespace(import_module=lambda name: found.append(name) or Mock()),
+    )
+    script.write_text("import loop\n")
+    script_replay.import_neighbours(tmp_path, str(script))
+    assert found == []
+    write_events(tmp_path, {"event": "library_run", "library": "accelerate", "exact": True})
+    script_replay.import_neighbours(tmp_path, str(script))
+    assert found == ["shoal.neighbours.accelerate", "shoal.neighbours.exact"]
+    (tmp_path / "events.jsonl").unlink()
+    script.write_text("import deepspeed\n")
+    script_replay.import_neighbours(tmp_path, str(script))
+    assert found[2:] == ["shoal.neighbours.deepspeed"], "a folder of an older version"
 
 
 def test_statistics_are_compared_in_the_order_of_a_step() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,3 +213,23 @@ def test_paths_are_resolved_as_the_system_does(tmp_path: Path, monkeypatch: Any)
         *(str(getattr(module, "__file__", "/")) for module in list(sys.modules.values())),
     ):
         assert environment._resolve(path, known) == os.path.realpath(path), path
+
+
+def test_a_return_to_a_checkpoint_reports_no_difference_again() -> None:
+    """As a replay that goes back where its run did: its settings are those of its start."""
+    said: list[str] = []
+    recorder = SimpleNamespace(
+        events=SimpleNamespace(emit=lambda *_, **__: None),
+        warn=said.append,
+        reported_differences=set(),
+    )
+    run = SimpleNamespace(
+        recorder=recorder,
+        step_count=4,
+        program=SimpleNamespace(world=SimpleNamespace(writes_files=True)),
+    )
+    for found in (["launch.restarts: 3 → 0"], ["launch.restarts: 3 → 0"], ["layout: ddp → fsdp"]):
+        resume_checks.report_resume(run, Path("step-4"), found, False, here=True)
+    assert said == [
+        "different from step 4: launch.restarts: 3 → 0", "different from step 4: layout: ddp → fsdp"
+    ]  # fmt: skip

@@ -30,21 +30,14 @@ def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(one[:-1], one[1:]) for one in whole]
 
 
-def train(
-    world: World, folder: str, layout: Any, model: str = "llama", steps: int = 4, **policies: Any
-) -> dict[str, Any]:
-    """Train under a layout in float64; return rank 0's lines, and every rank's CPU seconds by step.
-
-    The folder may hold no checkpoints. The optimizer is SGD with momentum, unless `optimizer` says
-    AdamW.
-    """
+def open_run(world: World, folder: str, layout: Any, model: str, **policies: Any) -> shoal.Run:
+    """Open a run under a layout in float64; its optimizer is SGD, unless `optimizer` says AdamW."""
     torch.set_num_threads(1)
     name, sizes = SIZES[model]
     kind = policies.pop("optimizer", "sgd")
     torch.manual_seed(0)
     whole = build(name, sizes, vocabulary=VOCABULARY, sequence=SEQUENCE)
-    data = rows()
-    sample = tuple(map(torch.stack, zip(*data[:MICRO_BATCH], strict=True)))
+    sample = tuple(map(torch.stack, zip(*rows()[:MICRO_BATCH], strict=True)))
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         if kind == "adamw":
@@ -52,10 +45,20 @@ def train(
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     settings = {"precision": "fp64", "clip": 0.5, "statistics": 3, **policies}
-    run = shoal.parallelize(
+    return shoal.parallelize(
         whole, optimizer, layout=layout, batch=BATCH, micro_batch=MICRO_BATCH, sample=sample,
         folder=folder, world=world, prove="off", **settings,
     )  # fmt: skip
+
+
+def train(
+    world: World, folder: str, layout: Any, model: str = "llama", steps: int = 4, **policies: Any
+) -> dict[str, Any]:
+    """Train under a layout; return rank 0's lines, and every rank's CPU seconds by step.
+
+    The folder may hold no checkpoints.
+    """
+    run, data = open_run(world, folder, layout, model, **policies), rows()
     seconds: list[float] = []
     while run.step_count < steps:
         for batch in run.loader(data):

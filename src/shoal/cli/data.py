@@ -92,7 +92,7 @@ def show_rows(
     loaded = _load(path, folder, overrides, trust=trust)
     is_of_run = folder is not None and loaded.origins.get("data.source") == f"{folder / RUN_FILE}"
     if folder is not None and is_of_run:
-        _check_relative_source(folder, loaded.config.data.source, step)
+        check_relative_source(folder, loaded.config.data.source, "shoal data look", step)
     # A pipe gets the document alone: seconds of waiting mean nothing in it afterwards.
     with show_phases(sys.stderr) if sys.stderr.isatty() else contextlib.nullcontext():
         document = _collect(loaded, path, folder, found, rows, changed, not no_loss, norms)
@@ -133,10 +133,13 @@ def _load(
     return load_trusted(file, overrides, trust=trust)
 
 
-def _check_relative_source(folder: Path, source: str, step: int | None) -> None:
+def check_relative_source(folder: Path, source: str, command: str, step: int | None) -> None:
     """Refuse the data of a run if its relative path has no files, as seen from this folder.
 
     The proposed folder is the nearest one above the run in which the path has files.
+
+    Args:
+        command: that the user typed, "shoal data look".
 
     Raises:
         ConfigError: says that the path begins in the folder where the run started.
@@ -154,7 +157,7 @@ def _check_relative_source(folder: Path, source: str, step: int | None) -> None:
         if all(_has_files(start, one) for one in patterns):
             step_words = f" --step {step}" if step is not None else ""
             inside = shlex.quote(str(whole.relative_to(start)))
-            hint = f"cd {shlex.quote(str(start))}; shoal data look {inside}{step_words}"
+            hint = f"cd {shlex.quote(str(start))}; {command} {inside}{step_words}"
             break
     raise ConfigError(
         f"{folder}: its data.source = {source} is relative to the folder where the run started, "

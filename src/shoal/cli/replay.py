@@ -106,7 +106,9 @@ def replay(
     done = repeat_run(record_from, keep=keep, quiet=as_json)
     if done.may_be_rounding():
         typer.echo(NUDGED, err=as_json)
-        done.nudged_rows = repeat_run(0, quiet=True, nudge=done.rounding).record.rows
+        more = {"from_start": not done.start} if script else {}
+        nudged = repeat_run(0, quiet=True, nudge=done.rounding, **more)
+        done.nudged_rows = nudged.record.rows
     if record is not None:
         done.record.write(record)
     if as_json:

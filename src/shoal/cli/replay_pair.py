@@ -21,9 +21,15 @@ from shoal.replay.first_difference import (
     find_tensor_difference,
 )
 from shoal.replay.replay_folder import read_last_step, read_rows
-from shoal.replay.replay_lines import BOUNDS, Replay, difference_lines, difference_text
+from shoal.replay.replay_lines import (
+    BOUNDS,
+    Replay,
+    difference_lines,
+    difference_text,
+    repeats_bits,
+)
 from shoal.replay.run_environment import list_environment_differences
-from shoal.replay.step_marks import BEFORE, FORWARD, StepRecord, read_record
+from shoal.replay.step_marks import BEFORE, DATA, FORWARD, StepRecord, read_record
 from shoal.report.comparison.key_differences import list_key_differences, read_run_keys
 from shoal.report.run_contents import read_run
 
@@ -61,7 +67,7 @@ class PairFinding:
 
     def text(self) -> str:
         """Return the finding in a few lines: step, tensor, and what differs before it."""
-        other = f"; the layouts differ, bound {self.bound:.0e}" if self.bound else ""
+        other = f"; compared to rounding, {self.bound:.0e}" if self.bound else ""
         if self.is_equal:
             steps = count_noun(self.steps, "step")
             return f"equal: {steps} of {self.first.run} and {self.other}{other}"
@@ -91,7 +97,7 @@ class PairFinding:
 
     def cause(self, tensor: TensorDifference) -> str:
         """Return what the kind of the first tensor means, in one sentence."""
-        if self.number is not None and self.number.key == "samples":  # before any tensor differs
+        if self.number is not None and self.number.key in DATA:  # before any tensor differs
             return "the step met other samples: look at data, seed, order and batch"
         if tensor.kind == BEFORE and tensor.step == 1:
             return "the runs began with other weights"
@@ -149,7 +155,8 @@ def compare_with(
         raise ConfigError(f"--against {other}: the runs have no step in common")
     rows = read_rows(run, 1, last), read_rows(second, 1, last)
     shared = len(rows[0].keys() & rows[1].keys())
-    bound = pair_bound(*(read_shape(one) for one in (run, second)))
+    exact = repeats_bits(run) and repeats_bits(second)
+    bound = pair_bound(*(read_shape(one) for one in (run, second)), exact=exact)
     number = find_number_difference(*rows, bound_at=lambda step: bound)
     keys = _differing_keys(run, second)
     at, width = number.step if number else last, 1
@@ -188,10 +195,13 @@ def read_shape(run: Path) -> Shape:
     return layout, str(plan.get("compute", "")), int(plan.get("micro_batch") or 0)
 
 
-def pair_bound(first: Shape, second: Shape) -> float:
+def pair_bound(first: Shape, second: Shape, *, exact: bool = True) -> float:
     """Return the relative difference of loss and norm that counts as equal between two shapes.
 
     Another format alone is a difference, and not rounding: bits are compared.
+
+    Args:
+        exact: the devices of both repeat their sums to the bit.
 
     >>> (
     ...     pair_bound(("ddp", "fp32", 2), ("single", "fp32", 2)),
@@ -200,7 +210,7 @@ def pair_bound(first: Shape, second: Shape) -> float:
     (0.0001, 0.0)
     """
     sizes = {first[2], second[2]} - {0}  # records of older versions have none
-    if first[0] == second[0] and len(sizes) < 2:
+    if exact and first[0] == second[0] and len(sizes) < 2:
         return 0.0
     return max(BOUNDS.get(one[1], BOUNDS["bf16"]) for one in (first, second))
 
@@ -218,8 +228,7 @@ def _compare_with_record(run: Path, step: int, file: Path, repeat: Repeat) -> Pa
     begin = min(one for one in recorded if one <= at)
     done = repeat(run, at, begin)
     rows = done.record.rows, {one: row for one, row in record.rows.items() if one <= at}
-    shapes = [(one.layout, one.compute, one.micro_batch) for one in (done.record, record)]
-    bound = pair_bound(shapes[0], shapes[1])
+    bound = _record_bound(done.record, record)
     number = find_number_difference(*rows, bound_at=lambda step: bound)
     tensor = _first_tensor(done.record, record)
     shared = len(rows[0].keys() & rows[1].keys())
@@ -228,9 +237,13 @@ def _compare_with_record(run: Path, step: int, file: Path, repeat: Repeat) -> Pa
     return PairFinding(done, str(file), shared, number, tensor, keys, lines, bound)
 
 
-def _first_tensor(first: StepRecord, second: StepRecord) -> TensorDifference | None:
+def _record_bound(first: StepRecord, second: StepRecord) -> float:
     shapes = [(one.layout, one.compute, one.micro_batch) for one in (first, second)]
-    bound = pair_bound(shapes[0], shapes[1])
+    return pair_bound(*shapes, exact=first.repeats_bits and second.repeats_bits)
+
+
+def _first_tensor(first: StepRecord, second: StepRecord) -> TensorDifference | None:
+    bound = _record_bound(first, second)
     for step in sorted(first.steps.keys() & second.steps.keys()):
         if found := find_tensor_difference(first.steps[step], second.steps[step], bound):
             return found

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from shoal.base.errors import ConfigError
 from shoal.base.text.units import count_noun
 
 if TYPE_CHECKING:
+    from shoal.checkpoint.format.listing import CheckpointEntry
     from shoal.cli.start import PreparedRun
     from shoal.replay.replay_lines import Replay
     from shoal.replay.step_marks import StepRecord
@@ -121,33 +122,22 @@ def run_replay(
     """
     from shoal.base.plans.plan import Plan
     from shoal.cli.start import write_run_folder
-    from shoal.config.load import load_config
-    from shoal.replay.island_rounds import find_round_start
     from shoal.replay.replay_folder import (
         RECORDED,
         ReplayRequest,
         fill_folder,
-        find_starts,
         read_rewinds,
         read_rows,
         read_statistics,
     )
-    from shoal.replay.replay_lines import Replay, opening_lines
+    from shoal.replay.replay_lines import Replay, opening_lines, repeats_bits
     from shoal.replay.run_environment import read_run_environment, read_session_record
     from shoal.replay.step_marks import StepRecord
 
-    find = partial(find_starts, run, step)
-    fresh = _changes_stored_format(run, overrides)
-    if load_config(run / "run.toml").config.islands.groups > 1:
-        find = partial(find_round_start, run, step)
-        if fresh and find():
-            raise ConfigError(
-                "precision.compute = fp64: weights of a round's checkpoint are fp32, and rounds "
-                "before it are not repeated; try: a step of the first round, or no --precision"
-            )
+    find = _prepare_start_search(run, step, overrides)
     session = read_session_record(run, step)
     with replay_folder(run, keep) as folder:
-        start = fill_folder(run, folder, session, list if fresh else find)
+        start = fill_folder(run, folder, session, find)
         began = start.step if start else 0
         prepared = _prepare(folder, [*QUIET, *overrides], began, trust=trust)
         write_run_folder(prepared)
@@ -184,7 +174,36 @@ def run_replay(
         done.statistics = read_statistics(folder, began + 1, step)
     done.own_statistics = read_statistics(run, began + 1, step)
     done.own_environment = read_run_environment(run, step)
+    done.repeats_bits = repeats_bits(run) and found.repeats_bits
     return done
+
+
+def _prepare_start_search(
+    run: Path, step: int, overrides: list[str]
+) -> Callable[[], Sequence[CheckpointEntry]]:
+    """Return the function that finds the checkpoints to begin with; it finds none for fp64.
+
+    Raises:
+        ConfigError: a round of islands cannot be repeated so, or the run's data lies elsewhere.
+    """
+    from shoal.cli.data import check_relative_source
+    from shoal.config.load import load_config
+    from shoal.replay.island_rounds import find_round_start
+    from shoal.replay.replay_folder import find_starts
+
+    find = partial(find_starts, run, step)
+    fresh = _changes_stored_format(run, overrides)
+    config = load_config(run / "run.toml").config
+    if not (config.islands.owned or any(one.startswith("data.source=") for one in overrides)):
+        check_relative_source(run, config.data.source, "shoal replay", step)
+    if config.islands.groups > 1:
+        find = partial(find_round_start, run, step)
+        if fresh and find():
+            raise ConfigError(
+                "precision.compute = fp64: weights of a round's checkpoint are fp32, and rounds "
+                "before it are not repeated; try: a step of the first round, or no --precision"
+            )
+    return list if fresh else find
 
 
 def report_earlier_start(folder: Path, began: int, why: str, *, quiet: bool) -> int:
@@ -212,12 +231,14 @@ def complete_record(record: StepRecord, recorded: dict[str, Any], folder: Path) 
         folder: of the replay.
     """
     from shoal.base.runlog.damaged_lines import read_object
+    from shoal.replay.replay_lines import repeats_bits
     from shoal.replay.run_environment import collect_environment
     from shoal.replay.step_marks import parse_marks
 
     record.steps = {one.step: one for one in map(parse_marks, recorded["steps"])}
     ranks = read_object(folder / "ranks.json")
     record.environment = collect_environment(recorded["environment"], ranks)
+    record.repeats_bits = repeats_bits(folder)
 
 
 def _changes_stored_format(run: Path, overrides: list[str]) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 import typer
 
 from shoal.base.errors import CheckpointError, ConfigError, nearest_word
-from shoal.base.runlog.damaged_lines import read_object
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.damaged_lines import is_number, read_object
 from shoal.base.runlog.events import EventLog
 from shoal.base.text.units import count_noun
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
@@ -36,8 +37,8 @@ from shoal.replay.replay_folder import (
     read_rows,
     read_statistics,
 )
-from shoal.replay.replay_lines import Replay, opening_lines
-from shoal.replay.run_environment import read_run_environment, read_session_record
+from shoal.replay.replay_lines import Replay, opening_lines, repeats_bits
+from shoal.replay.run_environment import read_library, read_run_environment, read_session_record
 from shoal.replay.step_marks import StepRecord
 
 SHAPE = ("layout", "precision", "micro_batch")
@@ -57,8 +58,12 @@ def replay_script(
     keep: Path | None = None,
     quiet: bool = False,
     nudge: float = 0.0,
+    from_start: bool = False,
 ) -> Replay:
     """Repeat the steps of a script's run from the nearest checkpoint up to a step.
+
+    A script may draw batches or noise by a generator of its own, which a restore does not set back.
+    Then the first step after the checkpoint differs, and the steps are repeated from the first one.
 
     Args:
         words: the script, and its own arguments.
@@ -67,12 +72,62 @@ def replay_script(
         statistics: `train.statistics` of the replay; 0: none.
         named: the folder that the script names; None: the run's.
         nudge: share of each weight by which it is moved before the first step; 0: none is.
+        from_start: begin at the first step.
 
     Raises:
         ConfigError: there is no such script, or it does not make the run.
         typer.Exit: the processes failed; their line was printed.
     """
-    script = Path(words[0])
+    request = ReplayRequest(step, record_from, layout=layout, statistics=statistics, nudge=nudge)
+    named = named or run
+    done = _repeat_script(run, named, words, request, keep, quiet=quiet, from_start=from_start)
+    if keep is not None or nudge or not _needs_first_step(done):
+        return done
+    typer.echo(DRAWN.format(step=done.start), err=quiet)
+    return _repeat_script(run, named, words, request, None, quiet=quiet, from_start=True)
+
+
+DRAWN = (
+    "different from the first step after the checkpoint of step {step}, so the script may draw "
+    "batches or noise by a generator that a restore does not set back; once more from the first "
+    "step"
+)
+AGAIN_S = 600.0
+"""Seconds that the run took, up to which its steps are repeated once more without being asked."""
+
+
+def _needs_first_step(done: Replay) -> bool:
+    """Return whether a replay differs as one whose script draws otherwise after a restore."""
+    found = done.difference()
+    if not done.start or found is None or found.step != done.start + 1:
+        return False
+    if done.environment_differences():
+        return False
+    found_s = [row.get("step_s") for row in done.own_rows.values()]
+    times_s = sorted(one for one in found_s if is_number(one))
+    return bool(times_s) and times_s[len(times_s) // 2] * max(done.own_rows) <= AGAIN_S
+
+
+def _repeat_script(
+    run: Path,
+    named: Path,
+    words: Sequence[str],
+    request: ReplayRequest,
+    keep: Path | None,
+    *,
+    quiet: bool,
+    from_start: bool,
+) -> Replay:
+    """Repeat the steps once.
+
+    Args:
+        named: the folder that the script names.
+        request: what the processes repeat; the script is added.
+
+    Raises:
+        ConfigError, typer.Exit: as `replay_script`.
+    """
+    step, layout, script = request.last_step, request.layout, Path(words[0])
     if not script.is_file():
         near = nearest_word(script.name, [path.name for path in script.parent.glob("*.py")])
         hint = str(script.parent / near) if near else "the script that made the run"
@@ -80,19 +135,22 @@ def replay_script(
     own = read_session_record(run, step) or _read_own_shape(run)
     ranks = read_object(run / "ranks.json").get("ranks", ())
     processes = 1 if layout in ("single", "dp") else max(1, len(ranks))
+    if processes < len(ranks) and (library := read_library(run).get("library")):
+        raise ConfigError(
+            f"--layout {layout}: loaders of {library} deal each process its own samples, so one "
+            f"process trains on others than {len(ranks)}; try: no --layout, or --layout zero2"
+        )
     # The copy lies elsewhere: below the working folder it would be copied into itself.
     copies = tempfile.TemporaryDirectory(prefix="shoal-replay-")
     with copies as copy, replay_folder(run, keep) as folder:
-        start = fill_folder(run, folder, {}, partial(find_starts, run, step))
+        find = list if from_start else partial(find_starts, run, step)
+        start = fill_folder(run, folder, {}, find)
         began = start.step if start else 0
         here = Path.cwd()
         copied, cwd = copy_script_folder(script, here, Path(copy))
-        request = ReplayRequest(
-            step, record_from, layout=layout, statistics=statistics, nudge=nudge
-        )
         replace(
             request, script=str(copied), words=tuple(words[1:]), cwd=str(cwd), home=str(here),
-            run=str((named or run).resolve()),
+            run=str(named.resolve()),
         ).write(folder)  # fmt: skip
         own_rows = read_rows(run, began + 1, step)
         if not quiet:
@@ -117,6 +175,7 @@ def replay_script(
         done.statistics = read_statistics(folder, min(found.rows, default=step), step)
     done.own_statistics = read_statistics(run, began + 1, step)
     done.own_environment = read_run_environment(run, step)
+    done.repeats_bits = repeats_bits(run) and found.repeats_bits
     return done
 
 
@@ -157,10 +216,18 @@ def _replace_folder(word: str, run: Path, other: Path) -> str:
 
 
 def _read_own_shape(run: Path) -> dict[str, Any]:
-    """Return layout, format and micro-batch of a run from its newest readable checkpoint."""
+    """Return layout, format and micro-batch of a run.
+
+    They are those of its newest readable checkpoint, or without one those of its plan; a size that
+    the plan does not know is left out.
+    """
     for one in list_checkpoints(run / "checkpoints"):
         with suppress(CheckpointError):
             return {key: read_manifest(one.path).record.get(key) for key in SHAPE}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plan = Plan.from_json((run / "plan.json").read_text(encoding="utf-8"))
+        found = plan.layout.text(), plan.compute, plan.micro_batch
+        return {key: one for key, one in zip(SHAPE, found, strict=True) if one}
     return {}
 
 

@@ -323,8 +323,10 @@ def check_tune(config: Config, *, weights: bool = True) -> None:
 
 def _check_paths(loaded: LoadedConfig) -> None:
     config = loaded.config
+    files = [Path(one) for one in loaded.origins.values() if one.endswith(".toml")]
+    near = files[0] if files else None
     for section in list_data_sections(config):
-        check_data(section)
+        check_data(section, near)
     check_tune(config)
     for key, path in (
         ("model.build", config.model.build),
@@ -332,7 +334,7 @@ def _check_paths(loaded: LoadedConfig) -> None:
         *(("train.on", hook) for hook in config.train.on),
     ):
         if path:
-            check_function(path, key)
+            check_function(path, key, near)
     if config.checkpoint.remote:
         from shoal.checkpoint.remote.remote_folder import check_remote
 

@@ -210,10 +210,25 @@ def add_working_folder() -> None:
         sys.path.insert(0, here)
 
 
-def check_function(name: str, where: str) -> None:
+def find_module_folder(module: str, path: Path) -> Path | None:
+    """Return the nearest folder above a path that holds a module; None: no such folder does.
+
+    A run is often opened from another folder than the one in which it was started.
+    """
+    file = Path(*module.split("."))
+    for folder in path.absolute().parents:
+        if any((folder / one).is_file() for one in (file.with_suffix(".py"), file / "__init__.py")):
+            return folder
+    return None
+
+
+def check_function(name: str, where: str, near: Path | None = None) -> None:
     """Refuse a name that is not pkg.mod:function, or whose module cannot be found.
 
     It imports nothing, and does not check that the module has the function.
+
+    Args:
+        near: the run.toml that has the name; folders above it are suggested.
 
     Note:
         adds the working folder to sys.path.
@@ -236,13 +251,13 @@ def check_function(name: str, where: str) -> None:
     if missing is None:
         return
     folder = Path(*missing.split(".")[:-1])
-    there = [p.stem for p in folder.glob("*") if p.suffix == ".py" or p.is_dir()]
+    there = [p.stem for p in folder.glob("*") if p.suffix == ".py" or any(p.glob("*.py"))]
     alike = difflib.get_close_matches(missing.rpartition(".")[2], there, n=1, cutoff=0.6)
-    hint = (
-        f"try: {'.'.join([*missing.split('.')[:-1], alike[0]])}"
-        if alike
-        else (f"it is looked for in {os.getcwd()} and in installed packages")
-    )
+    hint = f"it is looked for in {os.getcwd()} and in installed packages"
+    if near is not None and (home := find_module_folder(module, near)):
+        hint = f"try: cd {home}, which has it, and the same command there"
+    elif alike:
+        hint = f"try: {'.'.join([*missing.split('.')[:-1], alike[0]])}"
     raise ConfigError(f"{where} = {name}: there is no module {missing}; {hint}")
 
 
@@ -277,10 +292,13 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     return function  # type checkers see Any here; callable() has checked it
 
 
-def check_data_path(source: str, where: str = "data.source") -> None:
+def check_data_path(source: str, where: str = "data.source", near: Path | None = None) -> None:
     """Refuse a data source whose files, folder or module do not exist on this machine.
 
     It looks for files, folders, modules and scikit-learn; it opens and imports none of them.
+
+    Args:
+        near: as in `check_function`.
 
     Raises:
         ConfigError: one line; `where` is the key in its message.
@@ -304,7 +322,7 @@ def check_data_path(source: str, where: str = "data.source") -> None:
         raise ConfigError(f"{where} = {source}: {hint}")
     if kind == "mix":
         for _, part in split_mixture(argument, where):
-            check_data_path(part, where)
+            check_data_path(part, where, near)
     if kind == "tokens":
         check_tokens_folder(argument, where)
     if kind == "digits" and importlib.util.find_spec("sklearn") is None:
@@ -313,7 +331,7 @@ def check_data_path(source: str, where: str = "data.source") -> None:
             f"try: pip install 'shoal[digits]'"
         )
     if kind == "function":
-        check_function(argument, where)
+        check_function(argument, where, near)
 
 
 def _refuse_empty_files(pattern: str, where: str, kind: str) -> None:
@@ -429,19 +447,22 @@ def reads_tokens(source: str, where: str = "data.source") -> bool:
     return kind == "tokens"
 
 
-def check_data(section: DataSection) -> None:
+def check_data(section: DataSection, near: Path | None = None) -> None:
     """Refuse the first invalid key of [data], before anything is opened or imported.
 
     It checks that files, folders, modules and scikit-learn exist, the tokenizer (for text only),
     dtype (for tokens only), sequence, workers, and the module of collate.
 
+    Args:
+        near: as in `check_function`.
+
     Raises:
         ConfigError: one line.
     """
-    check_data_path(section.source)
+    check_data_path(section.source, near=near)
     second = parse_validation_share(section)[1]
     if second:
-        check_data_path(second, "data.validation")
+        check_data_path(second, "data.validation", near)
     kind = split_source(section.source)[0]
     if kind in (*TEXTS, "mix"):
         check_tokenizer(section.tokenizer)
@@ -459,4 +480,4 @@ def check_data(section: DataSection) -> None:
     if section.workers < 0:
         raise ConfigError(f"data.workers = {section.workers}: must be at least 0 processes")
     if section.collate:
-        check_function(section.collate, "data.collate")
+        check_function(section.collate, "data.collate", near)

@@ -161,6 +161,7 @@ class Accelerator(PartialState, ArgumentSettings):
                     precision=PRECISIONS[self.mixed_precision],
                     clip=0.0,
                     world=self.world,
+                    library="accelerate",
                     saves=SAVES,
                 )
                 model.module = run.model

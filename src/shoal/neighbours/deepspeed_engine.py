@@ -119,6 +119,7 @@ def initialize(
         precision=compute,
         world=world,
         keep=checkpoints.KEEP_ALL,
+        library="deepspeed",
         saves=checkpoints.SAVES,
         **_policies(settings),
     )

@@ -44,17 +44,23 @@ def claim_run_folder() -> dict[str, Any]:
     return {"folder": folder}
 
 
-def start_library_run(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
+def start_library_run(
+    model: nn.Module, optimizer: Any, *, library: str, saves: str, **how: Any
+) -> Run:
     """Start a run, as `parallelize`, but keep the model's training mode: the loop sets it itself.
 
     A model of transformers comes in evaluation mode, and the other libraries train it in that mode
     if a script forgets `model.train()`.
 
     Args:
+        library: its name; a replay answers the script's import of it again.
         saves: the loop's call that saves whole weights, for the line that refuses another.
     """
     trains = model.training
     run = parallelizing.parallelize(model, optimizer, prove="off", **how, **claim_run_folder())
+    if run.world.writes_files:
+        weighs = count_of is not None
+        run.recorder.events.emit("library_run", library=library, exact=weighs)
     described = parallelizing.describe_run(run)
     run.recorder.warn(f"{described}; batches are those of the script's loaders")
     if not trains:

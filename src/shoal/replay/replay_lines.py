@@ -21,7 +21,7 @@ from shoal.replay.first_difference import (
     find_statistic_difference,
 )
 from shoal.replay.run_environment import list_environment_differences
-from shoal.replay.step_marks import StepRecord
+from shoal.replay.step_marks import DATA, StepRecord
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Relative difference of a number that is rounding in any step, by format: as `shoal compare`."""
@@ -51,6 +51,7 @@ class Replay:
         own_statistics: the run's lines of these steps.
         own_environment: versions, sources and machine of the run, as far as its folder has them.
         nudged_rows: rows of the same replay with each weight moved by one rounding; {}: not needed.
+        repeats_bits: the devices of the run and of the replay repeat their sums.
     """
 
     run: Path
@@ -63,11 +64,17 @@ class Replay:
     own_statistics: dict[int, Record] = field(default_factory=dict)
     own_environment: dict[str, str] = field(default_factory=dict)
     nudged_rows: dict[int, Record] = field(default_factory=dict)
+    repeats_bits: bool = True
+
+    @property
+    def compares_bits(self) -> bool:
+        """Return whether equal bits are expected: the same layout, on devices that repeat them."""
+        return self.is_same_layout and self.repeats_bits
 
     @property
     def bound(self) -> float:
         """Return the largest relative difference that counts as equal; 0: none does."""
-        if self.is_same_layout:
+        if self.compares_bits:
             return 0.0
         return max(BOUNDS.get(one, BOUNDS["bf16"]) for one in self._formats)
 
@@ -110,7 +117,7 @@ class Replay:
 
     def tensor_difference(self) -> StatisticDifference | None:
         """Return the first norm of a tensor that is not the run's, where it recorded statistics."""
-        if not self.is_same_layout:
+        if not self.compares_bits:
             return None
         return find_statistic_difference(self.own_statistics, self.statistics)
 
@@ -137,26 +144,37 @@ def opening_lines(
     if step - began > DISTANT_STEPS and times_s:
         whole_s = times_s[len(times_s) // 2] * (step - began)
         lines.append(
-            f"no checkpoint lies nearer; these steps took the run about {seconds_text(whole_s)}; "
-            f"checkpoint.every and checkpoint.keep of a run decide what is kept"
+            f"these steps took the run about {seconds_text(whole_s)}; checkpoint.every and "
+            f"checkpoint.keep of a run decide where its replays begin"
         )
-    if _repeats_no_bits(run):
+    if not repeats_bits(run):
+        how = (
+            "train.deterministic=true"
+            if (run / "run.toml").is_file()
+            else "torch.use_deterministic_algorithms(True) before shoal.parallelize"
+        )
         lines.append(
-            "its ranks computed on GPUs without train.deterministic, so bits may differ; numbers "
-            "agree to rounding"
+            "its ranks computed on GPUs, whose kernels add in another order each time, so numbers "
+            f"agree to rounding only; for equal bits, try in the next run: {how}"
         )
     return lines
 
 
-def _repeats_no_bits(run: Path) -> bool:
-    """Return whether kernels of a run add in an order of their own: CUDA, not deterministic."""
-    ranks = read_object(run / "ranks.json").get("ranks", ())
-    devices = [str(one.get("device", "")) for one in ranks if isinstance(one, dict)]
+def repeats_bits(run: Path) -> bool:
+    """Return whether the devices of a run or replay repeat their sums to the bit.
+
+    All do, except for CUDA without deterministic kernels.
+    """
+    ranks = read_object(run / "ranks.json").get("ranks")
+    entries = [one for one in ranks if isinstance(one, dict)] if isinstance(ranks, list) else []
     with contextlib.suppress(OSError, ValueError):
         text = (run / "run.toml").read_text(encoding="utf-8")
         if tomllib.loads(text).get("train", {}).get("deterministic"):
-            return False
-    return any(one.startswith("cuda") for one in devices)
+            return True
+    return not any(
+        str(one.get("device", "")).startswith("cuda") and not one.get("deterministic")
+        for one in entries
+    )
 
 
 def replay_lines(done: Replay, step: int, *, with_statistics: bool = False) -> list[str]:
@@ -166,7 +184,8 @@ def replay_lines(done: Replay, step: int, *, with_statistics: bool = False) -> l
     lines += difference_lines(done)
     if with_statistics and step in done.statistics:
         lines += ["", *statistics_lines(done.statistics[step])]
-    lines.append(f"next: shoal data look {done.run} --step {step}")
+    if done.own_rows.get(step, {}).get("samples"):  # else the script drew its batches itself
+        lines.append(f"next: shoal data look {done.run} --step {step}")
     return lines
 
 
@@ -214,7 +233,7 @@ def difference_text(found: NumberDifference) -> str:
 
 def difference_lines(done: Replay) -> list[str]:
     """Return why a replay did not repeat its run's bits: the first tensor, the environment."""
-    if not done.is_same_layout or done.repeats_run():
+    if not done.compares_bits or done.repeats_run():
         return []
     lines = []
     if one := done.tensor_difference():
@@ -253,19 +272,29 @@ def _verdict(done: Replay) -> str:
     steps = count_noun(count, "step")
     if found is None and (tensor := done.tensor_difference()):
         return f"different from step {tensor.step}: a tensor; loss and gradient norm are equal"
-    if found is None and done.is_same_layout:
+    if found is None and done.compares_bits:
         return f"repeated: {steps} with the run's bits in loss, gradient norm, rate and samples"
     if found is None:
         return (
-            f"repeated: {steps} equal to the run's but for rounding (other layout or format; bound "
+            f"repeated: {steps} equal to the run's but for rounding ({_rounding_text(done)}; bound "
             f"{done.bound:.0e}{_nudge_text(done)})"
+        )
+    if found.key in DATA:
+        return (
+            f"different from step {found.step}: {found.key} {difference_text(found)}: the step met "
+            f"other samples"
         )
     why = (
         ""
-        if done.is_same_layout
+        if done.compares_bits
         else f", more than rounding ({done.bound:.0e}{_nudge_text(done, found.step)})"
     )
     return f"different from step {found.step}: {found.key} {difference_text(found)}{why}"
+
+
+def _rounding_text(done: Replay) -> str:
+    """Return why bits are not compared."""
+    return "GPUs without deterministic kernels" if done.is_same_layout else "other layout or format"
 
 
 def _nudge_text(done: Replay, step: int = 0) -> str:
@@ -330,6 +359,7 @@ def replay_record(done: Replay, step: int) -> dict[str, Any]:
         "processes": done.record.processes,
         "compute": done.record.compute,
         "same_layout": done.is_same_layout,
+        "repeats_bits": done.repeats_bits,
         "compared_steps": done.compared_steps,
         "repeats": found is None,
         "difference": asdict(found) if found else None,
@@ -337,5 +367,5 @@ def replay_record(done: Replay, step: int) -> dict[str, Any]:
         "tensors": {step: asdict(one)["marks"] for step, one in done.record.steps.items()},
         "statistics": done.statistics.get(step, {}),
         "tensor": asdict(tensor) if (tensor := done.tensor_difference()) else None,
-        "differing_keys": done.environment_differences() if done.is_same_layout else [],
+        "differing_keys": done.environment_differences() if done.compares_bits else [],
     }

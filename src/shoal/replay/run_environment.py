@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import CheckpointError
-from shoal.base.runlog.damaged_lines import read_object
+from shoal.base.runlog.damaged_lines import (
+    Record,
+    iter_lines_backward,
+    parse_event,
+    read_object,
+)
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 
+NEIGHBOURS = ("accelerate", "deepspeed")
+"""Libraries whose import Shoal answers."""
 RANK_KEYS = {"device": "device", "device_name": "device", "processor": "processor",
              "instructions": "vector instructions", "threads": "threads"}  # fmt: skip
 """Key of an entry of ranks.json → key of the environment; a later one replaces an earlier one."""
@@ -77,3 +84,13 @@ def list_environment_differences(then: Mapping[str, str], now: Mapping[str, str]
         for key, was in then.items()
         if now.get(key, was) != was
     ]
+
+
+def read_library(run: Path) -> Record:
+    """Return the newest event of a run that names its script's library; {}: it has none."""
+    with suppress(OSError), open(run / "events.jsonl", "rb") as file:
+        for _, line in iter_lines_backward(file):
+            event = parse_event(line)
+            if event is not None and event.get("event") == "library_run":
+                return event if event.get("library") in NEIGHBOURS else {}
+    return {}

@@ -28,6 +28,7 @@ from shoal.proof.script.patched_parallelize import patch_parallelize
 from shoal.proof.script.script_end import ScriptEnd
 from shoal.proof.script.write_guard import WriteGuard, guard_writes
 from shoal.replay.replay_folder import ReplayRequest
+from shoal.replay.run_environment import NEIGHBOURS, read_library
 from shoal.replay.step_recorder import StepRecorder
 from shoal.trainer.run import Run
 
@@ -67,7 +68,7 @@ class ScriptReplay:
             stack.enter_context(_script_process(self.request))
             stack.enter_context(guard_writes(guard))
             with suppress(ScriptEnd):
-                import_neighbours(script)
+                import_neighbours(Path(self.request.run), script)
                 runpy.run_path(script, run_name="__main__")
         if self.run is not None:
             with suppress(Exception):  # rows are written; a script in mid-step cannot close well
@@ -124,17 +125,22 @@ class ScriptReplay:
         return end_step
 
 
-LIBRARIES = re.compile(r"^\s*(?:import|from)\s+(accelerate|deepspeed)\b", re.MULTILINE)
+LIBRARIES = re.compile(rf"^\s*(?:import|from)\s+({'|'.join(NEIGHBOURS)})\b", re.MULTILINE)
 
 
-def import_neighbours(script: str) -> None:
-    """Let Shoal answer the libraries that a script imports, as `shoal run --as` did for its run.
+def import_neighbours(run: Path, script: str) -> None:
+    """Let Shoal answer the library of a script, as `shoal run --as` did for its run.
 
-    A run folder is Shoal's, so the library itself did not make it.
+    A run folder is Shoal's, so the library itself did not make it. Folders of older versions do not
+    name the library: then the script's own imports do.
     """
+    found = read_library(run)
     text = Path(script).read_text(encoding="utf-8", errors="replace")
-    for name in dict.fromkeys(LIBRARIES.findall(text)):
+    names = [found["library"]] if found else LIBRARIES.findall(text)
+    for name in dict.fromkeys(names):
         importlib.import_module(f"shoal.neighbours.{name}")
+    if found.get("exact"):
+        importlib.import_module("shoal.neighbours.exact").install()
 
 
 @contextmanager

@@ -28,8 +28,10 @@ FORMAT, VERSION = "shoal-step-record", 1
 BEFORE, FORWARD, GRADIENTS, AFTER = "weights before", "forward", "gradients", "weights after"
 KINDS = (BEFORE, FORWARD, GRADIENTS, AFTER)
 """Kinds of tensors of a step, in the order in which it computes them."""
-NUMBERS = ("loss", "grad_norm", "lr", "tokens", "skipped", "samples")
-"""Keys of a row of metrics.jsonl that repeat to the bit."""
+DATA = ("samples", "tokens")
+"""Keys of a row that tell which data a step met."""
+NUMBERS = (*DATA, "loss", "grad_norm", "lr", "skipped")
+"""Keys of a row of metrics.jsonl that repeat to the bit, data first: a loss follows from it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class StepRecord:
         steps: tensors per recorded step.
         environment: versions, sources and machine, by key (`run_environment.py`).
         micro_batch: samples of a micro-batch; 0 in records of older versions.
+        repeats_bits: the devices of the replay repeat their sums to the bit.
     """
 
     run: str
@@ -80,6 +83,7 @@ class StepRecord:
     steps: dict[int, StepMarks] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     micro_batch: int = 0
+    repeats_bits: bool = True
 
     def write(self, path: Path) -> None:
         """Write the record as one JSON file.
@@ -134,6 +138,7 @@ def read_record(path: Path) -> StepRecord:
             steps={int(step): parse_marks(marks) for step, marks in found["steps"].items()},
             environment={str(key): str(value) for key, value in found["environment"].items()},
             micro_batch=int(found.get("micro_batch", 0)),
+            repeats_bits=bool(found.get("repeats_bits", True)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as damage:
         raise ConfigError(f"{path}: is damaged ({damage!r}); record it again") from damage

@@ -33,6 +33,7 @@ class MetricsRecorder:
         flops_per_sample, machine_flops_per_s: set once known; MFU is null until then.
         wanted: requests of callbacks, "stop" or "save", until they are done.
         saves_apart: why callbacks cannot request a save, reported once; "": they can.
+        reported_differences: what a resume reported to differ from its checkpoint.
         trace: profiler of some steps.
         passed: called once if a step is faster than the machine's rate; its text is a notice.
 
@@ -58,7 +59,7 @@ class MetricsRecorder:
         self.events = EventLog(folder / "events.jsonl" if folder else None, world.rank)
         self.owner, self.replaced = self.events.owner, False
         self.waiting_since_s = time.perf_counter()
-        self.wanted = set[str]()
+        self.wanted, self.reported_differences = set[str](), set[str]()
         self.saves_apart, self._told_apart, self.peaks_logged = "", False, False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EVENTS = {
     "run_started": "a run begins or resumes: the plan, the attempt, the machine",
+    "library_run": "a script of another library trains: library, exact (losses by their targets)",
     "worker_started": "a worker process is up: rank, pid",
     "worker_died": "a worker process ended: rank, pid, how, its last traceback",
     "hang": "all ranks stand still for one: rank, host, phase, why, collective, waited_s, stacks",

@@ -172,6 +172,9 @@ def report_resume(
 ) -> None:
     """Report from which checkpoint a run resumes, and what differs.
 
+    A run that returns to a checkpoint meets the differences of its start again: they are reported
+    once.
+
     Args:
         found, changes: the results of `compare_with_checkpoint`.
         here: the run continues in its own folder; False: the checkpoint of a tag, maybe only to
@@ -180,8 +183,10 @@ def report_resume(
     if run.program.world.writes_files:
         told = {"differs": found, "changes_result": changes}
         run.recorder.events.emit("resumed", step=run.step_count, folder=str(path), **told)
-    if found and here:
-        run.recorder.warn(f"different from step {run.step_count}: {'; '.join(found)}")
+    news = [line for line in found if line not in run.recorder.reported_differences]
+    if news and here:
+        run.recorder.reported_differences.update(news)
+        run.recorder.warn(f"different from step {run.step_count}: {'; '.join(news)}")
 
 
 def _list_differences(run: ComparedRun, record: Mapping[str, Any]) -> list[Difference]:

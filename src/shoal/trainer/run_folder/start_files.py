@@ -3,7 +3,7 @@
     {"time_s": 1764400000.0,
      "ranks": [{"rank": 0, "host": "a", "device": "cuda:0", "device_name": "NVIDIA H100",
                 "pid": 4711, "local_rank": 0, "threads": 8,
-                "processor": "AMD EPYC 9354", "instructions": "AVX512"}, …]}
+                "processor": "AMD EPYC 9354", "instructions": "AVX512", "deterministic": false}, …]}
 
 The process that keeps the folder writes them: rank 0, on nodes with own disks the first rank of
 each, the first server of parameter servers. Readers tell by ranks.json which machine and which
@@ -91,6 +91,7 @@ def _describe_rank(world: World) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "processor": _processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
