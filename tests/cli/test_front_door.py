@@ -163,8 +163,10 @@ FACTS = (
     *("checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint import"),
     *("config import", "find lr", "find micro-batch", "data look", "islands show"),
 )
-ACTS = ("train", "run", "serve", "launch slurm", "launch kubernetes", "launch ssh")
-"""Verbs that start something, or write a job for a person to submit."""
+ACTS = (
+    *("train", "run", "serve", "launch slurm", "launch kubernetes", "launch ssh", "islands key"),
+)
+"""Verbs that start something, or write a file for a person."""
 
 
 def test_every_verb_that_prints_facts_has_json() -> None:

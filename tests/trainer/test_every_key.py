@@ -170,6 +170,8 @@ VALUES: dict[str, str] = {
     "memory.offload": "memory.offload=optimizer",
     "memory.offload_to": "memory.offload_to=files memory.offload=optimizer launch.processes=2",
     "islands.least": f"islands.least=1 {DILOCO}",
+    "islands.key": f"islands.key={{index}}.key islands.keys=all.pub islands.least=1 {DILOCO}",
+    "islands.keys": f"islands.keys=all.pub islands.key={{index}}.key islands.least=1 {DILOCO}",
     "islands.wait_s": f"islands.wait_s=60 islands.least=1 {DILOCO}",
     "islands.method": "islands.method=diloco",
     "islands.count": f"islands.count=3 {DILOCO}",

@@ -50,6 +50,7 @@ from shoal.launch.supervisor import MetricsProgress
 from shoal.planning.recorded_plan import restore_choice
 from shoal.planning.settle import settle_batch
 from shoal.view.live import LiveView
+from shoal.wire.member_keys import open_member_keys
 from shoal.wire.run_token import TOKEN, new_token, read_token
 
 LOOK_S = 0.1
@@ -102,6 +103,8 @@ def launch_islands(
     config = loaded.config
     count, restarts = config.islands.groups, config.launch.restarts
     changes = config.islands.changes_members
+    for index in range(count):  # one line now, not one of each worker
+        open_member_keys(config.islands.key, config.islands.keys, index, typer.echo)
     if not read_token(environ):  # every user of this machine can connect to their port
         environ = {**environ, TOKEN: new_token()}
     if config.islands.owned:

@@ -28,6 +28,7 @@ from shoal.cli import (
     docs,
     doctor,
     find,
+    island_key,
     launch,
     links,
     plan,
@@ -70,7 +71,7 @@ HEADINGS = {
         "replay": "Repeat a step, or compare two runs tensor by tensor.",
         "trace": "Merge the traces of all ranks into one file, with a summary.",
         "diagnose": "Name what went wrong, on which rank, what to try.",
-        "islands": "List who merged in each round, who joined and who left.",
+        "islands": "List who merged in each round; make an island's key.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },
     "Other tools": {
@@ -163,6 +164,7 @@ app.command("trace")(trace.trace)
 app.command("report")(report.report)
 app.command("run")(run.run)
 app.command("runs")(runs.runs)
+runs.islands_app.command("key")(island_key.key)
 app.command("sample")(sample.sample)
 app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)

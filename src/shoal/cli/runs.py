@@ -66,14 +66,16 @@ def _check_folder(folder: Path) -> None:
     raise ConfigError(explain_no_run(folder))
 
 
-islands_app = typer.Typer(help="See the members of a run of islands.", no_args_is_help=True)
+islands_app = typer.Typer(
+    help="See the members of a run of islands, or make the key of an island.", no_args_is_help=True
+)
 RUN = typer.Argument(..., metavar="RUN", help="A run folder, or that of one island.")
 MEMBERS_JSON = typer.Option(False, "--json", help="One JSON document.")
 
 
 @islands_app.callback()
 def island_options() -> None:
-    """See the members of a run of islands."""
+    """See the members of a run of islands, or make the key of an island."""
 
 
 @islands_app.command("show")

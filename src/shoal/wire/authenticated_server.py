@@ -31,8 +31,11 @@ from shoal.wire.authenticated_stream import (
     create_streams,
     mac,
 )
+from shoal.wire.encrypted_socket import StreamSocket
 
 STRANGERS = 128
+ENCRYPTED = b"\x16\x03"
+"""First bytes of a TLS connection."""
 
 _log = logging.getLogger("shoal")
 
@@ -40,7 +43,7 @@ _log = logging.getLogger("shoal")
 class Peer:
     """A connection at the server, of a stranger until `known`."""
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
+    def __init__(self, connection: StreamSocket, address: str) -> None:
         self.connection, self.address = connection, address
         self.since_s = time.monotonic()
         self.nonce = os.urandom(NONCE)
@@ -81,6 +84,23 @@ class AuthenticatedServer:
     def left(self, peer: Peer) -> None:
         """Handle the end of a peer's connection."""
 
+    def wrap_connection(self, connection: socket.socket, host: str) -> StreamSocket:
+        """Return the socket of an accepted connection, which does not block; may encrypt it."""
+        return connection
+
+    def report_refusal(self, peer: Peer, why: str) -> None:
+        """Report a dropped connection: the first one."""
+        if not self._told:
+            self._told = True
+            self._tell(
+                f"somebody at {peer.address} was refused at the store of this run: {why}; "
+                "further ones are not told"
+            )
+
+    def describe_failure(self, peer: Peer, failure: OSError) -> str:
+        """Return the reason to report for a failed connection; "": none, a stranger went away."""
+        return str(failure) if peer.known else ""
+
     def serve(self, wait_s: float | None = None) -> None:
         """Serve pending requests, waiting at most `wait_s` for the first."""
         strangers = [peer for peer in self.peers if not peer.known]
@@ -108,18 +128,15 @@ class AuthenticatedServer:
             connection, address = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer = Peer(connection, str(address[0]))
+            host = str(address[0])
+            peer = Peer(self.wrap_connection(connection, host), host)
             self.peers[peer] = None
-            self._wakes.register(connection, selectors.EVENT_READ, peer)
-            self._send(peer)
+            self._wakes.register(peer.connection, selectors.EVENT_READ, peer)
+            self._serve(peer, selectors.EVENT_WRITE)
 
     def _drop(self, peer: Peer, why: str = "") -> None:
-        if why and not self._told:
-            self._told = True
-            self._tell(
-                f"somebody at {peer.address} was refused at the store of this run: {why}; "
-                "further ones are not told"
-            )
+        if why:
+            self.report_refusal(peer, why)
         self.peers.pop(peer, None)
         with contextlib.suppress(KeyError, ValueError):
             self._wakes.unregister(peer.connection)
@@ -131,24 +148,31 @@ class AuthenticatedServer:
             if events & selectors.EVENT_WRITE:
                 self._send(peer)
             if events & selectors.EVENT_READ:
-                read = peer.connection.recv(READ_BYTES if peer.known else NONCE + 32)
-                if not read:
-                    raise ConnectionError("")
-                peer.came += read
-                self._receive(peer)
-        except BlockingIOError:
-            return
+                self._read(peer)
         except OSError as failure:
-            self._drop(peer, str(failure) if peer.known else "")
+            self._drop(peer, self.describe_failure(peer, failure))
         except (ValueError, LookupError, TypeError, RecursionError) as failure:
             self._drop(peer, f"no request: {failure}")
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            read = peer.connection.recv(READ_BYTES if peer.known else NONCE + 32)
+        except BlockingIOError:
+            self._send(peer)  # a handshake went on: what waited for it can leave
+            return
+        if not read:
+            raise ConnectionError("")
+        peer.came += read
+        self._receive(peer)
 
     def _send(self, peer: Peer) -> None:
         with contextlib.suppress(BlockingIOError):
             while peer.goes:
                 del peer.goes[: peer.connection.send(peer.goes)]
         if peer in self.peers:
-            wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.goes else 0)
+            # An encrypted connection may have to read before it can send.
+            sends = peer.goes and not getattr(peer.connection, "waits_for_read", False)
+            wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if sends else 0)
             self._wakes.modify(peer.connection, wants, peer)
 
     def _receive(self, peer: Peer) -> None:
@@ -166,7 +190,9 @@ class AuthenticatedServer:
         if not hmac.compare_digest(said, mac(self._token, b"client", peer.nonce, nonce)):
             with contextlib.suppress(OSError):
                 peer.connection.send(REFUSED)
-            self._drop(peer, "it does not know the token")
+            encrypts = nonce.startswith(ENCRYPTED)
+            why = "it encrypts (islands.key), and this process has no key"
+            self._drop(peer, why if encrypts else "it does not know the token")
             return False
         peer.known = True
         peer.hears, peer.says = create_streams(self._token, peer.nonce, nonce)

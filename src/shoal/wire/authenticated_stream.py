@@ -9,8 +9,8 @@ The token itself (run_token.py) never crosses the network:
                       from the token and all 64 bytes, and they include a counter: no frame can be
                       altered, replayed or dropped undetected
 
-The server's side: authenticated_server.py. Nothing is encrypted: a listener on the wire can read
-all frames.
+The server's side: authenticated_server.py. Nothing is encrypted by this file: a listener on the
+wire can read all frames, unless the socket is one of encrypted_socket.py.
 
 Source: HMAC-SHA256, RFC 2104
 """
@@ -25,6 +25,7 @@ import struct
 from typing import Any
 
 from shoal.base.errors import BugError, ConfigError
+from shoal.wire.encrypted_socket import StreamSocket
 
 HELLO, REFUSED = b"shoal-store-1\n", b"\0" * 32
 NONCE, MAC, HEAD = 32, 16, struct.Struct("!I")
@@ -81,7 +82,7 @@ class AuthenticatedConnection:
             run's.
     """
 
-    def __init__(self, connection: socket.socket, token: bytes, at: str) -> None:
+    def __init__(self, connection: StreamSocket, token: bytes, at: str) -> None:
         self.connection = connection
         try:
             self._greet(token, at)

@@ -44,6 +44,16 @@ def check_changing_members(policy: Any, is_address: Callable[[str], bool]) -> No
     Raises:
         ConfigError: names the key and the nearest legal value.
     """
+    if policy.key and not policy.least:
+        raise ConfigError(
+            f"islands.key = {policy.key}: islands of a fixed list send over gloo, which encrypts "
+            f"nothing; try: islands.least={policy.count}, or a private network and no key"
+        )
+    if policy.key and not policy.at and policy.count > 1 and "{index}" not in policy.key:
+        raise ConfigError(
+            f"islands.key = {policy.key}: the {policy.count} islands of this machine need a key "
+            f"each; try: islands.key=keys/{{index}}.key"
+        )
     if why := NO_CHANGING_MEMBERS.get(policy.method, ""):
         raise ConfigError(
             f"islands.least = {policy.least}: {policy.method} has a fixed list of islands: {why}; "

@@ -86,6 +86,8 @@ class IslandsPolicy:
             island.
         least, wait_s: islands may come and go while so many are left (0: the list is fixed);
             longest wait for islands without which nobody may go on.
+        key, keys: with least: file of this island's own key · files of the public keys that may
+            join; connections are encrypted then.
 
     The constructor checks nothing. `settled()` returns a copy in which unset values (0, −1, "") are
     the method's defaults; it raises a ConfigError with the nearest legal value.
@@ -156,6 +158,12 @@ class IslandsPolicy:
     """islands that are enough to go on: islands may come and go; 0: the list of islands is fixed"""
     wait_s: float = 600.0
     """with islands.least: longest wait for islands without which nobody may go on"""
+    key: str = ""
+    """with islands.least: file of this island's own key, of `shoal islands key`; {index} in it is
+    the island's number"""
+    keys: str = ""
+    """with islands.key: files of the public keys that may join, with commas between; read again
+    while the run lasts; connections are encrypted"""
 
     @property
     def on(self) -> bool:
@@ -272,7 +280,7 @@ class IslandsPolicy:
         self._check_fragments()
         self._check_places()
         self._check_owners()
-        if self.changes_members:
+        if self.changes_members or self.key:
             from shoal.base.layouts.changing_members import check_changing_members
 
             check_changing_members(self, is_address)

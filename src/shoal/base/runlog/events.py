@@ -45,7 +45,7 @@ EVENTS = {
     "stop_requested": "a signal asked the run to save and stop: which, rank, steps made, step_s",
     "memory_peaks": "the most memory that each rank held until its run ended: bytes by rank",
     "run_finished": "the run ended: how, steps",
-    "islands_met": "an island joined the others: count, owners, at, encrypted (never)",
+    "islands_met": "an island joined the others: count, owners, at, encrypted (by islands.key)",
     "round_committed": "islands merged: round, who, of owners, tokens, bytes, seconds, digest",
     "round_discarded": "a merge did not happen, on no island: round, why",
     "island_refused": "a change did not count: island, why",

@@ -255,6 +255,8 @@ def _met(event: Record) -> str:
     turns = (
         f", in which {event['owners']} owners train" if event.get("owners", count) != count else ""
     )
+    if event.get("encrypted") is True:
+        return f"{count} islands met at {at}{turns}; their connections are encrypted"
     return (
         f"{count} islands met at {at}{turns}; what they send is not encrypted: between machines "
         f"use a private network or a tunnel"

@@ -7,9 +7,10 @@
                     process is dead. A member that is silent is not gone
     fetch           bytes by a key, in pieces with a hash each
 
-No store and no first member: whoever dies takes nothing along. Both sides prove that they know the
-run's token, and every frame has a MAC (wire/authenticated_stream.py). The pieces of a fetch are raw
-bytes whose hash such a frame names. Nothing is encrypted.
+No store and no first member: whoever dies takes nothing along. With keys (wire/member_keys.py)
+every connection is encrypted, and both sides prove their keys. Without keys both sides prove that
+they know the run's token, every frame has a MAC (wire/authenticated_stream.py), and nothing is
+encrypted. The pieces of a fetch are raw bytes whose hash a frame names.
 
 Source: failure detectors by heartbeat, Chandra and Toueg 1996. Beats accuse; the vote decides.
 """
@@ -28,10 +29,14 @@ from shoal.base.errors import ClusterError, ConfigError
 from shoal.fabric.islands.island_rendezvous import parse_address
 from shoal.wire.authenticated_server import AuthenticatedServer, Peer
 from shoal.wire.authenticated_stream import AuthenticatedConnection
+from shoal.wire.encrypted_socket import AlteredConnectionError, KeyRefusedError, StreamSocket
+from shoal.wire.member_keys import MemberKeys
 
 BEAT_S, CONNECT_S, ANSWER_S = 0.5, 3.0, 10.0
 PIECE_BYTES = 1 << 20
 BACKLOG = 64
+MOST_LINES = 50
+"""Most different lines about refused connections: a stranger may come from many addresses."""
 
 OnMessage = Callable[[int, str, Any], None]
 """Called in another thread with a sender's number, its address, and its message."""
@@ -47,7 +52,9 @@ class MemberLinks:
         name, boot: of this process.
         addresses: HOST:PORT of the members by number, this one included; grows with those that
             send messages.
-        token: shared secret; empty: whoever reaches the ports may join.
+        token: shared secret; empty: whoever reaches the ports may join. Keys replace it.
+        tell: called with one line on each refused connection.
+        keys: of this member; None: nothing is encrypted.
 
     Raises:
         ClusterError: this process cannot listen at its address.
@@ -62,8 +69,11 @@ class MemberLinks:
         on_message: OnMessage,
         provide: Provide,
         tell: Callable[[str], None],
+        keys: MemberKeys | None = None,
     ) -> None:
-        self.name, self.boot, self.addresses, self.token = name, boot, dict(addresses), token
+        self.name, self.boot, self.addresses = name, boot, dict(addresses)
+        self.token, self.keys = b"" if keys else token, keys
+        self._tell, self._told = tell, set[str]()
         self._server = _MemberServer(self, _listen(addresses[name]), on_message, provide, tell)
         self._lines: dict[int, _PeerLine] = {}
         for other in self.addresses.keys() - {name}:
@@ -85,9 +95,13 @@ class MemberLinks:
         found = set()
         for name, boot in seats:
             line = self._lines.get(name)
-            if line is not None and (line.is_gone or line.boot > boot):
+            if line is not None and (line.is_gone or line.boot > boot or self.is_removed(name)):
                 found.add(name)
         return found
+
+    def is_removed(self, name: int) -> bool:
+        """Return whether the key of a member was taken out of the list."""
+        return self.keys is not None and self.keys.is_removed(name)
 
     def restarted(self, seats: Iterable[tuple[int, int]]) -> set[int]:
         """Return those whose process is dead, and another start of it answers."""
@@ -117,8 +131,15 @@ class MemberLinks:
         Raises:
             OSError: the member is not reached, or its bytes were altered.
         """
+        try:
+            return self._fetch(name, key)
+        except OSError as failure:
+            self.report(failure)
+            raise
+
+    def _fetch(self, name: int, key: str) -> bytes | None:
         found = bytearray()
-        with contextlib.closing(_connect(self.addresses[name], self.token)) as line:
+        with contextlib.closing(self.connect(name, self.addresses[name])) as line:
             while True:
                 told = line.ask(["piece", key, len(found)], ANSWER_S)
                 if told is None:
@@ -130,6 +151,33 @@ class MemberLinks:
                 found += piece
                 if len(found) >= size or not piece:
                     return bytes(found)
+
+    def connect(self, name: int, at: str) -> AuthenticatedConnection:
+        """Connect to a member, encrypted if there are keys.
+
+        Raises:
+            OSError: it is not reached, or one side refuses the other; ConfigError for another
+                token.
+        """
+        connection: StreamSocket = socket.create_connection(parse_address(at), timeout=CONNECT_S)
+        if self.keys is not None:
+            connection = self.keys.connect(connection, name, at)
+        return AuthenticatedConnection(connection, self.token, at)
+
+    def report(self, failure: Exception) -> None:
+        """Tell of a refused or altered connection, each line once."""
+        if isinstance(failure, KeyRefusedError | AlteredConnectionError):
+            self.report_line(str(failure))
+
+    def report_line(self, line: str) -> None:
+        """Tell a line that was not told since the list of keys changed."""
+        if line not in self._told and len(self._told) < MOST_LINES:
+            self._told.add(line)
+            self._tell(line)
+
+    def forget_lines(self) -> None:
+        """Tell all lines again if they come again: the list of keys changed."""
+        self._told.clear()
 
     def close(self) -> None:
         """End all connections; messages that were not sent yet are sent first."""
@@ -150,7 +198,7 @@ class _PeerLine:
     """Sender of messages and beats to one member, in a thread."""
 
     def __init__(self, links: MemberLinks, name: int) -> None:
-        self.links, self.address = links, links.addresses[name]
+        self.links, self.name, self.address = links, name, links.addresses[name]
         self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.is_gone, self.boot = False, -1
         self._closed = threading.Event()
@@ -179,16 +227,24 @@ class _PeerLine:
         request = ["message", links.name, links.addresses[links.name], message]
         for _ in range(2):
             try:
-                if self._connection is None:
-                    self._connection = _connect(self.address, links.token)
-                self.boot = max(self.boot, int(self._connection.ask(request, ANSWER_S)))
+                if self._connection is None or links.is_removed(self.name):
+                    self._drop()
+                    self._connection = links.connect(self.name, self.address)
+                answer = self._connection.ask(request, ANSWER_S)
+                if isinstance(answer, str):
+                    raise KeyRefusedError(f"island {self.name} at {self.address}: {answer}")
+                self.boot = max(self.boot, int(answer))
                 self.is_gone = False
                 return
+            except AlteredConnectionError as failure:
+                self._drop()  # somebody on the way: its process lives
+                links.report(failure)
             except ConnectionError:
                 self._drop()
                 self.is_gone = True
-            except (OSError, ConfigError, ValueError, TypeError):
+            except (OSError, ConfigError, ValueError, TypeError) as failure:
                 self._drop()  # silent, or a stranger: that is no proof of a dead process
+                links.report(failure)
                 return
 
     def _drop(self) -> None:
@@ -208,7 +264,7 @@ class _MemberServer(AuthenticatedServer):
         provide: Provide,
         tell: Callable[[str], None],
     ) -> None:
-        super().__init__(listener, links.token, tell)
+        super().__init__(listener, links.token, links.report_line if links.keys else tell)
         self._links, self._on_message, self._provide = links, on_message, provide
         self.sent_bytes = 0
         self._ended = threading.Event()
@@ -223,14 +279,56 @@ class _MemberServer(AuthenticatedServer):
     def _run(self) -> None:
         while not self._ended.is_set():
             self.serve(BEAT_S / 4)
+            self._refresh_keys()
         for peer in list(self.peers):
             self._drop(peer)
         self._listener.close()
+
+    def wrap_connection(self, connection: socket.socket, host: str) -> StreamSocket:
+        """Encrypt an accepted connection if there are keys."""
+        keys, report = self._links.keys, self._links.report_line
+        return connection if keys is None else keys.accept(connection, host, report)
+
+    def describe_failure(self, peer: Peer, failure: OSError) -> str:
+        """Return the reason to report; refusals and altered bytes count before the greeting too."""
+        if self._links.keys is None:
+            return super().describe_failure(peer, failure)
+        told = isinstance(failure, KeyRefusedError | AlteredConnectionError)
+        return str(failure) if told else ""
+
+    def report_refusal(self, peer: Peer, why: str) -> None:
+        """Report each refusal by its own line if there are keys, which names the island."""
+        if self._links.keys is None:
+            super().report_refusal(peer, why)
+        elif why:
+            named = why.startswith(("island ", "islands ", "an island ", "somebody "))
+            self._links.report_line(why if named else f"somebody at {peer.address}: {why}")
+
+    def _refresh_keys(self) -> None:
+        """Read the list of keys again, and end connections of keys that were taken out."""
+        keys = self._links.keys
+        if keys is None or not keys.refresh():
+            return
+        self._links.forget_lines()
+        for peer in list(self.peers):
+            certificate = getattr(peer.connection, "certificate", b"")
+            if certificate and not keys.allows(certificate):
+                self._drop(peer)
+
+    def _find_problem(self, peer: Peer, name: int) -> str:
+        """Return why a peer may not be member `name`; "" without keys."""
+        keys = self._links.keys
+        certificate = getattr(peer.connection, "certificate", b"")
+        return "" if keys is None else keys.find_problem(name, certificate)
 
     def handle_request(self, peer: Peer, request: Any) -> None:
         """Take a message or a beat, or answer with a piece."""
         match request:
             case ["message", int(name), str(address), message]:
+                if problem := self._find_problem(peer, name):
+                    self._links.report_line(problem)
+                    self.answer(peer, problem)
+                    return
                 self.answer(peer, self._links.boot)
                 if message is not None:
                     self._on_message(name, address, message)
@@ -257,8 +355,3 @@ def _listen(at: str) -> socket.socket:
             f"islands.at: this island cannot listen at {at}: {failure.strerror}; it must be a free "
             f"port on an address of its own machine"
         ) from failure
-
-
-def _connect(at: str, token: bytes) -> AuthenticatedConnection:
-    connection = socket.create_connection(parse_address(at), timeout=CONNECT_S)
-    return AuthenticatedConnection(connection, token, at)

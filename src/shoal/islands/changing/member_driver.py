@@ -395,6 +395,7 @@ class MemberDriver:
         for seat in before:
             if seat.name not in fact.committers:
                 dead = "its process ended" if seat.name in gone else "no change of it came in time"
+                dead = "its key was taken out" if self.links.is_removed(seat.name) else dead
                 found[seat.name] = self._reasons.get(seat.name, f"island {seat.name}: {dead}")
         return found
 

@@ -15,10 +15,13 @@ from typing import Any
 
 from shoal.base.errors import UNSAVED_CODE, ConfigError
 from shoal.base.layouts.changing_members import list_addresses
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.config.sections import Config
 from shoal.data.loading.loader import Loader
 from shoal.data.sources import Source
+from shoal.fabric.islands.island_rendezvous import parse_address
 from shoal.fabric.islands.member_links import MemberLinks
+from shoal.fabric.rendezvous.rendezvous_store import is_loopback
 from shoal.islands.changing.change_merge import ChangeMerge
 from shoal.islands.changing.member_driver import MemberDriver
 from shoal.islands.membership.committed_turn import Seat
@@ -37,10 +40,11 @@ from shoal.trainer.jobs.run_end import emit_run_end
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
 from shoal.trainer.state.replaced_folder import save_if_deleted
+from shoal.wire.member_keys import MAKE, MemberKeys, open_member_keys
 from shoal.wire.run_token import TOKEN, read_token
 
 STOPPED = 143
-OWN = ("islands.count", "islands.wait_s", "islands.connections")
+OWN = ("islands.count", "islands.wait_s", "islands.connections", "islands.key", "islands.keys")
 """Settings in which islands that come and go may differ."""
 
 END_S = 10.0
@@ -177,21 +181,37 @@ def open_member_rounds(
         provide_state=checkpoints.provide,
         tell=run.recorder.notice,
     )
-    token = read_token(os.environ)
-    if not token and not addresses[policy.index].startswith("127."):
-        run.recorder.notice(
-            f"islands.at: without a token whoever reaches this island's port can join the run; "
-            f"try: the same {TOKEN} for all islands"
-        )
     links = MemberLinks(
-        *(seat.name, seat.boot, addresses, token),
-        *(driver.on_message, driver.provide, run.recorder.notice),
+        *(seat.name, seat.boot, addresses, read_token(os.environ)),
+        *(driver.on_message, driver.provide, run.recorder.notice, _open_keys(run, policy)),
     )
     checkpoints.links = links
     last = -(-total_steps // policy.period)
     rounds = MemberRounds(run, joined, loader, driver, checkpoints, last)
     driver.start(links)
     return rounds
+
+
+def _open_keys(run: Run, policy: IslandsPolicy) -> MemberKeys | None:
+    """Open this island's keys; without keys, say what the connections lack.
+
+    Raises:
+        ConfigError: a file of islands.key or islands.keys cannot be used.
+    """
+    tell = run.recorder.notice
+    keys = open_member_keys(policy.key, policy.keys, policy.index, tell)
+    host, _ = parse_address(list_addresses(policy.at)[policy.index])
+    if keys is not None:
+        tell(
+            f"islands.key: connections are encrypted; this island's key is {keys.own.fingerprint}, "
+            f"and {keys.count} may join ({keys.where})"
+        )
+    elif not is_loopback(host):
+        open_to = "" if read_token(os.environ) else ", and whoever reaches a port can join the run"
+        near = f"{MAKE}, then islands.key and islands.keys"
+        near += f"; or a private network and the same {TOKEN} for all islands"
+        tell(f"islands.at: connections between islands are not encrypted{open_to}; try: {near}")
+    return keys
 
 
 def describe_settings(own: dict[str, Any], other: Any, index: int, name: int) -> str:

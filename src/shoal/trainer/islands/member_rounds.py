@@ -216,7 +216,13 @@ class MemberRounds:
         fact, work, emit = turn.fact, self.work, self.run.recorder.events.emit
         now_s, step = time.perf_counter(), self.run.step_count
         if known is None or known.session != fact.session:
-            emit("islands_met", count=len(fact.seats), at=self.policy.at, encrypted=False)
+            is_encrypted = bool(self.policy.key)
+            emit(
+                "islands_met",
+                count=len(fact.seats),
+                at=self.policy.at,
+                encrypted=is_encrypted,
+            )
         if fact.committers or (known is not None and known.session == fact.session):
             before = set(known.names()) if known is not None else set()
             waited_s = now_s - work.offered_s if work.offered_s else 0.0
