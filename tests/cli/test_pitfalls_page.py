@@ -73,7 +73,7 @@ def told(title: str, name: str, folder: Path, **more: Any) -> tuple[str, str]:
 @pytest.mark.proof
 def test_a_communication_bottleneck_is_caused_detected_and_mended(tmp_path: Path) -> None:
     def share(text: str) -> int:
-        found = re.search(r"faster: communication takes (\d+)% of a step", text)
+        found = re.search(r"speed: communication takes (\d+)% of a step", text)
         return int(found[1]) if found else 0  # below a fifth, nothing is said
 
     starved, fed = map(share, told("Communication", "wide.py", tmp_path))
@@ -84,6 +84,6 @@ def test_a_communication_bottleneck_is_caused_detected_and_mended(tmp_path: Path
 @pytest.mark.proof
 def test_an_imbalance_is_caused_detected_and_mended(tmp_path: Path, programs: Forks) -> None:
     uneven, even = told("Load imbalance", "uneven.py", tmp_path, programs=programs)
-    assert re.search(r"faster: rank 1 on \S+ is slow in data", uneven), uneven
+    assert re.search(r"speed: rank 1 on \S+ is slow in data", uneven), uneven
     assert "data.workers=2" in uneven
     assert "is slow" not in even

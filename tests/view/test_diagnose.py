@@ -442,9 +442,22 @@ def test_text_and_json_name_one_cause(tmp_path: Path) -> None:
     assert records[-1]["step_s"] > records[-1]["without_s"] > 0
     assert set(records[0]) <= set(records[-1])
     assert sum(records[-1]["parts_s"].values()) == pytest.approx(records[-1]["step_s"], rel=0.2)
-    assert any(line.startswith("   a step: ") and "data 30%" in line for line in text)
-    faster = [line.removeprefix("faster: ") for line in text if line.startswith("faster: ")]
-    assert [one["what"] for one in records[:-1]] == faster
+    assert any(line.startswith("   a step, mean of ranks: ") and "data 30%" in line for line in text)
+    speed = [line.removeprefix("speed: ") for line in text if line.startswith("speed: ")]
+    assert [one["what"] for one in records[:-1]] == speed
+
+
+def test_the_death_of_a_run_stands_before_what_it_went_on_from(tmp_path: Path) -> None:
+    leap = {"step": 3, "value": 2.0, "median": 0.4, "deviations": 9.0, "steps": 128}
+    folder = run_of(
+        tmp_path,
+        ("spike", {**leap, "metric": "grad_norm", "action": "warn"}),
+        ("worker_died", {"rank": 1, "pid": 7, "how": "killed by SIGKILL", "fatal": True}),
+    )
+    lines = findings_text(folder, diagnose(folder)).splitlines()
+    numbered = [line for line in lines if line[:3] in ("1. ", "2. ")]
+    assert "killed by SIGKILL" in numbered[0]
+    assert "the run went on by itself" in numbered[1]
 
 
 def test_sessions_of_a_run_say_where_each_began_and_how_it_ended(tmp_path: Path) -> None:
@@ -465,7 +478,7 @@ def test_sessions_of_a_run_say_where_each_began_and_how_it_ended(tmp_path: Path)
     text = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output.splitlines()
     assert text[-2:] == [
         "session 1: steps 1–261; stopped on request by Ctrl-C",
-        "session 2: no step, resumed from step 261; completed",
+        "session 2: no step, resumed from step 261, no step lost; completed",
     ]
 
 
@@ -528,7 +541,7 @@ def test_speed_of_a_complete_run_is_advice_for_the_next_run(tmp_path: Path) -> N
     run_of(tmp_path, ("slow_rank", {**SLOW, "phase": "data"}), done, steps=60)
     status, lines = answer(tmp_path)
     assert (status, lines[0]) == (0, "RUN: no fault")
-    assert lines[1].startswith("faster: rank 1 on a is slow in data: 32.0 ms a step (30%)")
+    assert lines[1].startswith("speed: rank 1 on a is slow in data: 32.0 ms a step (30%)")
     assert lines[3] == "   try in the next run: data.workers=2"
     assert "--resume" not in "".join(lines)
     run_of(tmp_path / "wait", done, steps=60, data_wait_s=0.03)

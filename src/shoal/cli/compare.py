@@ -61,7 +61,8 @@ def compare(
 
     For example: shoal compare run.toml --layouts ddp,zero2,fsdp --processes 1,2,4
     Overrides are section.key=value, as for `shoal train`. Nothing is trained to keep: a few steps
-    per row. Exit status: 0 with a table, 2 something to correct, 1 anything else.
+    per row. Of two runs that exist: shoal report A B. Exit status: 0 with a table, 2 something to
+    correct, 1 anything else.
     """
     from shoal.cli import torchrun
     from shoal.cli.compare_measure import measure_rows

@@ -111,7 +111,7 @@ class FolderDiagnosis:
             if self.verdict.parts_s and self.verdict.kind != "nothing":
                 from shoal.report.verdict.forecast_gap import parts_text
 
-                lines.append(f"   a step: {parts_text(self.verdict.parts_s)}")
+                lines.append(f"   a step, mean of ranks: {parts_text(self.verdict.parts_s)}")
         if self.goodput:
             lines.append(f"goodput: {self.goodput}")
         return [*lines, *self.sessions]
@@ -121,7 +121,7 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
     """Tell what went wrong in a run, to whom, why, and what to type next; it reads its folder only.
 
     Of a run that ended before it was done: the newest complete checkpoint, the lost steps, and the
-    command that goes on. Advice on speed ("faster:") is no fault, and neither is the verdict.
+    command that goes on. Advice on speed ("speed:") is no fault, and neither is the verdict.
 
     Exit status: 0 no fault, 1 there is or was one, 2 no run folder.
     """

@@ -67,10 +67,10 @@ HEADINGS = {
     "A run's folder": {
         "runs": "List runs: state, step, loss, rate, last sign of life.",
         "watch": "Show a run live: ranks, curves, waits, events.",
-        "report": "Write one HTML file of a run, or of several side by side.",
+        "report": "Write one HTML file of a run, or compare several runs in one.",
         "replay": "Repeat a step, or compare two runs tensor by tensor.",
         "trace": "Merge the traces of all ranks into one file, with a summary.",
-        "diagnose": "Name what went wrong, on which rank, what to try.",
+        "diagnose": "Name what went wrong or is slow, and what to try; sessions.",
         "islands": "List who merged in each round; make an island's key.",
         "checkpoint": "List, verify, export and import checkpoints.",
     },

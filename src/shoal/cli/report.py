@@ -11,7 +11,10 @@ RUNS = typer.Argument(
     ..., metavar="RUN…", help="Run folders or names, also of runs that go on; at most 20."
 )
 OUT = typer.Option(
-    None, "--out", metavar="FILE", help="The file; default: RUN/report.html, or comparison.html."
+    None,
+    "--out",
+    metavar="FILE",
+    help="The file; default: RUN/report.html, or ./comparison.html of several.",
 )
 AS_JSON = typer.Option(
     False,
@@ -23,9 +26,9 @@ AS_JSON = typer.Option(
 def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) -> None:
     """Write one HTML file about a run: verdict, curves, ranks, layout, history, provenance.
 
-    Of several runs: curves on one axis, the keys that differ with results, and the first steps at
-    which their losses differ. The file opens from a disk without network. A folder that cannot be
-    written gets its report among the temporary files; the path is printed. Exit status: 0, or 2
+    Of several runs: which is better, curves on one axis, settings that differ, and the first step
+    at which their losses differ. The file opens from a disk without network. A folder that cannot
+    be written gets its report among the temporary files; the path is printed. Exit status: 0, or 2
     without a run folder.
     """
     from shoal.view.diagnosis.run_folders import find_named_run

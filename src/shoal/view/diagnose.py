@@ -107,6 +107,7 @@ def _diagnose_events(evidence: FolderEvidence, is_script: bool) -> list[RunFindi
 def findings_text(folder: Path, found: list[RunFinding]) -> str:
     """Return findings as text for a terminal, each with its evidence and the next command."""
     wrong = [one for one in found if not one.advice]
+    wrong.sort(key=lambda one: one.over)  # what the run did not get over first
     # Nobody knows who starts a script again: its launcher or a person.
     how = "; the run went on" if is_user_script(folder) else "; the run went on by itself"
     lines = [strip_control_characters(f"{folder}: no fault")] if not wrong else []
@@ -114,7 +115,7 @@ def findings_text(folder: Path, found: list[RunFinding]) -> str:
         lines += _finding_lines(f"{number}. ", one, how)
     for one in found:
         if one.advice:
-            lines += _finding_lines("note: " if one.kind in NOTES else "faster: ", one, how)
+            lines += _finding_lines("note: " if one.kind in NOTES else "speed: ", one, how)
     return "\n".join(lines)
 
 

@@ -157,8 +157,9 @@ def evidence_sentences(delays: Mapping[int, ProcessorTime], below: float = 1.0) 
     if least is None or delays[least].share >= below:
         return []
     time = delays[least]
+    idle_s = max(0.0, time.window_s - time.cpu_s - time.run_delay_s)
     return [
-        f"In {time.window_s:.0f} s the main thread of rank {least} ran for {time.cpu_s:.1f} s, and "
-        f"waited {time.run_delay_s:.1f} s for a processor: other processes have it, or a limit of "
-        f"its container."
+        f"Of {time.window_s:.0f} s, rank {least}'s main thread ran for {time.cpu_s:.1f} s, waited "
+        f"{time.run_delay_s:.1f} s for a processor (other processes have it, or a limit of its "
+        f"container), and for {idle_s:.1f} s for data, disks or other ranks."
     ]

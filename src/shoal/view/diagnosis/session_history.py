@@ -36,6 +36,8 @@ def session_lines(events: Sequence[Record], newest_step: int) -> list[str]:
         made = last - firsts[place]
         steps = f"steps {firsts[place] + 1}–{last}" if made > 1 else f"step {last}"
         whence = f", resumed from step {firsts[place]}" if firsts[place] else ""
+        if whence and place and _finished_step(sessions[place - 1]) == firsts[place]:
+            whence += ", no step lost"
         text = f"{steps if made > 0 else 'no step'}{whence}; {_end_text(session, is_newest)}"
         lines.append(strip_control_characters(f"session {place + 1}: {text}"))
     return lines[-SHOWN_SESSIONS:]
@@ -63,6 +65,12 @@ def _first_step(session: Sequence[Record]) -> int:
 
 def _last_step(session: Sequence[Record], first: int, newest_step: int) -> int:
     return max(first, newest_step, *map(_step, session))
+
+
+def _finished_step(session: Sequence[Record]) -> int | None:
+    """Return the last step of a session that ended in order, as its end recorded it."""
+    ends = [one for one in session if one.get("event") == "run_finished" and "step" in one]
+    return _step(ends[-1]) if ends else None
 
 
 def _end_text(session: Sequence[Record], is_newest: bool) -> str:
