@@ -42,6 +42,7 @@ def attempt(
     return {
         "error": error,
         "lines": [line for line in written.lines if "proof: " in line],
+        "loss": [line for line in written.lines if "loss: " in line],
         "numbers": numbers,
         "joins": joins.call_count,
         "drawn": torch.rand(3).tolist(),
@@ -156,6 +157,19 @@ def loss_of_the_model(world: World, layout: str, prove: str) -> list[float]:
     return [run.step(share(world, step)).loss for step in range(2)]
 
 
+def compared_samples(world: World, layout: str, prove: str) -> list[float]:
+    """The loss couples the samples of a micro-batch, which the user has said."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return squares(outputs / outputs.abs().mean(), targets)
+
+    model = net()
+    run = shoal.parallelize(
+        model, sgd(model.parameters()), loss, layout, world=world, prove=prove, coupled=True
+    )
+    return [run.step(share(world, 0)).loss]
+
+
 def written_out(world: World, layout: str, prove: str) -> list[float]:
     model = net()
     run = shoal.parallelize(model, sgd(model.parameters()), layout=layout, world=world, prove=prove)
@@ -210,6 +224,7 @@ LOOPS: dict[str, Callable[[World, str, str], list[float]]] = {
         stacked_experts,
         counted_calls,
         loss_of_the_model,
+        compared_samples,
         written_out,
         large,
         batch_of_another_run,

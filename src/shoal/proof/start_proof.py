@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ def prove_case(
         if world.is_first:
             record("not proven")
         return format_too_long(expected_s, alone)
-    battery = quick_battery(case, world.size, folder, BUDGET_S)
+    battery = quick_battery(replace(case, trains_next=True), world.size, folder, BUDGET_S)
     report = battery.prove(world, case.layout, case.policies)
     refused = format_refusal(report, off) if report["verdict"] == "different" else ""
     if world.is_first:

@@ -82,6 +82,12 @@ def test_a_loss_keeps_nothing_of_the_proof(attempt) -> None:
     assert len(answer["numbers"]) == len(attempt("counted_calls", prove="off")["numbers"]) > 0
 
 
+def test_the_proof_says_nothing_of_the_loss_which_the_run_tries_itself(attempt) -> None:
+    answer = attempt("compared_samples")
+    assert EQUAL in answer["lines"][0]
+    assert answer["loss"] == []
+
+
 def test_without_room_for_a_copy_it_says_so_and_trains(attempt) -> None:
     answer = attempt("large")
     (line,) = answer["lines"]
