@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
 from shoal.cli.main import app
+from shoal.cli.train import resume_outline
 
 
 def test_islands_are_foreseen_on_several_links(
@@ -42,3 +43,24 @@ def test_what_is_wrong_is_said_as_in_a_real_start() -> None:
     done = CliRunner().invoke(app, ["train", "--dry-run", "islands.count=3"])
     assert isinstance(done.exception, ConfigError)
     assert "try: islands.method=diloco" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("saved", "steps", "told"),
+    [
+        ({"": [50, 850]}, 20_000, "from step 850; 19,150 steps are left"),
+        ({"": [7]}, 0, "from step 7"),
+        ({"island-0": [5, 10], "island-1": [5]}, 20, "from step 5; 15 steps are left"),
+        ({}, 20, "from the beginning, since no complete checkpoint is there"),
+    ],
+    ids=["a run", "epochs", "islands", "nothing"],
+)
+def test_a_resume_says_from_where_it_would_go_on(
+    tmp_path: Path, saved: dict[str, list[int]], steps: int, told: str
+) -> None:
+    for name, numbers in saved.items():
+        for number in numbers:
+            folder = tmp_path / name / "checkpoints" / f"step-{number}"
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").touch()
+    assert resume_outline(tmp_path, steps) == f"goes on: {told}"

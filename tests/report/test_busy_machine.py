@@ -73,7 +73,9 @@ def test_a_slow_rank_that_gets_no_processor_is_explained(tmp_path: Path) -> None
     write_samples(tmp_path, {0: 1.0, 1: 0.7}, until_s=1000.0 + sum(took_s))
     verdict = find_verdict(tmp_path)
     assert verdict.kind == "slow_rank"
-    assert "rank 1's main thread ran for 12.6 s, waited 5.4 s for a processor" in verdict.evidence[-1]
+    assert (
+        "rank 1's main thread ran for 12.6 s, waited 5.4 s for a processor" in verdict.evidence[-1]
+    )
 
 
 def test_samples_of_an_older_process_do_not_count(tmp_path: Path) -> None:

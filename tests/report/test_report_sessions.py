@@ -187,6 +187,18 @@ def test_json_has_the_numbers_of_the_page(folder: Path) -> None:
     assert found["ranks"][0]["mean_step_s"] == pytest.approx(1.1)
 
 
+def test_figures_stand_beside_their_forecast(folder: Path) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    said = {"step_s": 0.5, "peak_memory_bytes": 0, "sent_bytes": None}
+    (folder / "plan.json").write_text(json.dumps({**plan, "predicted": said}))
+    found = json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"]).stdout)
+    assert found["forecast"] == {"step_s": {"foreseen": 0.5, "measured": 1.0}}
+    lines = CliRunner().invoke(app, ["report", str(folder)]).stdout.splitlines()
+    assert lines[0].startswith("verdict: ")
+    assert lines[1] == "a step, median: 1.0 s (2.00 × the forecast)"
+    assert lines[-1].startswith(f"{folder}/report.html: ")
+
+
 def test_the_rate_of_a_run_without_tokens_is_in_samples(tmp_path: Path) -> None:
     """Targets of a run of images are labels; the number and its name are of samples."""
     folder = write_run(tmp_path / "images")

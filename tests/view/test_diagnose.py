@@ -194,7 +194,7 @@ CASES: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
         [("spike", {"step": 9, "reason": "loss 70 is 40 deviations above 2.3, the median of …"})],
         "step 9: loss 70 is 40 deviations above 2.3",
         "samples that are unlike the others",
-        "shoal train --resume RUN --force train.spikes=skip",
+        "try in the next run: train.spikes=skip",
     ),
     "one that was left out": (
         [("step_skipped", {"step": 9, "reason": "loss 70 is 31 times 2.3, the usual one"})],
@@ -442,22 +442,28 @@ def test_text_and_json_name_one_cause(tmp_path: Path) -> None:
     assert records[-1]["step_s"] > records[-1]["without_s"] > 0
     assert set(records[0]) <= set(records[-1])
     assert sum(records[-1]["parts_s"].values()) == pytest.approx(records[-1]["step_s"], rel=0.2)
-    assert any(line.startswith("   a step, mean of ranks: ") and "data 30%" in line for line in text)
+    assert any(
+        line.startswith("   a step, mean of ranks: ") and "data 30%" in line for line in text
+    )
     speed = [line.removeprefix("speed: ") for line in text if line.startswith("speed: ")]
     assert [one["what"] for one in records[:-1]] == speed
 
 
 def test_the_death_of_a_run_stands_before_what_it_went_on_from(tmp_path: Path) -> None:
-    leap = {"step": 3, "value": 2.0, "median": 0.4, "deviations": 9.0, "steps": 128}
     folder = run_of(
         tmp_path,
-        ("spike", {**leap, "metric": "grad_norm", "action": "warn"}),
+        (
+            "spike",
+            {"step": 3, "reason": "gradient norm 2 is 9 deviations above 0.4, the median of …"},
+        ),
         ("worker_died", {"rank": 1, "pid": 7, "how": "killed by SIGKILL", "fatal": True}),
     )
     lines = findings_text(folder, diagnose(folder)).splitlines()
     numbered = [line for line in lines if line[:3] in ("1. ", "2. ")]
     assert "killed by SIGKILL" in numbered[0]
     assert "the run went on by itself" in numbered[1]
+    assert "   try in the next run: train.spikes=skip" in lines
+    assert "--force" not in "".join(lines)
 
 
 def test_sessions_of_a_run_say_where_each_began_and_how_it_ended(tmp_path: Path) -> None:
@@ -565,13 +571,16 @@ def test_a_slow_rank_has_one_share(tmp_path: Path) -> None:
 
 def test_commands_that_would_be_refused_are_not_proposed(tmp_path: Path) -> None:
     spike = ("spike", {"step": 9, "reason": "loss 70"})
-    (found,) = diagnose(run_of(tmp_path / "unsaved", spike))
-    assert found.command == f"shoal train {tmp_path}/unsaved/run.toml train.spikes=skip"
+    how = {"rank": 1, "pid": 7, "how": "exit code 3", "fatal": True, "traceback": "diverged"}
+    died = ("worker_died", how)
+    found = diagnose(run_of(tmp_path / "unsaved", spike, died))
+    assert found[1].command == f"shoal train {tmp_path}/unsaved/run.toml optimizer.lr=…"
     look = f"; shoal data look {tmp_path}/unsaved --step 9 shows them by loss"
-    assert found.why.endswith("unlike the others" + look)
+    assert found[0].why.endswith("unlike the others" + look)
     save(tmp_path / "saved", 4)
-    (found,) = diagnose(run_of(tmp_path / "saved", spike))
-    assert found.command == f"shoal train --resume {tmp_path}/saved --force train.spikes=skip"
+    found = diagnose(run_of(tmp_path / "saved", spike, died))
+    assert found[1].command == f"shoal train --resume {tmp_path}/saved --force optimizer.lr=…"
+    assert found[0].command == "try in the next run: train.spikes=skip", "the run went on"
     assert [key for key in (*FREE_KEYS, "train.spikes") if changes_result(key)] == ["train.spikes"]
     (found,) = diagnose(
         run_of(tmp_path / "my run's", spike, ("run_finished", {"how": "completed"}))
@@ -583,9 +592,9 @@ def test_commands_that_would_be_refused_are_not_proposed(tmp_path: Path) -> None
     (found,) = diagnose(run_of(tmp_path / "stop", stop))
     assert found.command == "", "there is no checkpoint to list"
     run_of(tmp_path / "isl")
-    island = run_of(tmp_path / "isl" / "island-0", spike)
+    island = run_of(tmp_path / "isl" / "island-0", died)
     assert diagnose(island)[0].command == (
-        f"shoal train --resume {tmp_path}/isl --force train.spikes=skip"
+        f"shoal train --resume {tmp_path}/isl --force optimizer.lr=…"
     )
 
 

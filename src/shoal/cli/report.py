@@ -31,6 +31,7 @@ def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) ->
     be written gets its report among the temporary files; the path is printed. Exit status: 0, or 2
     without a run folder.
     """
+    from shoal.base.text.event_sentences import strip_control_characters
     from shoal.view.diagnosis.run_folders import find_named_run
 
     runs = [find_named_run(run) for run in runs]
@@ -38,18 +39,19 @@ def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) ->
         _report_several(runs, out, as_json)
         return
     from shoal.report.report_page import write_report
-    from shoal.report.report_record import report_record
+    from shoal.report.report_record import report_record, summary_lines
     from shoal.report.run_contents import read_run
     from shoal.report.verdict.run_verdict import find_verdict
 
     path = write_report(runs[0], out)
     size = path.stat().st_size
+    numbers = report_record(read_run(runs[0]), find_verdict(runs[0]))
     if as_json:
-        numbers = report_record(read_run(runs[0]), find_verdict(runs[0]))
         record = {"path": str(path), "bytes": size, **numbers}
         typer.echo(json.dumps(record, indent=1))
         return
-    typer.echo(f"{path}: {size / 1e3:.0f} kB")
+    lines = [*summary_lines(numbers), f"{path}: {size / 1e3:.0f} kB"]
+    typer.echo("\n".join(map(strip_control_characters, lines)))
 
 
 def _report_several(runs: list[Path], out: Path | None, as_json: bool) -> None:

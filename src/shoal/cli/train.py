@@ -91,9 +91,29 @@ def train(
     if line := start.no_steps_line(prepared):
         typer.echo(line)
     if dry_run:
+        if folder:
+            typer.echo(resume_outline(folder, prepared.loaded.config.train.steps))
         print_forecast(prepared)
         raise typer.Exit(0)
     raise typer.Exit(start.launch_run(prepared, dict(os.environ), verbose=verbose))
+
+
+def resume_outline(folder: Path, steps: int) -> str:
+    """Return from which step a run would go on, and how many steps are left.
+
+    Args:
+        folder: of the run; of islands, a step counts that all of them have.
+        steps: of the whole run; 0 if its length is in epochs.
+    """
+    from shoal.base.runlog.atomic_files import list_saved_steps
+
+    islands = [one for one in folder.glob("island-*") if one.is_dir()]
+    saved = set.intersection(*(set(list_saved_steps(one)) for one in islands or [folder]))
+    if not saved:
+        return "goes on: from the beginning, since no complete checkpoint is there"
+    newest = max(saved)
+    left = f"; {max(0, steps - newest):,} steps are left" if steps else ""
+    return f"goes on: from step {newest}{left}"
 
 
 def print_forecast(prepared: PreparedRun) -> None:

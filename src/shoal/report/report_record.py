@@ -8,9 +8,17 @@ from typing import Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.runlog.rank_records import PARTS
+from shoal.base.text.forecast_text import ratio_text
+from shoal.base.text.units import bytes_text, seconds_text
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import list_starts
-from shoal.report.sections.measured_costs import median_of, median_rate, peak_of
+from shoal.report.sections.measured_costs import (
+    forecast_pairs,
+    fullest_name,
+    median_of,
+    median_rate,
+    peak_of,
+)
 from shoal.report.verdict.run_verdict import Verdict
 from shoal.view.diagnose import read_continuation
 from shoal.view.progress import count_unit
@@ -52,6 +60,12 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
         "median_step_s": median_of(run, "step_s"),
         f"median_{count_unit(run.plan)}_per_s": median_rate(run),
         "peak_memory_bytes": peak_of(run),
+        "peak_memory_of": fullest_name(run),
+        "forecast": {
+            key: {"foreseen": foreseen, "measured": measured}
+            for key, (foreseen, measured) in forecast_pairs(run).items()
+        },
+        "layout": row.layout,
         "goodput_share": goodput.session_share,
         "goodput_share_of": "session_s",
         "session_s": goodput.session_s,
@@ -72,6 +86,23 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
         "ranks": _rank_means(run),
     }
     return {key: _finite(value) for key, value in record.items()}
+
+
+def summary_lines(record: Record) -> list[str]:
+    """Return the verdict, and the time of a step and the memory beside their forecast, as text."""
+    forecast, lines = record["forecast"], [f"verdict: {record['verdict']}"]
+    step_s, peak_bytes = record["median_step_s"], record["peak_memory_bytes"]
+    if step_s:
+        of = forecast.get("step_s", {}).get("foreseen")
+        more = f" ({ratio_text(of, step_s)} the forecast)" if of else ""
+        lines.append(f"a step, median: {seconds_text(step_s)}{more}")
+    if peak_bytes:
+        of = forecast.get("peak_memory_bytes", {}).get("foreseen")
+        more = f" ({ratio_text(of, peak_bytes)} the forecast)" if of else ""
+        lines.append(f"peak memory of {record['peak_memory_of']}: {bytes_text(peak_bytes)}{more}")
+    if (share := record["goodput_share"]) is not None:
+        lines.append(f"goodput: {share:.0%} of the time in sessions went into committed steps")
+    return lines
 
 
 def _finite(value: Any) -> Any:

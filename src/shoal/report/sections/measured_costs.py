@@ -78,40 +78,23 @@ def forecast_section(run: RunContents) -> Markup:
         text = f"Nothing was foreseen: {reason}" if reason else ""
         body = tag("p", text)
         return tag("section", [tag("h2", "Foreseen"), body], id="foreseen") if text else Markup("")
-    pairs: list[tuple[str, Any, float | None, Callable[[float], str]]] = [
-        (
-            f"time of a step, {median_name(run)}",
-            said.get("step_s"),
-            median_of(run, "step_s"),
-            seconds_text,
-        ),
-        (
-            "peak memory of the fullest rank"
-            if run.named("memory_peaks")
-            else "peak memory of rank 0",
-            said.get("peak_memory_bytes"),
-            peak_of(run),
-            bytes_text,
-        ),
-        ("bytes sent in a step", said.get("sent_bytes"), _sent(run), bytes_text),
-    ]
-    rows: list[Sequence[Child]] = [
-        [
-            name,
-            text(foreseen),
-            text(found) if found is not None else "–",
-            ratio_text(foreseen, found) if found else "–",
-        ]
-        for name, foreseen, found, text in pairs
-        if is_number(foreseen) and foreseen > 0
-    ]
+    names = {
+        "step_s": f"time of a step, {median_name(run)}",
+        "peak_memory_bytes": f"peak memory of {fullest_name(run)}",
+        "sent_bytes": "bytes sent in a step",
+    }
+    rows: list[Sequence[Child]] = []
+    for key, (foreseen, found) in forecast_pairs(run).items():
+        text = seconds_text if key == "step_s" else bytes_text
+        measured = [text(found), ratio_text(foreseen, found)] if found else ["–", "–"]
+        rows.append([names[key], text(foreseen), *measured])
     if not rows:
         return Markup("")
     parts: list[Child] = [tag("h2", "Foreseen and measured")]
     head = ("", "foreseen", "measured", "measured ÷ foreseen")
     parts.append(table(head, rows, numeric=" nnn"))
-    measured_s, foreseen_s = pairs[0][2], pairs[0][1]
-    if measured_s and is_number(foreseen_s) and foreseen_s > 0:
+    foreseen_s, measured_s = forecast_pairs(run).get("step_s", (0.0, None))
+    if measured_s:
         comment = forecast_comment(foreseen_s, measured_s)
         parts.append(tag("p", f"{comment}.", class_="note") if comment else None)
     if len(starts := list_starts(run.events)) > 1:
@@ -122,6 +105,30 @@ def forecast_section(run: RunContents) -> Markup:
     if isinstance(machine := said.get("machine"), str) and machine:
         parts.append(tag("p", f"Machine: {machine}.", class_="note"))
     return tag("section", parts, id="foreseen")
+
+
+def forecast_pairs(run: RunContents) -> dict[str, tuple[float, float | None]]:
+    """Return what the planner foresaw and what was measured, by key of a plan's forecast.
+
+    Returns:
+        `step_s` (median), `peak_memory_bytes` and `sent_bytes` of a step, as far as they were
+        foreseen. The measured value is None if none was recorded.
+    """
+    said = run.plan.get("predicted")
+    if not isinstance(said, dict) or "reason" in said:
+        return {}
+    measured = {
+        "step_s": median_of(run, "step_s"),
+        "peak_memory_bytes": peak_of(run),
+        "sent_bytes": _sent(run),
+    }
+    foreseen = {key: said.get(key) for key in measured}
+    return {k: (v, measured[k]) for k, v in foreseen.items() if is_number(v) and v > 0}
+
+
+def fullest_name(run: RunContents) -> str:
+    """Return whose peak memory `peak_of` is."""
+    return "the fullest rank" if run.named("memory_peaks") else "rank 0"
 
 
 def _shares(title: str, record: Any, text: Callable[[float], str]) -> Child:

@@ -2,10 +2,11 @@
 
     checkpoint before step N ──> the model as it met the step, but for the steps between
     sample by sample: forward in eval mode, the run's loss, sum / count of its targets
-    on request: backward of that mean, and the norm of all gradients
+    on request: backward of the sum, and the norm of all gradients / count of the step's targets
 
-Weighted by their counts, the losses of a step are the loss that the run wrote for it, if the
-checkpoint is of the step before and the model draws nothing at random.
+So a norm is that of the sample's part of the step's mean gradient: a text of 100 targets counts ten
+times as much as one of ten. Weighted by their counts, the losses of a step are the loss that the
+run wrote for it, if the checkpoint is of the step before and the model draws nothing at random.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ from shoal.wire.phases import iter_with_progress
 
 @dataclass(frozen=True)
 class SampleLoss:
-    """Mean loss of one sample, the count of its targets, and the norm of the mean's gradient."""
+    """Mean loss of one sample, the count of its targets, and its part of the step's gradient.
+
+    Attributes:
+        grad_norm: norm of the gradient of its summed loss, divided by all targets of the step.
+    """
 
     loss: float
     count: float
@@ -110,7 +115,18 @@ def compute_losses(
     ]
     each = iter_with_progress("losses", len(parts), parts)
     with torch.set_grad_enabled(with_norms), preserved_rng():
-        return [[_one_loss(model, loss, plan.call, value, device) for value in one] for one in each]
+        found = [
+            [_one_loss(model, loss, plan.call, value, device) for value in one] for one in each
+        ]
+    targets = sum(one.count for row in found for one in row if one is not None)
+    return [[_share_norm(one, targets) for one in row] for row in found]
+
+
+def _share_norm(one: SampleLoss | None, targets: float) -> SampleLoss | None:
+    """Return the sample with the gradient norm of its sum divided by the step's targets."""
+    if one is None or one.grad_norm is None:
+        return one
+    return replace(one, grad_norm=one.grad_norm / targets)
 
 
 def _build_saved_model(config: Config, source: Source, folder: Path) -> nn.Module:
@@ -141,23 +157,23 @@ def _slice(value: Any, n: int) -> Any:
 def _one_loss(
     model: nn.Module, loss: Any, call: str, value: Any, device: torch.device
 ) -> SampleLoss | None:
-    """Return the loss of one sample."""
+    """Return the mean loss of one sample, and the gradient norm of its summed loss."""
     moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, value)
     inputs, targets = split_batch(moved)
     result = loss(call_model(model, inputs, call), targets)
     total, count = sum_and_count(result, targets)
-    number = float(total.double()) / float(count) if float(count) else float("nan")
+    number = float(total.detach().double()) / float(count) if float(count) else float("nan")
     if not np.isfinite(number):
         return None
-    norm = _gradient_norm(model, total / count) if torch.is_grad_enabled() else None
+    norm = _gradient_norm(model, total) if torch.is_grad_enabled() else None
     return SampleLoss(number, float(count), norm)
 
 
-def _gradient_norm(model: nn.Module, mean: torch.Tensor) -> float | None:
-    """Return the norm of the gradients of a mean loss; None if it is not finite or has none."""
+def _gradient_norm(model: nn.Module, loss: torch.Tensor) -> float | None:
+    """Return the norm of the gradients of a loss; None if it is not finite or has none."""
     model.zero_grad(set_to_none=True)
-    if mean.requires_grad:
-        mean.backward()
+    if loss.requires_grad:
+        loss.backward()
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     if not gradients:
         return None

@@ -131,8 +131,14 @@ def restart_command(seen: FolderEvidence) -> str:
     return _fill_resume(seen, "", "")
 
 
-def adapt_command(command: str, seen: FolderEvidence, state: FolderState) -> str:
-    """Return a finding's command as the run's state allows it; "" if Shoal would refuse it."""
+def adapt_command(
+    command: str, seen: FolderEvidence, state: FolderState, *, is_over: bool = False
+) -> str:
+    """Return a finding's command as the run's state allows it; "" if Shoal would refuse it.
+
+    Args:
+        is_over: the run went on by itself, so keys that change its numbers are for the next run.
+    """
     if READS.match(command) and _find_saved(seen)[0] is None:
         return ""
     if is_user_script(seen.folder):
@@ -142,7 +148,7 @@ def adapt_command(command: str, seen: FolderEvidence, state: FolderState) -> str
     if found is None:
         return command
     setting, keys = found
-    if state.word == "ended":
+    if state.word == "ended" or (is_over and _changes_result(keys)):
         words = f"{setting}{keys}".strip()
         return f"{NEXT_RUN}{words}" if words else ""
     resumed = _fill_resume(seen, setting, keys)
@@ -153,7 +159,10 @@ def adapt_findings(
     found: list[RunFinding], seen: FolderEvidence, state: FolderState
 ) -> list[RunFinding]:
     """Return the findings with commands that the run's state allows."""
-    return [replace(one, command=adapt_command(one.command, seen, state)) for one in found]
+    return [
+        replace(one, command=adapt_command(one.command, seen, state, is_over=one.over))
+        for one in found
+    ]
 
 
 def _parse_resume(command: str) -> tuple[str, str] | None:
@@ -178,9 +187,13 @@ def _fill_resume(seen: FolderEvidence, setting: str, keys: str) -> str:
     held = whole != seen.folder or _find_saved(seen)[0] is not None
     if not held:
         return f"{setting}shoal train {shlex.quote(f'{whole}/run.toml')}{keys}"
-    changes = any(key.partition("=")[0] not in FREE_KEYS for key in keys.split())
-    force = " --force" if changes else ""
+    force = " --force" if _changes_result(keys) else ""
     return f"{setting}shoal train --resume {shlex.quote(str(whole))}{force}{keys}"
+
+
+def _changes_result(keys: str) -> bool:
+    """Return whether a resume with these keys needs `--force`."""
+    return any(key.partition("=")[0] not in FREE_KEYS for key in keys.split())
 
 
 def _whole_run(folder: Path) -> Path:

@@ -178,7 +178,7 @@ def _diagnose_resume(event: Record, after: list[Record], folder: Path) -> RunFin
     )
 
 
-LEAPT = "loss or gradient norm leaps out of the last steps: samples that are unlike the others"
+LEAPT = "far above the last steps, often because of samples that are unlike the others"
 
 
 def _why_it_leapt(event: Record, folder: Path) -> str:
