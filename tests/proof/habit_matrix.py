@@ -2,6 +2,10 @@
 
     tests/proof/habit_matrix.py                    every cell that this source has not measured
     tests/proof/habit_matrix.py --only clip ddp    habits and layouts whose name holds one of the words
+    tests/proof/habit_matrix.py --drawn 40         40 drawn habits on the wider layouts
+    tests/proof/habit_matrix.py --share 0/2 --out A, --share 1/2 --out B, then --merge A B
+
+A cell without an answer says little on a busy machine: `--verdicts hung --deadline 300` asks again.
 
 A habit is a function (`tests/worlds/habits/`), asked of worlds of processes that start once. Rows go
 to `proof/results/habits.json`; the exit status is 1 if a cell is WRONG.
@@ -12,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,29 +119,56 @@ def measure(rooms: Rooms, name: str, layout: str, deadline_s: float) -> tuple[st
     return outcome(answers)
 
 
+WIDE = [layout for layout in SETTINGS if layout not in LAYOUTS]
+SEED = 50
+
+
+def drawn(number: int) -> list[str]:
+    """Return drawn habits, in the table's order."""
+    some = random.Random(SEED).sample(sorted(table()), number)
+    return [name for name in table() if name in some]
+
+
 def chosen(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Return the cells to measure."""
+    if options.drawn:
+        return [(name, layout) for name in drawn(options.drawn) for layout in WIDE]
     words = options.only or []
     names = [word for word in words if word not in SETTINGS]
     layouts = [layout for layout in SETTINGS if layout in words] or list(LAYOUTS)
-    return [
-        (name, layout)
-        for name in table()
-        if not names or any(word in name for word in names)
-        for layout in layouts
-    ]
+    wanted = [name for name in table() if not names or any(word in name for word in names)]
+    wanted.sort(key=lambda name: table()[name].ends)  # programs take longest
+    return [(name, layout) for name in wanted for layout in layouts]
 
 
 def summary(rows: dict[str, Any]) -> list[str]:
-    """Return lines: outcomes of all cells, and of the cells of sums over samples."""
-    habits, lines = table(), []
-    for text, sums in (("sums over samples", True), ("others", False)):
-        found = Counter(
-            row["verdict"] for key, row in rows.items() if habits[key.split(" · ")[0]].sums == sums
-        )
-        total = sum(found.values()) or 1
-        counts = ", ".join(f"{number} {what}" for what, number in found.most_common())
-        lines.append(f"{text}: {counts}; right {100 * found['right'] / total:.1f} %")
+    """Return lines: outcomes of the cells, by their layouts and whether they are sums over samples."""
+    habits, found = table(), {}
+    for key, row in rows.items():
+        name, _, layout = key.partition(" · ")
+        if row["verdict"] != "n/a":
+            where = "" if layout in LAYOUTS else ", wider layouts"
+            kind = ("sums over samples" if habits[name].sums else "others") + where
+            found.setdefault(kind, Counter())[row["verdict"]] += 1
+    lines = []
+    for kind in sorted(found, key=lambda kind: ("wider" in kind, "others" in kind)):
+        counts = ", ".join(f"{number} {what}" for what, number in found[kind].most_common())
+        share = 100 * found[kind]["right"] / found[kind].total()
+        lines.append(f"{kind}: {counts}; right {share:.1f} %")
+    return lines
+
+
+def rows_of_table(rows: dict[str, Any], layouts: Sequence[str], names: list[str]) -> list[str]:
+    """Return the lines of a table: habits by layout."""
+    lines = [
+        f"| habit | about | sum | {' | '.join(layouts)} |",
+        f"|---|---|---|{'---|' * len(layouts)}",
+    ]
+    for name in names:
+        habit = table()[name]
+        cells = [rows.get(f"{name} · {layout}", {}).get("verdict", "—") for layout in layouts]
+        words, sums = name.replace("_", " "), "sum" if habit.sums else ""
+        lines.append(f"| {words} | {habit.kind} | {sums} | {' | '.join(cells)} |")
     return lines
 
 
@@ -157,15 +190,20 @@ def write_page(rows: dict[str, Any], path: Path) -> None:
         "",
         "A cell that is not `sum` is a mistake, or couples samples: no layout can make it right.",
         "",
-        f"| habit | about | sum | {' | '.join(LAYOUTS)} |",
-        f"|---|---|---|{'---|' * len(LAYOUTS)}",
+        *rows_of_table(rows, LAYOUTS, list(table())),
     ]
-    for name, habit in table().items():
-        cells = [rows.get(f"{name} · {layout}", {}).get("verdict", "—") for layout in LAYOUTS]
-        words = name.replace("_", " ")
-        lines.append(
-            f"| {words} | {habit.kind} | {'sum' if habit.sums else ''} | {' | '.join(cells)} |"
-        )
+    wide = [name for name in table() if any(f"{name} · {layout}" in rows for layout in WIDE)]
+    if wide:
+        lines += [
+            "",
+            "## Wider layouts",
+            "",
+            f"{len(wide)} habits, drawn with seed {SEED}. The layouts have two or four ranks:",
+            f"{', '.join(f'{name} = `{SETTINGS[name].layout}`' for name in WIDE)}.",
+            "`n/a`: the habit has a model or data of its own, which cp or ep cannot take.",
+            "",
+            *rows_of_table(rows, WIDE, wide),
+        ]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -176,22 +214,29 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds for a cell")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--page", type=Path, default=ROOT / "docs/proof/habits.md")
+    parser.add_argument("--drawn", type=int, help="as many drawn habits, on the wider layouts")
+    parser.add_argument("--share", default="0/1", help="0/2: the first of two shares of the cells")
+    parser.add_argument("--merge", nargs="*", type=Path, default=[], help="results to add; no cell")
     parser.add_argument("--verdicts", nargs="*", default=[], help="only cells with such a verdict")
     options = parser.parse_args()
     source = source_hash()
     rows = rows_before(options, options.out, source)
     rows = {key: row for key, row in rows.items() if key.split(" · ")[0] in table()}
+    for path in options.merge:
+        rows |= json.loads(path.read_text())["rows"]
+    if options.merge:
+        write_rows(options.out, DEFINITION, rows)
+    first, shares = map(int, options.share.split("/"))
+    cells = [] if options.merge else chosen(options)[first::shares]
     with tempfile.TemporaryDirectory(prefix="habits-") as folder:
         rooms = Rooms(Path(folder))
         try:
-            for name, layout in chosen(options):
+            for name, layout in cells:
                 key = f"{name} · {layout}"
-                if options.verdicts and rows.get(key, {}).get("verdict") not in options.verdicts:
+                known = rows.get(key, {})
+                if options.verdicts and known.get("verdict") not in options.verdicts:
                     continue
-                if (
-                    not (options.only or options.verdicts)
-                    and rows.get(key, {}).get("source") == source
-                ):
+                if not (options.only or options.verdicts) and known.get("source") == source:
                     continue
                 verdict, shown = measure(rooms, name, layout, options.deadline)
                 rows[key] = {"verdict": verdict, "shown": shown, "source": source}

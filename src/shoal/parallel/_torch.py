@@ -28,6 +28,8 @@ version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Count of in-place writes into a tensor; writes through `.data` do not count."""
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that runs on this thread, from 0; −1: none runs."""
+function_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func that runs (vmap, grad); None: none runs."""
 function_modes: Callable[[], list[AbstractContextManager[object]]] = (
     _get_current_function_mode_stack
 )
@@ -48,6 +50,7 @@ __all__ = [
     "flash_device",
     "flash_device_backward",
     "function_modes",
+    "function_transform",
     "get_compile_cache",
     "get_generators",
     "graph_task_id",

@@ -22,6 +22,16 @@ def written_out(script: Script, between: Any, **more: Any) -> None:
         script.note(run.update().loss)
 
 
+def in_each_pass(script: Script, act: Any, steps: int = 2, *, noted: bool = False) -> None:
+    """Steps of written-out passes, `act(run, micro)` in each."""
+    run = script.begin()
+    for step in range(steps):
+        for micro in run.micro_batches(script.batch(step)):
+            act(run, micro)
+        loss = run.update().loss
+        script.note(*[loss] * noted)
+
+
 @habit("gradients", sums=True)
 def clip_by_norm_in_written_out_passes(script: Script) -> None:
     written_out(script, lambda run, _: script.note(clip_grad_norm_(run.model.parameters(), 0.5)))
@@ -215,25 +225,23 @@ def zero_grad_before_the_update(script: Script) -> None:
 
 @habit("gradients", sums=True)
 def two_passes_of_the_model_in_a_micro_batch(script: Script) -> None:
-    run = script.begin()
-    for step in range(3):
-        for micro in run.micro_batches(script.batch(step)):
-            total, count = squares(run.model(micro.inputs), micro.targets)
-            run.backward(total, count)
-            run.backward(run.model(micro.inputs * 0.5).abs().sum(), count)
-        script.note(run.update().loss)
+    def act(run: Any, micro: Any) -> None:
+        total, count = squares(run.model(micro.inputs), micro.targets)
+        run.backward(total, count)
+        run.backward(run.model(micro.inputs * 0.5).abs().sum(), count)
+
+    in_each_pass(script, act, 3, noted=True)
 
 
 @habit("gradients", sums=True)
 def gradient_penalty_on_inputs(script: Script) -> None:
-    run = script.begin()
-    for step in range(3):
-        for micro in run.micro_batches(script.batch(step)):
-            x = micro.inputs.clone().requires_grad_()
-            o = run.model(x)
-            (slope,) = torch.autograd.grad(o.sum(), x, create_graph=True)
-            run.backward(squares(o, micro.targets)[0] + slope.square().sum(), len(o))
-        script.note(run.update().loss)
+    def act(run: Any, micro: Any) -> None:
+        x = micro.inputs.clone().requires_grad_()
+        o = run.model(x)
+        (slope,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+        run.backward(squares(o, micro.targets)[0] + slope.square().sum(), len(o))
+
+    in_each_pass(script, act, 3, noted=True)
 
 
 @habit("gradients", sums=True)
@@ -286,3 +294,82 @@ def squares_of_gradients_read_for_a_log(script: Script) -> None:
         script.note(sum(p.grad.pow(2).sum() for p in run.model.layers.parameters()))
 
     written_out(script, read)
+
+
+def clip_by_hand(script: Script, total_of: Any) -> None:
+    """Clip by a norm that the script takes by itself, and read it."""
+
+    def clip(run: Any, step: int) -> None:
+        held = [p for p in run.model.parameters() if p.grad is not None]
+        total = total_of([p.grad for p in held])
+        script.note(total)
+        for p in held:
+            p.grad.mul_((0.5 / (total + 1e-6)).clamp(max=1.0))
+
+    written_out(script, clip)
+
+
+@habit("gradients", sums=True)
+def clip_by_hand_with_stacked_norms(script: Script) -> None:
+    clip_by_hand(script, lambda grads: torch.stack([g.norm() for g in grads]).norm())
+
+
+@habit("gradients", sums=True)
+def clip_by_hand_with_norms_of_a_list(script: Script) -> None:
+    clip_by_hand(script, lambda grads: torch.stack(torch._foreach_norm(grads)).norm())
+
+
+@habit("gradients", sums=True)
+def clip_by_hand_with_vector_norms(script: Script) -> None:
+    clip_by_hand(
+        script,
+        lambda grads: torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g) for g in grads])
+        ),
+    )
+
+
+@habit("gradients", sums=True)
+def clip_by_hand_with_squares(script: Script) -> None:
+    clip_by_hand(script, lambda grads: sum(g.square().sum() for g in grads).sqrt())
+
+
+@habit("gradients", sums=False)
+def a_factor_that_differs_by_rank(script: Script) -> None:
+    """Gradients scaled by a number of the rank's own, such as its loss."""
+
+    def scale(run: Any, step: int) -> None:
+        for p in run.model.parameters():
+            p.grad.mul_(1.0 + 0.1 * script.rank)
+
+    written_out(script, scale)
+
+
+@habit("gradients", sums=False)
+def a_factor_that_differs_by_rank_after_forward_backward(script: Script) -> None:
+    run = script.begin()
+    for step in range(3):
+        run.forward_backward(script.batch(step))
+        for p in run.model.parameters():
+            p.grad.mul_(torch.tensor(1.0 + 0.1 * script.rank).double())
+        run.update()
+
+
+@habit("weights", sums=False)
+def weights_scaled_by_a_factor_that_differs_by_rank(script: Script) -> None:
+    run = script.begin()
+    for step in range(3):
+        run.step(script.batch(step))
+        for p in run.model.parameters():
+            p.data.mul_(1.0 - 0.01 * script.rank)
+
+
+@habit("gradients", sums=False)
+def noise_that_differs_by_rank_after_forward_backward(script: Script) -> None:
+    run = script.begin()
+    for step in range(3):
+        run.forward_backward(script.batch(step))
+        drawn = torch.Generator().manual_seed(100 * script.rank + step)
+        for p in run.model.parameters():
+            p.grad.add_(0.1 * torch.randn(p.grad.shape, generator=drawn, dtype=p.dtype))
+        run.update()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,39 +29,14 @@ DRAWN = torch.Generator().manual_seed(5)
 X = torch.randn(64, 6, generator=DRAWN, dtype=torch.float64)
 Y = X[:, :3] * 2 + torch.randn(64, 3, generator=DRAWN, dtype=torch.float64)
 CLASSES = torch.randint(3, (64,), generator=DRAWN)
+TOKENS = 8
+"""Length of the sequences of cp."""
+SEQUENCES = torch.randn(64, TOKENS, 6, generator=DRAWN, dtype=torch.float64)
+NEXT = SEQUENCES[..., :3] * 2 + SEQUENCES[..., 3:].cumsum(1)
 ROWS = 8
 """Samples of a step over all ranks."""
 CUTS = {1: (0, 8), 2: (0, 5, 8), 4: (0, 3, 4, 6, 8)}
 """Bounds of the samples of a step, by the number of shares."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A layout of the matrix.
-
-    Attributes:
-        layout: as `shoal.parallelize` takes it.
-        ranks: processes.
-        shares: into how many shares a step's samples are cut; ranks of tp and pp hold equal ones.
-        share: the share of a rank.
-    """
-
-    layout: Any
-    ranks: int = 2
-    shares: int = 2
-    share: Callable[[int], int] = int
-
-
-SETTINGS = {
-    "single": Setting("single", 1, 1),
-    **{name: Setting(name) for name in ("ddp", "zero2", "fsdp")},
-    **{name: Setting(name, shares=1, share=lambda rank: 0) for name in ("tp", "pp")},
-    "zero1": Setting("zero1"),
-    "hsdp": Setting({"dp_replicate": 2, "dp_shard": 2}, 4, 4),
-    "tp_fsdp": Setting({"dp_shard": 2, "tp": 2}, 4, share=lambda rank: rank // 2),
-    "pp_ddp": Setting({"pp": 2, "dp_replicate": 2}, 4, share=lambda rank: rank % 2),
-}
-"""Layouts by name; the first six are those of every habit."""
 
 
 class Block(nn.Module):
@@ -86,9 +62,116 @@ class Chain(nn.Module):
         return self.head(self.layers(x))
 
 
+class LongBlock(Block):
+    """Causal attention over tokens, then the residual MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = [one(x).unsqueeze(1) for one in (self.query, self.key, self.value)]
+        seen = F.scaled_dot_product_attention(*mixed, is_causal=True).squeeze(1)
+        return super().forward(x + seen)
+
+
+class LongChain(Chain):
+    """Four blocks with attention and a head, on sequences [sample, token, feature]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(LongBlock() for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim != SEQUENCES.ndim:
+            raise NotApplicableError
+        return super().forward(x)
+
+
+class Stack(nn.Module):
+    """Two experts, stacked; each token has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(0.3 * torch.randn(2, *s)) for s in ((6, 8), (8, 6)))
+
+    def forward(self, x: Any, chosen: Any, weights: Any) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number in range(len(self.up)):
+            rows, place = torch.where(chosen == number)
+            one = (x[rows] @ self.up[number]).tanh() @ self.down[number]
+            out = out.index_add(0, rows, one * weights[rows, place, None])
+        return out
+
+
+class Mixture(Chain):
+    """Four blocks, a mixture of two experts and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 2), Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        weights, chosen = self.router(x).softmax(-1).topk(1)
+        return self.head(x + self.experts(x, chosen, weights))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A layout of the matrix.
+
+    Attributes:
+        layout: as `shoal.parallelize` takes it.
+        ranks: processes.
+        shares: into how many shares a step's samples are cut; ranks of tp and pp hold equal ones.
+        share: the share of a rank.
+        model: takes the place of `Chain`, which this layout cannot split.
+        columns: inputs and targets of all samples.
+    """
+
+    layout: Any
+    ranks: int = 2
+    shares: int = 2
+    share: Callable[[int], int] = int
+    model: type[nn.Module] | None = None
+    columns: tuple[torch.Tensor, ...] = (X, Y)
+
+
+LONG = partial(Setting, model=LongChain, columns=(SEQUENCES, NEXT))
+SETTINGS = {
+    "single": Setting("single", 1, 1),
+    **{name: Setting(name) for name in ("ddp", "zero2", "fsdp")},
+    **{name: Setting(name, shares=1, share=lambda rank: 0) for name in ("tp", "pp")},
+    "zero1": Setting("zero1"),
+    "hsdp": Setting({"dp_replicate": 2, "dp_shard": 2}, 4, 4),
+    "tp_fsdp": Setting({"dp_shard": 2, "tp": 2}, 4, share=lambda rank: rank // 2),
+    "tp_ddp": Setting({"dp_replicate": 2, "tp": 2}, 4, share=lambda rank: rank // 2),
+    "pp_ddp": Setting({"pp": 2, "dp_replicate": 2}, 4, share=lambda rank: rank % 2),
+    "pp_fsdp": Setting({"pp": 2, "dp_shard": 2}, 4, share=lambda rank: rank % 2),
+    "cp": LONG({"cp": 2}, shares=1, share=lambda rank: 0),
+    "cp_fsdp": LONG({"cp": 2, "dp_shard": 2}, 4, share=lambda rank: rank // 2),
+    "ep": Setting({"dp_replicate": 2, "ep": 2}, model=Mixture),
+    "ep_fsdp": Setting({"dp_shard": 4, "ep": 2}, 4, 4, model=Mixture),
+}
+"""Layouts by name; the first six are those of every habit. In cp and ep a habit with a model or
+data of its own is not applicable."""
+
+
+class NotApplicableError(Exception):
+    """A habit has a model or data that the layout cannot take."""
+
+
+PLACE = {"layout": "single"}
+"""The layout whose habit runs now; `net` makes the model that it can split."""
+
+
 def net(kind: Callable[[], nn.Module] = Chain) -> nn.Module:
     torch.manual_seed(0)
-    return kind().double()
+    other = SETTINGS[PLACE["layout"]].model
+    if other is not None and kind is not Chain:
+        raise NotApplicableError
+    return (other or kind)().double()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -231,6 +314,8 @@ class Script:
     ) -> Any:
         """Begin a run, or the plain script; `optimizer` is an optimizer or a function."""
         model = net() if model is None else model
+        if type(model) is not (SETTINGS[self.layout].model or type(model)):
+            raise NotApplicableError
         if self.world is None:
             keys = {key: more[key] for key in ("clip", "call") if key in more}
             made = optimizer
@@ -238,7 +323,7 @@ class Script:
                 made = optimizer(p for p in model.parameters() if p.requires_grad)
             self.run = PlainRun(model, made, loss, **keys)
             return self.run
-        if any(axis in self.layout for axis in ("tp", "pp")):
+        if any(axis in self.layout for axis in ("tp", "pp", "cp", "ep")):
             more["sample"] = self.batch(0) if sample is None else sample
         more.setdefault("micro_batch", 2)
         self.run = shoal.parallelize(
@@ -260,7 +345,7 @@ class Script:
         return tuple(column[first : first + ROWS][rows] for column in columns)
 
     def batch(self, step: int) -> tuple[torch.Tensor, ...]:
-        return self.share(step, X, Y)
+        return self.share(step, *SETTINGS[self.layout].columns)
 
     def note(self, *values: Any) -> None:
         """Keep numbers that both sides must have in common."""

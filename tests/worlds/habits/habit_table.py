@@ -9,6 +9,7 @@ A cell of the matrix is a habit × a layout. Its outcome:
     named    an error of Shoal, or a line to the user
     raised   an exception of torch or Python, which names nothing
     WRONG    other numbers, exit 0, no line
+    n/a      it has a model or data that the layout (cp, ep) cannot take
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from guards import Lines
-from habits.habit_sides import Script
+from habits.habit_sides import PLACE, NotApplicableError, Script
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
 
@@ -86,9 +87,12 @@ def attempt(world: World, name: str, layout: str) -> dict[str, Any]:
         The error, the lines to the user, and the largest difference to plain PyTorch with the name
         of the tensor; a difference is relative to the largest number of its tensor.
     """
-    act = table()[name].act
+    act, PLACE["layout"] = table()[name].act, layout
     plain, ours = Script(None, layout), Script(world, layout)
-    act(plain)
+    try:
+        act(plain)
+    except NotApplicableError:
+        return {"not_applicable": True}
     wanted = plain.result()
     found: dict[str, Any] = {"error": "", "raised": "", "difference": -1.0, "where": ""}
     with Lines() as heard:
@@ -133,6 +137,8 @@ def difference(ours: dict[str, list[float]], wanted: dict[str, list[float]]) -> 
 
 def outcome(answers: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """Return the outcome of a cell from the answers of all ranks, and what shows it."""
+    if any(one.get("not_applicable") for one in answers):
+        return "n/a", "a model or data of its own"
     errors = [one["error"] for one in answers if one["error"]]
     if errors:
         return "named", errors[0]

@@ -11,12 +11,25 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from habits.gradient_habits import clip_grad_norm_, written_out
+from habits.gradient_habits import clip_grad_norm_, in_each_pass, written_out
 from habits.habit_sides import Chain, Script, X, Y, adamw, net, sgd, squares
 from habits.habit_table import habit
 from habits.optimizer_habits import NOWHERE, by_groups, steps
 
 # ---- gradients
+
+
+def on_all_ranks(script: Script, call: Any, tensors: Any) -> None:
+    """A collective of the user's on each tensor, in a run."""
+    if not script.plain and dist.is_initialized():
+        for one in tensors:
+            call(one)
+
+
+def average(tensor: torch.Tensor) -> None:
+    """`all_reduce` and a division."""
+    dist.all_reduce(tensor)
+    tensor /= dist.get_world_size()
 
 
 @habit("gradients", sums=True)
@@ -251,13 +264,13 @@ def per_sample_norms_by_vmap(script: Script) -> None:
 @habit("gradients", sums=True)
 def a_functional_call_with_other_weights(script: Script) -> None:
     """Outputs at weights that are moved by a little, inside of a written-out pass."""
-    run = script.begin()
-    for step in range(2):
-        for micro in run.micro_batches(script.batch(step)):
-            moved = {name: 1.01 * p for name, p in run.model.named_parameters()}
-            o = functional_call(run.model, moved, (micro.inputs,))
-            run.backward((o - micro.targets).square().sum(), len(o))
-        script.note(run.update().loss)
+
+    def act(run: Any, micro: Any) -> None:
+        moved = {name: 1.01 * p for name, p in run.model.named_parameters()}
+        o = functional_call(run.model, moved, (micro.inputs,))
+        run.backward((o - micro.targets).square().sum(), len(o))
+
+    in_each_pass(script, act, noted=True)
 
 
 @habit("gradients", sums=True)
@@ -274,54 +287,53 @@ def gradients_of_weights_between_steps(script: Script) -> None:
 @habit("gradients", sums=False)
 def a_penalty_on_gradients_of_weights(script: Script) -> None:
     """The norm of a micro-batch's gradient in the loss, by `create_graph`: no sum over samples."""
-    run = script.begin()
-    for step in range(2):
-        for micro in run.micro_batches(script.batch(step)):
-            total, count = squares(run.model(micro.inputs), micro.targets)
-            found = torch.autograd.grad(total, list(run.model.parameters()), create_graph=True)
-            norm = sum(one.square().sum() for one in found)
-            run.backward(total + 0.01 * norm, count)
-        run.update()
+
+    def act(run: Any, micro: Any) -> None:
+        total, count = squares(run.model(micro.inputs), micro.targets)
+        found = torch.autograd.grad(total, list(run.model.parameters()), create_graph=True)
+        run.backward(total + 0.01 * sum(one.square().sum() for one in found), count)
+
+    in_each_pass(script, act)
 
 
 @habit("gradients", sums=True)
 def gradients_by_hand_in_a_written_out_pass(script: Script) -> None:
     """`p.grad += g` of `autograd.grad`, without `run.backward`."""
-    run = script.begin()
-    for step in range(2):
-        for micro in run.micro_batches(script.batch(step)):
-            total, count = squares(run.model(micro.inputs), micro.targets)
-            held = list(run.model.parameters())
-            for p, one in zip(held, torch.autograd.grad(total / count, held), strict=True):
-                p.grad = one if p.grad is None else p.grad + one
-        run.update()
+
+    def act(run: Any, micro: Any) -> None:
+        total, count = squares(run.model(micro.inputs), micro.targets)
+        held = list(run.model.parameters())
+        for p, one in zip(held, torch.autograd.grad(total / count, held), strict=True):
+            p.grad = one if p.grad is None else p.grad + one
+
+    in_each_pass(script, act)
 
 
 @habit("gradients", sums=True)
 def torchs_backward_in_a_written_out_pass(script: Script) -> None:
     """`loss.backward()` where `run.backward(loss, count)` belongs."""
-    run = script.begin()
-    for step in range(2):
-        for micro in run.micro_batches(script.batch(step)):
-            total, count = squares(run.model(micro.inputs), micro.targets)
-            (total / count).backward()
-        run.update()
+
+    def act(run: Any, micro: Any) -> None:
+        total, count = squares(run.model(micro.inputs), micro.targets)
+        (total / count).backward()
+
+    in_each_pass(script, act)
 
 
 @habit("gradients", sums=False)
 def conflicting_gradients_projected(script: Script) -> None:
     """PCGrad on each micro-batch: two losses, one projected on the other."""
-    run = script.begin()
-    for step in range(2):
-        for micro in run.micro_batches(script.batch(step)):
-            o = run.model(micro.inputs)
-            held = list(run.model.parameters())
-            one = torch.autograd.grad((o - micro.targets).square().sum(), held, retain_graph=True)
-            two = torch.autograd.grad(o.abs().sum(), held)
-            for p, a, b in zip(held, one, two, strict=True):
-                dot = (a * b).sum().clamp(max=0)
-                p.grad = a + b - dot / (b.square().sum() + 1e-9) * b
-        run.update()
+
+    def act(run: Any, micro: Any) -> None:
+        o = run.model(micro.inputs)
+        held = list(run.model.parameters())
+        one = torch.autograd.grad((o - micro.targets).square().sum(), held, retain_graph=True)
+        two = torch.autograd.grad(o.abs().sum(), held)
+        for p, a, b in zip(held, one, two, strict=True):
+            dot = (a * b).sum().clamp(max=0)
+            p.grad = a + b - dot / (b.square().sum() + 1e-9) * b
+
+    in_each_pass(script, act)
 
 
 @habit("gradients", sums=True)
@@ -362,11 +374,7 @@ def gradients_reduced_by_hand(script: Script) -> None:
     """`dist.all_reduce(p.grad)` and a division, as in loops without DDP."""
 
     def reduce(run: Any, step: int) -> None:
-        if script.plain or not dist.is_initialized():
-            return
-        for p in run.model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
+        on_all_ranks(script, lambda p: average(p.grad), run.model.parameters())
 
     written_out(script, reduce)
 
@@ -375,23 +383,17 @@ def gradients_reduced_by_hand(script: Script) -> None:
 def weights_averaged_by_hand(script: Script) -> None:
     """`dist.all_reduce(p.data)` and a division after each step: of equal weights, no change."""
 
-    def average(run: Any, step: int) -> None:
-        if script.plain or not dist.is_initialized():
-            return
-        for p in run.model.parameters():
-            dist.all_reduce(p.data)
-            p.data /= dist.get_world_size()
+    def reduce(run: Any, step: int) -> None:
+        on_all_ranks(script, lambda p: average(p.data), run.model.parameters())
 
-    steps(script, average)
+    steps(script, reduce)
 
 
 @habit("weights", sums=True)
 def weights_sent_from_rank_0(script: Script) -> None:
     """`dist.broadcast(p.data, 0)` after the start."""
     run = script.begin()
-    if not script.plain and dist.is_initialized():
-        for p in run.model.parameters():
-            dist.broadcast(p.data, 0)
+    on_all_ranks(script, lambda p: dist.broadcast(p.data, 0), run.model.parameters())
     script.train(run)
 
 
@@ -403,8 +405,7 @@ def metrics_reduced_by_torch(script: Script) -> None:
         x, y = script.batch(step)
         run.step((x, y))
         found = torch.stack([y.abs().sum(), torch.tensor(float(y.numel())).double()])
-        if not script.plain and dist.is_initialized():
-            dist.all_reduce(found)
+        on_all_ranks(script, dist.all_reduce, [found])
         script.note(found[0] / found[1])
 
 

@@ -255,6 +255,32 @@ class Placement:
         return self.is_expert, self.data, self.copies_in_model(layout), self.sum_over, sharers
 
 
+def find_lowest_copies(
+    layout: Layout, ranks: int, axes: Sequence[str], stages: Sequence[int]
+) -> list[int]:
+    """Return, for every rank, the lowest rank that holds the same tensors.
+
+    Args:
+        layout: of all ranks.
+        ranks: how many there are.
+        axes: over which ranks hold the same.
+        stages: pipeline stages that hold the same; (): each has tensors of its own.
+
+    >>> find_lowest_copies(Layout(dp_shard=2, tp=2, zero=3), 4, ("tp",), ())
+    [0, 0, 2, 2]
+    """
+    experts = any(axis.startswith("expert") for axis in axes)
+    grid = layout.expert_degrees if experts else layout.degrees
+    firsts: dict[tuple[Any, ...], int] = {}
+    found = []
+    for rank in range(ranks):
+        at = layout.at(rank)
+        place = tuple(at[axis] for axis in grid if axis not in axes and axis != "pp")
+        stage: Any = "shared" if at.get("pp", 0) in stages else at.get("pp", 0)
+        found.append(firsts.setdefault((place, stage), rank))
+    return found
+
+
 def parse_placements(records: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:
     """Parse the placement rows of a plan.json."""
     return tuple(Placement.of_record(record) for record in records)

@@ -5,6 +5,7 @@
     w.data = tensor                        its rows are written; torch would lose the tensor
     w[0] = 0, draws, nn.init, torch.cat    on the gathered tensor, of which each rank keeps its rows
     w[0].mul_(2)                           refused: the row is a copy, and the change would be lost
+    w.norm() of a part of tp or ep         on the gathered whole (`inner_cuts.py`)
 
 Outside of the run's own calls a weight has another class, whose operations come here. Inside they
 are torch's, at torch's speed. Every rank must make the same calls, as with a DTensor itself.
@@ -22,6 +23,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shoal.base.errors import ConfigError
 from shoal.parallel._torch import pytree, version_counter
 from shoal.parallel.data_parallel._torch import allow_plain_tensors
+from shoal.parallel.data_parallel.inner_cuts import (
+    extract_operands,
+    find_inner_cut,
+    gather_whole,
+    replicate,
+    set_inner_cut,
+)
+from shoal.parallel.data_parallel.tensor_sizes import read_size
 
 DRAWS = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
@@ -60,6 +69,14 @@ class UserDTensor(DTensor):
     __slots__ = ()
     part_of_weight = True
 
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """Return the whole tensor; every rank calls it."""
+        with as_dtensors([self]):
+            if find_inner_cut(self) is not None:
+                return gather_whole(self)
+            whole: torch.Tensor = DTensor.full_tensor(self, **options)
+            return whole
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,10 +99,11 @@ def wrap_rows(weight: Any, rows: torch.Tensor) -> torch.Tensor:
     """
     local = rows.view(weight._local_tensor.shape)
     mesh, places = weight.device_mesh, weight.placements
-    made: Any = DTensor.from_local(
-        local, mesh, places, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    with as_dtensors([weight]):
+        shape, stride = weight.shape, weight.stride()
+    made: Any = DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride)
     made.__class__ = UserDTensor
+    set_inner_cut(made, find_inner_cut(weight))
     return made
 
 
@@ -114,32 +132,80 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"lost; try: the same on the weight by an index (w[0] = …), or "
             f"with run.whole_weights():"
         )
+    cuts = list(map(find_inner_cut, ours))
+    cut, is_cut = next(iter(cuts), None), any(cuts)
+    if cut is not None and args and args[0] is ours[0]:
+        size = read_size(func, name, cut.shape, args, kwargs)
+        if size is not None:
+            return size
     with as_dtensors(ours):
         if func == SET_DATA:
             _write_rows(ours[0], args[1]) if args[0] is ours[0] else func(*args, **kwargs)
             return None
         if name in NUMBERS and isinstance(args[0], DTensor):
-            return func(args[0].full_tensor(), *args[1:], **kwargs)
+            return func(gather_whole(args[0]), *args[1:], **kwargs)
         if func is torch.autograd.grad:
             raise ConfigError(
                 "torch.autograd.grad by weights: under fsdp the graph has gathered copies of them; "
                 "try: run.forward_backward(batch), then .grad; or layout=zero2"
             )
+        if writes and args and isinstance(args[0], DTensor):
+            _note_numbers(args[1:], kwargs)
         drawn = name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
         drawn = drawn or (writes and not isinstance(args[0] if args else None, DTensor))
-        result = _run_on_whole(func, args, kwargs) if drawn else _run_on_rows(func, args, kwargs)
+        on_rows = None if drawn else (args, kwargs)
+        if is_cut and not drawn:
+            on_rows = extract_operands(func, name, args, kwargs, _note_operand)
+        result = _run_on_rows(func, *on_rows) if on_rows else _run_on_whole(func, args, kwargs)
+        if is_cut and on_rows is None and name in VIEWS:
+            result = pytree.tree_map_only(
+                torch.Tensor, lambda one: _as_row_copy(one, ours[0]), result
+            )
         if writes and args and isinstance(args[0], DTensor):  # torch counts no write into the rows
             rows = getattr(args[0], "rows", args[0]._local_tensor)
             torch.autograd.graph.increment_version(rows)
+    _mark_results(result, name, ours)
+    return result
+
+
+def _mark_results(result: Any, name: str, weights: Sequence[Any]) -> None:
+    """Give DTensors that were computed from weights the class that user code sees."""
+    cut = find_inner_cut(weights[0]) if weights else None
     for one in pytree.tree_leaves(result):
         if type(one) is DTensor:
-            shares = _share_memory(one, ours)
+            shares = _share_memory(one, weights)
             one.__class__ = UserDTensor if shares or name not in VIEWS else RowCopy
             if shares:
-                vars(one)["rows"] = getattr(ours[0], "rows", ours[0]._local_tensor)
-            for reader in readers:
-                reader.compute_with_part(ours[0], one)
-    return result
+                vars(one)["rows"] = getattr(weights[0], "rows", weights[0]._local_tensor)
+            set_inner_cut(one, cut)
+        elif not isinstance(one, torch.Tensor) or any(one is weight for weight in weights):
+            continue
+        for reader in readers:
+            reader.compute_with_part(weights[0], one)
+
+
+def _as_row_copy(tensor: torch.Tensor, like: Any) -> Any:
+    """Return a view of a gathered weight as a tensor that refuses writes."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    made: Any = replicate(tensor, like)
+    made.__class__ = RowCopy
+    return made
+
+
+def _note_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the single numbers that a function writes into a weight."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    for one in leaves:
+        if isinstance(one, float | int):
+            _note_operand(torch.tensor(float(one), dtype=torch.float64))
+        elif isinstance(one, torch.Tensor) and not isinstance(one, DTensor) and not one.ndim:
+            _note_operand(one)
+
+
+def _note_operand(tensor: torch.Tensor) -> None:
+    for reader in readers:
+        reader.note_operand(tensor)
 
 
 def _run_on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,8 +217,7 @@ def _run_on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if isinstance(one, torch.Tensor) and not isinstance(one, DTensor) and one.ndim
     ]
     for one in plain:
-        for reader in readers:
-            reader.note_operand(one)
+        _note_operand(one)
     try:
         with allow_plain_tensors() if plain else nullcontext():
             return func(*args, **kwargs)
@@ -166,7 +231,7 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     def gather(leaf: Any) -> Any:
         if id(leaf) not in wholes:
-            whole = leaf.detach().full_tensor().requires_grad_(leaf.requires_grad)
+            whole = gather_whole(leaf).requires_grad_(leaf.requires_grad)
             wholes[id(leaf)] = (leaf, whole, version_counter(whole))
         return wholes[id(leaf)][1]
 
@@ -183,12 +248,15 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @torch.no_grad()
 def _write_rows(weight: Any, value: torch.Tensor) -> None:
     """Copy this rank's rows of a whole tensor into a weight."""
-    value = value.detach()
-    if value.shape != weight.shape:
+    value, cut = value.detach(), find_inner_cut(weight)
+    shape = weight.shape if cut is None or isinstance(value, DTensor) else cut.shape
+    if value.shape != shape:
         raise ConfigError(
-            f"weights of fsdp keep their shape: {list(weight.shape)}, got {list(value.shape)}; "
+            f"weights of fsdp keep their shape: {list(shape)}, got {list(value.shape)}; "
             f"try: layers of another size before shoal.parallelize"
         )
+    if cut is not None and not isinstance(value, DTensor):
+        value = cut.extract(value)
     if not isinstance(value, DTensor):
         mesh, places = weight.device_mesh, weight.placements
         value = distribute_tensor(value.to(weight.device), mesh, places, src_data_rank=None)

@@ -33,6 +33,8 @@ __all__ = [
     "intercept_gradient_clipping",
     "make_gradient_placeholder",
     "mark_absent",
+    "mark_stage_gradient",
+    "note_written",
 ]
 
 
@@ -350,6 +352,7 @@ class StageTensor(torch.Tensor):
     """A tensor computed from weights of this stage of a pipeline: other ranks have none like it."""
 
     part_of_weight = True
+    owner: PartReader | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -361,24 +364,61 @@ class StageTensor(torch.Tensor):
     ) -> Any:
         if any(issubclass(one, AbsentTensor | AbsentParameter) for one in types):
             return _run_on_absent(func, args, kwargs or {})
+        _note_operands(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return result if func in READERS else _mark_stage(result)
+        return result if func in READERS else _keep_owner(func, args, _mark_stage(result))
+
+
+def mark_stage_gradient(gradient: torch.Tensor, owner: PartReader) -> torch.Tensor:
+    """Return an alias of a gradient of this stage; what is written into it is noted.
+
+    Args:
+        gradient: it shares the memory.
+        owner: watcher of the weight.
+    """
+    made: Any = gradient.as_subclass(StageTensor)
+    made.owner = owner
+    return cast(torch.Tensor, made)
+
+
+def _keep_owner(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Return an alias of a gradient with the gradient's owner."""
+    owner = getattr(args[0], "owner", None) if args else None
+    if owner is not None and func in (READ_DATA, torch.Tensor.detach):
+        result.owner = owner
+    return result
 
 
 READ_DEVICE = torch.Tensor.device.__get__  # a property, in C
+READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 READERS = {torch.Tensor.requires_grad_, torch.Tensor.backward}
 """Functions whose result is no new tensor."""
 
 
 def _note_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the plain tensors that a function writes into a weight."""
+    """Note the plain tensors and the numbers that a function writes into a weight."""
     name = getattr(func, "__name__", "")
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if writes and args and id(args[0]) in PARTS:
-        for leaf in pytree.tree_leaves((args[1:], kwargs)):
-            if type(leaf) is torch.Tensor and leaf.ndim:
-                PARTS[id(args[0])].note_operand(leaf)
+    first = args[0] if writes and args else None
+    reader = PARTS.get(id(first)) or getattr(first, "owner", None)
+    if reader is not None:
+        note_written(reader, args[1:], kwargs)
+
+
+def note_written(reader: PartReader, *arguments: Any, single: bool = False) -> None:
+    """Note the plain tensors and the numbers that are written into a weight or its gradient.
+
+    Args:
+        reader: watcher of the weight.
+        arguments: of the function that writes.
+        single: of tensors, only those of one number.
+    """
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, float | int):
+            reader.note_operand(torch.tensor(float(leaf), dtype=torch.float64))
+        elif type(leaf) is torch.Tensor and not (single and leaf.ndim):
+            reader.note_operand(leaf)
 
 
 ABSENT: dict[int, tuple[Callable[[], Exception], torch.device]] = {}
@@ -390,6 +430,7 @@ class AbsentTensor(torch.Tensor):
 
     part_of_weight = True
     absent: tuple[Callable[[], Exception], torch.device]
+    owner: PartReader | None = None
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -423,7 +464,9 @@ class AbsentParameter(nn.Parameter):
     def grad(self) -> Any:
         """Return a gradient without numbers, which like the weight takes writes."""
         with torch._C.DisableTorchFunctionSubclass():
-            return mark_absent(torch.empty_like(self, requires_grad=False), ABSENT[id(self)])
+            made: Any = mark_absent(torch.empty_like(self, requires_grad=False), ABSENT[id(self)])
+            made.owner = PARTS.get(id(self))
+            return made
 
     @grad.setter
     def grad(self, gradient: Any) -> None: ...
@@ -469,9 +512,10 @@ def _run_on_absent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if torch.is_grad_enabled() and "leaf" in str(error):
             raise  # as in one process
         raise absent[0]() from error
-    return pytree.tree_map_only(
+    result = pytree.tree_map_only(
         torch.Tensor, lambda one: mark_absent(one, absent) if one.is_meta else one, result
     )
+    return _keep_owner(func, args, result)
 
 
 def _refuse_skipped_draws(absent: tuple[Callable[[], Exception], torch.device]) -> bool:

@@ -10,16 +10,24 @@ start.add_(p)               refused: a part would be written into a whole tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from shoal.parallel.data_parallel.tensor_sizes import read_size
 from shoal.trainer._torch import pytree
 from shoal.trainer.guards import reports
-from shoal.trainer.guards._torch import INIT, PARTS, REDUCTIONS, PartReader, copy_parameter
+from shoal.trainer.guards._torch import (
+    INIT,
+    PARTS,
+    REDUCTIONS,
+    PartReader,
+    copy_parameter,
+    note_written,
+)
 
 __all__ = [
     "CUTS",
@@ -46,7 +54,7 @@ class PartCut:
 
 
 def mark_partial_gradient(
-    gradient: torch.Tensor, reader: PartReader, cut: PartCut | None = None
+    gradient: torch.Tensor, reader: PartReader, cut: PartCut | None = None, *, owned: bool = False
 ) -> torch.Tensor:
     """Return an alias of a tensor that is a part of a whole; it shares the memory.
 
@@ -54,9 +62,10 @@ def mark_partial_gradient(
         gradient: this rank's part.
         reader: called for results of user code that are those of the part.
         cut: how the part lies in the whole; None: unknown.
+        owned: it lies in the memory of a weight or of its gradient.
     """
     made: Any = gradient.as_subclass(PartialTensor)
-    made.reader, made.cut = reader, cut
+    made.reader, made.cut, made.owned = reader, cut, owned
     return cast(torch.Tensor, made)
 
 
@@ -70,6 +79,7 @@ class PartialTensor(torch.Tensor):
     part_of_weight = True
     reader: PartReader
     cut: PartCut | None
+    owned: bool
 
     def to_part(self) -> torch.Tensor:
         """Return the plain tensor of this rank; it shares the memory."""
@@ -122,11 +132,14 @@ def _run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         reader, cut = first.reader, first.cut
     of_init = getattr(func, "__module__", "") == INIT
     if cut is not None and first is (args[0] if args else kwargs.get("tensor")):
-        if args and (size := _whole_size(func, name, cut, args, kwargs)) is not None:
+        if args and (size := read_size(func, name, cut.shape, args, kwargs)) is not None:
             return size
         if name in WHOLE_DRAWS or of_init:
             kwargs = {key: value for key, value in kwargs.items() if value is not first}
             return _draw_whole(func, first, cut, args, kwargs)
+    owned = isinstance(first, PartialParameter) or first.owned
+    if owned and args and args[0] is first and name.endswith("_") and not name.endswith("__"):
+        note_written(reader, args[1:], kwargs, single=True)
     for one in swapped:
         one.__class__ = nn.Parameter
     try:
@@ -134,16 +147,12 @@ def _run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             numel, shape = first.numel(), first.shape
             if cut is not None and shape != cut.shape:
                 args, kwargs = _cut_operands(name, cut, reader, args, kwargs)
-            try:
-                result = func(*args, **kwargs)
-            except (RuntimeError, IndexError) as error:
-                if cut is None or not SHAPES.search(str(error)):
-                    raise
-                raise reports.writes_report.part_error(name, cut.name) from error
+            result = _call_on_part(func, name, cut, args, kwargs)
             given = [leaf for leaf in leaves if leaf.numel() not in (1, numel)]
             alike = isinstance(result, torch.Tensor) and result.numel() == numel > 1
             alike = alike and all(cut is not None and one.shape == cut.shape for one in given)
             same = alike and result.shape == shape
+            owned = owned and alike and _share_memory(result, first)
             reads = _is_of_part(name, result, numel)
     finally:
         for one in swapped:
@@ -152,8 +161,28 @@ def _run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         reader.read_part(name)
     if alike and type(result) is torch.Tensor:
         reader.compute_with_part(first, result)
-        return mark_partial_gradient(result, reader, cut if same else None)
+        return mark_partial_gradient(result, reader, cut if same else None, owned=owned)
     return result
+
+
+def _call_on_part(
+    func: Any, name: str, cut: PartCut | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function of torch on parts.
+
+    Raises:
+        ConfigError: it needs the whole tensor.
+    """
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, IndexError) as error:
+        if cut is None or not SHAPES.search(str(error)):
+            raise
+        raise reports.writes_report.part_error(name, cut.name) from error
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 SHAPES = re.compile("size|shape|dimension|out of (range|bounds)")
@@ -163,25 +192,6 @@ WHOLE_DRAWS = frozenset(
     | {"rand_like", "randn_like", "randint_like"}
 )
 """Draws that read no numbers of their tensor."""
-
-
-def _whole_size(
-    func: Any, name: str, cut: PartCut, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Return the size of the whole tensor if a function reads the size of a part, else None."""
-    if func == READ_SHAPE:
-        return cut.shape
-    if name in ("numel", "nelement"):
-        return cut.shape.numel()
-    if name == "__len__":
-        return cut.shape[0] if cut.shape else None
-    if name == "size":
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        return cut.shape if dim is None else cut.shape[dim]
-    return None
-
-
-READ_SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]  # a property, written in C
 
 
 def _cut_operands(

@@ -30,6 +30,7 @@ from torch import nn
 from shoal.base.errors import ConfigError, shorten
 from shoal.fabric import World
 from shoal.fabric.world import clone_default_store
+from shoal.parallel._torch import function_transform
 from shoal.parallel.program import Program
 from shoal.wire import phases
 
@@ -269,6 +270,12 @@ def record_forward_calls(program: Program, meeting: CollectiveCallLog) -> Progra
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
         nonlocal has_run
+        if function_transform() is not None:
+            raise ConfigError(
+                f"run.model(…) inside of torch.func: under {layout.text()} a forward pass needs "
+                f"other ranks, which vmap and grad do not know; try: a module made before "
+                f"shoal.parallelize, and functional_call of it with run.state_dict()"
+            )
         has_run = has_run or meeting.depth > 0
         if not has_run:  # later the stages refuse it themselves
             raise ConfigError(

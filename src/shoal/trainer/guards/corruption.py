@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.base.plans.placement import Placement
+from shoal.base.plans.placement import Placement, find_lowest_copies
 from shoal.fabric.device import is_accelerator, synchronize
 from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
@@ -75,7 +75,10 @@ class CorruptionCheck:
             sorted({self.replica_axes(*one) for one in self._placement_rows()}) if self.on else []
         )
         self._kinds_of: tuple[list[Key], list[list[int]]] = ([], [[] for _ in self.kinds])
-        self.groups = [_lowest_replicas(program, kind) for kind in self.kinds]
+        self.groups = [
+            find_lowest_copies(program.plan.layout, program.world.size, *kind)
+            for kind in self.kinds
+        ]
         rank = program.world.rank
         members = ([r for r, first in enumerate(g) if first == g[rank]] for g in self.groups)
         self._own_groups = [InvariantGroup(ranks, rank) for ranks in members]
@@ -254,19 +257,3 @@ class CorruptionCheck:
 def _is_view_of(part: torch.Tensor, whole: torch.Tensor) -> bool:
     begins = part.data_ptr() - whole.data_ptr()
     return begins >= 0 and begins + part.nbytes <= whole.nbytes
-
-
-def _lowest_replicas(program: Program, kind: Axes) -> list[int]:
-    """Return, for every rank, the lowest rank that holds the same tensors."""
-    axes, stages = kind
-    layout = program.plan.layout
-    experts = any(axis.startswith("expert") for axis in axes)
-    grid = layout.expert_degrees if experts else layout.degrees
-    firsts: dict[tuple[Any, ...], int] = {}
-    found = []
-    for rank in range(program.world.size):
-        at = layout.at(rank)
-        place = tuple(at[axis] for axis in grid if axis not in axes and axis != "pp")
-        stage: Any = "shared" if at.get("pp", 0) in stages else at.get("pp", 0)
-        found.append(firsts.setdefault((place, stage), rank))
-    return found

@@ -168,7 +168,7 @@ class ExternalWriteGuard(Guard):
             ConfigError: it holds whole weights, and the layout steps parts of them.
         """
         if self.program.plan.layout.zero in (1, 2):
-            raise reports.writes_report.other_optimizer_error(self.program.plan.layout.text())
+            raise reports.optimizer_report.other_optimizer_error(self.program.plan.layout.text())
         self._hook.remove()
         self.optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
@@ -188,7 +188,7 @@ class ExternalWriteGuard(Guard):
         mine = [p for p in given if id(p) in ours]
         if mine and optimizer is not self.optimizer and not self.ours and not self._other_made:
             self._other_made = True
-            self.notice(reports.writes_report.new_optimizer_line(type(optimizer).__name__))
+            self.notice(reports.optimizer_report.new_optimizer_line(type(optimizer).__name__))
 
     def between(self, step: int) -> None:
         """Check what user code did to the gradients since the passes.
@@ -343,7 +343,7 @@ class ExternalWriteGuard(Guard):
 
     def _refuse_foreign_step(self, *_what: object) -> None:
         if self.watching and not self.ours:
-            raise reports.writes_report.foreign_step_error()
+            raise reports.optimizer_report.foreign_step_error()
 
 
 @functools.cache

@@ -12,7 +12,6 @@ are not the stepped ones ends the run, with an error that names the right call.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.fabric.device import copy_numbers_to_device
 from shoal.parallel.program import Program
 from shoal.trainer.guards import reports
 from shoal.trainer.guards._torch import (
@@ -29,10 +27,10 @@ from shoal.trainer.guards._torch import (
     Found,
     intercept_gradient_clipping,
     make_gradient_placeholder,
+    mark_stage_gradient,
 )
 from shoal.trainer.guards._torch_parts import CUTS, mark_partial_gradient
-from shoal.trainer.guards.checksums import fingerprint, is_value_check_step, local_part
-from shoal.trainer.step.optimizer_step import sum_of_squares
+from shoal.trainer.guards.checksums import is_value_check_step, local_part
 from shoal.trainer.step.whole_gradients import WholeGradients
 
 
@@ -73,6 +71,7 @@ class HalfStepGradients:
         self._cut = [
             program.parameters[name] for name in program.cuts if name in program.parameters
         ]
+        self._of_stage = self.parameters if program.pipe.size > 1 else []
         self._aliases: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
         self._held: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._norms: list[torch.Tensor] = []
@@ -86,7 +85,12 @@ class HalfStepGradients:
         for parameter in self._cut:
             if (gradient := parameter.grad) is not None and type(gradient) is torch.Tensor:
                 cut = CUTS.get(id(parameter))
-                alias = parameter.grad = mark_partial_gradient(gradient, self, cut)
+                alias = parameter.grad = mark_partial_gradient(gradient, self, cut, owned=True)
+                self._aliases.append((parameter, alias, gradient))
+        for parameter in self._of_stage:
+            gradient, reader = parameter.grad, PARTS.get(id(parameter))
+            if type(gradient) is torch.Tensor and reader is not None:
+                alias = parameter.grad = mark_stage_gradient(gradient, reader)
                 self._aliases.append((parameter, alias, gradient))
         held = self.parameters if self.layout.zero else []
         self._held = [(p, p.grad) for p in held if p.grad is not None]
@@ -172,48 +176,6 @@ class HalfStepGradients:
         return reports.writes_report.half_step_change_error(
             self.step, what, self.call, self.layout.text()
         )
-
-
-def compare_changes(program: Program, step: int, changed: bool, operands: int = 0) -> float:
-    """Return the norm of the gradients before an update; refuse changes that differ by rank.
-
-    Every rank calls it once a step, in loops that write out the passes. It compares gradients that
-    several ranks hold whole. Rows that a rank steps alone may differ from those of others.
-
-    Args:
-        program: the run's.
-        step: the current step.
-        changed: user code changed gradients of this rank since the passes.
-        operands: checksum of the plain tensors that it combined with parts of gradients.
-
-    Returns:
-        The norm over all parts on all ranks; nan if some gradient is.
-
-    Raises:
-        ConfigError: ranks changed the same gradients differently; the same on all ranks.
-    """
-    world, whole = program.world, WholeGradients(program)
-    held = whole.by_copies(list(program.local))
-    square = sum(sum_of_squares(some) / copies for copies, some in held.items())
-    everywhere = held.get(world.size, []) if world.size > 1 else []
-    replicated = [] if program.plan.layout.zero else [one for some in held.values() for one in some]
-    codes = [float(fingerprint(some, whole=True)) if changed and some else 0.0
-             for some in (everywhere, replicated)]  # fmt: skip
-    codes[0] += operands
-    own = copy_numbers_to_device(world.device, [0.0, float(changed), *codes])
-    own[0] = square
-    rows = world.all_gather(own).tolist()
-    places = {number: rank for rank, number in enumerate(world.ranks)}
-    copies_here = [places[number] for number in program.replicas.ranks]
-    for column, ranks in ((2, list(range(world.size))), (3, copies_here)):
-        unlike = next(
-            (rank for rank in ranks if rows[rank][column] != rows[ranks[0]][column]), None
-        )
-        if unlike is not None:
-            pair, flags = (ranks[0], unlike), [bool(row[1]) for row in rows]
-            raise reports.writes_report.unlike_changes_error(step, pair, flags)
-    total = sum(row[0] for row in rows)
-    return math.sqrt(total) if total >= 0 else math.nan
 
 
 class ClippingWatcher(Protocol):

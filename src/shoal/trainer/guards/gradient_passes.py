@@ -16,6 +16,7 @@ that no gradient reaches they are called for the norm alone, which changes nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import BugError, ConfigError
+from shoal.base.plans.placement import find_lowest_copies
+from shoal.fabric.device import copy_numbers_to_device
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer._torch import get_step_pre_hooks
 from shoal.trainer.guards._torch import (
@@ -34,6 +37,7 @@ from shoal.trainer.guards._torch import (
 )
 from shoal.trainer.guards.checksums import (
     Marks,
+    fingerprint,
     has_nonzero_gradient,
     is_value_check_step,
     list_changed_gradients,
@@ -45,7 +49,9 @@ from shoal.trainer.guards.reports.writes_report import (
     CLIP,
     dropped_gradients_error,
     refuse_dropped_gradients,
+    unlike_changes_error,
 )
+from shoal.trainer.step.optimizer_step import sum_of_squares
 from shoal.trainer.step.whole_gradients import WholeGradients
 
 
@@ -176,6 +182,59 @@ class PassGradients:
     def _is_mean(self) -> bool:
         """Return whether the gradients are the step's mean, as in plain PyTorch: in one process."""
         return self.alone and self.means
+
+
+def compare_changes(program: Program, step: int, changed: bool, operands: int = 0) -> float:
+    """Return the norm of the gradients before an update; refuse changes that differ by rank.
+
+    Every rank calls it once a step, in loops that write out the passes. It compares gradients that
+    several ranks hold. Rows that a rank steps alone may differ from those of others.
+
+    Args:
+        program: the run's.
+        step: the current step.
+        changed: user code changed gradients of this rank since the passes.
+        operands: checksum of the plain tensors that it combined with parts of gradients.
+
+    Returns:
+        The norm over all parts on all ranks; nan if some gradient is.
+
+    Raises:
+        ConfigError: ranks changed the same gradients differently; the same on all ranks.
+    """
+    world, whole = program.world, WholeGradients(program)
+    held = whole.by_copies(list(program.local))
+    square = sum(sum_of_squares(some) / number for number, some in held.items())
+    copies, codes = _list_gradient_copies(program), [float(operands)]
+    gradients = dict(whole.held(list(program.local)))
+    for names, _ in copies:
+        some = [gradients[name] for name in names if changed and name in gradients]
+        codes.append(float(fingerprint(some, whole=True)) if some else 0.0)
+    own = copy_numbers_to_device(world.device, [0.0, float(changed), *codes])
+    own[0] = square
+    rows = world.all_gather(own).tolist()
+    firsts = [[0] * world.size, *(ranks for _, ranks in copies)]
+    for column, lowest in enumerate(firsts, start=2):
+        for rank, first in enumerate(lowest):
+            if rows[rank][column] != rows[first][column]:
+                flags = [bool(row[1]) for row in rows]
+                raise unlike_changes_error(step, (first, rank), flags)
+    total = sum(row[0] for row in rows)
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _list_gradient_copies(program: Program) -> list[tuple[list[str], list[int]]]:
+    """Return gradients that the same ranks hold alike, and by rank the lowest of these ranks."""
+    found: dict[Any, list[str]] = {}
+    for name in program.names:
+        row = program.rows[name]
+        outer, inner = row.data_axes
+        axes = {"whole": (outer, inner), "states": (), "rows": (outer,)}[row.data]
+        inside = ("cp",) if row.tp_cut else ("cp", "tp")
+        stages = row.stages if len(row.stages) > 1 else ()
+        found.setdefault(((*axes, *inside), stages), []).append(name)
+    layout, size = program.plan.layout, program.world.size
+    return [(names, find_lowest_copies(layout, size, *kind)) for kind, names in found.items()]
 
 
 def _buffered_parameters(program: Program) -> list[nn.Parameter]:

@@ -83,7 +83,7 @@ class StateByWeight(defaultdict[Any, Any]):
         """Print a line, once, for a reduction of a part."""
         if not self._told:
             self._told = True
-            self.notice(reports.writes_report.part_of_state_line(function, self.layout))
+            self.notice(reports.optimizer_report.part_of_state_line(function, self.layout))
 
     def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """Do nothing: the result is watched, too."""

@@ -2,7 +2,8 @@
 
     tp, ep    a part on this rank     a norm, a sum or a mean of it gives one line
     pp        on another stage        a read of its numbers raises an error that names the stage
-    fsdp      rows on every rank      as a whole tensor (`data_parallel/sharded_weights.py`)
+    fsdp      rows on every rank      as a whole tensor (`data_parallel/sharded_weights.py`), also
+                                      where tp or ep cuts it
     others    whole on some ranks     tensors that are written into it are compared over ranks
 
 A weight has another class while user code runs, and torch's own inside of the run's calls: a step
@@ -43,15 +44,13 @@ class UserWeights:
         meeting: log of the run's calls.
         notice: prints a line, by rank 0.
 
-    Attributes:
-        operands: checksum of the plain tensors that user code combined with weights of fsdp.
     """
 
     def __init__(
         self, program: Program, meeting: CollectiveCallLog, notice: Callable[[str], None]
     ) -> None:
         self.program, self.meeting, self.notice = program, meeting, notice
-        self.operands = 0
+        self._operands, self._numbers = 0, list[torch.Tensor]()
         self.kinds: list[tuple[Any, type, type]] = []
         named = list(program.module.named_parameters())
         self.names = {id(p): name for name, p in named}
@@ -68,10 +67,15 @@ class UserWeights:
                     CUTS[id(p)] = find_part_cut(program, name, p)
                 self.kinds.append((p, kind, nn.Parameter))
         self.sharded = [p for _, p in named if hasattr(p, "device_mesh")]
+        self._inner_cuts: dict[int, Any] = {}
         if self.sharded:
+            from shoal.parallel.data_parallel.inner_cuts import open_inner_cuts
             from shoal.parallel.data_parallel.sharded_weights import UserDTensor, readers
 
             self.kinds += [(p, UserDTensor, type(p)) for p in self.sharded]
+            self._inner_cuts = open_inner_cuts(
+                program, {self.names[id(p)]: p for p in self.sharded}
+            )
             readers.append(self)
         self._layout = program.plan.layout.text()
         self._told = self._shown = False
@@ -108,6 +112,8 @@ class UserWeights:
             p.__class__ = kind
         for p, gradient in gradients:
             gradient.__class__ = p.__class__
+            if id(p) in self._inner_cuts:
+                vars(gradient)["inner_cut"] = self._inner_cuts[id(p)]
 
     def hide(self) -> None:
         """Give the weights torch's own classes back."""
@@ -131,8 +137,10 @@ class UserWeights:
             ABSENT.pop(id(p), None)
             CUTS.pop(id(p), None)
         if self.sharded:
+            from shoal.parallel.data_parallel.inner_cuts import close_inner_cuts
             from shoal.parallel.data_parallel.sharded_weights import readers
 
+            close_inner_cuts(self._inner_cuts)
             readers[:] = [one for one in readers if one is not self]
 
     def read_part(self, function: str) -> None:
@@ -151,9 +159,20 @@ class UserWeights:
             name = self.names.get(id(tensor), "a weight")
             raise PlanError(reports.writes_report.penalty_text(name, self._layout))
 
+    @property
+    def operands(self) -> int:
+        """Return a checksum of the plain tensors that user code combined with weights."""
+        numbers, self._numbers = self._numbers, []
+        if numbers:
+            self.note_operand(torch.stack(numbers))
+        return self._operands
+
     def note_operand(self, tensor: torch.Tensor) -> None:
         """Note a plain tensor that user code combines with a weight, so that ranks compare."""
-        self.operands = (31 * self.operands + fingerprint([tensor], whole=True)) % SURE
+        if not tensor.ndim:  # read together: a device is waited for once
+            self._numbers.append(tensor.detach().to(self.program.world.device, torch.float64))
+            return
+        self._operands = (31 * self._operands + fingerprint([tensor], whole=True)) % SURE
 
     def _absent_error(self, name: str) -> ConfigError:
         row = self.program.rows.get(self.program.aliases.get(name, name))

@@ -322,7 +322,7 @@ class StepRunner:
         for guard in self.guards.at("between", step):
             guard.between(step)
         if compare and state.tally is not None and state.tally.averaged and self.guards.on:
-            from shoal.trainer.guards.gradient_halves import compare_changes
+            from shoal.trainer.guards.gradient_passes import compare_changes
 
             changed = self.guards.writes.changed_gradients
             state.tally = replace(

@@ -1,4 +1,4 @@
-"""Texts of errors about the optimizer: settings that differ between ranks, groups, schedules.
+"""Texts about the optimizer: settings that differ between ranks, groups, schedules, its state.
 
 Imported when there is an error to raise.
 """
@@ -121,4 +121,39 @@ def sharded_state_error(layout: str) -> ConfigError:
     return ConfigError(
         f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
         f"{layout}); try: load before shoal.parallelize, or run.restore()"
+    )
+
+
+def other_optimizer_error(layout: str) -> ConfigError:
+    """Return the error for an optimizer set as `run.optimizer` where ranks step parts."""
+    return ConfigError(
+        f"run.optimizer was set to another optimizer, and under {layout} the run's own steps parts "
+        f"of the weights, which the new one does not hold; try: change its param_groups, or save, "
+        f"and shoal.parallelize again with the new one"
+    )
+
+
+def new_optimizer_line(kind: str) -> str:
+    """Return the notice on an optimizer that was made over weights of a run."""
+    return (
+        f"{kind}: made over weights of a run, which keeps the optimizer that it was given: unless "
+        f"it is set as run.optimizer, it steps nothing; try: change run.optimizer.param_groups, or "
+        f"save, and shoal.parallelize again with the new one"
+    )
+
+
+def foreign_step_error() -> ConfigError:
+    """Return the error for the user's own call of `optimizer.step`."""
+    return ConfigError(
+        "optimizer.step() was called beside the run: each rank would step on its own samples' "
+        "gradients, and ranks drift apart; try: run.step(batch) in the place of backward() and "
+        "step(), or run.forward_backward(batch) and run.update()"
+    )
+
+
+def part_of_state_line(function: str, layout: str) -> str:
+    """Return the notice on a reduction of the optimizer's state of which this rank has a part."""
+    return (
+        f"{function} of the optimizer's state: under {layout} this rank has a part of it, and the "
+        f"number is that of the part; try: the sum of the parts over ranks (run.total)"
     )

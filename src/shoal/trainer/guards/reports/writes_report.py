@@ -160,14 +160,6 @@ def own_writes_line(name: str, passes: int) -> str:
     )
 
 
-def part_of_state_line(function: str, layout: str) -> str:
-    """Return the notice on a reduction of the optimizer's state of which this rank has a part."""
-    return (
-        f"{function} of the optimizer's state: under {layout} this rank has a part of it, and the "
-        f"number is that of the part; try: the sum of the parts over ranks (run.total)"
-    )
-
-
 def penalty_text(name: str, layout: str) -> str:
     """Return the error's text on a loss that computes with a weight that is split over ranks."""
     return (
@@ -254,33 +246,6 @@ def written_parts_line(names: Sequence[str], layout: str) -> str:
         f"it: a change of each element by itself is right, as is a new draw, but a norm of rows or "
         f"of the whole is that of parts; try: weights = run.state_dict(), the change there, then "
         f"run.model.load_state_dict(weights)"
-    )
-
-
-def other_optimizer_error(layout: str) -> ConfigError:
-    """Return the error for an optimizer set as `run.optimizer` where ranks step parts."""
-    return ConfigError(
-        f"run.optimizer was set to another optimizer, and under {layout} the run's own steps parts "
-        f"of the weights, which the new one does not hold; try: change its param_groups, or save, "
-        f"and shoal.parallelize again with the new one"
-    )
-
-
-def new_optimizer_line(kind: str) -> str:
-    """Return the notice on an optimizer that was made over weights of a run."""
-    return (
-        f"{kind}: made over weights of a run, which keeps the optimizer that it was given: unless "
-        f"it is set as run.optimizer, it steps nothing; try: change run.optimizer.param_groups, or "
-        f"save, and shoal.parallelize again with the new one"
-    )
-
-
-def foreign_step_error() -> ConfigError:
-    """Return the error for the user's own call of `optimizer.step`."""
-    return ConfigError(
-        "optimizer.step() was called beside the run: each rank would step on its own samples' "
-        "gradients, and ranks drift apart; try: run.step(batch) in the place of backward() and "
-        "step(), or run.forward_backward(batch) and run.update()"
     )
 
 
