@@ -14,6 +14,7 @@ from island_case import MICRO_BATCH, RUN, digest, leave, opened, single
 from shoal.base.errors import ShoalError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.fabric import World
+from shoal.fabric.duplicate_group import destroy_duplicate
 from shoal.islands.sample_ranges import SampleStream, cut_steps, drop_consumed
 from shoal.parallel.build.full_state import gather_weights, local_state
 from shoal.trainer.islands.island_join import join_islands
@@ -29,19 +30,24 @@ def train(
     folder: str,
     trouble: list[dict[str, Any]] | None = None,
     step_s: float = 0.0,
+    clock_s: float = 0.0,
     **asked: Any,
 ) -> dict[str, Any]:
     """Some rounds of one island; what it ends with.
 
-    trouble   {"island": 3, "round": 2, "what": "die"}: SIGKILL in the inner steps of a round; "stop":
-              a stop is asked for · step_s   every inner step sleeps so long
+    trouble   {"island": 3, "round": 2, "what": "die"}: SIGKILL in the inner steps of a round, of all
+              ranks or of one "rank"; "stop": a stop is asked for
+    step_s    every inner step sleeps so long · clock_s   the wall clock is wrong by so much
     """
     own = str(Path(folder) / f"island-{index}")
     run, data = opened(world, folder=own, **{k: asked.pop(k) for k in RUN & set(asked)})
     given = {"pace": "equal", "least": 1, "count": len(addresses), **asked}
     policy = IslandsPolicy(at=",".join(addresses), index=index, **given).resolved()
     joined = join_islands(run, policy)
+    clock = time.time
+    time.time = lambda: clock() + clock_s
     loop = open_member_rounds(run, joined, run.loader(data), rounds * policy.period, {})
+    time.time = clock
     due = [one for one in trouble or [] if one["island"] == index]
     step, began = run.step, time.monotonic()
 
@@ -49,19 +55,26 @@ def train(
         time.sleep(step_s)
         for one in due:
             if loop.common.round == one["round"]:
-                if one["what"] == "die":
+                if one["what"] == "die" and one.get("rank", world.rank) == world.rank:
                     os.kill(os.getpid(), signal.SIGKILL)
-                run.request_stop()
+                if one["what"] == "stop":
+                    run.request_stop()
+                while one["what"] == "await" and world.is_first:
+                    driver = loop.ranks.driver
+                    if driver is None or one["for"] in driver.member.joiners:
+                        break
+                    time.sleep(0.05)
         return step(batch)
 
     run.step = slowly
     try:
         finished = train_turns(loop)
         run.checkpoint_saver.wait_pending()
-        loop.driver.finish(10.0 if finished else 0.0)
+        loop.ranks.finish(10.0 if finished else 0.0)
     except ShoalError as failure:
         run.checkpoint_saver.wait_pending()
-        loop.driver.close()
+        loop.ranks.close()
+        destroy_duplicate(loop.ranks.world)
         leave(run, joined)
         return {"line": str(failure), "round": loop.common.round}
     weights = gather_weights(run.program)
@@ -73,6 +86,7 @@ def train(
         "stream": loop.common.stream.to_json(),
         "seconds": time.monotonic() - began,
     }
+    destroy_duplicate(loop.ranks.world)
     leave(run, joined)
     return told
 
@@ -80,15 +94,15 @@ def train(
 def repeated(
     world: World, *, turns: list[dict[str, Any]], first: list[int], period: int, **asked: Any
 ) -> str:
-    """The digest of the weights after committed turns, computed by one process, without momentum inside.
+    """The digest of the weights after committed turns, computed by one island, without momentum inside.
 
     turns   events of the turns: "members", "seats" and "round" of each, in order
     first   the seats of the first turn
     """
-    run, data = opened(single(world.device), **asked)
+    run, data = opened(single(world.device) if world.size == 1 else world, **asked)
     loader = run.loader(data)
-    names = run.program.names
-    local = {n: local_state(run.program)[n][0] for n in names}
+    local = {n: local_state(run.program)[n][0] for n in run.program.names}
+    names = list(local)
     merged = {n: local[n].clone() for n in names}
     outer = torch.optim.SGD(
         [torch.nn.Parameter(w) for w in merged.values()], lr=0.7, momentum=0.9, nesterov=True

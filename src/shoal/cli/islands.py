@@ -43,7 +43,12 @@ from shoal.config.resolve import collect_layout_keys
 from shoal.config.save import MICRO_BATCH, to_toml, write_derived
 from shoal.config.sections import Config
 from shoal.launch import RunOutcome, supervise
-from shoal.launch.processes import Guardian, free_port, make_parent_death_hook
+from shoal.launch.processes import (
+    Guardian,
+    free_port,
+    is_free_port,
+    make_parent_death_hook,
+)
 from shoal.launch.stop_grace import StopGrace
 from shoal.launch.stop_requests import ASKED, StopSignals
 from shoal.launch.supervisor import MetricsProgress
@@ -169,7 +174,9 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: boo
     """
     islands = loaded.config.islands
     listening = islands.groups if islands.changes_members else 1
-    at = ",".join(f"127.0.0.1:{port}" for port in _free_ports(listening))
+    # The ranks of an island that comes and goes listen at ports in a row.
+    ranks = loaded.config.launch.processes if islands.changes_members else 1
+    at = ",".join(f"127.0.0.1:{port}" for port in _free_ports(listening, ranks))
     kept = _recorded_micro_batch(loaded, plan.batch, folder)
     is_open_size = loaded.origins.get(MICRO_BATCH) == "derived"
     data = loaded.config.data
@@ -196,12 +203,15 @@ def _write_folders(loaded: LoadedConfig, plan: Plan, folder: Path, *, sized: boo
         write_atomically(path / "plan.json", settled.to_json(known))
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return free ports of this machine, all different."""
-    found: dict[int, None] = {}
+def _free_ports(count: int, width: int) -> list[int]:
+    """Return free ports of this machine, each the first of `width` free ones in a row."""
+    found = list[int]()
     while len(found) < count:
-        found[free_port()] = None
-    return list(found)
+        first = free_port()
+        near = any(abs(first - other) < width for other in found)
+        if not near and all(map(is_free_port, range(first + 1, first + width))):
+            found.append(first)
+    return found
 
 
 def _check_same_owners(folder: Path, count: int) -> None:

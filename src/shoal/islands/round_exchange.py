@@ -315,12 +315,12 @@ class _ExchangeTask:
         lanes = self.merger.inner.gather_json(
             {
                 "finite": [all(one["finite"][k] for one in told) for k in places],
-                "gram": _sum_matrices([one["gram"] for one in told]),
+                "gram": sum_matrices([one["gram"] for one in told]),
                 **{key: [n for one in told for n in one[key]] for key in ("tokens", "samples")},
             }
         )
         finite = [all(one["finite"][k] for one in lanes) for k in places]
-        gram = _sum_matrices([one["gram"] for one in lanes])
+        gram = sum_matrices([one["gram"] for one in lanes])
         verdict = self.admission(partners).judge(finite, gram, lanes[0]["tokens"], members)
         by_samples = self.merger.method.policy.weighting == "samples"
         return verdict, gram, lanes[0]["samples" if by_samples else "tokens"]
@@ -436,7 +436,7 @@ def _select_products(
     return [[gram[a][b] for b in places] for a in places]
 
 
-def _sum_matrices(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+def sum_matrices(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """Sum matrices in their order: the same bits on any machine."""
     size = len(matrices[0])
     return [

@@ -85,6 +85,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def is_free_port(port: int) -> bool:
+    """Return whether no process listens at a port of loopback at the moment."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((LOOPBACK, port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
 def make_shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str]:
     """Return the environment that all workers share: the caller's, with defaults.
 

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from cli_run import lines
+from shoal.cli.islands import _free_ports
 from worlds import Islands
 
 ASKED = {
@@ -33,7 +33,8 @@ class Coming:
     def __init__(self, islands: Islands, folder: Path, **asked: Any) -> None:
         self.islands, self.folder, self.asked = islands, folder, {**ASKED, **asked}
         self.asked_of: set[int] = set()
-        self.addresses = [f"127.0.0.1:{port}" for port in free_ports(len(islands.worlds))]
+        ports = free_ports(len(islands.worlds), islands.size)
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
 
     def start(self, index: int, **more: Any) -> None:
         worlds = self.islands.worlds
@@ -48,20 +49,28 @@ class Coming:
         )  # fmt: skip
 
     def kill(self, index: int) -> None:
-        """Kill the process, and wait until it is dead."""
-        (process,) = self.islands.worlds[index].processes
-        os.kill(process.pid, signal.SIGKILL)
+        """Kill the processes that live, and wait until all are dead."""
+        for process in self.islands.worlds[index].processes:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
         self.ended(index)
 
     def ended(self, index: int, deadline_s: float = 60.0) -> None:
-        """Wait until the process is dead."""
-        (process,), until_s = self.islands.worlds[index].processes, time.monotonic() + deadline_s
-        while process.poll() is None:
-            assert time.monotonic() < until_s, f"island {index} lives"
-            time.sleep(0.02)
+        """Wait until the processes are dead."""
+        until_s = time.monotonic() + deadline_s
+        for process in self.islands.worlds[index].processes:
+            while process.poll() is None:
+                assert time.monotonic() < until_s, f"island {index} lives"
+                time.sleep(0.02)
 
     def collect(self, *indices: int) -> list[dict[str, Any]]:
-        found = [self.islands.worlds[index].collect(90.0)[0] for index in indices]
+        """What the islands end with; the ranks of each agree."""
+        found = []
+        for index in indices:
+            first, *others = self.islands.worlds[index].collect(90.0)
+            for other in others:
+                assert {**other, "seconds": 0.0} == {**first, "seconds": 0.0}
+            found.append(first)
         self.asked_of -= set(indices)
         return found
 
@@ -77,8 +86,13 @@ class Coming:
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         until_s = time.monotonic() + 60.0
         while not ready():
-            assert time.monotonic() < until_s, f"waited in vain: {what}"
+            assert time.monotonic() < until_s, f"{what}: {self.describe_stacks()}"
             time.sleep(0.05)
+
+    def describe_stacks(self) -> str:
+        """Where the processes that live are."""
+        worlds = self.islands.worlds
+        return "\n".join(w._stacks(rank) for w in worlds for rank in range(w.size))
 
     def turns(self, index: int) -> list[dict[str, Any]]:
         """Events of the turns that an island installed."""
@@ -86,12 +100,9 @@ class Coming:
         return [e for e in events if e["event"] in ("round_committed", "round_discarded")]
 
 
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in taken]
-    for one in taken:
-        one.close()
-    return ports
+def free_ports(count: int, width: int = 1) -> list[int]:
+    """Free ports; each is the first of `width` in a row."""
+    return _free_ports(count, width)
 
 
 @pytest.fixture
@@ -102,13 +113,22 @@ def coming(islands, tmp_path: Path) -> Iterator[Coming]:
         found.islands.worlds[index].kill()
 
 
+@pytest.fixture
+def coming_by_two(islands, tmp_path: Path) -> Iterator[Coming]:
+    """Three islands of two processes each."""
+    found = Coming(islands(3, 2), tmp_path)
+    yield found
+    for index in found.asked_of:
+        found.islands.worlds[index].kill()
+
+
 def test_one_of_four_is_killed_and_comes_back(coming: Coming, worlds) -> None:
     """The others go on at once with the right divisor; all end with the bits of one process."""
     trouble = [{"island": 3, "round": 1, "what": "die"}]
     for index in range(4):
         coming.start(index, rounds=7, trouble=trouble, step_s=0.15)
     coming.ended(3)
-    coming.start(3, rounds=7, step_s=0.15)
+    coming.start(3, rounds=7, step_s=0.15, clock_s=-3600.0)  # the clock was set back meanwhile
     told = coming.collect(0, 1, 2, 3)
     assert [one.get("finished") for one in told] == [True] * 4, told
     assert len({one["weights"] for one in told}) == 1
@@ -121,6 +141,84 @@ def test_one_of_four_is_killed_and_comes_back(coming: Coming, worlds) -> None:
     asked = {key: coming.asked[key] for key in ("model", "batch", "period")}
     alone = worlds(1).call("member_case:repeated", turns=turns, first=[0, 1, 2, 3], **asked)
     assert alone == [told[0]["weights"]]
+
+
+BY_TWO = {"layout": "fsdp", "batch": 4, "rounds": 6}
+
+
+def test_an_island_of_two_processes_loses_one_and_comes_back(coming_by_two: Coming, worlds) -> None:
+    """Sharded weights: one process dies, so its island ends; it comes back, and all end alike."""
+    check_one_comes_back(coming_by_two, worlds, dying_rank=1)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["ddp", "tp", "zero2"])
+def test_islands_of_two_processes_in_other_layouts(
+    coming_by_two: Coming, worlds, layout: str
+) -> None:
+    """The first rank dies."""
+    asked = {"layout": {"tp": 2}, "model": "llama"} if layout == "tp" else {"layout": layout}
+    check_one_comes_back(coming_by_two, worlds, dying_rank=0, **asked)
+
+
+def check_one_comes_back(coming: Coming, worlds, *, dying_rank: int, **more: Any) -> None:
+    """One rank of island 2 dies; the other ends as under a launcher, and both start again."""
+    coming.asked |= BY_TWO | more
+    trouble: list[dict[str, Any]] = [
+        {"island": 2, "round": 1, "what": "die", "rank": dying_rank},
+        {"island": 0, "round": 3, "what": "await", "for": 2},
+    ]
+    for index in range(3):
+        coming.start(index, trouble=trouble)
+    first, until_s = coming.islands.worlds[2].processes, time.monotonic() + 60.0
+    while all(process.poll() is None for process in first):
+        assert time.monotonic() < until_s, coming.describe_stacks()
+        time.sleep(0.02)
+    coming.kill(2)
+    coming.start(2)
+    told = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 3, told
+    assert len({one["weights"] for one in told}) == 1
+    turns = coming.turns(0)
+    merged = [[name for name, *_ in turn["members"]] for turn in turns]
+    assert merged[0] == merged[-1] == [0, 1, 2]
+    assert [0, 1] in merged
+    for turn in turns:
+        assert turn["divisor"] == sum(tokens for *_, tokens in turn["members"])
+    asked = {key: coming.asked[key] for key in ("model", "period", "layout", "batch")}
+    alone = worlds(2).call("member_case:repeated", turns=turns, first=[0, 1, 2], **asked)
+    assert alone == [told[0]["weights"]] * 2
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_ranks_of_a_list_that_does_not_change_give_the_bits_of_a_fixed_list(
+    coming_by_two: Coming, islands, codec: str
+) -> None:
+    """Momentum outside and AdamW inside; three islands of two sharded processes."""
+    asked = {"model": "llama", "optimizer": "adamw", "batch": 4, "rounds": 3, "layout": "fsdp"}
+    for index in range(3):
+        coming_by_two.start(index, **asked, codec=codec)
+    told = coming_by_two.collect(0, 1, 2)
+    assert len({one["weights"] for one in told}) == 1
+    if codec == "none":  # a fixed list codes the sum a second time
+        fixed = islands(3, 2).call("island_case:train", method="diloco", period=2, **asked)
+        assert {one["weights"] for one in told} == {island[0]["weights"] for island in fixed}
+        assert told[0]["digest"] == fixed[0][0]["digests"][-1]
+
+
+@pytest.mark.proof
+def test_a_clock_set_back_and_an_emptied_disk(coming: Coming) -> None:
+    """The others know a later start of the island than its clock says; it counts above that one."""
+    for index in range(3):
+        trouble = [{"island": 2, "round": 1, "what": "die"}]
+        coming.start(index, known=3, rounds=20, step_s=0.1, trouble=trouble)
+    coming.ended(2)
+    shutil.rmtree(coming.folder / "island-2")
+    coming.start(2, known=3, rounds=20, step_s=0.1, clock_s=-3600.0)
+    told = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 3, told
+    assert [name for name, *_ in coming.turns(0)[-1]["members"]] == [0, 1, 2]
 
 
 @pytest.mark.proof

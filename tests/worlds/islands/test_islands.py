@@ -122,8 +122,8 @@ def test_who_goes_on_from_anothers_checkpoint_brings_nothing(islands, tmp_path: 
 
 
 LAYOUTS = [
-    "zero1",
-    *(pytest.param(n, marks=pytest.mark.proof) for n in ("pp", "ddp", "fsdp", "tp")),
+    "tp",
+    *(pytest.param(n, marks=pytest.mark.proof) for n in ("pp", "ddp", "fsdp", "zero1")),
     pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.proof, id="tp-pp"),
 ]
 

@@ -24,6 +24,8 @@ CODECS_WITHOUT_MEMORY = ("none", "bf16", "int8")
 ONLY: dict[str, Any] = {"data": "shared", "fragments": 1, "overlap": 0, "regions": 1, "mixing": 0}
 """Value of each key that islands that come and go must have: they merge the whole model at once."""
 
+MOST_PORT = 65535
+
 
 def list_addresses(at: str) -> dict[int, str]:
     """Return the address of every island of `islands.at`, by its number.
@@ -32,6 +34,48 @@ def list_addresses(at: str) -> dict[int, str]:
     {0: '10.0.0.1:29400', 1: '10.0.0.2:29400'}
     """
     return dict(enumerate(at.split(","))) if at else {}
+
+
+def rank_address(address: str, rank: int) -> str:
+    """Return where a rank of an island listens: at the port of its rank 0, plus its own rank.
+
+    Raises:
+        ConfigError: there is no such port.
+
+    >>> rank_address("10.0.0.1:29400", 3)
+    '10.0.0.1:29403'
+    """
+    host, _, port = address.rpartition(":")
+    if int(port) + rank > MOST_PORT:
+        raise ConfigError(
+            f"islands.at = {address}: rank {rank} listens {rank} ports above, and {MOST_PORT} is "
+            f"the last one; try: {host}:{MOST_PORT - 1000}"
+        )
+    return f"{host}:{int(port) + rank}"
+
+
+def check_rank_addresses(addresses: dict[int, str], processes: int) -> None:
+    """Refuse islands on one machine whose ranks would listen at the same ports.
+
+    Args:
+        processes: of each island.
+
+    Raises:
+        ConfigError: names two of them.
+
+    >>> check_rank_addresses({0: "10.0.0.1:29400", 1: "10.0.0.1:29402"}, 2)
+    """
+    known: dict[str, int] = {}
+    for island, address in addresses.items():
+        for rank in range(processes):
+            other = known.setdefault(rank_address(address, rank), island)
+            if other != island:
+                host, _, port = addresses[other].rpartition(":")
+                raise ConfigError(
+                    f"islands.at = {','.join(addresses.values())}: an island of {processes} "
+                    f"processes listens at {processes} ports, and those of islands {other} and "
+                    f"{island} overlap; try: {host}:{int(port) + processes} for island {island}"
+                )
 
 
 def check_changing_members(policy: Any, is_address: Callable[[str], bool]) -> None:

@@ -2,5 +2,5 @@
 
 `member_driver.py` runs the state machine of `islands/membership` in a thread, `grace_windows.py`
 says when it has waited long enough, `change_store.py` has the changes' bytes, and `change_merge.py`
-merges them.
+merges them. `island_ranks.py` and `rank_merges.py` keep the processes of an island in step.
 """

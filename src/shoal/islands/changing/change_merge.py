@@ -3,6 +3,9 @@
     change   [coded W − w of all parameters] [running statistics, uncoded]; its SHA-256 names it
     merge    Σ n_i·m_i / Σ n_i over the admitted, in the order of the members; outer step; digest
 
+An island of several processes has a piece of its change on each rank (`send_slices.py`), and merges
+the pieces rank by rank. Products, verdict and digest are those of all ranks.
+
 Members that come and go exchange whole changes, not parts of sums: whoever holds the committers'
 changes can merge, whoever else died. An island so sends (R − 1)/(2(R − 1)/R) = R/2 times the bytes
 of `compressed_all_reduce.py`, and the sum is not coded a second time. With codec none the merged
@@ -25,6 +28,7 @@ from shoal.islands.admission import AdmissionTest, AdmissionVerdict
 from shoal.islands.membership.committed_turn import TurnProposal
 from shoal.islands.method import MergeMethod
 from shoal.islands.outer_optimizer import OuterState, all_finite
+from shoal.islands.round_exchange import sum_matrices
 from shoal.islands.send_slices import MessageShards
 
 
@@ -46,10 +50,12 @@ class MergedChanges:
 
 
 class ChangeMerge:
-    """Encoder and merger of whole changes of one member.
+    """Encoder and merger of whole changes of one member, for this rank's piece of them.
+
+    `digest` and `merge` are collectives of the island's ranks.
 
     Args:
-        shares: flattens a message; the island is one process.
+        shares: divides a message among the island's ranks.
         like, plain_like: tensors with the names and shapes of a message, and of the statistics.
     """
 
@@ -72,12 +78,12 @@ class ChangeMerge:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of an encoded change."""
+        """Bytes of this rank's piece of an encoded change."""
         coded = self.codec.size_bytes(self.elements)
         return coded + self.whole.size_bytes(self.plain_elements)
 
     def encode(self, message: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> bytes:
-        """Return the bytes of a change."""
+        """Return the bytes of this rank's piece of a change."""
         coded = torch.empty(self.size_bytes, dtype=torch.uint8)
         first = self.codec.size_bytes(self.elements)
         self.codec.encode(self.shares.cut(message), coded[:first])
@@ -86,19 +92,20 @@ class ChangeMerge:
         return coded.numpy().tobytes()
 
     def digest(self) -> str:
-        """Return the digest of the outer weights and state, the proposal included."""
-        return hashlib.sha256(self.outer.digest().encode()).hexdigest()
+        """Return the digest of all ranks' outer weights and state, the proposal included."""
+        told = self.shares.inner.gather_json(self.outer.digest())
+        return hashlib.sha256("".join(told).encode()).hexdigest()
 
     def merge(self, proposals: Sequence[TurnProposal], changes: Sequence[bytes]) -> MergedChanges:
         """Propose the merge of changes to the outer weights; `commit` or `undo` ends it.
 
         Args:
-            changes: bytes of each proposal's change.
+            changes: bytes of this rank's piece of each proposal's change.
         """
         self.undo()
         before = self.digest()
         names = [one.seat.name for one in proposals]
-        codes = [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in changes]
+        codes = [_as_tensor(one) for one in changes]
         sound = [code.numel() == self.size_bytes for code in codes]
         codes = [
             code if good else torch.zeros(self.size_bytes, dtype=torch.uint8)
@@ -109,6 +116,9 @@ class ChangeMerge:
             sound[place] and math.isfinite(gram[place][place]) and self._has_finite_plain(code)
             for place, code in enumerate(codes)
         ]
+        told = self.shares.inner.gather_json({"gram": gram, "finite": finite})
+        gram = sum_matrices([one["gram"] for one in told])
+        finite = [all(ranks) for ranks in zip(*(one["finite"] for one in told), strict=True)]
         tokens = [float(one.tokens) for one in proposals]
         verdict = self.admission.judge(finite, gram, tokens, names)
         by_samples = self.method.policy.weighting == "samples"
@@ -120,7 +130,8 @@ class ChangeMerge:
         refused = dict(verdict.refused)
         if divisor:
             mean = self.shares.join(self._mean(codes, weights, divisor), self.like)
-            if self.method.step(self.outer, mean, len(verdict.admitted)):
+            stepped = self.method.step(self.outer, mean, len(verdict.admitted))
+            if self.shares.inner.all_true(stepped):
                 plain = self._plain_mean(codes, weights, divisor)
                 self._open = MergedChanges(self.digest(), verdict, refused, divisor, plain)
                 return self._open
@@ -196,3 +207,12 @@ class ChangeMerge:
         for place, (code, weight) in enumerate(counted):
             codec.decode(code, total, weight=weight, add=place > 0)
         return total.div_(divisor)
+
+
+def _as_tensor(piece: bytes) -> Tensor:
+    """Return the bytes as a tensor; a rank whose piece is empty has none."""
+    return (
+        torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+        if piece
+        else torch.empty(0, dtype=torch.uint8)
+    )

@@ -2,6 +2,9 @@
 
 A change is fetched as soon as somebody names it, from its member or from the chair, which has all
 that it offers. Its SHA-256 is its name, so altered bytes never count.
+
+    name     of a change: the SHA-256 of each rank's piece, joined by dots
+    rank k   of an island fetches piece k from rank k of the others, at their port + k
 """
 
 from __future__ import annotations
@@ -11,65 +14,65 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.membership.committed_turn import TurnProposal
-from shoal.islands.membership.turn_messages import ALL_VOTE, Ballot, Offer, Promise, Propose
+from shoal.islands.membership.turn_messages import ALL_VOTE, Ballot
 
 TRIES, PAUSE_S = 3, 0.2
 KEY = "change/"
 
 
 class ChangeStore:
-    """Changes of the turn that is being decided.
+    """Pieces of one rank of the changes of the turn that is being decided.
 
     Args:
-        notify: called in another thread with the name of a change after its fetch, also a vain one.
+        rank: of this process in its island.
+
+    Attributes:
+        notify: called in another thread with the hash of a piece after its fetch, also a vain one.
     """
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
         self.links: MemberLinks | None = None
-        self._notify = notify
+        self.notify: Callable[[str], None] = lambda digest: None
         self._changes: dict[str, bytes] = {}
         self._fetching: set[str] = set()
 
-    def add(self, change: bytes) -> str:
-        """Keep the own change; return its name."""
-        digest = hashlib.sha256(change).hexdigest()
-        self._changes[digest] = change
+    def add(self, piece: bytes) -> str:
+        """Keep the own piece; return its hash."""
+        digest = hashlib.sha256(piece).hexdigest()
+        self._changes[digest] = piece
         return digest
 
     def clear(self) -> None:
-        """Forget the changes of a turn that is decided."""
+        """Forget the pieces of a turn that is decided."""
         self._changes.clear()
 
     def find(self, proposals: Sequence[TurnProposal]) -> list[bytes] | None:
-        """Return the changes of proposals; None if one is missing."""
-        found = [self._changes.get(one.change) for one in proposals]
+        """Return this rank's pieces of the changes of proposals; None if one is missing."""
+        found = [self._changes.get(self._piece_of(one)) for one in proposals]
         complete = [one for one in found if one is not None]
         return complete if len(complete) == len(found) else None
 
     def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes] | None:
-        """Return bytes of a change for another member; called in other threads."""
+        """Return bytes of a piece for another member; called in other threads."""
         change = self._changes.get(key.removeprefix(KEY))
         return None if change is None else (len(change), change[offset : offset + length])
 
-    def fetch_announced(self, message: Any) -> None:
-        """Fetch the changes that a message names: a merge will need them."""
-        if isinstance(message, Propose | Promise) and message.proposal is not None:
-            self.fetch(message.proposal, ALL_VOTE)
-        elif isinstance(message, Offer):
-            for one in message.proposals:
-                self.fetch(one, message.ballot)
+    def is_missing(self, proposal: TurnProposal) -> bool:
+        """Return whether a piece is neither here nor on its way."""
+        digest = self._piece_of(proposal)
+        return digest not in self._changes and digest not in self._fetching
 
     def fetch(self, proposal: TurnProposal, ballot: Ballot) -> None:
-        """Begin to fetch a change that is not here."""
-        digest, names = proposal.change, [proposal.seat.name]
+        """Begin to fetch a piece that is not here."""
+        digest, names = self._piece_of(proposal), [proposal.seat.name]
         if ballot != ALL_VOTE:
             names.append(ballot[1])
-        if digest in self._changes or digest in self._fetching:
+        if not self.is_missing(proposal):
             return
         self._fetching.add(digest)
         work = threading.Thread(
@@ -86,7 +89,12 @@ class ChangeStore:
                 break
             time.sleep(PAUSE_S)
         self._fetching.discard(digest)
-        self._notify(digest)
+        self.notify(digest)
+
+    def _piece_of(self, proposal: TurnProposal) -> str:
+        """Return the hash of this rank's piece of a change; "" if the change has fewer pieces."""
+        pieces = proposal.change.split(".")
+        return pieces[self.rank] if self.rank < len(pieces) else ""
 
     def _fetch_from(self, name: int, digest: str) -> bool:
         with contextlib.suppress(OSError, ConfigError, KeyError):

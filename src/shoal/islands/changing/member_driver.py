@@ -4,7 +4,8 @@
     this thread         IslandMember: events in, actions out; merges; serves changes to the others
     links' threads      messages of other members come in, bytes are fetched
 
-The state machine decides all; this thread only says what happened.
+The state machine decides all; this thread only says what happened. Rank 0 of an island has a
+driver; `rank_merges.py` merges on all ranks, and `island_ranks.py` gives each turn to all.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError
 from shoal.fabric.islands.member_links import MemberLinks
-from shoal.islands.changing.change_merge import ChangeMerge, MergedChanges
-from shoal.islands.changing.change_store import KEY, ChangeStore
+from shoal.islands.changing.change_store import KEY
 from shoal.islands.changing.grace_windows import GraceWindow, needs_common_start
+from shoal.islands.changing.rank_merges import RankMerges
+from shoal.islands.changing.turn_records import AppliedTurn, OfferedChange, join_turns
 from shoal.islands.commit_vote import name_islands
 from shoal.islands.membership.committed_turn import (
     CommittedTurn,
@@ -31,6 +32,7 @@ from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.message_json import decode_message, encode_message
 from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
 from shoal.islands.membership.turn_messages import (
+    ALL_VOTE,
     Action,
     Apply,
     Await,
@@ -38,6 +40,9 @@ from shoal.islands.membership.turn_messages import (
     Hello,
     Merge,
     Message,
+    Offer,
+    Promise,
+    Propose,
     Send,
     Welcome,
 )
@@ -50,31 +55,12 @@ STATE = "state/"
 REFUSE, DONE, ARRIVAL = "refuse", "done", "arrival"
 
 
-@dataclass(frozen=True)
-class AppliedTurn:
-    """A committed turn for the training thread.
-
-    Attributes:
-        merged: what this member merged itself; None: it merged nothing, or has to heal.
-        heal: its weights are not those of the turn: it loads another member's state.
-        train: it has a seat in the next turn.
-        absent: members of the turn before that are no committers: name → why.
-        refused: those whose changes did not count: name → why.
-    """
-
-    fact: CommittedTurn
-    merged: MergedChanges | None
-    heal: bool
-    train: bool
-    absent: dict[int, str]
-    refused: dict[int, str]
-
-
 class MemberDriver:
     """One process of the protocol; the training thread calls the public methods.
 
     Args:
         member: this process, with the newest turn on its disk.
+        merges: of this island's ranks; this process is rank 0.
         links: opened by `start`, with this driver's callbacks.
         settings: must be equal on all members, by key.
         describe: compares settings with those of another: an error text, "" if they agree.
@@ -84,7 +70,7 @@ class MemberDriver:
     def __init__(
         self,
         member: IslandMember,
-        merge: ChangeMerge,
+        merges: RankMerges,
         patience: PeerDeadline,
         *,
         arrival: ArrivalReport,
@@ -95,7 +81,7 @@ class MemberDriver:
         provide_state: Callable[[str, int, int], tuple[int, bytes] | None],
         tell: Callable[[str], None],
     ) -> None:
-        self.member, self.merge, self.patience = member, merge, patience
+        self.member, self.merges, self.patience = member, merges, patience
         self.meeting: SessionMeeting | None = SessionMeeting(arrival, count)
         self._arrival, self._count = arrival, count
         self.wait_s, self.settings, self.describe = wait_s, settings, describe
@@ -107,12 +93,13 @@ class MemberDriver:
         self._newest = -1, -1
         self._greeted_s = self._waits_since_s = time.monotonic()
         self.window = GraceWindow(patience, wait_s)
-        self.changes = ChangeStore(lambda name: self._events.put(("fetched", name)))
+        self.changes = merges.changes
+        self.changes.notify = lambda digest: self._events.put(("fetched", digest))
         self._awaits: tuple[int, ...] = ()
         self._seats: tuple[Seat, ...] = ()
         self._welcomed_s = -SESSION_S
         self._done: set[int] = set()
-        self._sent_bytes, self._is_wait_told = 0, False
+        self._is_wait_told = self._had_seat = False
         self._reasons: dict[int, str] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="island-member", daemon=True)
@@ -141,11 +128,7 @@ class MemberDriver:
                 continue
             if isinstance(turn, ShoalError):
                 raise turn
-            found = (
-                turn
-                if found is None or not (found.heal or turn.heal)
-                else (AppliedTurn(turn.fact, None, True, turn.train, turn.absent, turn.refused))
-            )
+            found = turn if found is None else join_turns(found, turn)
         return found
 
     def has_newer(self, fact: CommittedTurn) -> bool:
@@ -157,25 +140,9 @@ class MemberDriver:
         """Members without which the others cannot go on; () if they can."""
         return self._awaits
 
-    def offer(
-        self,
-        fact: CommittedTurn,
-        change: bytes,
-        *,
-        tokens: int,
-        used: int,
-        steps: int,
-        steps_per_s: float,
-        compute_s: float,
-        leaves: bool,
-    ) -> None:
-        """Offer this member's change of the turn after `fact`.
-
-        `TurnProposal` explains the fields.
-        """
-        self._events.put(
-            ("offer", fact, change, tokens, used, steps, steps_per_s, compute_s, leaves)
-        )
+    def offer(self, fact: CommittedTurn, change: OfferedChange) -> None:
+        """Offer this member's change of the turn after `fact`."""
+        self._events.put(("offer", fact, change))
 
     def note_saved(self, fact: CommittedTurn) -> None:
         """Note that a turn is on this member's disk."""
@@ -197,11 +164,6 @@ class MemberDriver:
                 break
             time.sleep(TICK_S)
         self.close()
-
-    def count_sent_bytes(self) -> int:
-        """Return the bytes that others fetched here since the last call."""
-        total, self._sent_bytes = self.links.sent_bytes - self._sent_bytes, self.links.sent_bytes
-        return total
 
     def close(self) -> None:
         """End at once."""
@@ -239,6 +201,8 @@ class MemberDriver:
         except Exception as failure:
             self._turns.put(ClusterError(f"islands: the member's thread failed: {failure!r}"))
             raise
+        finally:
+            self.merges.end()
 
     def _handle(self, kind: str, *given: Any) -> None:
         if kind == "message":
@@ -274,7 +238,10 @@ class MemberDriver:
                 self._receive(decode_message(message))
 
     def _receive(self, message: Message) -> None:
-        self.changes.fetch_announced(message)
+        if isinstance(message, Propose | Promise) and message.proposal is not None:
+            self.merges.fetch((message.proposal,), ALL_VOTE)  # a merge will need it
+        elif isinstance(message, Offer):
+            self.merges.fetch(message.proposals, message.ballot)
         self.member.receive(message)
         if isinstance(message, Welcome):
             self._welcomed_s = time.monotonic()
@@ -297,23 +264,12 @@ class MemberDriver:
             self.member.receive(decision)
             self._send(fact.names(), decision)
 
-    def _on_offer(
-        self,
-        fact: CommittedTurn,
-        change: bytes,
-        tokens: int,
-        used: int,
-        steps: int,
-        steps_per_s: float,
-        compute_s: float,
-        leaves: bool,
-    ) -> None:
+    def _on_offer(self, fact: CommittedTurn, change: OfferedChange) -> None:
         if self.member.fact is not fact or not self.is_healthy:
             return  # the others went on meanwhile
-        digest = self.changes.add(change)
-        self.member.leaves = self.member.leaves or leaves
-        self.window.open(len(change), compute_s)
-        self.member.trained(digest, tokens, used, steps, steps_per_s)
+        self.member.leaves = self.member.leaves or change.leaves
+        self.window.open(change.size_bytes, change.compute_s)
+        self.member.trained(*change[:5])
 
     # actions
 
@@ -328,8 +284,7 @@ class MemberDriver:
             self._send(action.to, action.message)
         elif isinstance(action, Merge):
             self._asked = action
-            for one in action.proposals:
-                self.changes.fetch(one, action.ballot)
+            self.merges.fetch(action.proposals, action.ballot)
             self._merge_if_here()
         elif isinstance(action, Apply):
             self._apply(action)
@@ -352,11 +307,10 @@ class MemberDriver:
         asked = self._asked
         if asked is None or not self.is_healthy:
             return
-        changes = self.changes.find(asked.proposals)
-        if changes is None:
+        found = self.merges.merge_if_here(asked)
+        if found is None:
             return
         self._asked = None
-        found = self.merge.merge(asked.proposals, changes)
         self._reasons = found.refused
         fact = self.member.fact
         weights = found.weights if found.divisor or fact is None else fact.weights
@@ -367,19 +321,15 @@ class MemberDriver:
         fact, known = action.fact, self._newest
         self._newest = fact.session, fact.turn
         if action.train:
-            self.meeting = None
-        self.window.close(self.merge.size_bytes, committed=bool(fact.committers))
-        merged, heal = None, False
-        if self.is_healthy:
-            merged = self.merge.commit(fact.weights)
-            here = self.merge.digest() == fact.weights or (fact.round == 0 and not fact.weights)
-            self.is_healthy, heal = here, not here
-        else:
-            heal = True
+            self.meeting, self._had_seat = None, True
+        self.window.close(self.merges.merge.size_bytes, committed=bool(fact.committers))
+        digest, merged = self.merges.apply(fact.weights if self.is_healthy else None)
+        is_start = fact.round == 0 and not fact.weights
+        self.is_healthy = self.is_healthy and (digest == fact.weights or is_start)
+        heal = not self.is_healthy
         absent = self._absent(fact, known, self._seats)
         self._turns.put(AppliedTurn(fact, merged, heal, action.train, absent, self._reasons))
         self._seats = fact.seats
-        self.changes.clear()
         self._asked, self._awaits, self._reasons = None, (), {}
         if action.train and len(fact.seats) < self.member.least:
             self._note_wait(tuple(absent))
@@ -403,11 +353,16 @@ class MemberDriver:
 
     def _watch(self) -> None:
         """End the windows that are over."""
+        self.merges.notice_lost_ranks()
+        if self._asked is not None and self.merges.inner.size > 1:
+            self._merge_if_here()  # another rank may have its pieces now
         now_s, member, fact = time.monotonic(), self.member, self.member.fact
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
             raise ClusterError(self._describe_wait())
         if self._awaits and needs_common_start(member, set(self._awaits), self.links):
-            self._restart_member()
+            self._restart_member(member.fact)
+        elif fact is not None and self._is_outnumbered(fact):
+            self._restart_member(self._arrival.held)
         elif not member.seated or fact is None:
             if now_s - self._greeted_s > GREET_S:
                 self._greeted_s = now_s
@@ -416,14 +371,29 @@ class MemberDriver:
             self.window.restart()
             member.grace_over()
 
-    def _restart_member(self) -> None:
-        """Become a process without a seat, as after a restart, and meet the others."""
+    def _is_outnumbered(self, fact: CommittedTurn) -> bool:
+        """Return whether an earlier start of this island has a higher number than this process.
+
+        The clock was set back, and the disk that knew the number was emptied.
+        """
+        known = fact.seat_of(self.member.seat.name)
+        if self._had_seat or known is None or known.boot < self.member.seat.boot:
+            return False
+        self.links.boot = known.boot
+        return True
+
+    def _restart_member(self, held: CommittedTurn | None) -> None:
+        """Become a process without a seat, as after a restart, and meet the others.
+
+        Args:
+            held: the newest turn on this process's disk.
+        """
         old = self.member
         seat = Seat(old.seat.name, self.links.restart())
         peers = tuple(self.links.addresses)
         self.member = IslandMember(seat, old.fact, peers, old.samples, least=old.least)
         self.member.leaves = old.leaves
-        arrival = self._arrival._replace(seat=seat, held=old.fact)
+        arrival = self._arrival._replace(seat=seat, held=held)
         self.meeting = SessionMeeting(arrival, self._count)
         self.window.offered_s, self._awaits, self._waits_since_s = None, (), time.monotonic()
 

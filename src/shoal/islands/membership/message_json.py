@@ -5,39 +5,18 @@ A value of one of the classes below is [class, field, …], a tuple is ["", elem
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from shoal.islands.membership.committed_turn import CommittedTurn, MemberWork, Seat, TurnProposal
 from shoal.islands.membership.session_meeting import ArrivalReport
-from shoal.islands.membership.turn_messages import (
-    CastVote,
-    Decide,
-    Hello,
-    Offer,
-    Prepare,
-    Promise,
-    Propose,
-    Reject,
-    Welcome,
-)
+from shoal.islands.membership.turn_messages import Message
 from shoal.islands.sample_ranges import SampleRange, SampleStream
 
 CLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(
-            ArrivalReport,
-            CastVote,
-            Decide,
-            Hello,
-            Offer,
-            Prepare,
-            Promise,
-            Propose,
-            Reject,
-            Welcome,
-        ),
-        *(CommittedTurn, MemberWork, Seat, TurnProposal),
+        *get_args(Message),
+        *(ArrivalReport, CommittedTurn, MemberWork, Seat, TurnProposal),
     )
 }
 

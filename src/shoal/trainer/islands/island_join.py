@@ -17,7 +17,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class IslandConnection:
     Attributes:
         fragments: names of the parameters of each fragment that is sent by itself.
         bytes_per_s, latency_s: of the links, as measured by a probe.
+        as_in_calls: until `close` the weights have torch's own classes: no user code runs between
+            the calls of an island's run.
     """
 
     policy: IslandsPolicy
@@ -87,6 +90,7 @@ class IslandConnection:
     inner: World
     bytes_per_s: float
     latency_s: float
+    as_in_calls: ExitStack = field(default_factory=ExitStack)
 
     @property
     def is_alone(self) -> bool:
@@ -102,6 +106,7 @@ class IslandConnection:
         """Disconnect from the other islands; every rank of the island calls it."""
         self.plane.close()
         destroy_duplicate(self.inner)
+        self.as_in_calls.close()
 
 
 @phase("meet the other islands")
@@ -127,6 +132,8 @@ def join_islands(
         ClusterError: an island does not connect.
     """
     check_keep(run.plan.keep)
+    as_in_calls = ExitStack()
+    as_in_calls.enter_context(run.meeting.hide_views())
     run.recorder.saves_apart = "hooks: islands save where they merge, so no hook can ask for it"
     count, inner = policy.groups, duplicate_world(run.world)
     weights, plain = collect_merge_tensors(run)
@@ -165,7 +172,8 @@ def join_islands(
     )
     run.extra_state = common
     joined = IslandConnection(
-        policy, method, fragments, common, merger, plane, inner, *measure_island_links(plane)
+        *(policy, method, fragments, common, merger, plane, inner, *measure_island_links(plane)),
+        as_in_calls,
     )
     if policy.owned:
         check_same_tokenizer(plane, inner, tokenizer)

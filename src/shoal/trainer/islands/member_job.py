@@ -4,27 +4,37 @@
     the end      the last round is merged, or a stop was asked: the others get a goodbye
 
 The first island of the last turn validates for all; the others wait longer for it then.
+
+An island of several processes listens at one port for each. Its first rank takes part for all.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from shoal.base.errors import UNSAVED_CODE, ConfigError
-from shoal.base.layouts.changing_members import list_addresses
+from shoal.base.layouts.changing_members import (
+    check_rank_addresses,
+    list_addresses,
+    rank_address,
+)
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.config.sections import Config
 from shoal.data.loading.loader import Loader
 from shoal.data.sources import Source
+from shoal.fabric.duplicate_group import destroy_duplicate, duplicate_world
 from shoal.fabric.islands.island_rendezvous import parse_address
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.fabric.rendezvous.rendezvous_store import is_loopback
 from shoal.islands.changing.change_merge import ChangeMerge
+from shoal.islands.changing.island_ranks import IslandRanks
 from shoal.islands.changing.member_driver import MemberDriver
-from shoal.islands.membership.committed_turn import Seat
+from shoal.islands.changing.rank_merges import RankMerges
+from shoal.islands.membership.committed_turn import Dealing, Seat
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.session_meeting import ArrivalReport
 from shoal.islands.sample_ranges import SampleStream, inner_steps
@@ -34,7 +44,7 @@ from shoal.trainer.islands.island_join import (
     collect_merge_tensors,
     shared_settings,
 )
-from shoal.trainer.islands.member_rounds import MemberRounds, check_single_process
+from shoal.trainer.islands.member_rounds import MemberRounds, check_one_machine
 from shoal.trainer.islands.member_state import MemberCheckpoints
 from shoal.trainer.jobs.run_end import emit_run_end
 from shoal.trainer.jobs.validation import make_validator
@@ -49,6 +59,9 @@ OWN = ("islands.count", "islands.wait_s", "islands.connections", "islands.key", 
 
 END_S = 10.0
 """Longest time for which an island that is ready waits for the others to learn the last turn."""
+
+RANKS_TIMEOUT = timedelta(days=7)
+"""Longest time for which the ranks of an island wait for a turn; a dead rank is noticed before."""
 
 
 def train_members(
@@ -72,12 +85,12 @@ def train_members(
     try:
         done = train_turns(rounds, validate, config.train.validate_every)
     except BaseException:
-        rounds.driver.close()
+        rounds.ranks.close()
         raise
     if not done:
         return _stop(run, joined, rounds)
     saved = run.save()
-    rounds.driver.finish(END_S)
+    rounds.ranks.finish(END_S)
     if rounds.has_trained:
         rounds.plain.check_moved()
     values = validate() if rounds.is_first() else None
@@ -85,6 +98,7 @@ def train_members(
     wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.plain.first_step
     how = "completed" if saved else "completed; the last checkpoint could not be written"
     emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
+    destroy_duplicate(rounds.ranks.world)
     joined.close()
     run.close()
     return 0 if saved else UNSAVED_CODE
@@ -103,7 +117,7 @@ def train_turns(
         fact = turn.fact
         if fact.round >= rounds.last:
             return True
-        if rounds.driver.member.leaves:
+        if rounds.ranks.leaves:
             return False
         if not turn.train:
             continue
@@ -114,7 +128,7 @@ def train_turns(
             if rounds.is_first():
                 validate()
             else:
-                rounds.driver.patience.extend_next_deadline()
+                rounds.joined.merger.patience.extend_next_deadline()
         if len(fact.seats) >= policy.least:
             rounds.train(fact)
         rounds.finish_save()
@@ -135,61 +149,72 @@ def open_member_rounds(
     Raises:
         ConfigError: the run cannot have islands that come and go.
     """
-    check_single_process(run)
+    check_one_machine(run)
     if not isinstance(loader, Loader):
         raise ConfigError(
             "data.source: islands deal samples by their number, and an iterable has none; try: a "
             "dataset with __getitem__ and __len__"
         )
-    policy, common = joined.policy, joined.common
-    checkpoints = MemberCheckpoints(run, joined, policy.wait_s)
+    policy, world = joined.policy, run.world
+    addresses = list_addresses(policy.at)
+    check_rank_addresses(addresses, world.size)
+    threads = duplicate_world(world, RANKS_TIMEOUT)
+    checkpoints = MemberCheckpoints(run, joined, threads, policy.wait_s)
     start = joined.compute_digest()
     held = checkpoints.restore_newest(run.recorder.events.emit)
+    merges = RankMerges(_make_merge(run, joined))
+    seat = Seat(policy.index, checkpoints.count_start(held, policy.index))
+    driver = None
+    if world.is_first:
+        shared = {**shared_settings(run, policy), "launch.processes": world.size}
+        alike = {**{key: shared[key] for key in shared.keys() - set(OWN)}, **settings}
+        deal = _make_dealing(policy, run.plan.batch, loader.samples)
+        driver = MemberDriver(
+            IslandMember(
+                seat, held, tuple(addresses), deal, least=policy.least, is_saved=held is not None
+            ),
+            merges,
+            joined.merger.patience,
+            arrival=ArrivalReport(seat, held, start),
+            count=policy.count,
+            wait_s=policy.wait_s,
+            settings=alike,
+            describe=lambda other, name: describe_settings(alike, other, policy.index, name),
+            provide_state=checkpoints.provide,
+            tell=run.recorder.notice,
+        )
+    ranks = IslandRanks(threads, merges, driver)
+    links = _open_links(run, seat, addresses, ranks, _open_keys(run, policy))
+    checkpoints.links = links
+    last = -(-total_steps // policy.period)
+    rounds = MemberRounds(run, joined, loader, ranks, checkpoints, last)
+    ranks.start(links)
+    return rounds
+
+
+def _make_merge(run: Run, joined: IslandConnection) -> ChangeMerge:
+    """Return the merge of whole changes of this rank's part of the model."""
     weights, plain = collect_merge_tensors(run)
-    local = {name: tensor for name, (tensor, _) in weights.items()}
-    merge = ChangeMerge(
+    local, common = [*weights], joined.common
+    return ChangeMerge(
         joined.method,
         common.outer,
         joined.merger.shares,
         joined.merger.codec,
         common.admission[1],
-        joined.method.message_like(common.outer, list(local)),
+        joined.method.message_like(common.outer, local),
         {name: tensor for name, (tensor, _) in plain.items()},
     )
 
-    def deal(stream: SampleStream, speeds: Any) -> list[int]:
-        known = [None] * len(speeds) if policy.pace == "equal" else list(speeds)
-        steps = inner_steps(policy.period, known)
-        return stream.count_samples(steps, run.plan.batch, loader.samples)
 
-    seat = Seat(policy.index, int(time.time() * 1000))
-    addresses = list_addresses(policy.at)
-    shared = shared_settings(run, policy)
-    settings = {**{key: shared[key] for key in shared.keys() - set(OWN)}, **settings}
-    member = IslandMember(
-        seat, held, tuple(addresses), deal, least=policy.least, is_saved=held is not None
-    )
-    driver = MemberDriver(
-        member,
-        merge,
-        joined.merger.patience,
-        arrival=ArrivalReport(seat, held, start),
-        count=policy.count,
-        wait_s=policy.wait_s,
-        settings=settings,
-        describe=lambda other, name: describe_settings(settings, other, policy.index, name),
-        provide_state=checkpoints.provide,
-        tell=run.recorder.notice,
-    )
-    links = MemberLinks(
-        *(seat.name, seat.boot, addresses, read_token(os.environ)),
-        *(driver.on_message, driver.provide, run.recorder.notice, _open_keys(run, policy)),
-    )
-    checkpoints.links = links
-    last = -(-total_steps // policy.period)
-    rounds = MemberRounds(run, joined, loader, driver, checkpoints, last)
-    driver.start(links)
-    return rounds
+def _make_dealing(policy: IslandsPolicy, batch: int, samples: int) -> Dealing:
+    """Return how many samples of the stream each member gets, by the members' speeds."""
+
+    def deal(stream: SampleStream, speeds: Sequence[float | None]) -> list[int]:
+        known = [None] * len(speeds) if policy.pace == "equal" else list(speeds)
+        return stream.count_samples(inner_steps(policy.period, known), batch, samples)
+
+    return deal
 
 
 def _open_keys(run: Run, policy: IslandsPolicy) -> MemberKeys | None:
@@ -212,6 +237,31 @@ def _open_keys(run: Run, policy: IslandsPolicy) -> MemberKeys | None:
         near += f"; or a private network and the same {TOKEN} for all islands"
         tell(f"islands.at: connections between islands are not encrypted{open_to}; try: {near}")
     return keys
+
+
+def _open_links(
+    run: Run,
+    seat: Seat,
+    addresses: dict[int, str],
+    ranks: IslandRanks,
+    keys: MemberKeys | None,
+) -> MemberLinks:
+    """Listen at this rank's port; the first rank connects to the other islands too."""
+    rank, token = run.world.rank, read_token(os.environ)
+    own, driver = addresses[seat.name], ranks.driver
+    if driver is None:
+        return MemberLinks(
+            *(seat.name, seat.boot, {seat.name: rank_address(own, rank)}, token),
+            *(_ignore_message, ranks.provide, run.recorder.notice, keys),
+        )
+    return MemberLinks(
+        *(seat.name, seat.boot, addresses, token),
+        *(driver.on_message, driver.provide, run.recorder.notice, keys),
+    )
+
+
+def _ignore_message(name: int, address: str, message: Any) -> None:
+    """Ignore a message of another island: the first rank gets them."""
 
 
 def describe_settings(own: dict[str, Any], other: Any, index: int, name: int) -> str:
@@ -243,10 +293,12 @@ def _stop(run: Run, joined: IslandConnection, rounds: MemberRounds) -> int:
     """Say goodbye, wait for the last save, and close; return the exit code."""
     outcome = run.checkpoint_saver.wait_pending()
     saved = outcome is None or outcome.failure is None
-    rounds.driver.finish(0.0)
+    rounds.ranks.finish(0.0)
     trouble = "" if saved else "; the last save failed"
     how = f"stopped on request after round {joined.common.round}{trouble}"
-    run.recorder.events.emit("run_finished", step=run.step_count, how=how)
+    if run.world.is_first:
+        run.recorder.events.emit("run_finished", step=run.step_count, how=how)
+    destroy_duplicate(rounds.ranks.world)
     joined.close()
     run.close()
     return STOPPED if saved else UNSAVED_CODE

@@ -7,7 +7,8 @@
     behind    the others went on meanwhile: it stops its steps and heals
 
 What is decided, and when, is the members' protocol (`islands/membership`), which
-`islands/changing/member_driver.py` runs in a thread. No vote waits for a disk but by `note_saved`.
+`islands/changing/member_driver.py` runs in a thread of the island's first rank. All ranks get the
+same turns (`island_ranks.py`). No vote waits for a disk but by `note_saved`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 from shoal.base.errors import CheckpointError, ConfigError, TrainingError
 from shoal.data.loading.loader import Loader
-from shoal.islands.changing.member_driver import AppliedTurn, MemberDriver
+from shoal.islands.changing.island_ranks import IslandRanks, RankWork
+from shoal.islands.changing.turn_records import AppliedTurn
 from shoal.islands.membership.committed_turn import CommittedTurn
 from shoal.islands.membership.message_json import encode_message
 from shoal.islands.sample_ranges import cut_steps
@@ -62,13 +64,13 @@ class MemberRounds:
         run: Run,
         joined: IslandConnection,
         loader: Loader,
-        driver: MemberDriver,
+        ranks: IslandRanks,
         checkpoints: MemberCheckpoints,
         last: int,
     ) -> None:
         self.plain = IslandRounds(run, joined, loader, last)
         self.run, self.joined, self.common = run, joined, joined.common
-        self.loader, self.driver, self.checkpoints, self.last = loader, driver, checkpoints, last
+        self.loader, self.ranks, self.checkpoints, self.last = loader, ranks, checkpoints, last
         self.index, self.policy = joined.policy.index, joined.policy
         self.fact: CommittedTurn | None = None
         self.work = RoundWork()
@@ -82,7 +84,7 @@ class MemberRounds:
             TrainingError: no island's changes count, again and again.
         """
         with phase("merge with the other islands"):
-            turn = self.driver.wait_for_turn(self._may_stop)
+            turn = self.ranks.wait_for_turn(self._may_stop)
         if turn is None:
             return None
         known, self.fact = self.fact, turn.fact
@@ -104,7 +106,7 @@ class MemberRounds:
             work.used += batch.next_position - batch.position
             work.steps, work.compute_s = number, work.compute_s + time.perf_counter() - since_s
             since_s = time.perf_counter()
-            if self.driver.has_newer(fact):
+            if self.ranks.has_newer(fact):
                 return  # the others went on without this island
         weights, plain = collect_merge_tensors(run)
         local = {name: tensor for name, (tensor, _) in weights.items()}
@@ -112,15 +114,16 @@ class MemberRounds:
         message = self.joined.method.message(outer, list(local), local)
         averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()}
         work.offered_s = time.perf_counter()
-        self.driver.offer(
+        self.ranks.offer(
             fact,
-            self.driver.merge.encode(message, averaged),
-            tokens=work.tokens,
-            used=work.used,
-            steps=work.steps,
-            steps_per_s=work.steps / work.compute_s,
-            compute_s=work.compute_s,
-            leaves=run.stop_wanted,
+            self.ranks.merges.merge.encode(message, averaged),
+            RankWork(
+                work.tokens,
+                work.used,
+                work.steps,
+                work.compute_s,
+                leaves=run.stop_wanted or run.stopping,
+            ),
         )
 
     def finish_save(self) -> None:
@@ -135,7 +138,7 @@ class MemberRounds:
             outcome = self.run.checkpoint_saver.wait_pending()
             if outcome is not None and outcome.failure is None:
                 self.checkpoints.held = self.fact.weights
-                self.driver.note_saved(self.fact)
+                self.ranks.note_saved(self.fact)
                 return
             time.sleep(SAVE_PAUSE_S)
             self.run.save(wait=False)
@@ -150,7 +153,7 @@ class MemberRounds:
 
     def _may_stop(self) -> bool:
         """Return whether a wait ends: a stop is wanted, and no turn is to be expected."""
-        waits_for_turn = self.work.offered_s > 0 and not self.driver.awaits
+        waits_for_turn = self.work.offered_s > 0 and not self.ranks.awaits
         return self.run.stop_wanted and not waits_for_turn
 
     def _install(self, turn: AppliedTurn, known: CommittedTurn | None) -> None:
@@ -176,11 +179,11 @@ class MemberRounds:
         common.keep()
         self._emit(turn, known)
         if turn.heal:
-            self.driver.note_healed(fact)
+            self.ranks.note_healed(fact)
         elif changed and fact.round and not self.checkpoints.holds(fact):
             self.run.save(wait=False)
         else:
-            self.driver.note_saved(fact)
+            self.ranks.note_saved(fact)
         if self.index in stops:
             raise TrainingError(
                 f"island {self.index}: its change was refused {self.policy.refusals} rounds in a "
@@ -215,6 +218,9 @@ class MemberRounds:
         """Write the event of a turn: who merged, who came, who left and why."""
         fact, work, emit = turn.fact, self.work, self.run.recorder.events.emit
         now_s, step = time.perf_counter(), self.run.step_count
+        self.work, sent_bytes = RoundWork(), self.ranks.count_sent_bytes()
+        if not self.run.world.is_first:
+            return
         if known is None or known.session != fact.session:
             is_encrypted = bool(self.policy.key)
             emit(
@@ -233,7 +239,7 @@ class MemberRounds:
                 seconds=now_s - work.began_s if work.began_s else 0.0,
                 compute_s=work.compute_s,
                 exposed_s=waited_s,
-                sent_bytes=self.driver.count_sent_bytes(),
+                sent_bytes=sent_bytes,
                 exchange_s=waited_s,
                 tokens=work.tokens if self.index in fact.committers else 0,
                 steps=work.steps if self.index in fact.committers else 0,
@@ -256,17 +262,18 @@ class MemberRounds:
                 emit("island_refused", step=step, island=island, why=why)
             for line in turn.merged.verdict.told if turn.merged else ():
                 emit("notice", step=step, text=line)
-        self.work = RoundWork()
 
 
-def check_single_process(run: Run) -> None:
-    """Refuse several processes in an island that may come and go.
+def check_one_machine(run: Run) -> None:
+    """Refuse an island on several machines that may come and go.
 
     Raises:
-        ConfigError: the island has more than one process.
+        ConfigError: the island's processes run on more than one machine.
     """
-    if run.world.size > 1:
+    world = run.world
+    if world.local_size < world.size:
         raise ConfigError(
-            f"launch.processes = {run.world.size}: an island that may come and go is one process; "
-            f"try: launch.processes=1, or islands.least=0"
+            f"islands.least: an island that may come and go is on one machine, and only "
+            f"{world.local_size} of this one's {world.size} processes are here; try: an island of "
+            f"each machine, or islands.least=0"
         )

@@ -4,12 +4,14 @@
     state/STEP/NAME            a file of it, in pieces with a hash each (`member_links.py`)
 
 The manifest has a hash of every slice, so a restore finds what was altered anywhere on the way. The
-copy is complete before it is called step-N.
+copy is complete before it is called step-N. The ranks of an island share a disk: rank 0 copies the
+files of all, and then all of them restore.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import threading
@@ -17,10 +19,13 @@ import time
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError
+from shoal.base.runlog.atomic_files import write_atomically
+from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import Emit
 from shoal.checkpoint.format.folders import make_temporary_path, quarantine
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, step_folder
 from shoal.checkpoint.format.manifest import FILE_NAME
+from shoal.fabric import World
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.member_driver import STATE
 from shoal.islands.membership.committed_turn import CommittedTurn
@@ -31,6 +36,8 @@ from shoal.trainer.run import Run
 from shoal.wire.phases import phase
 
 HEAL_TRY_S = 0.3
+STARTS = "starts.json"
+"""File of the run folder with the number of the island's last start."""
 
 
 def read_held_turn(record: dict[str, object]) -> CommittedTurn | None:
@@ -54,17 +61,20 @@ def read_held_turn(record: dict[str, object]) -> CommittedTurn | None:
 class MemberCheckpoints:
     """Checkpoints of one island, by their merged weights.
 
+    `restore_newest` and `heal` are collectives of the island's ranks.
+
     Args:
+        ranks: world of the island's ranks, for the training threads.
         wait_s: longest wait for an island that has a state.
 
     Attributes:
         held: digest of the merged weights of the newest checkpoint.
     """
 
-    def __init__(self, run: Run, joined: IslandConnection, wait_s: float) -> None:
+    def __init__(self, run: Run, joined: IslandConnection, ranks: World, wait_s: float) -> None:
         if run.recorder.folder is None:
             raise ConfigError("islands.least: islands that come and go need a run folder")
-        self.run, self.joined, self.wait_s = run, joined, wait_s
+        self.run, self.joined, self.ranks, self.wait_s = run, joined, ranks, wait_s
         self.root: Path = run.recorder.folder / "checkpoints"
         self.links: MemberLinks | None = None
         self.held = ""
@@ -76,23 +86,46 @@ class MemberCheckpoints:
 
     def restore_newest(self, emit: Emit) -> CommittedTurn | None:
         """Restore the newest checkpoint that can be read; return its turn, None without one."""
-        for found in list_checkpoints(self.root):
+        here = [found.step for found in list_checkpoints(self.root)]
+        for step in self.ranks.broadcast_json(here):
+            folder, turn, problem = step_folder(self.root, step), None, ""
             try:
-                record = read_manifest(found.path).record
-                turn = read_held_turn(record)
+                turn = read_held_turn(read_manifest(folder).record)
                 if turn is None:
                     raise ConfigError(
-                        f"islands.least: {found.path} is of a run without islands; try: one round "
+                        f"islands.least: {folder} is of a run without islands; try: one round "
                         f"with islands.least=0 first"
                     )
-                self.run.restore(step=found.step)
-            except CheckpointError as problem:
-                emit("notice", text=f"{problem}; kept as {quarantine(found.path).name}")
-                continue
-            self.held = turn.weights
-            return turn
+                self.run.restore(step=step)
+            except CheckpointError as failure:
+                problem = str(failure)
+            if self.ranks.all_true(turn is not None and not problem):
+                self.held = "" if turn is None else turn.weights
+                return turn
+            if self.ranks.is_first:
+                emit("notice", text=f"{problem}; kept as {quarantine(folder).name}")
+            self.ranks.all_true(True)
         self.run.recorder.cut(0)
         return None
+
+    def count_start(self, held: CommittedTurn | None, name: int) -> int:
+        """Return the number of this start of the island, above those of all earlier ones.
+
+        It is the time in milliseconds, and more than the last number if the clock was set back. If
+        the disk was emptied too, the driver learns the last number from the others.
+
+        Args:
+            held: the newest turn on the disk · name: the number of the island.
+        """
+        number = None
+        if self.ranks.is_first:
+            file, seat = self.root.parent / STARTS, None if held is None else held.seat_of(name)
+            last = read_object(file).get("last", 0)
+            earlier = [0 if seat is None else seat.boot, last if isinstance(last, int) else 0]
+            number = max(int(time.time() * 1000), *(one + 1 for one in earlier))
+            with contextlib.suppress(OSError):  # a full disk: the clock is most likely right
+                write_atomically(file, json.dumps({"last": number}))
+        return int(self.ranks.broadcast_json(number))
 
     def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes] | None:
         """Return bytes of a checkpoint for another island; called in other threads."""
@@ -131,32 +164,51 @@ class MemberCheckpoints:
         if fact.round == 0:
             return  # all islands begin with these weights
         until_s, problem = time.monotonic() + self.wait_s, "none has saved it"
-        while time.monotonic() < until_s:
-            try:
-                kept = list_held_rounds(self.root.parent, self.joined.policy.period)
-                digest, step = kept.get(str(fact.round), ("", 0))
-                if digest != fact.weights:
-                    step = self._copy(fact)
-                if step >= 0:
-                    self._restore(fact, step)
+        while True:
+            found = self._find_or_copy(fact, problem) if self.ranks.is_first else None
+            is_late = time.monotonic() > until_s
+            (step, problem), is_late = self.ranks.broadcast_json([found, is_late])
+            if step >= 0:
+                problem = self._restore(fact, step)
+                if not problem:
                     return
-            except (OSError, CheckpointError) as failure:
-                problem = str(failure)
+            if is_late:
+                raise ClusterError(
+                    f"islands: no island gave the state of round {fact.round} within "
+                    f"{self.wait_s:g} s: {problem}; try: --resume when another island is there"
+                )
             time.sleep(HEAL_TRY_S)
-        raise ClusterError(
-            f"islands: no island gave the state of round {fact.round} within {self.wait_s:g} s: "
-            f"{problem}; try: --resume when another island is there"
-        )
 
-    def _restore(self, fact: CommittedTurn, step: int) -> None:
-        self.run.restore(step=step)
-        if self.joined.compute_digest() != fact.weights:
-            quarantine(step_folder(self.root, step))
-            raise CheckpointError(f"step-{step}: its merged weights are not those of its record")
-        for later in list_checkpoints(self.root):
-            if later.step > step:
-                later.path.rename(make_temporary_path(later.path))
-        self.held = fact.weights
+    def _find_or_copy(self, fact: CommittedTurn, problem: str) -> tuple[int, str]:
+        """Return the step of a turn's checkpoint on this disk, −1 and a reason without one."""
+        try:
+            kept = list_held_rounds(self.root.parent, self.joined.policy.period)
+            digest, step = kept.get(str(fact.round), ("", 0))
+            return (step if digest == fact.weights else self._copy(fact)), problem
+        except (OSError, CheckpointError) as failure:
+            return -1, str(failure)
+
+    def _restore(self, fact: CommittedTurn, step: int) -> str:
+        """Restore a checkpoint on all ranks; return why it is not the turn's, "" if it is."""
+        problem = ""
+        try:
+            self.run.restore(step=step)
+        except CheckpointError as failure:
+            problem = str(failure)
+        told = self.ranks.gather_json([self.joined.common.outer.digest(), problem])
+        digest = hashlib.sha256("".join(one for one, _ in told).encode()).hexdigest()
+        problem = next((why for _, why in told if why), "")
+        if not problem and digest != fact.weights:
+            problem = f"step-{step}: its merged weights are not those of its record"
+            if self.ranks.is_first:
+                quarantine(step_folder(self.root, step))
+        elif not problem:
+            self.held = fact.weights
+            for later in list_checkpoints(self.root) if self.ranks.is_first else ():
+                if later.step > step:
+                    later.path.rename(make_temporary_path(later.path))
+        self.ranks.all_true(True)
+        return problem
 
     def _copy(self, fact: CommittedTurn) -> int:
         """Copy the checkpoint of a turn from another island; return its step, −1 if none has it."""
