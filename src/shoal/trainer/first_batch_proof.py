@@ -121,7 +121,8 @@ class FirstBatchProof:
             run_passes(batch)
 
         def prove_written(batch: Any) -> Iterator[Any]:
-            self._prove_once(run, batch, weigh_outputs)
+            with run.meeting.at("run.micro_batches"):
+                self._prove_once(run, batch, weigh_outputs)
             return micro_batches(batch)
 
         vars(run)["run_passes"], vars(run)["micro_batches"] = prove_step, prove_written

@@ -82,10 +82,15 @@ def test_a_loss_keeps_nothing_of_the_proof(attempt) -> None:
     assert len(answer["numbers"]) == len(attempt("counted_calls", prove="off")["numbers"]) > 0
 
 
-def test_the_proof_says_nothing_of_the_loss_which_the_run_tries_itself(attempt) -> None:
-    answer = attempt("compared_samples")
-    assert EQUAL in answer["lines"][0]
-    assert answer["loss"] == []
+@pytest.mark.parametrize(
+    ("loop", "layout"), [("compared_samples", "ddp"), ("split_written_out", "tp")]
+)
+def test_no_line_is_added_but_the_proofs_own(attempt, loop: str, layout: str) -> None:
+    """The run tries its loss itself; the proof's own reads of weights are not the user's."""
+    proven, unproven = attempt(loop, layout), attempt(loop, layout, prove="off")
+    assert proven["error"] == ""
+    assert EQUAL in proven["lines"][0]
+    assert proven["others"] == unproven["others"]
 
 
 def test_without_room_for_a_copy_it_says_so_and_trains(attempt) -> None:
