@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.cli.replay_pair import pair_bound
 from shoal.replay import script_replay
+from shoal.replay.breakpoint_gate import BreakpointGate
 from shoal.replay.first_difference import find_statistic_difference, find_tensor_difference
 from shoal.replay.island_rounds import find_round_start, read_round
 from shoal.replay.replay_folder import read_rewinds
@@ -206,3 +208,27 @@ def test_rewinds_after_a_checkpoint(tmp_path: Path) -> None:
     )
     assert read_rewinds(tmp_path, 4) == ((8, 4),)
     assert read_rewinds(tmp_path, 0) == ((3, 0), (8, 4))
+
+
+def test_breakpoints_stop_in_the_asked_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in steps before it, not in trials of guards, and not where no terminal is."""
+    stopped: list[int] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(gate.step))
+    right = sys.breakpointhook
+    gate = BreakpointGate(5)
+    trial = {"__name__": "shoal.trainer.guards.model_trial"}
+    for step in (0, 4, 5):
+        gate.begin_step(step)
+        breakpoint()
+        exec("breakpoint()", trial)
+    assert stopped == [5]
+    gate.close()
+    assert sys.breakpointhook is right
+    gate = BreakpointGate(5, has_terminal=False)
+    gate.begin_step(4)
+    breakpoint()
+    assert not gate.passed_over
+    gate.begin_step(5)
+    breakpoint()
+    gate.close()
+    assert (stopped, gate.passed_over) == ([5], True)

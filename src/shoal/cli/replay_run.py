@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 TEMPORARY = ".replay-"
 """Beginning of the name of a replay's folder that is not kept."""
+PASSED_OVER = (
+    "breakpoint(): passed over, since several processes cannot share this terminal; try: --layout "
+    "single"
+)
 LOG = re.compile("; traceback: [^ ]+")
 QUIET = (
     "train.prove=off", "train.validate_every=0", "train.on=", "train.trace=",
@@ -226,6 +230,8 @@ def report_earlier_start(folder: Path, began: int, why: str, *, quiet: bool) -> 
 def complete_record(record: StepRecord, recorded: dict[str, Any], folder: Path) -> None:
     """Add the tensors of the recorded steps and the environment that the processes wrote.
 
+    A line on stderr reports breakpoints that several processes passed over.
+
     Args:
         recorded: JSON that rank 0 of the replay wrote.
         folder: of the replay.
@@ -239,6 +245,8 @@ def complete_record(record: StepRecord, recorded: dict[str, Any], folder: Path) 
     ranks = read_object(folder / "ranks.json")
     record.environment = collect_environment(recorded["environment"], ranks)
     record.repeats_bits = repeats_bits(folder)
+    if recorded.get("passed_over"):
+        typer.echo(PASSED_OVER, err=True)
 
 
 def _changes_stored_format(run: Path, overrides: list[str]) -> bool:

@@ -42,6 +42,7 @@ class StepRecorder:
         first_step: tensors of steps before it are not recorded.
         nudge: share of each weight by which it is moved before the first step; 0: none is.
         on_step: called after each step.
+        before_step: called with the number of each step, before it.
 
     Attributes:
         environment: versions of libraries and digests of the user's sources, as a checkpoint's
@@ -54,8 +55,10 @@ class StepRecorder:
         *,
         nudge: float = 0.0,
         on_step: Callable[[], object] = lambda: None,
+        before_step: Callable[[int], object] = lambda step: None,
     ) -> None:
-        self.first_step, self.nudge, self.on_step = first_step, nudge, on_step
+        self.first_step, self.nudge = first_step, nudge
+        self.on_step, self.before_step = on_step, before_step
         self.steps: list[StepMarks] = []
         self.environment: dict[str, Any] = {}
         self._weights: Marks | None = None
@@ -104,6 +107,7 @@ class StepRecorder:
         self._prepare(run, run.step_count + 1)
 
     def _prepare(self, run: Run, step: int) -> None:
+        self.before_step(step)
         if step < self.first_step:
             return
         if self._weights is None:

@@ -11,12 +11,14 @@ import logging
 import os
 import signal
 import sys
+from bdb import BdbQuit
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.runlog.atomic_files import write_atomically
 from shoal.launch import run_and_exit
+from shoal.replay.breakpoint_gate import BreakpointGate
 from shoal.replay.replay_folder import RECORDED, ReplayRequest
 from shoal.wire.phases import phase, write_phases_to_folder
 from shoal.wire.stack_dumps import start_page_reports
@@ -52,19 +54,30 @@ def repeat_steps(folder: Path, world: World | None = None) -> int:
     # The start of the run itself printed the notices on model and settings.
     log = logging.getLogger("shoal")
     was_off, log.disabled = log.disabled, True
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    gate = BreakpointGate(request.last_step, has_terminal=is_alone)
     recorder = StepRecorder(
         request.record_from or request.last_step + 1,
         nudge=request.nudge,
         on_step=lambda: setattr(log, "disabled", was_off),
+        before_step=gate.begin_step,
     )
     try:
-        return _repeat(folder, request, recorder, world)
+        return _repeat(folder, request, recorder, gate, world)
+    except BdbQuit:
+        sys.stderr.write("shoal: the debugger ended the replay, so nothing is compared\n")
+        return 1
     finally:
         log.disabled = was_off
+        gate.close()
 
 
 def _repeat(
-    folder: Path, request: ReplayRequest, recorder: StepRecorder, world: World | None
+    folder: Path,
+    request: ReplayRequest,
+    recorder: StepRecorder,
+    gate: BreakpointGate,
+    world: World | None,
 ) -> int:
     from shoal.fabric import start_world
 
@@ -89,7 +102,7 @@ def _repeat(
         shape = {}  # plan.json has it
     if writes:
         found = {**shape, "steps": [asdict(one) for one in recorder.steps]}
-        found["environment"] = recorder.environment
+        found |= {"environment": recorder.environment, "passed_over": gate.passed_over}
         write_atomically(folder / RECORDED, json.dumps(found) + "\n")
     return code
 
