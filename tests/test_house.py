@@ -217,8 +217,8 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     # 7_700 before whole_weights, mesh, unlike loaders and labels, and statistics of a step;
     # 7_900 before a small model was tried on samples together and apart; 8_060 before islands had a
     # smallest number, and how long they wait for it, among the keys of a layout; 8_070 before that
-    # trial refused collectives of the model.
-    assert sum(map(lines_of_code, files)) <= 8_130
+    # trial refused collectives of the model; 8_130 before batches held lists and objects.
+    assert sum(map(lines_of_code, files)) <= 8_280
 
 
 FOUR_RANKS = """
@@ -319,8 +319,9 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name != "frames.py"
     ]
     assert 100 < len(files) <= 157, sorted(files)
-    # 14_130 before writes to divided weights; 14_600 before parts that look like whole weights.
-    assert sum(map(lines_of_code, files)) <= 15_000
+    # 14_130 before writes to divided weights; 14_600 before parts that look like whole weights;
+    # 15_000 before batches held lists and objects.
+    assert sum(map(lines_of_code, files)) <= 15_120
 
 
 def test_the_simulated_device_is_small() -> None:
@@ -359,7 +360,7 @@ def test_readers_and_what_facades_share_are_small() -> None:
         assert sum(map(lines_of_code, own)) <= 320
     libraries = (*FACADES, "flower")  # whose facade is one small file
     shared = [p for p in NEIGHBOURS.rglob("*.py") if p.stem.split("_")[0] not in libraries]
-    assert 400 < sum(map(lines_of_code, shared)) <= 960
+    assert 400 < sum(map(lines_of_code, shared)) <= 1_060
 
 
 def names_in(path: Path) -> set[str]:

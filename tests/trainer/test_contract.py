@@ -16,12 +16,8 @@ from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
 from shoal.models.loss import token_loss
 from shoal.trainer.autotune.sample_forward import build_sample_forward
-from shoal.trainer.step.call_contract import (
-    batch_length,
-    split_batch,
-    split_into_micro_batches,
-    sum_and_count,
-)
+from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
+from shoal.trainer.step.call_contract import split_batch, sum_and_count
 
 
 def told(failure: pytest.ExceptionInfo) -> str:

@@ -30,16 +30,17 @@ from shoal.planning.settle import layout_keys
 from shoal.proof.proof_case import ProofCase
 from shoal.proof.reference_limits import STATES
 from shoal.proof.start_proof import prove_case
+from shoal.trainer.batches.batch_split import read_columns, split_into_micro_batches
+from shoal.trainer.batches.batch_values import has_objects
 from shoal.trainer.first_batch_proof import (
     MEMORY_SHARE,
-    join_samples,
     select_dataset,
     weigh_outputs,
 )
 from shoal.trainer.process.watchdog_client import pause_comparison
 from shoal.trainer.run import Run
 from shoal.trainer.step.borrowed_batch import broadcast_spare_batch
-from shoal.trainer.step.call_contract import Loss, split_into_micro_batches
+from shoal.trainer.step.call_contract import Loss
 from shoal.wire.phases import phase
 
 SAMPLES = 8
@@ -128,6 +129,8 @@ def list_samples(run: Run, batch: Any) -> tuple[Any, Any]:
     own, failure = None, ""
     try:
         own = _first_samples(batch)
+        if own is not None and has_objects(own):
+            failure = "batch: its samples are in an object, which is not sent to other ranks"
     except ConfigError as error:
         failure = str(error)
     told = world.gather_json([data.rank, own is not None, failure])
@@ -138,10 +141,11 @@ def list_samples(run: Run, batch: Any) -> tuple[Any, Any]:
         sources = [rank for rank, (at, has, _) in enumerate(told) if at == number and has]
         if sources:  # else the ranks of this number have no sample in the first step
             part = broadcast_spare_batch(world, own if sources[0] == world.rank else None)
-            found.append(list(split_into_micro_batches(part, 1)))
+            columns = read_columns(part)
+            found.append([columns.cut(n, n + 1) for n in range(columns.samples)])
     # One sample of each rank in turn, so that branches that depend on the rank's data differ.
     most = max(map(len, found))
-    return [part[n] for n in range(most) for part in found if n < len(part)], join_samples
+    return [part[n] for n in range(most) for part in found if n < len(part)], columns.join
 
 
 def _first_samples(batch: Any) -> Any:

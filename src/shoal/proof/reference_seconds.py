@@ -20,7 +20,8 @@ from shoal.data.loading.sample_inspection import first_samples
 from shoal.fabric.device import is_accelerator
 from shoal.proof.proof_case import ProofCase
 from shoal.trace.costs.flops import count_training_flops
-from shoal.trainer.step.call_contract import batch_length, call_model, split_batch, sum_and_count
+from shoal.trainer.batches.batch_split import batch_length
+from shoal.trainer.step.call_contract import call_model, split_batch, sum_and_count
 from shoal.wire.phases import phase
 
 SIDE, DEVICE_SIDE = 384, 2048

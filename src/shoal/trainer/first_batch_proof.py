@@ -32,6 +32,7 @@ from shoal.machine.free_memory import free_bytes
 from shoal.planning.settle import layout_keys
 from shoal.trace.isolation.collective_ban import forbid_collectives
 from shoal.trainer._torch import pytree
+from shoal.trainer.batches.batch_columns import BatchColumns
 from shoal.trainer.known_proofs import keep_proof, proof_key, read_known_proofs
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import default_loss, unwrap_model
@@ -152,7 +153,7 @@ class FirstBatchProof:
         model, dataset = self._kept[0], select_dataset(run, batch)
         if not run.world.is_first or self.reason:
             return "", None
-        collate = join_samples if dataset is None else dataset[1]
+        collate = BatchColumns.join if dataset is None else dataset[1]
         how = {"loss": loss, "collate": collate, "layout": layout_keys(run.plan.layout)}
         try:
             with forbid_collectives(), preserved_rng():  # a builder runs on this rank alone
@@ -174,17 +175,6 @@ def select_dataset(run: Run, batch: Any) -> tuple[Any, Any] | None:
         if is_indexed(dataset):
             return dataset, collate
     return None
-
-
-def join_samples(samples: list[Any]) -> Any:
-    """Join samples, which are batches of one, along dim 0."""
-    trees = [pytree.tree_flatten(one) for one in samples]
-    columns = zip(*(leaves for leaves, _ in trees), strict=True)
-    joined = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0]
-        for column in map(list, columns)
-    ]
-    return pytree.tree_unflatten(joined, trees[0][1])
 
 
 def weigh_outputs(outputs: Any, _targets: Any) -> tuple[torch.Tensor, int]:

@@ -17,12 +17,8 @@ from shoal.fabric import World
 from shoal.parallel.compose import SampleForward
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer._torch import pytree
-from shoal.trainer.step.call_contract import (
-    batch_length,
-    call_model,
-    split_batch,
-    split_into_micro_batches,
-)
+from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
+from shoal.trainer.step.call_contract import call_model, split_batch
 from shoal.trainer.step.micro_batch import prepare_batch
 
 LOOKED_AT = 3
@@ -52,6 +48,7 @@ def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward
     given = sample() if callable(sample) else sample
     try:
         cut = next(split_into_micro_batches(given, min(LOOKED_AT, plan.micro_batch)))
+        samples = batch_length(cut)
     except ConfigError as failure:
         raise ConfigError(
             f"sample= (without it, the first batch): {str(failure).removeprefix('batch: ')}, as "
@@ -62,7 +59,7 @@ def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward
     if layout.cp > 1:  # one rank may lack memory for all tokens of a long sequence
         few = _shorten_tokens(few, layout.cp)
 
-    return _SampleForward(few, plan.call, batch_length(few))
+    return _SampleForward(few, plan.call, samples)
 
 
 @dataclass(frozen=True)

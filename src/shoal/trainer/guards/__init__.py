@@ -44,6 +44,7 @@ class RunGuards(Guards):
         optimizer: checks the optimizer, in the first steps above all.
         untrained: finds weights without a gradient.
         model: finds mistakes in the model's mode and hooks.
+        batches: compares the batches of ranks, and knows how their lists are read.
     """
 
     def __init__(
@@ -63,6 +64,9 @@ class RunGuards(Guards):
         first = program.data.rank == program.tensor.rank == 0
         own = recorder.emit_rank_notice if first else _drop_line
         stage = own if program.pipe.size > 1 else notice
+        self.batches = BatchConsistencyGuard(
+            program, program.plan.batch * ("batch" in given), notice
+        )
         self.model = ModelGuard(program, "micro_batch" not in given, notice, stage)
         self.untrained = UntrainedWeightsGuard(program, *unheld, notice)
         super().__init__(
@@ -77,7 +81,7 @@ class RunGuards(Guards):
                 # Before the batch: it may be right, and the weights wrong.
                 self.writes,
                 # Samples before the results that depend on them.
-                BatchConsistencyGuard(program, program.plan.batch * ("batch" in given), notice),
+                self.batches,
                 self.model,
                 HiddenStateGuard(program, notice),
                 # Innermost around the passes: it watches torch's `detach`, which others call.

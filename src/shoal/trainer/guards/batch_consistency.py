@@ -22,9 +22,10 @@ from shoal.base.errors import ConfigError
 from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
+from shoal.trainer.batches.batch_split import batch_length
+from shoal.trainer.batches.batch_values import Readings, has_objects
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step.call_contract import batch_length
 
 LOOKS = 3
 """Largest number of steps whose own batches are compared."""
@@ -37,11 +38,15 @@ class BatchConsistencyGuard(Guard):
         program: the run's.
         batch: samples of a step over all ranks, if the user set it; 0: not set.
         notice: prints a line, by rank 0.
+
+    Attributes:
+        readings: how lists in the batches of this and other ranks are read.
     """
 
     def __init__(self, program: Program, batch: int, notice: Callable[[str], None]) -> None:
         self.program, self.batch, self.notice = program, batch, notice
         self.looks = 0
+        self.readings: Readings = {}
         self._alike_bits = 0.0
         self._alike = True
         self._short = 0
@@ -57,7 +62,7 @@ class BatchConsistencyGuard(Guard):
             return
         loaded, world = isinstance(batch, StepBatch), self.program.world
         if self._epochs and not loaded:
-            length = batch_length(batch)
+            length = batch_length(batch, self.readings)
             if any([one.repeats(length) for one in self._epochs]):
                 self._epochs = []
                 self.notice(reports.batch_report.EPOCH)
@@ -79,6 +84,8 @@ class BatchConsistencyGuard(Guard):
             reports.batch_report.refuse_different_data(step, told, self.program.plan.layout.text())
         if loaded:
             return
+        for one in told:
+            self.readings = {**one["readings"], **self.readings}
         shares = list({one["place"]: one for one in told}.values())
         if shares[0].get("samplers") or shares[0].get("rows"):
             reports.batch_report.refuse_unlike_loaders(step, shares)
@@ -90,10 +97,16 @@ class BatchConsistencyGuard(Guard):
     def _describe_batch(self, batch: Any) -> dict[str, Any]:
         loaded = isinstance(batch, StepBatch)
         values = batch.values if isinstance(batch, StepBatch) else [batch]
+        samples = 0 if loaded else batch_length(batch, self.readings)
+        if has_objects(values):
+            from shoal.trainer.batches.batch_objects import list_tensors
+
+            values = list_tensors(values)
         told: dict[str, Any] = {
             "loaded": loaded,
             "place": self.program.data.rank,
-            "samples": 0 if loaded else batch_length(batch),
+            "samples": samples,
+            "readings": self.readings,
             "hash": digest_of(values),
             "bits": 0.0,
             "probe": list(batch.probe) if loaded else [],
@@ -102,7 +115,7 @@ class BatchConsistencyGuard(Guard):
         if not loaded and self.program.data.size > 1:
             from shoal.trainer.guards.reports import own_loaders
 
-            told["bits"] = own_loaders.count_information_bits(batch)
+            told["bits"] = own_loaders.count_information_bits(values)
             if self.looks == 1:
                 more, self._epochs = own_loaders.describe_loaders(told["samples"])
                 told |= more

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
 import types
 import warnings
@@ -33,7 +32,9 @@ from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.sample_seeds import GENERATORS, preserved_rng
 from shoal.fabric import World
 from shoal.trainer._torch import pytree
-from shoal.trainer.step.call_contract import Loss, batch_length, sum_and_count
+from shoal.trainer.batches.batch_split import has_item_per_sample, target_length
+from shoal.trainer.batches.batch_values import says_samples
+from shoal.trainer.step.call_contract import Loss, sum_and_count
 
 ROWS, ELEMENTS = 11, 1 << 20
 """Rows of a trial at most · elements of their outputs at most, but for two rows."""
@@ -75,6 +76,7 @@ class TrialRows:
     def __init__(self) -> None:
         self.pieces: list[tuple[Any, Any]] = []
         self.rows = 0
+        self._apart = False
 
     def add(self, outputs: Any, targets: Any) -> None:
         """Keep some rows of a micro-batch, until there are enough.
@@ -84,7 +86,7 @@ class TrialRows:
             targets: of the micro-batch.
         """
         try:
-            samples = batch_length(targets) if self.rows < ROWS else 0
+            samples = target_length(targets) if self.rows < ROWS else 0
         except ShoalError:
             return
         if not samples:
@@ -99,11 +101,12 @@ class TrialRows:
         if piece is not None:
             clone = functools.partial(pytree.tree_map_only, torch.Tensor, _clone)
             self.pieces.append((clone(piece[0]), clone(piece[1])))
+            self._apart = self._apart or _has_items(targets, samples)
             self.rows += few
 
     def join(self) -> tuple[Any, Any] | None:
         """Return (outputs, targets) of all rows, or of the first micro-batch if shapes differ."""
-        if len(self.pieces) < 2:
+        if len(self.pieces) < 2 or self._apart:
             return self.pieces[0] if self.pieces else None
         columns = [pytree.tree_flatten(piece) for piece in self.pieces]
         joined = []
@@ -136,7 +139,7 @@ def try_loss(loss: Loss, outputs: Any, targets: Any, module: nn.Module) -> Trial
         The finding; None if the parts add up, or if the micro-batch has one sample.
     """
     try:
-        samples = batch_length(targets)
+        samples = target_length(targets)
         per_row = sum(leaf.numel() for leaf in _tensors(outputs)) // max(samples, 1)
         rows = min(samples, ROWS, max(2, ELEMENTS // max(per_row, 1)))
         if rows < 2 or rows * per_row > 8 * ELEMENTS:
@@ -232,11 +235,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_list_of_samples(value: Any, samples: int) -> bool:
-    plain = isinstance(value, list) and len(value) == samples
-    return plain and not any(
-        isinstance(one, torch.Tensor | Mapping | list | tuple) for one in value
-    )
+def _has_items(targets: Any, samples: int) -> bool:
+    """Return whether some of the targets have items instead of rows of tensors."""
+    found = pytree.tree_leaves(targets, is_leaf=lambda one: has_item_per_sample(one, samples))
+    return any(has_item_per_sample(one, samples) for one in found)
 
 
 def _cut_first(outputs: Any, targets: Any, samples: int, rows: slice) -> Any:
@@ -274,14 +276,18 @@ def _cut_leaves(outputs: Any, targets: Any, samples: int, rows: slice, dim: int)
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
         size = leaf.shape[dim]
-        if size % samples or not size:
+        if size % samples or not size or (says_samples(targets) and size != samples):
             unfit = True
             return leaf
         each = size // samples
         return leaf.detach().narrow(dim, rows.start * each, (rows.stop - rows.start) * each)
 
     def cut_target(leaf: Any) -> Any:
-        if _is_list_of_samples(leaf, samples):
+        if says_samples(leaf) and len(leaf) == samples:
+            from shoal.trainer.batches.batch_objects import cut_object
+
+            return cut_object(leaf, rows.start, rows.stop)
+        if has_item_per_sample(leaf, samples):
             return leaf[rows]
         fits = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == samples
         return leaf[rows] if fits else leaf
@@ -289,7 +295,7 @@ def _cut_leaves(outputs: Any, targets: Any, samples: int, rows: slice, dim: int)
     plain = dict(targets) if isinstance(targets, Mapping) else targets
     given = pytree.tree_map(cut, outputs)
     wanted = pytree.tree_map(
-        cut_target, plain, is_leaf=lambda value: _is_list_of_samples(value, samples)
+        cut_target, plain, is_leaf=lambda value: has_item_per_sample(value, samples)
     )
     return None if unfit else (given, wanted)
 
@@ -435,12 +441,22 @@ def _referred(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, types.MethodType):
         return [("", value.__self__)]
     if isinstance(value, types.FunctionType):
-        seen = inspect.getclosurevars(value)
-        tables = {n: one for n, one in seen.globals.items() if isinstance(one, torch.Tensor | dict)}
-        return [*seen.nonlocals.items(), *tables.items()]
+        tables = {name: value.__globals__.get(name) for name in value.__code__.co_names}
+        tables = {n: one for n, one in tables.items() if isinstance(one, torch.Tensor | dict)}
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        return [*((n, cell.cell_contents) for n, cell in cells.items() if _is_bound(cell)),
+                *tables.items()]  # fmt: skip
     if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
         return list(vars(value).items())
     return []
+
+
+def _is_bound(cell: types.CellType) -> bool:
+    """Return whether a cell of a closure has a value yet."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def unlike_loss_lines(world: World, loss: Loss, module: nn.Module) -> list[str]:

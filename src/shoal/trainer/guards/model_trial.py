@@ -24,12 +24,8 @@ from shoal.parallel.program import Program
 from shoal.trace.isolation.collective_ban import forbid_collectives
 from shoal.trace.isolation.module_copies import copy_module, refuse_shared_parts
 from shoal.trainer._torch import pytree
-from shoal.trainer.step.call_contract import (
-    batch_length,
-    call_model,
-    split_batch,
-    split_into_micro_batches,
-)
+from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
+from shoal.trainer.step.call_contract import call_model, split_batch
 from shoal.trainer.step.micro_batch import prepare_batch
 
 LARGE, LAYERS, ROWS = 1 << 20, 300, 4

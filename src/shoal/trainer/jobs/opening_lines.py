@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base.errors import ConfigError
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import cache_folder, write_atomically
 from shoal.base.runlog.damaged_lines import is_number, read_object
@@ -20,14 +21,11 @@ from shoal.data.sources import Source
 from shoal.machine.matmul import invalidate_rate, matmul_flops_per_s
 from shoal.parallel.program import dtype_of
 from shoal.trace.costs.flops import count_training_flops
+from shoal.trainer._torch import pytree
+from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
 from shoal.trainer.run import Run
-from shoal.trainer.step.call_contract import (
-    batch_length,
-    call_model,
-    split_batch,
-    split_into_micro_batches,
-    sum_and_count,
-)
+from shoal.trainer.step.call_contract import call_model, split_batch, sum_and_count
+from shoal.trainer.step.micro_batch import prepare_batch
 
 
 def write_opening(
@@ -122,10 +120,14 @@ def count_flops(run: Run, batch: StepBatch) -> None:
     folder = run.recorder.folder
     if not run.world.writes_files or run.recorder.flops_per_sample or not len(batch) or not folder:
         return
-    program = run.program
-    few = next(split_into_micro_batches(batch.micro_batches[0].value, 2))
-    for prepare in program.prepare:
-        few = prepare(few)
+    program, value = run.program, batch.micro_batches[0].value
+    try:
+        few = next(split_into_micro_batches(value, 2))
+    except ConfigError:  # a collate function's own form, which is whole in each pass
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+            raise
+        return
+    few = prepare_batch(program, few)
 
     def loss_sum(module: nn.Module, value: Any) -> torch.Tensor:
         inputs, targets = split_batch(value)

@@ -15,8 +15,8 @@ from shoal.fabric import World
 from shoal.models.loss import Unprojected
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
+from shoal.trainer.batches.batch_values import to_tensor
 from shoal.trainer.passes.evaluate import evaluation_mode
-from shoal.trainer.step.call_contract import to_tensor
 from shoal.trainer.step.micro_batch import MicroBatch
 
 

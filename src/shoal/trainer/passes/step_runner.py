@@ -223,7 +223,8 @@ class StepRunner:
     def begin_batch(self, batch: Any) -> RankShare:
         """Begin a step on a batch, and return this rank's share of it."""
         self.begin_step(batch)
-        return build_rank_share(self.program, batch, self.cut, self.first_key, self.spare)
+        known = self.guards.batches.readings
+        return build_rank_share(self.program, batch, self.cut, self.first_key, self.spare, known)
 
     def run_passes(self, batch: Any) -> None:
         """Run the passes of a step, and sum gradients, loss and count over all ranks."""

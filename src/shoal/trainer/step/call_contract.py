@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, ShoalError, shorten
-from shoal.trainer._torch import pytree
+from shoal.trainer.batches.batch_split import target_length
+from shoal.trainer.batches.batch_values import NEAREST, says_samples
 
 Loss = Callable[[Any, Any], Any]
 Metric = Callable[[Any, Any], Any]
@@ -26,12 +26,12 @@ IGNORED_TARGET = -100
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Split a batch into (inputs, targets); for a batch that is one dict, return it as both.
+    """Split a batch into (inputs, targets); a dict, or an object that says its samples, is both.
 
     Raises:
-        ConfigError: the batch is neither a pair nor a dict.
+        ConfigError: the batch is none of these.
     """
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Mapping) or says_samples(batch):
         return batch, batch
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -40,6 +40,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
         + "; try: return (inputs, targets) from the dataset or collate function; for a model "
         'of several inputs ({"a": a, "b": b}, targets) with call="kwargs"'
+        + ("" if isinstance(batch, tuple | list | torch.Tensor) else f"; or {NEAREST[5:]}")
     )
 
 
@@ -264,7 +265,7 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
         return _split_mean_loss(loss)
 
     def counted(outputs: Any, targets: Any) -> tuple[torch.Tensor, int]:
-        samples = batch_length(targets)
+        samples = target_length(targets)
         mean = loss(outputs, targets)
         if not isinstance(mean, torch.Tensor) or mean.ndim != 0:
             raise ConfigError(
@@ -294,85 +295,3 @@ def _split_mean_loss(loss: Any) -> Loss:
         return total, (loss.weight[targets.where(valid, 0)] * valid).sum()
 
     return counted
-
-
-def batch_length(batch: Any) -> int:
-    """Return the number of samples of a batch: dim 0 of its first tensor or array.
-
-    Raises:
-        ConfigError: the batch holds no tensor.
-    """
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(first, torch.Tensor) and first.ndim > 0:
-        return first.shape[0]
-    for leaf in pytree.tree_leaves(_as_dict(batch)):
-        if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0:
-            return int(leaf.shape[0])
-    held = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_as_dict(batch))})
-    raise ConfigError(
-        f"batch: holds no tensor whose dim 0 counts samples, but {', '.join(held) or 'nothing'}; "
-        f"try: samples of tensors or numbers, or a collate function that makes them of these"
-    )
-
-
-def split_into_micro_batches(batch: Any, micro_batch: int) -> Iterator[Any]:
-    """Split a batch along dim 0 into parts of `micro_batch` samples, for any nesting of tensors.
-
-    Tensors, NumPy arrays and lists of one value per sample (strings, for example) are split, and
-    arrays of numbers become tensors. Scalar tensors and other values go whole into every part.
-
-    Raises:
-        ConfigError: tensors disagree about the number of samples.
-    """
-    batch = _as_dict(batch)
-    leaves, structure = pytree.tree_flatten(batch, is_leaf=_is_column)
-    samples = batch_length(batch)
-    for place, leaf in enumerate(leaves):
-        if _has_samples(leaf) and leaf.shape[0] != samples:
-            path = pytree.tree_flatten_with_path(batch, is_leaf=_is_column)[0][place][0]
-            raise ConfigError(
-                f"batch: tensors of {samples} and {leaf.shape[0]} samples along dim 0 (shape "
-                f"{list(leaf.shape)}) in batch{pytree.keystr(path)}; every tensor of a batch needs "
-                f"the same number"
-            )
-    leaves = [to_tensor(leaf) for leaf in leaves]
-    for start in range(0, samples, micro_batch):
-        stop = min(start + micro_batch, samples)
-        yield pytree.tree_unflatten(
-            [
-                leaf[start:stop]
-                if _has_samples(leaf) or (_is_column(leaf) and len(leaf) == samples)
-                else leaf
-                for leaf in leaves
-            ],
-            structure,
-        )
-
-
-def _as_dict(batch: Any) -> Any:
-    """Return a dict for another mapping: pytree cannot look into transformers' BatchEncoding."""
-    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
-
-
-def to_tensor(value: Any) -> Any:
-    """Return an array of numbers as a tensor, which shares its memory where it can; else itself."""
-    if type(value) is not np.ndarray or not isinstance(
-        getattr(torch, value.dtype.name, None), torch.dtype
-    ):
-        return value
-    return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"]))
-
-
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
-
-
-def _is_column(value: Any) -> bool:
-    """Return whether a value is a list of one non-tensor value per sample, as collated."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and not any(
-            isinstance(v, torch.Tensor | np.ndarray | Mapping | list | tuple) for v in value
-        )
-    )

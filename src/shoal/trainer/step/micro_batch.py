@@ -19,6 +19,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
+from shoal.trainer.batches.batch_values import has_objects, says_samples
 from shoal.trainer.step.call_contract import Loss, call_model, split_batch, sum_and_count
 from shoal.wire import phases
 
@@ -97,7 +98,12 @@ class MicroBatch:
     @property
     def signature(self) -> Hashable:
         """Return shapes and dtypes of the inputs' tensors, and the structure around them."""
-        leaves, form = pytree.tree_flatten(self.parts[0])
+        inputs = self.parts[0]
+        if has_objects(inputs):  # whose texts are addresses, of no meaning to another rank
+            from shoal.trainer.batches.batch_objects import open_objects
+
+            inputs = open_objects(inputs)
+        leaves, form = pytree.tree_flatten(inputs)
         return str(form), tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
             for leaf in leaves
@@ -142,9 +148,21 @@ def _zero_from_outputs(outputs: Any) -> torch.Tensor | float:
 
 
 def prepare_batch(program: Program, batch: Any) -> Any:
-    """Return a batch as the model takes it: on its device, in its dtype."""
+    """Return a batch as the model takes it: on its device, in its dtype.
+
+    An object that says its samples is what it returns for all of them.
+    """
+    if says_samples(batch):
+        from shoal.trainer.batches.batch_objects import cut_object
+
+        batch = cut_object(batch, 0, len(batch))
     for prepare in program.prepare:
         batch = prepare(batch)
+    if program.prepare and has_objects(batch):
+        from shoal.trainer.batches.batch_objects import map_tensors
+
+        for prepare in program.prepare:
+            batch = map_tensors(batch, prepare)
     return batch
 
 

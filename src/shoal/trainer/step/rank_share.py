@@ -11,7 +11,8 @@ from shoal.base.errors import ClusterError
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 from shoal.parallel.program import Program
-from shoal.trainer.step.call_contract import batch_length, split_into_micro_batches
+from shoal.trainer.batches.batch_split import split_into_micro_batches
+from shoal.trainer.batches.batch_values import Readings
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class RankShare:
 
 
 def build_rank_share(
-    program: Program, batch: Any, cut: int, first_key: int, kept: Any
+    program: Program, batch: Any, cut: int, first_key: int, kept: Any, known: Readings
 ) -> RankShare:
     """Split a batch into this rank's micro-batches; every rank calls it.
 
@@ -40,8 +41,9 @@ def build_rank_share(
         cut: samples per micro-batch of the user's own batches; 0: do not split.
         first_key: added to the indices.
         kept: a spare micro-batch of an earlier step, or None.
+        known: how earlier batches read their lists.
     """
-    micro_batches = list_own_micro_batches(batch, cut, program.data)
+    micro_batches = list_own_micro_batches(batch, cut, program.data, known)
     micro_batches = [(first_key + index, value) for index, value in micro_batches]
     rounds, fewest = count_passes(program, batch, len(micro_batches))
     own = micro_batches[-1][1] if micro_batches else None
@@ -49,19 +51,22 @@ def build_rank_share(
     return RankShare(micro_batches, rounds, spare)
 
 
-def list_own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:
+def list_own_micro_batches(
+    batch: Any, cut: int, world: World, known: Readings | None = None
+) -> list[tuple[int, Any]]:
     """Return (index in the step, value) of every micro-batch that this rank runs.
 
     Args:
         batch: of `run.loader`, or this rank's own samples.
         cut: samples per micro-batch of the user's own batches; 0: do not split.
         world: the data-parallel ranks.
+        known: how earlier batches read their lists.
     """
     if isinstance(batch, StepBatch):
         return [(m.index, m.value) for m in batch.micro_batches]
     if _is_pair(batch) and not 0 < cut < batch[0].shape[0]:
         return [(world.rank, batch)]
-    parts = split_into_micro_batches(batch, max(1, cut or batch_length(batch)))
+    parts = split_into_micro_batches(batch, cut, known)
     return [(place * world.size + world.rank, part) for place, part in enumerate(parts)]
 
 

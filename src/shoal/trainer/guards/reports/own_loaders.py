@@ -22,7 +22,7 @@ from torch.utils.data import (
 from shoal.data.loading.dataset_kind import dataset_identity, digest_of, is_indexed
 from shoal.data.loading.sample_seeds import seeded_rng
 from shoal.trainer._torch import LoaderIterator, pytree
-from shoal.trainer.step.call_contract import to_tensor
+from shoal.trainer.batches.batch_values import to_tensor
 
 CHANCE_BITS = 32
 """Information from which equal samples are no coincidence."""

@@ -1,0 +1,1 @@
+"""Batches of the user: how many samples one holds, and how it is cut into micro-batches."""
