@@ -23,6 +23,7 @@ STAGE = int(sys.argv[1])
 ACCUMULATE, MICRO, LR, WARM = 3, 2, 0.01, 4
 
 
+CURVES = {"enabled": True, "output_path": "curves", "job_name": "engine"}
 BOTH = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
@@ -96,13 +97,14 @@ def main() -> None:
     inputs, labels = samples(size)
     with deepspeed.zero.Init():
         engine, optimizer, loader, scheduler = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config(size)
-        )
+            model=model, model_parameters=model.parameters(),
+            config=config(size, csv_monitor=CURVES),
+        )  # fmt: skip
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     assert engine.train_batch_size() == ACCUMULATE * MICRO * size
     assert (loader, engine.zero_optimization_stage()) == (None, STAGE)
     torch.manual_seed(100 + rank)
-    found, means, mid = [], [], torch.Tensor()
+    found, means, rates, mid = [], [], [], torch.Tensor()
     for index in range(16):  # five updates and one pass of a sixth
         if index == 7:
             engine.eval()
@@ -119,8 +121,13 @@ def main() -> None:
         found.append(loss.item())
         if boundary:
             means.append(engine.loop.last.loss)
+            rates += [f"{engine.global_samples},{engine.get_lr()[0]}"]
     assert mid.shape == (4, 4)
     assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (5, 16, 0)
+    curve = Path("curves", "engine", "Train_Samples_lr.csv")
+    if rank == 0:
+        assert curve.read_bytes().decode() == "\r\n".join(["step,lr", *rates, ""])
+        assert [one.name for one in curve.parent.iterdir()] == [curve.name]  # no loss scale
     weights = engine.module_state_dict()
     wanted = plain(alone, size, 5)
     assert all(abs(a - b) < 2e-6 for a, b in zip(means, wanted, strict=True)), (means, wanted)
@@ -233,13 +240,21 @@ def narrow(kind: torch.dtype, wanted: float, **more: object) -> None:
     model = nn.Linear(4, 1, bias=False, dtype=kind)
     nn.init.ones_(model.weight)
     small = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "gradient_clipping": 0.0,
-             "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": STAGE}, **more}  # fmt: skip
+             "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": STAGE},
+             "csv_monitor": {"enabled": True, "output_path": f"curves-{kind}"}, **more}  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, config=small)
     for _ in range(8):
         engine.backward(engine(torch.ones(1, 4, dtype=model.weight.dtype)).float().mean())
         engine.step()
     weight = engine.module_state_dict()["weight"]
     assert torch.allclose(weight.float(), torch.full((1, 4), wanted), atol=1e-6), weight
+    if dist.get_rank() == 0:
+        folder = Path(f"curves-{kind}", "DeepSpeedJobName")
+        scales = folder / "Train_Samples_loss_scale.csv"
+        assert scales.exists() == (kind is torch.float16)
+        rows = (scales if scales.exists() else folder / "Train_Samples_lr.csv").read_text()
+        assert rows.split()[0] == ("step,loss_scale" if scales.exists() else "step,lr")
+        assert rows.split()[-1].startswith(f"{8 * dist.get_world_size()},")
     if kind is torch.bfloat16 and STAGE in (1, 2):  # as DeepSpeed's module: whole, and narrow
         assert engine.module.state_dict()["weight"].dtype == kind
     engine.destroy()

@@ -54,6 +54,21 @@ HONOURED: dict[str, Any] = {
     "fp16.consecutive_hysteresis": True,
     "bf16": {"enabled": True},
     "bf16.enabled": True,
+    **{
+        f"{name}{key}": value
+        for name in ("tensorboard", "csv_monitor")
+        for key, value in {
+            "": {"enabled": True},
+            ".enabled": True,
+            ".output_path": "out",
+            ".job_name": "one",
+        }.items()
+    },
+    "wandb": {"enabled": True},
+    "wandb.enabled": True,
+    "wandb.group": "g",
+    "wandb.team": "t",
+    "wandb.project": "p",
     "zero_optimization": {"stage": 1},
     "zero_optimization.stage": 2,
     "zero_optimization.cpu_offload": True,

@@ -30,6 +30,7 @@ from shoal.neighbours.configs.deepspeed_config import DeepSpeedSettings, LossSca
 from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, DeepSpeedSchedule
 from shoal.neighbours.library_loop import LibraryLoop, ModelWrapper, start_library_run
 from shoal.neighbours.outputs import final_saves
+from shoal.neighbours.outputs.deepspeed_monitors import start_monitors
 from shoal.trainer.run import Run
 from shoal.trainer.step import loss_scale
 from shoal.trainer.step.optimizer_step import StepTotals, UpdateResult
@@ -245,6 +246,7 @@ class Engine(ModelWrapper):
         self.run, self.settings, self.lr_scheduler = run, settings, schedule
         self.optimizer = run.optimizer
         self.training_dataloader: Any = None
+        self.monitors = start_monitors(settings, run)
         self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
         _engines.add(self)
@@ -295,6 +297,9 @@ class Engine(ModelWrapper):
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
+            scale = {"Train/Samples/loss_scale": self.loss_scale} if self.fp16_enabled() else {}
+            for one in self.monitors:
+                one.log({"Train/Samples/lr": self.get_lr()[0], **scale}, self.global_samples)
             every = self.settings.steps_per_print
             if every and done.step % every == 0:
                 self.run.recorder.notice(
@@ -497,6 +502,8 @@ class Engine(ModelWrapper):
 
     def destroy(self) -> None:
         """Leave the process group."""
+        for one in self.monitors:
+            one.finish()
         self.run.close()
 
 

@@ -18,6 +18,7 @@ from shoal.base.errors import ConfigError
 from shoal.neighbours.batch_duplicates import EqualBatchesCheck
 from shoal.neighbours.outputs.final_saves import rescue_refused_saves
 from shoal.neighbours.rank_buffers import RankBuffers
+from shoal.neighbours.sources.frozen_weights import THAWING, composed_as_training, freeze_again
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.full_state_dict import GIVE_COPIES
 from shoal.trainer.passes.free_passes import FreePasses
@@ -57,7 +58,11 @@ def start_library_run(
         saves: the loop's call that saves whole weights, for the line that refuses another.
     """
     trains = model.training
-    run = parallelizing.parallelize(model, optimizer, prove="off", **how, **claim_run_folder())
+    with composed_as_training(model, str(how.get("layout"))) as frozen:
+        run = parallelizing.parallelize(model, optimizer, prove="off", **how, **claim_run_folder())
+    if frozen:
+        freeze_again(run.model, frozen)
+        THAWING.add(run)
     if run.world.writes_files:
         weighs = count_of is not None
         run.recorder.events.emit("library_run", library=library, exact=weighs)
@@ -189,6 +194,8 @@ class LibraryLoop:
     def update(self) -> StepResult:
         """All-reduce gradients, clip them, step the optimizer; or skip that, on all ranks."""
         self._passes()
+        if self.run in THAWING and not self.run.plan.layout.zero:
+            self.run.guards.optimizer.accept_groups()
         self.last = self.run.update()
         if self.check is not None:
             self.check.compare()

@@ -29,6 +29,7 @@ from shoal.base.errors import ConfigError, nearest_word
 from shoal.base.layouts.policies import POLICIES
 from shoal.fabric import World, start_world
 from shoal.neighbours.library_loop import LibraryLoop, claim_run_folder
+from shoal.neighbours.sources.frozen_weights import find_thaw
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.state.run_state import OPTIMIZER, collect_run_state
 
@@ -138,7 +139,7 @@ class _StrategyMethods:
                 "configure_optimizers: no optimizer that steps a weight; try: one, over "
                 "self.parameters()"
             )
-        self._thaws = any(_is_finetuning(one) for one in trainer.callbacks)
+        self._thaws = any(map(_is_finetuning, trainer.callbacks)) or bool(find_thaw()[0])
         frozen = [one for one in module.parameters() if self._thaws and not one.requires_grad]
         for one in frozen:  # the callback thaws them in mid-training: their gradients are summed
             one.requires_grad_(True)

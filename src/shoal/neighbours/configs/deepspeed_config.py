@@ -53,6 +53,9 @@ ELSEWHERE = {
 CURVES_SINCE = (0, 19, 4)
 """First version of today's curves. WarmupLR's default peak was 0.001 before."""
 
+MONITORS = ("tensorboard", "csv_monitor", "wandb")
+"""Blocks that name where curves go."""
+
 FILLED_IN = ("lr", "warmup_num_steps", "total_num_steps", "type")
 """Last words of keys whose "auto" only the trainer can fill in."""
 
@@ -104,6 +107,7 @@ class DeepSpeedSettings:
         optimizer_args, scheduler_args: keyword arguments, of DeepSpeed's meaning and defaults.
         scheduler: of `deepspeed_rates.SCHEDULES`, or a class of torch.optim.lr_scheduler; "" none.
         reduce: dtype in which gradients are reduced: fp32, bf16; "" their own.
+        monitors: blocks of the monitors, by name, with defaults filled in.
         recompute: enabled keys of activation_checkpointing: for models that ask for them.
         verdicts: on every key of the configuration.
         told: lines for the user.
@@ -124,6 +128,7 @@ class DeepSpeedSettings:
     scheduler: str = ""
     scheduler_args: dict[str, Any] = field(default_factory=dict)
     reduce: str = ""
+    monitors: dict[str, dict[str, Any]] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
     drop_last: bool = False
     steps_per_print: int = 0
@@ -164,6 +169,7 @@ def read(
         **reader.zero(),
         "reduce": reader.reduce(),
         "clip": reader.clip(era, unsaid_clip),
+        "monitors": {name: reader.whole_block(name) for name in MONITORS},
         "drop_last": reader.value("dataloader_drop_last"),
         "steps_per_print": reader.value("steps_per_print"),
         "wall_clock_breakdown": reader.value("wall_clock_breakdown"),
@@ -293,6 +299,11 @@ class _DeepSpeedReader(WrittenConfig):
                 self.told.append("fp16.hysteresis: at stage 0 DeepSpeed halves at every overflow")
             scale = replace(scale, hysteresis=1, consecutive_hysteresis=False, stops=False)
         return {"compute": "fp16" if half else "bf16" if brain else "fp32", "loss_scale": scale}
+
+    def whole_block(self, block: str) -> dict[str, Any]:
+        """Return a block's keys with their values or defaults."""
+        names = [path.partition(".")[2] for path in self.table if path.startswith(f"{block}.")]
+        return {name: self.value(f"{block}.{name}") for name in names}
 
     def clip(self, era: str, unsaid: float | None) -> float:
         """Read the largest gradient norm, or its default in that version."""

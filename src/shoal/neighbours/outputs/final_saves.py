@@ -262,13 +262,13 @@ def read_source() -> ScriptSource:
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             trees[file] = ast.parse(Path(file).read_text(encoding="utf-8"))
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    named = {_last_name(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
+    named = {last_name(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
     makers: dict[str, set[str]] = {}
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             target = node.targets[0]
             first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
-            makers.setdefault(_last_name(first), set()).add(_last_name(node.value))
+            makers.setdefault(last_name(first), set()).add(last_name(node.value))
     calls = [call for file, tree in trees.items() for call in _walk_calls(file, tree, named)]
     return ScriptSource(calls, makers)
 
@@ -285,13 +285,13 @@ def _walk_calls(file: str, node: ast.AST, named: set[str]) -> Iterator[SourceCal
         words: dict[str | int, str] = {n: ast.unparse(one) for n, one in enumerate(node.args)}
         words |= {one.arg or "**": ast.unparse(one.value) for one in node.keywords}
         is_method = isinstance(node.func, ast.Attribute)
-        of = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-        yield SourceCall(file, node.lineno, of, _last_name(node.func), is_method, words)
+        of = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        yield SourceCall(file, node.lineno, of, last_name(node.func), is_method, words)
     for child in ast.iter_child_nodes(node):
         yield from _walk_calls(file, child, named)
 
 
-def _last_name(node: ast.AST) -> str:
+def last_name(node: ast.AST) -> str:
     """Return the last name of an expression: of `a.unwrap(b).c` c, of `a.unwrap(b)` unwrap."""
     while isinstance(node, ast.Call):
         node = node.func

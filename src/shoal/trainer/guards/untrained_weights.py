@@ -95,8 +95,9 @@ class UntrainedWeightsGuard(Guard):
             self.notice(reports.model_notices.cut_off_line(lost))
 
     def close(self) -> None:
-        """Print the weights that got no gradient in any step."""
-        names = [self.program.names[place] for place in self.never] if self.steps else []
+        """Print the weights that got no gradient in any step, but for those frozen now."""
+        named = [self.program.names[place] for place in self.never] if self.steps else []
+        names = [name for name in named if self.program.parameters[name].requires_grad]
         if names:
             self.never = []
             self.notice(reports.model_notices.untrained_line(names, self.steps))

@@ -1,0 +1,1 @@
+"""Facts of a script's source, read before the script trains."""
