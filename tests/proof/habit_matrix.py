@@ -18,6 +18,7 @@ import json
 import os
 import random
 import re
+import select
 import subprocess
 import sys
 import tempfile
@@ -96,16 +97,25 @@ def measure_program(name: str, layout: str, deadline_s: float) -> tuple[str, str
     return ("named", told[0]) if told else ("raised", text[-600:])
 
 
+END_S = 20.0
+"""Seconds that ranks have to answer once another one has; a launcher would end them."""
+
+
+def wait_for_error(world: Members, deadline_s: float) -> None:
+    """Wait until a rank has answered, or all of them are silent for `deadline_s`."""
+    select.select(world.channels, [], [], deadline_s - END_S)
+
+
 def measure(rooms: Rooms, name: str, layout: str, deadline_s: float) -> tuple[str, str]:
     """Return the outcome of one cell, and what shows it."""
     if table()[name].ends and layout != "single":
         return measure_program(name, layout, deadline_s)
     world = rooms(SETTINGS[layout].ranks)
     earlier = [len(path.read_text()) for path in world.log_paths]
+    world.ask("habits.habit_table:attempt", name=name, layout=layout)
+    wait_for_error(world, deadline_s)
     try:
-        answers = world.call(
-            "habits.habit_table:attempt", deadline_s=deadline_s, name=name, layout=layout
-        )
+        answers = world.collect(END_S)
     except Failed as failure:
         world.kill()
         texts = [p.read_text()[n:] for p, n in zip(world.log_paths, earlier, strict=True)]

@@ -84,6 +84,7 @@ CELLS = [
     ("gradients_read_after_the_update", "zero2", "named", "a gradient reads as zeros"),
     ("state_read_for_a_log", "fsdp", "right", ""),
     ("state_read_for_a_log", "zero2", "named", "this rank has a part of it"),
+    ("a_model_compiled_in_the_loop", "fsdp", "right", ""),
     ("mean_in_a_written_out_pass", "ddp", "named", "2 × a mean and comes with a count of 2"),
     ("mean_times_the_rows_in_a_written_out_pass", "ddp", "right", ""),
     ("a_mean_without_a_count_in_a_written_out_pass", "ddp", "named", "comes without a count"),
@@ -132,8 +133,9 @@ CELLS = [
     ),
     ("per_sample_norms_by_vmap", "tp", "named", "inside of torch.func"),
     ("per_sample_norms_by_vmap", "fsdp", "named", "inside of torch.func"),
+    ("gradients_reduced_by_hand", "zero2", "named", "torch.distributed.allreduce of a weight"),
 ]
-ADDED = 35
+ADDED = 36
 """The last rows: each holds a guard that no other test does."""
 SHORT = [
     *(cell[:2] for cell in (*CELLS[:20], *CELLS[-ADDED:])),

@@ -226,6 +226,9 @@ class _GradientPlaceholder(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, schema = kwargs or {}, func._schema
+        if schema.name.startswith("c10d::"):  # its schema shows no write, and there is no memory
+            name = schema.name.removeprefix("c10d::").rstrip("_")
+            raise reports.writes_report.collective_error(name)
         for place, argument in enumerate(schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:

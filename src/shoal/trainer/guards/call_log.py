@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
+from torch.compiler import is_compiling
 
 from shoal.base.errors import ConfigError, shorten
 from shoal.fabric import World
@@ -270,7 +271,7 @@ def record_forward_calls(program: Program, meeting: CollectiveCallLog) -> Progra
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
         nonlocal has_run
-        if function_transform() is not None:
+        if not is_compiling() and function_transform() is not None:
             raise ConfigError(
                 f"run.model(…) inside of torch.func: under {layout.text()} a forward pass needs "
                 f"other ranks, which vmap and grad do not know; try: a module made before "
