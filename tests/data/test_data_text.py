@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, WordPiece
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from shoal.base.errors import ConfigError
@@ -23,7 +26,9 @@ from shoal.data.files.documents import (
 from shoal.data.sources import open_source
 from shoal.data.text import text_files as text_module
 from shoal.data.text.single_pass_text import SinglePassTexts
-from shoal.data.text.text_files import open_corpus, train_bpe_on
+from shoal.data.text.text_files import END_OF_TEXT, open_corpus, train_bpe_on
+from shoal.data.text.token_bytes import count_token_bytes
+from shoal.trainer.jobs.validation import make_byte_counter
 
 WORDS = ["the tide comes in, the tide goes out\n", "a shoal of herring turns as one\n", "größe €\n"]
 
@@ -230,3 +235,40 @@ def test_a_corpus_of_some_standard_library_files() -> None:
     corpus = open_corpus(train, held, "bpe:512")
     assert (corpus.vocabulary, corpus.tokens > 1000) == (512, True)
     assert 3 < corpus.unigram_entropy < math.log(512)
+
+
+def test_bytes_of_tokens_are_those_of_the_text() -> None:
+    """Byte-level tokens, also parts of characters; tokens with spaces; words without them."""
+    text = "".join(WORDS) + "größe € 東京"
+    ours = train_bpe_on([text] * 3, 300)
+    counted = count_token_bytes(ours, 320)
+    assert counted is not None
+    assert len(counted) == 320
+    ids = ours.encode(text).ids
+    assert counted[ids].sum() == len(text.encode())
+    assert not counted[ours.token_to_id(END_OF_TEXT)]
+    words = {"▁größe": 0, "<0xE2>": 1, "▁": 2}
+    pieces = Tokenizer(BPE(words, []))
+    pieces.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse()])
+    found = count_token_bytes(pieces, 3)
+    assert found is not None
+    assert found.tolist() == [8, 1, 1]
+    pieces.decoder = WordPiece()
+    assert count_token_bytes(pieces, 3) is None
+
+
+def test_bytes_of_targets_leave_out_ignored_ones(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(WORDS[number % 2] * 20)
+    source = open_source(section(f"text:{tmp_path}/*.txt"), 0)
+    count_bytes = make_byte_counter(source)
+    assert count_bytes is not None
+    _, targets = source.validation[0]
+    total, count = count_bytes(None, targets)
+    text = source.tokenizer.decode(targets.tolist())
+    assert (total, count) == (len(text.encode()), len(targets))
+    targets = targets.clone()
+    targets[3:] = -100
+    total, count = count_bytes(None, targets)
+    assert (total, count) == (len(source.tokenizer.decode(targets[:3].tolist()).encode()), 3)
+    assert make_byte_counter(open_source(DataSection(source="digits"), 0)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,17 @@ from shoal.config.trust import _list_functions
 from shoal.fabric.islands.inter_island_group import IslandLost
 from shoal.islands.admission import RefusalCounter
 from shoal.islands.methods import find_method
+from shoal.islands.owner_schedule import OwnerSchedule
 from shoal.trainer.islands.island_job import name_lost_owners
 from shoal.trainer.islands.island_join import check_same_tokenizer
-from shoal.trainer.islands.owner_data import agree_on_owners, estimate_group_steps
-from shoal.trainer.islands.owner_rounds import OwnerRounds
+from shoal.trainer.islands.owner_data import (
+    agree_on_owners,
+    describe_text,
+    estimate_group_steps,
+    find_worst_owner,
+    merge_validations,
+)
+from shoal.trainer.islands.owner_rounds import OwnerRounds, _describe_choices
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "federated.md"
 OWN = ("islands.data=own", "islands.method=fedavg")
@@ -251,3 +259,47 @@ def test_progress_counts_the_steps_of_a_group() -> None:
         estimate_group_steps(load_config(None, [FILES, "train.steps=40", *words]).config, 40) == 400
     )
     assert estimate_group_steps(load_config(None, []).config, 40) == 40
+
+
+SCAFFOLD = ("islands.data=own", "islands.method=scaffold", "islands.count=4", "optimizer.name=sgd")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ((), ["the rate rises over the first 3 rounds (optimizer.warmup_steps: the default"]),
+        (("optimizer.warmup_steps=11",), ["the first 3 rounds (optimizer.warmup_steps: 11 steps)"]),
+        (("optimizer.warmup_steps=0",), []),
+        (("train.steps=40",), []),  # four steps, of the first round alone
+        (("islands.method=fedavg",), []),
+        (("optimizer.name=adamw", "optimizer.warmup_steps=0"), ["the paper's inner optimizer is sgd"]),
+    ],
+)  # fmt: skip
+def test_scaffold_warns_of_a_rate_that_rises_over_rounds(
+    words: tuple[str, ...], wanted: list[str]
+) -> None:
+    asked = ["data.source=digits", "data.split=even", "islands.period=5", "train.steps=150"]
+    config = load_config(None, [*asked, *SCAFFOLD, *words]).config
+    schedule = OwnerSchedule((20, 20, 20, 20), 4, period=5)
+    lines = _describe_choices(config, schedule)
+    assert len(lines) == len(wanted)
+    assert all(text in line for text, line in zip(wanted, lines, strict=True))
+
+
+def test_the_worst_owner_of_text_is_that_with_the_most_bits_per_byte() -> None:
+    """East's tokenizer has long tokens for east: its loss per token is larger, per byte smaller."""
+    east = describe_text({"loss": 4.0, "targets": 100.0, "bytes_per_target": 5.0, "accuracy": 0.5})
+    north = describe_text({"loss": 3.0, "targets": 300.0, "bytes_per_target": 1.5})
+    assert east == {
+        "loss": 4.0, "targets": 100.0, "accuracy": 0.5, "bytes": 500,
+        "bits_per_byte": pytest.approx(4.0 / 5.0 / math.log(2)),
+    }  # fmt: skip
+    absent = describe_text({"loss": math.nan, "targets": 0.0, "bytes_per_target": math.nan})
+    both = {"east": east, "north": north, "absent": absent}
+    assert find_worst_owner(both) == "north"
+    assert find_worst_owner({**both, "south": {"loss": 3.5, "targets": 9}}) == "east"
+    assert find_worst_owner({"absent": absent}) == "absent"
+    merged = merge_validations({"east": east, "north": north})
+    assert merged["bytes"] == 950
+    assert merged["bits_per_byte"] == pytest.approx((400 + 900) / 950 / math.log(2))
+    assert "bytes" not in merge_validations({**both, "south": {"loss": 3.5, "targets": 9}})

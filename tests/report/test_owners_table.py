@@ -39,6 +39,21 @@ def test_the_worst_owner_stands_first() -> None:
     assert cells[5:7] == ["1.5000", "50.0%"]
 
 
+def test_owners_of_text_stand_by_bits_per_byte() -> None:
+    """The tokenizer of east cuts north's text into short tokens: its loss per token is the least."""
+    rows = {
+        "north": {"loss": 1.5, "bits_per_byte": 1.9, "bytes": 10, "targets": 9},
+        "east": {"loss": 2.9, "bits_per_byte": 1.2, "bytes": 40, "targets": 11},
+        "west": {"loss": None, "targets": 0},
+        "broken": {"loss": None, "bits_per_byte": None, "bytes": 40, "targets": 11},
+    }
+    found = str(_owners_table(run_of({"step": 7, "worst": "north", "by_source": rows})))
+    assert "by bits per byte of text" in found
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", found)
+    assert cells[::5] == ["broken", "north", "east", "west"]
+    assert cells[5:10] == ["north", "1.9000", "1.5000", "–", "9"]
+
+
 def test_a_mixture_has_no_owners() -> None:
     mixture = {"step": 7, "by_source": {"a": {"loss": 1.0, "targets": 1}}}
     assert _owners_table(run_of(mixture)) is None

@@ -70,6 +70,10 @@ from shoal.view import summarise_run, summary
         ("validated", {"loss": 6.5, "unigram_entropy": 6.0},
          "validation: loss 6.5000, unigram entropy 6.0000 (0.5000 above it)"),
         ("validated", {"loss": None, "targets": 0}, "validation: loss –, 0 targets"),
+        ("validated", {"loss": 2.5, "bits_per_byte": 1.25, "worst": "east", "by_source": {
+            "east": {"loss": 2.0, "bits_per_byte": 1.5}, "north": {}}},
+         "validation: loss 2.5000, 1.2500 bits per byte; mean of 2 owners, worst east: 1.5000 bits "
+         "per byte (loss 2.0000)"),
     ],
 )  # fmt: skip
 def test_sentences(event: str, fields: dict[str, Any], text: str) -> None:

@@ -228,13 +228,22 @@ def _validated(event: Record) -> str:
         text += f" ({abs(gap):.4f} {'below' if gap >= 0 else 'above'} it)"
     if event.get("accuracy") is not None:
         text += f", accuracy {event['accuracy']:.1%}"
+    if event.get("bits_per_byte") is not None:
+        text += f", {number_text(event['bits_per_byte'], 4)} bits per byte"
     if event.get("targets") is not None:
         text += f", {count_text(event['targets'])} targets"
     if worst := event.get("worst"):
         row = (event.get("by_source") or {}).get(worst) or {}
         owners = len(event.get("by_source") or ())
-        text += f"; mean of {owners} owners, worst {worst}: {number_text(row.get('loss'), 4)}"
+        text += f"; mean of {owners} owners, worst {worst}: {_owner_loss(row)}"
     return text
+
+
+def _owner_loss(row: Record) -> str:
+    """Return the loss of an owner; of text its bits per byte, by which owners compare."""
+    loss = number_text(row.get("loss"), 4)
+    bits = row.get("bits_per_byte")
+    return loss if bits is None else f"{number_text(bits, 4)} bits per byte (loss {loss})"
 
 
 def number_text(value: Any, digits: int) -> str:

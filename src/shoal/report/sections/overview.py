@@ -21,6 +21,8 @@ from shoal.view.run_table import RunRow, read_held_locks, read_row
 Record = dict[str, Any]
 SHARES = ("samples", "steps", "weight")
 """Numbers of each owner in the event of a round."""
+BITS = "bits_per_byte"
+"""Loss of an owner of text, per byte of it."""
 LOW_GOODPUT = 0.5
 """Share of the sessions' time in steps below which the verdict mentions it."""
 
@@ -48,16 +50,27 @@ def overview_section(run: RunContents) -> Markup:
 
 
 def _owners_table(run: RunContents) -> Child:
-    """Return the last validation of every owner, the largest loss first; None without owners."""
+    """Return the last validation of every owner, the worst first; None without owners.
+
+    Owners of text compare by bits per byte: a loss per token depends on the tokenizer.
+    """
     found = [event for event in run.curve_runs[0].named("validated") if event.get("worst")]
     by_owner = found[-1].get("by_source") if found else None
     if not isinstance(by_owner, dict) or not by_owner:
         return None
     rows = [(str(name), row) for name, row in by_owner.items() if isinstance(row, dict)]
-    rows.sort(key=lambda one: _loss_rank(one[1]))
+    counting = [row for _, row in rows if row.get("targets")]
+    in_bytes = bool(counting) and all(BITS in row for row in counting)
+    rows.sort(key=lambda one: _loss_rank(one[1], BITS if in_bytes else "loss"))
     text = f"Validation of each owner at step {found[-1].get('step')}, the worst first"
+    heads = ["owner", "loss", "accuracy", "targets"]
     cells = [[name, *_owner_cells(row)] for name, row in rows]
-    return table(["owner", "loss", "accuracy", "targets"], cells, numeric=" nnn", caption=text)
+    if in_bytes:
+        text += ", by bits per byte of text"
+        heads.insert(1, "bits per byte")
+        for line, (_, row) in zip(cells, rows, strict=True):
+            line.insert(1, f"{row[BITS]:.4f}" if is_number(row.get(BITS)) else "–")
+    return table(heads, cells, numeric=" " + "n" * (len(heads) - 1), caption=text)
 
 
 def _owner_shares_table(run: RunContents) -> Child:
@@ -90,10 +103,10 @@ def _owner_shares_table(run: RunContents) -> Child:
     return table(heads, cells, numeric=" nnnn", caption=text)
 
 
-def _loss_rank(row: Record) -> float:
-    """Return a key that sorts by loss: not finite ones first, owners without targets last."""
-    if is_number(row.get("loss")):
-        return -float(row["loss"])
+def _loss_rank(row: Record, key: str) -> float:
+    """Return a key that sorts by a loss: not finite ones first, owners without targets last."""
+    if is_number(row.get(key)):
+        return -float(row[key])
     return -math.inf if row.get("targets") else math.inf
 
 

@@ -28,19 +28,27 @@ from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.loader import Loader
 from shoal.data.owner_split import OwnerSubset, deal_samples
 from shoal.data.sources import Source, open_source
+from shoal.data.text.token_bytes import compute_bits_per_byte
 from shoal.fabric import World
 from shoal.forecast.time.island_costs import mean_messages
 from shoal.islands.peer_deadline import MOST_S
 from shoal.trainer.islands.island_join import MEET_S, IslandConnection
-from shoal.trainer.jobs.validation import Values, count_correct
+from shoal.trainer.jobs.validation import Values, count_correct, make_byte_counter
 from shoal.trainer.loaders.run_loaders import open_loader
 from shoal.trainer.run import Run
+from shoal.trainer.step.call_contract import Metric
 
 SHARED_TOKENIZER = "tokenizer.json"
 """File of an island's folder: the tokenizer of owner 0, on one machine."""
 
 MOST_NAMES = 8
 """Owners whose names the first line lists."""
+
+TEXT_BYTES = "bytes_per_target"
+"""Metric of a validation of text: bytes of the text that a target stands for, in the mean."""
+
+TEXT_KEYS = ("bytes", "bits_per_byte")
+"""Values of a validation of text that follow from TEXT_BYTES."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +286,9 @@ def make_owner_validator(
     """
     run.tells_validation = False
     images = owners[0].source.kind == "samples" and not config.model.loss
-    metrics = {"accuracy": count_correct} if images else {}
+    metrics: dict[str, Metric] = {"accuracy": count_correct} if images else {}
+    if not config.model.loss and (count_bytes := make_byte_counter(owners[0].source)):
+        metrics[TEXT_BYTES] = count_bytes
     text = config.train.validate_samples
     limit = int(text) if text.isdecimal() else 0
 
@@ -295,7 +305,7 @@ def make_owner_validator(
             run.feed.held_out_batches(data, config.data.workers, source.collate), metrics
         )
         entropy = source.unigram_entropy
-        return values | ({} if entropy is None else {"entropy": entropy})
+        return describe_text(values) | ({} if entropy is None else {"entropy": entropy})
 
     def validate() -> Values | None:
         began_s = time.perf_counter()
@@ -314,6 +324,7 @@ def make_owner_validator(
             accuracy=values.get("accuracy"),
             unigram_entropy=values.get("entropy"),
             baseline="unigram entropy",
+            **{name: values[name] for name in TEXT_KEYS if name in values},
             seconds=time.perf_counter() - began_s,
             worst=find_worst_owner(by_owner),
         )
@@ -325,12 +336,15 @@ def make_owner_validator(
 def merge_validations(by_owner: Mapping[str, Mapping[str, float]]) -> Values:
     """Return the means of the owners' values, weighted by their targets; and all targets.
 
+    Bits per byte are those of all targets over the bytes of all owners' text.
+
     >>> merge_validations({"a": {"loss": 1.0, "targets": 3}, "b": {"loss": 2.0, "targets": 1}})
     {'loss': 1.25, 'targets': 4}
     """
     counting = [values for values in by_owner.values() if values["targets"]]
     targets = sum(values["targets"] for values in counting)
-    keys = [key for key in next(iter(by_owner.values())) if key != "targets"]
+    apart = ("targets", *TEXT_KEYS)
+    keys = [key for key in next(iter(by_owner.values())) if key not in apart]
     found = {
         key: sum(values[key] * values["targets"] for values in counting) / targets
         if targets
@@ -338,16 +352,41 @@ def merge_validations(by_owner: Mapping[str, Mapping[str, float]]) -> Values:
         for key in keys
         if all(key in values for values in by_owner.values())
     }
+    if counting and all("bytes" in values for values in counting):
+        whole = sum(values["bytes"] for values in counting)
+        bits = compute_bits_per_byte(found["loss"], targets, whole)
+        found |= {"bytes": whole, "bits_per_byte": bits}
     return {**found, "targets": targets}
 
 
+def describe_text(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of a validation with its bytes and bits per byte, if bytes were counted.
+
+    Args:
+        values: means by name, with TEXT_BYTES the bytes per target.
+    """
+    found = {name: value for name, value in values.items() if name != TEXT_BYTES}
+    if (each := values.get(TEXT_BYTES)) is None or not math.isfinite(each):
+        return found
+    whole = round(each * values["targets"])
+    bits = compute_bits_per_byte(values["loss"], values["targets"], whole)
+    return {**found, "bytes": whole, "bits_per_byte": bits}
+
+
 def find_worst_owner(by_owner: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the owner with the largest loss; a loss that is not finite is the largest.
+    """Return the owner with the most bits per byte, or with the largest loss if bytes are unknown.
+
+    A loss that is not finite is the largest. Owners without targets do not count.
 
     >>> find_worst_owner({"a": {"loss": 1.0}, "b": {"loss": 2.0}, "c": {"loss": math.nan}})
     'c'
     """
-    return max(
-        by_owner,
-        key=lambda name: loss if math.isfinite(loss := by_owner[name]["loss"]) else math.inf,
-    )
+    counting = {name: values for name, values in by_owner.items() if values.get("targets", 1)}
+    in_bytes = all("bits_per_byte" in values for values in counting.values())
+    key = "bits_per_byte" if in_bytes else "loss"
+
+    def rank(name: str) -> float:
+        value = counting[name][key]
+        return value if math.isfinite(value) else math.inf
+
+    return max(counting or by_owner, key=rank if counting else str)

@@ -29,6 +29,7 @@ from shoal.islands.merge_proposal import (
     collect_refusals,
 )
 from shoal.islands.owner_schedule import OwnerSchedule
+from shoal.optim.schedule import warmup_steps
 from shoal.trainer.islands.island_join import (
     IslandConnection,
     collect_merge_tensors,
@@ -98,19 +99,42 @@ def open_owner_rounds(
 
 def _describe_choices(config: Config, schedule: OwnerSchedule) -> list[str]:
     """Return a line for each choice of keys that does less than a reader may expect."""
-    islands, train, lines = config.islands, config.train, []
-    if islands.method == "scaffold" and config.optimizer.name != "sgd":
-        lines.append(
-            f"islands.method = scaffold: the paper's inner optimizer is sgd, and here it is "
-            f"{config.optimizer.name}; all owners weigh the same; try: optimizer.name=sgd "
-            f"optimizer.schedule=constant"
-        )
+    islands, train, lines = config.islands, config.train, list[str]()
+    if islands.method == "scaffold":
+        lines += _describe_scaffold_rate(config, schedule)
     if islands.sample < 1 and train.epochs and islands.epochs:
         rounds = schedule.count_rounds(0)
         lines.append(
             f"islands.sample = {islands.sample:g}: train.epochs / islands.period make {rounds} "
             f"rounds, and an owner trains in {rounds * islands.sample:.3g} of them in the mean; "
             f"try: train.epochs={round(train.epochs / islands.sample)} for {train.epochs} passes"
+        )
+    return lines
+
+
+def _describe_scaffold_rate(config: Config, schedule: OwnerSchedule) -> list[str]:
+    """Return a line for each key with which SCAFFOLD's inner steps are not those of its paper.
+
+    Its controls are means of gradients over a round, for inner steps of SGD at one rate. A warm-up
+    of several rounds made a CNN need twice as many rounds (docs/reference/federated.md). A shorter
+    one ends in the first round, in which all controls are zero.
+    """
+    optimizer, lines = config.optimizer, list[str]()
+    if optimizer.name != "sgd":
+        lines.append(
+            f"islands.method = scaffold: the paper's inner optimizer is sgd, and here it is "
+            f"{optimizer.name}; all owners weigh the same; try: optimizer.name=sgd "
+            f"optimizer.schedule=constant optimizer.warmup_steps=0"
+        )
+    total_steps = schedule.count_rounds(config.train.steps) * schedule.round_steps
+    rise = warmup_steps(optimizer, total_steps) if optimizer.schedule != "one-cycle" else 0
+    if rise > schedule.round_steps:
+        by = "the default, a tenth of the run" if optimizer.warmup_steps < 0 else f"{rise} steps"
+        lines.append(
+            f"islands.method = scaffold: the rate rises over the first "
+            f"{-(-rise // schedule.round_steps)} rounds (optimizer.warmup_steps: {by}), and "
+            f"controls of small rates are wrong for the full one: it can take twice as many "
+            f"rounds; try: optimizer.warmup_steps=0"
         )
     return lines
 

@@ -35,7 +35,7 @@ from shoal.forecast.models.model_facts import FAMILIES, family_of
 from shoal.models.loss import find_logits, token_loss
 from shoal.trainer.jobs.configured_run import count_total_steps
 from shoal.trainer.run import Run
-from shoal.trainer.step.call_contract import IGNORED_TARGET
+from shoal.trainer.step.call_contract import IGNORED_TARGET, Metric
 
 SAME = 1e-5
 """Relative difference of two losses that rounding explains, in any of Shoal's formats."""
@@ -248,6 +248,29 @@ def _format_notice(
         return text
     each_s = step_s * reading.samples / run.plan.batch * FORWARD_SHARE
     return f"{text}; about {seconds_text(each_s)} each time"
+
+
+def make_byte_counter(source: Source) -> Metric | None:
+    """Return a metric that sums the bytes of text behind the targets, over their number.
+
+    Returns:
+        None for samples other than text, and if the tokenizer does not tell the bytes of a token.
+    """
+    if source.kind != "tokens" or source.tokenizer is None or not source.vocabulary:
+        return None
+    from shoal.data.text.token_bytes import count_token_bytes  # other data do without
+
+    counted = count_token_bytes(source.tokenizer, source.vocabulary)
+    if counted is None:
+        return None
+    by_id = torch.from_numpy(counted)
+
+    def count_bytes(_outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        valid = targets.long() != IGNORED_TARGET  # long: −100 wraps around to 156 in uint8
+        ids = targets.long().where(valid, 0)
+        return (by_id.to(targets.device)[ids] * valid).sum().double(), valid.sum()
+
+    return count_bytes
 
 
 def count_correct(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
