@@ -10,6 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from shoal.data.loading import sample_order
 from shoal.data.loading.sample_order import permute, samples_at
 
 
@@ -18,6 +19,19 @@ def test_every_index_once(samples: int) -> None:
     for epoch in range(3):
         got = permute(np.arange(samples), samples, seed=7, epoch=epoch)
         assert np.array_equal(np.sort(got), np.arange(samples))
+
+
+@pytest.mark.parametrize("samples", [2, 18, 33, 64, 65, 1797, 4096])
+def test_few_samples_are_looked_up_in_the_order_of_the_network(samples: int) -> None:
+    """All at once by tables, and one by one as for many samples; numbers of earlier versions."""
+    width = max(sample_order.MIN_BITS, (samples - 1).bit_length())
+    rounds = sample_order._rounds(5, 2, samples, width)
+    found = np.arange(samples, dtype=np.uint64)
+    found = sample_order._network(found, rounds, width)
+    while (outside := found >= samples).any():
+        found[outside] = sample_order._network(found[outside], rounds, width)
+    assert permute(np.arange(samples), samples, seed=5, epoch=2).tolist() == found.tolist()
+    assert permute([samples - 1], samples, seed=5, epoch=2).tolist() == found[-1:].tolist()
 
 
 def test_differs_per_epoch_seed_and_length() -> None:

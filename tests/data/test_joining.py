@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shoal.base.errors import UserError
+from shoal.data.digits import DeterministicTensors
 from shoal.data.loading.dataset_kind import digest_of
 from shoal.data.loading.fetch import (
     FetchedMicroBatches,
@@ -17,6 +18,7 @@ from shoal.data.loading.fetch import (
     NonUniformSamplesError,
     join_uniform,
 )
+from shoal.data.owner_split import OwnerSubset
 
 
 class Pair(NamedTuple):
@@ -119,3 +121,26 @@ def test_a_digest_of_a_dict_needs_no_text_of_its_values(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor: pytest.fail("text of a tensor"))
     assert digest_of(sample) == expected
     assert digest_of({**sample, "b": torch.ones(2)}) != expected
+
+
+def test_a_dataset_that_joins_its_samples_itself_gives_the_same() -> None:
+    """Tensors, and an owner's part of them; a part that changes samples is read one by one."""
+
+    class Changed(OwnerSubset):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image, label + 1
+
+    images, labels = torch.rand(9, 1, 2, 2), torch.arange(9)
+    whole = DeterministicTensors(images, labels)
+    own = np.array([1, 2, 3, 5, 8])
+    for dataset in (whole, OwnerSubset(whole, own), Changed(whole, own)):
+        fetcher = Fetcher(dataset, len(dataset), 3, True, None)
+        at_once = fetcher.values([(0, 2), (2, 3)])
+        fetcher._read_joined = None
+        plain = fetcher.values([(0, 2), (2, 3)])
+        assert at_once.sizes == plain.sizes == [2, 1]
+        assert same(at_once.value, plain.value)
+        assert [one.stride() for one in at_once.value] == [one.stride() for one in plain.value]
+    assert not hasattr(Changed(whole, own), "read_joined")
+    assert not hasattr(OwnerSubset([1, 2], own[:2]), "read_joined")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from shoal.base.errors import ConfigError
 from shoal.fabric import World
 from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.trainer.metrics_recorder import MetricsRecorder
+from shoal.trainer.step import metrics_rows
+from shoal.trainer.step.metrics_rows import write_row, write_rows_together
 
 
-def recorder() -> MetricsRecorder:
-    return MetricsRecorder(None, World(ProcessInfo(), torch.device("cpu"), None))
+def recorder(folder: Path | None = None) -> MetricsRecorder:
+    return MetricsRecorder(folder, World(ProcessInfo(), torch.device("cpu"), None))
 
 
 def test_a_word_that_there_is_none_of() -> None:
@@ -41,3 +45,32 @@ def test_where_saves_are_not_for_hooks_to_ask_for() -> None:
     assert told.wanted == set()
     told.events.emit("notice", text="c", step=1)
     assert told.wanted == {"stop"}
+
+
+def test_rows_of_fast_steps_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end, at an error too, and while steps last; every other row at once."""
+    told, heard = recorder(tmp_path), list[int]()
+    told.add_callback(lambda record: heard.append(record["step"]))
+
+    def step(number: int) -> list[int]:
+        write_row(told, {"step": number, "loss": float("nan"), "tokens": 1}, 1)
+        path = tmp_path / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["step"] for line in lines]
+
+    assert step(1) == [1]
+
+    def fail_after_two_steps() -> None:
+        with write_rows_together(told):
+            assert step(2) == step(3) == [1]
+            assert heard == [1, 2, 3], "callbacks do not wait"
+            raise ValueError("later")
+
+    with pytest.raises(ValueError, match="later"):
+        fail_after_two_steps()
+    assert step(4) == [1, 2, 3, 4]
+    monkeypatch.setattr(metrics_rows, "ROWS_S", 0.0)
+    with write_rows_together(told):
+        assert step(5) == [1, 2, 3, 4, 5], "a slow step"

@@ -6,7 +6,7 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,6 +26,11 @@ class DeterministicTensors(TensorDataset):
     """Tensors as samples, with a marker that reading them draws nothing at random."""
 
     draws_nothing = True
+
+    def read_joined(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return some samples joined, as torch's default_collate joins them one by one."""
+        rows = torch.as_tensor(indices)
+        return [column.index_select(0, rows) for column in self.tensors]
 
 
 @dataclass(frozen=True)

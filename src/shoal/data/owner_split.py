@@ -116,6 +116,8 @@ class OwnerSubset:
     def __init__(self, dataset: Any, indices: Indices) -> None:
         self.dataset, self.indices = dataset, indices
         self.draws_nothing = bool(getattr(dataset, "draws_nothing", False))
+        if type(self) is OwnerSubset and hasattr(dataset, "read_joined"):
+            self.read_joined = self._read_joined
 
     def __len__(self) -> int:
         """Return the number of the owner's samples."""
@@ -124,3 +126,7 @@ class OwnerSubset:
     def __getitem__(self, index: int) -> Any:
         """Return the owner's sample `index`."""
         return self.dataset[int(self.indices[index])]
+
+    def _read_joined(self, indices: Sequence[int]) -> Any:
+        """Return some of the owner's samples joined; datasets that join samples alone have it."""
+        return self.dataset.read_joined(self.indices.take(indices))

@@ -34,6 +34,7 @@ class MetricsRecorder:
         wanted: requests of callbacks, "stop" or "save", until they are done.
         saves_apart: why callbacks cannot request a save, reported once; "": they can.
         reported_differences: what a resume reported to differ from its checkpoint.
+        rows, rows_due_s: rows that wait for a write, and when it is due (`metrics_rows.py`).
         trace: profiler of some steps.
         passed: called once if a step is faster than the machine's rate; its text is a notice.
 
@@ -59,6 +60,7 @@ class MetricsRecorder:
         self.events = EventLog(folder / "events.jsonl" if folder else None, world.rank)
         self.owner, self.replaced = self.events.owner, False
         self.waiting_since_s = time.perf_counter()
+        self.rows, self.rows_due_s = list[dict[str, Any]](), 0.0
         self.wanted, self.reported_differences = set[str](), set[str]()
         self.saves_apart, self._told_apart, self.peaks_logged = "", False, False
         self._went_back_to: int | None = None

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,18 +59,23 @@ Emit = Callable[..., None]
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append an object as one line of JSON, by a single `write` with O_APPEND.
+    """Append an object as one line of JSON; as `append_lines`."""
+    append_lines(path, [record])
+
+
+def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append objects as lines of JSON, by a single `write` with O_APPEND.
 
     So lines of several processes do not mix. The file is created if missing; a value that is not
     JSON is written as its `str`.
 
     Raises:
-        OSError: the write failed; a partial line is removed.
+        OSError: the write failed; what was written of it is removed.
     """
-    line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
+    lines = [json.dumps(one, separators=(",", ":"), default=str) + "\n" for one in records]
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        data = line.encode()
+        data = "".join(lines).encode()
         written = os.write(descriptor, data)
         if written < len(data):  # half a line would spoil the next one too
             end = os.lseek(descriptor, 0, os.SEEK_CUR)

@@ -141,6 +141,8 @@ class Fetcher:
         self.shuffle = shuffle
         self.collate = collate
         self._is_quiet = draws_nothing(dataset)
+        # Optional: indices → the result of `join_uniform` of these samples, in one call.
+        self._read_joined = getattr(dataset, "read_joined", None)
         self._order = order
         self._whole_index = getattr(dataset, "whole_index", None)
         self._draws = DrawSeeder()
@@ -181,8 +183,17 @@ class Fetcher:
     def values(self, spans: Sequence[Span]) -> FetchedMicroBatches:
         """Load and join the samples of some micro-batches, each (start, stop) in the stream."""
         if self._is_quiet and self.collate is None:
+            if self._read_joined is not None and get_worker_info() is None:
+                return self._joined_at_once(self._read_joined, spans)
             return self._joined(spans)
         return self._draws.run(lambda: self._joined(spans))
+
+    def _joined_at_once(
+        self, read: Callable[[Sequence[int]], Any], spans: Sequence[Span]
+    ) -> FetchedMicroBatches:
+        """Return the samples of some micro-batches from a dataset that joins them itself."""
+        ids = [index for span in spans for index in self.ids(*span)]
+        return FetchedMicroBatches(read(ids), [stop - start for start, stop in spans])
 
     def _joined(self, spans: Sequence[Span]) -> FetchedMicroBatches:
         self.misread = []

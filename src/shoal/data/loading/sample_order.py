@@ -36,7 +36,7 @@ MIN_BITS = 6
 """fewer bits shuffle 3 samples unevenly (measured: chi² 4 times its mean at 2 bits)"""
 
 
-def _mix(half: Words, key: np.uint64) -> Words:
+def _mix(half: Words, key: np.uint64 | Words) -> Words:
     """Return 64 well-mixed bits per element (SplitMix64's finaliser; products wrap around)."""
     x = half + key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -44,10 +44,15 @@ def _mix(half: Words, key: np.uint64) -> Words:
     return x ^ (x >> np.uint64(31))
 
 
+def _draw_keys(seed: int, epoch: int, samples: int) -> Words:
+    """Return the keys of the rounds, [ROUNDS]."""
+    digest = hashlib.shake_256(f"shoal order {seed} {epoch} {samples}".encode()).digest(8 * ROUNDS)
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
 @lru_cache(maxsize=8)  # training's and validation's epochs, of a loader or two
 def _rounds(seed: int, epoch: int, samples: int, width: int) -> list[Callable[[Words], Words]]:
     """Return F of each round: bits for one half from the other, by a table for few bits."""
-    digest = hashlib.shake_256(f"shoal order {seed} {epoch} {samples}".encode()).digest(8 * ROUNDS)
     low, high = (width + 1) // 2, width // 2
 
     def stirred(key: np.uint64, bits: int, half: Words) -> Words:
@@ -57,9 +62,9 @@ def _rounds(seed: int, epoch: int, samples: int, width: int) -> list[Callable[[W
         return table.take(half.view(np.int64))
 
     rounds: list[Callable[[Words], Words]] = []
-    for number, word in enumerate(np.frombuffer(digest, dtype="<u8")):
+    for number, word in enumerate(_draw_keys(seed, epoch, samples)):
         given, wanted = (low, high) if number % 2 else (high, low)
-        one = partial(stirred, np.uint64(word), wanted)
+        one = partial(stirred, word, wanted)
         if given <= TABLE_BITS:
             one = partial(looked_up, one(np.arange(2**given, dtype=np.uint64)))
         rounds.append(one)
@@ -78,6 +83,31 @@ def _network(x: Words, rounds: list[Callable[[Words], Words]], width: int) -> Wo
     return (high << low_bits) | low
 
 
+@lru_cache(maxsize=8)  # as `_rounds`
+def _permute_all(seed: int, epoch: int, samples: int, width: int) -> Indices:
+    """Return the shuffled positions of 0 … samples − 1, the same as of `_network`.
+
+    Of few samples calls take longer than numbers. So the tables of all rounds are made at once, and
+    the network is a table: a walk is one look-up, and look-ups of 2, 4, 8 … walks are looked up.
+    """
+    low, high = (width + 1) // 2, width // 2
+    mixed = _mix(np.arange(2**low, dtype=np.uint64), _draw_keys(seed, epoch, samples)[:, None])
+    masks = np.array([2**low - 1, 2**high - 1] * (ROUNDS // 2), dtype=np.int64)
+    tables = list(mixed.view(np.int64) & masks[:, None])
+    domain = np.arange(2**width, dtype=np.int64)
+    left, right = domain >> low, domain & (2**low - 1)
+    for of_left, of_right in zip(tables[::2], tables[1::2], strict=True):
+        right ^= of_left.take(left)
+        left ^= of_right.take(right)
+    network = (left << low) | right
+    found = network[:samples]
+    domain[samples:] = network[samples:]  # results inside stay, the others walk on
+    while int(found.max()) >= samples:
+        found, domain = domain.take(found), domain.take(domain)
+    found.flags.writeable = False
+    return found
+
+
 def permute(offsets: npt.ArrayLike, samples: int, seed: int, epoch: int) -> Indices:
     """Return the shuffled position of each offset in 0 … samples − 1; int64, same shape [k].
 
@@ -90,10 +120,12 @@ def permute(offsets: npt.ArrayLike, samples: int, seed: int, epoch: int) -> Indi
     >>> sorted(permute(range(5), 5, seed=0, epoch=0).tolist())
     [0, 1, 2, 3, 4]
     """
-    x = np.asarray(offsets, dtype=np.uint64)
     if samples <= 1:
-        return np.zeros(x.shape, dtype=np.int64)
+        return np.zeros(np.shape(offsets), dtype=np.int64)
     width = max(MIN_BITS, (samples - 1).bit_length())
+    if width <= TABLE_BITS:
+        return _permute_all(seed, epoch, samples, width).take(np.asarray(offsets, dtype=np.int64))
+    x = np.asarray(offsets, dtype=np.uint64)
     rounds = _rounds(seed, epoch, samples, width)
     x = _network(x, rounds, width)
     outside = np.flatnonzero(x >= samples)

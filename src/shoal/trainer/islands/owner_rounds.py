@@ -47,6 +47,7 @@ from shoal.trainer.islands.owner_shares import OwnerShares
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
 from shoal.trainer.state.initial_weights import hash_weights
+from shoal.trainer.step.metrics_rows import write_rows_together
 from shoal.trainer.step.skipped_steps import SpikeDetector
 from shoal.wire.phases import phase
 
@@ -264,10 +265,12 @@ class OwnerRounds(IslandRounds):
         done = common.round * self.round_steps
         if data.loader is None:
             raise ConfigError(f"data.source: owner {data.name} was drawn and has no sample")
-        for number, batch in enumerate(data.loader.over(steps)):
-            run.lr_step = done + number * self.round_steps // len(steps)
-            tokens += round(self.run_step(batch).targets)
-            used += batch.next_position - batch.position
+        # A resume repeats the round, so a death loses no row that counts.
+        with write_rows_together(run.recorder):
+            for number, batch in enumerate(data.loader.over(steps)):
+                run.lr_step = done + number * self.round_steps // len(steps)
+                tokens += round(self.run_step(batch).targets)
+                used += batch.next_position - batch.position
         seconds = time.perf_counter() - since_s
         self.tokens, self.used = self.tokens + tokens, self.used + used
         self.compute_s += seconds
