@@ -47,8 +47,6 @@ class ProofCase:
         full_steps: full steps in the proof's epoch, before the short one.
         ours: the module is one of Shoal's own, which may be built without numbers.
         spread: take samples from all over the dataset, not its first ones.
-        trains_next: a run of the same loss follows, which tries the loss on parts of its own first
-            batch, so the proof does not.
     """
 
     build: Callable[[], nn.Module]
@@ -60,7 +58,6 @@ class ProofCase:
     full_steps: int = 2
     ours: bool = False
     spread: bool = False
-    trains_next: bool = False
 
     @property
     def policies(self) -> dict[str, Any]:
@@ -102,8 +99,6 @@ class ProofCase:
                 call=plan.call,
                 sample=partial(first_samples, few, self.collate),
             )
-            if self.trains_next:
-                run.coupled = run.guards.model.coupled = True
             loader = run.loader(few, collate=self.collate)
             while True:
                 for batch in loader:

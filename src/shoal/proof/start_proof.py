@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +161,9 @@ def prove_case(
         if world.is_first:
             record("not proven")
         return format_too_long(expected_s, alone)
-    battery = quick_battery(replace(case, trains_next=True), world.size, folder, BUDGET_S)
-    report = battery.prove(world, case.layout, case.policies)
+    battery = quick_battery(case, world.size, folder, BUDGET_S)
+    with mute_notices():
+        report = battery.prove(world, case.layout, case.policies)
     refused = format_refusal(report, off) if report["verdict"] == "different" else ""
     if world.is_first:
         record(report["verdict"], refused)
@@ -170,6 +173,21 @@ def prove_case(
         kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
         keep_proof(key, kept)
     return format_line(report)
+
+
+@contextmanager
+def mute_notices() -> Iterator[None]:
+    """Drop what this thread's runs print: the run that follows a proof prints it about itself."""
+    logger, thread = logging.getLogger("shoal"), threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_another_thread)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_another_thread)
 
 
 def _agree_on_attempts(attempts: ProofAttempts, restarted: bool, world: World) -> int | None:
