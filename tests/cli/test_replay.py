@@ -324,11 +324,11 @@ def test_a_loop_that_draws_its_own_batches_repeats_from_its_first_step(
     monkeypatch.setattr(sys, "argv", ["draws.py"])
     runpy.run_path("draws.py", run_name="__main__")
     text = ask("draws", "--step", "6", "--", "draws.py")
-    assert "after the checkpoint of step 4, so the script may draw batches or noise" in text
+    assert "different from step 5, and the script may hold state that its restore" in text
     assert "repeated: 6 steps with the run's bits" in text
     Path("draws.py").write_text(DRAWS.replace("lr=1e-2", "lr=2e-2"))
     text = ask("draws", "--step", "6", "--", "draws.py", code=3)
-    assert "so the script may draw" not in text, "a changed script is named, and nothing is tried"
+    assert "may hold state" not in text, "a changed script is named, and nothing is tried"
     assert "differs: source of draws.py: changed" in text
 
 

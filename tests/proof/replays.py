@@ -153,7 +153,8 @@ def run_command(words: list[str]) -> int:
     def repeat_here(prepared: Any, environ: Any, *, quiet: bool) -> None:
         folder = prepared.folder.resolve()
         size = prepared.loaded.config.launch.processes
-        assert not run_ranks(size, lambda world: repeat_steps(folder, world))
+        threads = int(environ.get("OMP_NUM_THREADS", "0"))  # as the run's ranks had
+        assert not run_ranks(size, lambda world: repeat_steps(folder, world), threads)
 
     replay_run._train = repeat_here
     main_job.measure_machine = lambda *_: None  # for a forecast that nobody reads
@@ -174,8 +175,12 @@ def run_command(words: list[str]) -> int:
     return 0
 
 
-def run_ranks(size: int, work: Callable[[Any], int]) -> int:
-    """Run work(world) on so many ranks; return the first exit code that is not 0."""
+def run_ranks(size: int, work: Callable[[Any], int], threads: int = 0) -> int:
+    """Run work(world) on so many ranks; return the first exit code that is not 0.
+
+    Args:
+        threads: of each rank; 0: its share of the cores.
+    """
     import torch
 
     from shoal.base.estimates.facts import usable_cores
@@ -192,7 +197,8 @@ def run_ranks(size: int, work: Callable[[Any], int]) -> int:
             os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
             code = 1
             try:
-                torch.set_num_threads(max(1, usable_cores() // size))  # as the launcher says
+                share = max(1, usable_cores() // size)  # as the launcher says
+                torch.set_num_threads(threads or share)
                 code = work(start_world({} if size == 1 else None))
             except BaseException:
                 traceback.print_exc()

@@ -62,8 +62,8 @@ def replay_script(
 ) -> Replay:
     """Repeat the steps of a script's run from the nearest checkpoint up to a step.
 
-    A script may draw batches or noise by a generator of its own, which a restore does not set back.
-    Then the first step after the checkpoint differs, and the steps are repeated from the first one.
+    A script may hold state that a restore does not set back: a generator for its batches, a
+    schedule. If a step differs, the steps are repeated from the first one.
 
     Args:
         words: the script, and its own arguments.
@@ -83,26 +83,26 @@ def replay_script(
     done = _repeat_script(run, named, words, request, keep, quiet=quiet, from_start=from_start)
     if keep is not None or nudge or not _needs_first_step(done):
         return done
-    typer.echo(DRAWN.format(step=done.start), err=quiet)
+    found = done.difference()
+    typer.echo(HELD.format(step=found.step if found else step), err=quiet)
     return _repeat_script(run, named, words, request, None, quiet=quiet, from_start=True)
 
 
-DRAWN = (
-    "different from the first step after the checkpoint of step {step}, so the script may draw "
-    "batches or noise by a generator that a restore does not set back; once more from the first "
-    "step"
+HELD = (
+    "different from step {step}, and the script may hold state that its restore does not set back "
+    "(a generator for batches, a schedule); once more from the first step"
 )
 AGAIN_S = 600.0
 """Seconds that the run took, up to which its steps are repeated once more without being asked."""
 
 
 def _needs_first_step(done: Replay) -> bool:
-    """Return whether a replay differs as one whose script draws otherwise after a restore."""
+    """Return whether a replay differs as one whose script restores less than it held."""
     found = done.difference()
-    if not done.start or found is None or found.step != done.start + 1:
+    if not done.start or found is None or done.environment_differences():
         return False
-    if done.environment_differences():
-        return False
+    if not done.compares_bits and found.step != done.start + 1:
+        return False  # rounding grows from step to step
     found_s = [row.get("step_s") for row in done.own_rows.values()]
     times_s = sorted(one for one in found_s if is_number(one))
     return bool(times_s) and times_s[len(times_s) // 2] * max(done.own_rows) <= AGAIN_S
