@@ -14,6 +14,7 @@ import torch
 
 from shoal.base.errors import ConfigError, TrainingError
 from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.plans.tensor_shards import Shard
 from shoal.config.load import LoadedConfig, load_config
 from shoal.config.owners import (
     list_data_sections,
@@ -36,6 +37,7 @@ from shoal.trainer.islands.owner_data import (
     merge_validations,
 )
 from shoal.trainer.islands.owner_rounds import OwnerRounds, _describe_choices
+from shoal.trainer.islands.owner_states import OwnerStates
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "federated.md"
 OWN = ("islands.data=own", "islands.method=fedavg")
@@ -303,3 +305,60 @@ def test_the_worst_owner_of_text_is_that_with_the_most_bits_per_byte() -> None:
     assert merged["bytes"] == 950
     assert merged["bits_per_byte"] == pytest.approx((400 + 900) / 950 / math.log(2))
     assert "bytes" not in merge_validations({**both, "south": {"loss": 3.5, "targets": 9}})
+
+
+def owner_states(owners: list[int], weight: Shard, size: int = 1) -> OwnerStates:
+    """States of a group whose rank holds some boxes of one weight of 4 × 2."""
+    states = OwnerStates.__new__(OwnerStates)
+    local = SimpleNamespace(parameter=torch.zeros(weight.elements), shard=weight)
+    states.run = SimpleNamespace(
+        world=SimpleNamespace(size=size), program=SimpleNamespace(local={"w": local})
+    )  # type: ignore[assignment]
+    states.shards, states.kept, states._shapes = {"w": weight}, {one: {} for one in owners}, {}
+    return states
+
+
+def test_small_states_of_owners_are_stacked_and_come_back_on_any_rank() -> None:
+    """Two tensors for each name, whatever the number of owners; a rank takes its own boxes."""
+    whole = owner_states([1, 3, 5], Shard.whole("w", (8,), "float32"))
+    for owner in (1, 5):
+        whole.kept[owner] = {
+            "optimizer.w.momentum": torch.arange(8.0) + 10 * owner,
+            "optimizer.w.step": torch.tensor(float(owner)),
+            "control.w": torch.arange(8.0) - owner,
+        }
+    whole.kept[3] = {"control.w": torch.arange(8.0) - 3}
+    parts = whole.parts()
+    assert len(parts) == 6
+    assert parts["owners.control.w"][1].global_shape == (3, 8)
+    stored: Any = SimpleNamespace(
+        tensors={n: SimpleNamespace(shape=s.global_shape, dtype=s.dtype) for n, (_, s) in parts.items()}
+    )  # fmt: skip
+    boxes = (((0, 2),), ((5, 6),))
+    for shard in (Shard.whole("w", (8,), "float32"), Shard("w", (8,), "float32", boxes)):
+        rank = owner_states([1, 3], shard)
+        read = {}
+        for wanted in rank.list_wanted_shards(stored):
+            tensor, _ = parts[wanted.name]
+            cuts = [tensor[tuple(slice(*pair) for pair in box)] for box in wanted.slices]
+            read[wanted.name] = torch.cat([cut.reshape(-1) for cut in cuts])
+        rank.load(read)
+        places = [k for ((start, stop),) in shard.slices for k in range(start, stop)]
+        assert rank.kept[1]["optimizer.w.momentum"].tolist() == [10.0 + k for k in places]
+        assert rank.kept[1]["optimizer.w.step"] == torch.tensor(1.0)
+        assert rank.kept[3].keys() == {"control.w"}
+        assert rank.kept[3]["control.w"].tolist() == [k - 3.0 for k in places]
+    whole.run.world.size = 2  # type: ignore[misc]
+    assert "owner.3.control.w" in whole.parts()
+
+
+def test_states_that_differ_in_shape_or_are_large_are_saved_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = owner_states([1, 3], Shard.whole("w", (8,), "float32"))
+    states.kept = {1: {"optimizer.w.a": torch.zeros(8)}, 3: {"optimizer.w.a": torch.zeros(4)}}
+    assert states.parts().keys() == {"owner.1.optimizer.w.a", "owner.3.optimizer.w.a"}
+    states.kept[3] = {"optimizer.w.a": torch.zeros(8)}
+    assert states.parts().keys() == {"owners.optimizer.w.a", "owners_of.optimizer.w.a"}
+    monkeypatch.setattr("shoal.trainer.islands.owner_states.STACKED_BYTES", 31)
+    assert states.parts().keys() == {"owner.1.optimizer.w.a", "owner.3.optimizer.w.a"}

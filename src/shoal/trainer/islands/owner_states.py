@@ -10,11 +10,18 @@ In a checkpoint, with the state of all owners of the group:
 
     owner.NUMBER.optimizer.NAME.KEY        sharded as the parameter NAME, if it has its shape
     owner.NUMBER.control.NAME
+    owners.optimizer.NAME.KEY              small tensors of several owners, stacked: [owners, …]
+    owners_of.optimizer.NAME.KEY           the numbers of these owners
+
+A save costs by the tensor, and each round ends with one: a hundred owners of a small model would
+have a thousand tensors. A group of several processes stacks none, since its ranks may keep the
+states of different owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -32,7 +39,9 @@ FILES_FROM = 0.25
 """Share of the machine's memory beyond which the states of waiting owners are in files."""
 LEAST_MAPPED_BYTES = 4096
 """Smallest tensor that gets a file of its own."""
-PREFIX = "owner."
+STACKED_BYTES = 1 << 18
+"""Largest tensor of an owner that is stacked with those of others; a stack is a copy in memory."""
+PREFIX, STACKED, NUMBERS = "owner.", "owners.", "owners_of."
 OPTIMIZER, CONTROL = "optimizer.", "control."
 
 State = dict[str, torch.Tensor]
@@ -119,9 +128,17 @@ class OwnerStates:
 
     def parts(self) -> dict[str, Part]:
         """Return this rank's shards of all owners' states, by their names in a checkpoint."""
+        stacks = self._choose_stacks() if self.run.world.size == 1 else {}
         found: dict[str, Part] = {}
+        for name, owners in stacks.items():
+            stack = torch.stack([self.kept[owner][name] for owner in owners])
+            for full, tensor in ((STACKED + name, stack), (NUMBERS + name, torch.tensor(owners))):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                found[full] = (tensor, Shard.whole(full, tuple(tensor.shape), dtype))
         for owner, state in self.kept.items():
             for name, tensor in state.items():
+                if name in stacks:
+                    continue
                 full, dtype = f"{PREFIX}{owner}.{name}", str(tensor.dtype).removeprefix("torch.")
                 shard = self._shard_of(name)
                 if shard is not None and tensor.numel() == shard.elements and tensor.dim():
@@ -130,10 +147,27 @@ class OwnerStates:
                     found[full] = (tensor, Shard.whole(full, tuple(tensor.shape), dtype))
         return found
 
+    def _choose_stacks(self) -> dict[str, list[int]]:
+        """Return the names of small tensors that several owners have alike, with these owners."""
+        holders: dict[str, list[int]] = {}
+        for owner, state in self.kept.items():
+            for name in state:
+                holders.setdefault(name, []).append(owner)
+        return {
+            name: owners
+            for name, owners in holders.items()
+            if len(owners) > 1
+            and self.kept[owners[0]][name].nbytes <= STACKED_BYTES
+            and len({(t.shape, t.dtype) for t in (self.kept[one][name] for one in owners)}) == 1
+        }
+
     def list_wanted_shards(self, manifest: Manifest) -> list[Shard]:
         """Return this rank's shards of the owners' tensors in a checkpoint."""
         found = []
         for full, stored in manifest.tensors.items():
+            if full.startswith((STACKED, NUMBERS)):
+                found += self._list_stack_shards(full, tuple(stored.shape), stored.dtype)
+                continue
             owner, name = _split_name(full)
             shard = self._shard_of(name) if owner in self.kept else None
             if shard is None:
@@ -145,14 +179,45 @@ class OwnerStates:
                 self._shapes[full] = tuple(stored.shape)
         return [shard for shard in found if shard.slices]
 
+    def _list_stack_shards(self, full: str, shape: tuple[int, ...], dtype: str) -> list[Shard]:
+        """Return this rank's shard of a stack, or all of its owners' numbers."""
+        shard = self._shard_of(full.removeprefix(STACKED).removeprefix(NUMBERS))
+        if shard is None:
+            return []
+        if full.startswith(STACKED) and shape[1:] == shard.global_shape:
+            boxes = tuple(((0, shape[0]), *box) for box in shard.slices)
+            return [Shard(full, shape, dtype, boxes)]
+        self._shapes[full] = shape[1:]
+        return [Shard.whole(full, shape, dtype)]
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the result of `parts`."""
         self.kept = {owner: {} for owner in self.kept}
         for full, tensor in tensors.items():
+            if full.startswith(STACKED):
+                name = full.removeprefix(STACKED)
+                for owner, row in self._iter_stack(full, tensor, tensors[NUMBERS + name].tolist()):
+                    if owner in self.kept:
+                        self.kept[owner][name] = row
             owner, name = _split_name(full)
             if owner in self.kept:
                 shape = self._shapes.get(full, self._local_shape(name))
                 self.kept[owner][name] = tensor.to("cpu", copy=True).reshape(shape)
+
+    def _iter_stack(
+        self, full: str, tensor: torch.Tensor, owners: Sequence[int]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each owner's part of a stack, of which this rank may hold several boxes."""
+        name, flat, count = full.removeprefix(STACKED), tensor.reshape(-1), len(owners)
+        shape, shard = self._shapes.get(full), self._shard_of(name)
+        sizes = [flat.numel() // count]
+        if shape is None and shard is not None:
+            shape = self._local_shape(name)
+            sizes = [math.prod(stop - start for start, stop in box) for box in shard.slices]
+        boxes = flat.split([count * size for size in sizes])
+        rows = torch.cat([box.view(count, -1) for box in boxes], dim=1)
+        for place, owner in enumerate(owners):
+            yield owner, rows[place].to("cpu", copy=True).reshape(shape or ())
 
     def _shard_of(self, name: str) -> Shard | None:
         """Return the shard of the parameter to which a tensor belongs, None if it is not here."""
