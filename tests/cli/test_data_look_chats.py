@@ -200,5 +200,8 @@ def test_data_of_a_run_begin_where_the_run_started(
         )
     check_relative_source(run, f"text:{tmp_path}/none/*.txt", "shoal data look", None)
     check_relative_source(run, "stdlib", "shoal data look", None)
+    (tmp_path / "zzqx_rows.py").touch()
+    with pytest.raises(ConfigError, match=f"try: cd {tmp_path}, which has it, and the same"):
+        check_relative_source(run, "zzqx_rows:make", "shoal data look", None)
     monkeypatch.chdir(tmp_path)
     check_relative_source(run, "text:books/*.txt", "shoal data look", None)

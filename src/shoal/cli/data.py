@@ -145,9 +145,11 @@ def check_relative_source(folder: Path, source: str, command: str, step: int | N
         ConfigError: says that the path begins in the folder where the run started.
     """
     from shoal.config.mixture_syntax import split_mixture
-    from shoal.config.paths import split_source
+    from shoal.config.paths import check_function, split_source
 
     kind, argument = split_source(source)
+    if kind == "function":
+        check_function(argument, "data.source", folder / RUN_FILE)
     mixed = split_mixture(argument, "data.source") if kind == "mix" else [(1.0, source)]
     patterns = [one for _, part in mixed if (one := _relative_pattern(part))]
     if all(_has_files(Path(), one) for one in patterns):
