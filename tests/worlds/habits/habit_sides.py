@@ -29,10 +29,9 @@ DRAWN = torch.Generator().manual_seed(5)
 X = torch.randn(64, 6, generator=DRAWN, dtype=torch.float64)
 Y = X[:, :3] * 2 + torch.randn(64, 3, generator=DRAWN, dtype=torch.float64)
 CLASSES = torch.randint(3, (64,), generator=DRAWN)
-TOKENS = 8
-"""Length of the sequences of cp."""
-SEQUENCES = torch.randn(64, TOKENS, 6, generator=DRAWN, dtype=torch.float64)
+SEQUENCES = 0.5 * torch.randn(64, 4, 6, generator=DRAWN, dtype=torch.float64)
 NEXT = SEQUENCES[..., :3] * 2 + SEQUENCES[..., 3:].cumsum(1)
+"""Sequences of four tokens and their targets, for cp; a step's gradients are as large as above."""
 ROWS = 8
 """Samples of a step over all ranks."""
 CUTS = {1: (0, 8), 2: (0, 5, 8), 4: (0, 3, 4, 6, 8)}
@@ -67,7 +66,9 @@ class LongBlock(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(6, 6) for _ in range(3))
+        self.query, self.key, self.value = (  # the gradient of a key's bias would be zero
+            nn.Linear(6, 6, bias=name != "key") for name in ("query", "key", "value")
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = [one(x).unsqueeze(1) for one in (self.query, self.key, self.value)]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shoal.base.plans.placement import DATA_AXES, find_lowest_copies
 from shoal.parallel._torch import version_counter
 from shoal.parallel.program import Program
 from shoal.trainer._torch import get_step_pre_hooks
@@ -99,7 +100,11 @@ class ExternalWriteGuard(Guard):
         world, replicas = program.world, program.replicas
         self._everyone = InvariantGroup(range(world.size), world.rank)
         places = {number: rank for rank, number in enumerate(world.ranks)}
-        self._replicas = InvariantGroup([places[number] for number in replicas.ranks], world.rank)
+        alike = [places[number] for number in replicas.ranks]
+        if (layout := program.plan.layout).cp > 1 and program.mirrored is None:
+            lowest = find_lowest_copies(layout, world.size, (*DATA_AXES, "cp"), ())
+            alike = [rank for rank, first in enumerate(lowest) if first == lowest[world.rank]]
+        self._replicas = InvariantGroup(alike, world.rank)
         self._weights = self._read_counters()
         self._gradients: Marks = read_gradient_marks(self.graded)
         self._bits = fingerprint(self.pieces)
