@@ -4,7 +4,7 @@
              MB/s, and CPU seconds of both processes for each GB
     share    three islands in network namespaces, their links shaped by `tc tbf` in both directions
              (`tests/worlds/netns.py`); real members, whose inner steps sleep; seconds of inner
-             steps over seconds of rounds, after the first round
+             steps over seconds of rounds, after the first round; both kinds run at the same time
 
     python benchmarks/island_keys.py [link] [share] [--rates 10,50,200] [--rounds 4] [--pairs 2]
 
@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +28,18 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests" / "worlds"), str(HERE.parent / "src")]
 
+import torch  # noqa: E402
 from processes import machine  # noqa: E402
+from torch import nn  # noqa: E402
 
 import netns  # noqa: E402
+import shoal  # noqa: E402
+from shoal.base.layouts.island_options import IslandsPolicy  # noqa: E402
 from shoal.cli.island_key import make_key  # noqa: E402
+from shoal.fabric.islands.member_links import MemberLinks  # noqa: E402
+from shoal.trainer.islands.island_join import join_islands  # noqa: E402
+from shoal.trainer.islands.member_job import open_member_rounds, train_turns  # noqa: E402
+from shoal.wire.member_keys import open_member_keys  # noqa: E402
 
 ISLANDS, PERIOD, STEP_S, PORT = 3, 100, 0.1, 29400
 BYTES, TRIES = 256 << 20, 5
@@ -44,12 +51,10 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["link", "share"])
     parser.add_argument("--rates", default="10,50,200", help="Mbit/s, separated by commas")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=2, help="runs of each kind, in turn")
+    parser.add_argument("--pairs", type=int, default=2, help="pairs of runs")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "island-keys.json")
     options = parser.parse_args()
-    if options.what[0] == "member":
-        member(json.loads(options.what[1]))
-        return
+    os.environ["SHOAL_TOKEN"] = "the token of this benchmark"
     found: dict[str, Any] = {"machine": machine(), "load": [os.getloadavg()[0]]}
     with tempfile.TemporaryDirectory() as folder:
         keys = make_keys(Path(folder))
@@ -86,8 +91,6 @@ def fetch_once(keys: dict[str, str]) -> dict[str, float]:
     server = fork.Process(target=serve_bytes, args=(keys, its))
     server.start()
     address = mine.recv()
-    from shoal.fabric.islands.member_links import MemberLinks
-
     opened = open_keys(keys, 0)
     links = MemberLinks(
         0, 1, {0: free_address(), 1: address}, b"", ignore, nothing, print, opened
@@ -107,8 +110,6 @@ def fetch_once(keys: dict[str, str]) -> dict[str, float]:
 
 def serve_bytes(keys: dict[str, str], pipe: Any) -> None:
     """The other process."""
-    from shoal.fabric.islands.member_links import MemberLinks
-
     data = memoryview(os.urandom(1 << 20) * (BYTES >> 20))
 
     def provide(key: str, offset: int, length: int) -> tuple[int, bytes]:
@@ -125,8 +126,6 @@ def serve_bytes(keys: dict[str, str], pipe: Any) -> None:
 
 
 def open_keys(keys: dict[str, str], index: int) -> Any:
-    from shoal.wire.member_keys import open_member_keys
-
     return open_member_keys(keys["key"], keys["keys"], index, print)
 
 
@@ -146,50 +145,63 @@ def nothing(key: str, offset: int, length: int) -> None:
 
 
 def measure_share(rate: float, options: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
-    """Runs of both kinds in turn at one rate."""
-    row: dict[str, Any] = {"rate_mbit": rate, "plain": [], "keys": []}
-    with netns.Net(ISLANDS, rate) as net:
+    """Runs of both kinds at one rate, at the same time: what else the machine does hits both."""
+    row: dict[str, Any] = {"rate_mbit": rate, "plain": [], "keys": [], "bytes": []}
+    kinds = {"plain": {"key": "", "keys": ""}, "keys": keys}
+    with netns.Net(ISLANDS, rate) as one, netns.Net(ISLANDS, rate) as other:
         for pair in range(options.pairs):
-            for kind in ("plain", "keys"):
-                own = keys if kind == "keys" else {"key": "", "keys": ""}
-                row[kind].append(run_once(net, options.rounds, own, PORT + pair))
+            nets = dict(zip(kinds, [one, other] if pair % 2 else [other, one], strict=True))
+            before = {kind: count_bytes(net) for kind, net in nets.items()}
+            for kind, shares in run_pair(nets, kinds, options.rounds, PORT + pair).items():
+                row[kind].append(statistics.mean(shares))
+            row["bytes"].append({kind: count_bytes(nets[kind]) - before[kind] for kind in kinds})
+            print(f"{rate:.0f} Mbit/s, load {os.getloadavg()[0]:.1f}: {row}", flush=True)
     return row
 
 
-def run_once(net: netns.Net, rounds: int, keys: dict[str, str], port: int) -> float:
-    """Three islands; the mean share of time in training."""
+def count_bytes(net: netns.Net) -> int:
+    """Bytes that left all islands, all headers included."""
+    return sum(map(net.sent_bytes, range(ISLANDS)))
+
+
+def run_pair(
+    nets: dict[str, netns.Net], kinds: dict[str, dict[str, str]], rounds: int, port: int
+) -> dict[str, list[float]]:
+    """Three islands of each kind; the share of time in training of each island."""
+    fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        at = ",".join(f"{address}:{port}" for address in net.addresses)
-        job = {"at": at, "rounds": rounds, "folder": folder, **keys}
-        token = "the token of this benchmark"
-        environ = {**os.environ, "SHOAL_TOKEN": token, "OMP_NUM_THREADS": "1"}
         started = []
-        for index in range(ISLANDS):
-            words = [sys.executable, __file__, "member", json.dumps({**job, "index": index})]
-            started.append(subprocess.Popen([*net.inside(index), *words], env=environ))
-        if any(one.wait(900) for one in started):
-            raise RuntimeError("an island failed; its lines are above")
-        return statistics.mean(
-            float((Path(folder) / f"{index}.share").read_text()) for index in range(ISLANDS)
-        )
+        for kind, net in nets.items():
+            at = ",".join(f"{address}:{port}" for address in net.addresses)
+            job = {"at": at, "rounds": rounds, "folder": f"{folder}/{kind}", **kinds[kind]}
+            for index in range(ISLANDS):
+                process = fork.Process(target=member, args=(net, {**job, "index": index}))
+                process.start()
+                started.append(process)
+        for process in started:
+            process.join(1500)
+        if any(codes := [process.exitcode for process in started]):
+            raise RuntimeError(f"islands ended with {codes}; their lines are above")
+        return {
+            kind: [
+                float((Path(folder) / kind / f"{index}.share").read_text())
+                for index in range(ISLANDS)
+            ]
+            for kind in kinds
+        }
 
 
-def member(job: dict[str, Any]) -> None:
+def member(net: netns.Net, job: dict[str, Any]) -> None:
     """One island's process."""
-    import torch
-    from torch import nn
-
-    import shoal
-    from shoal.base.layouts.island_options import IslandsPolicy
-    from shoal.trainer.islands.island_join import join_islands
-    from shoal.trainer.islands.member_job import open_member_rounds, train_turns
-
+    net.enter(job["index"])
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     data = [(torch.randn(64), k % 10) for k in range(4096)]
     folder = Path(job["folder"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     run = shoal.parallelize(
-        model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss(),
+        model, optimizer, shoal.mean_of_samples(nn.CrossEntropyLoss()),
         batch=2, seed=3, folder=folder / f"island-{job['index']}",
     )  # fmt: skip
     policy = IslandsPolicy(
@@ -214,8 +226,8 @@ def member(job: dict[str, Any]) -> None:
     turns = [one for one in events if one["event"] == "round_committed"][1:]
     share = sum(one["compute_s"] for one in turns) / sum(one["seconds"] for one in turns)
     (folder / f"{job['index']}.share").write_text(str(share))
-    sys.stdout.flush()
-    os._exit(0)
+    joined.close()
+    run.close()
 
 
 def report(found: dict[str, Any]) -> None:
@@ -227,9 +239,10 @@ def report(found: dict[str, Any]) -> None:
     for row in found.get("share", ()):
         plain, keys = statistics.mean(row["plain"]), statistics.mean(row["keys"])
         points = 100 * (keys - plain)
+        sent = [sum(one[kind] for one in row["bytes"]) for kind in ("plain", "keys")]
         print(
             f"share  {row['rate_mbit']:4.0f} Mbit/s  plain {plain:.2%}  keys {keys:.2%}  "
-            f"{points:+.2f} points; plain {row['plain']}, keys {row['keys']}"
+            f"{points:+.2f} points  bytes × {sent[1] / sent[0]:.4f}"
         )
     peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(f"largest process {peak_mb:.0f} MiB")

@@ -22,6 +22,7 @@ from shoal.cli.island_key import make_key
 from shoal.cli.main import app
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.wire import member_keys
+from shoal.wire.encrypted_socket import EncryptedSocket
 from shoal.wire.member_keys import MemberKeys, PublicKey, open_member_keys
 from wire_proxy import TAMPERS, Proxy
 
@@ -215,6 +216,8 @@ def test_a_key_that_is_taken_out_is_gone_and_may_come_back(
     links = first.open(i1=second.address)
     second.open(i0=first.address).send([0], 1)
     until(lambda: first.came == [1])
+    line = second.links.connect(0, first.address)
+    assert fetch_all(line) == WEIGHTS
     listed.write_text("".join(lines[:2]) + "shoal-island 00 damaged\n")
     until(lambda: any("a damaged line" in line for line in first.told))
     assert any("the keys stay as they were" in line for line in first.told)
@@ -222,9 +225,13 @@ def test_a_key_that_is_taken_out_is_gone_and_may_come_back(
     until(lambda: links.gone([(1, 7)]) == {1})
     out = f"islands.keys = {listed}: {fingerprint(made, 1)} (host-1) is taken out"
     assert out in first.told
+    with pytest.raises(ConnectionError):  # a connection of before
+        fetch_all(line)
     second.links.send([0], 2)
+    links.send([1], "to a key that was taken out")
     until(lambda: any("refuses this island's key" in line for line in second.told))
-    assert first.came == [1]
+    until(lambda: any("island 1 at" in line and "is not in" in line for line in first.told))
+    assert (first.came, second.came) == ([1], [])
     listed.write_text("".join(lines))
     until(lambda: links.gone([(1, 7)]) == set())
     second.links.send([0], 3)
@@ -253,6 +260,20 @@ def test_two_processes_with_one_number_are_refused(site: Callable[..., Site]) ->
     until(lambda: any("two processes are island 1" in line for line in first.told))
     until(lambda: any("two processes are island 1" in line for line in double.told))
     assert first.came == [1]
+
+
+def test_a_silent_connection_costs_nothing(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's greeting waits for the handshake; it does not try again and again meanwhile."""
+    first, sends = site(0), []
+    first.open()
+    send = EncryptedSocket.send
+    monkeypatch.setattr(EncryptedSocket, "send", lambda *a: sends.append(a) or send(*a))
+    with socket.create_connection(("127.0.0.1", first.port)):
+        until(lambda: sends)
+        time.sleep(0.5)
+    assert len(sends) <= 2
 
 
 def test_an_island_without_keys_is_named_by_the_one_that_has_them(
