@@ -12,7 +12,14 @@ import shoal
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
 from shoal.machine.process_memory import trim_heap
-from shoal.trainer.guards.checksums import LOOKED_AT, SURE, fingerprint
+from shoal.trainer.guards.checksums import (
+    LOOKED_AT,
+    SURE,
+    ChecksumSnapshot,
+    ChecksumValues,
+    fingerprint,
+)
+from shoal.trainer.guards.corruption import CorruptionCheck
 
 MIB = 2**20
 
@@ -104,3 +111,19 @@ def test_an_error_in_the_update_of_one_run_leaves_the_other_alone() -> None:
     with pytest.raises(ValueError, match="by chance"):
         run.step(batch)
     beside.step(batch)
+
+
+def test_an_allowed_write_each_few_steps_does_not_make_more_checks() -> None:
+    """Owners take turns in one run: each begins with a write, and checks have a cost of their own."""
+    check = CorruptionCheck.__new__(CorruptionCheck)
+    check.on, check.taken, check._next = (
+        True,
+        ChecksumSnapshot(7, {}, ChecksumValues(0, {}), []),
+        40,
+    )
+    check.discard_checksums(soon=False)
+    assert check.taken is None
+    check.record_checksums(39)
+    assert check.taken is None, "no check is due before step 40"
+    check.discard_checksums()
+    assert check._next == 0, "the next update is followed by one"

@@ -97,9 +97,14 @@ class CorruptionCheck:
         self.taken = ChecksumSnapshot(step, tensors, self._bits.sums(held), marks)
         self._spent_s = self._clock() - began_s
 
-    def discard_checksums(self) -> None:
-        """Discard the checksums after an allowed write; the next update is followed by a check."""
-        self.taken, self._next = None, 0
+    def discard_checksums(self, *, soon: bool = True) -> None:
+        """Discard the checksums after an allowed write.
+
+        Args:
+            soon: the next update is followed by a check; False: that of the step when one is due,
+                for writes each few steps, which would make most checks.
+        """
+        self.taken, self._next = None, 0 if soon else self._next
 
     def sums(self) -> list[float]:
         """Compute checksums again if a check is due: [changed tensors, steps to the next check]."""

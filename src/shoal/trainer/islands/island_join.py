@@ -488,15 +488,21 @@ def restore_round(
     return all(json.loads(one) for one in heard)
 
 
-def load_merged_weights(run: Run, joined: IslandConnection, round_number: int) -> None:
-    """Replace the island's weights by the merged weights of a round, and drop its changes."""
+def load_merged_weights(
+    run: Run, joined: IslandConnection, round_number: int, *, checks_soon: bool = True
+) -> None:
+    """Replace the island's weights by the merged weights of a round, and drop its changes.
+
+    Args:
+        checks_soon: as of `discard_checksums`.
+    """
     weights, _ = collect_merge_tensors(run)
     local = {name: tensor for name, (tensor, _) in weights.items()}
     joined.method.apply_merge(
         joined.common.outer.at(round_number), list(local), local, refused=True
     )
     reducer_of(run.program).publish()
-    run.guards.writes.drift.discard_checksums()
+    run.guards.writes.drift.discard_checksums(soon=checks_soon)
     joined.common.since = [0] * len(joined.fragments)
 
 

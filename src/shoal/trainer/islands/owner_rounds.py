@@ -334,7 +334,7 @@ class OwnerRounds(IslandRounds):
         _, parts = collect_merge_tensors(self.run)
         for name, tensor in plain.items():
             parts[name][0].copy_(tensor)
-        load_merged_weights(self.run, self.joined, self.common.round)
+        load_merged_weights(self.run, self.joined, self.common.round, checks_soon=False)
 
     def _close_owners_round(
         self, merge: MergeResult, drawn: Sequence[int], began_s: float, steps: int
