@@ -120,6 +120,11 @@ def test_the_table_of_members() -> None:
         "     0        80  0(4) 1(5); refused: island 2: its change is not finite",
         "     1        70  0(4) 2(3); joined: 3; left: island 1: its process ended",
     ]
+    late = collect_members({2: [{**told, "round": 4}, {**told, "round": 6, "joined": []}]})
+    assert [line for line in member_lines(late) if "without" in line] == [
+        " 0 – 3            4 rounds without this island; another island's folder tells of them",
+        "     5            1 round without this island; another island's folder tells of it",
+    ]
     assert rounds[1].to_json()["work"][2] == {"steps": 3, "samples": 6, "tokens": 30}
 
 

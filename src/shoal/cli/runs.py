@@ -81,7 +81,11 @@ def island_options() -> None:
 @islands_app.command("show")
 def show_islands(run: Path = RUN, as_json: bool = MEMBERS_JSON) -> None:
     """List who merged in each round, with steps and tokens, who joined, who left and why."""
-    from shoal.view.members.island_members import collect_members, member_lines
+    from shoal.view.members.island_members import (
+        collect_members,
+        list_missing_rounds,
+        member_lines,
+    )
 
     _check_folder(run)
     rounds = collect_members(_read_island_events(run))
@@ -90,7 +94,8 @@ def show_islands(run: Path = RUN, as_json: bool = MEMBERS_JSON) -> None:
             f"{run}: no round of islands has ended there; try: shoal runs, for the folders of runs"
         )
     if as_json:
-        typer.echo(json.dumps({"rounds": [one.to_json() for one in rounds]}))
+        missing = list_missing_rounds(rounds)
+        typer.echo(json.dumps({"rounds": [one.to_json() for one in rounds], "missing": missing}))
     else:
         typer.echo("\n".join(member_lines(rounds)))
 

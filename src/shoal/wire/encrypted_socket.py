@@ -29,6 +29,10 @@ class KeyRefusedError(PermissionError):
     """This side or the other one does not allow the key of a connection."""
 
 
+class OwnKeyRefusedError(KeyRefusedError):
+    """The other side refuses the key of this one: its process lives."""
+
+
 class AlteredConnectionError(ConnectionAbortedError):
     """Bytes of an encrypted connection are not those that the other side sent."""
 

@@ -39,6 +39,7 @@ from shoal.wire.encrypted_socket import (
     AlteredConnectionError,
     EncryptedSocket,
     KeyRefusedError,
+    OwnKeyRefusedError,
     is_plain,
     is_refusal,
 )
@@ -50,6 +51,8 @@ REFRESH_S = 1.0
 MOST_BYTES = 1 << 20
 PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\s*", re.S)
+NAMELESS = "its key is not in"
+"""Words of a refusal whose fingerprint this side does not know."""
 CLAIM = re.compile(r"island-(\d{1,6})\.([0-9a-f]{16})")
 
 
@@ -72,7 +75,7 @@ class PublicKey:
 
     @property
     def fingerprint(self) -> str:
-        """What people compare."""
+        """Digits that people compare."""
         return fingerprint(self.certificate)
 
     @property
@@ -177,6 +180,9 @@ class MemberKeys:
         listed: files of islands.keys.
         tell: called with one line on each change of the list.
 
+    Attributes:
+        known_to: islands that listed this one's key before: it took part with them.
+
     Raises:
         ConfigError: one of the files cannot be used.
     """
@@ -189,6 +195,8 @@ class MemberKeys:
         self.where = _join(listed)
         self._lock = threading.Lock()
         self._holders: dict[int, bytes] = {}
+        self._removed: set[str] = set()
+        self.known_to: set[int] = set()
         self._used = self._seen = self._stamps()
         self._next_s = 0.0
         self._install(read_public_keys(self._listed))
@@ -242,13 +250,14 @@ class MemberKeys:
             KeyRefusedError: one side refuses the key of the other one.
         """
         claim = f"island-{self.name}.{self.own.fingerprint}"
+        held = fingerprint(self._holders[name]) if self.is_removed(name) else ""
         tls = self._client.wrap_socket(
             connection, server_hostname=claim, do_handshake_on_connect=False
         )
         found = EncryptedSocket(
             tls,
             lambda certificate: self.find_problem(name, certificate),
-            lambda failure, greets: self._explain(failure, greets, f"island {name} at {at}", ""),
+            lambda failure, greets: self._explain(failure, greets, name, at, held),
         )
         try:
             found.authenticate()
@@ -281,8 +290,8 @@ class MemberKeys:
 
         def explain(failure: ssl.SSLError, greets: bool) -> OSError:
             claim = find_claim()
-            whom = f"island {claim[1]} at {host}" if claim else f"somebody at {host}"
-            return self._explain(failure, greets, whom, claim[2] if claim else "")
+            name, shown = (int(claim[1]), claim[2]) if claim else (None, "")
+            return self._explain(failure, greets, name, host, shown)
 
         return EncryptedSocket(tls, check, explain)
 
@@ -313,6 +322,8 @@ class MemberKeys:
                 key = named[certificate]
                 label = f" ({key.label})" if key.label else ""
                 self._tell(f"islands.keys = {self.where}: {key.fingerprint}{label} {sign}")
+        self._removed -= {fingerprint(certificate) for certificate in new}
+        self._removed |= {fingerprint(certificate) for certificate in gone}
         self._install(found)
         return bool(gone or new)
 
@@ -327,14 +338,23 @@ class MemberKeys:
         self._server.sni_callback = _note_claim
         self._allowed = found
 
-    def _explain(self, failure: ssl.SSLError, greets: bool, whom: str, shown: str) -> OSError:
+    def _explain(
+        self, failure: ssl.SSLError, greets: bool, name: int | None, at: str, shown: str
+    ) -> OSError:
         """Return the error, with its line, of a connection that TLS ended."""
+        whom = f"somebody at {at}" if name is None else f"island {name} at {at}"
         if isinstance(failure, ssl.SSLCertVerificationError):
             return KeyRefusedError(self._describe_unknown(whom, shown))
         if is_refusal(failure):
-            return KeyRefusedError(
-                f"{whom} refuses this island's key {self.own.fingerprint}; try: add the line of "
-                f"{self._path}.pub to islands.keys there"
+            own, line = self.own.fingerprint, f"the line of {self._path}.pub to islands.keys"
+            if name in self.known_to:
+                return OwnKeyRefusedError(
+                    f"{whom} took this island's key {own} out of its list: this island is shut "
+                    f"out there; try: ask the people of island {name}; if it was a mistake, they "
+                    f"add {line}"
+                )
+            return OwnKeyRefusedError(
+                f"{whom} refuses this island's key {own}; try: add {line} there"
             )
         if (greets and is_plain(failure)) or failure.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return KeyRefusedError(
@@ -346,9 +366,14 @@ class MemberKeys:
         )
 
     def _describe_unknown(self, whom: str, shown: str) -> str:
-        key = f"its key {shown}" if shown else "its key"
+        if shown in self._removed:
+            return (
+                f"{whom} is shut out: its key {shown} was taken out of {self.where} "
+                f"(islands.keys); its line there lets it in again"
+            )
+        key = f"its key {shown} is not in" if shown else NAMELESS
         return (
-            f"{whom} was refused: {key} is not in {self.where} (islands.keys); try: add the line "
+            f"{whom} was refused: {key} {self.where} (islands.keys); try: add the line "
             f"of its .pub file there"
         )
 

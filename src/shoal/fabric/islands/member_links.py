@@ -18,10 +18,13 @@ Source: failure detectors by heartbeat, Chandra and Toueg 1996. Beats accuse; th
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import queue
+import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,14 +32,22 @@ from shoal.base.errors import ClusterError, ConfigError
 from shoal.fabric.islands.island_rendezvous import parse_address
 from shoal.wire.authenticated_server import AuthenticatedServer, Peer
 from shoal.wire.authenticated_stream import AuthenticatedConnection
-from shoal.wire.encrypted_socket import AlteredConnectionError, KeyRefusedError, StreamSocket
-from shoal.wire.member_keys import MemberKeys
+from shoal.wire.encrypted_socket import (
+    AlteredConnectionError,
+    KeyRefusedError,
+    OwnKeyRefusedError,
+    StreamSocket,
+)
+from shoal.wire.member_keys import NAMELESS, MemberKeys
 
 BEAT_S, CONNECT_S, ANSWER_S = 0.5, 3.0, 10.0
 PIECE_BYTES = 1 << 20
 BACKLOG = 64
 MOST_LINES = 50
 """Most different lines about refused connections: a stranger may come from many addresses."""
+PLACE = re.compile(r"^(island \d+) at \S+")
+NAMELESS_TRIES = 4
+"""Refusals without a fingerprint before a line: the other direction mostly brings it meanwhile."""
 
 OnMessage = Callable[[int, str, Any], None]
 """Called in another thread with a sender's number, its address, and its message."""
@@ -56,6 +67,10 @@ class MemberLinks:
         tell: called with one line on each refused connection.
         keys: of this member; None: nothing is encrypted.
 
+    Attributes:
+        refusing_are_gone: members that refuse this one count as dead, as too few others are left to
+            decide without them. Else they decide first: they live, and see this one as dead.
+
     Raises:
         ClusterError: this process cannot listen at its address.
     """
@@ -73,8 +88,10 @@ class MemberLinks:
     ) -> None:
         self.name, self.boot, self.addresses = name, boot, dict(addresses)
         self.token, self.keys = b"" if keys else token, keys
-        self._tell, self._told = tell, set[str]()
-        self._server = _MemberServer(self, _listen(addresses[name]), on_message, provide, tell)
+        self.refusing_are_gone = False
+        self._tell, self._told, self._nameless = tell, set[str](), Counter[str]()
+        listener = _listen(addresses[name], tell if keys else None)
+        self._server = _MemberServer(self, listener, on_message, provide, tell)
         self._lines: dict[int, _PeerLine] = {}
         for other in self.addresses.keys() - {name}:
             self._line(other)
@@ -95,9 +112,16 @@ class MemberLinks:
         found = set()
         for name, boot in seats:
             line = self._lines.get(name)
-            if line is not None and (line.is_gone or line.boot > boot or self.is_removed(name)):
+            if line is None:
+                continue
+            is_lost = line.is_gone or (line.is_refused and self.refusing_are_gone)
+            if is_lost or line.boot > boot or self.is_removed(name):
                 found.add(name)
         return found
+
+    def refusing(self) -> set[int]:
+        """Return the members that refuse this one's key; their processes live."""
+        return {name for name, line in self._lines.copy().items() if line.is_refused}
 
     def is_removed(self, name: int) -> bool:
         """Return whether the key of a member was taken out of the list."""
@@ -125,19 +149,22 @@ class MemberLinks:
                 line.close()
         self._line(name)
 
-    def fetch(self, name: int, key: str) -> bytes | None:
+    def fetch(
+        self, name: int, key: str, interrupted: Callable[[], bool] = lambda: False
+    ) -> bytes | None:
         """Return the bytes of a key from a member; None if it has them not.
 
         Raises:
-            OSError: the member is not reached, or its bytes were altered.
+            OSError: the member is not reached, or its bytes were altered, or this call was
+                interrupted.
         """
         try:
-            return self._fetch(name, key)
+            return self._fetch(name, key, interrupted)
         except OSError as failure:
             self.report(failure)
             raise
 
-    def _fetch(self, name: int, key: str) -> bytes | None:
+    def _fetch(self, name: int, key: str, interrupted: Callable[[], bool]) -> bytes | None:
         found = bytearray()
         with contextlib.closing(self.connect(name, self.addresses[name])) as line:
             while True:
@@ -151,6 +178,8 @@ class MemberLinks:
                 found += piece
                 if len(found) >= size or not piece:
                     return bytes(found)
+                if interrupted():
+                    raise InterruptedError(f"island {name}: {key} is not wanted any more")
 
     def connect(self, name: int, at: str) -> AuthenticatedConnection:
         """Connect to a member, encrypted if there are keys.
@@ -170,14 +199,25 @@ class MemberLinks:
             self.report_line(str(failure))
 
     def report_line(self, line: str) -> None:
-        """Tell a line that was not told since the list of keys changed."""
-        if line not in self._told and len(self._told) < MOST_LINES:
-            self._told.add(line)
+        """Tell a line that was not told since the list of keys changed.
+
+        The two directions between two islands count as one, though their addresses differ.
+        """
+        about = PLACE.sub(r"\1", line)
+        if NAMELESS in about:
+            self._nameless[about] += 1
+            whom = about.partition(NAMELESS)[0]
+            is_told = any(one.startswith(whom) for one in self._told.copy())
+            if is_told or self._nameless[about] < NAMELESS_TRIES:
+                return
+        if about not in self._told and len(self._told) < MOST_LINES:
+            self._told.add(about)
             self._tell(line)
 
     def forget_lines(self) -> None:
         """Tell all lines again if they come again: the list of keys changed."""
         self._told.clear()
+        self._nameless.clear()
 
     def close(self) -> None:
         """End all connections; messages that were not sent yet are sent first."""
@@ -200,7 +240,7 @@ class _PeerLine:
     def __init__(self, links: MemberLinks, name: int) -> None:
         self.links, self.name, self.address = links, name, links.addresses[name]
         self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.is_gone, self.boot = False, -1
+        self.is_gone, self.is_refused, self.boot = False, False, -1
         self._closed = threading.Event()
         self._connection: AuthenticatedConnection | None = None
         self.thread = threading.Thread(target=self._run, name=f"island-{name}", daemon=True)
@@ -232,16 +272,23 @@ class _PeerLine:
                     self._connection = links.connect(self.name, self.address)
                 answer = self._connection.ask(request, ANSWER_S)
                 if isinstance(answer, str):
-                    raise KeyRefusedError(f"island {self.name} at {self.address}: {answer}")
+                    raise OwnKeyRefusedError(f"island {self.name} at {self.address}: {answer}")
                 self.boot = max(self.boot, int(answer))
-                self.is_gone = False
+                self.is_gone = self.is_refused = False
+                if links.keys is not None:
+                    links.keys.known_to.add(self.name)
                 return
             except AlteredConnectionError as failure:
                 self._drop()  # somebody on the way: its process lives
                 links.report(failure)
             except ConnectionError:
                 self._drop()
-                self.is_gone = True
+                self.is_gone, self.is_refused = True, False
+            except OwnKeyRefusedError as failure:
+                self._drop()
+                self.is_gone, self.is_refused = False, True
+                links.report(failure)
+                return
             except (OSError, ConfigError, ValueError, TypeError) as failure:
                 self._drop()  # silent, or a stranger: that is no proof of a dead process
                 links.report(failure)
@@ -345,11 +392,29 @@ class _MemberServer(AuthenticatedServer):
                 raise ValueError("not one of a member's requests")
 
 
-def _listen(at: str) -> socket.socket:
+def _listen(at: str, tell: Callable[[str], None] | None) -> socket.socket:
+    """Return the listening socket of an address.
+
+    The others may know this machine by the address of its router, which it cannot bind. Then all
+    interfaces of the machine count.
+
+    Args:
+        tell: called with a line if all interfaces count; None: without keys only `at` counts.
+    """
     host, port = parse_address(at)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        try:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as failure:
+            if failure.errno != errno.EADDRNOTAVAIL or tell is None:
+                raise
+        found = socket.create_server(("", port), family=family, backlog=BACKLOG)
+        tell(
+            f"islands.at: {host} is no address of this machine, so it listens at port {port} of "
+            f"all its interfaces; the router must forward port {port} to it"
+        )
+        return found
     except OSError as failure:
         raise ClusterError(
             f"islands.at: this island cannot listen at {at}: {failure.strerror}; it must be a free "

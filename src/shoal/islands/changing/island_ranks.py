@@ -106,7 +106,8 @@ class IslandRanks:
             self.merges.find_merged(fact.weights) if told["merged"] else None,
             told["heal"],
             told["train"],
-            *({int(name): why for name, why in told[key].items()} for key in ("absent", "refused")),
+            absent={int(name): why for name, why in told["absent"].items()},
+            refused={int(name): why for name, why in told["refused"].items()},
         )
 
     def has_newer(self, fact: CommittedTurn) -> bool:

@@ -21,6 +21,11 @@ from shoal.base.errors import ClusterError, ConfigError, ShoalError
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.change_store import KEY
 from shoal.islands.changing.grace_windows import GraceWindow, needs_common_start
+from shoal.islands.changing.lost_members import (
+    describe_absent,
+    describe_left_out,
+    list_unreachable,
+)
 from shoal.islands.changing.rank_merges import RankMerges
 from shoal.islands.changing.turn_records import AppliedTurn, OfferedChange, join_turns
 from shoal.islands.commit_vote import name_islands
@@ -138,7 +143,7 @@ class MemberDriver:
     @property
     def awaits(self) -> tuple[int, ...]:
         """Members without which the others cannot go on; () if they can."""
-        return self._awaits
+        return self._awaits or list_unreachable(self.member, self.links)
 
     def offer(self, fact: CommittedTurn, change: OfferedChange) -> None:
         """Offer this member's change of the turn after `fact`."""
@@ -327,27 +332,16 @@ class MemberDriver:
         is_start = fact.round == 0 and not fact.weights
         self.is_healthy = self.is_healthy and (digest == fact.weights or is_start)
         heal = not self.is_healthy
-        absent = self._absent(fact, known, self._seats)
-        self._turns.put(AppliedTurn(fact, merged, heal, action.train, absent, self._reasons))
+        follows = known == (fact.session, fact.turn - 1)
+        before, reasons = self._seats if follows else (), self._reasons
+        absent = describe_absent(fact, before, reasons, self.links)
+        left_out = describe_left_out(self.member, fact, self._seats, self.links) if heal else ""
+        turn = AppliedTurn(fact, merged, heal, action.train, absent, reasons, left_out)
+        self._turns.put(turn)
         self._seats = fact.seats
         self._asked, self._awaits, self._reasons = None, (), {}
         if action.train and len(fact.seats) < self.member.least:
             self._note_wait(tuple(absent))
-
-    def _absent(
-        self, fact: CommittedTurn, known: tuple[int, int], before: tuple[Seat, ...]
-    ) -> dict[int, str]:
-        """Return why members of the turn before are no committers."""
-        if known != (fact.session, fact.turn - 1):
-            return {}
-        gone = self.links.gone(before)
-        found = {}
-        for seat in before:
-            if seat.name not in fact.committers:
-                dead = "its process ended" if seat.name in gone else "no change of it came in time"
-                dead = "its key was taken out" if self.links.is_removed(seat.name) else dead
-                found[seat.name] = self._reasons.get(seat.name, f"island {seat.name}: {dead}")
-        return found
 
     # timers
 
@@ -357,6 +351,7 @@ class MemberDriver:
         if self._asked is not None and self.merges.inner.size > 1:
             self._merge_if_here()  # another rank may have its pieces now
         now_s, member, fact = time.monotonic(), self.member, self.member.fact
+        self.links.refusing_are_gone = bool(list_unreachable(self.member, self.links))
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
             raise ClusterError(self._describe_wait())
         if self._awaits and needs_common_start(member, set(self._awaits), self.links):

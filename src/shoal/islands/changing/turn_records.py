@@ -19,6 +19,7 @@ class AppliedTurn:
         train: it has a seat in the next turn.
         absent: members of the turn before that are no committers: name → why.
         refused: those whose changes did not count: name → why.
+        left_out: who decided without this member's change, and why; "" if it had none.
     """
 
     fact: CommittedTurn
@@ -27,6 +28,7 @@ class AppliedTurn:
     train: bool
     absent: dict[int, str]
     refused: dict[int, str]
+    left_out: str = ""
 
 
 class OfferedChange(NamedTuple):
@@ -51,4 +53,5 @@ def join_turns(first: AppliedTurn, then: AppliedTurn) -> AppliedTurn:
     """Return what the training thread has to do for two turns that came together."""
     heal = first.heal or then.heal
     merged = None if heal else then.merged or first.merged
-    return replace(then, merged=merged, heal=heal)
+    left_out = first.left_out or then.left_out
+    return replace(then, merged=merged, heal=heal, left_out=left_out)

@@ -96,12 +96,30 @@ def train_members(
     values = validate() if rounds.is_first() else None
     saved = save_if_deleted(run, saved)
     wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.plain.first_step
+    if line := describe_fewer_steps(rounds.last, total_steps, run.step_count):
+        run.recorder.notice(line)
     how = "completed" if saved else "completed; the last checkpoint could not be written"
     emit_run_end(run, source, values, steps=steps, wall_s=wall_s, how=how)
     destroy_duplicate(rounds.ranks.world)
     joined.close()
     run.close()
     return 0 if saved else UNSAVED_CODE
+
+
+def describe_fewer_steps(rounds: int, total_steps: int, step: int) -> str:
+    """Return why an island completes the run before step `total_steps`; "" if it does not.
+
+    >>> describe_fewer_steps(6, 30, 30)
+    ''
+    >>> describe_fewer_steps(6, 30, 17).partition(";")[0]
+    'all 6 rounds of the run are done (train.steps = 30)'
+    """
+    if step >= total_steps:
+        return ""
+    return (
+        f"all {rounds} rounds of the run are done (train.steps = {total_steps}); this island is at "
+        f"step {step}: a slower island takes fewer steps of its own in a round"
+    )
 
 
 def train_turns(
@@ -184,7 +202,10 @@ def open_member_rounds(
             tell=run.recorder.notice,
         )
     ranks = IslandRanks(threads, merges, driver)
-    links = _open_links(run, seat, addresses, ranks, _open_keys(run, policy))
+    keys = _open_keys(run, policy)
+    if keys is not None and held is not None:
+        keys.known_to |= {*held.names()}
+    links = _open_links(run, seat, addresses, ranks, keys)
     checkpoints.links = links
     last = -(-total_steps // policy.period)
     rounds = MemberRounds(run, joined, loader, ranks, checkpoints, last)

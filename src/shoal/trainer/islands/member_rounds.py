@@ -88,8 +88,10 @@ class MemberRounds:
         if turn is None:
             return None
         known, self.fact = self.fact, turn.fact
-        self._install(turn, known)
-        return turn
+        if self._install(turn, known):
+            return turn
+        self.fact = known
+        return None
 
     def train(self, fact: CommittedTurn) -> None:
         """Take the inner steps of the turn after `fact`, and offer the change."""
@@ -153,16 +155,18 @@ class MemberRounds:
 
     def _may_stop(self) -> bool:
         """Return whether a wait ends: a stop is wanted, and no turn is to be expected."""
-        waits_for_turn = self.work.offered_s > 0 and not self.ranks.awaits
-        return self.run.stop_wanted and not waits_for_turn
+        return self.run.stop_wanted and (self.work.offered_s == 0 or self.ranks.awaits)
 
-    def _install(self, turn: AppliedTurn, known: CommittedTurn | None) -> None:
+    def _install(self, turn: AppliedTurn, known: CommittedTurn | None) -> bool:
+        """Make a turn this island's own; return False if a stop was asked for before it is."""
         fact, common = turn.fact, self.common
         changed = known is None or known.weights != fact.weights
         if turn.heal and not (turn.train or self.index in fact.names()):
-            return  # it has no seat yet: with one it heals
-        if turn.heal:
-            self.checkpoints.heal(fact)
+            return True  # it has no seat yet: with one it heals
+        if turn.left_out and known is not None:
+            self._report_left_out(turn, known)
+        if turn.heal and not self.checkpoints.heal(fact):
+            return False
         common.round, common.digest = fact.round, fact.weights
         common.stream, common.underway = fact.stream, []
         spans = dict(zip(fact.names(), fact.dealt, strict=True))
@@ -191,6 +195,17 @@ class MemberRounds:
                 f"machine are at fault"
             )
         self._stop_after_failures(turn)
+        return True
+
+    def _report_left_out(self, turn: AppliedTurn, known: CommittedTurn) -> None:
+        """Say why this island takes the state of another one."""
+        first, last = known.round, turn.fact.round - 1
+        rounds = f"round {last}" if first >= last else f"rounds {first} – {last}"
+        self.run.recorder.notice(
+            f"island {self.index} was left out of {rounds} {turn.left_out}; its steps of "
+            f"{'that round' if first >= last else 'those rounds'} do not count, and it loads the "
+            f"state of another island"
+        )
 
     def _apply_statistics(self, turn: AppliedTurn) -> None:
         """Write the means of running statistics into the model."""

@@ -36,6 +36,7 @@ from shoal.trainer.run import Run
 from shoal.wire.phases import phase
 
 HEAL_TRY_S = 0.3
+
 STARTS = "starts.json"
 """File of the run folder with the number of the island's last start."""
 
@@ -155,23 +156,28 @@ class MemberCheckpoints:
         return None
 
     @phase("load the state of another island")
-    def heal(self, fact: CommittedTurn) -> None:
+    def heal(self, fact: CommittedTurn) -> bool:
         """Load the state of a turn: from the own disk, or from an island that has it.
+
+        Returns:
+            Whether it is loaded; False: a stop was asked for meanwhile.
 
         Raises:
             ClusterError: no island gives it within `wait_s`.
         """
         if fact.round == 0:
-            return  # all islands begin with these weights
+            return True  # all islands begin with these weights
         until_s, problem = time.monotonic() + self.wait_s, "none has saved it"
         while True:
             found = self._find_or_copy(fact, problem) if self.ranks.is_first else None
-            is_late = time.monotonic() > until_s
-            (step, problem), is_late = self.ranks.broadcast_json([found, is_late])
+            ends = time.monotonic() > until_s, self.run.stop_wanted
+            (step, problem), (is_late, stops) = self.ranks.broadcast_json([found, ends])
             if step >= 0:
                 problem = self._restore(fact, step)
                 if not problem:
-                    return
+                    return True
+            if stops:
+                return False
             if is_late:
                 raise ClusterError(
                     f"islands: no island gave the state of round {fact.round} within "
@@ -218,6 +224,8 @@ class MemberCheckpoints:
         first = [*fact.committers, *fact.names()]
         others = dict.fromkeys(name for name in [*first, *links.addresses] if name != links.name)
         for name in others:
+            if self.run.stop_wanted:
+                break
             with contextlib.suppress(OSError, ConfigError, KeyError, ValueError):
                 found = links.fetch(name, f"{STATE}round/{fact.round}/{fact.weights}")
                 if found is None:
@@ -234,7 +242,8 @@ class MemberCheckpoints:
         folder.mkdir()
         try:
             for one in names:
-                data = links.fetch(name, f"{STATE}{step}/{Path(one).name}")
+                key = f"{STATE}{step}/{Path(one).name}"
+                data = links.fetch(name, key, lambda: self.run.stop_wanted)
                 if data is None:
                     raise FileNotFoundError(f"island {name} has no {one} of step {step} any more")
                 (folder / Path(one).name).write_bytes(data)

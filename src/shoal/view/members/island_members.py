@@ -6,7 +6,8 @@ island's folder tells of all. Of a fixed list each island's own events tell of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -86,10 +87,28 @@ def _add_event(one: RoundMembers, island: int, event: Record) -> None:
     one.why = one.why or str(event.get("why") or "")
 
 
-def member_lines(rounds: Iterable[RoundMembers]) -> list[str]:
-    """Return the table of members: a head, and a line for each round."""
+def list_missing_rounds(rounds: Iterable[RoundMembers]) -> list[tuple[int, int]]:
+    """Return the first and last number of each gap between the rounds that are told.
+
+    >>> list_missing_rounds([RoundMembers(2, True), RoundMembers(3, True), RoundMembers(5, True)])
+    [(0, 1), (4, 4)]
+    """
+    numbers = sorted({-1, *(one.round for one in rounds)})
+    return [(a + 1, b - 1) for a, b in itertools.pairwise(numbers) if b > a + 1]
+
+
+def member_lines(rounds: Sequence[RoundMembers]) -> list[str]:
+    """Return the table of members: a head, and a line for each round or gap."""
     lines = [f"{'round':>6}  {'tokens':>8}  members (steps)"]
+    gaps = {last: first for first, last in list_missing_rounds(rounds)}
     for one in rounds:
+        if (first := gaps.pop(one.round - 1, None)) is not None:
+            count = one.round - first
+            which = f"{first} – {one.round - 1}" if count > 1 else f"{first}"
+            lines.append(
+                f"{which:>6}  {'':>8}  {count} round{'s' * (count > 1)} without this island; "
+                f"another island's folder tells of {'them' if count > 1 else 'it'}"
+            )
         number = f"{one.round}" if one.committed else f"{one.round} ✗"
         tokens = sum(work["tokens"] or 0 for work in one.work.values())
         members = " ".join(f"{k}({one.work[k]['steps']})" for k in sorted(one.work))
