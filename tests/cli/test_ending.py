@@ -37,9 +37,9 @@ def left(folder: Path, *, made: int = 0, saved: int = 0, began: bool = True) -> 
     [
         (STOPPED, {"made": 8, "saved": 8}, 143, ""),
         (STOPPED, {"made": 8, "saved": 5}, 1,
-         "stopped by SIGTERM; nothing was saved: steps 6 – 8 are lost"),
+         "stopped by SIGTERM; the newest checkpoint is step-5: steps 6 – 8 are lost"),
         (LATE, {"made": 8, "saved": 7}, 1, "stopped by SIGTERM; killed rank 1, still busy after "
-                                           "60 s; nothing was saved: step 8 is lost"),
+                                           "60 s; the newest checkpoint is step-7: step 8 is lost"),
         (STOPPED, {"made": 8}, 1, "stopped by SIGTERM; nothing was saved: steps 1 – 8 are lost"),
         (STOPPED, {}, 1, ""),
         (STOPPED, {"made": 8, "saved": 5, "began": False}, 143, ""),

@@ -76,7 +76,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (signal.SIGTERM, [(8, 8), (8, 8)], 143, ""),
         (signal.SIGINT, [(8, 8), (8, 8)], 130, ""),
         (signal.SIGINT, [(8, 8), (8, 5)], 1,
-         "shoal: island 1: stopped by Ctrl-C; nothing was saved: steps 6 – 8 are lost\n"),
+         "shoal: island 1: stopped by Ctrl-C; the newest checkpoint is step-5: steps 6 – 8 are lost\n"),
         (None, [(8, 0), (8, 8)], 1,
          "shoal: island 0: stopped by SIGTERM; nothing was saved: steps 1 – 8 are lost\n"),
         (signal.SIGTERM, [(8, 8), (0, 0)], 1, ""),

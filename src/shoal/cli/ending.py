@@ -88,7 +88,9 @@ class SessionEnding:
             why = f" ({self.reason})" if self.reason else ""
             return f"{outcome.message}{why}: {newest}, so {self.lost_steps_text()} lost"
         if outcome.status == "stopped" and self.made and self.status(outcome) == UNSAVED_STATUS:
-            return f"{outcome.message}; nothing was saved: {self.lost_steps_text()} lost"
+            newest = f"the newest checkpoint is step-{self.saved}"
+            held = "nothing was saved" if self.saved is None else newest
+            return f"{outcome.message}; {held}: {self.lost_steps_text()} lost"
         # A stop that lost nothing needs no line; else the lost steps follow the signal's name.
         return outcome.message if ";" in outcome.message else ""
 

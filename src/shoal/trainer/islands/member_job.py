@@ -122,6 +122,22 @@ def describe_fewer_steps(rounds: int, total_steps: int, step: int) -> str:
     )
 
 
+def describe_unmerged(steps: int, round_number: int) -> str:
+    """Return why an island that stops has no checkpoint of its last steps; "" if it made none.
+
+    >>> describe_unmerged(0, 4)
+    ''
+    >>> describe_unmerged(2, 4).partition(";")[0]
+    'steps since round 4 that are in no checkpoint: 2, as this island did not merge their round'
+    """
+    if not steps:
+        return ""
+    return (
+        f"steps since round {round_number} that are in no checkpoint: {steps}, as this island did "
+        f"not merge their round; --resume takes the newest round of the other islands"
+    )
+
+
 def train_turns(
     rounds: MemberRounds, validate: Callable[[], Any] = lambda: None, validate_every: int = 0
 ) -> bool:
@@ -316,6 +332,8 @@ def _stop(run: Run, joined: IslandConnection, rounds: MemberRounds) -> int:
     saved = outcome is None or outcome.failure is None
     rounds.ranks.finish(0.0)
     trouble = "" if saved else "; the last save failed"
+    if line := describe_unmerged(rounds.work.steps, joined.common.round):
+        run.recorder.notice(line)
     how = f"stopped on request after round {joined.common.round}{trouble}"
     if run.world.is_first:
         run.recorder.events.emit("run_finished", step=run.step_count, how=how)
