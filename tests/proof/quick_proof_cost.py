@@ -50,13 +50,19 @@ def main() -> int:
     from kept_rows import parser_of, rows_before, verdicts, write_rows
     from source import source_hash
 
-    options = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="*", help="examples")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
     source = source_hash()
     rows = rows_before(options, TARGET, source)
     for name, words in EXAMPLES.items():
         if name in rows or (name == "sft" and importlib.util.find_spec("transformers") is None):
             continue
-        rows[name] = {"source": source, **measure(name, words)}
+        if options.only and name not in options.only:
+            continue
+        load = os.getloadavg()[0]
+        rows[name] = {"source": source, "load": load, **measure(name, words, options.rounds)}
         print(name, rows[name], flush=True)
         write_rows(TARGET, DEFINITION, rows)
     bad = [name for name, row in rows.items() if row["verdict"] != "cheap"]
@@ -64,11 +70,11 @@ def main() -> int:
     return bool(bad)
 
 
-def measure(name: str, words: tuple[str, ...]) -> dict[str, Any]:
+def measure(name: str, words: tuple[str, ...], rounds: int) -> dict[str, Any]:
     """Rounds of three starts, each in a folder and with a cache of its own."""
     found: dict[str, list[dict[str, Any]]] = {"off": [], "first": [], "second": []}
     with tempfile.TemporaryDirectory() as home:
-        for number in range(ROUNDS):
+        for number in range(rounds):
             cache = Path(home) / f"cache-{number}"
             for kind, prove in (("off", "off"), ("first", "auto"), ("second", "auto")):
                 folder = Path(home) / f"{kind}-{number}"

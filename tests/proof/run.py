@@ -71,7 +71,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "python -m pytest tests -m proof --part scripts",
     ),
     "quick-proof": ("python tests/proof/quick_proof_cost.py",),
-    "branches": ("python tests/proof/branches.py",),
+    "branches": ("python tests/proof/branches.py", "python tests/proof/step_counts.py"),
     "old-folders": ("python tests/proof/old_folders.py",),
     "replays": ("python tests/proof/replays.py", "python tests/proof/replay_page.py"),
     "protocol": ("python tests/proof/protocol.py",),
@@ -108,6 +108,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "counts": ("python tests/proof/hf_counts.py",),
     "habits": (
         "python tests/proof/habit_matrix.py",
+        "python tests/proof/proven_habits.py",
         "python -m pytest tests/worlds/habits -m proof",
     ),
     "versions": ("make test-versions", "heavy tests/proof/public_names.py"),
