@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,10 +131,10 @@ def test_an_island_that_goes_back_says_who_left_it_out(links: Links, why: str) -
     turn = AppliedTurn(fact, None, True, True, {}, {}, text)
     assert join_turns(turn, AppliedTurn(fact, None, False, True, {}, {})).left_out == text
     told: list[str] = []
-    rounds: Any = SimpleNamespace(
-        index=0, run=SimpleNamespace(recorder=SimpleNamespace(notice=told.append))
-    )
-    MemberRounds._report_left_out(rounds, turn, START)
+    rounds: Any = MemberRounds.__new__(MemberRounds)
+    rounds.index, rounds.common = 0, None
+    rounds.run = SimpleNamespace(recorder=SimpleNamespace(notice=told.append))
+    assert rounds._install(replace(turn, train=False), START), "it has no seat: it does not heal"
     (line,) = told
     assert line.startswith(f"island 0 was left out of round 0 by islands 1 and 2: {why}")
     assert line.endswith("do not count, and it loads the state of another island")

@@ -161,10 +161,10 @@ class MemberRounds:
         """Make a turn this island's own; return False if a stop was asked for before it is."""
         fact, common = turn.fact, self.common
         changed = known is None or known.weights != fact.weights
-        if turn.heal and not (turn.train or self.index in fact.names()):
-            return True  # it has no seat yet: with one it heals
         if turn.left_out and known is not None:
             self._report_left_out(turn, known)
+        if turn.heal and not (turn.train or self.index in fact.names()):
+            return True  # it has no seat yet: with one it heals
         if turn.heal and not self.checkpoints.heal(fact):
             return False
         common.round, common.digest = fact.round, fact.weights
