@@ -381,3 +381,17 @@ def test_tensors_of_a_loss_are_listed_and_those_of_the_model_are_not() -> None:
     assert checksum_loss_tensors(loss, MODEL) != first
     assert list(checksum_loss_tensors(Smooth(), MODEL)) == ["weight [5]"]
     assert checksum_loss_tensors(nn.MSELoss(), MODEL) == {}
+
+
+def test_as_many_samples_as_outputs_are_no_batch_along_the_second_dim() -> None:
+    """[3 samples, 3 outputs] could be [time, batch] too, where this loss does not fail."""
+
+    def centred(o: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        gain = y[:, 0] - y[:, 0].mean()
+        return -(gain.unsqueeze(1) * o.log_softmax(-1)).sum(), len(y)
+
+    drawn = torch.Generator().manual_seed(0)
+    outputs, targets = torch.randn(2, 3, 3, generator=drawn, dtype=torch.float64)
+    found = try_loss(centred, outputs, targets, MODEL)
+    assert found is not None
+    assert found.kind == "coupled"
