@@ -19,7 +19,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pp": 2, "dp_replicate": 2}),
     (2, {"tp": 2}),
 ]
-SHORT = LAYOUTS[:1]
+SHORT = LAYOUTS[2:3]
 
 
 @pytest.mark.parametrize(
