@@ -59,8 +59,8 @@ def statistics_lines(found: dict[str, Any]) -> list[str]:
         if isinstance(value, float) and value != row.get("bound")
     )
     return [
-        f"In {found['equal']} layouts every number of `statistics.jsonl` equals that of one process; the largest difference is {most:.1e} of",
-        "the largest number of its kind, in float64. The bound is 1e-12 under SGD and 1e-10 under AdamW.",
+        f"In {found['equal']} layouts, schedules and policies every number of `statistics.jsonl` equals that of one process, in float64. The",
+        f"largest difference is {most:.1e} of the largest number of its kind. The bound is 1e-12 under SGD and 1e-10 under AdamW.",
         "",
         f"A step that records statistics takes {cost['ratio']:.2f} × the processor seconds of another ({cost['steps']} pairs, one process). The",
         f"other steps of such a run take {cost['others']:.3f} × those of a run without statistics, and make {cost['calls']['other']:,} Python calls,",
@@ -74,7 +74,8 @@ def trace_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"Traces of four ranks were merged under {len(found['rows'])} layouts: {names}. Our own checker of nesting, of messages (sent",
         f"before received) and of the schema found no fault in {found['sound']}. Compute and waits of each rank differ from the run's own",
-        f"records by at most {100 * found['most']:.1f} % (gate: {100 * found['gate']:.0f} %).",
+        f"records by at most {100 * found['most']:.1f} % (gate: {100 * found['gate']:.0f} %). Clocks are compared by the ends of collectives, so a",
+        "busy machine makes their error larger: messages may then seem to arrive before they are sent.",
     ]
 
 
