@@ -91,6 +91,19 @@ def test_clocks_are_aligned_and_time_is_told_apart(tmp_path: Path) -> None:
     assert find_trace_faults(merged, traces) == []
 
 
+def test_ranks_of_one_machine_share_a_clock(tmp_path: Path) -> None:
+    """A busy machine shows rank 1 the ends of collectives 3 ms late: no difference of clocks."""
+    documents = [document(0, 0, 0), document(1, 20, 0)]
+    documents[1]["shoal"]["clocks"] = [
+        [at + 3 * MS for at in row] for row in documents[1]["shoal"]["clocks"]
+    ]
+    apart = read_rank_traces(write(tmp_path, *documents))
+    assert apart[1].clock.differences == (-3 * MS, -3 * MS)
+    for one in documents:
+        one["shoal"]["clock"] = "4f1b"
+    assert read_rank_traces(write(tmp_path, *documents))[1].clock.differences == (0, 0)
+
+
 def _edit(rank: int, change: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
     return lambda documents: change(documents[rank])
 

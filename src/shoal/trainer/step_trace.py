@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from shoal.base.layouts.policies import LoopPolicy
 from shoal.base.plans.pipeline_actions import Action
-from shoal.base.runlog.traced_steps import chrome_events, encode_rows
+from shoal.base.runlog.traced_steps import chrome_events, encode_rows, read_clock_name
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator, synchronize
 from shoal.parallel.program import Program
@@ -201,6 +201,7 @@ class StepTrace:
             "ranks": self.world.size,
             "steps": [self._from, self._done],
             "clocks": self._clocks,
+            "clock": read_clock_name(),
             **encode_rows(ranges, flights),
         }
         self.page = None

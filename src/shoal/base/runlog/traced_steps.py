@@ -4,6 +4,7 @@
         rank, ranks, steps          of the file
         clocks                      [[ns, …], [ns, …]]: ends of the same collectives on all ranks,
                                     before the first step and after the last one
+        clock                       name of the machine's clock; ranks of one machine have one name
         ranges                      [kind, name, start_ns, end_ns], kind one of `KINDS`
         flights                     [name, ranks, number, bytes, subject, start_ns, end_ns]
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 KINDS = ("step", "part", "micro-batch", "action", "wait")
@@ -80,6 +82,14 @@ def call_key(flight: Flight) -> CallKey:
     """Return what the same call has on all its ranks; a message's two ends are one call."""
     name = "message" if flight.name in ("send", "receive") else flight.name
     return name, flight.ranks, flight.number
+
+
+def read_clock_name() -> str:
+    """Return a text that is equal for processes that read the same wall clock; "" if unknown."""
+    try:  # new after each start of a machine; containers of one kernel share its clock
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def encode_rows(ranges: Iterable[TracedRange], flights: Iterable[Flight]) -> dict[str, Any]:
