@@ -89,13 +89,13 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return a row: ratio of Python calls, and what both sides send."""
     if failed := [side for side in (before, now) if "failed" in side]:
         return {"verdict": "failed", **failed[0]}
-    ratio = statistics.median(now["calls"]) / statistics.median(before["calls"])
+    ratio = statistics.median_low(now["calls"]) / statistics.median_low(before["calls"])
     same = before["sent"] == now["sent"]
     row: dict[str, Any] = {
         "verdict": "unchanged" if same and ratio <= MOST else "changed",
         "calls_ratio": round(ratio, 4),
         "calls": [before["calls"], now["calls"]],
-        "statistic": "median",
+        "statistic": "low median",
         "sent": now["sent"],
     }
     return row if same else {**row, "sent_before": before["sent"]}
