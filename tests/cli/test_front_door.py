@@ -164,7 +164,8 @@ FACTS = (
     *("config import", "find lr", "find micro-batch", "data look", "islands show"),
 )
 ACTS = (
-    *("train", "run", "serve", "launch slurm", "launch kubernetes", "launch ssh", "islands key"),
+    *("train", "run", "serve", "launch slurm", "launch kubernetes", "launch ssh"),
+    *("islands key", "islands witness"),
 )
 """Verbs that start something, or write a file for a person."""
 

@@ -148,6 +148,16 @@ def _merge_the_absent(self: IslandMember, proposals: Any, weights: str, seats: A
     return fact_of(self, proposals if proposals == () else self._ordered(), weights, seats)
 
 
+def _decide_without_witnesses(self: IslandMember, cast: CastVote) -> None:
+    on_vote(self, cast)
+    fact = self.fact
+    if fact is not None and cast.turn == fact.turn + 1 and cast.ballot == ALL_VOTE:
+        votes = [self.votes.get(name) for name in fact.trainers()]
+        facts = [None if one is None else one.fact for one in votes]
+        if facts[0] is not None and len({one and one.digest for one in facts}) == 1:
+            self._install(facts[0])
+
+
 Patch = tuple[object, str, Any]
 BUGS: dict[str, Patch] = {
     "a majority is one too few": (CHAIR, "majority", lambda n: max(1, n // 2)),
@@ -180,7 +190,18 @@ BUGS: dict[str, Patch] = {
     "nobody may join": (MEMBER, "seat_members", _no_joiners),
     "changes of absent members are divided by": (IslandMember, "_fact", _merge_the_absent),
     "the end of a window changes nothing": (IslandMember, "_prepare", lambda self: None),
+    "nobody awaits the witness": (HANDLERS, "CastVote", _decide_without_witnesses),
 }  # fmt: skip
+OF_WITNESSES = ("nobody awaits the witness",)
+"""Bugs that worlds without a witness cannot show."""
+
+
+def draw_world(seed: int, *, witness: bool = False) -> World:
+    """Return the world of a seed: five members, or two or three and a witness."""
+    faults = (0.02, 0.05)[seed % 2]
+    if not witness:
+        return World(seed, faults=faults)
+    return World(seed, 2 + seed // 2 % 2, faults, witnesses=1, least=1 + seed // 2 % 2)
 
 
 @contextmanager
@@ -206,7 +227,7 @@ def find_bug(name: str, most_rounds: int, rounds: int = 50) -> tuple[int, int, s
     done, seed = 0, 0
     with planted(name):
         while done < most_rounds:
-            world = World(seed, faults=(0.02, 0.05)[seed % 2])
+            world = draw_world(seed, witness=name in OF_WITNESSES)
             try:
                 done += world.run(rounds)
             except (Violation, KeyError, ValueError, ShoalError) as found:

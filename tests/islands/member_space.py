@@ -20,9 +20,11 @@ import copy
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from member_world import SAMPLES, Violation, merge_hash
 
+from shoal.islands.membership import committed_turn
 from shoal.islands.membership.committed_turn import (
     CommittedTurn,
     Seat,
@@ -352,8 +354,16 @@ def _vote_key(vote: tuple[Any, CommittedTurn | None] | None) -> tuple[Any, ...] 
     return vote and (vote[0], vote[1] and vote[1].digest)
 
 
-def explore(fault: str, names: int = 3, rounds: int = 2, most: int = 200_000) -> Space:
-    """Explore the space of one fault; raise Violation with the state that breaks a promise."""
-    space = Space(fault, names, rounds)
-    space.explore(most)
+def explore(
+    fault: str, names: int = 3, rounds: int = 2, most: int = 200_000, *, witness: bool = False
+) -> Space:
+    """Explore the space of one fault; raise Violation with the state that breaks a promise.
+
+    Args:
+        witness: the last of the names is one.
+    """
+    first = names - 1 if witness else committed_turn.FIRST_WITNESS
+    with patch.object(committed_turn, "FIRST_WITNESS", first):
+        space = Space(fault, names, rounds)
+        space.explore(most)
     return space

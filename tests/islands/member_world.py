@@ -22,9 +22,11 @@ from collections import deque
 from typing import Any
 
 from shoal.islands.membership.committed_turn import (
+    FIRST_WITNESS,
     CommittedTurn,
     Seat,
     TurnProposal,
+    is_witness,
     majority,
     promises_needed,
     start_session,
@@ -163,6 +165,7 @@ class World:
     Args:
         faults: probability of a fault before each event.
         member: class of the machines.
+        names, witnesses: processes of each kind · least: committers of a merge.
     """
 
     def __init__(
@@ -171,9 +174,13 @@ class World:
         names: int = 5,
         faults: float = 0.02,
         member: type[IslandMember] = IslandMember,
+        *,
+        witnesses: int = 0,
+        least: int = 2,
     ) -> None:
         self.draw = random.Random(seed)
-        self.names, self.faults, self.member = tuple(range(names)), faults, member
+        self.names = (*range(names), *range(FIRST_WITNESS, FIRST_WITNESS + witnesses))
+        self.faults, self.member, self.least = faults, member, least
         self.boots = dict.fromkeys(self.names, 0)
         self.disks: dict[int, deque[CommittedTurn]] = {n: deque(maxlen=HISTORY) for n in self.names}
         self.processes: dict[int, Process] = {}
@@ -190,7 +197,7 @@ class World:
 
     def _start(self, name: int, fact: CommittedTurn | None, *, is_saved: bool = True) -> Process:
         seat = Seat(name, self.boots[name])
-        member = self.member(seat, fact, self.names, SAMPLES, least=2, is_saved=is_saved)
+        member = self.member(seat, fact, self.names, SAMPLES, least=self.least, is_saved=is_saved)
         process = Process(member, "" if fact is None else fact.weights)
         self.processes[name] = process
         return process
@@ -253,7 +260,7 @@ class World:
             refused = tuple({one.seat.name for one in action.proposals if not one.tokens % REFUSED})
             weights = merge_hash(process.weights, counted) if counted else process.weights
             fact = process.member.fact
-            if process.flip and fact is not None and len(fact.seats) > 2:
+            if process.flip and fact is not None and len(fact.trainers()) > 2:
                 process.flip, weights = False, f"flip {self.draw.random()}"
             process.merged.add(weights)
             process.member.merged(action.ballot, weights, refused)
@@ -263,6 +270,8 @@ class World:
     def _check_disk(self, name: int, vote: CastVote) -> None:
         self.checks.vote(vote)
         disk = self.disks[name]
+        if is_witness(name):
+            return  # it holds nothing that could be lost
         if not disk or (disk[-1].session, disk[-1].turn + 1) < (vote.session, vote.turn):
             raise Violation(f"{vote.seat} votes on turn {vote.turn} before its disk has the last")
 
@@ -281,7 +290,20 @@ class World:
         tasks = [(name, ("saved", process, fact))]
         if action.train:
             tasks.append((name, ("trained", process, fact)))
-        self.wire += tasks
+        if is_witness(name):
+            process.member.saved()
+            if action.train:
+                process.member.trained("", 0, 0)
+                self.checks.propose(
+                    Propose(
+                        process.member.seat,
+                        fact.session,
+                        fact.turn + 1,
+                        process.member.proposals[name],
+                    )
+                )
+        else:
+            self.wire += tasks
         if first and self.faults:
             self.strikes = self.draw.random() < 0.2
 
@@ -469,7 +491,7 @@ class World:
         while True:
             self.step()
             newest = max(self.checks.facts.values(), key=lambda fact: (fact.session, fact.turn))
-            full = len(newest.committers) == len(self.names)
+            full = newest.committers == newest.trainers() and newest.names() == self.names
             if full and self.checks.rounds >= start + 3:
                 return
             if self.events > limit:

@@ -11,7 +11,9 @@ import pytest
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.changing_members import NO_CHANGING_MEMBERS
 from shoal.base.layouts.island_options import METHODS, IslandsPolicy
+from shoal.cli.island_witness import witness
 from shoal.islands.membership.committed_turn import (
+    FIRST_WITNESS,
     CommittedTurn,
     Seat,
     TurnProposal,
@@ -75,6 +77,12 @@ def test_a_resume_waits_for_the_members_of_the_newest_turn_alone() -> None:
     assert fact is not None
     assert (fact.session, fact.round, fact.weights, fact.names()) == (1, 1, "w", (0, 2))
     assert fact.dealt[0] == newest.dealt[0], "nobody used them"
+    third = (*SEATS[:2], Seat(FIRST_WITNESS, 1))
+    held = start_session(0, None, third, 4)
+    meeting = SessionMeeting(ArrivalReport(again[0], held, "w"), 3)
+    assert meeting.missing() == (1, FIRST_WITNESS), "it may decide turns with others"
+    meeting.add(ArrivalReport(third[2], None, ""))
+    assert meeting.find_unequal_starts() == ()
     fewer = SessionMeeting(ArrivalReport(again[0], newest, "w"), 1)
     assert fewer.expected() == (0,), "a user who starts one island leaves the other out"
 
@@ -107,10 +115,15 @@ def test_what_needs_a_fixed_list_is_refused(asked: dict, said: str) -> None:
     assert said in str(refused.value)
 
 
+def test_a_witness_refuses_an_address_without_a_port() -> None:
+    with pytest.raises(ConfigError, match=r"--listen = node-9: HOST:PORT is wanted; try: shoal"):
+        witness("10.0.0.1:29400,10.0.0.2:29400", "node-9", 0, "", "")
+
+
 def test_the_table_of_members() -> None:
     told = {
         "event": "round_committed", "round": 1, "members": [[0, 4, 8, 40], [2, 3, 6, 30]],
-        "joined": [3], "left": {"1": "island 1: its process ended"}, "why": "island 1: its process ended",
+        "joined": [3, FIRST_WITNESS], "left": {"1": "island 1: its process ended"}, "why": "island 1: its process ended",
     }  # fmt: skip
     fixed = {"event": "round_committed", "round": 0, "steps": 4, "tokens": 40, "admitted": [0, 1],
              "refused": {"2": "island 2: its change is not finite"}}  # fmt: skip
@@ -118,7 +131,7 @@ def test_the_table_of_members() -> None:
     assert member_lines(rounds) == [
         " round    tokens  members (steps)",
         "     0        80  0(4) 1(5); refused: island 2: its change is not finite",
-        "     1        70  0(4) 2(3); joined: 3; left: island 1: its process ended",
+        "     1        70  0(4) 2(3); joined: 3, the witness; left: island 1: its process ended",
     ]
     late = collect_members({2: [{**told, "round": 4}, {**told, "round": 6, "joined": []}]})
     assert [line for line in member_lines(late) if "without" in line] == [

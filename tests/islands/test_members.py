@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import pytest
-from member_bugs import find_bug, planted
+from member_bugs import draw_world, find_bug, planted
 from member_space import explore
 from member_world import Violation, World
 
 from shoal.islands.commit_vote import Ballot, VoteResult
 from shoal.islands.membership.commit_tally import CommitTally
 from shoal.islands.membership.committed_turn import (
+    FIRST_WITNESS,
     Seat,
     TurnProposal,
     commit_turn,
     majority,
     promises_needed,
+    seat_members,
     start_session,
 )
 from shoal.islands.membership.island_member import IslandMember
-from shoal.islands.membership.turn_messages import Prepare, Reject, Send, Welcome
+from shoal.islands.membership.turn_messages import (
+    ALL_VOTE,
+    CastVote,
+    Prepare,
+    Propose,
+    Reject,
+    Send,
+    Welcome,
+)
 
 BALLOT = Ballot(round=7, fragment=1, ok=True, digest="a", tokens=1, steps_per_s=None, used=4)
 SAVING = Ballot(
@@ -61,6 +71,55 @@ def test_drawn_worlds_keep_the_promises(names: int, worlds: int) -> None:
     """1,000 rounds, with all faults at once; `make proof PART=protocol` has 100,000."""
     rounds = sum(World(seed, names).run(25) for seed in range(worlds))
     assert rounds >= 28 * worlds
+
+
+def test_drawn_worlds_with_a_witness_keep_the_promises() -> None:
+    assert sum(draw_world(seed, witness=True).run(25) for seed in range(6)) >= 28 * 6
+
+
+def test_a_witness_and_one_of_two_go_on() -> None:
+    """The witness votes last, has no samples, and seconds only what all islands voted for."""
+    seats = (Seat(0, 1), Seat(1, 1), Seat(FIRST_WITNESS, 1))
+    start = start_session(0, None, seats, samples=4)
+    assert [len(spans) for spans in start.dealt] == [1, 1, 0]
+    witness = IslandMember(seats[2], start, (0, 1), 4)
+    proposals = [TurnProposal(seat, f"{seat.name}", 8, 4) for seat in seats[:2]]
+    facts = [commit_turn(start, proposals, weights, seats, 4) for weights in "ab"]
+    witness.trained("", 0, 0)
+    witness.actions.clear()
+    for proposal in proposals:
+        witness.receive(Propose(proposal.seat, 0, 1, proposal))
+    for first, second in (facts, facts[:1] * 2):
+        witness._reset()
+        witness.receive(CastVote(seats[0], 0, 1, ALL_VOTE, first))
+        assert witness.actions == []
+        witness.receive(CastVote(seats[1], 0, 1, ALL_VOTE, second))
+        cast = witness.actions.pop(0).message
+        assert cast.fact == (first if first is second else None)
+        witness.actions.clear()
+    assert witness.fact == facts[0], "all three voted for it"
+    leaving = [one._replace(leaves=True) for one in proposals]
+    assert seat_members(seats, (), leaving) == seats, "for the resume"
+
+
+def test_a_witness_decides_only_for_members_that_restarted() -> None:
+    """Island 0 restarted, and nobody else knows its seat: a turn without a merge gives it back."""
+    seats = (Seat(0, 1), Seat(FIRST_WITNESS, 1))
+    start = start_session(0, None, seats, samples=4)
+    witness = IslandMember(seats[1], start, (0,), 4)
+    witness.grace_over()
+    assert witness.actions == [], "island 0 may be slow"
+    again = IslandMember(Seat(0, 2), start, (0, FIRST_WITNESS), 4)
+    again.greet()
+    for _ in range(2):
+        while again.actions or witness.actions:
+            for one, other in ((again, witness), (witness, again)):
+                sent, one.actions = [a for a in one.actions if isinstance(a, Send)], []
+                for action in sent:
+                    other.receive(action.message)
+        witness.grace_over()
+    assert witness.fact is not None
+    assert (witness.fact.round, witness.fact.seats) == (0, (Seat(0, 2), seats[1]))
 
 
 @pytest.mark.parametrize(

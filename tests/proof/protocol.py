@@ -1,10 +1,12 @@
 """The protocol of members that come and go: drawn worlds, planted bugs, enumerated interleavings.
 
-    python tests/proof/protocol.py [worlds|bugs|space ...] [--rounds 100000] [--states 1000000]
+    python tests/proof/protocol.py [worlds|witness|bugs|space ...] [--rounds 100000] [--states 1000000]
 
     worlds   rounds of 5 members with all faults at once, each world from a seed of its own
+    witness  a tenth as many rounds of 2 or 3 members and a witness
     bugs     each planted bug, and the rounds until a world finds it
-    space    all interleavings of 3 members × 2 rounds × 1 fault, up to so many states in all
+    space    all interleavings of 3 members × 2 rounds × 1 fault, and of 2 and a witness, up to so
+             many states in all
 
 Seconds are of this process's CPU. What was measured stands in proof/results/protocol.json.
 """
@@ -22,9 +24,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "islands"))
 
-from member_bugs import BUGS, find_bug  # noqa: E402
+from member_bugs import BUGS, draw_world, find_bug  # noqa: E402
 from member_space import FAULTS, explore  # noqa: E402
-from member_world import World  # noqa: E402
 
 TARGET = HERE.parents[1] / "proof" / "results" / "protocol.json"
 ROUNDS, MOST_ROUNDS = 50, 10_000
@@ -33,9 +34,18 @@ ROUNDS, MOST_ROUNDS = 50, 10_000
 
 def run_worlds(settings: argparse.Namespace) -> dict[str, Any]:
     """Run worlds until so many rounds are merged; a violation ends the program with its seed."""
+    return _run_drawn(settings.rounds, witness=False)
+
+
+def run_witness(settings: argparse.Namespace) -> dict[str, Any]:
+    """Run worlds with a witness."""
+    return _run_drawn(settings.rounds // 10, witness=True)
+
+
+def _run_drawn(most: int, *, witness: bool) -> dict[str, Any]:
     rounds = seed = events = sessions = 0
-    while rounds < settings.rounds:
-        world = World(seed, faults=(0.02, 0.05)[seed % 2])
+    while rounds < most:
+        world = draw_world(seed, witness=witness)
         try:
             rounds += world.run(ROUNDS)
         except Exception as found:
@@ -58,14 +68,18 @@ def run_space(settings: argparse.Namespace) -> dict[str, Any]:
     """Explore the space of each fault; a violation ends the program."""
     found: dict[str, Any] = {}
     for fault in FAULTS:
-        space = explore(fault, most=settings.states // len(FAULTS))
-        found[fault] = {"states": space.states, "whole": space.whole, "ends": space.finished}
-        print(f"{fault}: {found[fault]}", flush=True)
+        for witness in (False, True):
+            most = settings.states // len(FAULTS) // (4 if witness else 1)
+            space = explore(fault, most=most, witness=witness)
+            name = f"{fault}, with a witness" if witness else fault
+            found[name] = {"states": space.states, "whole": space.whole, "ends": space.finished}
+            print(f"{name}: {found[name]}", flush=True)
     return {"states": sum(one["states"] for one in found.values()), "by_fault": found}
 
 
 KINDS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "worlds": run_worlds,
+    "witness": run_witness,
     "bugs": run_bugs,
     "space": run_space,
 }

@@ -15,6 +15,9 @@ from shoal.base.errors import ShoalError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.fabric import World
 from shoal.fabric.duplicate_group import destroy_duplicate
+from shoal.fabric.islands.member_links import MemberLinks
+from shoal.islands.changing.witness import Witness
+from shoal.islands.membership.committed_turn import FIRST_WITNESS, Seat
 from shoal.islands.sample_ranges import SampleStream, cut_steps, drop_consumed
 from shoal.parallel.build.full_state import gather_weights, local_state
 from shoal.trainer.islands.island_join import join_islands
@@ -89,6 +92,20 @@ def train(
     destroy_duplicate(loop.ranks.world)
     leave(run, joined)
     return told
+
+
+def witness(world: World, addresses: list[str], listen: str) -> dict[str, Any]:
+    """A witness of these islands, until the run ends; what it printed."""
+    lines: list[str] = []
+    seat = Seat(FIRST_WITNESS, int(time.time() * 1000))
+    voter = Witness(seat, tuple(range(len(addresses))), lines.append)
+    known = {**dict(enumerate(addresses)), seat.name: listen}
+    links = MemberLinks(
+        seat.name, seat.boot, known, b"", voter.on_message, voter.provide, lines.append
+    )
+    ended = voter.run(links, lambda: False)
+    links.close()
+    return {"ended": ended, "lines": lines}
 
 
 def repeated(

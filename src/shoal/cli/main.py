@@ -29,6 +29,7 @@ from shoal.cli import (
     doctor,
     find,
     island_key,
+    island_witness,
     launch,
     links,
     plan,
@@ -165,6 +166,7 @@ app.command("report")(report.report)
 app.command("run")(run.run)
 app.command("runs")(runs.runs)
 runs.islands_app.command("key")(island_key.key)
+runs.islands_app.command("witness")(island_witness.witness)
 app.command("sample")(sample.sample)
 app.command("serve")(serve.serve)
 app.command("simulate")(simulate.simulate)

@@ -67,7 +67,8 @@ def _check_folder(folder: Path) -> None:
 
 
 islands_app = typer.Typer(
-    help="See the members of a run of islands, or make the key of an island.", no_args_is_help=True
+    help="See the members of a run of islands, make the key of an island, or start a witness.",
+    no_args_is_help=True,
 )
 RUN = typer.Argument(..., metavar="RUN", help="A run folder, or that of one island.")
 MEMBERS_JSON = typer.Option(False, "--json", help="One JSON document.")
@@ -75,7 +76,7 @@ MEMBERS_JSON = typer.Option(False, "--json", help="One JSON document.")
 
 @islands_app.callback()
 def island_options() -> None:
-    """See the members of a run of islands, or make the key of an island."""
+    """See the members of a run of islands, make the key of an island, or start a witness."""
 
 
 @islands_app.command("show")

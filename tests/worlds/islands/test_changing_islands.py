@@ -48,6 +48,16 @@ class Coming:
             folder=str(self.folder), **asked,
         )  # fmt: skip
 
+    def start_witness(self, index: int, known: int) -> None:
+        """Start a witness of the first islands in the processes of island `index`."""
+        worlds = self.islands.worlds
+        if any(process.poll() is not None for process in worlds[index].processes):
+            worlds[index] = self.islands._start(index)
+        self.asked_of.add(index)
+        worlds[index].ask(
+            "member_case:witness", addresses=self.addresses[:known], listen=self.addresses[index]
+        )
+
     def kill(self, index: int) -> None:
         """Kill the processes that live, and wait until all are dead."""
         for process in self.islands.worlds[index].processes:
@@ -141,6 +151,49 @@ def test_one_of_four_is_killed_and_comes_back(coming: Coming, worlds) -> None:
     asked = {key: coming.asked[key] for key in ("model", "batch", "period")}
     alone = worlds(1).call("member_case:repeated", turns=turns, first=[0, 1, 2, 3], **asked)
     assert alone == [told[0]["weights"]]
+
+
+def test_one_of_two_goes_on_with_a_witness(coming: Coming, worlds) -> None:
+    """The witness joins, island 1 dies, island 0 goes on, island 1 is back; the witness ends too."""
+    coming.start_witness(2, known=2)
+    for index in range(2):
+        coming.start(index, known=2, rounds=20, step_s=0.1)
+    coming.wait_for(0, lambda turn: turn["joined"] == [10_000])
+    coming.kill(1)
+    coming.start(1, known=2, rounds=20, step_s=0.1)
+    *told, witness = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 2, told
+    assert len({one["weights"] for one in told}) == 1
+    turns = coming.turns(0)
+    merged = [[name for name, *_ in turn["members"]] for turn in turns]
+    assert merged[0] == merged[-1] == [0, 1]
+    assert [0] in merged
+    assert [10_000] in [turn["joined"] for turn in turns]
+    assert witness["ended"], witness
+    assert any("island 0 and the witness decide the next one" in line for line in witness["lines"])
+    asked = {key: coming.asked[key] for key in ("model", "batch", "period")}
+    alone = worlds(1).call("member_case:repeated", turns=turns, first=[0, 1], **asked)
+    assert alone == [told[0]["weights"]]
+
+
+@pytest.mark.proof
+def test_a_witness_dies_or_all_islands_do(coming: Coming) -> None:
+    """Without the witness two islands go on; with it alone they start together again."""
+    coming.start_witness(2, known=2)
+    trouble = [{"island": index, "round": 12, "what": "die"} for index in range(2)]
+    for index in range(2):
+        coming.start(index, known=2, rounds=20, step_s=0.1, trouble=trouble)
+    coming.wait_for(0, lambda turn: turn["joined"] == [10_000])
+    coming.kill(2)
+    coming.wait_for(0, lambda turn: "10000" in turn["left"])
+    coming.start_witness(2, known=2)
+    for index in range(2):
+        coming.ended(index)
+        coming.start(index, known=2, rounds=20, step_s=0.1)
+    *told, witness = coming.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 2, told
+    assert len({one["weights"] for one in told}) == 1
+    assert witness["ended"], witness
 
 
 BY_TWO = {"layout": "fsdp", "batch": 4, "rounds": 6}

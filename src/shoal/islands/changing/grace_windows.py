@@ -69,7 +69,7 @@ class GraceWindow:
             waits: too few members answered before; further attempts follow at AGAIN_S.
         """
         idle_s = time.monotonic() - self.moved_s
-        if len(fact.seats) < member.least:
+        if len(fact.trainers()) < member.least:
             return bool(member.joiners) and idle_s >= AGAIN_S
         if self.offered_s is None and member.promised == ALL_VOTE:
             return False  # it trains: nobody is late

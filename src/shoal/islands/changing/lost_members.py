@@ -11,7 +11,12 @@ from collections.abc import Iterable, Mapping
 
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.commit_vote import name_islands
-from shoal.islands.membership.committed_turn import CommittedTurn, Seat, majority
+from shoal.islands.membership.committed_turn import (
+    CommittedTurn,
+    Seat,
+    is_witness,
+    majority,
+)
 from shoal.islands.membership.island_member import IslandMember
 
 
@@ -26,7 +31,7 @@ def describe_absent(
     """
     gone, found = links.gone(before), {}
     for seat in before:
-        if seat.name not in fact.committers:
+        if seat.name not in fact.committers and not is_witness(seat.name):
             dead = "its process ended" if seat.name in gone else "no change of it came in time"
             dead = "its key was taken out" if links.is_removed(seat.name) else dead
             found[seat.name] = reasons.get(seat.name, f"island {seat.name}: {dead}")

@@ -28,10 +28,11 @@ from shoal.islands.changing.lost_members import (
 )
 from shoal.islands.changing.rank_merges import RankMerges
 from shoal.islands.changing.turn_records import AppliedTurn, OfferedChange, join_turns
-from shoal.islands.commit_vote import name_islands
 from shoal.islands.membership.committed_turn import (
     CommittedTurn,
     Seat,
+    is_witness,
+    name_members,
 )
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.message_json import decode_message, encode_message
@@ -235,7 +236,8 @@ class MemberDriver:
             elif kind == REFUSE:
                 raise ConfigError(str(message[1]))
             elif kind == ARRIVAL:
-                if problem := self.describe(message[2], name):
+                problem = "" if is_witness(name) else self.describe(message[2], name)
+                if problem:
                     self.links.send((name,), [REFUSE, problem])
                 else:
                     self._on_arrival(decode_message(message[1]))
@@ -244,7 +246,8 @@ class MemberDriver:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Propose | Promise) and message.proposal is not None:
-            self.merges.fetch((message.proposal,), ALL_VOTE)  # a merge will need it
+            if not is_witness(message.seat.name):
+                self.merges.fetch((message.proposal,), ALL_VOTE)  # a merge will need it
         elif isinstance(message, Offer):
             self.merges.fetch(message.proposals, message.ballot)
         self.member.receive(message)
@@ -260,7 +263,7 @@ class MemberDriver:
         apart = self.meeting.find_unequal_starts()
         if apart and self.meeting.newest() is None:
             raise ConfigError(
-                f"{name_islands(apart)}: the weights before round 1 are not those of island "
+                f"{name_members(apart)}: the weights before round 1 are not those of island "
                 f"{self.member.seat.name}; try: the same model, seed and versions on all islands"
             )
         fact = self.meeting.start(self.member.samples)
@@ -300,7 +303,7 @@ class MemberDriver:
         """Begin to wait for members without which nobody goes on."""
         if not self._awaits:
             self._waits_since_s = time.monotonic()
-            whom = name_islands(names) if names else "more islands"
+            whom = name_members(names) if names else "more islands"
             self.tell(f"{self._why_too_few()}: waits for {whom}, at most {self.wait_s:g} s")
         self._awaits = names or (-1,)
 
@@ -340,7 +343,7 @@ class MemberDriver:
         self._turns.put(turn)
         self._seats = fact.seats
         self._asked, self._awaits, self._reasons = None, (), {}
-        if action.train and len(fact.seats) < self.member.least:
+        if action.train and len(fact.trainers()) < self.member.least:
             self._note_wait(tuple(absent))
 
     # timers
@@ -395,6 +398,7 @@ class MemberDriver:
     def _greet(self) -> None:
         """Ask for a seat in a running session; before one, say what this process holds."""
         if not self.member.leaves:
+            self.member.peers = tuple(self.links.addresses.keys() - {self.member.seat.name})
             self.member.greet()
         if time.monotonic() - self._welcomed_s < SESSION_S:  # a session runs: no other is started
             self._awaits, self._waits_since_s = (), time.monotonic()
@@ -407,22 +411,25 @@ class MemberDriver:
             late = time.monotonic() - self._waits_since_s > TOLD_S
             if self._awaits and late and not self._is_wait_told:
                 self._is_wait_told = True
-                self.tell(f"waits for {name_islands(self._awaits)}, at most {self.wait_s:g} s")
+                self.tell(f"waits for {name_members(self._awaits)}, at most {self.wait_s:g} s")
 
     def _why_too_few(self) -> str:
         fact = self.member.fact
-        if fact is not None and len(fact.seats) < self.member.least:
-            return f"{len(fact.seats)} of at least {self.member.least} islands (islands.least)"
+        if fact is not None and len(fact.trainers()) < self.member.least:
+            return f"{len(fact.trainers())} of at least {self.member.least} islands (islands.least)"
         return "no majority of the last round's islands, and so nobody may go on"
 
     def _describe_wait(self) -> str:
-        names = name_islands(self._awaits) if self._awaits != (-1,) else "more islands"
+        names = name_members(self._awaits) if self._awaits != (-1,) else "more islands"
         waited = f"waited {self.wait_s:g} s (islands.wait_s) for {names}"
         if self.member.fact is None or not self.member.seated:
             return f"islands: {waited}; try: start {names}, or fewer islands (islands.count)"
-        left = max(1, len(self.member.fact.seats) - len(self._awaits))
+        trainers = set(self.member.fact.trainers())
+        left, third = max(1, len(trainers - set(self._awaits))), ""
+        if len(trainers) == 2:
+            third = " (with a third voter, shoal islands witness, one of two goes on alone)"
         return (
             f"islands: {self._why_too_few()}; {waited}; the last round is saved; try: "
-            f"shoal train --resume RUN on {names} and here; if {names} will not come back, "
+            f"shoal train --resume RUN on {names} and here{third}; if {names} will not come back, "
             f"--resume RUN islands.count={left}"
         )

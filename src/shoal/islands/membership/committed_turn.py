@@ -18,6 +18,8 @@ n seats a majority are n//2 + 1, and the others are n − majority + 1.
 At most as many new names enter at once as leave the old members a majority: new members may die
 before they vote.
 
+A witness has a seat, and neither weights nor samples: it votes for what all others voted for.
+
 Source: Lamport 1998 (Paxos); Howard et al. 2016 (quorums of the phases need only meet each other)
 """
 
@@ -27,10 +29,32 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
+from shoal.islands.commit_vote import name_islands
 from shoal.islands.sample_ranges import SampleRange, SampleStream, drop_consumed
 
 Dealing = int | Callable[[SampleStream, Sequence[float | None]], Sequence[int]]
 """Samples of a member in a turn: as many for each, or by the stream and the members' speeds."""
+
+
+FIRST_WITNESS = 10_000
+"""Names from here on are those of witnesses."""
+
+
+def is_witness(name: int) -> bool:
+    """Return whether a name is that of a witness."""
+    return name >= FIRST_WITNESS
+
+
+def name_members(names: Iterable[int]) -> str:
+    """Return the names for a person.
+
+    >>> name_members([2, 1, 10_000])
+    'islands 1 and 2 and the witness'
+    """
+    ordered = sorted(names)
+    islands = [name for name in ordered if not is_witness(name)]
+    witnesses = ["the witness"] if len(ordered) > len(islands) else []
+    return " and ".join(([name_islands(islands)] if islands else []) + witnesses)
 
 
 class Seat(NamedTuple):
@@ -105,6 +129,10 @@ class CommittedTurn(NamedTuple):
         """Return the names of the next turn's members."""
         return tuple(seat.name for seat in self.seats)
 
+    def trainers(self) -> tuple[int, ...]:
+        """Return the names of the next turn's members that are no witnesses."""
+        return tuple(name for name in self.names() if not is_witness(name))
+
     def returned(self) -> SampleStream:
         """Return the stream with all dealt samples back in it."""
         return self.stream.return_unused(span for spans in self.dealt for span in spans)
@@ -138,7 +166,7 @@ def seat_members(
     """Return the seats of the next turn, by name.
 
     A restarted process takes over the seat of its name. New names are as many as leave the voters a
-    majority, and at least one. If all voters leave, all keep their seats for the
+    majority, and at least one. If all voters but witnesses leave, all keep their seats for the
     resume.
 
     Args:
@@ -149,9 +177,10 @@ def seat_members(
     (Seat(name=0, boot=1), Seat(name=1, boot=2), Seat(name=2, boot=1))
     """
     seats = set(voters)
-    found = {
-        seat.name: seat for seat in seats - {one.seat for one in proposals if one.leaves} or seats
-    }
+    staying = seats - {one.seat for one in proposals if one.leaves}
+    if all(is_witness(seat.name) for seat in staying):
+        staying = seats
+    found = {seat.name: seat for seat in staying}
     free = max(1, len(found) - 1)
     for seat in sorted(joiners):
         if seat.name in found:
@@ -215,12 +244,12 @@ def commit_turn(
 
 def _seal(fact: CommittedTurn, samples: Dealing, before: CommittedTurn | None) -> CommittedTurn:
     """Deal the next turn's samples, and hash the fact."""
-    speeds = {one.name: one.steps_per_s for one in fact.work}
+    speeds, trainers = {one.name: one.steps_per_s for one in fact.work}, fact.trainers()
     if isinstance(samples, int):
-        wanted: Sequence[int] = [samples] * len(fact.seats)
+        wanted: Sequence[int] = [samples] * len(trainers)
     else:
-        wanted = samples(fact.stream, [speeds.get(seat.name) for seat in fact.seats])
-    stream, dealt = fact.stream.deal(wanted)
+        wanted = samples(fact.stream, [speeds.get(name) for name in trainers])
+    stream, dealt = fact.stream.deal([*wanted, *[0] * (len(fact.seats) - len(trainers))])
     past = "" if before is None else before.digest
     found = fact._replace(stream=stream, dealt=dealt)
     return found._replace(digest=sha256(f"{past}{tuple(found)}".encode()).hexdigest()[:32])

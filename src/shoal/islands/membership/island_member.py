@@ -11,6 +11,10 @@ the next turn. Where the turn needs its vote, it first learns from members that 
 which ballots they promised: what it promised itself before its restart is at most that. So nothing
 but committed turns is on disk, and an old disk is a process that is behind.
 
+A witness proposes nothing, at once: the others see that it is there. It seconds the vote of all
+others, and promises and votes in ballots. It takes the chair only for a turn without a merge, where
+no other member can: all of them restarted.
+
 Too few members that never restarted: the member waits (`Await`). If the driver ends the wait, all
 start together from the newest committed turn on their disks (`start_session`).
 """
@@ -28,6 +32,7 @@ from shoal.islands.membership.committed_turn import (
     Seat,
     TurnProposal,
     commit_turn,
+    is_witness,
     promises_needed,
     seat_members,
 )
@@ -83,6 +88,7 @@ class IslandMember:
     ) -> None:
         self.seat, self.fact, self.samples, self.least = seat, fact, samples, least
         self.peers = tuple(name for name in peers if name != seat.name)
+        self.is_witness = is_witness(seat.name)
         self.actions: list[Action] = []
         self.early: dict[int, Propose] = {}
         self.joiners: dict[int, Seat] = {}
@@ -139,7 +145,7 @@ class IslandMember:
         if before is None or not self.seated:
             return
         if ballot == ALL_VOTE and len(self.proposals) == len(before.seats):
-            counted = _admitted(self._ordered(), refused)
+            counted = _admitted(self._changes(), refused)
             self._vote(ballot, self._fact(counted, weights, self._all_seats()))
         elif chair is not None and chair.ballot == ballot and chair.fact is None:
             seats = seat_members(chair.voters, self.joiners.values(), chair.proposals)
@@ -203,6 +209,8 @@ class IslandMember:
             return
         if vote.ballot == ALL_VOTE and vote.seat in before.seats:
             self.votes[vote.seat.name] = vote
+            if self.is_witness and self.seat.name not in self.votes:
+                self._second(before)
             if len(self.votes) == len(before.seats):
                 self._count_all(before)
         elif chair is not None and vote.ballot == chair.ballot and vote.seat in chair.voters:
@@ -298,6 +306,10 @@ class IslandMember:
     def _ordered(self) -> tuple[TurnProposal, ...]:
         return tuple(self.proposals[name] for name in sorted(self.proposals))
 
+    def _changes(self) -> tuple[TurnProposal, ...]:
+        """Return the proposals that have a change; that of a witness says that it is there."""
+        return tuple(one for one in self._ordered() if not is_witness(one.seat.name))
+
     def _all_seats(self) -> tuple[Seat, ...]:
         seats = () if self.fact is None else self.fact.seats
         proposals = self._ordered()
@@ -316,9 +328,10 @@ class IslandMember:
     def _merge_if_complete(self) -> None:
         if self.fact is None or not self.seated or self.promised != ALL_VOTE:
             return
-        count = len(self.proposals)
-        if self.voted is None and count == len(self.fact.seats) and count >= self.least:
-            self.actions.append(Merge(ALL_VOTE, self._ordered()))
+        changes, count = self._changes(), len(self.proposals)
+        is_open = self.voted is None and not self.is_witness
+        if is_open and count == len(self.fact.seats) and len(changes) >= self.least:
+            self.actions.append(Merge(ALL_VOTE, changes))
 
     def _vote(self, ballot: Ballot, fact: CommittedTurn | None) -> None:
         """Vote, once the last turn is on disk, unless a later ballot was promised meanwhile."""
@@ -334,6 +347,14 @@ class IslandMember:
             self.voted = (ballot, fact)
         to = (*self._others(), self.seat.name) if ballot == ALL_VOTE else (ballot[1],)
         self._send(to, CastVote(self.seat, *self._position(), ballot, fact))
+
+    def _second(self, before: CommittedTurn) -> None:
+        """Vote as all others did, or object if their votes differ; wait while one is missing."""
+        if not set(before.trainers()) <= set(self.votes):
+            return
+        facts = [self.votes[name].fact for name in before.trainers()]
+        alike = len({"" if fact is None else fact.digest for fact in facts}) == 1
+        self._vote(ALL_VOTE, facts[0] if alike else None)
 
     def _count_all(self, before: CommittedTurn) -> None:
         """Decide a turn by the votes of all, or take the chair where they differ."""
@@ -358,12 +379,16 @@ class IslandMember:
 
     def _prepare(self) -> None:
         """Start a ballot above all that this member knows."""
-        if self.fact is None:
+        if self.fact is None or (self.is_witness and not self._may_chair(self.fact)):
             return
         ballot = (self.promised[0] + 1, *self.seat)
         self.chair = TurnChair(self.fact, ballot)
         prepare = Prepare(self.seat, *self._position(), ballot)
         self._send((*self._others(), self.seat.name), prepare)
+
+    def _may_chair(self, fact: CommittedTurn) -> bool:
+        """Return whether this witness takes the chair: a member restarted and asks for a seat."""
+        return any(name in self.joiners for name in fact.trainers())
 
     def _choose(self, chair: TurnChair) -> None:
         """Choose the fact of a ballot: the one that may be decided, or a merge of those present."""
@@ -373,13 +398,17 @@ class IslandMember:
         if decided is not None:
             chair.proposals = ()
             self._offer(chair, decided)
-        elif len(chair.proposals) >= self.least and len(self.objected) < DISCARD_AFTER:
+        elif self._can_merge(chair):
             self.actions.append(Merge(chair.ballot, chair.proposals))
         else:
             chair.proposals = ()
             seats = seat_members(chair.voters, self.joiners.values())
             weights = "" if self.fact is None else self.fact.weights
             self._offer(chair, self._fact((), weights, seats))
+
+    def _can_merge(self, chair: TurnChair) -> bool:
+        enough = len(chair.proposals) >= self.least and not self.is_witness
+        return enough and len(self.objected) < DISCARD_AFTER
 
     def _offer(self, chair: TurnChair, fact: CommittedTurn) -> None:
         """Offer a fact to the committers, who merge the same changes."""

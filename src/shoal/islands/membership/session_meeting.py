@@ -17,6 +17,7 @@ from shoal.islands.membership.committed_turn import (
     CommittedTurn,
     Dealing,
     Seat,
+    is_witness,
     start_session,
 )
 
@@ -65,11 +66,13 @@ class SessionMeeting:
     def expected(self) -> tuple[int, ...]:
         """Return the names of the processes that must arrive.
 
-        A user who starts fewer islands than the newest turn has seats leaves out the last ones.
+        A user who starts fewer islands than the newest turn has seats leaves out the last ones. A
+        witness with a seat is awaited too: it may be deciding turns with islands that joined later.
         """
         newest = self.newest()
         names = () if newest is None else newest.names()
-        return tuple(name for name in names if name < self.count) or tuple(range(self.count))
+        islands = tuple(name for name in names if name < self.count) or tuple(range(self.count))
+        return (*islands, *filter(is_witness, names))
 
     def missing(self) -> tuple[int, ...]:
         """Return the names that did not arrive."""
@@ -77,7 +80,7 @@ class SessionMeeting:
 
     def find_unequal_starts(self) -> tuple[int, ...]:
         """Return the names whose first weights are not those of this process."""
-        found = self.arrivals.values()
+        found = [one for one in self.arrivals.values() if not is_witness(one.seat.name)]
         return tuple(one.seat.name for one in found if one.start != self.own.start)
 
     def start(self, samples: Dealing) -> CommittedTurn | None:

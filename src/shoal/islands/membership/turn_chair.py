@@ -22,6 +22,7 @@ from shoal.islands.membership.committed_turn import (
     CommittedTurn,
     Seat,
     TurnProposal,
+    is_witness,
     majority,
     promises_needed,
 )
@@ -104,6 +105,7 @@ class TurnChair:
             if one.proposal is not None
             and one.seat in self.before.seats
             and one.seat.name not in odd
+            and not is_witness(one.seat.name)
         )
 
     def is_decided(self) -> bool:

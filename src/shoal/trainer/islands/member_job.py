@@ -163,7 +163,7 @@ def train_turns(
                 validate()
             else:
                 rounds.joined.merger.patience.extend_next_deadline()
-        if len(fact.seats) >= policy.least:
+        if len(fact.trainers()) >= policy.least:
             rounds.train(fact)
         rounds.finish_save()
 

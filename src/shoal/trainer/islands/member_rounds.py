@@ -20,7 +20,7 @@ from shoal.base.errors import CheckpointError, ConfigError, TrainingError
 from shoal.data.loading.loader import Loader
 from shoal.islands.changing.island_ranks import IslandRanks, RankWork
 from shoal.islands.changing.turn_records import AppliedTurn
-from shoal.islands.membership.committed_turn import CommittedTurn
+from shoal.islands.membership.committed_turn import CommittedTurn, is_witness, name_members
 from shoal.islands.membership.message_json import encode_message
 from shoal.islands.sample_ranges import cut_steps
 from shoal.trainer.islands.island_join import (
@@ -169,7 +169,7 @@ class MemberRounds:
             return False
         common.round, common.digest = fact.round, fact.weights
         common.stream, common.underway = fact.stream, []
-        spans = dict(zip(fact.names(), fact.dealt, strict=True))
+        spans = {name: fact.dealt[place] for place, name in enumerate(fact.trainers())}
         common.dealt = [spans.get(name, ()) for name in range(max(spans, default=0) + 1)]
         common.members = encode_message(fact)
         load_merged_weights(self.run, self.joined, max(0, fact.round - 1))
@@ -240,7 +240,7 @@ class MemberRounds:
             is_encrypted = bool(self.policy.key)
             emit(
                 "islands_met",
-                count=len(fact.seats),
+                count=len(fact.trainers()),
                 at=self.policy.at,
                 encrypted=is_encrypted,
             )
@@ -265,10 +265,10 @@ class MemberRounds:
                 digest=fact.weights,
                 why="; ".join(turn.absent.values()),
                 members=[[one.name, one.steps, one.samples, one.tokens] for one in fact.work],
-                seats=list(fact.names()),
+                seats=list(fact.trainers()),
                 joined=sorted(set(fact.names()) - before) if before else [],
                 left={
-                    str(name): turn.absent.get(name, f"island {name}: it said goodbye")
+                    str(name): turn.absent.get(name, _why_gone(name))
                     for name in sorted(before - set(fact.names()))
                 },
                 healed=turn.heal,
@@ -277,6 +277,12 @@ class MemberRounds:
                 emit("island_refused", step=step, island=island, why=why)
             for line in turn.merged.verdict.told if turn.merged else ():
                 emit("notice", step=step, text=line)
+
+
+def _why_gone(name: int) -> str:
+    """Return why a member that is no absent island has no seat any more."""
+    how = "it does not answer" if is_witness(name) else "it said goodbye"
+    return f"{name_members([name])}: {how}"
 
 
 def check_one_machine(run: Run) -> None:

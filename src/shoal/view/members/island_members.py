@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shoal.base.text.units import count_text
+from shoal.islands.membership.committed_turn import is_witness
 
 Record = dict[str, Any]
 ENDED = ("round_committed", "round_discarded")
@@ -113,10 +114,14 @@ def member_lines(rounds: Sequence[RoundMembers]) -> list[str]:
         tokens = sum(work["tokens"] or 0 for work in one.work.values())
         members = " ".join(f"{k}({one.work[k]['steps']})" for k in sorted(one.work))
         parts = [members or f"discarded: {one.why or 'no reason was written'}"]
-        parts += [f"joined: {', '.join(map(str, one.joined))}"] if one.joined else []
+        parts += [f"joined: {', '.join(map(_label, one.joined))}"] if one.joined else []
         parts += [f"left: {why}" for _, why in sorted(one.left.items())]
         parts += [f"refused: {why}" for _, why in sorted(one.refused.items())]
         if one.committed and one.why and not one.left and not one.refused:
             parts.append(f"absent: {one.why}")
         lines.append(f"{number:>6}  {count_text(tokens):>8}  {'; '.join(parts)}")
     return lines
+
+
+def _label(name: int) -> str:
+    return "the witness" if is_witness(name) else str(name)
