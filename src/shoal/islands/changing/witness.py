@@ -68,7 +68,7 @@ class Witness:
         self.links = links
         while not stops():
             with contextlib.suppress(queue.Empty):
-                self._take(*self._events.get(timeout=TICK_S))
+                self._receive(*self._events.get(timeout=TICK_S))
             self._perform()
             self._watch()
             self._perform()
@@ -76,7 +76,7 @@ class Witness:
                 return True
         return False
 
-    def _take(self, name: int, address: str, message: Any) -> None:
+    def _receive(self, name: int, address: str, message: Any) -> None:
         self.links.learn(name, address)
         with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError):
             if message[0] == DONE:
