@@ -85,9 +85,9 @@ def forecast_section(run: RunContents) -> Markup:
     }
     rows: list[Sequence[Child]] = []
     for key, (foreseen, found) in forecast_pairs(run).items():
-        text = seconds_text if key == "step_s" else bytes_text
-        measured = [text(found), ratio_text(foreseen, found)] if found else ["–", "–"]
-        rows.append([names[key], text(foreseen), *measured])
+        show: Callable[[float], str] = seconds_text if key == "step_s" else bytes_text
+        measured = [show(found), ratio_text(foreseen, found)] if found else ["–", "–"]
+        rows.append([names[key], show(foreseen), *measured])
     if not rows:
         return Markup("")
     parts: list[Child] = [tag("h2", "Foreseen and measured")]

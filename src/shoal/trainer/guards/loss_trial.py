@@ -152,8 +152,8 @@ def try_loss(loss: Loss, outputs: Any, targets: Any, module: nn.Module) -> Trial
         return TrialFinding("shape", rows)
     if len(layouts) > 1 and layouts[0] is _cut_first and samples == rows > 2:
         # As many samples as outputs of one: a row less, and the tensors are read in one way.
-        fewer = _cut_first(outputs, targets, samples, slice(0, rows - 1))
-        return try_loss(loss, *fewer, module)
+        less, their = _cut_first(outputs, targets, samples, slice(0, rows - 1))
+        return try_loss(loss, less, their, module)
     finding = None
     for how in layouts:  # an ambiguous shape is innocent if one reading of it adds up
         finding = _try_cuts(loss, functools.partial(how, outputs, targets, samples), rows, module)
