@@ -322,6 +322,18 @@ class Recurrent(nn.Module):
         return self.leave(x)
 
 
+class Lstm(nn.Module):
+    """An LSTM in front of a layer: no blocks, and what crosses a cut is a view beside its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.leave = nn.LSTM(5, HIDDEN, batch_first=True), nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.cell(x)[0]
+        return self.leave(outputs)
+
+
 class Rezero(nn.Module):
     """Every layer behind a gate of its own, a parameter without dims; two more, one of them frozen."""
 
@@ -450,5 +462,6 @@ EXAMPLES: dict[str, Example] = {
     "stages": Example(Stages, lambda n: numbers(n, SEQUENCE, 5), named("stages.{}")),
     "stem": Example(Stem, lambda n: numbers(n, SEQUENCE, 5), named("layers.{}")),
     "recurrent": Example(Recurrent, lambda n: numbers(n, SEQUENCE, 5), ("block",)),
+    "lstm": Example(Lstm, lambda n: numbers(n, SEQUENCE, 5), ("cell", "leave")),
     "rezero": Example(Rezero, lambda n: numbers(n, SEQUENCE, 5), named("layers.{}")),
 }

@@ -32,6 +32,7 @@ SAMPLE = [
     pytest.param("hf phi3", "tp2 fsdp2", marks=pytest.mark.proof),
     ("stages", "pp2 fsdp2"),
     pytest.param("hf gpt2", "pp2 fsdp2", marks=pytest.mark.proof),
+    ("lstm", "pp2 fsdp2"),  # a view crosses the cut
     pytest.param("our llama", "tp2 pp2 dp2", marks=pytest.mark.proof),  # 8 processes
 ]
 

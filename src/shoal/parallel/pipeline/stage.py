@@ -127,6 +127,7 @@ class PipelineStage:
             PlanError: the pass calls other blocks, or in another order, than the sample's.
         """
         passage = StagePass(self.held.cut, self.number, arrivals, self.held.shapes)
+        passage.copies_views = bool(self.held.module._forward_hooks)
         outputs = self.run_pass(call, passage)
         return outputs if self.last else passage.departures()
 
@@ -201,7 +202,9 @@ class _StageFinished(BaseException):
 class StagePass:
     """One forward pass of one stage.
 
-    fill   the value of irrelevant elements
+    fill           the value of irrelevant elements
+    copies_views   departures are no views: forward hooks of the model (fsdp's) copy views, and
+                   register what happens before the backward pass on the copies
     """
 
     fill = 0.0
@@ -215,6 +218,7 @@ class StagePass:
         self.made: dict[Leaf, torch.Tensor] = {}
         self.at = 0
         self.inside, self.trains = False, torch.is_grad_enabled()
+        self.copies_views = False
         last = number == cut.stages - 1
         self.wanted = frozenset(() if last else cut.crossings[number + 1])
         mine = [place for place, plan in enumerate(cut.calls) if plan.stage == number]
@@ -248,6 +252,8 @@ class StagePass:
         finally:
             self.inside = False
         outputs = outputs if watch is None else watch.setup_output_hook(outputs)
+        if self.copies_views and self.trains and self._departs(number):
+            outputs = map_tensors(_copy_view, outputs)
         self._keep_outputs(number, outputs)
         return outputs
 
@@ -338,6 +344,12 @@ class StagePass:
             f"{len(plan.devices)} for the sample; try: outputs of one form for all "
             f"inputs, in training and evaluation, or layout.pp=1"
         )
+
+
+def _copy_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own for a view, or for a parameter, that needs a gradient."""
+    is_shared = tensor._is_view() or isinstance(tensor, nn.Parameter)
+    return tensor.clone() if tensor.requires_grad and is_shared else tensor
 
 
 def _backward_hook(block: nn.Module) -> BackwardHook | None:
