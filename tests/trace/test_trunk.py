@@ -33,7 +33,7 @@ OURS = {
     ),
 }
 ALL = {**OURS, **EXAMPLES, **{f"hf {name}": example for name, example in HF_EXAMPLES.items()}}
-LEAVES = {"mlp", "our mlp"}
+LEAVES = {"mlp", "our mlp", "lstm"}
 
 
 def find_trunk(module: nn.Module, run: ForwardFunction) -> Trunk:
