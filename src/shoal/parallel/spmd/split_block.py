@@ -55,7 +55,8 @@ class BlockSplit:
         gathered: values that could not stay split, one line each: costly, and only for overrides.
         shapes: whole shapes of the parameters, in the order in which `run` takes them.
         buffers: names of the buffers, in the order in which `run` takes them.
-        mutated: buffers that the layer changes: the same on every rank.
+        written: buffers of which each rank writes a part, which is gathered past the version
+            counter. BatchNorm's are left out: it does not count its writes either.
         flatten: (args, kwargs) → the flat tensor inputs.
         rebuild: flat outputs → the return value of the layer's forward.
         attention: function with which the ranks compute attention together.
@@ -76,7 +77,7 @@ class BlockSplit:
     gathered: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     buffers: tuple[str, ...]
-    mutated: frozenset[str]
+    written: frozenset[str]
     sequence_dim: int | None
     flatten: Callable[[tuple[Any, ...], Mapping[str, Any]], list[torch.Tensor]]
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
@@ -273,6 +274,19 @@ def _make_split(
     )
 
 
+def _list_written(labelling: Labelling) -> frozenset[str]:
+    """Return the names of the buffers of which each rank writes a part, without BatchNorm's."""
+    problem = labelling.problem
+    return frozenset(
+        problem.buffers[buffer]
+        for node, step in labelling.steps.items()
+        for place in step.rule.writes
+        if step.wants[place] != WHOLE
+        and "batch_norm" not in str(node.target)
+        and (buffer := problem.input_nodes(node)[place]) in problem.buffers
+    )
+
+
 def _describe_split(
     traced: LayerGraph,
     division: AxisDivision,
@@ -304,7 +318,7 @@ def _describe_split(
         gathered=_describe_gathers(labelling),
         shapes=dict(parameter_shapes(problem)),
         buffers=tuple(traced.buffers),
-        mutated=traced.mutated,
+        written=_list_written(labelling),
         sequence_dim=problem.sequence_dim,
         flatten=traced.flatten,
         rebuild=traced.rebuild,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from shoal.parallel._torch import function_modes, pytree
 from shoal.parallel.spmd.autograd_collectives import Axis, count_gradient_once
@@ -142,6 +143,8 @@ class SplitForward(ReplacedForward):
         ]
         held += [self.insides.tensor(name) for name in split.buffers]
         outputs = self.programs.compiled_program(split)(self.axis, *held, *flat)
+        for name in split.written:  # seen by what watches buffers that forward passes change
+            increment_version(self.insides.tensor(name))
         return split.rebuild(
             [
                 wrap_output(value, label, self.axis)
