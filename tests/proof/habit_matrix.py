@@ -1,7 +1,8 @@
 """The matrix of habits: each habit of a training loop × layout, beside plain PyTorch in one process.
 
     tests/proof/habit_matrix.py                    every cell that this source has not measured
-    tests/proof/habit_matrix.py --only clip ddp    habits and layouts whose name holds one of the words
+    tests/proof/habit_matrix.py --only clip ddp    habits and layouts whose name holds one of the words;
+                                                   prints them, and is kept with --out FILE alone
     tests/proof/habit_matrix.py --drawn 40         40 drawn habits on the wider layouts
     tests/proof/habit_matrix.py --share 0/2 --out A, --share 1/2 --out B, then --merge A B
 
@@ -231,6 +232,7 @@ def main() -> int:
     parser.add_argument("--verdicts", nargs="*", default=[], help="only cells with such a verdict")
     options = parser.parse_args()
     source = source_hash()
+    is_kept = options.out != OUT or not options.only  # a look at some cells is no matrix
     rows = rows_before(options, options.out, source)
     rows = {key: row for key, row in rows.items() if key.split(" · ")[0] in table()}
     for path in options.merge:
@@ -253,10 +255,12 @@ def main() -> int:
                 rows[key] = {"verdict": verdict, "shown": shown, "source": source}
                 sys.stdout.write(f"{verdict:6} {key}: {shown[:200]}\n")
                 sys.stdout.flush()
-                write_rows(options.out, DEFINITION, rows)
+                if is_kept:
+                    write_rows(options.out, DEFINITION, rows)
         finally:
             rooms.close()
-    write_page(rows, options.page)
+    if is_kept:
+        write_page(rows, options.page)
     sys.stdout.write("\n".join(summary(rows)) + "\n")
     return int(any(row["verdict"] == "WRONG" for row in rows.values()))
 
