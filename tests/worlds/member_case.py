@@ -53,19 +53,29 @@ def train(
     time.time = clock
     due = [one for one in trouble or [] if one["island"] == index]
     step, began = run.step, time.monotonic()
+    first_seats: dict[int, Any] = {}
+
+    def is_back(name: int) -> bool:
+        """Whether an island that died asks to join, or has a seat again, since it was quick."""
+        member = loop.ranks.driver.member if loop.ranks.driver else None
+        seat = member.fact.seat_of(name) if member and member.fact else None
+        if seat is not None:
+            first_seats.setdefault(name, seat)
+        if member is None or name in member.joiners:
+            return True
+        return seat is not None and seat != first_seats[name]
 
     def slowly(batch: Any) -> Any:
         time.sleep(step_s)
         for one in due:
+            if one["what"] == "await":
+                is_back(one["for"])  # notes the first seat
             if loop.common.round == one["round"]:
                 if one["what"] == "die" and one.get("rank", world.rank) == world.rank:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if one["what"] == "stop":
                     run.request_stop()
-                while one["what"] == "await" and world.is_first:
-                    driver = loop.ranks.driver
-                    if driver is None or one["for"] in driver.member.joiners:
-                        break
+                while one["what"] == "await" and world.is_first and not is_back(one["for"]):
                     time.sleep(0.05)
         return step(batch)
 
