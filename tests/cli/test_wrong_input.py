@@ -425,6 +425,11 @@ def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_p
         ("run --as deepspeed", "run: Missing argument 'words'; help: shoal run --help"),
         ("runz", "No such command 'runz'; try: shoal run, or shoal runs; help: shoal --help"),
         ("Runs", "No such command 'Runs'; try: shoal runs; help: shoal --help"),
+        (
+            "islands kye",
+            "islands: No such command 'kye'; try: shoal islands key; help: shoal islands --help",
+        ),
+        ("trace nope", "nope: does not exist; try: shoal runs"),
         ("check point list", "No such command 'check'; try: shoal checkpoint; help: shoal --help"),
         ("help runs", "No such command 'help'; try: shoal runs --help; help: shoal --help"),
         ("ls", "No such command 'ls'; try: shoal runs; help: shoal --help"),

@@ -32,7 +32,7 @@ def trace(path: Path = RUN, out: Path = OUT, as_json: bool = JSON) -> None:
     something to correct.
     """
     from shoal.base.runlog.rank_records import read_rank_steps
-    from shoal.view.diagnosis.run_folders import find_named_run
+    from shoal.view.diagnosis.run_folders import explain_no_run, find_named_run
     from shoal.view.traces.merged_trace import merge_traces, write_merged
     from shoal.view.traces.rank_traces import read_rank_traces
     from shoal.view.traces.trace_checks import find_trace_faults
@@ -41,6 +41,8 @@ def trace(path: Path = RUN, out: Path = OUT, as_json: bool = JSON) -> None:
     if path is None:
         raise ConfigError("trace: no run is named; try: shoal trace runs/NAME")
     run = find_named_run(path)
+    if not run.is_dir():
+        raise ConfigError(explain_no_run(run))
     traces = read_rank_traces(run)
     document = merge_traces(traces)
     steps = traces[0].steps

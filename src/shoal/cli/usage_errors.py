@@ -83,7 +83,8 @@ def _nearest_verb(text: str, words: list[str], verbs: list[str], path: list[str]
     if word == "help" and after and after[0] in verbs:
         return f"shoal {after[0]} --help"
     begins = [verb for verb in verbs if len(word) > 1 and verb.startswith(word)]
-    near = [word] if word in verbs else begins or difflib.get_close_matches(word, verbs, 2, 0.7)
+    least = 0.6 if path else 0.7  # a group has few and short verbs: "kye" is "key"
+    near = [word] if word in verbs else begins or difflib.get_close_matches(word, verbs, 2, least)
     if word in SYNONYMS and word not in verbs and not path:
         return f"shoal {SYNONYMS[word].format(word=word)}"
     if not near and path and path[-1] in OF_A_RUN:
