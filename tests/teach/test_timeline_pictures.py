@@ -111,7 +111,7 @@ def test_boxes_stand_where_their_times_are() -> None:
 
 def test_a_box_says_what_it_is() -> None:
     box = boxes(timeline_svg([pipeline("zbv", PipelineCase(2, 4))]))[0]
-    assert "".join(box.itertext()) == "rank 0: forward 0 of stage 0, 0 to 0.5 s"
+    assert "".join(box.itertext()) == "rank 0: forward 0 of stage 0, from 0 to 0.5 s"
     paler = {b.get("fill") for b in boxes(timeline_svg([pipeline("zbv", PipelineCase(2, 4))]))}
     assert len(paler) == 6, "three kinds, and a paler one of each for the second piece"
 

@@ -227,10 +227,10 @@ def _box(
     kind = span_kind(span)
     x, wide = left + span.start_s * per_s, (span.end_s - span.start_s) * per_s
     label, stage = micro_batch_and_stage(span)
-    of_stage = "" if stage is None else f" of stage {stage}"
+    words = (kind.word, label, "" if stage is None else f"of stage {stage}")
     says = (
-        f"{group_name(row.ranks)}: {kind.word} {label}{of_stage}, "
-        f"{span.start_s * times:.4g} to {span.end_s * times:.4g} {name}"
+        f"{group_name(row.ranks)}: {' '.join(filter(None, words))}, "
+        f"from {span.start_s * times:.4g} to {span.end_s * times:.4g} {name}"
     )
     if span.note:
         says += f"; {span.note}"
