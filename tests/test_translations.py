@@ -69,6 +69,16 @@ def test_no_line_of_a_drawing_is_wider_than_it() -> None:
     assert lines >= 10
 
 
+def test_a_tooltip_has_its_start_and_its_end() -> None:
+    """English "of stage 0, 0 to 1 s" has two figures in a row, which a message takes for one."""
+    found = 0
+    for path in sorted((ROOT / "docs" / "zh" / "drawings").glob("*.svg")):
+        for words in re.findall(r"<title>([^<]+)</title>", path.read_text(encoding="utf-8")):
+            assert re.search(r"[^\s,]\uff0c从 [\d.]+ 到 [\d.]+ (ms|s)\b", words), (path.name, words)
+            found += 1
+    assert found >= 170
+
+
 def test_a_changed_message_is_found(tmp_path: Path) -> None:
     """A sentence, a heading and a cell of an English page: each makes its catalog old."""
     page = tmp_path / "ranks.md"
@@ -165,6 +175,7 @@ def test_style_of_chinese_pages(page: str) -> None:
     [
         ("这里有一个进程,那里也有。", "half-width"),
         ("每个 rank(进程)都有。", "half-width"),
+        ("可以写 `ddp`, `fsdp`。", "half-width"),
         ("Every rank holds the whole model and its gradients.", "English"),
         ("```python\nx = 1  # every rank sends its own part\n```", "line 4: English"),
         ("这是一句。 Then every rank sends its own part to the next one.", "English"),

@@ -18,7 +18,8 @@ import page_messages
 ROOT = Path(__file__).resolve().parents[1]
 GLOSSARY = ROOT / "docs" / "learn" / "glossary.md"
 HAN = r"\u4e00-\u9fff"
-HALF = re.compile(rf"[{HAN}][,.;:?!()]|[,;:?!()][{HAN}]")
+HALF = re.compile(rf"[{HAN}][,.;:?!()]|[,;:?!()][{HAN}]|`, (?=`)")
+"""Half-width punctuation beside a Chinese letter, or between two pieces of code."""
 WORDS = re.compile(r"(?:[A-Za-z][a-z']+[ ,]+){4,}[A-Za-z][a-z']+")
 """Five English words in a row: a sentence, or a part of one."""
 OWN = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]+>|<!--.*?-->", re.DOTALL)

@@ -67,6 +67,8 @@ SCRIPTS = ("static/learn.js", "static/python.js", "learn_extension.py")
 SWITCH = ("[中文](README.zh-CN.md)", "[English](README.md)")
 """The README's link to the other language, in English and in Chinese."""
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+CODES = re.compile(r"(?<=`), (?=`)")
+"""Between two pieces of code: a list of them. A cell of code alone is no message."""
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"""\b(?:t|say)\((["'`])(.*?)\1""")
 HOLE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
@@ -204,7 +206,10 @@ def translate_page(name: str) -> str:
     joined = page_messages.join_page(parts, lambda one: known.get(one.text, one.text))
     pieces = FENCE.split(joined)
     here = (ROOT / page).parent, (ROOT / target).parent
-    pieces[::2] = [LINK.sub(lambda found: _move_link(found, *here), one) for one in pieces[::2]]
+    pieces[::2] = [
+        CODES.sub("、", LINK.sub(lambda found: _move_link(found, *here), one))
+        for one in pieces[::2]
+    ]
     moved = "".join(pieces).replace(*SWITCH)
     if name == "README":
         return moved
