@@ -90,7 +90,8 @@ def test_a_leap_is_named_by_what_leaps() -> None:
     for n in range(LEAST):
         assert spikes.judge(2.0 + n % 2 / 10, 1e9 if n == 0 else 1.0) == ""
     assert spikes.judge(2.1, 50.0) == (
-        "gradient norm 50 is 196 deviations above 1, the median of the last 16 steps"
+        "gradient norm 50 is 196 deviations above 1, the median of the last 16 steps, "
+        "with a loss of 2.1"
     )
     assert spikes.judge(20.0, 1.0).startswith("loss 20 is ")
     assert SpikeDetector("off").judge(1e9, 1e9) == ""

@@ -52,6 +52,13 @@ class RowStyle:
             return "[[", "]]"
         return "⟦", "⟧"
 
+    @property
+    def legend(self) -> str:
+        """Line that says how learnt tokens are marked in the texts below it."""
+        if self.coloured:
+            return "green and underlined: tokens that have a loss"
+        return f"{self.marks[0]} {self.marks[1]}: around tokens that have a loss"
+
 
 def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator[str]:
     """Yield the lines of a document, with the texts of at most `most` rows.
@@ -70,6 +77,8 @@ def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator
             yield "sample: its number in the data; position: its place in the stream of the run"
     else:
         yield from head_lines(document["data"])
+    if not style.with_ids and any(row["kind"] == "tokens" for row in rows[:most]):
+        yield style.legend
     for row in rows[:most]:
         yield ""
         yield row_title(row, "step" in document, _is_mixture(document))

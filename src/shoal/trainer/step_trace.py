@@ -63,7 +63,6 @@ class StepTrace:
         self._seen: list[int] = []
         self._profile: Any = None
         self._step: Any = None
-        self._range: Any = None
         self._wrote = False
         self._clocks: list[list[int]] = []
         self._watched: Any = None
@@ -82,19 +81,15 @@ class StepTrace:
             self._step = record_function(f"step {step}")
             self._step.__enter__()
             if self.page is not None:
-                self._range = self.page.open("step", f"step {step}")
+                self.page.open_step(step)
 
     def after(self, step: int) -> None:
         """End the range of a step, and write the files after the last traced one."""
         self._seen = [*self._seen[:1], step]
         if self._step is None:
             return
-        synchronize(self.world.device)  # its kernels are within its range
         self._step.__exit__(None, None, None)
         self._step, self._done = None, step
-        if self.page is not None and self._range is not None:
-            self.page.end_parts()
-            self._range.end_ns = time.time_ns()
         if step >= self.last:
             self._stop_recording()
             self._clocks.append(self._read_clocks())
@@ -140,6 +135,8 @@ class StepTrace:
         self.world.traffic.page, self._watched = self.page, self.world.traffic.page
         self.world.traffic.subject = None
         self.page.on_wait_end = self.calls.note_wait_end
+        # Kernels of a step are within its range.
+        self.page.on_step_end = lambda: synchronize(self.world.device)
         self.calls.open()
 
     def _stop_recording(self) -> None:

@@ -143,6 +143,8 @@ class SpikeDetector:
         if not (found and self.skips):
             for name, value in values.items():
                 self.known[name].add(value)
+        if len(found) == 1 and not found[0].startswith("loss "):
+            found.append(f"with a loss of {loss:.4g}")  # whether the sample was hard or broken
         return ", ".join(found)
 
     def state(self) -> dict[str, Any]:

@@ -29,20 +29,29 @@ class TracedPage:
     Attributes:
         ranges: in the order of their starts.
         on_wait_end: called before a wait ends.
+        on_step_end: called before the range of a step ends.
         subject: text of the newest record of an fsdp unit's collective; the next call takes it.
     """
 
     def __init__(self, page: Any) -> None:
         self.page, self.ranges, self.subject = page, list[TracedRange](), ""
         self.on_wait_end: Callable[[], None] = lambda: None
+        self.on_step_end: Callable[[], None] = lambda: None
         self._parts: list[TracedRange] = []
         self._waits: list[TracedRange] = []
+        self._step: TracedRange | None = None
+        self._is_begun = False
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the other page; without one, a function that does nothing."""
         if self.page is not None:
             return getattr(self.page, name)
         return ABSENT.get(name, lambda *_, **__: None)
+
+    def open_step(self, step: int) -> None:
+        """Begin the range of a step, perhaps once more; the first part after it moves its start."""
+        self.end_parts()
+        self._step, self._is_begun = self.open("step", f"step {step}"), False
 
     def record_part(self, part: int) -> None:
         """Begin a part of a step; BACKWARD is a range inside of PASSES."""
@@ -57,6 +66,20 @@ class TracedPage:
             self.end_parts()
             if part not in (NOWHERE, DATA):
                 self._start_part(part)
+
+    def record_step_end(self, *facts: Any) -> None:
+        """End the range of a step, at the moment from which the page counts none of its parts.
+
+        A process that is not scheduled between here and the end of the profiler's own range would
+        else have computed for all that time.
+        """
+        if self._step is not None:
+            self.on_step_end()
+            self.end_parts()
+            self._end(self._step)
+            self._step = None
+        if self.page is not None:
+            self.page.record_step_end(*facts)
 
     def record_wait_start(self) -> None:
         """Begin a wait for collectives."""
@@ -91,6 +114,8 @@ class TracedPage:
 
     def _start_part(self, part: int) -> None:
         self._parts.append(self.open("part", PARTS[part]))
+        if self._step is not None and not self._is_begun:
+            self._step.start_ns, self._is_begun = self._parts[0].start_ns, True
 
     def _end(self, one: TracedRange) -> None:
         one.end_ns = time.time_ns()
