@@ -24,7 +24,8 @@ from typing import Any
 from unittest.mock import patch
 
 from shoal.base.runlog.rank_records import FOLDER, HEADER, ROW
-from shoal.cli.data_lines import RowStyle, data_lines
+from shoal.cli.data_lines import data_lines
+from shoal.cli.row_style import RowStyle
 from shoal.report.comparison.comparison_page import read_comparison
 from shoal.report.comparison.comparison_sections import (
     header_section,

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
 from shoal.cli.data import check_relative_source
-from shoal.cli.data_lines import RowStyle, data_lines, id_lines, row_title
+from shoal.cli.data_lines import data_lines, id_lines, row_title
 from shoal.cli.main import app
+from shoal.cli.row_style import RowStyle
 from shoal.data.inspection.sample_fields import describe_sample
 from shoal.data.inspection.source_facts import _label_shares
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shoal.cli.data_lines import RowStyle, row_lines
+from shoal.cli.data_lines import row_lines
+from shoal.cli.row_style import RowStyle
 from shoal.cli.wrapped_text import TextWrapper, escape_text
 from shoal.data.inspection.decoded_text import decode_segments
 from shoal.data.inspection.sample_fields import (

@@ -76,7 +76,8 @@ def show_rows(
     the newest checkpoint before the step, else under the oldest later one. It uses the run's own
     loader on one process, and writes nothing but the cache of tokens that a run would write.
     """
-    from shoal.cli.data_lines import RowStyle, data_lines
+    from shoal.cli.data_lines import data_lines
+    from shoal.cli.row_style import RowStyle
     from shoal.view.diagnosis.run_folders import find_named_run
     from shoal.view.phase_lines import show_phases
 

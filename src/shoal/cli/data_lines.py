@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from shoal.base.text.units import count_text
+from shoal.cli.row_style import RowStyle
 from shoal.cli.sample_table import sample_table_lines
 from shoal.cli.wrapped_text import TextWrapper, cell_width, escape_text
 from shoal.config.sections import DataSection
@@ -25,39 +25,6 @@ LEARNT, SPECIAL = "\x1b[4;32m", "\x1b[35m"
 RAMP = " .:-=+*#%@"
 MOST_LINES = 40
 """Lines of one row's text; the rest is counted."""
-
-
-@dataclass(frozen=True)
-class RowStyle:
-    """Style of the rows of one output.
-
-    Attributes:
-        width: columns of the terminal.
-        coloured: learnt tokens are green and underlined; else between ⟦ and ⟧.
-        with_ids: list tokens in columns.
-        encoding: of the output; one without ⟦ gets [[ and ]].
-    """
-
-    width: int = 80
-    coloured: bool = False
-    with_ids: bool = False
-    encoding: str = "utf-8"
-
-    @property
-    def marks(self) -> tuple[str, str]:
-        """Text before and after learnt tokens."""
-        try:
-            "⟦⟧".encode(self.encoding)
-        except (UnicodeEncodeError, LookupError):
-            return "[[", "]]"
-        return "⟦", "⟧"
-
-    @property
-    def legend(self) -> str:
-        """Line that says how learnt tokens are marked in the texts below it."""
-        if self.coloured:
-            return "green and underlined: tokens that have a loss"
-        return f"{self.marks[0]} {self.marks[1]}: around tokens that have a loss"
 
 
 def data_lines(document: dict[str, Any], style: RowStyle, most: int) -> Iterator[str]:
