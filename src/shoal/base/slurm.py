@@ -16,7 +16,7 @@ INTERACTIVE_STEP = "4294967290"
 
 
 def count_tasks(env: Mapping[str, str]) -> str:
-    """Return the number of tasks that srun started, if this process is one of them, else "".
+    """Return srun's number of tasks as text; "" if this process is not one of them.
 
     >>> count_tasks({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"})
     '4'

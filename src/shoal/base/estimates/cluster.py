@@ -42,7 +42,7 @@ class Device:
     stream_ladder: tuple[tuple[float, float], ...] = ()
 
     def ladder_of(self, number: str) -> tuple[tuple[float, float], ...]:
-        """Return a format's ladder (FLOP of one product, share of peak), ascending; () = as rated.
+        """Return a format's rates: (FLOP of a matrix product, share of peak), ascending; () = peak.
 
         >>> Device("d", 1, {"bf16": 1.0}, 1, ladders={"bf16": ((1e6, 0.5),)}).ladder_of("bf16")
         ((1000000.0, 0.5),)

@@ -138,7 +138,7 @@ def _nearest(degrees: Mapping[str, int], processes: int) -> dict[str, int]:
 
 
 def _divisor(number: int, near: int) -> int:
-    """Return the divisor of `number` nearest to `near`; of two equally near the smaller.
+    """Return the divisor of `number` nearest to `near`; the smaller of two equally near ones.
 
     >>> _divisor(8, 3), _divisor(8, 7)
     (2, 8)

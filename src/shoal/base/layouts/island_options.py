@@ -187,11 +187,11 @@ class IslandsPolicy:
 
     @property
     def groups(self) -> int:
-        """Groups of processes that train at a time; each owner or island belongs to one."""
+        """Number of groups of processes; each trains one island, or several owners in turn."""
         return min(self.concurrent, self.count) if self.concurrent else self.count
 
     def owners_of(self, group: int) -> tuple[int, ...]:
-        """Return the owners that a group of processes trains, in turn.
+        """Return the data owners that a group of processes trains, one after another.
 
         >>> IslandsPolicy("fedavg", count=5, data="own", concurrent=2).owners_of(1)
         (1, 3)
@@ -231,7 +231,7 @@ class IslandsPolicy:
         return found
 
     def _values_of_owners(self) -> dict[str, Any]:
-        """Return the values that owners have in the place of the usual ones."""
+        """Return the defaults that differ if each island holds data of its own."""
         if self.data != "own":
             return {}
         weighs_all_alike = self.method == "scaffold" and self.weighting == "tokens"
@@ -252,7 +252,7 @@ class IslandsPolicy:
         return self
 
     def _check_words(self) -> None:
-        """Refuse a mistyped word, also without a method: `data = owns` would train shared data."""
+        """Refuse an unknown value of a key, also without a method: no typo selects a default."""
         for key, known in WORDS.items():
             got = getattr(self, key)
             unset = getattr(type(self), key)
@@ -309,7 +309,7 @@ class IslandsPolicy:
             )
 
     def _check_owners(self) -> None:
-        """Refuse keys that need owners without them, and methods that owners cannot use."""
+        """Refuse keys that need data owners if there are none, and methods they cannot use."""
         if self.data == "shared":
             plain = IslandsPolicy()
             for key in ("epochs", "concurrent", "sample"):

@@ -143,7 +143,7 @@ class Layout:
 
     @property
     def expert_replicate(self) -> int:
-        """Ranks that hold the same experts whole; `expert_shard` ranks share one copy of them.
+        """Ranks that replicate the same experts; `expert_shard` ranks share one copy of them.
 
         >>> Layout(dp_replicate=2, dp_shard=4, zero=3, ep=2).expert_degrees
         {'islands': 1, 'pp': 1, 'expert_replicate': 2, 'expert_shard': 2, 'ep': 2, 'cp': 1, 'tp': 1}

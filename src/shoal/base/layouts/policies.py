@@ -75,7 +75,7 @@ class PrecisionPolicy(ResidualPolicy, ComputePolicy):
         return "" if self.reduce == "auto" or self.compute == "fp64" else self.reduce
 
     def check_residual(self, name: str, compute: str, bf16: str) -> None:
-        """Raise ConfigError if the residual stream is to be narrower than the products.
+        """Raise ConfigError if the residual stream is to be narrower than the matrix products.
 
         Args:
             name, compute: the user's names of the two keys.

@@ -32,7 +32,7 @@ def gathers_all_blocks(blocks: int, elements: float, names_blocks: bool) -> bool
 
 
 def ranks_after_reshard(reshard: str, shards: int, per_node: int, apart: int = 1) -> int:
-    """Return the ranks that hold a block between its passes: all shards, 1 (whole), or some.
+    """Return over how many ranks a block is sharded between its passes: all, some, or 1.
 
     Args:
         reshard: yes, no, node (`FsdpPolicy`).

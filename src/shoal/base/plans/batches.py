@@ -42,7 +42,7 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
 
 
 def step_end(position: int, samples: int | None, batch: int) -> int:
-    """Return the stream position at which the step from `position` ends; as `cut_step`."""
+    """Return the stream position at which the step that starts at `position` ends."""
     return position + (batch if samples is None else min(batch, samples - position % samples))
 
 

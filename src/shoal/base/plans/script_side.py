@@ -44,7 +44,7 @@ class ScriptSide:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this is the one process."""
+        """Return whether this is the run on a single process, without a layout."""
         return bool(self.batches)
 
     @staticmethod

@@ -59,7 +59,7 @@ Emit = Callable[..., None]
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append an object as one line of JSON; as `append_lines`."""
+    """Append an object to a file as one line of JSON."""
     append_lines(path, [record])
 
 

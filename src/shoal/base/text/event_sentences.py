@@ -240,7 +240,7 @@ def _validated(event: Record) -> str:
 
 
 def _owner_loss(row: Record) -> str:
-    """Return the loss of an owner; of text its bits per byte, by which owners compare."""
+    """Return a data owner's loss; for text also its bits per byte, by which owners compare."""
     loss = number_text(row.get("loss"), 4)
     bits = row.get("bits_per_byte")
     return loss if bits is None else f"{number_text(bits, 4)} bits per byte (loss {loss})"

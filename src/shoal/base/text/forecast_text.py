@@ -1,4 +1,4 @@
-"""A forecast beside its measurement, as all commands print it: the ratio is measured ÷ foreseen.
+"""Forecast and measurement, as all commands print them: the ratio is measured ÷ predicted.
 
 So 29.1 s → 1.6 s (0.055 ×) reads: foreseen were 29.1 s, measured 1.6 s.
 """
@@ -14,7 +14,7 @@ OFF = "forecast far off"
 
 
 def ratio_text(foreseen: float, measured: float) -> str:
-    """Return how many times the foreseen figure was measured.
+    """Return measured ÷ predicted as text.
 
     >>> ratio_text(29.1, 1.6), ratio_text(0.2, 0.25), ratio_text(0.0045, 0.15)
     ('0.055 ×', '1.25 ×', '33 ×')
@@ -26,7 +26,7 @@ def ratio_text(foreseen: float, measured: float) -> str:
 
 
 def forecast_text(foreseen: float, measured: float, text: Callable[[float], str]) -> str:
-    """Return both figures and their ratio.
+    """Return a predicted and a measured figure, and their ratio, as text.
 
     Args:
         text: formats one of them with its unit.
@@ -38,7 +38,7 @@ def forecast_text(foreseen: float, measured: float, text: Callable[[float], str]
 
 
 def forecast_comment(foreseen_s: float, measured_s: float) -> str:
-    """Return the likely reason of a forecast of step time that is far off; "" of a near one.
+    """Return the likely reason why a forecast of step time is far off; "" if it is not.
 
     >>> forecast_comment(29.1, 1.6)
     'forecast far off: the machine was busy when it was measured; try: shoal doctor'
