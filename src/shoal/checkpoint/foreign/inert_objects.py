@@ -87,7 +87,7 @@ class InertTensor:
 
 
 def is_shape(values: Any) -> bool:
-    """Return whether `values` is a short tuple of whole numbers, as shapes and strides are."""
+    """Return whether `values` is a short tuple of integers, as shapes and strides are."""
     return (
         isinstance(values, tuple)
         and len(values) <= DIMS
