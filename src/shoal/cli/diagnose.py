@@ -77,7 +77,7 @@ class FolderDiagnosis:
         return [*found, record]
 
     def verdict_line(self) -> str:
-        """Return the verdict; of a run that completed with the cure for the next one."""
+        """Return the verdict; for a completed run also the remedy for the next one."""
         if self.verdict is None:
             return ""
         line = self.verdict.line()

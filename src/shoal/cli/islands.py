@@ -215,7 +215,7 @@ def _free_ports(count: int, width: int) -> list[int]:
 
 
 def _check_same_owners(folder: Path, count: int) -> None:
-    """Refuse to resume owners with another number of groups: their states stay where they are.
+    """Refuse a resume of data owners with another number of groups, which keep their states.
 
     Raises:
         ConfigError: some checkpoints lack, or there are those of other groups.

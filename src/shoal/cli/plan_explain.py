@@ -273,7 +273,7 @@ def _tensor_parallel_effect(module: Any, split: Any, plan: Plan) -> AxisEffect:
 
 
 def _weight_collectives(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
-    """Return the collectives that a split weight makes necessary, as text.
+    """Return the collectives that the split of one weight requires, as text.
 
     Args:
         reason: begins with the weight's role: column, the outputs of its product are split; row,

@@ -288,7 +288,7 @@ def replay_folder(run: Path, keep: Path | None) -> Iterator[Path]:
 
 
 def _prepare(folder: Path, overrides: list[str], began: int, *, trust: bool) -> PreparedRun:
-    """Settle the run of a replay's folder, with the layout and micro-batch that the run chose."""
+    """Prepare the run of a replay's folder, with the layout and micro-batch that the run chose."""
     from shoal.cli.start import PreparedRun, settle_run
     from shoal.config.resolve import chosen_micro_batch
     from shoal.config.save import restore_origins

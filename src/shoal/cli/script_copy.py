@@ -34,7 +34,7 @@ class CopyBudget:
     size_bytes: int = 256 * 2**20
 
     def spend(self, size_bytes: int) -> bool:
-        """Return whether a file may be copied, and count it."""
+        """Deduct a file from the budget and return True; return False if it does not fit."""
         if size_bytes > FILE_BYTES or self.files < 1 or self.size_bytes < size_bytes:
             return False
         self.files -= 1

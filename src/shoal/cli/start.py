@@ -169,7 +169,7 @@ def _check_result_unchanged(loaded: LoadedConfig, folder: Path) -> None:
 def settle_run(
     loaded: LoadedConfig, processes: int | None, resume: Path | None = None
 ) -> tuple[Plan, bool]:
-    """Settle processes, layout, batch and length in `loaded`; check model and data paths.
+    """Choose processes, layout, batch and length, and set them in `loaded`; check all paths.
 
     Args:
         loaded: the request.
@@ -230,7 +230,7 @@ def settle_run(
 
 
 def settle_run_batch(loaded: LoadedConfig, plan: Plan) -> Plan:
-    """Settle the batch and its division, in `loaded` and in the plan that has its layout.
+    """Set batch and micro-batch in `loaded`, and return the plan, whose layout is known, with both.
 
     A micro-batch that an earlier start chose is kept if it divides the share of a data-parallel
     rank; else the nearest below replaces it, and a line reports that.
