@@ -1,4 +1,4 @@
-"""Owners of a run: their names, and the [data] of each of them.
+"""Data owners of a run (federated clients): their names, and the [data] section of each.
 
     data.source=jsonl:owners/{owner}.jsonl        a file for each owner: east, north, south
     data.source=tokens:owners/{owner}             a folder for each owner
@@ -34,7 +34,7 @@ SPLITS, SPLIT_FORMS = ("even", "labels", "dirichlet"), "even, labels:1 or dirich
 
 
 def resolve_owners(loaded: LoadedConfig) -> None:
-    """Set islands.count to the number of owners that data.source names, if it is left open.
+    """Set islands.count to the number of data owners that data.source names, if it is left open.
 
     Raises:
         ConfigError: owners without data of their own, data of owners without
@@ -77,7 +77,7 @@ def resolve_owners(loaded: LoadedConfig) -> None:
 
 
 def _check_count(loaded: LoadedConfig, names: tuple[str, ...]) -> None:
-    """Refuse another number of names than of owners."""
+    """Refuse a number of names that is not the number of data owners."""
     data, islands = loaded.config.data, loaded.config.islands
     if islands.count != len(names):
         raise ConfigError(
@@ -88,14 +88,14 @@ def _check_count(loaded: LoadedConfig, names: tuple[str, ...]) -> None:
 
 
 def _suggest_missing_files(data: DataSection, count: int, found: int) -> str:
-    """Return the other cure, if fewer files are there than owners were asked for."""
+    """Return the other remedy, if there are fewer files than data owners."""
     if data.owners or found >= count:
         return ""
     return f", or add the data of {count - found} more owner{'s' * (count - found > 1)}"
 
 
 def find_owner_files(data: DataSection, names: tuple[str, ...]) -> dict[str, list[Path]]:
-    """Return the files or the folder of each owner; {} for a source that is not on this disk.
+    """Return each data owner's files or folder; {} for a source that is not on this disk.
 
     Raises:
         ConfigError: an owner has none. The line suggests no path: a similar one is another owner's.
@@ -118,7 +118,7 @@ def find_owner_files(data: DataSection, names: tuple[str, ...]) -> dict[str, lis
 
 
 def _compare_owner_files(files: dict[str, list[Path]]) -> list[str]:
-    """Return a line for each owner whose one file has the bytes of another owner's.
+    """Return a line for each data owner whose only file has the bytes of another owner's.
 
     Raises:
         ConfigError: two owners have the same file, by one path or by links.
@@ -149,7 +149,7 @@ def _compare_owner_files(files: dict[str, list[Path]]) -> list[str]:
 
 
 def _refuse_own_data(data: DataSection) -> None:
-    """Refuse data of owners in a run that has none."""
+    """Refuse keys for the data of several owners in a run without data owners."""
     for key, value in (("source", data.source), ("split", data.split)):
         if OWNER in value or (key == "split" and value):
             raise ConfigError(
@@ -177,7 +177,7 @@ def _check_names(data: DataSection) -> None:
 
 
 def list_owner_names(config: Config) -> tuple[str, ...]:
-    """Return the names of all owners, by number; "0", "1", … if no files name them."""
+    """Return the names of all data owners, by number; "0", "1", … if no files name them."""
     names = config.data.owners
     if not names and OWNER in config.data.source and not config.islands.at:
         names = glob_owner_names(config.data.source)
@@ -185,7 +185,7 @@ def list_owner_names(config: Config) -> tuple[str, ...]:
 
 
 def glob_owner_names(source: str) -> tuple[str, ...]:
-    """Return the names that `{owner}` stands for, in the order of their numbers and letters.
+    """Return the data owners for whose names `{owner}` stands, by their numbers and letters.
 
     () for a source that is no path.
 
@@ -215,7 +215,7 @@ def glob_owner_names(source: str) -> tuple[str, ...]:
 
 
 def select_owner(section: DataSection, name: str) -> DataSection:
-    """Return [data] of one owner.
+    """Return the [data] section of one data owner.
 
     >>> select_owner(DataSection(source="jsonl:of/{owner}.jsonl"), "east").source
     'jsonl:of/east.jsonl'
@@ -228,7 +228,7 @@ def select_owner(section: DataSection, name: str) -> DataSection:
 
 
 def list_data_sections(config: Config) -> list[DataSection]:
-    """Return [data] of every owner on this machine; of a run without owners the only one."""
+    """Return the [data] section of every data owner on this machine; without owners, the run's."""
     if not config.islands.owned:
         return [config.data]
     names = list_owner_names(config)
