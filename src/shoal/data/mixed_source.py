@@ -165,7 +165,7 @@ def _sample_evenly(documents: list[Document], share: float) -> Iterator[str]:
 
 
 def _sample_at_places(documents: list[TextRows], count: int, wanted: int) -> Iterator[str]:
-    """Yield the same text at some places."""
+    """Yield the model's input texts of rows at positions spread over documents."""
     if not (form := _form(documents[0])):
         return iter_texts_at(documents, count, wanted)
     rows = iter_rows_at(documents, count, wanted, form)

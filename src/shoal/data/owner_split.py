@@ -1,4 +1,4 @@
-"""Deal one dataset to owners, for experiments: `data.split`.
+"""Split one dataset over data owners, for experiments: `data.split`.
 
     even            every owner gets ⌊n/N⌋ or ⌈n/N⌉ samples, drawn from all
     labels:K        owner i gets the labels i·K … i·K + K − 1, modulo the number of labels; the
@@ -28,7 +28,7 @@ Indices = npt.NDArray[np.int64]
 
 
 def deal_samples(dataset: Any, owners: int, split: str, seed: int) -> list[Indices]:
-    """Return the sample numbers of every owner, ascending; an owner may have none.
+    """Return the sample numbers of every data owner, ascending; an owner may have none.
 
     Args:
         dataset: with a length and an index; labels are read for all kinds but even.
@@ -55,7 +55,7 @@ def deal_samples(dataset: Any, owners: int, split: str, seed: int) -> list[Indic
 def _deal_labels(
     by_label: Sequence[Indices], parts: list[list[Indices]], each: int, split: str
 ) -> None:
-    """Deal the samples of every label evenly to its owners."""
+    """Split the samples of every label evenly over the data owners that have the label."""
     labels, owners = len(by_label), len(parts)
     if each * owners < labels:
         raise ConfigError(
@@ -77,7 +77,7 @@ def _deal_dirichlet(
     alpha: float,
     generator: np.random.Generator,
 ) -> None:
-    """Deal the samples of every label by shares that are drawn anew."""
+    """Split the samples of every label by shares drawn from a Dirichlet distribution."""
     for indices in by_label:
         shares = generator.dirichlet([alpha] * len(parts))
         cuts = np.round(np.cumsum(shares)[:-1] * len(indices)).astype(np.int64)
@@ -94,7 +94,7 @@ def _group_by_label(labels: Indices, generator: np.random.Generator) -> list[Ind
 
 
 def _read_labels(dataset: Any, split: str) -> Indices:
-    """Return the label of every sample, from (inputs, label) pairs with a whole number."""
+    """Return the label of every sample, from (inputs, label) pairs with an integer label."""
     found = np.empty(len(dataset), dtype=np.int64)
     for index in range(len(dataset)):
         sample = dataset[index]
@@ -111,7 +111,7 @@ def _read_labels(dataset: Any, split: str) -> Indices:
 
 
 class OwnerSubset:
-    """The samples of one owner, as a dataset; `indices` are their numbers in the whole."""
+    """Samples of one data owner, as a dataset; `indices` are their numbers in the full one."""
 
     def __init__(self, dataset: Any, indices: Indices) -> None:
         self.dataset, self.indices = dataset, indices
@@ -120,13 +120,13 @@ class OwnerSubset:
             self.read_joined = self._read_joined
 
     def __len__(self) -> int:
-        """Return the number of the owner's samples."""
+        """Return the number of the data owner's samples."""
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Any:
-        """Return the owner's sample `index`."""
+        """Return the data owner's sample `index`."""
         return self.dataset[int(self.indices[index])]
 
     def _read_joined(self, indices: Sequence[int]) -> Any:
-        """Return some of the owner's samples joined; datasets that join samples alone have it."""
+        """Return some of the data owner's samples, joined by the dataset itself."""
         return self.dataset.read_joined(self.indices.take(indices))

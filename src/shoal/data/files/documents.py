@@ -171,7 +171,7 @@ D = TypeVar("D", bound=Document)
 
 
 def spread_ranges(documents: Sequence[D], count: int, wanted: int) -> list[tuple[D, int, int]]:
-    """Return (document, start, stop) of places evenly spread over the bytes of all documents.
+    """Return (document, start, stop) of ranges spread evenly over the bytes of all documents.
 
     Args:
         count: number of places.

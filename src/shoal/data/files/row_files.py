@@ -44,7 +44,7 @@ def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_lines_at(
     path: str, places: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) of the lines that begin in each byte range (start, stop), in order.
+    """Yield (location, object) of the lines that begin in each byte range (start, stop), in order.
 
     A packed file can only be read from its start, so it yields as many bytes there.
 
@@ -159,7 +159,7 @@ LEAST_PAGE, PAGE_ROWS = 2**20, 1024
 def read_row_groups(
     files: Sequence[tuple[str, int]], keys: Sequence[str], wanted: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) of the first rows of row groups spread over the bytes of files.
+    """Yield (location, object) of the first rows of row groups, spread over the bytes of files.
 
     Args:
         files: (path, bytes) of each file.

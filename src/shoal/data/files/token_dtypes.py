@@ -92,7 +92,7 @@ def detect_dtype(sample: bytes) -> DetectedDtype | None:
 
 
 def _find_floats(rows: Numbers) -> DetectedDtype | None:
-    """Return a float dtype if all numbers are whole ids, with small ones that exclude chance."""
+    """Return a float dtype if all numbers are integer ids, with small ones that exclude chance."""
     for code, dtype in FLOATS.items():
         numbers = rows.view(code).ravel()
         if not np.isfinite(numbers).all():

@@ -107,7 +107,7 @@ def _has_unshifted_labels(ids: list[int], labels: list[int] | None) -> bool:
 
 
 def _id_list(value: Any) -> list[int] | None:
-    """Return a row of whole numbers as a list; None for any other value."""
+    """Return a row of integers as a list; None for any other value."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         value = torch.as_tensor(value.astype(np.int64))
     if not isinstance(value, torch.Tensor) or value.ndim != 1 or not len(value):

@@ -129,7 +129,7 @@ def _text_origins(
 
 
 def _side_places(documents: Sequence[Document]) -> Iterator[str]:
-    """Yield the place of each row on the training side, in the order of its text."""
+    """Yield the file and line of each training row, in the order of its text."""
     for document in documents:
         if not isinstance(document, TextRows):
             continue
@@ -140,7 +140,7 @@ def _side_places(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _pick(places: Iterator[str], wanted: set[int]) -> dict[int, str]:
-    """Return the places at some numbers, reading no further than the last of them."""
+    """Return the items at some indices of a stream, reading no further than the last of them."""
     last = min(max(wanted, default=-1), MOST_ROWS)
     found = {}
     for number, place in enumerate(places):

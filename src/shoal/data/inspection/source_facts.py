@@ -229,7 +229,7 @@ def _field_ranges(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _label_counts(rows: list[dict[str, Any]], classes: Sequence[str]) -> dict[str, Any]:
-    """Return how often each label occurs, if targets are one whole number per sample."""
+    """Return how often each label occurs, if targets are one integer per sample."""
     found: Counter[int] = Counter()
     for row in rows:
         for entry in row.get("fields", ()):

@@ -55,7 +55,7 @@ def cut_batches(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequenc
 
 @dataclass
 class EpochOrder:
-    """Place in the order of batches, which a loader shares with copies that skip batches.
+    """Position in the order of batches, which a loader shares with copies that skip batches.
 
     Attributes:
         number: epochs until now.
@@ -98,7 +98,7 @@ class EpochOrder:
         return [self.ended, *map(encode_state, self.draws if self.is_inside else ())]
 
     def load(self, state: dict[str, Any], generator: torch.Generator | None) -> None:
-        """Resume from `state`; older ones have no place inside an epoch."""
+        """Resume from `state`; older states have no position inside an epoch."""
         if generator is not None and state["draws"]:
             generator.set_state(decode_state(state["draws"]))
         start = state.get("start")

@@ -225,7 +225,7 @@ class StepReader(IterableDataset[Any]):
         return self._at
 
     def seek(self, at: int) -> None:
-        """Restart from the last known state, and read up to stream position `at`."""
+        """Restart from the last saved state, then read and discard items up to position `at`."""
         self._at, state = self.known
         self.iterable.load_state_dict(json.loads(state))
         self._open()

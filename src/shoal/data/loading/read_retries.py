@@ -143,7 +143,7 @@ def drop_unreadable(samples: list[Any], sizes: list[int]) -> tuple[list[Any], li
 
 @dataclass(frozen=True)
 class LateSample:
-    """A stream's sample whose first read failed, in place of the sample.
+    """Result of the retries of a stream's sample whose first read failed.
 
     Attributes:
         sample: the sample from a retry, or LEFT_OUT.
@@ -164,7 +164,7 @@ class StreamReader(Protocol):
     end: Any
 
     def seek(self, at: int) -> None:
-        """Restart from the last known place, and go to sample `at`."""
+        """Restart from the last known position, and go to sample `at`."""
 
     def stands(self) -> int:
         """Return the number of the next sample."""
@@ -173,10 +173,10 @@ class StreamReader(Protocol):
         """Read the next sample, or END, in one try."""
 
     def state_text(self) -> Any:
-        """Return the place in its own state; None if the state is not exact."""
+        """Return the reader's state as its position; None if the state is not exact."""
 
     def skip_to(self, place: Any) -> None:
-        """Go to a place that is one sample further."""
+        """Go to a position that is one sample further."""
 
     def read_error(self, error: Exception, why: str) -> ShoalError:
         """Return the one-line error for an unreadable sample that cannot be left out."""

@@ -39,7 +39,7 @@ class GeneratorState(Protocol):
 
 
 def _twister_view(address: int) -> Any:
-    """Return a view of a Mersenne Twister's words and place in memory; `.raw` are its bytes now."""
+    """Return a view of a Mersenne Twister's words and position in memory; `.raw`: bytes now."""
     return (ctypes.c_char * PythonGenerator.SIZE).from_address(address)
 
 

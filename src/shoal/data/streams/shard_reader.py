@@ -105,7 +105,7 @@ class _OpenShard:
         return self.taken
 
     def seek(self, at: int) -> None:
-        """Restart the shard, and go to the place after `at` samples."""
+        """Restart the shard, and go to the position after `at` samples."""
         self.open()
         self.go_to(at, self.once)
 
@@ -114,7 +114,7 @@ class _OpenShard:
         return self.shard.state_dict() if self.reader.shards.has_places else None
 
     def skip_to(self, place: Any) -> None:
-        """Continue from a place one sample further, which counts when it is returned."""
+        """Continue from a position one sample further, which counts when it is returned."""
         self.known = self.taken + 1, place
         self.open()
         self.taken -= 1

@@ -30,7 +30,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 def gather_places(state: dict[str, Any], gather: Gather) -> dict[str, Any]:
-    """Return a loader's state with the places of all ranks; unchanged if it has none.
+    """Return a loader's state with the shard positions of all ranks; unchanged if it has none.
 
     Without the places a resume would read shards from their fronts, which only costs time.
     """
@@ -69,7 +69,7 @@ class ShardedLoader(IterableLoader):
         return stream_count(self.shards.count) % self.degree > 0
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state()`, under any layout, with the places of all ranks.
+        """Continue from a `state()`, under any layout, with the shard positions of all ranks.
 
         Raises a ConfigError for other shards, or a checkpoint of an unsharded stream.
         """

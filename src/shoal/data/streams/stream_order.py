@@ -70,7 +70,7 @@ class StreamOrder:
         self._rest = self._last_turns(lengths - self._even * turn)
 
     def _last_turns(self, left: Indices) -> tuple[Indices, Indices]:
-        """Return (stream, place in it) of the samples after the even rounds, stream by stream.
+        """Return (stream, position in it) of the samples after the even rounds, stream by stream.
 
         Args:
             left: remaining samples of each stream, at most one turn.
@@ -89,7 +89,7 @@ class StreamOrder:
         return self._rows[seed, epoch]
 
     def streams(self, offsets: Indices) -> tuple[Indices, Indices]:
-        """Return the stream of each position of an epoch, and its place before the shuffle."""
+        """Return the stream of each position of an epoch, and its position before the shuffle."""
         turns, within = np.divmod(offsets, self.turn)
         rounds, stream = np.divmod(turns, STREAMS)
         place = rounds * self.turn + within

@@ -31,9 +31,9 @@ Side = tuple[int, str]
 """A text and its side: 0 training, 1 held out."""
 
 
-def choose_sample_rule(documents: Sequence[Document], most: int | None = None) -> str:
-    """Return the sampling rule: `whole`, up to `most` bytes of files, or `places`."""
-    limit = WHOLE_BYTES if most is None else most
+def choose_sample_rule(documents: Sequence[Document], limit_bytes: int | None = None) -> str:
+    """Return "whole" if files fit in `limit_bytes`, else "places": evenly spread ranges."""
+    limit = WHOLE_BYTES if limit_bytes is None else limit_bytes
     return "whole" if sum(d.size_bytes for d in documents) <= limit else "places"
 
 
@@ -45,7 +45,7 @@ def tokenizer_sample_share(documents: Sequence[Document]) -> float:
 def sample_texts_at_places(
     documents: Sequence[Document], of_rows: Callable[..., Iterator[str]] = iter_texts_at
 ) -> Iterator[str]:
-    """Yield TRAIN_CHARACTERS of text from places in documents; each kind has its share.
+    """Yield TRAIN_CHARACTERS of text, read at positions spread over documents of each kind.
 
     Args:
         of_rows: returns the texts of (documents of one kind, places, bytes).
@@ -115,13 +115,13 @@ class SinglePassTexts:
                 yield text
 
     def _read(self, document: Document) -> Iterator[Side]:
-        """Yield the texts of a training document; for a file with two sides those of both."""
+        """Yield (0 training or 1 held out, text) of a training document; 1 only if it is split."""
         if self._is_split:
             return ((int(held), text) for held, text in document.iter_split())
         return ((0, text) for text in document.texts())
 
     def iter_all(self) -> Iterator[Side]:
-        """Yield every text, in the documents' order; a file with both sides is read once."""
+        """Yield all training and held-out texts in order; a file with both is read once."""
         both = [(0, document) for document in self.train]
         if not self._is_split:
             both += [(1, document) for document in self.validation]

@@ -53,14 +53,14 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of both parts."""
+        """Number of training and held-out tokens."""
         return sum(span.tokens for span in (*self.train, *self.validation))
 
 
 def open_corpus(
     train: Sequence[Document], validation: Sequence[Document], tokenizer: str, tail: float = 0.0
 ) -> Corpus:
-    """Open the tokens of both groups of documents, from the cache or encoded now.
+    """Open the tokens of training and held-out documents, from the cache or encoded now.
 
     Args:
         tokenizer: `bpe:VOCABULARY` (trained on train) or the path of a tokenizer.json.
@@ -122,7 +122,7 @@ def _build(
 
 
 def _encoded(texts: SinglePassTexts, spec: str) -> tuple[Any, list[np.ndarray[Any, Any] | None]]:
-    """Return the tokenizer, trained now or loaded, and the tokens of both sides."""
+    """Return the tokenizer, trained now or loaded, and tokens of training and held-out texts."""
     if spec.startswith("bpe:"):
         tokenizer = train_bpe_on(texts.sample(), int(spec[4:]))
     else:
@@ -178,7 +178,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def encode_texts(tokenizer: Any, texts: SinglePassTexts) -> list[np.ndarray[Any, Any] | None]:
-    """Encode all texts by side, each followed by the end-of-text token if there is one.
+    """Encode training and held-out texts, each followed by the end-of-text token if there is one.
 
     Returns:
         ids [tokens] of each side, uint16 where the vocabulary allows, else uint32; None for a side

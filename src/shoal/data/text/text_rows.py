@@ -93,7 +93,7 @@ class TextRows(Document):
     held: bool = False
 
     def rows(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (place, object) of every row of the file; only `keys` if the format allows.
+        """Yield (location, object) of every row of the file; only `keys` if the format allows.
 
         Raises a ConfigError with file and number.
         """
@@ -130,7 +130,7 @@ class TextRows(Document):
 
 
 def iter_rows(document: Document, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) of every row of a document; raises as its reader."""
+    """Yield (location, object) of every row of a document; raises as its reader."""
     if isinstance(document, TextRows):
         return document.rows(keys)
     raise TypeError(f"{document.path} has no rows")
@@ -149,7 +149,7 @@ def _first(document: Document) -> Iterator[tuple[str, dict[str, Any]]]:
 def iter_rows_at(
     documents: Sequence[TextRows], count: int, wanted: int, keys: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) of rows of documents of one kind, at places spread over their bytes.
+    """Yield (location, object) of rows at positions spread over documents of one kind.
 
     Args:
         count: number of places.
