@@ -131,7 +131,7 @@ class CompressedSum(Protocol):
 
 
 class ResidualCompressedSum:
-    """Base class of compressed sums whose state is residuals only: `rests`, by name.
+    """Base class of compressed sums whose only state is the residuals in `rests`, by name.
 
     Attributes:
         starts: offsets in each rank's part at which blocks restart (`SegmentedCodec`); (): none.
@@ -151,7 +151,7 @@ class ResidualCompressedSum:
         return SegmentedCodec(self.codec, starts) if starts else self.codec
 
     def sizes(self, lengths: Sequence[int]) -> list[int]:
-        """Return the encoded bytes of parts of such lengths; equal lengths give equal sizes.
+        """Return the encoded bytes of one part per rank; parts of equal length get equal sizes.
 
         Collectives of equal parts are cheaper, so shorter codes are padded with zeros.
         """
@@ -173,7 +173,7 @@ class ResidualCompressedSum:
         return {name: rest.standing for name, rest in self.rests.items()}
 
     def load_state_dict(self, kept: Mapping[str, Tensor]) -> None:
-        """Load the residuals that `state_dict` returned, and start a step with them."""
+        """Load the residuals that `state_dict` returned, as those of the next step."""
         for name, rest in self.rests.items():
             rest.standing.copy_(kept[name])
             rest.begin()
@@ -203,7 +203,7 @@ class CompressedAllReduce(ResidualCompressedSum):
         self.rests = {"left": self.left, "left_of_sum": self.left_of_sum}
 
     def send(self, flat: torch.Tensor) -> PendingSum:
-        """Send every owner its encoded part."""
+        """Encode `flat` plus the residual, and start to send each rank the part that it sums."""
         parts = self.left.add(flat).view(self.world.size, self.part)
         return _PendingCompressedAllReduce(
             self, _start_parts_exchange(self, parts.unbind(), self.world)
@@ -231,7 +231,7 @@ class _PendingCompressedAllReduce:
         self.work = world.all_gather_parts(self.gathered, self.cuts)
 
     def result(self, out: torch.Tensor) -> None:
-        """Decode all parts, the own one too, so that all ranks have the same bits."""
+        """Decode all parts, this rank's too, so that all ranks have the same bits."""
         if self.work is not None:
             self.work.wait()
         sender = self.sender
@@ -264,7 +264,7 @@ class CompressedReduceScatter(ResidualCompressedSum):
         self.rests = {"left": self.left}
 
     def send(self, flat: torch.Tensor) -> PendingSum:
-        """Send every owner its encoded part."""
+        """Encode `flat` plus the residual, and start to send each rank the part that it sums."""
         numbers = self.left.add(flat[: self.cuts[-1]])
         parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         return _PendingCompressedReduceScatter(self, _start_parts_exchange(self, parts, self.world))
@@ -388,7 +388,7 @@ def block_starts(sizes: Sequence[int]) -> list[int]:
 def _start_parts_exchange(
     sender: ResidualCompressedSum, parts: Sequence[torch.Tensor], world: World
 ) -> PendingExchange:
-    """Start to send every rank its encoded part; the parts keep the encoding errors."""
+    """Encode one part per rank and start to send it; in place, parts become encoding errors."""
     sizes = sender.sizes([part.numel() for part in parts])
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
     for rank, (part, row) in enumerate(zip(parts, packed.split(sizes), strict=True)):

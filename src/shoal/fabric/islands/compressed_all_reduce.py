@@ -66,7 +66,7 @@ def chunk_elements(codec: Codec) -> int:
 
 
 class ChunkLayout:
-    """Partition of a vector into parts by owner, and of each part into chunks.
+    """Partition of a vector into a part per island that sums it, and of parts into chunks.
 
     Args:
         chunk: elements per chunk.
@@ -170,7 +170,7 @@ class CompressedExchange:
 
     @property
     def gram(self) -> list[list[float]]:
-        """Inner products of the decoded messages; see the class."""
+        """Inner products of the decoded messages over this island's part: [R][R]."""
         return self._products.tolist()
 
     @property
@@ -249,7 +249,7 @@ class CompressedExchange:
     def _distribute_sums(
         self, weights: Sequence[float], divisor: float, total: Tensor, deadline: Deadline
     ) -> None:
-        """Send the sum of the own part to all islands, and decode theirs into `total`."""
+        """Send the sum of this island's part to all islands, and decode theirs into `total`."""
         islands = range(self.links.count)
 
         def start(chunk: int) -> PendingLinkExchange:
@@ -293,7 +293,7 @@ class CompressedExchange:
             self._products += wide @ wide.T
 
     def _sum_chunk(self, chunk: int, weights: Sequence[float], divisor: float, out: Tensor) -> None:
-        """Write Σ weights[i] · message i / divisor, for one chunk of the own part, to `out`.
+        """Write Σ weights[i] · message i / divisor to `out`, for one chunk of this island's part.
 
         The islands' decoded messages are added in order, for equal bits in every run.
 

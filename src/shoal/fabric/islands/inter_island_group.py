@@ -153,7 +153,7 @@ class InterIslandGroup:
         tag: str,
         deadline_s: float,
     ) -> CompressedExchange:
-        """Run the first half of a sum: exchange encoded parts, so that owners have their parts.
+        """Run the first half of a sum: send each island the encoded part that it sums.
 
         Args:
             flat: [elements] in the codec's dtype, on the CPU, contiguous; as many on each island;
@@ -179,7 +179,7 @@ class InterIslandGroup:
         tag: str,
         deadline_s: float,
     ) -> CompressedExchange:
-        """Run the first half of a sum in which islands send no message, one or several.
+        """Run the first half of a sum of messages; an island may send none, one or several.
 
         Args:
             flats: this island's messages, each as `flat` of `start_compressed_all_reduce`.

@@ -167,7 +167,7 @@ class IslandConnections:
     def exchange(
         self, packed: torch.Tensor, to: Sequence[int], of: Sequence[int], deadline: Deadline
     ) -> PendingLinkExchange:
-        """Start to send every member its part of `packed`, and to receive the own parts of all.
+        """Start to send every member its part of `packed`, and to receive this member's from all.
 
         Args:
             packed: [sum(to)] uint8: the bytes for member 0, 1, … in order, the own ones included.

@@ -194,12 +194,12 @@ class MemberLinks:
         return AuthenticatedConnection(connection, self.token, at)
 
     def report(self, failure: Exception) -> None:
-        """Tell of a refused or altered connection, each line once."""
+        """Report a refused or altered connection, each line once."""
         if isinstance(failure, KeyRefusedError | AlteredConnectionError):
             self.report_line(str(failure))
 
     def report_line(self, line: str) -> None:
-        """Tell a line that was not told since the list of keys changed.
+        """Report a line, unless it was reported since the list of keys changed.
 
         The two directions between two islands count as one, though their addresses differ.
         """
@@ -215,7 +215,7 @@ class MemberLinks:
             self._tell(line)
 
     def forget_lines(self) -> None:
-        """Tell all lines again if they come again: the list of keys changed."""
+        """Report repeated lines again from now on: the list of keys changed."""
         self._told.clear()
         self._nameless.clear()
 

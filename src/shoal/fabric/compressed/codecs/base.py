@@ -61,7 +61,7 @@ class Codec(Protocol):
         """Return the encoded size of so many numbers, scales and padding included."""
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
-        """Encode a vector.
+        """Encode a vector into `out`.
 
         Args:
             numbers: [elements] in `dtype`, without gaps; left as they are.
@@ -96,11 +96,11 @@ class BlockScaledCodec(ABC):
         self.dtype, self.block = dtype, block
 
     def size_bytes(self, elements: int) -> int:
-        """See `Codec.size_bytes`."""
+        """Return the encoded size of so many numbers: scales, codes and padding."""
         return align_up(self._scale_bytes(elements) + self._code_bytes(elements))
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
-        """See `Codec.encode`."""
+        """Encode a vector block by block; a block with a non-finite number decodes to NaN."""
         elements = numbers.numel()
         scales, codes = self._fields(out, elements)
         out[scales.nbytes + codes.nbytes :] = 0
@@ -119,7 +119,7 @@ class BlockScaledCodec(ABC):
     def decode(
         self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        """See `Codec.decode`; a number is code · (weight · scale), each product rounded."""
+        """Write code · (weight · scale), each product rounded, to `out`, or add it."""
         elements = out.numel()
         scales, codes = self._fields(packed, elements)
         factors = scales * weight
@@ -176,12 +176,12 @@ class SegmentedCodec:
         self.name, self.dtype, self.gathers = codec.name, codec.dtype, codec.gathers
 
     def size_bytes(self, elements: int) -> int:
-        """See `Codec.size_bytes`."""
+        """Return the encoded size of so many numbers: the sum over segments, each padded."""
         ends = [min(place, elements) for place in (*self.starts, elements)]
         return sum(self.codec.size_bytes(b - a) for a, b in pairwise([0, *ends]))
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
-        """See `Codec.encode`."""
+        """Encode the segments of a vector one after another."""
         place = 0
         for piece in numbers.tensor_split(list(self.starts)):
             size = self.codec.size_bytes(piece.numel())
@@ -192,7 +192,7 @@ class SegmentedCodec:
     def decode(
         self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        """See `Codec.decode`."""
+        """Decode the segments one after another: overwrite `out`, or add to it."""
         place = 0
         for piece in out.tensor_split(list(self.starts)):
             size = self.codec.size_bytes(piece.numel())

@@ -15,7 +15,7 @@ from shoal.fabric.compressed.codecs.plain import UncompressedCodec
 
 
 class Bf16Codec(UncompressedCodec):
-    """The codec `bf16`."""
+    """The codec `bf16`: numbers are cast to bfloat16."""
 
     name = "bf16"
 

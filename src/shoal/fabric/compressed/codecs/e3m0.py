@@ -37,7 +37,7 @@ LEAST_EXPONENT = 8
 
 
 class E3M0Codec(BlockScaledCodec):
-    """The codec `e3m0`."""
+    """The codec `e3m0`: sign and a 3-bit exponent per number, and a scale 2^k per block."""
 
     name = "e3m0"
     bits = 4
@@ -60,7 +60,7 @@ class E3M0Codec(BlockScaledCodec):
         )
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
-        """See `BlockScaledCodec.pack`; on a CPU it processes one block at a time."""
+        """Encode blocks as 4-bit codes and scales 2^k, one block at a time."""
         code, sign, together = room
         width = numbers.shape[1]
         ends = zip(numbers.amax(1).tolist(), numbers.amin(1).tolist(), strict=True)
@@ -95,7 +95,7 @@ class E3M0Codec(BlockScaledCodec):
         steps.bitwise_or_(sign).bitwise_right_shift_(6)
 
     def unpack(self, codes: Tensor, units: Tensor) -> None:
-        """See `BlockScaledCodec.unpack`."""
+        """Decode pairs of 4-bit codes by a table of all bytes, in units of their scale."""
         pairs = torch.view_as_complex(units.view(-1, 2))
         torch.index_select(_byte_pair_table(self.dtype, units.device), 0, codes.int(), out=pairs)
 
@@ -110,7 +110,7 @@ class E3M0Codec(BlockScaledCodec):
 
 
 def _to_int16(number: int) -> int:
-    """Return a whole number wrapped to a signed 16-bit integer."""
+    """Return an integer wrapped to 16 bits, signed."""
     return (number + 2**15) % 2**16 - 2**15
 
 

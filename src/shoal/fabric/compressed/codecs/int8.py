@@ -28,7 +28,7 @@ LARGEST_CODE = 127
 
 
 class Int8Codec(BlockScaledCodec):
-    """The codec `int8`.
+    """The codec `int8`: a byte per number, −127 … 127 times its block's scale.
 
     Args:
         scale: one public scale for all blocks; 0: each block has its own.
@@ -46,7 +46,7 @@ class Int8Codec(BlockScaledCodec):
         return (torch.empty(elements, dtype=self.dtype, device=device),)
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
-        """See `BlockScaledCodec.pack`."""
+        """Encode blocks as bytes −127 … 127, and the scale of each block."""
         units = room[0][: numbers.numel()].view_as(numbers)
         if self.scale:
             scale.fill_(self.scale)
@@ -73,5 +73,5 @@ class Int8Codec(BlockScaledCodec):
         codes.view(torch.int8).copy_(units.view(-1))
 
     def unpack(self, codes: Tensor, units: Tensor) -> None:
-        """See `BlockScaledCodec.unpack`."""
+        """Decode signed bytes to numbers, in units of their scale."""
         units.copy_(codes.view(torch.int8))

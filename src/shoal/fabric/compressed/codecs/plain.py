@@ -23,11 +23,11 @@ class UncompressedCodec:
         self.wire = dtype
 
     def size_bytes(self, elements: int) -> int:
-        """See `Codec.size_bytes`."""
+        """Return the bytes of so many numbers in the dtype that is sent, with padding."""
         return align_up(elements * self.wire.itemsize)
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
-        """See `Codec.encode`."""
+        """Cast a vector to the dtype that is sent."""
         end = numbers.numel() * self.wire.itemsize
         out[:end].view(self.wire).copy_(numbers)
         out[end:] = 0
@@ -35,7 +35,7 @@ class UncompressedCodec:
     def decode(
         self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        """See `Codec.decode`."""
+        """Write weight · received numbers to `out`, or add them."""
         elements = out.numel()
         coded = packed[: elements * self.wire.itemsize].view(self.wire)
         room = out.new_empty(longest_run(elements, out.device) if add else 0)

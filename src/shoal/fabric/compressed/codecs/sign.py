@@ -25,7 +25,7 @@ UNFOLDS = ((28, 0x0000000F0000000F), (14, 0x0003000300030003), (7, 0x01010101010
 
 
 class SignCodec(BlockScaledCodec):
-    """The codec `sign`."""
+    """The codec `sign`: one bit per number, and the mean magnitude of each block."""
 
     name = "sign"
     bits = 1
@@ -38,7 +38,7 @@ class SignCodec(BlockScaledCodec):
         )
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
-        """See `BlockScaledCodec.pack`."""
+        """Encode blocks as one sign bit per number, eight a byte, and their mean magnitudes."""
         count = numbers.numel()
         magnitudes = torch.abs(numbers, out=room[0][:count].view_as(numbers))
         scale.copy_(magnitudes.sum(1, keepdim=True, dtype=torch.float64) / numbers.shape[1])
@@ -50,7 +50,7 @@ class SignCodec(BlockScaledCodec):
         codes.copy_(eights)
 
     def unpack(self, codes: Tensor, units: Tensor) -> None:
-        """See `BlockScaledCodec.unpack`."""
+        """Decode sign bits to −1 and 1."""
         eights = codes.long()
         for shift, kept in UNFOLDS:
             eights.bitwise_or_(eights << shift).bitwise_and_(kept)

@@ -32,7 +32,7 @@ GROUP = 16 * CHUNK
 
 
 class Top2BitCodec:
-    """The codec `top2bit`."""
+    """The codec `top2bit`: 64 largest of 4096 numbers, in two bits each, and their positions."""
 
     name = "top2bit"
     gathers = True
@@ -41,11 +41,11 @@ class Top2BitCodec:
         self.dtype = dtype
 
     def size_bytes(self, elements: int) -> int:
-        """See `Codec.size_bytes`."""
+        """Return the encoded size of so many numbers: codebooks, positions and values."""
         return align_up(sum(self._sizes(elements)))
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
-        """See `Codec.encode`."""
+        """Encode the largest numbers of each chunk by position, sign and one of two magnitudes."""
         books, places, values = self._fields(out, numbers.numel())
         out[books.nbytes + places.nbytes + values.nbytes :] = 0
         chosen, codes = [], []
@@ -61,7 +61,7 @@ class Top2BitCodec:
     def decode(
         self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        """See `Codec.decode`; a number is ±(weight · magnitude)."""
+        """Add ±(weight · magnitude) to `out`, zeroed unless `add`, at the encoded positions."""
         if not add:
             out.zero_()
         elements = out.numel()
@@ -77,13 +77,13 @@ class Top2BitCodec:
         out.index_add_(0, where, signed[group, _unpack_values(values)[:sent]])
 
     def _sizes(self, elements: int) -> tuple[int, int, int]:
-        """Return the bytes of codebooks, places and values."""
+        """Return the bytes of codebooks, positions and values."""
         sent = -(-elements // SENT)
         groups = sum(1 for _ in _groups(elements))
         return 2 * groups * self.dtype.itemsize, 3 * -(-sent // 2), -(-sent // 4)
 
     def _fields(self, packed: Tensor, elements: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views (codebooks [groups, 2], places, values); the last two are bytes."""
+        """Return views (codebooks [groups, 2], positions, values); the last two are bytes."""
         if not elements:
             return packed.new_empty(0, 2, dtype=self.dtype), packed[:0], packed[:0]
         books, places, values = packed[: sum(self._sizes(elements))].split(self._sizes(elements))
@@ -109,7 +109,7 @@ def _encode_group(kept: Tensor, book: Tensor) -> Tensor:
 
 
 def _pack_places(places: Tensor) -> Tensor:
-    """Pack pairs of 12-bit places into three bytes each."""
+    """Pack pairs of 12-bit positions into three bytes each."""
     pairs = torch.nn.functional.pad(places, (0, len(places) % 2)).view(-1, 2)
     return (pairs[:, 0] | pairs[:, 1] << 12).int().view(torch.uint8).view(-1, 4)[:, :3].flatten()
 
