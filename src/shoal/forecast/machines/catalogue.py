@@ -93,7 +93,7 @@ class DeviceModel:
 
 
 def _ladder(flops_per_s: float, top: float) -> tuple[tuple[float, float], ...]:
-    """Return the steps of the A100's ladder, at products that take the same time."""
+    """Return a device's rates (FLOP, share of peak), scaled from the A100's at equal times."""
     scale = flops_per_s / A100_FLOPS
     return tuple((flop * scale, share * top / 0.95) for flop, share in A100_LADDER)
 

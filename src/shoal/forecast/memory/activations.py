@@ -34,7 +34,7 @@ PUT_OFF = ("gpipe", "zero-bubble")
 
 
 class ActivationShares(NamedTuple):
-    """Factors from one sample's bytes to a rank's: of split, plain and whole tensors."""
+    """Factors from a sample's bytes to a rank's: of split, plain and replicated tensors."""
 
     split: float
     plain: float
@@ -172,7 +172,7 @@ def waiting_head_bytes(case: PlanningCase, stage: StageUnits) -> float:
 
 
 def _product_bytes(unit: UnitFacts, by: ActivationShares) -> float:
-    """Return the bytes of the outputs of one unit's products, and thus of their gradients."""
+    """Return the bytes of one unit's matrix-product outputs, and thus of their gradients."""
     split, plain = unit.selective_bytes
     return split * by.split + plain * by.plain
 

@@ -227,7 +227,7 @@ class _RankPlacements:
         return bucket.cuts[owner], bucket.cuts[owner + 1]
 
     def row_elements(self, row: Placement) -> int:
-        """Return the elements allocated on every rank under zero 3: ceil(rows / ranks) rows."""
+        """Return a parameter's elements per rank under ZeRO-3: ceil(rows / ranks) rows of it."""
         shape = row.local_shape(self.at)
         return -(-shape[0] // row.degree(row.data_axes[1], self.layout)) * math.prod(shape[1:])
 

@@ -169,7 +169,7 @@ def sharded_bytes(case: PlanningCase, stage: StageUnits) -> ShardedBytes:
 
 
 def reshard_degree(case: PlanningCase) -> int:
-    """Return the ranks that share a block between its passes (`fsdp.reshard`); 1: whole."""
+    """Return over how many ranks a block is sharded between its passes (`fsdp.reshard`)."""
     layout = case.layout
     apart = layout.cp * layout.tp
     shards = shard_counts(case)[0]

@@ -247,7 +247,7 @@ def _count_full_layers(keys: Mapping[str, Any], layers: int) -> int:
 
 
 def _head(config: _ConfigReader, kind: DecoderRow) -> dict[str, Any]:
-    """Return the width of a head; of multi-head latent attention also its ranks."""
+    """Return the width of a head; for multi-head latent attention also its ranks."""
     if not kind.latent:
         return {"head_size": config.whole("head_dim", default=0) if kind.head_dim else 0}
     values = config.whole("v_head_dim")

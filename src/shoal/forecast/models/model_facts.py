@@ -192,7 +192,7 @@ def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | 
 
 
 def _finish_moe(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """Fill in and check as for llama; a token uses at most as many experts as there are."""
+    """Fill in llama's derived arguments, and check that top_k is at most the number of experts."""
     if full["top_k"] > full["experts"]:
         raise ConfigError(
             f"model.top_k = {full['top_k']}: more than model.experts = {full['experts']}; "
@@ -209,7 +209,7 @@ def _finish_gpt(full: dict[str, Any], vocabulary: int | None, sequence: int | No
 
 
 def _finish_vit(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """Fill in and check as for gpt, and check that patches tile the image."""
+    """Fill in a ViT's derived arguments; check that heads divide dim and patches the image."""
     full["hidden"] = full["hidden"] or 4 * full["dim"]
     _check_heads(full["dim"], full["heads"], full["heads"])
     size, patch = full["image_size"], full["patch"]

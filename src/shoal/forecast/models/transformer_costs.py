@@ -130,7 +130,7 @@ def _embedding(cut: BlockContext) -> UnitFacts:
 
 
 def _head(cut: BlockContext) -> UnitFacts:
-    """Return the head: last norm, product with the vocabulary, loss; for ViT of one token."""
+    """Return the head: last norm, output projection, loss; for a ViT over one token."""
     shape, e, tokens = cut.shape, cut.e, cut.sequence
     h, words = shape.hidden, shape.vocabulary
     rows = 1 if shape.patch else tokens

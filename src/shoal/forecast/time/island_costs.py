@@ -337,13 +337,13 @@ def _outer_state_count(policy: IslandsPolicy) -> int:
 
 
 def _extra_copies(policy: IslandsPolicy) -> int:
-    """Return the numbers per parameter that an island keeps beside its own weights."""
+    """Return the memory of an island beside its weights, in values per parameter."""
     tiers = 2 if policy.regions > 1 else 1
     return tiers * (1 + _outer_state_count(policy)) + (2 if CODINGS[policy.codec].feedback else 0)
 
 
 def _owner_copies(policy: IslandsPolicy, facts: IslandsFacts) -> float:
-    """Return the numbers per parameter that a group keeps for owners: messages, inner states."""
+    """Return the memory for data owners, in values per parameter: messages, optimizer states."""
     if not policy.owned:
         return 0.0
     owners, controls = len(policy.owners_of(0)), int(policy.method == "scaffold")

@@ -52,7 +52,7 @@ class UnitCosts:
     sent: CollectiveCost = NOTHING
 
     def times(self, count: float) -> UnitCosts:
-        """Return the costs of `count` such parts."""
+        """Return the costs of `count` units that are equal to this one."""
         return UnitCosts(
             {term: seconds * count for term, seconds in self.terms.items()},
             self.compute_s * count,

@@ -151,7 +151,7 @@ def step_terms(case: PlanningCase) -> StepTerms:
 
 
 def _multiply_stage(stage: StageTerms, held: int) -> StageTerms:
-    """Return the stage of a rank that holds several such, one micro-batch at a time."""
+    """Return the costs of a rank that holds `held` equal stages and runs one at a time."""
     return replace(
         stage,
         parameters=stage.parameters * held,

@@ -101,7 +101,7 @@ def interpolate_ladder(
 def recompute_shares(
     case: PlanningCase, habits: FrameworkOverlap, in_block: bool
 ) -> tuple[float, float, float]:
-    """Return shares of products, attention and the rest that recompute runs again in a unit."""
+    """Return the shares of matrix products, attention and other work that a unit recomputes."""
     if not in_block or case.plan.recompute == "none":
         return 0.0, 0.0, 0.0
     if case.plan.recompute == "full":
