@@ -73,7 +73,7 @@ class MergeMethod:
         return OuterState(local, self._build)
 
     def fragments(self, bytes_of: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-        """Return the parameter names of every fragment; see `fragments.deal`."""
+        """Return the parameter names of every fragment."""
         return partition_parameters(bytes_of, self.policy.fragments)
 
     def schedule_fragments(self, steps: int) -> tuple[FragmentSchedule, ...]:
@@ -185,7 +185,7 @@ class MergeMethod:
         """Adjust gradients before every inner update, when `.grad` is the step's mean gradient."""
 
     def start_owner(self, control: Mapping[str, Tensor]) -> None:
-        """Start the inner steps of an owner whose state `end_owner` returned in an earlier round.
+        """Start the inner steps of a data owner, whose state `end_owner` returned in a past round.
 
         Args:
             control: {} if the owner has not trained yet.
@@ -193,7 +193,7 @@ class MergeMethod:
         self.control = dict(control)
 
     def end_owner(self) -> dict[str, Tensor]:
-        """Return the owner's state after its message; it counts only if the message does."""
+        """Return the data owner's state after its message; it counts only if the message does."""
         return self.control
 
 

@@ -1,4 +1,4 @@
-"""Rounds of owners: the owners that train in a round, and the samples that each of them uses.
+"""Rounds of data owners: those that train in a round, and the samples that each of them uses.
 
 An owner has an endless stream of its own samples, as `base/plans/batches.py` describes: position p
 is a sample of epoch p // n, where n is the number of its samples. The state is one position per
@@ -26,7 +26,7 @@ from shoal.islands.sample_ranges import SampleRange, SampleStream, cut_steps
 
 @dataclass(frozen=True)
 class OwnerSchedule:
-    """Schedule of a run's owners; the same on every island.
+    """Schedule of a run's data owners; the same on every island.
 
     Attributes:
         held: samples of each owner.
@@ -48,7 +48,7 @@ class OwnerSchedule:
 
     @property
     def round_steps(self) -> int:
-        """Return the most inner steps that an owner takes in a round."""
+        """Return the most inner steps that a data owner takes in a round."""
         if not self.epochs:
             return self.period
         return max(1, self.epochs * -(-max(self.held) // self.batch))
@@ -69,7 +69,7 @@ class OwnerSchedule:
         return max(1, -(-self.last_epoch * -(-max(self.held) // self.batch) // self.period))
 
     def active(self, positions: Sequence[int], stopped: Collection[int] = ()) -> list[int]:
-        """Return the owners that have samples to train on, without the `stopped` ones."""
+        """Return the data owners that have samples to train on, without the `stopped` ones."""
         return [
             owner
             for owner, (samples, position) in enumerate(zip(self.held, positions, strict=True))
@@ -81,7 +81,7 @@ class OwnerSchedule:
     def draw(
         self, round_number: int, positions: Sequence[int], stopped: Collection[int] = ()
     ) -> tuple[int, ...]:
-        """Return the owners that train in a round, ascending; () if none is active.
+        """Return the data owners that train in a round, ascending; () if none is active.
 
         Args:
             stopped: owners whose changes were refused too often.
@@ -103,7 +103,7 @@ class OwnerSchedule:
         return tuple(sorted(order[:count]))
 
     def next_range(self, owner: int, position: int) -> SampleRange:
-        """Return the samples that an owner uses in its next round, as positions of its stream.
+        """Return the samples of a data owner's next round, as positions of its stream.
 
         >>> OwnerSchedule((10,), 4, period=2, last_epoch=1).next_range(0, 8)
         SampleRange(start=8, stop=10)
@@ -119,7 +119,7 @@ class OwnerSchedule:
         return SampleRange(position, stop)
 
     def cut_steps(self, owner: int, position: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) positions of an owner's inner steps in its next round."""
+        """Return the (start, stop) positions of a data owner's inner steps in its next round."""
         return cut_steps((self.next_range(owner, position),), self.held[owner], self.batch)
 
     def advance(

@@ -336,7 +336,7 @@ class _ExchangeTask:
     def _second_half(
         self, first: list[CompressedExchange], weights: list[float], divisor: float
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return means of the fragment's parameters and of plain tensors, this rank's parts."""
+        """Return this rank's parts of the means over islands: parameters, and other tensors."""
         if not divisor:  # no island is admitted: all know it, and nothing is sent
             return {}, {}
 

@@ -97,7 +97,7 @@ class ChangeMerge:
         return hashlib.sha256("".join(told).encode()).hexdigest()
 
     def merge(self, proposals: Sequence[TurnProposal], changes: Sequence[bytes]) -> MergedChanges:
-        """Propose the merge of changes to the outer weights; `commit` or `undo` ends it.
+        """Apply the members' changes to the outer weights; `commit` keeps and `undo` drops them.
 
         Args:
             changes: bytes of this rank's piece of each proposal's change.

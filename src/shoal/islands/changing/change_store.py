@@ -1,4 +1,4 @@
-"""Bytes of the changes of a turn: the own one, and those fetched from other members.
+"""Bytes of the changes of a turn: this member's, and those fetched from other members.
 
 A change is fetched as soon as somebody names it, from its member or from the chair, which has all
 that it offers. Its SHA-256 is its name, so altered bytes never count.
@@ -42,7 +42,7 @@ class ChangeStore:
         self._fetching: set[str] = set()
 
     def add(self, piece: bytes) -> str:
-        """Keep the own piece; return its hash."""
+        """Keep this member's own piece; return its hash."""
         digest = hashlib.sha256(piece).hexdigest()
         self._changes[digest] = piece
         return digest
@@ -68,7 +68,7 @@ class ChangeStore:
         return digest not in self._changes and digest not in self._fetching
 
     def fetch(self, proposal: TurnProposal, ballot: Ballot) -> None:
-        """Begin to fetch a piece that is not here."""
+        """Start to fetch this rank's piece of a member's change, unless it is here."""
         digest, names = self._piece_of(proposal), [proposal.seat.name]
         if ballot != ALL_VOTE:
             names.append(ballot[1])

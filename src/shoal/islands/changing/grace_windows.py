@@ -23,7 +23,7 @@ RETRY_S, MOST_DOUBLED = 5.0, 6
 
 
 class GraceWindow:
-    """Window of one member for the others.
+    """Time window in which a member waits for the changes of the others.
 
     Args:
         wait_s: longest window.
@@ -40,7 +40,7 @@ class GraceWindow:
         self._window_s, self._dead_since_s = RETRY_S, 0.0
 
     def open(self, size_bytes: int, compute_s: float) -> None:
-        """Begin to wait for the others' changes.
+        """Open the window; its length follows from the size of a change and the compute time.
 
         Args:
             compute_s: seconds of the own inner steps of this turn.
@@ -57,7 +57,7 @@ class GraceWindow:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the window anew."""
+        """Restart the window, since something happened in this turn."""
         self.moved_s, self._dead_since_s = time.monotonic(), 0.0
 
     def is_over(

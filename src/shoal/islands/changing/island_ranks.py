@@ -63,7 +63,7 @@ class IslandRanks:
         self._thread = threading.Thread(target=self._follow, name="island-rank", daemon=True)
 
     def start(self, links: MemberLinks) -> None:
-        """Begin to take part."""
+        """Start the thread that runs the members' protocol."""
         self._links = links
         if self.driver is not None:
             self.driver.start(links)

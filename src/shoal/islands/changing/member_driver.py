@@ -113,7 +113,7 @@ class MemberDriver:
     # the training thread
 
     def start(self, links: MemberLinks) -> None:
-        """Begin to take part."""
+        """Start the thread that runs the members' protocol."""
         self.links = self.changes.links = links
         self._thread.start()
 
@@ -172,7 +172,7 @@ class MemberDriver:
         self.close()
 
     def close(self) -> None:
-        """End at once."""
+        """Stop the thread and close the connections at once."""
         self._ended.set()
         self._thread.join(10.0)
         self.links.close()
@@ -359,7 +359,7 @@ class MemberDriver:
             raise ClusterError(self._describe_wait())
         if self._awaits and needs_common_start(member, set(self._awaits), self.links):
             self._restart_member(member.fact)
-        elif fact is not None and self._is_outnumbered(fact):
+        elif fact is not None and self._is_superseded(fact):
             self._restart_member(self._arrival.held)
         elif not member.seated or fact is None:
             if now_s - self._greeted_s > GREET_S:
@@ -369,8 +369,8 @@ class MemberDriver:
             self.window.restart()
             member.grace_over()
 
-    def _is_outnumbered(self, fact: CommittedTurn) -> bool:
-        """Return whether an earlier start of this island has a higher number than this process.
+    def _is_superseded(self, fact: CommittedTurn) -> bool:
+        """Return whether a turn names a start number of this island not below this process's.
 
         The clock was set back, and the disk that knew the number was emptied.
         """

@@ -95,13 +95,13 @@ class UnsharedOuterState(OuterState):
         return self.propose({name: self.weights[name] + part for name, part in mean.items()})
 
     def commit(self) -> None:
-        """See `OuterState.commit`."""
+        """Install the proposed outer weights and state, and hash those that changed."""
         moved = list(self._before or {})
         super().commit()
         self._sealed.update({name: self._seal(name) for name in moved})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `OuterState.load`."""
+        """Load outer weights and optimizer state by name, and hash them."""
         super().load(tensors)
         self._sealed = {name: self._seal(name) for name in self.weights}
 
@@ -150,7 +150,7 @@ class NoLoCo(MergeMethod):
         return build
 
     def open(self, local: Mapping[str, Tensor]) -> OuterState:
-        """See `MergeMethod.open`."""
+        """Create the outer state of this island alone, from this rank's parts of the weights."""
         return UnsharedOuterState(local, self._build)
 
     def partners(self, round_number: int, index: int, count: int) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class NoLoCo(MergeMethod):
     def message_weights(
         self, sizes: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
-        """See `MergeMethod.message_weights`; equal weights preserve the mean of all islands."""
+        """Return equal message weights, which preserve the mean of all islands, and their sum."""
         del sizes, norms
         weights = [1.0 if counts else 0.0 for counts in admitted]
         return weights, sum(weights)
@@ -168,7 +168,7 @@ class NoLoCo(MergeMethod):
     def message(
         self, outer: OuterState, names: Sequence[str], local: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return b·D − φ."""
+        """Return this island's message: b·D − φ."""
         changes = super().message(outer, names, local)
         return {
             name: self.policy.outer_lr * change - outer.weights[name]

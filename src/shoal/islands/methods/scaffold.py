@@ -1,4 +1,4 @@
-"""SCAFFOLD: controls correct the drift of owners whose data are unlike.
+"""SCAFFOLD: control variates correct the drift of data owners whose data differ.
 
     inner step     g ← g − c_i + c                    g is the step's mean gradient
     owner          c_i⁺ = (1/K)·Σ g                   of its K inner steps, before the correction
@@ -118,7 +118,7 @@ class Scaffold(MergeMethod):
         self._steps = 0
 
     def open(self, local: Mapping[str, Tensor]) -> OuterState:
-        """See `MergeMethod.open`."""
+        """Create the outer state, weights and controls, from this rank's parts of the weights."""
         return ControlledOuterState(local, self._build)
 
     def message_shards(self, weights: Mapping[str, Shard]) -> dict[str, Shard]:
@@ -132,13 +132,13 @@ class Scaffold(MergeMethod):
         return {**found, **{CONTROL + name: part for name, part in found.items()}}
 
     def start_owner(self, control: Mapping[str, Tensor]) -> None:
-        """See `MergeMethod.start_owner`."""
+        """Start the inner steps of a data owner: load its control, and reset its gradient sums."""
         super().start_owner(control)
         self._sums, self._steps = {}, 0
 
     @torch.no_grad()
     def before_update(self, outer: OuterState, local: Mapping[str, nn.Parameter]) -> None:
-        """Add the step's gradient to the owner's sum, and c − c_i to the gradient."""
+        """Add the step's gradient to the data owner's sum, and c − c_i to the gradient."""
         common = _controls_of(outer).weights
         self._steps += 1
         for name, own in local.items():
@@ -168,7 +168,7 @@ class Scaffold(MergeMethod):
         return {**self.control, **{name: total / steps for name, total in self._sums.items()}}
 
     def step(self, outer: OuterState, mean: Mapping[str, Tensor], counted: int = 1) -> bool:
-        """Propose W', u' and c' from the mean message of `counted` owners."""
+        """Propose W', u' and c' from the mean message of `counted` data owners."""
         return _controlled(outer).propose_both(mean, counted / self.policy.count)
 
 

@@ -39,7 +39,7 @@ class SparseLoCo(MergeMethod):
     def message_weights(
         self, sizes: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
-        """See `MergeMethod.message_weights`; clipped messages count in full in the divisor."""
+        """Return message weights clipped to the median norm; the divisor counts them in full."""
         weights, divisor = super().message_weights(sizes, norms, admitted)
         counting = [place for place, counts in enumerate(admitted) if counts]
         for place, clip in zip(
