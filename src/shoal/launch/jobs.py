@@ -48,7 +48,7 @@ class Job:
 
     @property
     def train_command(self) -> list[str]:
-        """Return the command of every process; it stops saving just before its kill."""
+        """Return the `shoal train` command, whose grace period ends before the job is killed."""
         grace = f"launch.grace_s={max(1, self.grace_s - 10)}"
         shoal = [self.python, "-m", "shoal"] if self.python else ["shoal"]
         return [*shoal, "train", *self.words, grace]

@@ -438,7 +438,7 @@ class MetricsProgress:
         self.size_bytes = self.began_bytes = 0
 
     def start_attempt(self) -> None:
-        """Reset at the start of an attempt."""
+        """Forget earlier progress: note the size of `metrics.jsonl` at the start of an attempt."""
         self.made, self.size_bytes = False, self._size()
         self.began_bytes = self.size_bytes
 

@@ -146,7 +146,7 @@ class EventWriter:
         self._show(event, fields)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Write an event that node 0 orders; its line only if the rank is one of this node's."""
+        """Write an event as node 0 ordered; print its line only if the rank is on this node."""
         event, fields, accounts = order["say"], order["fields"], order.get("accounts", "")
         if self.keeps and accounts and self.folder is not None:
             with contextlib.suppress(OSError):

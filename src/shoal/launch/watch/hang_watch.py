@@ -321,7 +321,7 @@ class HangWatch:
             self._step = (step, now_s)
 
     def _start_silence(self) -> None:
-        """Start a new silence."""
+        """Restart the measurement of the time without progress."""
         self._since_s = self.clock_s
         self._late: Hang | None = None
         self._asked_s = self._ended_s = 0.0

@@ -178,7 +178,7 @@ class PageReader:
         }
 
     def recorded_step(self, done: int) -> int:
-        """Return the newest step that has a row, of which `done` are done.
+        """Return the newest of `done` completed steps whose row is in the page.
 
         A device's times come one step later.
         """

@@ -102,7 +102,7 @@ class MirroredPage(PageReader):
         self._changed_s = (0.0, 0.0)  # by its clock, by this machine's
 
     def ask(self) -> None:
-        """Order the node to ask its ranks."""
+        """Send the rank's node an order to request the stacks of its ranks."""
         self._requests += 1
         self.order({"ask": self._requests})
 

@@ -177,7 +177,7 @@ class SlowRankDetector:
         self.told: set[tuple[int, int]] = set()
         self._in_a_row: dict[tuple[int, int], int] = {}
         self._late: dict[tuple[int, int], tuple[int, float]] = {}  # windows, seconds in a row
-        self._turns, self._is_busy = set[int](), False
+        self._briefly_late, self._is_busy = set[int](), False
         self._calm: deque[Usual] = deque(maxlen=CALM)
         self._next = 0
         self._hosts: list[str] = []
@@ -217,7 +217,7 @@ class SlowRankDetector:
                 del self._in_a_row[key]
                 self._note_recovery(key)
         for key, one in found.items():
-            if self._in_a_row[key] < WINDOWS or key in self.told or self._is_turn(one):
+            if self._in_a_row[key] < WINDOWS or key in self.told or self._may_alternate(one):
                 continue
             self.told.add(key)
             self.emit(
@@ -234,21 +234,21 @@ class SlowRankDetector:
         """Remember a rank that was late briefly; forget such ranks after one that stayed late."""
         windows, seconds = self._late.pop(key, (0, 0.0))
         if self._has_lasted(windows, seconds):
-            self._turns.clear()
+            self._briefly_late.clear()
             self._is_busy = False
         elif windows >= WINDOWS:
-            self._turns.add(key[0])
+            self._briefly_late.add(key[0])
 
     def _has_lasted(self, windows: int, seconds: float) -> bool:
         """Return whether a rank stays late; on a busy machine that takes twice as long."""
         times = 2 if self._is_busy else 1
         return windows >= times * LASTS and seconds >= times * LASTS_S
 
-    def _is_turn(self, one: SlowPart) -> bool:
-        """Return whether a late rank may be one of several by turns; report that once."""
+    def _may_alternate(self, one: SlowPart) -> bool:
+        """Return whether ranks may be late in turn, so that none is slow; report that once."""
         if self._has_lasted(*self._late[one.rank, one.part]):
             return False
-        by_turns = bool(self._turns - {one.rank})
+        by_turns = bool(self._briefly_late - {one.rank})
         if by_turns and not self._is_busy:
             self._is_busy = True
             self.emit("notice", text=BUSY)
