@@ -78,7 +78,7 @@ def merge_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[s
 def measure_groups(
     world: World, groups: dict[str, World], message_bytes: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """Time every collective in some groups, all groups of one name at once.
+    """Time every collective at each message size; groups of one name run at the same time.
 
     A collective with the same result on all ranks.
 

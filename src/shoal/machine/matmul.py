@@ -119,7 +119,7 @@ def _is_old(known: CachedRate) -> bool:
 
 
 def _product_format(world: World, precision: str) -> str:
-    """Return the format of the products: fp32 where the device emulates fp16."""
+    """Return the format of the matrix products: fp32 where the device emulates fp16."""
     return "fp32" if precision == "fp16" and world.device.type == "cpu" else precision
 
 

@@ -53,7 +53,7 @@ CHAIN = 64
 
 @dataclass(frozen=True)
 class MeasurementSizes:
-    """Sizes and rounds of a measurement: sides of square products, bytes of tensors and files.
+    """Sizes and rounds of a measurement: sides of square matrices, bytes of tensors and files.
 
     Attributes:
         rounds: rounds per rate, of which the best counts.
@@ -211,7 +211,7 @@ def _pause(world: World) -> None:
 def _measure_products(
     world: World, dtype: torch.dtype, sizes: MeasurementSizes
 ) -> list[list[float]]:
-    """Measure [FLOP of one product, FLOP/s] by size, up to the limits of time and memory."""
+    """Measure [FLOP of one matrix product, FLOP/s] by size, within limits of time and memory."""
     points: list[list[float]] = []
     room_bytes = _memory_bytes(world.device) / 4 / world.local_size
     for side in sizes.products:

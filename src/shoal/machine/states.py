@@ -109,7 +109,7 @@ def _add_storage_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int
 
 
 def _local_tensors(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of `leaves` that have memory; of a DTensor its local part."""
+    """Yield the tensors of `leaves` that have memory; for a DTensor its local part."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "stands_for"):
             yield leaf.to_local() if hasattr(leaf, "to_local") else leaf.detach()
