@@ -27,7 +27,7 @@ def is_tracing() -> bool:
 
 
 def to_plain_part(weight: Tensor) -> Tensor:
-    """Return a plain view of a part of a weight, which in user code has the shape of the whole."""
+    """Return a plain view of a part of a weight, which in user code has the full shape."""
     if not hasattr(type(weight), "part_of_weight") or hasattr(weight, "device_mesh"):
         return weight
     with torch._C.DisableTorchFunctionSubclass():

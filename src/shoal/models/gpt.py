@@ -124,7 +124,7 @@ def build_blocks(
     epsilon: float,
     dropout: float,
 ) -> nn.ModuleList:
-    """Build equal blocks; the more there are, the smaller σ of their residual projections."""
+    """Build equal blocks; residual projections are drawn with σ = INIT_STD / √(2 · layers)."""
     residual_std = INIT_STD / math.sqrt(2 * layers)
     return nn.ModuleList(
         PlainBlock(

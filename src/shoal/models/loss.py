@@ -41,10 +41,10 @@ class Sharing(Protocol):
     """
 
     def own(self, targets: Tensor) -> Tensor:
-        """Return this rank's tokens of a tensor that all ranks hold whole."""
+        """Return this rank's tokens of a replicated tensor."""
 
     def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum both over the ranks; the total is differentiable."""
+        """All-reduce a loss sum and its count over the ranks; the sum is differentiable."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _sum_shared_tokens(
     outputs: Any, targets: Tensor, classes: int, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_loss` from the own tokens, and sum it and its count over the sharing ranks.
+    """Compute `token_loss` of this rank's tokens, and sum it and its count over the sharing ranks.
 
     Args:
         outputs: of this rank's tokens.

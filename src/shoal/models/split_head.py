@@ -40,7 +40,7 @@ class Vocabulary(Protocol):
         """All-reduce a tensor by sum, in place."""
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Compute [..., size] from whole hidden states and this rank's rows of the head."""
+        """Compute [..., size] from replicated hidden states and this rank's rows of the head."""
 
 
 def to_split_gradient(
