@@ -120,7 +120,7 @@ class RankDataLoader:
         self.epoch.number = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the order of batches, as plain values that all ranks have."""
+        """Return the position in the order of batches, as plain values that all ranks have."""
         return self.epoch.state(self.synchronised)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ def gather_tags(world: World, folder: Path) -> list[str]:
 def find_checkpoint(
     folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkpoint"
 ) -> TagCheckpoint:
-    """Return the place of a tag's checkpoint.
+    """Return the location of a tag's checkpoint.
 
     Args:
         folder: that `save_checkpoint` was given.

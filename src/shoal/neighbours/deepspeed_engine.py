@@ -338,11 +338,11 @@ class Engine(ModelWrapper):
         return self.settings.stage > 0
 
     def fp16_enabled(self) -> bool:
-        """Return whether products are fp16."""
+        """Return whether matrix products run in fp16."""
         return self.settings.compute == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether products are bf16."""
+        """Return whether matrix products run in bf16."""
         return self.settings.compute == "bf16"
 
     @property
@@ -508,7 +508,7 @@ class Engine(ModelWrapper):
 
 
 def _loader(dataset: Any, collate: Any, settings: DeepSpeedSettings, world: World) -> Any:
-    """Return a loader with this rank's batches as DeepSpeed deals them, in the order of epoch 0."""
+    """Return a loader of this rank's batches, split as by DeepSpeed, in the order of epoch 0."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     sampler: Any = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)

@@ -39,7 +39,7 @@ KEY = "shoal.targets"
 
 
 def count_targets(loss: torch.Tensor) -> torch.Tensor:
-    """Return the number of targets of a loss; of classes with weights, the sum of these.
+    """Return the number of targets of a loss; with class weights, the sum of their weights.
 
     Raises:
         ConfigError: no function of torch's made it, or several with other counts.
