@@ -85,7 +85,7 @@ NOTHING_MOVED = "no step of the one process moved anything: no valid target, or 
 
 @dataclass
 class Battery:
-    """Proofs of one trial on any number of layouts; keeps the twin's records between them.
+    """Proofs of one trial on any number of layouts; keeps the reference runs' records.
 
     Attributes:
         trial: makes and trains the runs, the same on both sides.
@@ -173,7 +173,7 @@ class Battery:
 
     @phase("one process")
     def _record_reference(self, ask: _ProofTask) -> TrajectoryRecord:
-        if ask.key not in self.twins:
+        if ask.record_name not in self.twins:
             alone_ask = replace(
                 ask, world=_single_process_world(ask.world.device), layout="single", policies={}
             )
@@ -194,10 +194,10 @@ class Battery:
                     yield told
                     clock.step()
 
-            self.twins[ask.key] = _record_side(
+            self.twins[ask.record_name] = _record_side(
                 side, ask.lifted, lambda: record_trial(side, timed, self.folder)
             )
-        return self.twins[ask.key]
+        return self.twins[ask.record_name]
 
     def _judge(self, ask: _ProofTask, said: list[str]) -> tuple[Report, str]:
         """Return (one trajectory's report, the layout's text); add changes of the model to `said`.
@@ -250,7 +250,7 @@ class Battery:
         return {**exact, "as_is": told["largest"]}, text
 
     def _prepare_reference(self, ask: _ProofTask) -> str:
-        """Make the twin's record on rank 0; the other ranks wait at the store.
+        """Record the reference run on rank 0; the other ranks wait at the store.
 
         Returns:
             Lines of the model's own casts that were lifted, empty where none was.
@@ -273,7 +273,7 @@ class Battery:
         side = self._make_side(ask)
         text: list[str] = []
         side.on_run = lambda label, run: text.append(run.plan.layout.text())
-        expected = self.twins[ask.key] if ask.world.is_first else None
+        expected = self.twins[ask.record_name] if ask.world.is_first else None
         against = ReferenceRecord(expected, bounds_for(self.precision, ask.name))
         got = _record_side(
             side, ask.lifted, lambda: record_trial(side, self.trial, self.folder, against)
@@ -298,7 +298,7 @@ class Battery:
         )
 
     def _try_reference(self, ask: _ProofTask) -> dict[str, Any]:
-        """Make the twin's record on rank 0; return a failure's reason and a user error's class.
+        """Record the reference run on rank 0; return a failure's reason and a user error's class.
 
         The failure is a message, not an exception, since every rank must go on, or fail, in the
         same way.
@@ -331,7 +331,7 @@ class Battery:
         """Return the report on a trajectory: equality and distances, without a cause."""
         if not ask.world.is_first:
             return None
-        expected = self.twins[ask.key]
+        expected = self.twins[ask.record_name]
         bounds = bounds_for(self.precision, ask.name)
         found = compare_records(expected, got, bounds)
         told = trajectory_json(ask.name, expected, got, found, bounds)
@@ -340,7 +340,7 @@ class Battery:
         return told
 
     def _add_cause(self, ask: _ProofTask, got: TrajectoryRecord, told: Report) -> Report:
-        """Return the report with the cause of the difference; the twin may have to run again.
+        """Return the report with the cause of the difference; may run the reference again.
 
         Raises:
             CannotProveError: rounding alone changes this model's numbers as much.
@@ -359,7 +359,7 @@ class Battery:
         return {**told, "cause": ask.world.broadcast_json(clue)}
 
     def _measure_rounding(self, ask: _ProofTask) -> Report | None:
-        """Return the twin's change for weights changed in their last bits; None if it fails."""
+        """Return the reference's change after a change of weights in their last bits, or None."""
         if not ask.world.is_first or self.precision != "fp64":
             return None
         other = replace(ask, jitter=True)
@@ -373,7 +373,7 @@ class Battery:
     def _find_cause(self, ask: _ProofTask, got: TrajectoryRecord) -> dict[str, Any] | None:
         if not ask.world.is_first:
             return None
-        expected = self.twins[ask.key]
+        expected = self.twins[ask.record_name]
         comparison = compare_records(expected, got, bounds_for(self.precision, ask.name))
         evidence = Evidence(expected, got, comparison, partial(self._rerun_reference, ask))
         with LiftedCasts() if ask.lifted else nullcontext():
@@ -381,7 +381,7 @@ class Battery:
         return {**asdict(clue), "text": clue.text()}
 
     def _rerun_reference(self, ask: _ProofTask, at: tuple[str, int], watch: OnRun) -> None:
-        """Train the twin once more up to a step.
+        """Train the reference once more up to a step.
 
         Args:
             at: label and number of the step.
@@ -426,8 +426,8 @@ class _ProofTask:
     blocks: int = 0
 
     @property
-    def key(self) -> str:
-        """Name of the twin's record."""
+    def record_name(self) -> str:
+        """Return the name of the reference run's record."""
         cut = f", {self.blocks} blocks" if self.blocks else ""
         return f"{self.name}{', lifted' * self.lifted}{', jittered' * self.jitter}{cut}"
 

@@ -61,7 +61,7 @@ class ProofCase:
 
     @property
     def policies(self) -> dict[str, Any]:
-        """Policies of the layout's side; the one process runs without them.
+        """Policies of the run under the layout; the single-process reference has none.
 
         Policies that change numbers on purpose (compress, formats, compile's fused kernels) are
         left out, and those that a proof sets itself.

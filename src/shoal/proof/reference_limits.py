@@ -34,7 +34,7 @@ GATHERED = 4
 
 
 class CannotProveError(Exception):
-    """Exception: the twin cannot run; the text is the reason, and no fault of the layout."""
+    """Exception: the reference run cannot run; the text is the reason, no fault of the layout."""
 
 
 class NoFloat64Error(CannotProveError):
@@ -42,7 +42,7 @@ class NoFloat64Error(CannotProveError):
 
 
 def check_resources(run: Run, room: ProofResources) -> None:
-    """Refuse the twin if memory or disk are too small; called with its run as it is made.
+    """Refuse the reference run, as it is made, if memory or disk are too small.
 
     Raises:
         CannotProveError: there is too little.
@@ -115,7 +115,7 @@ def ranks_sharing(layout: str | Mapping[str, Any], processes: int) -> int:
 
 
 class TimeBudget:
-    """Time limit of a twin: it stops as soon as its whole time can be predicted."""
+    """Time limit of a reference run, which ends it once its total time can be predicted."""
 
     def __init__(self, budget_s: float | None, steps: int) -> None:
         self.budget_s = budget_s
@@ -124,7 +124,7 @@ class TimeBudget:
         self.taken = 0
 
     def step(self) -> None:
-        """Count one finished step, and stop the twin if all its steps will exceed the budget.
+        """Count a finished step, and end the reference run if all its steps exceed the budget.
 
         Raises:
             CannotProveError: all steps together will exceed the budget.
@@ -155,7 +155,7 @@ def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
 
 
 def failure_reason(failure: Exception) -> str:
-    """Return the reason why the twin failed, as one line."""
+    """Return the reason why the reference run failed, as one line."""
     if isinstance(failure, CannotProveError):
         return str(failure)
     waits = find_collective(failure)
@@ -178,7 +178,7 @@ def is_dtype_failure(failure: Exception) -> bool:
 
 
 def find_collective(failure: BaseException | None) -> ForbiddenCollective | None:
-    """Return the collective at which the twin failed, also from inside a library's exception."""
+    """Return the collective at which the reference failed, also in a library's exception."""
     while failure is not None and not isinstance(failure, ForbiddenCollective):
         failure = failure.__cause__ or failure.__context__
     return failure

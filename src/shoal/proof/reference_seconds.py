@@ -61,7 +61,7 @@ def expected_seconds(module: nn.Module, case: ProofCase, device: torch.device) -
 
 
 def _measure_flops_per_s(device: torch.device) -> float:
-    """Return the FLOP/s of the best of a few float64 products."""
+    """Return the FLOP/s of the best of a few float64 matrix products."""
     side = DEVICE_SIDE if is_accelerator(device) else SIDE
     left, right = (torch.rand(side, side, dtype=torch.float64, device=device) for _ in range(2))
     best_s = float("inf")

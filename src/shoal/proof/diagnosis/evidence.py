@@ -87,7 +87,7 @@ class Evidence:
         return accept_shares(self.shares)
 
     def run_again(self, watch: OnRun) -> None:
-        """Train the one process once more up to the end of the first wrong step.
+        """Train the single-process reference once more, up to the end of the first wrong step.
 
         Does nothing if no gradient is wrong.
 

@@ -178,7 +178,7 @@ def _describe_right_rest(sums: GradientSums, got: TrajectoryRecord) -> str:
 def _measure_error(
     evidence: Evidence, sums: GradientSums, rows: tuple[StepRow, StepRow]
 ) -> _ErrorSize:
-    """Return the size of the gradients' error, by the simplest description that fits."""
+    """Return the gradients' error as the simplest fit: a factor, micro-batch weights, or a norm."""
     if all(not norm_of(sums.wrong[n]) for n in sums.names):
         skipped = "; the step was skipped on all ranks" if rows[1].skipped else ""
         return _ErrorSize(f"is 0, in one process it is not{skipped}")

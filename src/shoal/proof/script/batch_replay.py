@@ -21,7 +21,7 @@ from shoal.trainer.step.rank_share import RankShare
 
 
 class BatchReplay(ScriptRecorder):
-    """Recorder of the one process, which hands out the micro-batches of a layout's record."""
+    """Recorder of the single-process run, which feeds it the micro-batches of a layout's record."""
 
     def __init__(self, side: ScriptSide) -> None:
         super().__init__(side)
@@ -40,7 +40,7 @@ class BatchReplay(ScriptRecorder):
         return RankShare(found, len(found), found[-1][1] if found else None)
 
     def get_total(self, run: Run, total: float) -> float:
-        """Return the layout's `run.total`, if the script cuts the batches itself.
+        """Return what `run.total` gave under the layout, if the script cuts the batches itself.
 
         With `run.loader` the one process has all samples, and its own total counts.
         """

@@ -1,4 +1,4 @@
-"""Passes of a loop of another library, recorded on each rank and run again in the one process.
+"""Passes of a loop of another library, recorded on each rank and run again in one process.
 
     N-S-passes-R    passes of rank R in step S of run N: state of its generators, what the model was
                     called with, and the gradients that arrived at its outputs
@@ -206,7 +206,7 @@ def _set_generators(state: dict[str, Any]) -> None:
 
 
 class MirrorWorld(World):
-    """World of a facade in the one process: rank 0 of ranks that have the same values."""
+    """World of a library's facade in the single-process run: rank 0 of ranks with equal values."""
 
     def __init__(self, size: int) -> None:
         super().__init__(ProcessInfo(0, size, 0, size), select_local_device(0, 1, False), None)

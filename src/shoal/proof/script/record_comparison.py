@@ -1,4 +1,4 @@
-"""Compare a layout's record of a script with the one process's, in order of time.
+"""Compare a layout's record of a script with that of a single process, in order of time.
 
 The first point in time at which a number differs is the finding. Later ones are its consequences.
 Bounds are those of the proof of a model (equality_bounds.py): shares of the whole gradient's norm,
@@ -93,7 +93,7 @@ class SideRecord:
 
 
 def compare_sides(expected: Path, got: Path) -> dict[str, Any]:
-    """Compare the records of the one process and of a layout; return the report as JSON.
+    """Compare the records of a single process and of a layout; return the report as JSON.
 
     Args:
         expected: folder of the one process's record.
@@ -300,7 +300,7 @@ def _compare_optimizer(
 
 
 def _compare_groups(one: Event, other: Event) -> Iterator[SideDifference]:
-    """Yield the numbers of the optimizer that some rank has otherwise than the one process."""
+    """Yield the optimizer's numbers that differ on some rank from those of a single process."""
     for number, group in enumerate(one["groups"][0]):
         for key, value in group.items():
             got = [

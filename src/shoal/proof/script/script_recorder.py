@@ -222,12 +222,12 @@ class ScriptRecorder:
             "variable": _find_variable(run),
             "step": step,
             "changed": changed,
-            "own": self._write_own(number, step, world),
+            "own": self._write_own_parameters(number, step, world),
             "actions": self.actions.list_between(run, number),
         }
         self._write_event(world, event)
 
-    def _write_own(self, number: int, step: int, world: World) -> list[str]:
+    def _write_own_parameters(self, number: int, step: int, world: World) -> list[str]:
         """Write the tensors that the script's own optimizers step; return their names."""
         own = self.actions.own_parameters()
         if own:
