@@ -73,7 +73,7 @@ def find_number_difference(
     bound_at: Callable[[int], float] = lambda step: 0.0,
     keys: Iterable[str] = NUMBERS,
 ) -> NumberDifference | None:
-    """Return the first number that differs, over the steps that both have.
+    """Return the first number that differs, over the steps that both runs recorded.
 
     Args:
         bound_at: returns the largest relative difference of loss and gradient norm that counts as
@@ -179,7 +179,7 @@ STATISTICS = (
 def find_statistic_difference(
     first: Mapping[int, Record], second: Mapping[int, Record]
 ) -> StatisticDifference | None:
-    """Return the first number of a tensor that differs in bits, over the steps that both have.
+    """Return a tensor's first number that differs in bits, over the steps of both runs.
 
     Gradients are computed from the last part to the first, so they are compared backward.
     """

@@ -37,7 +37,7 @@ class RoundRecord:
 
 
 def read_round(folder: Path, step: int) -> RoundRecord:
-    """Return the round in which an island took a step; of a step that ran twice, the last one."""
+    """Return the round in which an island took a step; for a step that ran twice, the last."""
     later = RoundRecord(-1, 1)
     try:
         with open(folder / "events.jsonl", "rb") as file:

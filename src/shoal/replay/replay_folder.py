@@ -163,7 +163,7 @@ def _link_or_copy(path: Path, target: Path) -> None:
 
 
 def read_rows(folder: Path, first: int, last: int) -> dict[int, Record]:
-    """Return the rows of metrics.jsonl of some steps; of a step that ran twice, the last.
+    """Return the rows of metrics.jsonl of some steps; for a step that ran twice, the last.
 
     Args:
         first, last: the steps, both included.
@@ -172,7 +172,7 @@ def read_rows(folder: Path, first: int, last: int) -> dict[int, Record]:
 
 
 def read_statistics(folder: Path, first: int, last: int) -> dict[int, Record]:
-    """Return the lines of statistics.jsonl of some steps; of a step that ran twice, the last."""
+    """Return the lines of statistics.jsonl of some steps; for a step that ran twice, the last."""
     return _read_lines(folder / "statistics.jsonl", first, last)
 
 

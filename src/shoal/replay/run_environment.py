@@ -74,7 +74,7 @@ def collect_environment(record: Mapping[str, Any], ranks: Mapping[str, Any]) -> 
 
 
 def list_environment_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the keys that both know and that differ, each as one text.
+    """Return the keys that both environments have and that differ, each as one text.
 
     >>> list_environment_differences({"threads": "1", "device": "cpu"}, {"threads": "2"})
     ['threads: 1 → 2']
