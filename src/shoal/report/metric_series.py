@@ -282,7 +282,7 @@ def _rows_of(block: bytes, step: int) -> Iterator[Record]:
 
 
 def _sort_rows(found: StepMetrics) -> None:
-    """Order rows by step; of several rows of a step the last one counts."""
+    """Order rows by step; the last of several rows of a step counts."""
     last = {step: at for at, step in enumerate(found.steps)}
     order = [last[step] for step in sorted(last)]
     found.steps = array("q", [found.steps[at] for at in order])

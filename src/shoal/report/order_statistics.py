@@ -72,7 +72,7 @@ def distinct(values: Any) -> Any:
 
 
 def _interpolate(ordered: Any, place: float, axis: int, lower: bool) -> Any:
-    """Return the value at a place of an axis, by numpy's formula, which never leaves its ends."""
+    """Interpolate the value at a position of an axis, by numpy's formula that stays in range."""
     below = int(place)
     low = ordered.take(below, axis=axis)
     if lower or place == below:

@@ -144,7 +144,7 @@ def make_page(run: RunContents) -> str:
 
 
 def _make_section(make: Callable[[RunContents], Markup], run: RunContents) -> Markup:
-    """Return a section; of damaged records a line that says so, and the others stay."""
+    """Return a section of the report, or a line that its records are damaged."""
     try:
         return make(run)
     except (*DAMAGED, ArithmeticError, RecursionError, ShoalError):

@@ -74,7 +74,7 @@ def make_comparison_page(found: Comparison) -> str:
 
 
 def _make_section(make: Callable[[Comparison], Markup], found: Comparison) -> Markup:
-    """Return a section; of damaged records a line that says so, and the others stay."""
+    """Return a section of the report, or a line that its records are damaged."""
     try:
         return make(found)
     except (*DAMAGED, ArithmeticError, RecursionError, ShoalError):

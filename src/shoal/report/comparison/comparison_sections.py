@@ -119,7 +119,7 @@ def curves_section(found: Comparison) -> Markup:
 
 
 def _chart(curve: Curve) -> Markup:
-    """Return the losses as SVG; of the other charts, which need the script, a hidden frame."""
+    """Return the losses as SVG; for other charts, which need the script, a hidden frame."""
     if curve.key not in ("loss", "validation"):
         figure = tag("figure", tag("figcaption", curve.title))
         return tag("div", figure, class_="curve", data_curve=curve.key, hidden="hidden")

@@ -78,11 +78,11 @@ class LossDifference:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether both have steps in common, and equal losses there."""
+        """Return whether both runs have steps in common, and equal losses there."""
         return self.common_steps > 0 and self.first_step is None
 
     def text(self) -> str:
-        """Return both steps as one sentence.
+        """Return the first different step and the separation as one sentence.
 
         >>> LossDifference(400, 400, 3, (2.0, 2.5), 120, True).text()
         'first different loss: step 3; apart by more than three spreads from step 120'

@@ -72,7 +72,7 @@ def _is_load(tokens: Any) -> bool:
 
 
 def _add_column(layer: LayerLoad, step: int, load: Array) -> None:
-    """Add a step; of too many columns, two neighbours become their mean."""
+    """Add a step; if there are too many columns, two neighbours become their mean."""
     weight = (layer.count - 1) % layer.merged
     if weight and layer.loads:
         layer.loads[-1] = (layer.loads[-1] * weight + load) / (weight + 1)

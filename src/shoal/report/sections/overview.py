@@ -50,7 +50,7 @@ def overview_section(run: RunContents) -> Markup:
 
 
 def _owners_table(run: RunContents) -> Child:
-    """Return the last validation of every owner, the worst first; None without owners.
+    """Return the last validation of every data owner, the worst first; None without owners.
 
     Owners of text compare by bits per byte: a loss per token depends on the tokenizer.
     """
@@ -74,7 +74,7 @@ def _owners_table(run: RunContents) -> Child:
 
 
 def _owner_shares_table(run: RunContents) -> Child:
-    """Return how much each owner's data counted in the merges; None without owners."""
+    """Return how much each data owner's samples counted in the merges; None without owners."""
     sums: dict[str, list[float]] = {}
     rounds = 0
     for event in run.curve_runs[0].named("round_committed"):
@@ -104,7 +104,7 @@ def _owner_shares_table(run: RunContents) -> Child:
 
 
 def _loss_rank(row: Record, key: str) -> float:
-    """Return a key that sorts by a loss: not finite ones first, owners without targets last."""
+    """Return a key that sorts by a loss: not finite ones first, rows without targets last."""
     if is_number(row.get(key)):
         return -float(row[key])
     return -math.inf if row.get("targets") else math.inf

@@ -41,7 +41,7 @@ class StatisticRange:
 
 
 def read_statistic_ranges(folder: Path) -> list[StatisticRange]:
-    """Return the ranges of each statistic that a run recorded; of a repeated step the first."""
+    """Return the ranges of each statistic that a run recorded; for a repeated step the first."""
     path = folder / STATISTICS_FILE
     found = {key: StatisticRange(key) for key in TITLES}
     for record in iter_records(path) if path.exists() else ():

@@ -153,14 +153,14 @@ def _memory_costs(replay: StepReplay, facts: RunFacts) -> Iterator[StepCost]:
 
 
 def _recomputed_share(facts: RunFacts) -> float:
-    """Return the share of the forward pass that runs again, as foreseen; 1 for whole blocks."""
+    """Return the predicted share of the forward pass that runs again; 1 for full recompute."""
     again_s, once_s = facts.foreseen_s.get("recompute", 0.0), facts.arithmetic_s / 3
     known = facts.recompute == "selective" and again_s > 0 and once_s > 0
     return min(1.0, again_s / once_s) if known else 1.0
 
 
 def _compute_costs(replay: StepReplay, facts: RunFacts, passes_s: Array) -> Iterator[StepCost]:
-    """Yield the cost of products in fp32 on a busy device."""
+    """Yield the cost of fp32 matrix products on a busy device."""
     import numpy as np
 
     if facts.compute != "fp32" or facts.device in ("", "cpu") or (facts.utilisation or 0) < BUSY:

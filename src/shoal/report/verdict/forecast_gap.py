@@ -1,4 +1,4 @@
-"""Steps that take much longer than they were foreseen: by how much, and in which part.
+"""Steps that take much longer than predicted: by how much, and in which part.
 
     foreseen   seconds of a step by term, from plan.json
     measured   seconds of the newest steps by part, the mean over ranks
@@ -39,7 +39,7 @@ PART_GROUPS = {
 
 @dataclass(frozen=True)
 class ForecastGap:
-    """A step's seconds beside the foreseen ones, and the part with the largest difference."""
+    """A step's measured and predicted seconds, and the part with the largest difference."""
 
     step_s: float
     foreseen_s: float

@@ -1,4 +1,4 @@
-"""Facts of a run that its costs and their cures depend on: plan, loader, memory, devices.
+"""Facts of a run that its costs and their remedies depend on: plan, loader, memory, devices.
 
     plan.json      layout, batch, recompute, and the seconds that the planner foresaw by term
     run.toml       loader workers, and own collate functions
@@ -83,17 +83,17 @@ class RunFacts:
 
     @property
     def arithmetic_s(self) -> float:
-        """Return the foreseen seconds of products and element-wise work."""
+        """Return the predicted seconds of matrix products and element-wise work."""
         return sum(self.foreseen_s.get(term, 0.0) for term in ("matrix", "elementwise"))
 
     @property
     def launch_s(self) -> float:
-        """Return the foreseen seconds of launching operations, and of each micro-batch."""
+        """Return the predicted seconds of launching operations, and of each micro-batch."""
         return self.foreseen_s.get("constants", 0.0)
 
     @property
     def sent_s(self) -> float:
-        """Return the foreseen seconds of exposed communication."""
+        """Return the predicted seconds of exposed communication."""
         return sum(s for term, s in self.foreseen_s.items() if term.startswith(SENT))
 
     def has_room(self, more_bytes: float) -> bool:

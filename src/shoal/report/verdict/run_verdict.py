@@ -143,7 +143,7 @@ def find_verdict(folder: Path) -> Verdict:
 
 
 def _add_gap(verdict: Verdict, gap: ForecastGap | None) -> Verdict:
-    """Return a verdict; one that finds nothing to gain names a step much longer than foreseen."""
+    """Return a verdict; one that finds nothing to gain names a step much longer than predicted."""
     if gap is None or verdict.kind != "nothing":
         return verdict
     evidence = (*verdict.evidence, gap.sentence())
@@ -168,7 +168,7 @@ def _read_steps(
 
 
 def _fault_verdict(fault: RunFault, rows: Sequence[Record]) -> Verdict:
-    """Return the verdict on a fault; of skipped steps, seconds per step that changed weights."""
+    """Return the verdict on a fault; for skipped steps, seconds per step that changed weights."""
     cause = strip_control_characters(fault.cause)
     step_s = [row["step_s"] for row in rows[WARM_UP_STEPS:] if is_number(row.get("step_s"))]
     if fault.share is None or not step_s or fault.share >= 1:

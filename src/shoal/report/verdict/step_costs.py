@@ -1,4 +1,4 @@
-"""Avoidable costs of a step, each with its evidence, its cure, and the steps without it.
+"""Avoidable costs of a step, each with its evidence, its remedy, and the steps without it.
 
     slow_rank      a part in which few ranks take longer than the others, who wait at the sum; or
                    lateness that changes between ranks: the machine is busy
@@ -235,7 +235,7 @@ def _subtract_lateness(own_s: Array) -> Array:
 
 
 def input_cure(facts: RunFacts, data_s: float, step_s: float) -> tuple[str, float]:
-    """Return the cure of slow data, and the seconds per step that its loader then needs."""
+    """Return the remedy for slow data, and the seconds per step that its loader then needs."""
     if facts.is_script:
         return loader_cure(is_loop_timed=facts.is_loop_timed), 0.0
     if facts.workers:
