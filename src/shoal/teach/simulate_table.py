@@ -26,7 +26,7 @@ class SimulateRequest:
     program: str = ""
 
     def number(self, name: str, otherwise: int) -> int:
-        """Return a whole-number option."""
+        """Return the value of an integer option."""
         return int(self.options.get(name, otherwise))
 
 

@@ -144,7 +144,7 @@ def legend_kinds(timelines: Sequence[Timeline]) -> list[SpanKind]:
 
 
 def held_by_rank(timeline: Timeline) -> dict[int, list[MemorySample]]:
-    """Return each rank's held memory over time; of several entries at one instant the last counts.
+    """Return each rank's held memory over time; the last of several entries at one instant counts.
 
     >>> both = (MemorySample(0, 1.0, 5.0), MemorySample(0, 0.0, 3.0), MemorySample(0, 1.0, 4.0))
     >>> [held.held_bytes for held in held_by_rank(Timeline("t", 1, (), both))[0]]
@@ -157,7 +157,7 @@ def held_by_rank(timeline: Timeline) -> dict[int, list[MemorySample]]:
 
 
 def peak_by_rank(timeline: Timeline) -> dict[int, float]:
-    """Return the peak that each rank holds at once."""
+    """Return the most bytes that each rank of a timeline holds at once."""
     found = dict.fromkeys(range(timeline.ranks), 0.0)
     for held in timeline.memory:
         found[held.rank] = max(found[held.rank], held.held_bytes)

@@ -251,7 +251,7 @@ class PuzzleRank:
         return await RankRequest(what, self.rank, thing)
 
     def _message_number(self, way: str, peer: int) -> int:
-        """Return the number of messages sent that way before."""
+        """Return the number of earlier messages to or from `peer`, and count this one."""
         number = self._serial.get((way, peer), 0)
         self._serial[way, peer] = number + 1
         return number

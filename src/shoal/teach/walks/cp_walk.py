@@ -79,7 +79,7 @@ def cp(ranks: int) -> StepThrough:
             if block <= rank:
                 _, key, value = make_block(block)
                 queries[rank].attend(block, key, value)
-        steps.append(_step(turn, held, queries))
+        steps.append(_make_step(turn, held, queries))
     for rank, one in enumerate(queries):
         check_equal(
             f"output of rank {rank}",
@@ -111,8 +111,8 @@ def cp(ranks: int) -> StepThrough:
     )
 
 
-def _step(turn: int, held: list[int], queries: list[_QueryBlock]) -> WalkStep:
-    """Return the table after one round."""
+def _make_step(turn: int, held: list[int], queries: list[_QueryBlock]) -> WalkStep:
+    """Return one step of the walk: each rank's block of keys and values, and its sums."""
     rows = []
     n = len(held)
     for rank, (block, one) in enumerate(zip(held, queries, strict=True)):

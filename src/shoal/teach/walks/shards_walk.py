@@ -1,4 +1,4 @@
-"""Toy model with small whole numbers, which FSDP's and ZeRO's step-throughs train.
+"""Toy model with small integers, which FSDP's and ZeRO's step-throughs train.
 
     x[k+1] = x[k] · s[k],    s[k] = sum of the n weights of unit k,    loss = x[K]
 

@@ -61,7 +61,7 @@ def transpose(matrix: Matrix) -> Matrix:
 
 
 def first_matrices(ranks: int) -> tuple[Matrix, Matrix]:
-    """Return A [inputs, hidden] and B [hidden, inputs], of small whole numbers."""
+    """Return A [inputs, hidden] and B [hidden, inputs], of small integers."""
     hidden = ranks * PER_RANK
     a = [[(3 * i + 2 * j + i * j) % 5 - 2 for j in range(hidden)] for i in range(INPUTS)]
     b = [[(2 * i + 3 * j) % 5 - 1 for j in range(INPUTS)] for i in range(hidden)]

@@ -1,4 +1,4 @@
-"""Ranks that hold chunks of small whole numbers and send them to each other, round by round.
+"""Ranks that hold chunks of small integers and send them to each other, round by round.
 
 All messages of a round leave at once. A message either is added to the receiver's chunk or replaces
 it. Each chunk remembers which ranks are in its sum, so that adding a rank twice raises an error. A

@@ -56,7 +56,7 @@ class _RankShards:
 
 
 class _StageTraining:
-    """Training under one stage: momentum SGD, m ← m + g, w ← w + m, in whole numbers.
+    """Training under one stage: momentum SGD, m ← m + g, w ← w + m, in integers.
 
     Updates are added to the weights, so that they stay positive and grow: nothing converges here.
     """
