@@ -83,7 +83,7 @@ class UnitCost:
 
 
 def _ends_in_weights(tally: Tally) -> bool:
-    """Return whether the last product is not attention: no later operation needs its output."""
+    """Return whether the last matrix product is not attention's: nothing later needs its output."""
     return bool(tally.products) and not tally.products[-1][2]
 
 
@@ -224,8 +224,8 @@ class UnitRows:
         first = next(iter(self.rows.values()), None)
         return first if first and first.count == 1 else self._inputs_row()
 
-    def _blocks_by_calls(self) -> None:
-        """Mark repeatedly called units as blocks, if the model has no other blocks."""
+    def _mark_repeated_units(self) -> None:
+        """Mark units that one pass calls repeatedly as blocks, if the model has no other blocks."""
         if self.blocks.gathered:
             return
         for row in self.rows.values():
@@ -235,7 +235,7 @@ class UnitRows:
     def model_facts(self, name: str, element_bytes: int, source: str) -> ModelFacts:
         """Convert the rows to facts, per unit and sample."""
         self._claim_remaining_parameters()
-        self._blocks_by_calls()
+        self._mark_repeated_units()
         keys = sorted(self.rows, key=lambda key: key != "inputs")
         rows = [self.rows[key] for key in keys]
         return ModelFacts(

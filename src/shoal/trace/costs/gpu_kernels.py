@@ -60,7 +60,7 @@ class GpuKernelMode(TorchFunctionMode):
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """Return the dtype of products here; None where autocast is off."""
+        """Return the dtype of matrix products here; None where autocast is off."""
         return self._narrow if torch.is_autocast_enabled("cpu") else None
 
     def __torch_function__(

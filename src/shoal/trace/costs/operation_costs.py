@@ -36,7 +36,7 @@ GATHERS = {"embedding", "index", "gather", "index_select", "slice_scatter", "sel
 
 @dataclass
 class Tally:
-    """Costs of one stretch of work, over the whole example batch (see `UnitFacts` for the words).
+    """Costs of consecutive operations, for the full example batch (terms as in `UnitFacts`).
 
     Attributes:
         saved: storages that autograd keeps → (bytes, split).
@@ -204,7 +204,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor; of an expanded one, those of its storage."""
+    """Return the bytes of a tensor; for an expanded one, those of its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -220,7 +220,7 @@ def _formula(func: Any, name: str) -> Any:
 
 
 def _grouped_output(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return the output of a grouped product without data: rows or columns belong to groups.
+    """Return a grouped matrix product's output without data: rows or columns are in groups.
 
     a [rows, k] · b [groups, k, n] → [rows, n]; the backward makes [groups, m, n] of two matrices.
     """

@@ -268,11 +268,11 @@ class _FactsTrace:
         kind = (*module_key(module), _attribute_key(module))
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._run_or_repeat(path, module, kind, forward, args, kwargs)
+            return self._run_or_reuse(path, module, kind, forward, args, kwargs)
 
         return call
 
-    def _run_or_repeat(
+    def _run_or_reuse(
         self,
         path: str,
         module: nn.Module,
@@ -281,7 +281,7 @@ class _FactsTrace:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Run or repeat one unit; the rest of the model gets outputs without its graph."""
+        """Run a unit, or reuse an equal earlier call; return outputs without autograd graph."""
         self.rows.add_glue(self.glue, self.kept)
         self.glue = self.watch.tally = Tally()
         inputs = tensors_of((args, kwargs))
@@ -331,7 +331,7 @@ class _FactsTrace:
     def _drop_gradients(
         self, trained: Sequence[torch.Tensor], gradients: set[int]
     ) -> Iterator[None]:
-        """Drop each parameter's gradient once it is whole; record its storage as a state."""
+        """Drop each parameter's gradient once it is complete; record its storage as a state."""
 
         def forget(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:

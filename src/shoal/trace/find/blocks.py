@@ -36,7 +36,7 @@ POSITIVE = re.compile(r"\b(?!0\.0+\b)\d+\.\d+(?:e-?\d+)?\b|\b\d+e-?\d+\b")
 
 
 def iterate_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost blocks, with their names; of a list all entries, single layers too.
+    """Yield the outermost blocks with their names; for a list all entries, single layers too.
 
     >>> def layer(width):
     ...     return nn.TransformerEncoderLayer(width, 2, 8)

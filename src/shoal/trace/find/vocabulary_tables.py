@@ -108,7 +108,7 @@ class _TableCandidates:
         }
 
     def reason(self, parts: list[Table], names: list[str], degree: int, wish: str | None) -> str:
-        """Return why the weight of these layers stays whole; "" if it can be split."""
+        """Return why the weight of these layers is replicated; "" if it can be split."""
         weight = parts[0].weight
         biases = [p.bias for p in parts if isinstance(p, nn.Linear) and p.bias is not None]
         rows, columns = weight.shape

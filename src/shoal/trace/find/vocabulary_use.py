@@ -123,13 +123,13 @@ class TableUseRecorder(TorchDispatchMode):
             if id(leaf) not in self.allowed:
                 self.used.setdefault(id(leaf), f"also read by {what} outside of its own layer")
             elif self.at in self.own_forwards:
-                return self._run_in_own_forward(self.at, id(leaf), what, func, args, kwargs)
+                return self._record_table_operation(self.at, id(leaf), what, func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
-    def _run_in_own_forward(
+    def _record_table_operation(
         self, name: str, weight: int, what: str, func: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run an operation on a table in its class's own forward: one lookup is understood."""
+        """Run an operation of a layer on its own table; record it unless it is the one lookup."""
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is not torch.ops.aten.embedding or self.found:
             again = "again " if self.found else ""

@@ -89,7 +89,7 @@ class ForwardRecord:
 
     @property
     def draws(self) -> list[RandomDraw]:
-        """Return the random draws of the pass, in order; of equal layers those of the first."""
+        """Return the random draws of the pass, in order; for equal layers those of the first."""
         return self.first_pass.draws
 
     @property
@@ -133,7 +133,7 @@ class ForwardRecord:
     def tables(
         self, blocks: Collection[str], degree: int, wish: Callable[[str], str | None]
     ) -> VocabularyTables:
-        """Return the embeddings and heads that `degree` ranks can split; see `select_tables`."""
+        """Return the embeddings and output heads whose rows `degree` ranks can split."""
         from shoal.trace.find.vocabulary_tables import select_tables  # only tp needs them
 
         order = [name for name, _ in self.first_pass.order]

@@ -294,7 +294,7 @@ def _normalize_graph(module: fx.GraphModule, masks: bool, shared: bool) -> None:
 
 
 def _write_attention(graph: fx.Graph, node: fx.Node, masks: bool, shared: bool) -> None:
-    """Write attention with dropout as products, and other attention with cuttable masks."""
+    """Write attention with dropout as matrix products, and other attention with cuttable masks."""
     from shoal.trace.graph.maskable_attention import (
         decompose_attention,
         has_dropout,

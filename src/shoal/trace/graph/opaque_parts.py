@@ -56,7 +56,7 @@ def trace_with_opaque(
     shapes: Mapping[str, Sequence[int]] | None = None,
     known: Collection[str] | None = None,
 ) -> LayerGraph:
-    """Trace a layer, with untraceable parts as one operation each; see `trace_layer`.
+    """Trace a layer into a graph, with each untraceable part as one operation.
 
     Args:
         known: the parts, if they are known already.

@@ -22,7 +22,7 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 def rewrite_weight_norms(graph: fx.Graph) -> None:
-    """Rewrite such operations of a traced layer, in place."""
+    """Rewrite unit-matrix products and detached norms of weights in a traced layer, in place."""
     for node in list(graph.nodes):
         if node.target is aten.linear.default and _is_unit(node.args[0]) and len(node.args) == 2:
             with graph.inserting_before(node):
