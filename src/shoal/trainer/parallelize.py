@@ -362,7 +362,7 @@ def _choose_plan(
     *,
     sample: Any,
 ) -> tuple[Plan, Callable[[], MicroBatchChooser] | None]:
-    """Settle a plan whose layout is in words, and choose its micro-batch.
+    """Choose the layout of a plan that names it in words, and the micro-batch.
 
     Args:
         sample: as in `start_run`; None: the planner does not choose the layout.

@@ -20,19 +20,19 @@ class BatchColumns:
         samples: number of samples.
         leaves, structure: of the batch; a list of samples is one leaf.
         is_cut: for each leaf, whether it is cut.
-        doubt: why the batch must not be cut; "": it may be.
+        cut_error: why the batch must not be cut; "": it may be.
     """
 
     samples: int
     leaves: list[Any]
     structure: Any
     is_cut: list[bool]
-    doubt: str = ""
+    cut_error: str = ""
 
     def cut(self, start: int, stop: int) -> Any:
         """Return the samples start … stop − 1 as a batch."""
-        if self.doubt and stop - start < self.samples:
-            raise ConfigError(self.doubt)
+        if self.cut_error and stop - start < self.samples:
+            raise ConfigError(self.cut_error)
         parts = [
             _slice(leaf, start, stop) if cuts else leaf
             for leaf, cuts in zip(self.leaves, self.is_cut, strict=True)

@@ -86,7 +86,7 @@ def _find_shared(batch: Any, leaves: list[Any], rows: list[int | None]) -> list[
 
 
 def batch_length(batch: Any, known: Readings | None = None) -> int:
-    """Return the number of samples of a batch; of values that disagree, that of the first tensor.
+    """Return the number of samples of a batch; if values disagree, that of the first tensor.
 
     Args:
         batch: as a step takes it, or its inputs or targets.

@@ -60,21 +60,21 @@ def read_lists(batch: Any, known: Readings) -> BatchColumns:
         else:
             doubts.append(path)
     known |= readings
-    doubt = ""
+    cut_error = ""
     for path in doubts:
         told = known.get(path) or (SAMPLES if SAMPLES in readings.values() else "")
         readings[path] = told or COLUMNS
         if not told and samples > 2:
-            doubt = (
+            cut_error = (
                 f"batch: a list of {samples} tensors of {samples} rows each in batch{path} may be "
                 f"{samples} samples, or {samples} columns of all samples; try: a tuple for "
                 f"columns; for samples {NEAREST.removeprefix('try: ')}"
             )
-    return _flatten(batch, samples, readings, doubt)
+    return _flatten_batch(batch, samples, readings, cut_error)
 
 
-def _flatten(batch: Any, samples: int, readings: Readings, doubt: str) -> BatchColumns:
-    """Return the columns by the readings of their lists."""
+def _flatten_batch(batch: Any, samples: int, readings: Readings, cut_error: str) -> BatchColumns:
+    """Return the batch's values as columns; `readings`: which lists hold samples, which columns."""
     whole = {pytree.keystr(path): value for path, value
              in pytree.tree_flatten_with_path(batch, is_leaf=list_inside(batch))[0]}  # fmt: skip
     ends = {id(whole[path]) for path, told in readings.items() if told == SAMPLES}
@@ -87,7 +87,7 @@ def _flatten(batch: Any, samples: int, readings: Readings, doubt: str) -> BatchC
     )
     leaves = [to_tensor(leaf) for leaf in leaves]
     cuts = [_length(leaf) == samples for leaf in leaves]
-    return BatchColumns(samples, leaves, structure, cuts, doubt)
+    return BatchColumns(samples, leaves, structure, cuts, cut_error)
 
 
 def _length(value: Any) -> int:

@@ -98,7 +98,7 @@ class RunGuards(Guards):
 
 
 def _drop_line(line: str) -> None:
-    """Leave a line to another rank of the stage."""
+    """Drop a line, which another rank of the stage prints."""
 
 
 def layout_guards(program: Program) -> list[Guard]:

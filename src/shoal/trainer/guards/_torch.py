@@ -85,7 +85,7 @@ def _wrap_collective(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GradientOwner(Protocol):
-    """Owner of gradients of which this rank may hold parts (`WholeGradients`)."""
+    """Protocol: norms and clipping of gradients over the parts of all ranks (`WholeGradients`)."""
 
     def total_norm(
         self, names: Sequence[str], norm_type: float = ..., *, error_if_nonfinite: bool = ...
@@ -96,7 +96,7 @@ class GradientOwner(Protocol):
         """Scale gradients down to a norm."""
 
     def clip_value(self, names: Sequence[str], clip_value: float) -> None:
-        """Clamp every element."""
+        """Clamp every element of gradients to ±`clip_value`."""
 
 
 Found = tuple[GradientOwner, Sequence[str]] | None
@@ -106,7 +106,7 @@ Found = tuple[GradientOwner, Sequence[str]] | None
 def intercept_gradient_clipping(
     watched: Collection[Any], find: Callable[[str, Sequence[Any]], Found]
 ) -> None:
-    """Make torch's functions on gradients ask `find` first, and use the owner that it returns.
+    """Make torch's gradient clipping call `find`, and clip by the `GradientOwner` it returns.
 
     Scripts may have imported the functions under other names. So this replaces the function that
     they call internally; a torch version without one stays unchanged.
@@ -175,7 +175,7 @@ def _use_owner(
     names: Sequence[str],
     arguments: Mapping[str, Any],
 ) -> torch.Tensor | None:
-    """Do what a function of torch does on gradients, on all parts of them."""
+    """Apply a function of torch on gradients, such as clipping, to the parts of all ranks."""
     if name == "clip_grad_value_":
         owner.clip_value(names, float(arguments[limit]))
         return None
@@ -386,7 +386,7 @@ def mark_stage_gradient(gradient: torch.Tensor, owner: PartReader) -> torch.Tens
 
 
 def _keep_owner(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Return an alias of a gradient with the gradient's owner."""
+    """Return an operation's result; an alias of a gradient keeps its watcher, `owner`."""
     owner = getattr(args[0], "owner", None) if args else None
     if owner is not None and func in (READ_DATA, torch.Tensor.detach):
         result.owner = owner

@@ -50,10 +50,10 @@ class WeightView(Protocol):
     """Weights that user code sees otherwise than the run's own calls (`UserWeights`)."""
 
     def show(self) -> None:
-        """Begin: user code runs."""
+        """Show user code its view of the weights, from here on."""
 
     def hide(self) -> None:
-        """End: a call of the run begins."""
+        """End the view of user code, since a call of the run begins."""
 
 
 class CollectiveCallLog:

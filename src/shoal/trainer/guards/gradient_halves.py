@@ -138,7 +138,7 @@ class HalfStepGradients:
                 parameter.grad = gradient
 
     def _row_norms(self) -> list[torch.Tensor]:
-        """Return norms of the rows, without gradients that are gone."""
+        """Return the norms of this rank's parts of the gradients that are not None."""
         held = [local_part(p.grad) for p, _ in self._held if p.grad is not None]
         return [norm.nan_to_num() for norm in torch._foreach_norm(held)] if held else []
 
@@ -158,7 +158,7 @@ class HalfStepGradients:
                 parameter.grad = None
 
     def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
-        """Return the owner of a call's tensors; raise if the call would change nothing."""
+        """Return what clips these gradients; raise ConfigError if clipping would change nothing."""
         names = self.whole.list_names(tensors)
         if names and name and self._over:
             raise reports.writes_report.foreign_change_error()
@@ -182,7 +182,7 @@ class ClippingWatcher(Protocol):
     """Object that protects the gradients of some parameters from clipping."""
 
     def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
-        """Return the owner of some tensors of a call of torch's function `name`, or raise."""
+        """Return what clips the tensors of a call of torch's function `name`, or raise."""
 
 
 WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -201,5 +201,5 @@ def _install() -> None:
 
 
 def _find_owner(name: str, tensors: Sequence[Any]) -> Found:
-    """Return the owner of the tensors of a call, parameters or gradients."""
+    """Return what clips the tensors of a call, parameters or gradients; None: torch itself."""
     return next((found for one in list(WATCHED) if (found := one.find_owner(name, tensors))), None)

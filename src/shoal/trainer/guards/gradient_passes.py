@@ -175,7 +175,7 @@ class PassGradients:
         return self.refusal("gradients were changed")
 
     def _changed_parameters(self) -> list[nn.Parameter]:
-        """Return parameters with another gradient; stepped parts may be removed before the sum."""
+        """Return parameters whose gradient user code changed; a stepped part may lose its own."""
         changed = list_changed_gradients(self._marks, self.graded)
         return [p for p in changed if id(p) in self.own or p.grad is not None]
 
@@ -258,7 +258,7 @@ class HookGradients:
         self.whole = WholeGradients(program)
 
     def find_owner(self, name: str, tensors: Sequence[Any]) -> Found:
-        """Return the owner of parameters, or of parts of them that are stepped."""
+        """Return what clips the gradients of these parameters, or of stepped parts of them."""
         names = self.whole.list_names(tensors)
         return (self.whole, names) if names else None
 

@@ -153,7 +153,7 @@ def _with_write_counters(states: States) -> Written:
 
 
 def _is_unchanged(name: str, one: Written, other: Written) -> bool:
-    """Return whether an attribute holds the same tensor in both, with no write in between."""
+    """Return whether an attribute holds the same tensor in two snapshots, with no write between."""
     if name not in one or name not in other:
         return name not in one
     return one[name][0] is other[name][0] and one[name][1] == other[name][1]

@@ -57,7 +57,7 @@ class LossTerm:
 
 
 def read_terms(loss: torch.Tensor) -> list[LossTerm]:
-    """Return the terms of a scalar loss, without those that are no sum and no mean."""
+    """Return the terms of a scalar loss that are sums or means over elements."""
     found: list[LossTerm] = []
     open_nodes: list[tuple[Any, tuple[float, ...]]] = [(loss.grad_fn, ())]
     while open_nodes and len(found) < MOST:

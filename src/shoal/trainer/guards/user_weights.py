@@ -116,7 +116,7 @@ class UserWeights:
                 vars(gradient)["inner_cut"] = self._inner_cuts[id(p)]
 
     def hide(self) -> None:
-        """Give the weights torch's own classes back."""
+        """Restore the weights' own torch classes while a call of the run lasts."""
         self._shown = False
         for p, _, kind in self.kinds:
             p.__class__ = kind
@@ -127,7 +127,7 @@ class UserWeights:
         return [(p, p.grad) for p in self.sharded if p.grad is not None]
 
     def close(self) -> None:
-        """Give the weights torch's own classes back, for good."""
+        """Restore the weights' own torch classes, for good."""
         self.meeting.views.discard(self)
         self.hide()
         for one in self._copied:

@@ -157,7 +157,7 @@ class MemberCheckpoints:
 
     @phase("load the state of another island")
     def heal(self, fact: CommittedTurn) -> bool:
-        """Load the state of a turn: from the own disk, or from an island that has it.
+        """Load the state of a turn, from this island's disk or from an island that has it.
 
         Returns:
             Whether it is loaded; False: a stop was asked for meanwhile.

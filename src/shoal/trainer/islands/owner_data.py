@@ -1,4 +1,4 @@
-"""Data of the owners that one group of processes trains: datasets, loaders, agreement, validation.
+"""Data owners that one group of processes trains: datasets, loaders, agreement, validation.
 
     owners/east.jsonl  ── open_source ──> samples of owner 0 ── loader ──> its inner steps
     owners/north.jsonl ── open_source ──> samples of owner 1 …
@@ -53,7 +53,7 @@ TEXT_KEYS = ("bytes", "bits_per_byte")
 
 @dataclass(frozen=True)
 class OwnerData:
-    """Data of one owner.
+    """Dataset, loader and validation of one data owner.
 
     Attributes:
         loader: of its training samples; None if it has none.
@@ -73,7 +73,7 @@ class OwnerData:
 
 
 def open_first_source(config: Config) -> Source:
-    """Open the data of a run; of a run of owners, those of the first owner of this group.
+    """Open the data of a run; with data owners, those of the first owner of this group.
 
     With `data.split` it is the whole dataset, of which every owner has a part.
     """
@@ -84,7 +84,7 @@ def open_first_source(config: Config) -> Source:
 
 
 def _open_own_source(config: Config, name: str) -> Source:
-    """Open the data of one owner, whose name stands before any error."""
+    """Open one data owner's source; errors name the owner first."""
     try:
         return open_source(select_owner(config.data, name), config.train.seed)
     except ConfigError as error:
@@ -132,7 +132,7 @@ def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
 
 
 def open_owners(run: Run, source: Source, config: Config) -> list[OwnerData]:
-    """Open the data of all owners that this group trains.
+    """Open the data of all data owners that this group trains.
 
     Args:
         source: result of `open_first_source`, whose training data the run's first loader reads.
@@ -374,7 +374,7 @@ def describe_text(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_worst_owner(by_owner: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the owner with the most bits per byte, or with the largest loss if bytes are unknown.
+    """Return the data owner with the most bits per byte, or largest loss if bytes are unknown.
 
     A loss that is not finite is the largest. Owners without targets do not count.
 

@@ -1,4 +1,4 @@
-"""Rounds of owners: islands whose data stay with them, or groups of processes that train several.
+"""Rounds of data owners: islands whose data stay with them, or groups that train several.
 
     round   owners are drawn → each group trains its drawn owners, one after another, all from the
             merged weights → their changes travel → commit: positions move on, a checkpoint is
@@ -141,7 +141,7 @@ def _describe_scaffold_rate(config: Config, schedule: OwnerSchedule) -> list[str
 
 
 class OwnerRounds(IslandRounds):
-    """Rounds of the owners that one group of processes trains.
+    """Rounds of the data owners that one group of processes trains.
 
     Args:
         owners: their data, by number.
@@ -175,7 +175,7 @@ class OwnerRounds(IslandRounds):
 
     @property
     def has_work(self) -> bool:
-        """Return whether an owner has samples left to train on."""
+        """Return whether a data owner has samples left to train on."""
         return bool(self.schedule.active(self.common.positions, self.common.refusals.at_limit()))
 
     def check_moved(self) -> None:
@@ -255,7 +255,7 @@ class OwnerRounds(IslandRounds):
         load_merged_weights(self.run, self.joined, max(0, self.common.round - 1))
 
     def _train_owner(self, owner: int) -> tuple[IslandChange, dict[str, torch.Tensor]]:
-        """Take the inner steps of an owner; return its change, and its new control."""
+        """Take the inner steps of a data owner; return its change, and its new control."""
         common, run, method = self.common, self.run, self.joined.method
         data, steps = self.owners[owner], self.schedule.cut_steps(owner, common.positions[owner])
         self.states.install(owner)

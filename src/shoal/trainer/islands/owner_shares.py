@@ -1,4 +1,4 @@
-"""Shares of the owners in the committed merges: rounds, inner steps and weights."""
+"""Shares of the data owners in the committed merges: rounds, inner steps and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of owners that never leaves them: inner optimizer and method's control, by owner.
+"""State of data owners that never leaves them: inner optimizer and method's control, by owner.
 
 A group of processes that trains one owner keeps its inner optimizer in the run, as any island does.
 A group that trains several in turn (`islands.concurrent`) copies it to host memory after an owner's
@@ -49,7 +49,7 @@ State = dict[str, torch.Tensor]
 
 
 class OwnerStates:
-    """State of the owners of one group of processes, as one rank holds it; checkpointed.
+    """States of the data owners that one group trains, as one rank holds them; checkpointed.
 
     Args:
         owners: numbers of the owners that this group trains.
@@ -70,7 +70,7 @@ class OwnerStates:
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether the group trains several owners, one after another."""
+        """Return whether the group trains several data owners, one after another."""
         return len(self.kept) > 1
 
     def control(self, owner: int) -> State:
@@ -127,7 +127,7 @@ class OwnerStates:
         return mmap_init(LEAST_MAPPED_BYTES)
 
     def parts(self) -> dict[str, Part]:
-        """Return this rank's shards of all owners' states, by their names in a checkpoint."""
+        """Return this rank's shards of all data owners' states, by their names in a checkpoint."""
         stacks = self._choose_stacks() if self.run.world.size == 1 else {}
         found: dict[str, Part] = {}
         for name, owners in stacks.items():
@@ -148,7 +148,7 @@ class OwnerStates:
         return found
 
     def _choose_stacks(self) -> dict[str, list[int]]:
-        """Return the names of small tensors that several owners have alike, with these owners."""
+        """Return the small tensors that several data owners have, by name, with these owners."""
         holders: dict[str, list[int]] = {}
         for owner, state in self.kept.items():
             for name in state:

@@ -33,7 +33,7 @@ from shoal.trainer.run_folder.node_local_resume import sync_metrics_rows
 def sync_newest_run(
     arguments: list[str], resume: Path | None, job: str, files: tuple[str, ...], world: World
 ) -> None:
-    """Find out which ranks share a disk, and fetch the job's run to each; every rank calls it.
+    """Find which ranks share a disk, and copy the job's run to each disk; every rank calls it.
 
     Args:
         job: the launcher's name of it.

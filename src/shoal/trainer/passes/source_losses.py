@@ -43,7 +43,7 @@ class SourceLosses:
         self.is_complete = True
 
     def add(self, outputs: Any, targets: Any, both: Tensor) -> None:
-        """Add a micro-batch.
+        """Add a micro-batch's loss sum and targets to those of its sources.
 
         Args:
             outputs, targets: of the micro-batch.

@@ -250,7 +250,7 @@ class UserPasses:
         return tally if whole else replace(tally, count=1.0)
 
     def _compare_calls(self, numbers: StepNumbers) -> None:
-        """Raise ConfigError if some micro-batch has more or fewer backward passes than others."""
+        """Raise ConfigError if micro-batches, on any rank, had unequal backward passes."""
         micro_batches, calls, squares = numbers.sums("backward_calls")
         if calls and micro_batches * squares == calls * calls:
             return  # as many in every micro-batch

@@ -90,7 +90,7 @@ class GradientMessage:
 
     @staticmethod
     def read(told: torch.Tensor) -> GradientMessage:
-        """Return the head of a message: the inverse of `told`."""
+        """Decode the numbers at the head of a message."""
         loss_sum, count, norm, broken, loss_broken, moved, ran, peak, lost, *used = told.tolist()
         return GradientMessage(
             loss_sum, count, norm, bool(broken), bool(loss_broken), bool(moved), int(ran),

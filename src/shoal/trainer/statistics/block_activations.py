@@ -68,7 +68,7 @@ class BlockActivations:
 
     @contextmanager
     def _mark_joining(self, joins: bool) -> Iterator[None]:
-        """Leave a pass out that only joins the collectives of other ranks."""
+        """Exclude a pass from the statistics if it only joins other ranks' collectives."""
         before, self._joins = self._joins, joins
         try:
             yield

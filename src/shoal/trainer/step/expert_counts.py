@@ -80,7 +80,7 @@ class ExpertCounts:
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
-        """Leave a pass out that only joins the collectives of other ranks."""
+        """Count the tokens of a micro-batch inside, unless the pass only joins collectives."""
         before, self._joins = self._joins, index < 0
         try:
             yield

@@ -67,7 +67,7 @@ class ModelLoss:
         )
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return (sum, count)."""
+        """Return (sum of the losses, count of targets) of a micro-batch."""
         own = self.find_loss(outputs, targets)
         if own is None:
             return token_loss(outputs, targets)

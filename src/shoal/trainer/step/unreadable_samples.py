@@ -104,7 +104,7 @@ def report_skip(
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return the names of some ranks as text; of many ranks only the first.
+    """Return the names of some ranks as text; only the first of many.
 
     >>> format_ranks([3]), format_ranks([0, 1])
     ('rank 3', 'ranks 0 and 1')
@@ -135,7 +135,7 @@ def _describe_share(batch: Any, world: World) -> dict[str, Any]:
 
 
 def suggest_remedy(reason: str) -> str:
-    """Return advice for steps that are skipped for a reason."""
+    """Return advice on skipped steps: without targets, else with values that are not finite."""
     if reason == NO_TARGET:
         return "look at the data, where every target is ignored, or at the count that a loss gives"
     return "look at these samples, lower optimizer.lr, or set optimizer.clip"

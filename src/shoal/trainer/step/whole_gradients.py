@@ -29,7 +29,7 @@ from shoal.trainer.step.optimizer_step import (
 
 
 def average_gradients(program: Program, tally: StepTotals, scale: float) -> StepTotals:
-    """Divide the summed gradients by the step's count, so that `.grad` is the mean gradient.
+    """Turn gradient sums into the step's mean gradient, in place, and return the step's totals.
 
     It is clipped already if the plan says so, by one multiplication as in `run.step`: so the bits
     are the same, and what user code adds afterwards, such as noise, is not clipped.
