@@ -34,7 +34,7 @@ _SUMMED = ("steps", "seconds", "compute_s", "exposed_s", "exchange_s", "sent_byt
 
 @dataclass(frozen=True)
 class RoundTotals:
-    """Totals over a run's rounds; of committed rounds, except `discarded`.
+    """Totals over a run's committed rounds; `discarded` counts the others.
 
     Attributes:
         refused: island → how many of its changes did not count.

@@ -151,7 +151,7 @@ class RunProgress:
         return fit_words([form.format(found[name]) for name, form in words if name in found], width)
 
     def _curve(self) -> str:
-        """Return the losses as a small curve with a blank before it; "" of too few steps."""
+        """Return the losses as a small curve with a blank before it; "" for too few steps."""
         curve = draw_sparkline(self.losses, CURVE_WIDTH)
         return f" {curve}" if len(curve) == CURVE_WIDTH else ""
 

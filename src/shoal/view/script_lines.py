@@ -37,7 +37,7 @@ def _last_line(event: Record) -> str:
 
 
 def has_restarted(after: list[Record], folder: Path) -> bool:
-    """Return whether a later start of this session reached its steps; of a script, any start.
+    """Return whether a later start of this session reached its steps; for a script, any start.
 
     An island's death is fatal to its own supervisor; the launcher of all starts a further attempt.
     """
@@ -70,7 +70,7 @@ HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/s
 
 
 def loader_cure(*, is_loop_timed: bool) -> str:
-    """Return the cure of slow data in a script.
+    """Return the remedy for slow data in a script.
 
     Args:
         is_loop_timed: the script's own code between two steps is known apart from its data.

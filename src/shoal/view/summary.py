@@ -81,7 +81,7 @@ def _row_text(tell: Callable[[], str]) -> str:
 
 
 def _row(label: str, text: str, width: int) -> list[str]:
-    """Return a label and its wrapped text; of very long texts two lines."""
+    """Return a label and its wrapped text; two lines of a very long text."""
     found = textwrap.wrap(text, width - LABEL_WIDTH - 2, break_on_hyphens=False)
     if len(found) > 2:
         found = [found[0], f"{found[1][: width - LABEL_WIDTH - 3]}…"]
@@ -96,7 +96,7 @@ def _events_named(events: list[Record], name: str) -> list[Record]:
 
 
 def _first_step(events: list[Record]) -> int:
-    """Return the step at which the session began: its resume before any restart, else 0."""
+    """Return the step from which a session's first attempt resumed; 0 if it started anew."""
     for event in events:
         if event.get("event") == "restarting":
             return 0

@@ -203,7 +203,7 @@ def _whole_run(folder: Path) -> Path:
 
 
 def _find_saved(seen: FolderEvidence) -> tuple[int | None, Path | None]:
-    """Return the step and the folder of the newest complete checkpoint; of islands one of all."""
+    """Return step and folder of the newest complete checkpoint; with islands, a common one."""
     holders = [seen.folder]
     steps = list_saved_steps(seen.folder)
     if not steps and seen.islands:

@@ -19,7 +19,7 @@ LARGEST_STEP = 1 << 62
 
 
 def session_lines(events: Sequence[Record], newest_step: int) -> list[str]:
-    """Return a line for each of the newest sessions; [] of a run with one session.
+    """Return a line for each of the newest sessions; [] if the run has one session.
 
     Args:
         events: of the run, oldest first.

@@ -89,7 +89,7 @@ def _add_event(one: RoundMembers, island: int, event: Record) -> None:
 
 
 def list_missing_rounds(rounds: Iterable[RoundMembers]) -> list[tuple[int, int]]:
-    """Return the first and last number of each gap between the rounds that are told.
+    """Return the first and last number of each gap between the recorded rounds.
 
     >>> list_missing_rounds([RoundMembers(2, True), RoundMembers(3, True), RoundMembers(5, True)])
     [(0, 1), (4, 4)]

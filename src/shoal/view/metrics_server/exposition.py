@@ -52,7 +52,7 @@ class SamplePage:
         self._values: dict[str, dict[str, float]] = {family.name: {} for family in families}
 
     def add(self, name: str, value: object, **labels: str) -> None:
-        """Add a sample; a value that is no finite number is left out, as are its equals.
+        """Add a sample, unless its value is not a finite number or its labels have one already.
 
         Raises:
             KeyError: no family has this name.
@@ -96,7 +96,7 @@ def label_value(text: str) -> str:
 
 
 def value_text(value: float) -> str:
-    """Return a number as the format writes it: whole numbers without a point.
+    """Return a number as the format writes it: integers without a point.
 
     >>> value_text(3.0), value_text(0.1), value_text(True)
     ('3', '0.1', '1')

@@ -1,4 +1,4 @@
-"""Figures of a watched run as texts: foreseen beside measured, waits, the time left.
+"""Figures of a watched run as texts: predicted and measured, waits, the time left.
 
 All of them, the rate and the table of ranks are means of the same newest steps. So they agree.
 """
@@ -50,7 +50,7 @@ def forecast_texts(progress: RunProgress, peaks: Sequence[float]) -> list[str]:
 
 
 def comment_text(progress: RunProgress) -> str:
-    """Return the likely reason of a forecast that is far off; "" of a near one, or without one."""
+    """Return the likely reason why a forecast is far off; "" if it is not, or without one."""
     said, measured_s = progress.plan.get("predicted"), progress.mean("step_s")
     foreseen_s = said.get("step_s") if isinstance(said, dict) else None
     if not is_number(foreseen_s) or foreseen_s <= 0 or not measured_s:
@@ -120,7 +120,7 @@ def left_texts(
 
 
 def _done_text(from_s: float, until_s: float, now_s: float, more: str) -> str:
-    """Return when a run is done: one clock time, or two; "" of one that is soon."""
+    """Return the clock time, or two, at which a run will be done; "" if that is soon."""
     if until_s < CLOCK_S:
         return ""
     first, last = _clock(now_s + from_s, now_s), _clock(now_s + until_s, now_s)
@@ -134,7 +134,7 @@ def _will_validate(events: Sequence[Record]) -> bool:
 
 
 def _pace_range(points: Sequence[StepPoint]) -> tuple[float, float] | None:
-    """Return seconds of a step in the fast and in the slow eighths; None of too few points."""
+    """Return seconds of a step in the fast and in the slow eighths; None for too few points."""
     known = [one.step_s for one in points[-PACE_POINTS:] if math.isfinite(one.step_s)]
     if len(known) < LEAST_POINTS:
         return None

@@ -27,7 +27,7 @@ class LossHistory:
         self.points: list[StepPoint] = []
 
     def add(self, records: Iterable[Record], cut_back: bool = False) -> None:
-        """Add steps; of steps that were made again, the older figures go."""
+        """Add steps; repeated steps replace their older figures."""
         for record in records:
             point = _point(record)
             while self.points and self.points[-1].step >= point.step:

@@ -209,7 +209,7 @@ def _progress_line(run: WatchedRun, width: int, found: dict[str, str], unicode: 
 
 
 def _figure_lines(run: WatchedRun, width: int) -> list[Line]:
-    """Return foreseen and measured figures, the waits of a step, and the letters of the bars."""
+    """Return predicted and measured figures, the waits of a step, and the letters of the bars."""
     rows = [("foreseen → now", run.forecast), ("rank 0 waits", run.waits)]
     lines = [
         fit_spans([(f"{label:<14}", "dim"), *((text, "") for text in texts)], width, "  ")
