@@ -91,7 +91,7 @@ def _is_generator(value: Any, names: tuple[str, ...]) -> bool:
 
 
 class HostDraws:
-    """Seeds of `random` and `numpy.random` at the entry of a block; their states after it.
+    """Seeder of `random` and `numpy.random` for a block, which restores their states after it.
 
     Args:
         seed_of: returns the seed of the current call of a block; None outside of training steps,
@@ -116,7 +116,7 @@ class HostDraws:
         np.random.seed(seed % 2**32)
 
     def leave(self, *_: object) -> None:
-        """Restore both generators after a block."""
+        """Restore the states that both generators had before the block."""
         if self._states and (state := self._states.pop()) is not None:
             random.setstate(state[0])
             np.random.set_state(state[1])

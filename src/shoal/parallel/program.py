@@ -322,7 +322,7 @@ def bind_placements(program: Program, rows: Iterable[Placement]) -> Program:
 
 
 def whole_local_parameters(program: Program) -> dict[str, LocalParameter]:
-    """Return every parameter whole, as one process and `ddp` step them."""
+    """Return every parameter unsharded, as one process and `ddp` step them."""
     return {
         name: LocalParameter(p, program.shard_of(name)) for name, p in program.parameters.items()
     }

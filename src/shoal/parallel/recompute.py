@@ -309,7 +309,7 @@ def is_worth_keeping(operation: Any, args: tuple[Any, ...], out: Any) -> bool:
 
 
 class _SavedProducts:
-    """Outputs of the products of one call, in call order; None for those to recompute.
+    """Outputs of one call's matrix products, in call order; None for those to recompute.
 
     Args:
         unneeded: positions whose outputs the block's second runs have not used so far (mostly the
@@ -321,7 +321,7 @@ class _SavedProducts:
         self.outputs: dict[Any, list[Any]] = {}
 
     def add(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Keep an output, or note that there was one."""
+        """Save the output of a matrix product, or None if the product is to be recomputed."""
         entries = self.outputs.setdefault(operation, [])
         entry = None
         worth = is_worth_keeping(operation, args, out)
@@ -350,7 +350,7 @@ class _SavedProducts:
 
 
 class _SavingMode(TorchDispatchMode):
-    """Dispatch mode of the first run: keeps the outputs of products.
+    """Dispatch mode of the first run: saves the outputs of matrix products.
 
     torch's create_selective_checkpoint_contexts does the same for every operation, and fails in two
     cases. The second run may make one more of an operation: autocast casts a weight again that the

@@ -152,8 +152,8 @@ def test_what_passed_in_a_start_is_not_checked_again(monkeypatch: pytest.MonkeyP
     proof, run = split(torch.float64), split(torch.float32)
     others = [split(torch.float32, scale=2.0), split(torch.float32, samples=3)]
     ran: list[int] = []
-    alone = BlockTrial.alone
-    monkeypatch.setattr(BlockTrial, "alone", lambda trial: (ran.append(1), alone(trial))[1])
+    unsplit = BlockTrial.run_unsplit
+    monkeypatch.setattr(BlockTrial, "run_unsplit", lambda trial: (ran.append(1), unsplit(trial))[1])
 
     def trials(given: list[tuple[nn.Module, BlockClass]]) -> int:
         ran.clear()
@@ -218,7 +218,7 @@ def test_all_that_a_check_holds_is_a_run_and_one_gradient() -> None:
 
     def on_a_rank(axis: Axis) -> list[float]:
         trial, most = BlockTrial(module[0], group, (axis,)), []
-        for run in (trial.alone, trial.together):
+        for run in (trial.run_unsplit, trial.run_split):
             with Held(module) as held:
                 kept = run()
             most.append(held.most_bytes / weight_bytes)

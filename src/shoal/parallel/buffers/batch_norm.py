@@ -68,7 +68,7 @@ def _running_statistics(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 class _StatisticsCollector:
-    """Collector of (s, k) of every micro-batch of a step, applied at the end of the step."""
+    """Collector of the BatchNorm statistics of a step's micro-batches, applied at its end."""
 
     def __init__(self, layers: list[BatchNorm], world: World) -> None:
         self.layers = layers
@@ -142,15 +142,15 @@ class _StatisticsCollector:
         busiest = int((everyone[:, :, 0] >= 0).sum(1).argmax()) if most else 0
         rows = [(rank, row) for rank, own in enumerate(everyone) for row in own if row[0] >= 0]
         for rank, row in sorted(rows, key=lambda one: float(one[1][0])):
-            self._apply_row(row, joined=rank == busiest)
+            self._apply_row(row, synced=rank == busiest)
         self.seen.clear()
 
-    def _apply_row(self, row: torch.Tensor, *, joined: bool) -> None:
-        """Apply a row; `joined`: also for the layers whose row is the same on all ranks."""
+    def _apply_row(self, row: torch.Tensor, *, synced: bool) -> None:
+        """Update running statistics by a micro-batch; `synced`: also in SyncBatchNorm layers."""
         place = 1
         for layer in self.layers:
             mean, variance, tracked = _running_statistics(layer)
-            if not joined and joins_ranks(layer):
+            if not synced and joins_ranks(layer):
                 place += 1 + 2 * mean.numel()
                 continue
             calls, before = int(row[place]), int(tracked)

@@ -133,7 +133,7 @@ def _gather_spreads(parts: Mapping[str, Part], world: World) -> dict[str, _Tenso
 def _iterate_tensors(
     known: Mapping[str, _TensorSpread], parts: Mapping[str, Part], world: World, only_first: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of `assemble_tensors` one by one, with one message of them in memory.
+    """Gather and yield full tensors one by one, with one message of them in memory at a time.
 
     Every rank must iterate to the end. A tensor that every rank holds whole is yielded as it is, on
     its device, without a copy.

@@ -96,7 +96,7 @@ def plan(
 
 
 def apply(program: Program, units: SequenceUnits | None) -> Program:
-    """Let the module's layers work on this rank's tokens; parameters stay whole."""
+    """Let the module's layers work on this rank's tokens; parameters stay replicated."""
     if units is None or units.ring is None:
         return program
     ring = units.ring
@@ -156,7 +156,7 @@ def _format_no_layer_error(program: Program, units: SequenceUnits, whole: dict[s
 
 
 def _format_notices(degree: int, classes: Sequence[BlockClass], whole: dict[str, str]) -> list[str]:
-    """Return notices: how attention is computed, what is gathered, and what runs whole."""
+    """Return notices: how attention is computed, what is gathered, and what runs unsplit."""
     lines = []
     for one in classes:
         like = f" (and {len(one.names) - 1} like it)" if len(one.names) > 1 else ""

@@ -55,7 +55,7 @@ class ContextPrograms(ProgramCache):
     def get_program(
         self, kind: Hashable, name: str, block: nn.Module, leaves: list[Any], structure: Any
     ) -> BlockSplit | None:
-        """Return the split graph for a kind of inputs, made at first use; None: run it whole.
+        """Return the split graph for a kind of inputs, made at first use; None: run it unsplit.
 
         Args:
             kind: key of the inputs from `BlockInternals.kind`.

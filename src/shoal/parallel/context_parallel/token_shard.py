@@ -77,7 +77,7 @@ class Sharing:
 
 
 class ContextShard(SequenceShard):
-    """Tensor that holds this rank's tokens and has the shape of the whole."""
+    """Tensor that holds this rank's tokens and has the full tensor's shape."""
 
     @property
     def sharing(self) -> Sharing | None:
@@ -88,7 +88,7 @@ class ContextShard(SequenceShard):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation on the parts if that is equivalent, else on the whole."""
+        """Run an operation on the parts if that is equivalent, else on the full tensor."""
         kwargs = kwargs or {}
         done = None
         if graph_task_id() >= 0 and not torch.is_grad_enabled():
@@ -108,7 +108,7 @@ pytree.register_pytree_node(
 
 
 def wrap_tokens(local: Tensor, axis: Axis, dim: int, length: int) -> SequenceShard:
-    """Wrap this rank's tokens as the whole tensor, of which dim `dim` has `length`."""
+    """Wrap this rank's tokens as the full tensor, whose dim `dim` has `length`."""
     return wrap_shard(local, ShardSpec.split_evenly(axis, dim, length, summands=True), ContextShard)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 @contextmanager
 def allow_plain_tensors() -> Iterator[None]:
-    """Let DTensors take plain tensors for whole ones, equal on all ranks.
+    """Let DTensor operations take plain tensors as replicated ones, equal on all ranks.
 
     torch's own context manager imports kernels of attention with it.
     """

@@ -1,4 +1,4 @@
-"""Data parallel: every rank holds the whole model and gets the whole sum of the gradients.
+"""Data parallel: parameters are replicated, and every rank gets the sum of all gradients.
 
 If the plan lets forward passes read narrow copies (bf16, fp16), the optimizer steps fp32 masters.
 The module's own parameters are then the copies, renewed once per step.
@@ -61,12 +61,12 @@ class SumReducer(BucketReducer):
         self.master_data = [one.parameter.data for one in masters.values()]
 
     def publish(self) -> None:
-        """Renew the narrow copies from the masters."""
+        """Copy the fp32 masters to the narrow parameters that forward passes read."""
         if self.copied_data:
             torch._foreach_copy_(self.copied_data, self.master_data)
 
     def close(self) -> None:
-        """Give the module the masters back, in its original dtype."""
+        """Make the fp32 masters the module's parameters, in its original dtype."""
         super().close()
         for name, one in self.masters.items():
             self.parameters[name].data = one.parameter.data

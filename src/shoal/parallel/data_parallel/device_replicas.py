@@ -65,7 +65,7 @@ class ReplicaSeeding(Protocol):
         """Return the context around a micro-batch."""
 
     def start_step(self) -> None:
-        """Start a step."""
+        """Start a step: forget the calls of the previous one."""
 
     def on(self, device: torch.device) -> ReplicaSeeding:
         """Return the seeding for a replica on another device."""

@@ -125,7 +125,7 @@ def _embed_fetched_rows(
 
 
 class _FetchedTable:
-    """Rows of one table that a worker fetched in a session, and the sums of their gradients.
+    """Rows of one table that a worker fetched for a step, and the sums of their gradients.
 
     ids, rows    in the order in which they came · sorted, order  for finding them
     """
@@ -139,7 +139,7 @@ class _FetchedTable:
         self.clear()
 
     def clear(self) -> None:
-        """Start a new session without rows."""
+        """Drop the rows and sums of the previous step."""
         self.ids = torch.empty(0, dtype=torch.int64, device=self.device)
         self.sorted, self.order = self.ids, self.ids
         self.rows = torch.empty((0, self.row.shape[1]), dtype=self.dtype, device=self.device)
@@ -173,10 +173,10 @@ class _FetchedTable:
 
 
 class RowFetcher:
-    """Worker side: fetches rows by number, and sends their gradients at the end of a session.
+    """Worker side of table servers: fetches rows in a step, then sends their gradients.
 
     Attributes:
-        is_open: a session is active.
+        is_open: between `start_session` and `end`.
         sent: dtype in which gradients are sent; None: the table's dtype.
     """
 
@@ -193,7 +193,7 @@ class RowFetcher:
         self.is_open = False
 
     def start_session(self) -> None:
-        """Start a session, here and on the servers."""
+        """Start a step's or evaluation's lookups; the servers answer until `end`."""
         if self.is_open:
             raise ConfigError(
                 "run.step, run.evaluate or run.predict was called between the passes of a step, "
@@ -248,7 +248,7 @@ class RowFetcher:
         return [torch.linalg.vector_norm(held.sums) for held in self.held.values() if held.used]
 
     def end(self) -> None:
-        """End the session: send the gradients, if any, to the servers."""
+        """End the lookups of a step or evaluation: send the gradients, if any, to the servers."""
         self.is_open = False
         every = list(self.held.values())
         here = self.pairs.world.device
@@ -284,12 +284,12 @@ class RowServer:
         self._lines = [_WorkerThread(pairs, one, rows, tables, sent, self._done) for one in workers]
 
     def open(self) -> None:
-        """Start a session: workers may read rows."""
+        """Let the workers read rows, for one step or evaluation."""
         for line in self._lines:
             line.tokens.put(True)
 
     def collect_gradients(self) -> list[dict[str, RowGradients]]:
-        """Wait for the end of the session; return each worker's gradients, in rank order.
+        """Wait until all workers end a step; return each worker's gradients, in rank order.
 
         Raises:
             RuntimeError: of the backend if a worker is gone.

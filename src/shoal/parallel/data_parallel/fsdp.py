@@ -210,7 +210,7 @@ def _unit_names(program: Program) -> list[str]:
 
 
 def _unsharded_parameters(program: Program) -> list[nn.Parameter]:
-    """Return the parameters that every rank keeps whole: scalars, empty ones, unshared experts."""
+    """Return the parameters that fsdp leaves unsharded: scalars, empty ones, unshared experts."""
     every = {**program.parameters, **program.frozen}
     return [p for name, p in every.items() if program.rows[name].data == "whole"]
 
@@ -337,7 +337,7 @@ def _shard_units(
 def _post_forward_state(
     program: Program, degrees: Mapping[str, int], axis: str
 ) -> tuple[bool | DeviceMesh, Mapping[str, int]]:
-    """Return a unit's state between its passes: sharded, whole (False), or over a part of `axis`.
+    """Return a unit's state between passes: sharded, unsharded (False), or over part of `axis`.
 
     The part is the last axis of the mesh. All units share this mesh; torch would make new groups.
 
@@ -446,7 +446,7 @@ class ShardedGradients:
         return made
 
     def start_step(self, rounds: int) -> None:
-        """Drop all gradients."""
+        """Drop all gradients at the start of a step."""
         for parameter in self.parameters.values():
             parameter.grad = None
         for local in self.local.values():
@@ -467,7 +467,7 @@ class ShardedGradients:
             gather.drop()
 
     def end_backward(self, counted: bool) -> None:
-        """End a backward pass, which has sent all gradients by itself."""
+        """Free buffers after a backward pass, in which `fully_shard` reduced the gradients."""
         self.free_gather_buffers()
         for scatter in self.scatters:
             scatter.drop()

@@ -1,4 +1,4 @@
-"""Weights that tp or ep cuts inside, and fsdp by rows: user code sees them as whole ones.
+"""Weights split by tp or ep, and by fsdp inside of that: user code sees the full tensors.
 
     the whole weight     [16, 6]
     cut by tp            [8, 6] on tp rank 0 · [8, 6] on tp rank 1      torch's DTensor ends here
@@ -28,7 +28,7 @@ from shoal.parallel.program import Program
 
 @dataclass(frozen=True)
 class InnerCut:
-    """Cut of a weight, of whose part fsdp shards the rows.
+    """Split of a weight by tp or ep, whose parts fsdp shards by rows.
 
     Attributes:
         name: of the weight.
@@ -97,7 +97,7 @@ def close_inner_cuts(found: Mapping[int, InnerCut]) -> None:
 
 
 def _gather_part(program: Program, name: str, cut: DimCut, part: torch.Tensor) -> torch.Tensor:
-    """Gather the whole of a weight or gradient; the ranks of the cut's axis call it together."""
+    """Gather the full weight or gradient; the ranks of the cut's axis call it together."""
     row, ranks = program.rows[name], program.tensor
     if row.is_expert:
         ranks = axis_world(program.world, program.plan.layout.expert_degrees, ["ep"])
@@ -169,7 +169,7 @@ def _fits(tensor: Any, cut: InnerCut) -> bool:
 
 
 def gather_whole(tensor: Any) -> torch.Tensor:
-    """Return the whole of a DTensor, with the parts of other ranks of tp or ep; a collective."""
+    """Return the full tensor of a DTensor, with other parts of tp or ep; a collective."""
     part, cut = tensor.detach().full_tensor(), find_inner_cut(tensor)
     return part if cut is None else cut.gather(part)
 

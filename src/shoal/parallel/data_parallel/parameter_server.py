@@ -120,7 +120,7 @@ class ServerLinks:
 
 
 class _ParameterServerReducer(BucketReducer):
-    """Reducer of whole gradients on workers, and of the sums of their parts on servers."""
+    """Reducer of full gradients on workers, and of the sums of their parts on servers."""
 
     def __init__(
         self,

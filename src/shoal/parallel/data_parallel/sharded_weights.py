@@ -1,4 +1,4 @@
-"""Weights of fsdp in the hands of user code, between the calls of a run: like whole tensors.
+"""Weights of fsdp in user code, between the calls of a run: they look like full tensors.
 
     w.norm(), w.mul_(2)                    torch's DTensor does this right
     w.grad.add_(noise), w.copy_(list)      a plain tensor is a whole one: each rank takes its rows
@@ -53,7 +53,7 @@ class WeightReader(Protocol):
     """Watcher of what user code does with weights."""
 
     def note_operand(self, tensor: torch.Tensor) -> None:
-        """Note a plain tensor that an operation takes as a whole one, so that ranks compare."""
+        """Note a plain tensor that an operation takes as replicated, so that ranks compare it."""
 
     def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """Note a tensor that was computed from a weight."""
@@ -70,7 +70,7 @@ class UserDTensor(DTensor):
     part_of_weight = True
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
-        """Return the whole tensor; every rank calls it."""
+        """Return the full tensor; every rank calls it."""
         with as_dtensors([self]):
             if find_inner_cut(self) is not None:
                 return gather_whole(self)
@@ -91,7 +91,7 @@ class RowCopy(UserDTensor):
 
 
 def wrap_rows(weight: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a tensor of a weight's shape as one whole tensor.
+    """Wrap this rank's rows of a tensor of a weight's shape as a full tensor.
 
     Args:
         weight: of fsdp.
@@ -109,7 +109,7 @@ def wrap_rows(weight: Any, rows: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_dtensors(tensors: Sequence[Any]) -> Iterator[None]:
-    """Give tensors their class of torch back while torch works on them."""
+    """Make tensors plain DTensors for torch, inside the context."""
     kinds = [(one, type(one)) for one in tensors]
     for one in tensors:
         one.__class__ = DTensor

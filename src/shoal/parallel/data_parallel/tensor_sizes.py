@@ -1,4 +1,4 @@
-"""Sizes of tensors of which a rank holds a part, while user code sees the size of the whole."""
+"""Sizes of tensors of which a rank holds a part, while user code sees the full size."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class FlatWeights:
         return found
 
     def restore_masters(self) -> None:
-        """Set the narrow (bf16) parameters to the whole masters, all-gathered in their dtype.
+        """Set the narrow (bf16) parameters to the full masters, all-gathered in their dtype.
 
         Every rank calls it.
         """
@@ -169,7 +169,7 @@ class FlatWeights:
 
 
 class _ZeroOneReducer(BucketReducer):
-    """Reducer of whole gradients, of which this rank sums only its own part."""
+    """Reducer of full gradients (ZeRO-1), of which this rank gets the sum of its part."""
 
     def __init__(
         self, program: Program, weights: FlatWeights, local: dict[str, LocalParameter]
@@ -178,7 +178,7 @@ class _ZeroOneReducer(BucketReducer):
         self.weights = weights
 
     def publish(self) -> None:
-        """See `FlatWeights.publish`."""
+        """All-gather the updated weights, so that every rank has all of them."""
         self.weights.publish()
 
 
@@ -234,7 +234,7 @@ class ScatterReducer:
         self.fresh = set()
 
     def finish(self) -> None:
-        """Join rounds for which this rank has no micro-batch, then wait for all sums."""
+        """Join other ranks' remaining reduce-scatters with zeros, then wait for all sums."""
         while self.round < self.rounds:
             self.prepare_backward(last=True)
             self.end_backward(counted=False)
@@ -249,7 +249,7 @@ class ScatterReducer:
             local.parameter.grad = part.view(local.parameter.shape)
 
     def publish(self) -> None:
-        """See `FlatWeights.publish`."""
+        """All-gather the updated weights, so that every rank has all of them."""
         self.weights.publish()
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def plan(program: Program, record: ForwardRecord) -> list[Experts]:
 
 
 def plan_layers(record: ForwardRecord, layout: Layout) -> list[Experts]:
-    """Find and check the expert layers that `layout` divides; see `plan`."""
+    """Find and check the expert layers that `layout` divides over ep."""
     layers, lists = record.stacked_experts(), record.listed_experts()
     if not layers and not lists:
         raise PlanError(

@@ -20,7 +20,7 @@ EVERY = 100
 
 
 class ExpertLoads:
-    """Counts of the places of every expert since the last notice.
+    """Counts of the (token, choice) pairs of every expert since the last notice.
 
     Attributes:
         layers: number of experts by layer.
@@ -49,7 +49,7 @@ class ExpertLoads:
             self.counting, self.joining = before
 
     def add_counts(self, name: str, counts: Tensor) -> None:
-        """Add a layer's places: [experts + 1], the last entry of no expert."""
+        """Add a layer's (token, choice) pairs by expert: [experts + 1], the last for none."""
         if self.counting:
             self.counts[name] += counts
 

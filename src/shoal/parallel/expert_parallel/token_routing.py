@@ -29,7 +29,7 @@ EXPERT_AXIS = "ep"
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Route of one micro-batch's places (token, choice).
+    """Route of one micro-batch's (token, choice) pairs to the ranks of their experts.
 
     Attributes:
         counts: [experts + 1], places of each expert, and of none, on the tokens' rank.
@@ -46,7 +46,7 @@ class TokenRoute:
 
 
 def plan_route(chosen: Tensor, experts: int, axis: World) -> TokenRoute:
-    """Plan where the places of `chosen` [tokens, top_k] go, and which rows arrive."""
+    """Plan to which ranks the pairs of `chosen` [tokens, top_k] go, and which rows arrive."""
     places = chosen.flatten().long()
     counts = torch.zeros(experts + 1, dtype=torch.long, device=places.device)
     counts = counts.scatter_add(0, places, torch.ones_like(places))

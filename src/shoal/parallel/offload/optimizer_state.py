@@ -43,7 +43,7 @@ class HostParameters(Protocol):
         """Start the copies of a parameter and its gradient to the device; return their events."""
 
     def copy_to_host(self, parameter: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
-        """Start its copies home after the step: (tensor on the device, event of its end) pairs."""
+        """Start to copy a stepped parameter to the host: (device tensor, end event) pairs."""
 
 
 class Stepper(Protocol):

@@ -180,7 +180,7 @@ class HostWeights:
         return sent
 
     def publish(self) -> None:
-        """Renew the copies after other code has written the masters on the host."""
+        """Copy the host's masters to the weights that passes read, after other code wrote them."""
         for one in self.by_name.values():
             if one.copy.data_ptr() != one.master.data_ptr():
                 one.copy.copy_(one.master.detach())
@@ -275,7 +275,7 @@ class StreamedGradients:
         ]
 
     def start_step(self, rounds: int) -> None:
-        """Reset all sums."""
+        """Reset the sums of all gradients at the start of a step."""
         for one in self.weights.by_name.values():
             one.parameter.grad = one.master.grad = None
         self.active = True
@@ -305,7 +305,7 @@ class StreamedGradients:
             one.master.grad = self.gradients[name]
 
     def publish(self) -> None:
-        """Renew the copies if masters were loaded; a step has renewed them itself."""
+        """Copy masters that other code loaded to the weights that passes read."""
         if not self.weights.stepped:
             self.weights.publish()
         self.weights.stepped = False

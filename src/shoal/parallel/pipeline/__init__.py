@@ -75,7 +75,7 @@ def plan(program: Program, record: ForwardRecord) -> StageCut | None:
 
 
 def cut_into_stages(record: ForwardRecord, layout: Layout) -> StageCut:
-    """Return the cut of a traced model into the stages of a layout; see `plan`."""
+    """Return the cut of a traced model into the stages of a layout."""
     kind = type(record.module).__name__
     check_stages(layout.schedule, layout.pp, layout.chunks, len(record.trunk.calls), kind)
     return cut_stages(record, layout.stages)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # imported late: most schedules never split a backward pass
 
 
 class RunnableStage(Protocol):
-    """Protocol of a piece of the model; see `stage.Stage`."""
+    """Protocol of a stage: a piece of the model that the runtime runs."""
 
     def run(self, call: Callable[[Any], Any], arrivals: tuple[Any, ...]) -> Any:
         """Return the tensors for the next stage, or the model's outputs on the last one."""

@@ -72,7 +72,7 @@ class PipelineStages:
         self.stages = {number: PipelineStage(self, number) for number in sorted(numbers)}
 
     def restore_forwards(self) -> None:
-        """Restore the module's forwards; parameters without data stay so."""
+        """Restore the module's forwards; other stages' parameters stay on the meta device."""
         for one in self.replaced:
             one.restore()
         self.replaced.clear()
@@ -307,7 +307,7 @@ class StagePass:
     def _substitute_outputs(
         self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Return the outputs of a unit of another stage: arrived tensors, or fill values."""
+        """Return the outputs of another stage's unit `number`: received tensors or placeholders."""
         plan = self.cut.calls[number]
         count = len(plan.devices)
         known = all((number, place) in self.arrived for place in range(count))

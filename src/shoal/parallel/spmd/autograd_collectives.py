@@ -67,7 +67,7 @@ class Axis(Protocol):
 
 
 def enter(value: Tensor, axis: Axis) -> Tensor:
-    """Pass a whole value into split work; its gradient is all-reduced if it needs one."""
+    """Pass a replicated value into split work; its gradient is all-reduced if it needs one."""
     if not value.requires_grad:
         return value
     entered: Tensor = _Enter.apply(value, axis)
@@ -75,19 +75,19 @@ def enter(value: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce(value: Tensor, axis: Axis) -> Tensor:
-    """All-reduce the summands of all ranks to the whole value."""
+    """All-reduce the partial sums of all ranks to the full value."""
     reduced: Tensor = _Reduce.apply(value, axis)
     return reduced
 
 
 def scatter(value: Tensor, axis: Axis, split: Split) -> Tensor:
-    """Reduce-scatter summands to parts of the whole: the bytes of `gather`, half of `reduce`."""
+    """Reduce-scatter partial sums to parts: the bytes of `gather`, half of `reduce`."""
     scattered: Tensor = _Scatter.apply(value, axis, split)
     return scattered
 
 
 def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool) -> Tensor:
-    """All-gather the ranks' parts to the whole value.
+    """All-gather the ranks' parts to the full value.
 
     Args:
         part_gradients: the gradient of the whole is in parts: the backward pass reduce-scatters it.
@@ -97,7 +97,7 @@ def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool
 
 
 def slice_own_part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) -> Tensor:
-    """Return this rank's part of a whole value.
+    """Return this rank's part of a replicated value.
 
     Args:
         part_gradients: the gradient of the whole may stay in parts, with zeros around this rank's
@@ -139,7 +139,7 @@ def dropout(
     probability: float,
     order: tuple[int, ...],
 ) -> Tensor:
-    """Apply dropout to this rank's part, with the mask that one process draws for the whole value.
+    """Apply dropout to this rank's part, with the mask that one process draws for the full value.
 
     Args:
         value: this rank's part, labelled `labels` over the axes, the outermost first.
@@ -164,7 +164,7 @@ def gather_buffer(own: Tensor, axis: Axis, buffer: Tensor, split: Split) -> None
 
 
 def compute_whole_shape(part: Sequence[int], label: Label, degree: int) -> list[int]:
-    """Return the shape of the whole tensor, from the shape of a rank's part."""
+    """Return the full tensor's shape, from the shape of a rank's part."""
     shape = list(part)
     axes = label.axes if isinstance(label, Tiled) else ((degree, label),)
     for parts, one in axes:

@@ -1,4 +1,4 @@
-"""Check at the start that a split block computes the same as the whole block.
+"""Check at the start that a split block computes the same as the unsplit block.
 
 The check takes one block of every class, on the real ranks, in float64, with perturbed parameters
 (zero biases and unit norms hide mistakes) and the sample's own inputs. It compares outputs and the
@@ -41,7 +41,7 @@ and where the block computes in float32.
 def check_blocks(
     module: nn.Module, split: ModelSplit, axis: Axis, *, strict: bool = False
 ) -> ModelSplit:
-    """Return `split` without the blocks that fail the check; a failed block stays whole.
+    """Return `split` without the blocks that fail the check; a failed block stays unsplit.
 
     A notice names each failed block and the cause.
 
@@ -155,8 +155,8 @@ def _check_in_dtype(
     name = group.names[0]
     with preserve_state(module):
         trial = BlockTrial(module.get_submodule(name), group, axes, dtype)
-        expected = trial.alone()
-        got = trial.together()
+        expected = trial.run_unsplit()
+        got = trial.run_split()
         tolerance = CAST if trial.uses_float32 else EXACT
         outputs = trial.max_over_ranks(measure_relative_distance(got.outputs, expected.outputs))
         wrong = [

@@ -1,4 +1,4 @@
-"""Trial runs of one block, whole and split over the ranks, on the same perturbed numbers.
+"""Trial runs of one block, unsplit and split over the ranks, on the same perturbed numbers.
 
 The split run receives its parts of the parameters and inputs. Its outputs are joined and compared
 number by number. Of each gradient, a rank compares its own part, by a few random combinations of
@@ -112,8 +112,8 @@ class BlockTrial:
         """Return whether the block computes in float32 somewhere."""
         return self.dtype == torch.float32 or "torch.float32" in self.program.run.code
 
-    def alone(self, changed: Changed | None = None) -> TrialResults:
-        """Run the whole block on one process, without communication.
+    def run_unsplit(self, changed: Changed | None = None) -> TrialResults:
+        """Run the unsplit block on one process, and return its outputs and gradients.
 
         Args:
             changed: function applied to each perturbed parameter, by name.
@@ -135,10 +135,10 @@ class BlockTrial:
             [o.detach().to(HOST) for o in outputs], told, told, float(compute_total_norm(norms))
         )
 
-    def together(
+    def run_split(
         self, changed: Changed | None = None, labels: Mapping[str, Label] | None = None
     ) -> TrialResults:
-        """Run the block split over the ranks.
+        """Run the block split over the ranks, and return its outputs and gradients.
 
         Args:
             changed: function applied to each perturbed parameter, by name.

@@ -51,7 +51,7 @@ class CheckFinding:
 
 def diagnose_outputs(trial: BlockTrial, tolerance: float) -> str:
     """Name the likely cause of wrong outputs; the split inside, if any, is right by itself."""
-    expected = trial.alone().outputs
+    expected = trial.run_unsplit().outputs
 
     def mended(got: TrialResults, wanted: list[Tensor]) -> bool:
         return trial.max_over_ranks(measure_relative_distance(got.outputs, wanted)) <= tolerance
@@ -62,7 +62,7 @@ def diagnose_outputs(trial: BlockTrial, tolerance: float) -> str:
     def divided(name: str, value: Tensor) -> Tensor:
         return value / degree if name in biases else value
 
-    if biases and mended(trial.together(divided), expected):
+    if biases and mended(trial.run_split(divided), expected):
         return f"every rank adds {' and '.join(biases)}, which so counts {degree} times"
     for size, names in _group_by_cut_size(trial).items():
         for segments in SEGMENTS:
@@ -73,7 +73,7 @@ def diagnose_outputs(trial: BlockTrial, tolerance: float) -> str:
                     cuts[n] = Split(label.dim, segments)
             if not cuts or cuts == {n: trial.split.parameters[n] for n in names}:
                 continue
-            if mended(trial.together(labels=cuts), expected):
+            if mended(trial.run_split(labels=cuts), expected):
                 now = format_segments(trial.split.parameters[names[0]]).removeprefix(" in ")
                 return (
                     f"{' and '.join(names)} hold {segments} segments and were cut as {now or 'one'}"
@@ -83,7 +83,9 @@ def diagnose_outputs(trial: BlockTrial, tolerance: float) -> str:
     def mean_of_shared(name: str, value: Tensor) -> Tensor:
         return value.mean(0, keepdim=True).expand_as(value) if name in shared else value
 
-    if shared and mended(trial.together(mean_of_shared), trial.alone(mean_of_shared).outputs):
+    if shared and mended(
+        trial.run_split(mean_of_shared), trial.run_unsplit(mean_of_shared).outputs
+    ):
         return f"ranks work with the wrong part of {' and '.join(shared)}, which all hold"
     return "an exchange in the forward pass is missing, or stands at the wrong place"
 
@@ -121,7 +123,7 @@ def diagnose_gradients(
 
 
 def _row_biases(trial: BlockTrial) -> list[str]:
-    """Return names of whole vectors in a layer that has a split weight."""
+    """Return names of replicated vectors in a layer that has a split weight."""
     layers = {n.rpartition(".")[0] for n in trial.split.parameters}
     return [
         n

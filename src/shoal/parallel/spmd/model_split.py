@@ -1,4 +1,4 @@
-"""Plan how a whole model is split over n ranks: its blocks, its vocabulary, and what stays whole.
+"""Plan how a model is split over n ranks: its blocks, its vocabulary, and what is replicated.
 
     repeated blocks     one of each class is solved (`split_block`), equal ones share the result
     the vocabulary      embeddings and output heads outside of blocks (`tables`)
@@ -196,7 +196,7 @@ class _SplitPlanner:
         return found
 
     def relative_overrides(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Return the user's overrides for a layer's parameters, by their names in the layer."""
+        """Return the user's splits of a layer's parameters: (name within the layer, split)."""
         start = f"{name}." if name else ""
         wishes = {
             full.removeprefix(start): wish
@@ -372,7 +372,7 @@ def _children(part: nn.Module) -> list[str]:
 def keep_blocks_whole(
     module: nn.Module, split: ModelSplit, failed: Mapping[str, str]
 ) -> ModelSplit:
-    """Return the split with some classes of layers left whole.
+    """Return the split with some classes of layers left unsplit.
 
     Args:
         failed: name of a class's first layer → why it stays whole.

@@ -84,7 +84,7 @@ def _disable_compile(function: FunctionType) -> Callable[..., Any]:
 
 
 def _make_whole_like(shard: Tensor) -> Tensor:
-    """Return a tensor with the whole's shape; its numbers do not matter."""
+    """Return a tensor of the full shape; its values do not matter."""
     shape, dtype, device = shard.shape, shard.dtype, shard.device
     return torch.zeros(shape, dtype=dtype, device=device, requires_grad=shard.requires_grad)
 

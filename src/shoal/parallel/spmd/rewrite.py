@@ -95,11 +95,11 @@ class _AxisProgram:
         self.exchanges: list[BlockCollective] = []
 
     def stays_whole(self, node: fx.Node) -> bool:
-        """Return whether all ranks compute an operation alike, with whole gradients."""
+        """Return whether all ranks compute an operation redundantly, with full gradients."""
         return self.is_plain(node) and (node, "own") not in self.sums.parts
 
     def is_plain(self, node: fx.Node) -> bool:
-        """Return whether all ranks compute an operation alike."""
+        """Return whether all ranks compute an operation redundantly."""
         step = self.labelling.steps.get(node)
         return step is None or (all(want == WHOLE for want in step.wants) and not step.once)
 
@@ -230,7 +230,7 @@ class _ProgramWriter:
     def _convert_value(
         self, node: fx.Node, wants: Sequence[Label], whole: Sequence[bool]
     ) -> fx.Node:
-        """Return a value as each axis wants it; `whole`: its gradient is whole over that axis.
+        """Return a value as each axis wants it; `whole`: its gradient is full over that axis.
 
         Gathers and sums start at the innermost axis, cuts at the outermost. In between, every axis
         divides the part that the axes before it leave.

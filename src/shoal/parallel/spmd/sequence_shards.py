@@ -1,4 +1,4 @@
-"""Tensor that holds one rank's part of a sequence and looks whole to other code.
+"""Tensor that holds one rank's part of a sequence and looks like the full one to other code.
 
 Under sequence parallelism a block passes its rank's part of the sequence straight to the next
 block. Between two blocks runs the user's own code, which does not know about parts. Any operation
@@ -53,12 +53,12 @@ class ShardSpec:
         return ShardSpec(axis, dim, compute_even_cuts(length, axis.size), summands)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Copy this rank's part of a whole tensor."""
+        """Copy this rank's part of a full tensor."""
         start, stop = self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
         return whole.narrow(self.dim, start, stop - start).contiguous()
 
     def reduce_gradient(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of the gradient of a gathered whole."""
+        """Return this rank's part of a gathered tensor's gradient, reduced over the ranks."""
         if not self.summands:
             return self.part(whole)
         spans = list(zip(self.cuts, self.cuts[1:], strict=False))
@@ -69,7 +69,7 @@ class ShardSpec:
         return self.axis.reduce_scatter(torch.cat(parts), cuts).result().view(shape)
 
     def whole_gradient(self, local: Tensor) -> Tensor:
-        """Return the gradient of a whole that was cut, or this rank's summand of it."""
+        """Return the full gradient of a tensor that was cut, or this rank's partial sum of it."""
         if not self.summands:
             return self.gather_whole(local)
         before, length = self.cuts[self.axis.rank], self.cuts[-1]
@@ -80,7 +80,7 @@ class ShardSpec:
         return whole
 
     def gather_whole(self, local: Tensor) -> Tensor:
-        """All-gather the whole from every rank's part; short parts are padded for the transfer."""
+        """All-gather the full tensor from every rank's part; short parts are sent padded."""
         lengths = [b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         mine, most = lengths[self.axis.rank], max(lengths)
         local = local.contiguous()
@@ -105,7 +105,7 @@ def compute_even_cuts(length: int, degree: int) -> tuple[int, ...]:
 
 
 class SequenceShard(Tensor):
-    """Tensor with the whole's shape that holds this rank's part of one dim in `.local`.
+    """Tensor with the full shape that holds this rank's part of one dim in `.local`.
 
     `wrap_shard` makes it. It raises no errors of its own. Every rank must apply the same operations
     to it, as always under tensor parallelism.
@@ -137,7 +137,7 @@ class SequenceShard(Tensor):
         return self._local
 
     def whole(self) -> Tensor:
-        """Return the whole tensor, gathered at the first call and cached with the shard."""
+        """Return the full tensor, gathered at the first call and cached with the shard."""
         if self._whole is None:
             with torch.enable_grad():
                 self._whole = gather_whole(self._local, self.deal)
@@ -156,7 +156,7 @@ class SequenceShard(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer metadata without communication; run other functions on the whole."""
+        """Answer metadata without communication; run other functions on the full tensor."""
         kwargs = kwargs or {}
         if func in _FREE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -178,13 +178,13 @@ class SequenceShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Use the whole below autograd too (in a user's own autograd function)."""
+        """Use the full tensor below autograd too (in a user's own autograd function)."""
         with torch.no_grad():
             args, kwargs = _with_wholes((args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _sync_in_place_changes(self) -> None:
-        """Update autograd's view of the wrapper if the whole was changed in place."""
+        """Update autograd's view of the wrapper if the full tensor was changed in place."""
         whole = self._whole
         if whole is None or whole._version == self._seen:
             return
@@ -203,7 +203,7 @@ class SequenceShard(Tensor):
 def wrap_shard(
     local: Tensor, deal: ShardSpec, kind: type[SequenceShard] = SequenceShard
 ) -> SequenceShard:
-    """Wrap this rank's part so that it looks like the whole tensor.
+    """Wrap this rank's part so that it looks like the full tensor.
 
     Args:
         local: [..., own part of dim, ...], part of autograd's graph or not.
@@ -214,7 +214,7 @@ def wrap_shard(
 
 
 def wrap_output(value: Tensor, label: Label, axis: Axis) -> Tensor:
-    """Return a block's result for its reader: whole, or this rank's part in a shard."""
+    """Return a block's result for its reader: as it is, or this rank's part in a shard."""
     if not isinstance(label, Split):
         return value
     return wrap_shard(
@@ -223,19 +223,19 @@ def wrap_output(value: Tensor, label: Label, axis: Axis) -> Tensor:
 
 
 def gather_whole(local: Tensor, deal: ShardSpec) -> Tensor:
-    """Gather the whole on every rank; backward: take the own part of the whole gradient."""
+    """All-gather the full tensor; backward: take this rank's part of the full gradient."""
     whole: Tensor = _Gather.apply(local, deal)
     return whole
 
 
 def cut_whole(whole: Tensor, deal: ShardSpec) -> Tensor:
-    """Take this rank's part; backward: gather the parts' gradients to the whole on every rank."""
+    """Take this rank's part; backward: all-gather the full gradient from the ranks' parts."""
     local: Tensor = _Cut.apply(whole, deal)
     return local
 
 
 def local_part_of(value: Tensor, deal: ShardSpec) -> Tensor:
-    """Return this rank's part of a whole tensor, or of a shard with the same distribution."""
+    """Return this rank's part of a full tensor, or of a shard with the same distribution."""
     if isinstance(value, SequenceShard):
         same = value.deal.dim == deal.dim and value.deal.cuts == deal.cuts
         if same and value.deal.axis is deal.axis:
@@ -298,7 +298,7 @@ class _WrapShard(torch.autograd.Function):
 
 
 class _Replace(torch.autograd.Function):
-    """Node that lets the wrapper represent `whole` from here on."""
+    """Autograd node after which the wrapper represents the full tensor `whole`."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, whole: Tensor) -> Tensor:

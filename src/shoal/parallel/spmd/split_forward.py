@@ -126,7 +126,7 @@ class SplitForward(ReplacedForward):
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Return the results of the block's forward: whole tensors, or shards of them."""
+        """Return the results of the block's forward: full tensors, or shards of them."""
         leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
         kind, known = self.insides.kind(leaves, structure), self.programs.known
         if kind not in known:

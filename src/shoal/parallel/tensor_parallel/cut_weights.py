@@ -23,7 +23,7 @@ from shoal.trace.isolation.replaced_forward import ReplacedForward
 
 
 def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callable[[], None]]:
-    """Make `module`, whole and equal on every rank of `axis`, compute with this rank's parts.
+    """Make `module`, replicated on the ranks of `axis`, compute with this rank's parts.
 
     Args:
         axis: the ranks; as many as the degree of the split.
@@ -52,7 +52,7 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callab
 
 
 def parameter_cut(name: str, shape: tuple[int, ...], split: ModelSplit) -> DimCut | None:
-    """Return how a split cuts a parameter; None if every rank has the whole parameter."""
+    """Return how a split cuts a parameter; None if the parameter is replicated."""
     label, degree = split.parameters[name].label, split.degree
     if name in split.tables.split:  # the rows of a vocabulary need not divide evenly
         return DimCut("tp", 0, (compute_even_cuts(shape[0], degree),), tuple(range(degree)))

@@ -1,1 +1,1 @@
-"""Label the values of a traced layer (whole, slice or summand) by running its operations."""
+"""Label the values of a traced layer (replicated, split, partial) by running its operations."""

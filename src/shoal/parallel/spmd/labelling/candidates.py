@@ -1,4 +1,4 @@
-"""List the candidates for one operation: labels of parameters, and cuts of whole inputs.
+"""List the candidates for one operation: labels of parameters, and splits of replicated inputs.
 
 The order is the preference: candidates without cost come first. `rules.py` finds out whether a
 candidate works.
@@ -51,7 +51,7 @@ def enumerate_assignments(
 def enumerate_cuts(
     shapes: Sequence[Shape], wants: Sequence[Label], weights: Sequence[bool], degree: int
 ) -> Iterator[tuple[list[Label], frozenset[int]]]:
-    """Yield (labels, positions that only rank 0 passes) for inputs, some whole ones of them cut.
+    """Yield (labels, positions that only rank 0 passes), with some replicated inputs split.
 
     The order: unchanged; whole weights from rank 0 alone; one whole input cut; two cut.
     """
@@ -74,7 +74,7 @@ def enumerate_cuts(
 
 
 def enumerate_part_labels(shape: Shape, wants: Sequence[Label], degree: int) -> Iterator[Label]:
-    """Yield ways to cut a whole tensor, from the labels of the operation's other inputs."""
+    """Yield ways to split a replicated tensor, from the labels of the operation's other inputs."""
     every = list(itertools.product(range(len(shape)), list_segments(wants)))
     for d, g in every:
         if divides(shape[d], g, degree):

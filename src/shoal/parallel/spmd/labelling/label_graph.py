@@ -46,7 +46,7 @@ SMALL = 8
 
 
 class Labelling:
-    """Labels of one attempt.
+    """Labels of a graph's values, split, replicated or partial, in one attempt.
 
     Attributes:
         choices: choice per weight matrix; without one, a matrix is split where possible.
@@ -123,7 +123,7 @@ class Labelling:
             self.outputs.append((value, wanted))
 
     def transfer_to(self, problem: LabellingProblem, twins: Mapping[fx.Node, fx.Node]) -> Labelling:
-        """Copy the labels to an equal graph; `twins` maps this graph's nodes to its nodes."""
+        """Copy the labels to an equal graph; `twins` maps this graph's nodes to that one's."""
         other = copy.copy(self)
         other.problem = problem
         other.labels = {twins[node]: label for node, label in self.labels.items()}
@@ -246,9 +246,7 @@ class Labelling:
         self, node: fx.Node, slots: list[fx.Node], undecided: Mapping[str, tuple[int, ...]]
     ) -> OperationStep:
         """Choose labels of undecided weights; without any, or if that fails, fit the inputs."""
-        values = [
-            None if self.problem.sources[one] else self._completed_label(one) for one in slots
-        ]
+        values = [None if self.problem.sources[one] else self._reduced_label(one) for one in slots]
         if undecided:
             if is_opaque(node.target):
                 from shoal.parallel.spmd.labelling.opaque_weights import (
@@ -266,8 +264,8 @@ class Labelling:
         values = [self._gathered_label(n, v) for n, v in zip(slots, values, strict=True)]
         return self._fit_inputs(node, slots, values)
 
-    def _completed_label(self, node: fx.Node) -> Any:
-        """Return the label of a completed sum: its part along the sequence, or the whole."""
+    def _reduced_label(self, node: fx.Node) -> Any:
+        """Return a value's label after partial sums are reduced: sequence-sharded or replicated."""
         label = self.label(node)
         if not isinstance(label, Partial):
             return label
@@ -291,7 +289,7 @@ class Labelling:
     # ---- everything else
 
     def _fit_inputs(self, node: fx.Node, slots: list[fx.Node], values: list[Any]) -> OperationStep:
-        """Find a rule for the inputs as they are; else cut whole inputs; else gather split ones."""
+        """Find a rule for the inputs; else split replicated inputs; else gather split ones."""
         labels: list[Label] = [
             self.weight(one, {}) if label is None else label
             for one, label in zip(slots, values, strict=True)

@@ -41,7 +41,7 @@ MOST_PARAMETERS = 6
 def choose_parameter_labels(
     labelling: WeightLabelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
 ) -> OperationStep | None:
-    """Choose labels of all parameters of an opaque part by trials; None: leave them whole.
+    """Choose labels of all parameters of an opaque part by trials; None: leave them replicated.
 
     Args:
         values, undecided: as for `weight_cuts.choose_parameter_labels`.
@@ -68,7 +68,7 @@ def choose_parameter_labels(
 def _enumerate_assignments(
     shapes: Mapping[str, Shape], choices: Mapping[str, WeightChoice], degree: int
 ) -> Iterator[dict[str, Label | None]]:
-    """Yield labels to try, fewest whole elements first; None: passed by rank 0 alone."""
+    """Yield labels to try, fewest replicated elements first; None: passed by rank 0 alone."""
     most = max(len(shape) for shape in shapes.values())
     stacked = most > 2 and len({shape[0] for shape in shapes.values() if len(shape)}) == 1
     options: list[list[Label | None]] = []
@@ -103,7 +103,7 @@ def _try_assignment(
     values: list[Any],
     given: Mapping[str, Label | None],
 ) -> OperationStep | None:
-    """Return the step with these labels if the ranks' results add up to the whole results."""
+    """Return the step with these labels if the ranks' results add up to the full results."""
     if (asked := resolve_slot_labels(labelling, slots, values, given)) is None:
         return None
     wants, once = asked
@@ -116,7 +116,7 @@ def _try_assignment(
 
 
 def _adds_up(node: fx.Node, rule: LabelRule) -> bool:
-    """Return whether all floating results are sums; a whole result would get whole gradients."""
+    """Return whether all floating results are partial sums; others would get full gradients."""
     results = pytree.tree_leaves(node.meta["val"])
     outs = rule.out if isinstance(rule.out, tuple) else (rule.out,) * len(results)
     return all(

@@ -80,7 +80,7 @@ def infer_label(
 
 
 def is_average(whole: Any, parts: Sequence[Any]) -> bool:
-    """Return whether the ranks' results average to the whole result."""
+    """Return whether the ranks' results average to the full result."""
     if not all(isinstance(t, Tensor) and t.shape == parts[0].shape for t in (whole, *parts)):
         return False
     return whole.is_floating_point() and is_close(whole, torch.stack(list(parts)).mean(0))

@@ -159,5 +159,5 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def parameter_shapes(problem: LabellingProblem) -> Mapping[str, tuple[int, ...]]:
-    """Return the whole shapes of the parameters, by name."""
+    """Return the unsplit shapes of the parameters, by name."""
     return {name: tuple(_value(node).shape) for node, name in problem.parameters.items()}

@@ -36,7 +36,7 @@ def solve_labelling(
     problem: LabellingProblem,
     overrides: Mapping[str, str] | None = None,
 ) -> tuple[Labelling, dict[str, str]]:
-    """Return the best labelling found, and per whole parameter the reason why it is whole."""
+    """Return the best labelling found, and for each replicated parameter the reason."""
     found = _search_labelling(problem, overrides or {})
     if any(step.rule.averaged for step in found.best.steps.values()):
         # A norm with a split input can leave more weights whole after it (low-rank queries).
@@ -162,7 +162,7 @@ class _Search:
         return list(dict.fromkeys([*told, *SEGMENTS]))
 
     def _is_costly(self, conflict: GatherConflict, now: Labelling, found: Labelling) -> bool:
-        """Return whether a side result (e.g. attention weights) stays split rather than whole.
+        """Return whether gathering a side result would replicate too many weights.
 
         It does if gathering it would make too many weights whole. Most often nothing reads a side
         result. The first result is the layer's own.
@@ -174,7 +174,7 @@ class _Search:
         return (_whole_elements(found) - _whole_elements(now)) * DEAR > every
 
     def restore_splits(self) -> None:
-        """Split weights again that need not be whole, in the order in which they became whole."""
+        """Split weights again that need not be replicated, in the order in which they became so."""
         for name in self.given_up:
             changed = {**self.choices, name: self.said.get(name, WeightChoice())}
             other = self._try_choices(changed)
@@ -233,7 +233,7 @@ def _add_segments(
 
 
 def _rank_key(labelling: Labelling) -> tuple[int, int, int]:
-    """Return (gathers, whole elements, summed elements of values that no weight made)."""
+    """Return (gathers, replicated elements, summed elements of values that no weight made)."""
     return len(labelling.conflicts), _whole_elements(labelling), labelling.summed
 
 

@@ -1,4 +1,4 @@
-"""Choose where gradients are summed: the cheapest places between whole values and split work.
+"""Choose where gradients are summed: a minimum cut between replicated values and split work.
 
 A value that every rank holds whole has, on every rank, either its whole gradient or a part of it.
 Split work gives parts; the layer's inputs and outputs, and summed values, have whole gradients. A
@@ -41,7 +41,7 @@ Held = tuple[fx.Node, str]
 
 @dataclass(frozen=True)
 class GradientSums:
-    """Whole values that have only a part of their gradient on every rank.
+    """Replicated values whose gradient is a partial sum on every rank.
 
     Attributes:
         parts: values (and parameters) that have parts.
@@ -58,7 +58,7 @@ class GradientSums:
 
 
 def whole_form(label: Label, want: Label) -> str | None:
-    """Return the whole form in which a value is read; None: split, or a scattered sum."""
+    """Return in which replicated form a value is read; None: split, or a scattered sum."""
     if label == WHOLE:
         return "own"
     if isinstance(label, Partial):
@@ -69,7 +69,7 @@ def whole_form(label: Label, want: Label) -> str | None:
 def choose_gradient_sums(
     labelling: Labelling, partial: frozenset[str] | None = None
 ) -> GradientSums:
-    """Return the cheapest places to sum gradients.
+    """Return the values at which gradients are all-reduced at the least cost.
 
     Args:
         partial: the parameters whose gradients may be in parts, if that is decided: whole gradients
@@ -94,7 +94,7 @@ def choose_gradient_sums(
 
 
 class _GradientNetwork:
-    """Whole values as pairs of flow nodes: source side whole gradients, sink side parts."""
+    """Flow network of replicated values: full gradients at the source, partial at the sink."""
 
     def __init__(self, labelling: Labelling, flow: _FlowNetwork) -> None:
         self.labelling, self.flow = labelling, flow
@@ -104,7 +104,7 @@ class _GradientNetwork:
         self.certain = list_differentiated_nodes(self.problem.traced)
 
     def value(self, held: Held) -> Held:
-        """Add a whole value to the network, unless the network has it."""
+        """Add a replicated value to the network, unless the network has it."""
         if held in self.seen:
             return held
         self.seen.add(held)
@@ -126,7 +126,7 @@ class _GradientNetwork:
         return held
 
     def fix_partial(self, partial: frozenset[str]) -> None:
-        """Give trained parameters whole gradients, except those in `partial`."""
+        """Give trained parameters full gradients, except those in `partial`."""
         self.settled = True
         for node, name in self.problem.parameters.items():
             whole = self.labelling.parameters.get(name, WHOLE) == WHOLE
@@ -163,7 +163,7 @@ class _GradientNetwork:
                 self._add_dependency(self.value((node, "own")), held)
 
     def _add_dependency(self, made: Held, source: Held) -> None:
-        """Tie a result to a source of it: parts return parts, whole gradients return whole ones.
+        """Tie a result to a source of it: their gradients are both partial, or both full.
 
         If the result's gradient is in parts, the source receives parts from it. If it is whole, the
         source's gradient is whole too.
@@ -172,7 +172,7 @@ class _GradientNetwork:
         self.flow.add_edge((made, "in"), (source, "in"), ENDLESS)
 
     def add_output(self, node: fx.Node, wanted: Label) -> None:
-        """Require a whole gradient of a value that leaves the layer."""
+        """Require a full gradient of a value that leaves the layer."""
         form = whole_form(self.labelling.label(node), wanted)
         if form is None or not is_differentiable(node):
             return

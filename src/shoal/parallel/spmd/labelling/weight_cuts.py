@@ -48,7 +48,7 @@ class WeightLabelling(Protocol):
 def choose_parameter_labels(
     labelling: WeightLabelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
 ) -> OperationStep | None:
-    """Choose labels of an operation's undecided weights by trials; None: leave them whole.
+    """Choose labels of an operation's undecided weights by trials; None: leave them replicated.
 
     Args:
         labelling: receives the chosen labels.
