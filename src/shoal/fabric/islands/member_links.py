@@ -5,7 +5,8 @@
     beat            every BEAT_S to each member; the answer names the start of its process
     gone            nobody listens at a member's address, or another start of it answers: its
                     process is dead. A member that is silent is not gone
-    fetch           bytes by a key, in pieces with a hash each
+    fetch           bytes by a key, in pieces with a hash each, on the connection of the last fetch
+                    (idle_connections.py) or on a new one
 
 No store and no first member: whoever dies takes nothing along. With keys (wire/member_keys.py)
 every connection is encrypted, and both sides prove their keys. Without keys both sides prove that
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.base.errors import ClusterError, ConfigError
+from shoal.fabric.islands.idle_connections import IdleConnections
 from shoal.fabric.islands.island_rendezvous import parse_address
 from shoal.wire.authenticated_server import AuthenticatedServer, Peer
 from shoal.wire.authenticated_stream import AuthenticatedConnection
@@ -90,6 +92,9 @@ class MemberLinks:
         self.token, self.keys = b"" if keys else token, keys
         self.refusing_are_gone = False
         self._tell, self._told, self._nameless = tell, set[str](), Counter[str]()
+        self._idle = IdleConnections(
+            lambda name, line: not self.find_problem(name, line.connection)
+        )
         listener = _listen(addresses[name], tell if keys else None)
         self._server = _MemberServer(self, listener, on_message, provide, tell)
         self._lines: dict[int, _PeerLine] = {}
@@ -158,28 +163,56 @@ class MemberLinks:
             OSError: the member is not reached, or its bytes were altered, or this call was
                 interrupted.
         """
+        address = self.addresses[name]
         try:
-            return self._fetch(name, key, interrupted)
+            line, first = self._ask_first_piece(name, address, key)
+            try:
+                found = _receive_pieces(line, name, key, first, interrupted)
+            except BaseException:
+                line.close()
+                raise
         except OSError as failure:
             self.report(failure)
             raise
+        self._idle.put(name, address, line)
+        return found
 
-    def _fetch(self, name: int, key: str, interrupted: Callable[[], bool]) -> bytes | None:
-        found = bytearray()
-        with contextlib.closing(self.connect(name, self.addresses[name])) as line:
-            while True:
-                told = line.ask(["piece", key, len(found)], ANSWER_S)
-                if told is None:
-                    return None
-                size, length, digest = told
-                piece = line.receive_bytes(length, ANSWER_S)
-                if hashlib.sha256(piece).hexdigest() != digest:
-                    raise ConnectionError(f"island {name}: a piece of {key} was altered")
-                found += piece
-                if len(found) >= size or not piece:
-                    return bytes(found)
-                if interrupted():
-                    raise InterruptedError(f"island {name}: {key} is not wanted any more")
+    def _ask_first_piece(
+        self, name: int, address: str, key: str
+    ) -> tuple[AuthenticatedConnection, Any]:
+        """Return a connection, and its answer to the first request of a fetch.
+
+        An idle connection that does not answer soon is replaced: the other side may have started
+        again, or a router may have forgotten the connection.
+        """
+        request = ["piece", key, 0]
+        if line := self._idle.take(name, address):
+            try:
+                return line, line.ask(request, CONNECT_S)
+            except AlteredConnectionError:
+                line.close()
+                raise
+            except OSError:
+                line.close()
+        line = self.connect(name, address)
+        try:
+            return line, line.ask(request, ANSWER_S)
+        except BaseException:
+            line.close()
+            raise
+
+    def find_problem(self, name: int, connection: StreamSocket) -> str:
+        """Return why the other side of a connection may not be member `name`; "" without keys."""
+        certificate = getattr(connection, "certificate", b"")
+        return "" if self.keys is None else self.keys.find_problem(name, certificate)
+
+    def refresh_keys(self) -> bool:
+        """Read the list of keys again; return whether it changed."""
+        if self.keys is None or not self.keys.refresh():
+            return False
+        self.forget_lines()
+        self._idle.drop_refused()
+        return True
 
     def connect(self, name: int, at: str) -> AuthenticatedConnection:
         """Connect to a member, encrypted if there are keys.
@@ -226,6 +259,7 @@ class MemberLinks:
             line.close()
         for line in lines:
             line.thread.join(CONNECT_S)
+        self._idle.close()
         self._server.end()
 
     def _line(self, name: int) -> _PeerLine:
@@ -354,25 +388,18 @@ class _MemberServer(AuthenticatedServer):
     def _refresh_keys(self) -> None:
         """Read the list of keys again, and end connections of keys that were taken out."""
         keys = self._links.keys
-        if keys is None or not keys.refresh():
+        if keys is None or not self._links.refresh_keys():
             return
-        self._links.forget_lines()
         for peer in list(self.peers):
             certificate = getattr(peer.connection, "certificate", b"")
             if certificate and not keys.allows(certificate):
                 self._drop(peer)
 
-    def _find_problem(self, peer: Peer, name: int) -> str:
-        """Return why a peer may not be member `name`; "" without keys."""
-        keys = self._links.keys
-        certificate = getattr(peer.connection, "certificate", b"")
-        return "" if keys is None else keys.find_problem(name, certificate)
-
     def handle_request(self, peer: Peer, request: Any) -> None:
         """Take a message or a beat, or answer with a piece."""
         match request:
             case ["message", int(name), str(address), message]:
-                if problem := self._find_problem(peer, name):
+                if problem := self._links.find_problem(name, peer.connection):
                     self._links.report_line(problem)
                     self.answer(peer, problem)
                     return
@@ -390,6 +417,33 @@ class _MemberServer(AuthenticatedServer):
                 self.answer(peer, [size, len(piece), digest], piece)
             case _:
                 raise ValueError("not one of a member's requests")
+
+
+def _receive_pieces(
+    line: AuthenticatedConnection,
+    name: int,
+    key: str,
+    first: Any,
+    interrupted: Callable[[], bool],
+) -> bytes | None:
+    """Return the bytes of a key, all pieces of it; None if the other side has them not.
+
+    Args:
+        first: answer to the request for the first piece.
+    """
+    answer, found = first, bytearray()
+    while answer is not None:
+        size, length, digest = answer
+        piece = line.receive_bytes(length, ANSWER_S)
+        if hashlib.sha256(piece).hexdigest() != digest:
+            raise ConnectionError(f"island {name}: a piece of {key} was altered")
+        found += piece
+        if len(found) >= size or not piece:
+            return bytes(found)
+        if interrupted():
+            raise InterruptedError(f"island {name}: {key} is not wanted any more")
+        answer = line.ask(["piece", key, len(found)], ANSWER_S)
+    return None
 
 
 def _listen(at: str, tell: Callable[[str], None] | None) -> socket.socket:

@@ -1,0 +1,79 @@
+"""Idle connections to other members: the next request needs no new connection and no handshake.
+
+    one       per member: the connection of the last finished fetch
+    not used  at another address, after IDLE_S, or where `is_allowed` says no
+
+A connection that is taken belongs to its taker alone. Two fetches at a time use two connections,
+and the one that ends last is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shoal.wire.authenticated_stream import AuthenticatedConnection
+
+IDLE_S = 60.0
+"""Longest idle time: routers forget a silent connection without a word to its ends."""
+
+
+class _IdleConnection(NamedTuple):
+    address: str
+    connection: AuthenticatedConnection
+    since_s: float
+
+
+class IdleConnections:
+    """Idle connections of one process, at most one per member; for several threads.
+
+    Args:
+        is_allowed: whether the other side of a connection may be a member of that number.
+    """
+
+    def __init__(self, is_allowed: Callable[[int, AuthenticatedConnection], bool]) -> None:
+        self._is_allowed = is_allowed
+        self._found: dict[int, _IdleConnection] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def take(self, name: int, address: str) -> AuthenticatedConnection | None:
+        """Return the connection to a member at an address; None without one that can be used."""
+        with self._lock:
+            found = self._found.pop(name, None)
+        if found is None:
+            return None
+        if self._is_usable(name, address, found):
+            return found.connection
+        found.connection.close()
+        return None
+
+    def put(self, name: int, address: str, connection: AuthenticatedConnection) -> None:
+        """Hand over a connection without open requests; it is closed if there is one already."""
+        with self._lock:
+            is_needed = not self._is_closed and name not in self._found
+            if is_needed:
+                self._found[name] = _IdleConnection(address, connection, time.monotonic())
+        if not is_needed:
+            connection.close()
+
+    def drop_refused(self) -> None:
+        """Close the connections whose other side is not allowed any more."""
+        with self._lock:
+            for name, one in list(self._found.items()):
+                if not self._is_allowed(name, one.connection):
+                    self._found.pop(name).connection.close()
+
+    def close(self) -> None:
+        """Close all connections, and those that are handed over later."""
+        with self._lock:
+            self._is_closed = True
+            found, self._found = self._found, {}
+        for one in found.values():
+            one.connection.close()
+
+    def _is_usable(self, name: int, address: str, found: _IdleConnection) -> bool:
+        is_recent = time.monotonic() - found.since_s < IDLE_S
+        return found.address == address and is_recent and self._is_allowed(name, found.connection)
