@@ -79,6 +79,16 @@ def test_a_tooltip_has_its_start_and_its_end() -> None:
     assert found >= 170
 
 
+def test_punctuation_of_drawings_is_full_width() -> None:
+    """Titles of two timelines in one label had a half-width semicolon, a formula a parenthesis."""
+    texts = 0
+    for path in sorted((ROOT / "docs" / "zh" / "drawings").glob("*.svg")):
+        for text in translated_pages.svg_texts(path.read_text(encoding="utf-8")):
+            assert not chinese_style.HALF.search(text), (path.name, text)
+            texts += 1
+    assert texts >= 800
+
+
 def test_a_changed_message_is_found(tmp_path: Path) -> None:
     """A sentence, a heading and a cell of an English page: each makes its catalog old."""
     page = tmp_path / "ranks.md"

@@ -69,6 +69,8 @@ SWITCH = ("[中文](README.zh-CN.md)", "[English](README.md)")
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 CODES = re.compile(r"(?<=`), (?=`)")
 """Between two pieces of code: a list of them. A cell of code alone is no message."""
+TITLES = re.compile(r"(?<=[\u4e00-\u9fff]); ")
+"""After the title of a timeline, where a drawing has several."""
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"""\b(?:t|say)\((["'`])(.*?)\1""")
 HOLE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
@@ -239,7 +241,8 @@ def draw(stem: str, words: WordTranslation) -> str:
     """Return one drawing as SVG, with its words translated."""
     if stem == "afab_vs_1f1b":
         lines = compare_afab_1f1b(PipelineCase(ranks=4, micro_batches=8))[0]
-        return words.svg(timeline_svg([words.timeline(line) for line in lines]))
+        drawn = words.svg(timeline_svg([words.timeline(line) for line in lines]))
+        return TITLES.sub("\uff1b", drawn)
     return words.svg(walk_svg(words.walk(make_walk(stem))))
 
 
