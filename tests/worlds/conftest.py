@@ -61,9 +61,9 @@ def planted(worlds: Worlds) -> Callable[..., list[dict[str, Any]]]:
 @pytest.fixture(scope="session")
 def islands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, int], Islands]]:
     """Gives so many islands of so many processes, starting them when first asked."""
-    made: dict[tuple[int, int], Islands] = {}
+    made: dict[tuple[int, int | tuple[int, ...]], Islands] = {}
 
-    def ask(count: int, size: int = 1) -> Islands:
+    def ask(count: int, size: int | tuple[int, ...] = 1) -> Islands:
         if (count, size) not in made:
             made[count, size] = Islands(count, size, tmp_path_factory.mktemp("islands"))
         return made[count, size]

@@ -34,7 +34,7 @@ from shoal.wire.phases import set_phase_listener
 
 LR = 0.05
 MICRO_BATCH = 2
-RUN = {"model", "layout", "optimizer", "batch"}
+RUN = {"model", "layout", "optimizer", "batch", "precision", "micro_batch", "seed"}
 """What `opened` is told; the rest is a policy of islands."""
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=LR),
@@ -51,6 +51,9 @@ def opened(
     optimizer: str = "sgd",
     batch: int = 8,
     folder: str | None = None,
+    precision: str = "fp64",
+    micro_batch: int = MICRO_BATCH,
+    seed: int = 3,
 ) -> tuple[Run, Any]:
     """A run in float64 with a batch of `batch` samples, and its data; one thread, for equal bits."""
     torch.set_num_threads(1)
@@ -61,9 +64,9 @@ def opened(
         cases.loss(model),
         layout,
         batch=batch,
-        micro_batch=MICRO_BATCH,
-        precision="fp64",
-        seed=3,
+        micro_batch=micro_batch,
+        precision=precision,
+        seed=seed,
         folder=folder,
         world=world,
         sample=lambda: torch.utils.data.default_collate([data[k] for k in range(2)]),

@@ -16,11 +16,13 @@ from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.fabric import World
 from shoal.fabric.duplicate_group import destroy_duplicate
 from shoal.fabric.islands.member_links import MemberLinks
+from shoal.islands.changing import canonical_units
 from shoal.islands.changing.witness import Witness
 from shoal.islands.membership.committed_turn import FIRST_WITNESS, Seat
 from shoal.islands.sample_ranges import SampleStream, cut_steps, drop_consumed
 from shoal.parallel.build.full_state import gather_weights, local_state
-from shoal.trainer.islands.island_join import join_islands
+from shoal.trainer.islands import canonical_parts
+from shoal.trainer.islands.island_join import collect_merge_tensors, join_islands
 from shoal.trainer.islands.member_job import open_member_rounds, train_turns
 
 
@@ -34,14 +36,17 @@ def train(
     trouble: list[dict[str, Any]] | None = None,
     step_s: float = 0.0,
     clock_s: float = 0.0,
+    unit: int = 0,
     **asked: Any,
 ) -> dict[str, Any]:
-    """Some rounds of one island; what it ends with.
+    """Some rounds of one island; what it ends with, and its weights in the folder.
 
     trouble   {"island": 3, "round": 2, "what": "die"}: SIGKILL in the inner steps of a round, of all
               ranks or of one "rank"; "stop": a stop is asked for
     step_s    every inner step sleeps so long · clock_s   the wall clock is wrong by so much
+    unit      numbers of a canonical unit, for models that are smaller than one
     """
+    canonical_parts.UNIT = unit or canonical_units.UNIT
     own = str(Path(folder) / f"island-{index}")
     run, data = opened(world, folder=own, **{k: asked.pop(k) for k in RUN & set(asked)})
     given = {"pace": "equal", "least": 1, "count": len(addresses), **asked}
@@ -91,6 +96,8 @@ def train(
         leave(run, joined)
         return {"line": str(failure), "round": loop.common.round}
     weights = gather_weights(run.program)
+    if world.is_first:
+        torch.save({n: w.cpu() for n, w in weights.items()}, Path(folder) / f"weights-{index}.pt")
     told = {
         "finished": finished,
         "round": loop.common.round,
@@ -102,6 +109,35 @@ def train(
     destroy_duplicate(loop.ranks.world)
     leave(run, joined)
     return told
+
+
+def canonical(world: World, *, unit: int, **asked: Any) -> list[Any]:
+    """The canonical numbers of all ranks, and whether this rank gets its own parts back."""
+    canonical_parts.UNIT = unit
+    run, _ = opened(world, **asked)
+    found = []
+    with run.meeting.hide_views():
+        weights, plain = collect_merge_tensors(run)
+        canon = canonical_parts.CanonicalParts(weights, plain, world, torch.float64)
+        for kind, exchange in ((weights, canon.weights), (plain, canon.plain)):
+            local = {name: tensor for name, (tensor, _) in kind.items()}
+            numbers = exchange.collect(local)
+            for name, back in exchange.distribute(numbers).items():
+                assert back.shape == local[name].shape, name
+                assert torch.equal(back, local[name].to(back.dtype)), name
+            rows = {name: numbers[name].tolist() for name in sorted(numbers)}
+            found.append([list(exchange.range.items()), digest_of_rows(world, rows)])
+    leave(run)
+    return found
+
+
+def digest_of_rows(world: World, rows: dict[str, list[float]]) -> str:
+    """The digest of tensors whose numbers the ranks hold one after another."""
+    whole: dict[str, list[float]] = {}
+    for told in world.gather_json(rows):
+        for name, numbers in told.items():
+            whole.setdefault(name, []).extend(numbers)
+    return digest({name: torch.tensor(numbers) for name, numbers in whole.items()})
 
 
 def witness(world: World, addresses: list[str], listen: str) -> dict[str, Any]:

@@ -220,15 +220,21 @@ class Islands:
     """Several worlds of `size` processes each, which know nothing of each other but an address."""
 
     def __init__(
-        self, count: int, size: int, log_folder: Path, inside: Sequence[Sequence[str]] = ()
+        self,
+        count: int,
+        size: int | Sequence[int],
+        log_folder: Path,
+        inside: Sequence[Sequence[str]] = (),
     ) -> None:
-        self.size, self.folder, self.inside = size, log_folder, inside
+        """size   of all of them, or of each"""
+        self.sizes = [size] * count if isinstance(size, int) else list(size)
+        self.size, self.folder, self.inside = max(self.sizes), log_folder, inside
         self.worlds = [self._start(index) for index in range(count)]
 
     def _start(self, index: int) -> Members:
         folder = self.folder / f"island-{index}"
         folder.mkdir(parents=True, exist_ok=True)
-        return Members(self.size, folder, self.inside[index] if self.inside else ())
+        return Members(self.sizes[index], folder, self.inside[index] if self.inside else ())
 
     def call(
         self,

@@ -30,6 +30,8 @@ FREE = {
 """Keys, and sections, that change how and how long a run is computed, but not its result."""
 BINDING = {"layout.compress"}
 """Keys of those sections that change numbers all the same."""
+UNLIKE = {"train.micro_batch", "precision.compute", "precision.residual"}
+"""Keys in which islands that come and go may differ, and so the checkpoint that one takes over."""
 OPENED_SECTIONS, OPENED = {"model", "data", "tune"}, {"optimizer.name", "precision.compute"}
 """Keys that workers compare once data and model are open, and that no start refuses before.
 
@@ -81,6 +83,7 @@ def compare_configurations(then: str, now: str) -> list[Difference]:
         before, after = tomllib.loads(then), tomllib.loads(now)
     except tomllib.TOMLDecodeError:
         return []
+    may_differ = all(_comes_and_goes(one.get("islands")) for one in (before, after))
     found = []
     for section in dict.fromkeys((*before, *after)):
         old, new = before.get(section, {}), after.get(section, {})
@@ -93,7 +96,8 @@ def compare_configurations(then: str, now: str) -> list[Difference]:
             if key == "train.validate_samples" and "auto" in (was, is_now):
                 continue  # Shoal chose the number, at one of the two starts
             if was != is_now and key not in PLACES:
-                changes = changes_result(key) and not (
+                changes = changes_result(key) and not (key in UNLIKE and may_differ)
+                changes &= not (
                     key == MICRO_BATCH
                     and _is_micro_batch_chosen(then)
                     and _is_micro_batch_chosen(now)
@@ -102,6 +106,10 @@ def compare_configurations(then: str, now: str) -> list[Difference]:
     if any(one.key == "islands.method" for one in found):  # the other keys follow from it
         found = [one for one in found if not one.key.startswith("islands.") or _is_named(one)]
     return found
+
+
+def _comes_and_goes(islands: Any) -> bool:
+    return isinstance(islands, dict) and bool(islands.get("least"))
 
 
 def _is_micro_batch_chosen(text: str) -> bool:

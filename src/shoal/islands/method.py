@@ -16,7 +16,7 @@ Source: Douillard et al. 2023 (DiLoCo), algorithm 1; McMahan et al. 2017 (weight
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ from shoal.base.plans.tensor_shards import Shard
 from shoal.islands.fragments import FragmentSchedule, partition_parameters, schedule_fragments
 from shoal.islands.outer_optimizer import Build, OuterState, all_finite, make_outer_builder
 from shoal.islands.two_tiers import TwoTierOuterState, list_partners
+
+
+class MergedWeights(Protocol):
+    """Merged weights W by name, in the shapes of this rank's parts."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """W of this rank's parts."""
 
 
 class MergeMethod:
@@ -181,7 +189,7 @@ class MergeMethod:
             name: _like(local[name], weights[name]).clone() for name in names if name in weights
         }
 
-    def before_update(self, outer: OuterState, local: Mapping[str, nn.Parameter]) -> None:
+    def before_update(self, outer: MergedWeights, local: Mapping[str, nn.Parameter]) -> None:
         """Adjust gradients before every inner update, when `.grad` is the step's mean gradient."""
 
     def start_owner(self, control: Mapping[str, Tensor]) -> None:

@@ -134,6 +134,10 @@ class OuterState:
             whole.update(self._digests[name])
         return whole.hexdigest()
 
+    def list_digests(self) -> list[str]:
+        """Return the hashes of this rank from which the digest of all ranks is made."""
+        return [self.digest()]
+
     def vote_digest(self) -> str:
         """Return the SHA-256 that the partners of this merge must share, proposal included."""
         return self.digest()
@@ -145,7 +149,7 @@ class OuterState:
             found[name] = weight
             before = self._before or {}
             state = before[name] if name in before else self._state(name)
-            found.update({f"{name}.{key}": part for key, part in _tensors(state).items()})
+            found.update({f"{name}.{key}": part for key, part in state_tensors(state).items()})
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -180,7 +184,7 @@ class OuterState:
             state = self._state(name)
             self._before[name] = state
             self._held[name].data = self.weights[name].clone()
-            copies = {key: part.clone() for key, part in _tensors(state).items()}
+            copies = {key: part.clone() for key, part in state_tensors(state).items()}
             self._put(name, {**state, **copies})
             self._digests.pop(name, None)
 
@@ -200,15 +204,15 @@ class OuterState:
         return all(
             all_finite(part)
             for name in names
-            for part in (self._held[name].detach(), *_tensors(self._state(name)).values())
+            for part in (self._held[name].detach(), *state_tensors(self._state(name)).values())
         )
 
     def _digest_of(self, name: str) -> bytes:
         found = hashlib.sha256(name.encode())
-        _hash(found, self._held[name].detach())
-        for key, part in sorted(_tensors(self._state(name)).items()):
+        hash_tensor(found, self._held[name].detach())
+        for key, part in sorted(state_tensors(self._state(name)).items()):
             found.update(key.encode())
-            _hash(found, part)
+            hash_tensor(found, part)
         return found.digest()
 
     def _sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -255,7 +259,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, part in sorted(tensors.items()):
         found.update(name.encode())
-        _hash(found, part)
+        hash_tensor(found, part)
     return found.hexdigest()
 
 
@@ -308,7 +312,8 @@ def _wide(part: Tensor) -> Tensor:
     return part.detach().to("cpu", wide, copy=True).contiguous()
 
 
-def _tensors(state: State) -> dict[str, Tensor]:
+def state_tensors(state: State) -> dict[str, Tensor]:
+    """Return the tensors of one parameter's optimizer state."""
     return {key: part for key, part in state.items() if isinstance(part, Tensor)}
 
 
@@ -321,11 +326,12 @@ def _state_kinds(build: Build) -> dict[str, set[str]]:
     optimizer = build([two])
     two.grad = torch.zeros(2)
     optimizer.step()
-    kept = _tensors(optimizer.state[two])
+    kept = state_tensors(optimizer.state[two])
     single = {key for key, part in kept.items() if part.ndim == 0}
     return {"single": single, "shaped": set(kept) - single}
 
 
-def _hash(into: Any, part: Tensor) -> None:
+def hash_tensor(into: Any, part: Tensor) -> None:
+    """Update a hash of hashlib with the dtype, the shape and every bit of a tensor."""
     into.update(f"{part.dtype}{list(part.shape)}".encode())
     into.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)

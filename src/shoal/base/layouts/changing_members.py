@@ -54,28 +54,28 @@ def rank_address(address: str, rank: int) -> str:
     return f"{host}:{int(port) + rank}"
 
 
-def check_rank_addresses(addresses: dict[int, str], processes: int) -> None:
-    """Refuse islands on one machine whose ranks would listen at the same ports.
+def check_rank_addresses(addresses: dict[int, str], index: int, processes: int) -> None:
+    """Refuse an island whose ranks would listen at the port of another one.
+
+    Islands may have different numbers of processes, so each checks its own ports.
 
     Args:
-        processes: of each island.
+        index, processes: of this island.
 
     Raises:
-        ConfigError: names two of them.
+        ConfigError: names the two islands.
 
-    >>> check_rank_addresses({0: "10.0.0.1:29400", 1: "10.0.0.1:29402"}, 2)
+    >>> check_rank_addresses({0: "10.0.0.1:29400", 1: "10.0.0.1:29402"}, 0, 2)
     """
-    known: dict[str, int] = {}
+    own = [rank_address(addresses[index], rank) for rank in range(processes)]
     for island, address in addresses.items():
-        for rank in range(processes):
-            other = known.setdefault(rank_address(address, rank), island)
-            if other != island:
-                host, _, port = addresses[other].rpartition(":")
-                raise ConfigError(
-                    f"islands.at = {','.join(addresses.values())}: an island of {processes} "
-                    f"processes listens at {processes} ports, and those of islands {other} and "
-                    f"{island} overlap; try: {host}:{int(port) + processes} for island {island}"
-                )
+        if island != index and address in own:
+            host, _, port = addresses[index].rpartition(":")
+            raise ConfigError(
+                f"islands.at = {','.join(addresses.values())}: an island of {processes} "
+                f"processes listens at {processes} ports, and those of islands {index} and "
+                f"{island} overlap; try: {host}:{int(port) + processes} for island {island}"
+            )
 
 
 def check_changing_members(policy: Any, is_address: Callable[[str], bool]) -> None:

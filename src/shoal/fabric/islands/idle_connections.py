@@ -1,6 +1,6 @@
 """Idle connections to other members: the next request needs no new connection and no handshake.
 
-    one       per member: the connection of the last finished fetch
+    one       per rank of a member: the connection of the last finished fetch
     not used  at another address, after IDLE_S, or where `is_allowed` says no
 
 A connection that is taken belongs to its taker alone. Two fetches at a time use two connections,
@@ -27,7 +27,7 @@ class _IdleConnection(NamedTuple):
 
 
 class IdleConnections:
-    """Idle connections of one process, at most one per member; for several threads.
+    """Idle connections of one process, at most one per rank of a member; for several threads.
 
     Args:
         is_allowed: whether the other side of a connection may be a member of that number.
@@ -35,14 +35,18 @@ class IdleConnections:
 
     def __init__(self, is_allowed: Callable[[int, AuthenticatedConnection], bool]) -> None:
         self._is_allowed = is_allowed
-        self._found: dict[int, _IdleConnection] = {}
+        self._found: dict[tuple[int, int], _IdleConnection] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def take(self, name: int, address: str) -> AuthenticatedConnection | None:
-        """Return the connection to a member at an address; None without one that can be used."""
+    def take(self, name: int, address: str, lane: int = 0) -> AuthenticatedConnection | None:
+        """Return the connection to a member's rank; None without one that can be used.
+
+        Args:
+            address: of the rank · lane: its number.
+        """
         with self._lock:
-            found = self._found.pop(name, None)
+            found = self._found.pop((name, lane), None)
         if found is None:
             return None
         if self._is_usable(name, address, found):
@@ -50,21 +54,23 @@ class IdleConnections:
         found.connection.close()
         return None
 
-    def put(self, name: int, address: str, connection: AuthenticatedConnection) -> None:
+    def put(
+        self, name: int, address: str, connection: AuthenticatedConnection, lane: int = 0
+    ) -> None:
         """Hand over a connection without open requests; it is closed if there is one already."""
         with self._lock:
-            is_needed = not self._is_closed and name not in self._found
+            is_needed = not self._is_closed and (name, lane) not in self._found
             if is_needed:
-                self._found[name] = _IdleConnection(address, connection, time.monotonic())
+                self._found[name, lane] = _IdleConnection(address, connection, time.monotonic())
         if not is_needed:
             connection.close()
 
     def drop_refused(self) -> None:
         """Close the connections whose other side is not allowed any more."""
         with self._lock:
-            for name, one in list(self._found.items()):
-                if not self._is_allowed(name, one.connection):
-                    self._found.pop(name).connection.close()
+            for key, one in list(self._found.items()):
+                if not self._is_allowed(key[0], one.connection):
+                    self._found.pop(key).connection.close()
 
     def close(self) -> None:
         """Close all connections, and those that are handed over later."""

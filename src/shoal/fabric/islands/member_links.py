@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.layouts.changing_members import rank_address
 from shoal.fabric.islands.idle_connections import IdleConnections
 from shoal.fabric.islands.island_rendezvous import parse_address
 from shoal.wire.authenticated_server import AuthenticatedServer, Peer
@@ -155,17 +156,25 @@ class MemberLinks:
         self._line(name)
 
     def fetch(
-        self, name: int, key: str, interrupted: Callable[[], bool] = lambda: False
+        self,
+        name: int,
+        key: str,
+        interrupted: Callable[[], bool] = lambda: False,
+        *,
+        lane: int = 0,
     ) -> bytes | None:
         """Return the bytes of a key from a member; None if it has them not.
+
+        Args:
+            lane: rank of the member's island that is asked.
 
         Raises:
             OSError: the member is not reached, or its bytes were altered, or this call was
                 interrupted.
         """
-        address = self.addresses[name]
+        address = rank_address(self.addresses[name], lane)
         try:
-            line, first = self._ask_first_piece(name, address, key)
+            line, first = self._ask_first_piece(name, address, key, lane)
             try:
                 found = _receive_pieces(line, name, key, first, interrupted)
             except BaseException:
@@ -174,11 +183,11 @@ class MemberLinks:
         except OSError as failure:
             self.report(failure)
             raise
-        self._idle.put(name, address, line)
+        self._idle.put(name, address, line, lane)
         return found
 
     def _ask_first_piece(
-        self, name: int, address: str, key: str
+        self, name: int, address: str, key: str, lane: int
     ) -> tuple[AuthenticatedConnection, Any]:
         """Return a connection, and its answer to the first request of a fetch.
 
@@ -186,7 +195,7 @@ class MemberLinks:
         again, or a router may have forgotten the connection.
         """
         request = ["piece", key, 0]
-        if line := self._idle.take(name, address):
+        if line := self._idle.take(name, address, lane):
             try:
                 return line, line.ask(request, CONNECT_S)
             except AlteredConnectionError:

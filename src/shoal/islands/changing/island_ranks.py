@@ -1,9 +1,9 @@
 """Ranks of an island that comes and goes: rank 0 has the member, and gives each turn to all ranks.
 
     rank 0      MemberDriver: the protocol, messages, the merges' commands
-    others      a thread that merges this rank's pieces, and a port that serves them
+    others      a thread that merges this rank's units, and a port that serves them
     a turn      wait_for_turn: of rank 0's driver, broadcast to the training threads of all ranks
-    a change    offer: every rank keeps its piece, rank 0 offers the hashes of all
+    a change    offer: every rank keeps its units, rank 0 offers the hash of all their hashes
 
 All methods but `holds_newer` of a single rank and `close` are collectives of the training threads.
 An error of rank 0's driver is raised on all ranks.
@@ -11,18 +11,19 @@ An error of rank 0's driver is raised on all ranks.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError
 from shoal.fabric import World
 from shoal.fabric.islands.member_links import MemberLinks
-from shoal.islands.changing.change_store import KEY
+from shoal.islands.changing.change_store import KEY, hash_list
 from shoal.islands.changing.member_driver import MemberDriver
 from shoal.islands.changing.rank_merges import RankMerges
 from shoal.islands.changing.turn_records import AppliedTurn, OfferedChange
@@ -72,7 +73,7 @@ class IslandRanks:
         self._thread.start()
 
     def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes] | None:
-        """Return bytes of this rank's pieces to another member; called in other threads."""
+        """Return bytes of this rank's units to another member; called in other threads."""
         return self.merges.changes.provide(key, offset, length) if key.startswith(KEY) else None
 
     def wait_for_turn(self, interrupted: Callable[[], bool]) -> AppliedTurn | None:
@@ -120,17 +121,20 @@ class IslandRanks:
         """Return whether rank 0 waits for members without which nobody goes on."""
         return self.driver is not None and bool(self.driver.awaits)
 
-    def offer(self, fact: CommittedTurn, piece: bytes, work: RankWork) -> None:
+    def offer(self, fact: CommittedTurn, units: Sequence[bytes], work: RankWork) -> None:
         """Offer this island's change of the turn after `fact`.
 
         Args:
-            piece: this rank's part of the encoded change.
+            units: of this rank, of the encoded change.
         """
-        digest = self.merges.changes.add(piece)
-        change = ".".join(self.world.gather_json(digest))
+        told = self.world.gather_json([hashlib.sha256(unit).hexdigest() for unit in units])
+        hashes = bytes.fromhex("".join(one for rank in told for one in rank))
+        change, size_bytes = hash_list(hashes), sum(map(len, units))
+        self.merges.changes.add(change, hashes, units)
         if self.driver is not None:
             given = change, work.tokens, work.used, work.steps, work.steps / work.compute_s
-            self.driver.offer(fact, OfferedChange(*given, len(piece), work.compute_s, work.leaves))
+            offered = OfferedChange(*given, size_bytes, work.compute_s, work.leaves)
+            self.driver.offer(fact, offered)
 
     def note_saved(self, fact: CommittedTurn) -> None:
         """Note that a turn is on this island's disk."""

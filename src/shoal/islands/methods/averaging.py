@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shoal.islands.method import MergeMethod
-from shoal.islands.outer_optimizer import OuterState
+from shoal.islands.method import MergedWeights, MergeMethod
 
 
 class LocalSGD(MergeMethod):
@@ -61,7 +60,7 @@ class FedProx(MergeMethod):
     pulls = True
 
     @torch.no_grad()
-    def before_update(self, outer: OuterState, local: Mapping[str, nn.Parameter]) -> None:
+    def before_update(self, outer: MergedWeights, local: Mapping[str, nn.Parameter]) -> None:
         """Add μ·(w − W) to every gradient; parameters without a gradient stay unchanged."""
         for name, own in local.items():
             if own.grad is not None and name in outer.weights:

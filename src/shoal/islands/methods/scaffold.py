@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.base.errors import BugError, ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.plans.tensor_shards import Shard
-from shoal.islands.method import MergeMethod
+from shoal.islands.method import MergedWeights, MergeMethod
 from shoal.islands.outer_optimizer import Build, OuterState
 
 CONTROL = "control:"
@@ -137,7 +137,7 @@ class Scaffold(MergeMethod):
         self._sums, self._steps = {}, 0
 
     @torch.no_grad()
-    def before_update(self, outer: OuterState, local: Mapping[str, nn.Parameter]) -> None:
+    def before_update(self, outer: MergedWeights, local: Mapping[str, nn.Parameter]) -> None:
         """Add the step's gradient to the data owner's sum, and c − c_i to the gradient."""
         common = _controls_of(outer).weights
         self._steps += 1
@@ -172,11 +172,11 @@ class Scaffold(MergeMethod):
         return _controlled(outer).propose_both(mean, counted / self.policy.count)
 
 
-def _controlled(outer: OuterState) -> ControlledOuterState:
+def _controlled(outer: MergedWeights) -> ControlledOuterState:
     if not isinstance(outer, ControlledOuterState):
         raise BugError("islands: scaffold steps weights that another method opened")
     return outer
 
 
-def _controls_of(outer: OuterState) -> OuterState:
+def _controls_of(outer: MergedWeights) -> OuterState:
     return _controlled(outer).controls

@@ -37,6 +37,7 @@ from shoal.fabric.islands.inter_island_group import InterIslandGroup, connect_is
 from shoal.fabric.islands.island_rendezvous import join_island_store
 from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
 from shoal.islands.admission import AdmissionTest, RefusalCounter
+from shoal.islands.changing.change_merge import join_digests
 from shoal.islands.common_round import (
     ResumePoint,
     decode_rounds,
@@ -57,6 +58,7 @@ from shoal.parallel.program import Part
 from shoal.planning.micro_batch_sizes import with_micro_batch
 from shoal.trainer.autotune.micro_batch_size import record_micro_batch
 from shoal.trainer.autotune.share_fits import set_micro_batch
+from shoal.trainer.islands.canonical_parts import CanonicalParts
 from shoal.trainer.islands.island_state import CommonState
 from shoal.trainer.islands.owner_states import OwnerStates
 from shoal.trainer.run import Run
@@ -79,6 +81,7 @@ class IslandConnection:
         bytes_per_s, latency_s: of the links, as measured by a probe.
         as_in_calls: until `close` the weights have torch's own classes: no user code runs between
             the calls of an island's run.
+        canonical: division of the outer weights if islands come and go; None: as the layout is.
     """
 
     policy: IslandsPolicy
@@ -91,6 +94,7 @@ class IslandConnection:
     bytes_per_s: float
     latency_s: float
     as_in_calls: ExitStack = field(default_factory=ExitStack)
+    canonical: CanonicalParts | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -99,13 +103,14 @@ class IslandConnection:
 
     def compute_digest(self) -> str:
         """Return the digest of the outer weights and state, over all ranks of the island."""
-        told = self.inner.gather_json(self.common.outer.digest())
-        return hashlib.sha256("".join(told).encode()).hexdigest()
+        return join_digests(self.inner.gather_json(self.common.outer.list_digests()))
 
     def close(self) -> None:
         """Disconnect from the other islands; every rank of the island calls it."""
         self.plane.close()
         destroy_duplicate(self.inner)
+        if self.canonical is not None:
+            destroy_duplicate(self.canonical.world)
         self.as_in_calls.close()
 
 
@@ -140,15 +145,20 @@ def join_islands(
     wide = any(t.dtype == torch.float64 for t, _ in weights.values())
     dtype = torch.float64 if inner.all_true(wide) else torch.float32
     method = find_method(policy, seed=run.plan.seed)
+    by_members = policy.changes_members  # they connect in `member_job.py`
+    canonical, local = None, {name: tensor for name, (tensor, _) in weights.items()}
+    if by_members:
+        canonical = CanonicalParts(weights, plain, duplicate_world(run.world), dtype)
+    outer = method.open(local) if canonical is None else canonical.open_outer(method, local)
     shards = method.message_shards({name: shard for name, (_, shard) in weights.items()})
     shards |= {name: shard for name, (_, shard) in plain.items()}
     fragments = method.fragments(_parameter_bytes(weights, inner))
     feedback = ErrorFeedback(method.keeps) if policy.codec in FEEDS_BACK else None
     common = CommonState(
-        method.open({name: tensor for name, (tensor, _) in weights.items()}),
+        outer,
         tuple(AdmissionTest(policy.bound, policy.cosine) for _ in range(2 * len(fragments))),
         RefusalCounter(policy.refusals),
-        {name: shard for name, (_, shard) in weights.items()},
+        canonical.shards if canonical else {name: shard for name, (_, shard) in weights.items()},
         count,
         SampleStream(),
         IslandErrorFeedback(feedback, inner.rank, _codec_settings(run, policy)),
@@ -157,14 +167,13 @@ def join_islands(
     if policy.owned:
         own = policy.owners_of(policy.index)
         common.owners = OwnerStates(run, own, common.shards, policy.groups)
-    by_members = policy.changes_members  # they connect in `member_job.py`
     plane = _connect(policy, inner, run.recorder.notice, alone=alone or by_members)
     merger = FragmentMerger(
         plane,
         inner,
         MessageShards(shards, inner, dtype),
         method,
-        common.outer,
+        outer,
         find_codec(policy.codec, dtype),
         feedback,
         common.admission,
@@ -173,7 +182,7 @@ def join_islands(
     run.extra_state = common
     joined = IslandConnection(
         *(policy, method, fragments, common, merger, plane, inner, *measure_island_links(plane)),
-        as_in_calls,
+        *(as_in_calls, canonical),
     )
     if policy.owned:
         check_same_tokenizer(plane, inner, tokenizer)
@@ -498,9 +507,11 @@ def load_merged_weights(
     """
     weights, _ = collect_merge_tensors(run)
     local = {name: tensor for name, (tensor, _) in weights.items()}
-    joined.method.apply_merge(
-        joined.common.outer.at(round_number), list(local), local, refused=True
-    )
+    outer = joined.common.outer.at(round_number)
+    if joined.canonical is not None:
+        joined.canonical.load_merged(outer, local, pulls=joined.method.pulls)
+    else:
+        joined.method.apply_merge(outer, list(local), local, refused=True)
     reducer_of(run.program).publish()
     run.guards.writes.drift.discard_checksums(soon=checks_soon)
     joined.common.since = [0] * len(joined.fragments)

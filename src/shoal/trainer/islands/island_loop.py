@@ -33,7 +33,7 @@ from shoal.islands.merge_proposal import (
     collect_round_fields,
     format_merge_lines,
 )
-from shoal.islands.method import FragmentSchedule
+from shoal.islands.method import FragmentSchedule, MergedWeights
 from shoal.islands.outer_optimizer import all_finite
 from shoal.islands.sample_ranges import cut_steps, drop_consumed, inner_steps
 from shoal.trainer.islands.island_join import (
@@ -332,9 +332,11 @@ class IslandRounds:
 
     def _install_pull_hook(self) -> None:
         """Install the update hook of a method that pulls inner steps towards the merged weights."""
-        run, method, outer = self.run, self.joined.method, self.common.outer
+        run, method = self.run, self.joined.method
         if not method.pulls:
             return
+        canonical = self.joined.canonical
+        outer: MergedWeights = self.common.outer if canonical is None else canonical.anchor
         local = run.program.local
         for name, one in local.items():
             if name in outer.weights and outer.weights[name].numel() != one.parameter.numel():

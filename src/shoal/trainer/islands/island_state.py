@@ -81,7 +81,7 @@ class CommonState:
         for name, tensor in self.outer.tensors().items():
             owner, kept = self._owner(name), OUTER + name
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if tensor.numel() == self.outer.weights[owner].numel():
+            if tensor.shape == self.outer.weights[owner].shape:
                 found[kept] = (tensor, replace(self.shards[owner], name=kept, dtype=dtype))
             else:
                 found[kept] = (tensor, Shard.whole(kept, tuple(tensor.shape), dtype))

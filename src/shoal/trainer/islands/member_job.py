@@ -38,13 +38,11 @@ from shoal.islands.membership.committed_turn import Dealing, Seat
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.session_meeting import ArrivalReport
 from shoal.islands.sample_ranges import SampleStream, inner_steps
-from shoal.trainer.islands.island_data import describe_difference, fingerprint_dataset
-from shoal.trainer.islands.island_join import (
-    IslandConnection,
-    collect_merge_tensors,
-    shared_settings,
-)
+from shoal.trainer.islands.canonical_parts import require_canonical
+from shoal.trainer.islands.island_data import fingerprint_dataset
+from shoal.trainer.islands.island_join import IslandConnection
 from shoal.trainer.islands.member_rounds import MemberRounds, check_one_machine
+from shoal.trainer.islands.member_settings import collect_settings, describe_settings
 from shoal.trainer.islands.member_state import MemberCheckpoints
 from shoal.trainer.jobs.run_end import emit_run_end
 from shoal.trainer.jobs.validation import make_validator
@@ -54,9 +52,6 @@ from shoal.wire.member_keys import MAKE, MemberKeys, open_member_keys
 from shoal.wire.run_token import TOKEN, read_token
 
 STOPPED = 143
-OWN = ("islands.count", "islands.wait_s", "islands.connections", "islands.key", "islands.keys")
-"""Settings in which islands that come and go may differ."""
-
 END_S = 10.0
 """Longest time for which an island that is ready waits for the others to learn the last turn."""
 
@@ -191,17 +186,16 @@ def open_member_rounds(
         )
     policy, world = joined.policy, run.world
     addresses = list_addresses(policy.at)
-    check_rank_addresses(addresses, world.size)
+    check_rank_addresses(addresses, policy.index, world.size)
     threads = duplicate_world(world, RANKS_TIMEOUT)
     checkpoints = MemberCheckpoints(run, joined, threads, policy.wait_s)
     start = joined.compute_digest()
     held = checkpoints.restore_newest(run.recorder.events.emit)
-    merges = RankMerges(_make_merge(run, joined))
+    merges = RankMerges(_make_merge(joined))
     seat = Seat(policy.index, checkpoints.count_start(held, policy.index))
     driver = None
     if world.is_first:
-        shared = {**shared_settings(run, policy), "launch.processes": world.size}
-        alike = {**{key: shared[key] for key in shared.keys() - set(OWN)}, **settings}
+        alike = collect_settings(run, policy, require_canonical(joined.canonical).dtype) | settings
         deal = _make_dealing(policy, run.plan.batch, loader.samples)
         driver = MemberDriver(
             IslandMember(
@@ -229,18 +223,16 @@ def open_member_rounds(
     return rounds
 
 
-def _make_merge(run: Run, joined: IslandConnection) -> ChangeMerge:
-    """Return the merge of whole changes of this rank's part of the model."""
-    weights, plain = collect_merge_tensors(run)
-    local, common = [*weights], joined.common
+def _make_merge(joined: IslandConnection) -> ChangeMerge:
+    """Return the merge of whole changes of this rank's units of the model."""
+    common = joined.common
     return ChangeMerge(
         joined.method,
         common.outer,
-        joined.merger.shares,
+        require_canonical(joined.canonical).units,
+        joined.inner,
         joined.merger.codec,
         common.admission[1],
-        joined.method.message_like(common.outer, local),
-        {name: tensor for name, (tensor, _) in plain.items()},
     )
 
 
@@ -299,26 +291,6 @@ def _open_links(
 
 def _ignore_message(name: int, address: str, message: Any) -> None:
     """Ignore a message of another island: the first rank gets them."""
-
-
-def describe_settings(own: dict[str, Any], other: Any, index: int, name: int) -> str:
-    """Return how another island's settings differ from this island's; "" if they agree.
-
-    >>> describe_settings({"train.seed": 4}, {"train.seed": 4}, 0, 2)
-    ''
-    """
-    for key, value in own.items():
-        found = other.get(key) if isinstance(other, dict) else None
-        if isinstance(value, dict):
-            if isinstance(found, dict) and (why := describe_difference(value, found)):
-                return f"{key}: {why} (island {name} and island {index}); try: the same data on all"
-        elif found != value:
-            near = f"{key}={value}" if "." in key else "the same configuration"
-            return (
-                f"{key} = {found} on island {name}, {value} on island {index}: islands of a run "
-                f"are alike; try: {near}"
-            )
-    return ""
 
 
 def _fingerprints(source: Source, config: Config) -> dict[str, Any]:

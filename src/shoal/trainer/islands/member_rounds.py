@@ -23,6 +23,7 @@ from shoal.islands.changing.turn_records import AppliedTurn
 from shoal.islands.membership.committed_turn import CommittedTurn, is_witness, name_members
 from shoal.islands.membership.message_json import encode_message
 from shoal.islands.sample_ranges import cut_steps
+from shoal.trainer.islands.canonical_parts import require_canonical
 from shoal.trainer.islands.island_join import (
     IslandConnection,
     collect_merge_tensors,
@@ -72,6 +73,7 @@ class MemberRounds:
         self.run, self.joined, self.common = run, joined, joined.common
         self.loader, self.ranks, self.checkpoints, self.last = loader, ranks, checkpoints, last
         self.index, self.policy = joined.policy.index, joined.policy
+        self.canonical = require_canonical(joined.canonical)
         self.fact: CommittedTurn | None = None
         self.work = RoundWork()
         self.failures, self.has_trained = 0, False
@@ -110,15 +112,11 @@ class MemberRounds:
             since_s = time.perf_counter()
             if self.ranks.has_newer(fact):
                 return  # the others went on without this island
-        weights, plain = collect_merge_tensors(run)
-        local = {name: tensor for name, (tensor, _) in weights.items()}
-        outer = self.common.outer
-        message = self.joined.method.message(outer, list(local), local)
-        averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()}
+        change = self._encode_change()
         work.offered_s = time.perf_counter()
         self.ranks.offer(
             fact,
-            self.ranks.merges.merge.encode(message, averaged),
+            change,
             RankWork(
                 work.tokens,
                 work.used,
@@ -127,6 +125,14 @@ class MemberRounds:
                 leaves=run.stop_wanted or run.stopping,
             ),
         )
+
+    def _encode_change(self) -> list[bytes]:
+        """Return this rank's units of the island's change; a collective of the island's ranks."""
+        weights, plain = collect_merge_tensors(self.run)
+        local = self.canonical.weights.collect({n: tensor for n, (tensor, _) in weights.items()})
+        message = self.joined.method.message(self.common.outer, list(local), local)
+        averaged = self.canonical.plain.collect({n: tensor for n, (tensor, _) in plain.items()})
+        return self.ranks.merges.merge.encode(message, averaged)
 
     def finish_save(self) -> None:
         """Wait for the save of the last turn, then let votes go on.
@@ -209,10 +215,10 @@ class MemberRounds:
 
     def _apply_statistics(self, turn: AppliedTurn) -> None:
         """Write the means of running statistics into the model."""
-        if turn.merged is None or not turn.merged.plain:
+        if turn.merged is None or not self.canonical.has_statistics:
             return
         _, plain = collect_merge_tensors(self.run)
-        for name, mean in turn.merged.plain.items():
+        for name, mean in self.canonical.plain.distribute(turn.merged.plain).items():
             plain[name][0].copy_(mean)
         reducer_of(self.run.program).publish()
         self.run.guards.writes.drift.discard_checksums()

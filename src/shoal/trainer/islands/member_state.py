@@ -11,7 +11,6 @@ files of all, and then all of them restore.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 import threading
@@ -27,6 +26,7 @@ from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, ste
 from shoal.checkpoint.format.manifest import FILE_NAME
 from shoal.fabric import World
 from shoal.fabric.islands.member_links import MemberLinks
+from shoal.islands.changing.change_merge import join_digests
 from shoal.islands.changing.member_driver import STATE
 from shoal.islands.membership.committed_turn import CommittedTurn
 from shoal.islands.membership.message_json import decode_message
@@ -79,6 +79,7 @@ class MemberCheckpoints:
         self.root: Path = run.recorder.folder / "checkpoints"
         self.links: MemberLinks | None = None
         self.held = ""
+        self._renamed: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def holds(self, fact: CommittedTurn) -> bool:
@@ -100,14 +101,26 @@ class MemberCheckpoints:
                 self.run.restore(step=step)
             except CheckpointError as failure:
                 problem = str(failure)
-            if self.ranks.all_true(turn is not None and not problem):
-                self.held = "" if turn is None else turn.weights
+            if self.ranks.all_true(turn is not None and not problem) and turn is not None:
+                turn = self._rename_fixed(turn)
+                self.held = turn.weights
                 return turn
             if self.ranks.is_first:
                 emit("notice", text=f"{problem}; kept as {quarantine(folder).name}")
             self.ranks.all_true(True)
         self.run.recorder.cut(0)
         return None
+
+    def _rename_fixed(self, turn: CommittedTurn) -> CommittedTurn:
+        """Name the merged weights of a fixed list as islands that come and go name them.
+
+        A fixed list hashes the parts of its layout, these islands hash canonical units.
+        """
+        if turn.session >= 0:
+            return turn
+        digest = self.joined.compute_digest()
+        self._renamed[turn.weights] = digest
+        return turn._replace(weights=digest)
 
     def count_start(self, held: CommittedTurn | None, name: int) -> int:
         """Return the number of this start of the island, above those of all earlier ones.
@@ -148,7 +161,7 @@ class MemberCheckpoints:
         """Return the JSON list of the files of a checkpoint, None if it is not complete here."""
         with self._lock, contextlib.suppress(OSError, CheckpointError):
             kept = list_held_rounds(self.root.parent, self.joined.policy.period).get(number)
-            if kept is None or kept[0] != digest:
+            if kept is None or self._renamed.get(kept[0], kept[0]) != digest:
                 return None
             folder = step_folder(self.root, kept[1])
             names = [*read_manifest(folder).files, FILE_NAME]
@@ -190,6 +203,7 @@ class MemberCheckpoints:
         try:
             kept = list_held_rounds(self.root.parent, self.joined.policy.period)
             digest, step = kept.get(str(fact.round), ("", 0))
+            digest = self._renamed.get(digest, digest)
             return (step if digest == fact.weights else self._copy(fact)), problem
         except (OSError, CheckpointError) as failure:
             return -1, str(failure)
@@ -201,8 +215,8 @@ class MemberCheckpoints:
             self.run.restore(step=step)
         except CheckpointError as failure:
             problem = str(failure)
-        told = self.ranks.gather_json([self.joined.common.outer.digest(), problem])
-        digest = hashlib.sha256("".join(one for one, _ in told).encode()).hexdigest()
+        told = self.ranks.gather_json([self.joined.common.outer.list_digests(), problem])
+        digest = join_digests(one for one, _ in told)
         problem = next((why for _, why in told if why), "")
         if not problem and digest != fact.weights:
             problem = f"step-{step}: its merged weights are not those of its record"
