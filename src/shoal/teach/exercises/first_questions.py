@@ -126,8 +126,8 @@ def _ddp() -> tuple[Exercise, ...]:
         ),
         Exercise(
             "ddp-2",
-            "In `shoal simulate ddp --backward 0.001` a layer's backward takes 1 ms, as a bucket's "
-            "all-reduce takes 6.03 ms. How long is the step?",
+            "In `shoal simulate ddp --backward 0.001` a layer's backward takes 1 ms, while a "
+            "bucket's all-reduce takes 6.03 ms. How long is the step?",
             whole_ms,
             "Forward 18 ms, 2 ms until the first bucket is full, three all-reduces in a row, "
             "update 1 ms.",
