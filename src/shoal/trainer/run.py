@@ -86,7 +86,7 @@ class Run(StepRunner):
         if program.plan.layout.zero or program.pipe.size > 1:
             from shoal.trainer.guards.state_by_weight import watch_state
 
-            watch_state(program, optimizer, recorder.notice)
+            watch_state(program, optimizer, self.guards.findings.notice)
 
     def add_callback(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Register callbacks for every event and every step's row from now on, in this process.
@@ -248,7 +248,7 @@ class Run(StepRunner):
                 graded=self.guards.writes.checked_parameters,
                 notice=None
                 if self.guards.optimizer.state_checked
-                else self.recorder.emit_rank_notice,
+                else self.guards.findings.emit_rank_notice,
             )
         # Where every pass gathers parameters all ranks make the same calls.
         around = self.guards.around(self.step_count + 1, len(share.micro_batches))

@@ -29,6 +29,11 @@ class BatchColumns:
     is_cut: list[bool]
     cut_error: str = ""
 
+    @property
+    def paths(self) -> list[str]:
+        """Return the path of each leaf in the batch, as "[0]['table']"."""
+        return list_paths(self.structure, len(self.leaves))
+
     def cut(self, start: int, stop: int) -> Any:
         """Return the samples start … stop − 1 as a batch."""
         if self.cut_error and stop - start < self.samples:
@@ -51,6 +56,17 @@ class BatchColumns:
             for column, cuts in zip(columns, self.is_cut, strict=True)
         ]
         return pytree.tree_unflatten(joined, self.structure)
+
+
+def list_paths(structure: Any, number: int) -> list[str]:
+    """Return the path of each leaf of a batch.
+
+    Args:
+        structure: of the batch.
+        number: of its leaves.
+    """
+    places = pytree.tree_unflatten(list(range(number)), structure)
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(places)[0]]
 
 
 def _slice(leaf: Any, start: int, stop: int) -> Any:

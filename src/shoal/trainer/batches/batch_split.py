@@ -6,6 +6,8 @@
     an object of a class       len(batch) samples, which batch[a:b] cuts
     anything else              whole in every part, as a tensor without dims
 
+A tensor that all samples share may have as many rows as there are samples. `known` has its path.
+
 Few batches have such lists or objects; `sample_lists.py` and `batch_objects.py` read them.
 """
 
@@ -18,9 +20,10 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.trainer._torch import pytree
-from shoal.trainer.batches.batch_columns import BatchColumns
+from shoal.trainer.batches.batch_columns import BatchColumns, list_paths
 from shoal.trainer.batches.batch_values import (
     NEAREST,
+    SHARED,
     Readings,
     as_dict,
     is_tensor,
@@ -50,6 +53,9 @@ def read_columns(batch: Any, known: Readings | None = None) -> BatchColumns:
     leaves = [to_tensor(leaf) for leaf in leaves]
     rows = [leaf.shape[0] if is_tensor(leaf) else None for leaf in leaves]
     shared = _find_shared(batch, leaves, rows)
+    if known and SHARED in known.values():
+        paths = list_paths(structure, len(leaves))
+        shared = [one or known.get(path) == SHARED for one, path in zip(shared, paths, strict=True)]
     sizes = [None if one else size for size, one in zip(rows, shared, strict=True)]
     samples = next((size for size in sizes if size is not None), None)
     if samples is None and any(isinstance(leaf, list) and not leaf for leaf in leaves):
@@ -96,7 +102,8 @@ def batch_length(batch: Any, known: Readings | None = None) -> int:
         ConfigError: the batch holds nothing that counts samples.
     """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(first, torch.Tensor) and first.ndim > 0 and first.shape[0] != 1:
+    plain = not known or SHARED not in known.values()
+    if plain and isinstance(first, torch.Tensor) and first.ndim > 0 and first.shape[0] != 1:
         return first.shape[0]
     try:
         return read_columns(batch, known).samples

@@ -15,8 +15,10 @@ NEAREST = (
     "returns those samples and what all of them share"
 )
 
+SAMPLES, COLUMNS, SHARED = "samples", "columns", "shared"
 Readings = dict[str, str]
-"""Path of a list in a batch → "samples" or "columns", as an earlier batch showed without doubt."""
+"""Path of a list in a batch → SAMPLES or COLUMNS, as an earlier batch showed without doubt; path of
+a tensor → SHARED, if all samples share it whatever its dim 0 is, or SAMPLES, if that is proven."""
 
 
 def as_dict(batch: Any) -> Any:

@@ -17,17 +17,18 @@ from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.trainer._torch import pytree
-from shoal.trainer.batches.batch_columns import BatchColumns
+from shoal.trainer.batches.batch_columns import BatchColumns, list_paths
 from shoal.trainer.batches.batch_values import (
+    COLUMNS,
     NEAREST,
+    SAMPLES,
+    SHARED,
     Readings,
     is_tensor,
     list_inside,
     says_samples,
     to_tensor,
 )
-
-SAMPLES, COLUMNS = "samples", "columns"
 
 
 def read_lists(batch: Any, known: Readings) -> BatchColumns:
@@ -44,10 +45,16 @@ def read_lists(batch: Any, known: Readings) -> BatchColumns:
     values = {pytree.keystr(path): value for path, value in found}
     lists = {path: one for path, one in values.items() if isinstance(one, list) and one}
     rich = {path: one for path, one in lists.items() if any(map(_is_rich, one))}
-    samples = _count_samples(values, rich, known)
-    readings, doubts = {}, []
-    for path, items in rich.items():
+    shared = {path for path, told in known.items() if told == SHARED}
+    values = {path: one for path, one in values.items() if path not in shared}
+    own = {path: _own_items(path, items, shared) for path, items in rich.items()}
+    mixed = {path: items for path, items in own.items() if items}
+    samples = _count_samples(values, mixed, known)
+    readings, doubts = dict.fromkeys(shared, SHARED), []
+    for path, items in mixed.items():
         fits = _list_fits(items, samples)
+        if len(items) < len(rich[path]):  # a list with a tensor of all samples holds columns
+            fits = [one for one in fits if one == COLUMNS]
         if not fits:
             raise ConfigError(
                 f"batch: a list of {len(items)} in batch{path} beside {samples} samples, and dim 0 "
@@ -86,8 +93,16 @@ def _flatten_batch(batch: Any, samples: int, readings: Readings, cut_error: str)
         ),
     )
     leaves = [to_tensor(leaf) for leaf in leaves]
-    cuts = [_length(leaf) == samples for leaf in leaves]
+    cuts = [
+        _length(leaf) == samples and readings.get(path) != SHARED
+        for leaf, path in zip(leaves, list_paths(structure, len(leaves)), strict=True)
+    ]
     return BatchColumns(samples, leaves, structure, cuts, cut_error)
+
+
+def _own_items(path: str, items: list[Any], shared: set[str]) -> list[Any]:
+    """Return the items of a list that not all samples share."""
+    return [one for place, one in enumerate(items) if f"{path}[{place}]" not in shared]
 
 
 def _length(value: Any) -> int:

@@ -25,6 +25,7 @@ from shoal.trainer.metrics_recorder import MetricsRecorder
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
+    from shoal.trainer.guards.rank_findings import RankFindings
 
 
 class RunGuards(Guards):
@@ -45,6 +46,7 @@ class RunGuards(Guards):
         untrained: finds weights without a gradient.
         model: finds mistakes in the model's mode and hooks.
         batches: compares the batches of ranks, and knows how their lists are read.
+        findings: prints lines of guards; of several ranks, those of each in the first steps.
     """
 
     def __init__(
@@ -57,17 +59,29 @@ class RunGuards(Guards):
         unheld: tuple[Collection[str], Collection[str]],
         agreed: Callable[[str], bool],
     ) -> None:
-        notice, ranks = recorder.notice, program.world.size
+        ranks = program.world.size
+        self.findings: RankFindings | MetricsRecorder = recorder
+        compared: list[Guard] = []
+        if ranks > 1:
+            from shoal.trainer.guards.rank_findings import RankFindings
+
+            self.findings = findings = RankFindings(program, recorder)
+            compared.append(findings)
+        notice = self.findings.notice
         drift = CorruptionCheck(program, optimizer, average, recorder)
         self.writes = ExternalWriteGuard(program, optimizer, notice, agreed, drift)
         self.optimizer = OptimizerGuard(optimizer, program, notice)
         first = program.data.rank == program.tensor.rank == 0
-        own = recorder.emit_rank_notice if first else _drop_line
+        own = self.findings.emit_rank_notice if first else _drop_line
         stage = own if program.pipe.size > 1 else notice
-        self.batches = BatchConsistencyGuard(
-            program, program.plan.batch * ("batch" in given), notice
-        )
         self.model = ModelGuard(program, "micro_batch" not in given, notice, stage)
+        self.batches = BatchConsistencyGuard(
+            program,
+            program.plan.batch * ("batch" in given),
+            notice,
+            program.plan.micro_batch * ("micro_batch" in given),
+            self.model.trial,
+        )
         self.untrained = UntrainedWeightsGuard(program, *unheld, notice)
         super().__init__(
             [
@@ -86,6 +100,7 @@ class RunGuards(Guards):
                 HiddenStateGuard(program, notice),
                 # Innermost around the passes: it watches torch's `detach`, which others call.
                 self.untrained,
+                *compared,
             ],
             on=program.plan.guards == "on",
         )

@@ -10,13 +10,14 @@ hundred bytes, the number of their samples and a hash of them.
     batches of `run.loader`                            must come from the same dataset on all
     batch=…                                            must equal the samples of all ranks together
     a DistributedSampler                               must have equal settings, and a new epoch
+    tensors that all samples share                     are found once, by rank 0, for all ranks
     the same sample of a loader's dataset              must have the same label
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shoal.base.errors import ConfigError
 from shoal.data.loading.dataset_kind import digest_of
@@ -26,6 +27,11 @@ from shoal.trainer.batches.batch_split import batch_length
 from shoal.trainer.batches.batch_values import Readings, has_objects
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.guard import Guard
+
+if TYPE_CHECKING:  # of batches that are cut
+    from shoal.trainer.guards.model_trial import ModelTrial
+    from shoal.trainer.guards.shared_tensors import SharedTensorCheck
+    from shoal.trainer.step.call_contract import Loss
 
 LOOKS = 3
 """Largest number of steps whose own batches are compared."""
@@ -38,13 +44,25 @@ class BatchConsistencyGuard(Guard):
         program: the run's.
         batch: samples of a step over all ranks, if the user set it; 0: not set.
         notice: prints a line, by rank 0.
+        cut: samples of a micro-batch of the user's own batches; 0: they are not cut.
+        trial: returns the copy of a small model, for one trial.
 
     Attributes:
-        readings: how lists in the batches of this and other ranks are read.
+        loss: the run's.
+        readings: how lists and tensors in the batches of this and other ranks are read.
     """
 
-    def __init__(self, program: Program, batch: int, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        batch: int,
+        notice: Callable[[str], None],
+        cut: int,
+        trial: Callable[[], ModelTrial | None],
+    ) -> None:
         self.program, self.batch, self.notice = program, batch, notice
+        self.cut, self.trial, self.loss = cut, trial, cast("Loss | None", None)
+        self._shared: SharedTensorCheck | None = None
         self.looks = 0
         self.readings: Readings = {}
         self._alike_bits = 0.0
@@ -61,11 +79,8 @@ class BatchConsistencyGuard(Guard):
         if batch is None:  # a loop that calls the model itself
             return
         loaded, world = isinstance(batch, StepBatch), self.program.world
-        if self._epochs and not loaded:
-            length = batch_length(batch, self.readings)
-            if any([one.repeats(length) for one in self._epochs]):
-                self._epochs = []
-                self.notice(reports.batch_report.EPOCH)
+        if not loaded:
+            self._read_own_batch(batch)
         shared = world.size > self.program.data.size
         compared = self.looks < LOOKS and (shared or not loaded)
         if not compared and not (isinstance(batch, StepBatch) and batch.probe):
@@ -93,6 +108,21 @@ class BatchConsistencyGuard(Guard):
         self._check_size(step, shares)
         if not self._short and (len(shares) == 1 or not self._alike):
             self.looks = LOOKS  # no doubt remains: stop comparing
+
+    def _read_own_batch(self, batch: Any) -> None:
+        """Find tensors that all samples share, and an epoch in the order of the one before."""
+        if self.cut and self._shared is None:
+            from shoal.trainer.guards.shared_tensors import SharedTensorCheck
+
+            more = self.trial(), self.notice, self.loss
+            self._shared = SharedTensorCheck(self.program, self.cut, *more)
+        if self._shared is not None:
+            self.readings = self._shared.read(batch, self.readings, is_first=not self.looks)
+        if self._epochs:
+            length = batch_length(batch, self.readings)
+            if any([one.repeats(length) for one in self._epochs]):
+                self._epochs = []
+                self.notice(reports.batch_report.EPOCH)
 
     def _describe_batch(self, batch: Any) -> dict[str, Any]:
         loaded = isinstance(batch, StepBatch)

@@ -35,15 +35,16 @@ from shoal.fabric import World
 from shoal.parallel._torch import BatchNorm
 from shoal.parallel.mutated_weights import refuse_mutated_weights
 from shoal.parallel.program import Program
+from shoal.trace.isolation.module_copies import copy_module, refuse_shared_parts
 from shoal.trainer._torch import count_accumulation_hooks, count_gradient_hooks, is_profiled
 from shoal.trainer.guards import reports
 from shoal.trainer.guards.first_step_checks import evaluation_mode_notice
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.guards.model_trial import copy_for_trial, pop_trial
 from shoal.trainer.step.call_contract import Loss, is_default
 from shoal.trainer.step.step_vector import StepNumbers
 
 if TYPE_CHECKING:
+    from shoal.trainer.guards.model_trial import ModelTrial
     from shoal.trainer.guards.reports.model_notices import FirstBatch
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -119,6 +120,46 @@ def check_layers(module: nn.Module, world: World) -> None:
         copy_for_trial(module)
 
 
+def copy_for_trial(module: nn.Module) -> None:
+    """Copy a model that is still whole, for the trial of the next run over it; not a large one.
+
+    Args:
+        module: the model.
+    """
+    layers = list(module.modules())
+    tensors = [*module.parameters(), *module.buffers()]
+    elements = sum(one.numel() for one in tensors)
+    if any(one.is_meta for one in tensors) or elements > LARGE or len(layers) > LAYERS:
+        return
+    known: dict[int, Any] = {  # torch cannot copy its generators
+        id(value): value.clone_state()
+        for layer in layers
+        for value in vars(layer).values()
+        if isinstance(value, torch.Generator)
+    }
+    try:
+        copied = copy_module(module, known)
+        refuse_shared_parts(module, copied)  # before its mode and hooks are changed
+    except Exception:  # it has what nobody can copy: a lock, a file, a group of processes
+        return
+    for layer in copied.eval().modules():
+        for hooks in (layer._forward_hooks, layer._forward_pre_hooks):
+            hooks.clear()
+    COPIES[module] = copied
+
+
+def pop_copy(program: Program) -> nn.Module | None:
+    """Return the copy of a run's model for its trial, if there is one."""
+    copied, plan = COPIES.pop(program.module, None), program.plan
+    return copied if plan.guards == "on" and plan.layout.cp == 1 else None
+
+
+COPIES: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+"""Copies of models whose run has not begun."""
+LARGE, LAYERS = 1 << 20, 300
+"""Elements and modules of a model that is copied, at most."""
+
+
 def list_hooked_weights(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Return names of parameters that have a hook on their gradient."""
     return [name for name, parameter in parameters.items() if count_gradient_hooks(parameter)]
@@ -189,11 +230,21 @@ class ModelGuard(Guard):
     ) -> None:
         self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
         self.stage_notice = stage_notice
-        self._trial = pop_trial(program) if program.world.is_first else None
+        self._copy = pop_copy(program) if program.world.is_first else None
+        self._made: ModelTrial | None = None
         self._hooked = list_hooked_weights(program.parameters)  # their notice is printed
         self._evaluates, self._is_first = False, True
         self._passes, self._batch = 0, cast("Any", None)
         self._first: FirstBatch | None = None
+
+    def trial(self) -> ModelTrial | None:
+        """Return the copy of a small model in the first step, if no coupling is meant."""
+        if self.coupled or self._copy is None or is_profiled():
+            return None
+        from shoal.trainer.guards.model_trial import ModelTrial  # of several micro-batches
+
+        self._made = self._made or ModelTrial(self._copy, self.program.plan.call)
+        return self._made
 
     def before(self, step: int, batch: Any) -> None:
         """Check the model before a step.
@@ -207,7 +258,7 @@ class ModelGuard(Guard):
         if not self._evaluates and (line := evaluation_mode_notice(module)):
             self._evaluates = True
             self.notice(line)
-        self._batch = batch if self._trial is not None else None
+        self._batch = batch if self._copy is not None else None
         if not self._is_first:
             return
         layout = self.program.plan.layout
@@ -247,10 +298,10 @@ class ModelGuard(Guard):
         batch, self._batch = self._batch, None
         if is_profiled():  # the copy's passes are none of the step's: a later step tries it
             return
-        trial, self._trial = self._trial, None
         several = self._passes > 1 or self.program.data.size > 1
-        tries = batch is not None and several and not self.coupled
-        if trial is not None and tries and trial.compares_samples(self.program, batch):
+        trial = self.trial() if batch is not None and several else None
+        self._copy = self._made = None
+        if trial is not None and trial.compares_samples(self.program, batch):
             self.notice(reports.model_notices.compared_samples_line())
 
 

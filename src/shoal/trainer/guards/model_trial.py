@@ -5,14 +5,15 @@
 They are not where a model compares the samples of a batch: a mean over dim 0, attention between
 samples, sequences whose first dim is time. Such a model computes other numbers with each
 micro-batch size, and so with each layout. The trial runs in the first step, on one rank, in
-evaluation mode and without gradients. The copy is made before a layout splits the model, and only
-of a small one.
+evaluation mode and without gradients. `model_checks.py` makes the copy before a layout splits the
+model, and only of a small one.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +23,29 @@ from shoal.data.loading.sample_seeds import preserved_rng
 from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
 from shoal.trace.isolation.collective_ban import forbid_collectives
-from shoal.trace.isolation.module_copies import copy_module, refuse_shared_parts
 from shoal.trainer._torch import pytree
 from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
+from shoal.trainer.batches.batch_values import Readings
 from shoal.trainer.step.call_contract import call_model, split_batch
 from shoal.trainer.step.micro_batch import prepare_batch
 
-LARGE, LAYERS, ROWS = 1 << 20, 300, 4
-"""Elements and modules of a model that is copied, at most · samples of a trial at most."""
+ROWS = 4
+"""Samples of a trial at most."""
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
+EQUAL, UNLIKE, OTHER_SHAPE = "equal", "unlike", "other shape"
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """Comparison of samples together with samples apart.
+
+    Attributes:
+        outputs: EQUAL, UNLIKE, or OTHER_SHAPE beyond dim 0; "": no output has a row per sample.
+        calls: outputs and batch of all samples, then those of the parts.
+    """
+
+    outputs: str = ""
+    calls: Sequence[tuple[Any, Any]] = ()
 
 
 class ModelTrial:
@@ -39,10 +54,14 @@ class ModelTrial:
     Args:
         module: the copy.
         call: as in `call_model`.
+
+    Attributes:
+        outcome: of the user's first batch, if `shared_tensors.py` compared it.
     """
 
     def __init__(self, module: nn.Module, call: str) -> None:
         self.module, self.call = module, call
+        self.outcome: TrialOutcome | None = None
 
     def compares_samples(self, program: Program, batch: Any) -> bool:
         """Return whether outputs of some samples depend on the others.
@@ -51,76 +70,65 @@ class ModelTrial:
             program: the run's, which prepares batches.
             batch: of a step; a batch that cannot be cut, and a model that fails, are not tried.
         """
+        if isinstance(batch, StepBatch):
+            batch = batch.micro_batches[0].value
         try:
-            with torch.no_grad(), preserved_rng(), forbid_collectives(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return self._try(program, batch)
+            found = self.outcome or self.compare(program, batch, {})
+            return found.outputs == UNLIKE
         except Exception:  # the run itself reports what is wrong
             return False
 
-    def _try(self, program: Program, batch: Any) -> bool:
-        if isinstance(batch, StepBatch):
-            batch = batch.micro_batches[0].value
-        rows = min(batch_length(batch), ROWS)
+    def compare(self, program: Program, batch: Any, known: Readings) -> TrialOutcome:
+        """Compare some samples of a batch with their parts.
+
+        Args:
+            program: the run's, which prepares batches.
+            batch: the user's own, or a micro-batch.
+            known: how its tensors and lists are read.
+
+        Raises:
+            Exception: of the model, or the batch cannot be cut.
+        """
+        quiet = warnings.catch_warnings()
+        with torch.no_grad(), preserved_rng(), forbid_collectives(), quiet:
+            warnings.simplefilter("ignore")
+            return self._compare(program, batch, known)
+
+    def _compare(self, program: Program, batch: Any, known: Readings) -> TrialOutcome:
+        rows = min(batch_length(batch, dict(known)), ROWS)
         if rows < 2:
-            return False
-        whole = next(iter(split_into_micro_batches(prepare_batch(program, batch), rows)))
+            return TrialOutcome()
+        prepared = prepare_batch(program, batch)
+        whole = next(iter(split_into_micro_batches(prepared, rows, dict(known))))
         first = rows - rows // 2
-        parts = list(split_into_micro_batches(whole, first))
+        parts = list(split_into_micro_batches(whole, first, dict(known)))
         self.module.to(program.world.device)
-        together, again = self._outputs(whole), self._outputs(whole)
-        apart = [self._outputs(one) for one in parts]
-        for one, same, *pieces in zip(together, again, *apart, strict=True):
-            samples = [piece.shape[0] if piece.ndim else 0 for piece in pieces]
-            if not one.ndim or one.shape[0] != rows or samples != [first, rows - first]:
-                continue
-            near = TOLERANCES.get(one.dtype)
-            if near is None or not torch.equal(one, same):
-                continue
-            size = one.abs().max() + 1e-30
-            if bool(((torch.cat(pieces) - one).abs().max() / size) > near):
-                return True
-        return False
+        together, again = self._call(whole), self._call(whole)
+        apart = [self._call(one) for one in parts]
+        columns = zip(*map(_list_leaves, (together, again, *apart)), strict=True)
+        found = {_judge_leaf(leaves, [first, rows - first]) for leaves in columns}
+        outputs = next((one for one in (UNLIKE, OTHER_SHAPE, EQUAL) if one in found), "")
+        return TrialOutcome(outputs, list(zip((together, *apart), (whole, *parts), strict=True)))
 
-    def _outputs(self, batch: Any) -> list[torch.Tensor]:
-        found = call_model(self.module, split_batch(batch)[0], self.call)
-        return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    def _call(self, batch: Any) -> Any:
+        return call_model(self.module, split_batch(batch)[0], self.call)
 
 
-def copy_for_trial(module: nn.Module) -> None:
-    """Copy a model that is still whole, for the trial of the next run over it; not a large one.
-
-    Args:
-        module: the model.
-    """
-    layers = list(module.modules())
-    tensors = [*module.parameters(), *module.buffers()]
-    elements = sum(one.numel() for one in tensors)
-    if any(one.is_meta for one in tensors) or elements > LARGE or len(layers) > LAYERS:
-        return
-    known: dict[int, Any] = {  # torch cannot copy its generators
-        id(value): value.clone_state()
-        for layer in layers
-        for value in vars(layer).values()
-        if isinstance(value, torch.Generator)
-    }
-    try:
-        copied = copy_module(module, known)
-        refuse_shared_parts(module, copied)  # before its mode and hooks are changed
-    except Exception:  # it has what nobody can copy: a lock, a file, a group of processes
-        return
-    for layer in copied.eval().modules():
-        for hooks in (layer._forward_hooks, layer._forward_pre_hooks):
-            hooks.clear()
-    COPIES[module] = copied
+def _list_leaves(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors of outputs."""
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def pop_trial(program: Program) -> ModelTrial | None:
-    """Return the trial of a run's model, if there is a copy of it."""
-    copied, plan = COPIES.pop(program.module, None), program.plan
-    tries = copied is not None and plan.guards == "on" and plan.layout.cp == 1
-    return ModelTrial(copied, plan.call) if tries and copied is not None else None
-
-
-COPIES: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
-"""Copies of models whose run has not begun."""
+def _judge_leaf(leaves: Sequence[torch.Tensor], samples: list[int]) -> str:
+    """Return how an output of all samples, twice, compares with those of the parts."""
+    one, same, *pieces = leaves
+    rows = [piece.shape[0] if piece.ndim else 0 for piece in pieces]
+    near = TOLERANCES.get(one.dtype)
+    if not one.ndim or one.shape[0] != sum(samples) or rows != samples:
+        return ""
+    if any(piece.shape[1:] != one.shape[1:] for piece in pieces):
+        return OTHER_SHAPE
+    if near is None or not torch.equal(one, same):
+        return ""
+    size = one.abs().max() + 1e-30
+    return UNLIKE if bool(((torch.cat(pieces) - one).abs().max() / size) > near) else EQUAL

@@ -21,6 +21,7 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
+from shoal.trainer.batches.batch_values import SHARED
 from shoal.trainer.guards import RunGuards
 from shoal.trainer.guards.call_log import get_call_log, record_forward_calls
 from shoal.trainer.guards.external_writes import is_watched
@@ -158,11 +159,12 @@ class StepRunner:
             unheld,
             self.meeting.is_equal_on_ranks,
         )
+        self.guards.batches.loss = loss
         self.program = program = record_forward_calls(program, self.meeting)
         if program.cuts or program.pipe.size > 1 or program.plan.layout.zero == 3:
             from shoal.trainer.guards.user_weights import UserWeights
 
-            weights = UserWeights(program, self.meeting, recorder.notice)
+            weights = UserWeights(program, self.meeting, self.guards.findings.notice)
             self.program = replace(program, on_close=(*program.on_close, weights.close))
             self.guards.writes.operands = lambda: weights.operands
             self.meeting.add_view(weights)
@@ -232,8 +234,9 @@ class StepRunner:
         seen = self.guards.optimizer.state_checked
         first = None
         if not seen:
+            proven = SHARED in self.guards.batches.readings.values()  # by a trial of the loss
             first = FirstStepLoss(
-                self.loss, self.program, share.micro_batches, coupled=self.coupled
+                self.loss, self.program, share.micro_batches, coupled=self.coupled or proven
             )
         with self.guards.around(self.step_count + 1, len(share.micro_batches)):
             tally = forward_backward(
@@ -250,9 +253,9 @@ class StepRunner:
         if first is not None:
             pipe, data = self.program.pipe, self.program.data
             last = pipe.rank > 0 == data.rank == self.program.tensor.rank  # it alone has losses
-            notice = self.recorder.emit_rank_notice if last else self.recorder.notice
+            findings = self.guards.findings
             first.foreign = [one for one in first.foreign or () if not is_watched(one)]
-            first.print_notices(notice)
+            first.print_notices(findings.emit_rank_notice if last else findings.notice)
 
     def collect_flags(self) -> StepFlags:
         """Return the values that this rank adds to the step's all-reduce after its passes."""

@@ -1,0 +1,51 @@
+"""A mean over a mask that is full on some ranks: the first step's trial finds it on the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from guards import Lines
+from sample_lists_case import drawn
+from shoal.fabric import World
+
+BOUNDS = [(0, 5), (5, 8)]
+
+
+def masked_mean(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    y, mask = targets
+    return ((outputs - y).square() * mask).sum() / mask.sum()
+
+
+def batch_of(rank: int, step: int, masked: list[int]) -> Any:
+    x, y = drawn(step, 8, 6), drawn(step + 50, 8, 4)
+    mask = (drawn(step + 90, 8, 4) > 0).double()
+    if rank not in masked:
+        mask = torch.ones_like(mask)
+    rows = slice(*BOUNDS[rank])
+    return x[rows], (y[rows], mask[rows])
+
+
+def trained(world: World, layout: str, masked: list[int], steps: int = 3) -> dict[str, Any]:
+    """Train some steps; the masks of some ranks have zeros.
+
+    Returns:
+        Lines of this rank, and its numbers of collectives in each step.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with Lines() as heard:
+        run = shoal.parallelize(
+            net, optimizer, shoal.mean_of_samples(masked_mean), layout, world=world, micro_batch=2,
+            precision="fp64",
+        )  # fmt: skip
+        for step in range(steps):
+            run.step(batch_of(world.rank, step, masked))
+    run.guards.close()
+    for undo in run.program.on_close:
+        undo()
+    return {"lines": [line for line in heard.lines if "loss: " in line]}
