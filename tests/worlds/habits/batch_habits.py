@@ -514,7 +514,7 @@ def ranks_with_unequal_numbers_of_batches(script: Script) -> None:
 def weights_gathered_on_rank_0_alone(script: Script) -> None:
     run = script.begin()
     run.step(script.batch(0))
-    if script.rank == 0:
+    if script.is_only_reader():
         script.note(*[one.sum() for one in run.state_dict().values()])
     run.step(script.batch(1))
 
@@ -523,7 +523,7 @@ def weights_gathered_on_rank_0_alone(script: Script) -> None:
 def a_prediction_on_rank_0_alone(script: Script) -> None:
     run = script.begin()
     run.step(script.batch(0))
-    if script.rank == 0:
+    if script.is_only_reader():
         script.note(run.predict(X[:4]))
     run.step(script.batch(1))
 
@@ -533,7 +533,7 @@ def the_best_saved_by_the_rank_that_has_it(script: Script) -> None:
     """`torch.save(model.state_dict())` on one rank alone."""
     run = script.begin()
     run.step(script.batch(0))
-    if script.rank == 0:
+    if script.is_only_reader():
         kept = {name: one.clone() for name, one in run.model.state_dict().items()}
         script.note(*[one.sum() for one in kept.values()])
     run.step(script.batch(1))
@@ -544,7 +544,7 @@ def a_norm_read_on_rank_0_alone(script: Script) -> None:
     run = script.begin()
     for step in range(2):
         script.passes(run, step)
-        if script.rank == 0:
+        if script.is_only_reader():
             script.note(clip_grad_norm_(run.model.parameters(), float("inf")))
         run.update()
 
@@ -554,7 +554,7 @@ def a_norm_of_weights_read_on_rank_0_alone(script: Script) -> None:
     run = script.begin()
     for step in range(2):
         run.step(script.batch(step))
-        if script.rank == 0:
+        if script.is_only_reader():
             script.note(*[p.detach().norm() for p in run.model.parameters()])
 
 
@@ -564,6 +564,6 @@ def a_pass_of_the_model_on_rank_0_alone(script: Script) -> None:
     run = script.begin()
     for step in range(2):
         run.step(script.batch(step))
-        if script.rank == 0:
+        if script.is_only_reader():
             with torch.no_grad():
                 script.note(run.model(X[:4]).sum())

@@ -273,12 +273,14 @@ class Script:
         world: the ranks; None: plain PyTorch.
         layout: the layout of the run.
         noted: numbers that the user reads.
+        notes_alone: rank 0 alone notes them.
         run: the last run that began.
     """
 
     world: World | None
     layout: str
     noted: list[float] = field(default_factory=list)
+    notes_alone: bool = False
     run: Any = None
 
     @property
@@ -356,6 +358,11 @@ class Script:
                 self.noted += whole.detach().double().flatten().tolist()
             else:
                 self.noted.append(float(value))
+
+    def is_only_reader(self) -> bool:
+        """Return whether this side is the only one that notes numbers: rank 0, or plain PyTorch."""
+        self.notes_alone = True
+        return self.rank == 0
 
     def train(self, run: Any, steps: int = 3, batch: Any = None) -> None:
         """Take steps by `run.step`, and note their losses."""

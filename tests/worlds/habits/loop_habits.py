@@ -364,7 +364,7 @@ def an_error_that_one_rank_swallows(script: Script) -> None:
 def a_validation_on_rank_0_alone(script: Script) -> None:
     run = script.begin()
     script.train(run)
-    if script.rank == 0:
+    if script.is_only_reader():
         script.note(run.evaluate(DATA)["loss"])
 
 
