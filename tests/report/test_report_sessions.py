@@ -195,7 +195,9 @@ def test_figures_stand_beside_their_forecast(folder: Path) -> None:
     assert found["forecast"] == {"step_s": {"foreseen": 0.5, "measured": 1.0}}
     lines = CliRunner().invoke(app, ["report", str(folder)]).stdout.splitlines()
     assert lines[0].startswith("verdict: ")
-    assert lines[1] == "a step, median: 1.0 s (2.00 × the forecast)"
+    assert lines[1].startswith("run: ")
+    assert f"step {found['step']} of {found['steps']}, loss {found['loss']:.4f}" in lines[1]
+    assert lines[2] == "a step, median: 1.0 s, 2.00 × the forecast of 500.0 ms"
     assert lines[-1].startswith(f"{folder}/report.html: ")
 
 

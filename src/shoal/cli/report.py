@@ -26,6 +26,7 @@ AS_JSON = typer.Option(
 def report(runs: list[Path] = RUNS, out: Path = OUT, as_json: bool = AS_JSON) -> None:
     """Write one HTML file about a run: verdict, curves, ranks, layout, history, provenance.
 
+    It prints the verdict, losses, time and parts of a step, and memory, beside their forecast.
     Of several runs: which is better, curves on one axis, settings that differ, and the first step
     at which their losses differ. The file opens from a disk without network. A folder that cannot
     be written gets its report among the temporary files; the path is printed. Exit status: 0, or 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shoal.base.runlog.damaged_lines import Record, is_number
@@ -19,6 +20,7 @@ from shoal.report.sections.measured_costs import (
     median_rate,
     peak_of,
 )
+from shoal.report.verdict.forecast_gap import parts_text
 from shoal.report.verdict.run_verdict import Verdict
 from shoal.view.diagnose import read_continuation
 from shoal.view.progress import count_unit
@@ -89,20 +91,40 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
 
 
 def summary_lines(record: Record) -> list[str]:
-    """Return the verdict, and the time of a step and the memory beside their forecast, as text."""
-    forecast, lines = record["forecast"], [f"verdict: {record['verdict']}"]
+    """Return the verdict, then state, losses, time of a step, its parts and memory, as text."""
+    lines = [f"verdict: {record['verdict']}", _state_line(record)]
     step_s, peak_bytes = record["median_step_s"], record["peak_memory_bytes"]
     if step_s:
-        of = forecast.get("step_s", {}).get("foreseen")
-        more = f" ({ratio_text(of, step_s)} the forecast)" if of else ""
-        lines.append(f"a step, median: {seconds_text(step_s)}{more}")
+        lines.append(f"a step, median: {_beside_forecast(record, 'step_s', step_s, seconds_text)}")
+    if record["verdict_parts_s"]:
+        lines.append(f"of a step, mean of ranks: {parts_text(record['verdict_parts_s'])}")
     if peak_bytes:
-        of = forecast.get("peak_memory_bytes", {}).get("foreseen")
-        more = f" ({ratio_text(of, peak_bytes)} the forecast)" if of else ""
-        lines.append(f"peak memory of {record['peak_memory_of']}: {bytes_text(peak_bytes)}{more}")
+        text = _beside_forecast(record, "peak_memory_bytes", peak_bytes, bytes_text)
+        lines.append(f"peak memory of {record['peak_memory_of']}: {text}")
     if (share := record["goodput_share"]) is not None:
         lines.append(f"goodput: {share:.0%} of the time in sessions went into committed steps")
     return lines
+
+
+def _state_line(record: Record) -> str:
+    """Return state, steps and the newest losses."""
+    step = f"step {record['step']}" + (f" of {record['steps']}" if record["steps"] else "")
+    losses = [
+        f"{name} {record[key]:.4f}"
+        for name, key in (("loss", "loss"), ("validation loss", "validation_loss"))
+        if record[key] is not None
+    ]
+    return f"run: {', '.join([record['state'], step, *losses])}"
+
+
+def _beside_forecast(
+    record: Record, key: str, measured: float, text: Callable[[float], str]
+) -> str:
+    """Return a figure as text, with its forecast where the plan has one."""
+    foreseen = record["forecast"].get(key, {}).get("foreseen")
+    if not foreseen:
+        return text(measured)
+    return f"{text(measured)}, {ratio_text(foreseen, measured)} the forecast of {text(foreseen)}"
 
 
 def _finite(value: Any) -> Any:
