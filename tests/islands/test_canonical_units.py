@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.changing_members import check_rank_addresses
 from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.plans.tensor_shards import Shard
 from shoal.config.differences import compare_configurations
 from shoal.islands.changing.canonical_outer import CanonicalOuterState
 from shoal.islands.changing.canonical_units import (
@@ -25,7 +27,8 @@ from shoal.islands.changing.change_merge import join_digests
 from shoal.islands.changing.change_store import HASH_BYTES, ChangeStore, hash_list
 from shoal.islands.membership.committed_turn import Seat, TurnProposal
 from shoal.islands.methods import find_method
-from shoal.islands.outer_optimizer import UNFIT
+from shoal.islands.outer_optimizer import UNFIT, make_outer_builder
+from shoal.trainer.islands.island_state import CommonState
 from shoal.trainer.islands.member_settings import FORMAT, NARROW, describe_settings
 
 SIZES = {"a": 1000, "b.w": 37, "c": 5, "d": 64, "e": 1}
@@ -88,6 +91,23 @@ def test_steps_and_digests_do_not_depend_on_the_ranks(outer: str) -> None:
                 one.commit()
         told.add(join_digests(one.list_digests() for one in island))
     assert len(told) == 1
+
+
+def test_a_rank_with_one_number_of_a_tensor_saves_its_count_of_steps_whole() -> None:
+    """The state of one number has as many numbers as the weight here, and another shape."""
+    units = CanonicalUnits(cut_units({"a": 7}, 2), ())
+    segments = join_segments(units.of_rank(3, 4).coded)
+    build = make_outer_builder(IslandsPolicy("diloco", outer="adam", outer_lr=0.3).resolved())
+    outer = CanonicalOuterState({"a": torch.ones(1)}, build, segments)
+    assert outer.propose({"a": torch.ones(1)})
+    outer.commit()
+    state = SimpleNamespace(
+        left=SimpleNamespace(parts=dict), owners=None, outer=outer, _owner=lambda name: "a",
+        shards={"a": Shard("a", (7,), "float32", (((6, 7),),))},
+    )  # fmt: skip
+    shards = {name: shard for name, (_, shard) in CommonState.parts(state).items()}  # type: ignore[arg-type]
+    assert shards["outer.a.step"] == Shard.whole("outer.a.step", (), "float32")
+    assert shards["outer.a.exp_avg"].slices == (((6, 7),),)
 
 
 class Links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import cases
 from changing_islands import Coming
+from cli_run import lines
 
 UNLIKE: list[dict[str, Any]] = [
     {"layout": "single", "precision": "fp32"},
@@ -47,6 +49,8 @@ def test_unlike_islands_hold_equal_digests_after_each_round(unlike: Coming) -> N
     turns = check_equal_digests(unlike, unlike.collect(0, 1, 2))
     assert [turn["admitted"] for turn in turns] == [[0, 1, 2]] * 3
     assert len({turn["digest"] for turn in turns}) == 3
+    said = [e for e in lines(unlike.folder / "island-2" / "events.jsonl") if e["event"] == "notice"]
+    assert not [e for e in said if "was changed between steps" in e["text"]], "Shoal wrote them"
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", {"tp": 2}, {"pp": 2}], ids=str)
@@ -94,6 +98,20 @@ def test_an_unlike_island_dies_and_takes_the_state_of_another(unlike: Coming, lo
     unlike.start(lost, rounds=6, optimizer="adamw", **UNLIKE[lost])
     check_equal_digests(unlike, unlike.collect(0, 1, 2))
     assert unlike.turns((lost + 1) % 3)[-1]["admitted"] == [0, 1, 2]
+
+
+def test_a_fixed_list_goes_on_as_unlike_islands(unlike: Coming, islands) -> None:
+    """A fixed list names its weights by the parts of its layout; one island has an older round."""
+    asked = {"optimizer": "adamw", "model": "llama", "batch": 4, "precision": "fp32"}
+    folder = str(unlike.folder)
+    islands(3).call(
+        "island_case:train", rounds=2, method="diloco", period=2, folder=folder, **asked
+    )
+    shutil.rmtree(unlike.folder / "island-1" / "checkpoints" / "step-4")
+    for index, own in enumerate(UNLIKE):
+        unlike.start(index, rounds=4, **{**asked, **own})
+    turns = check_equal_digests(unlike, unlike.collect(0, 1, 2))
+    assert [turn["round"] for turn in turns][-2:] == [2, 3]
 
 
 SEEDS = range(5)

@@ -111,7 +111,7 @@ class ExternalWriteGuard(Guard):
         self._training = self._count_trainable()
         self._held = self._parameter_owners()
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
-        self._parts_written = self._other_made = False
+        self._parts_written = self._other_made = self._own_write = False
         self.operands: Callable[[], int] = _no_operands
         watch_new_optimizers()
         _all.add(self)
@@ -161,7 +161,7 @@ class ExternalWriteGuard(Guard):
             for name in self.program.cuts
             if name in held and now.get(id(held[name])) != self._weights.get(id(held[name]))
         ]
-        if names and not self._parts_written:
+        if names and not self._parts_written and not self._own_write:
             self._parts_written = True
             layout = self.program.plan.layout.text()
             self.notice(reports.writes_report.written_parts_line(names, layout))
@@ -284,6 +284,15 @@ class ExternalWriteGuard(Guard):
             )
         self.drift.agree(numbers)
 
+    def allow_write(self, *, soon: bool = True) -> None:
+        """Accept what Shoal itself has written to weights since the last step.
+
+        Args:
+            soon: as of `discard_checksums`.
+        """
+        self._own_write = True
+        self.drift.discard_checksums(soon=soon)
+
     def after(self, following: int = 0, call: str = "run.forward_backward") -> None:
         """Record the state after a step, half of one, or an evaluation.
 
@@ -291,7 +300,7 @@ class ExternalWriteGuard(Guard):
             following: the step that comes next, if weights may have moved.
             call: the call that ended the passes of half a step.
         """
-        self._under_way = False
+        self._under_way = self._own_write = False
         if following:
             self._closely = following <= CLOSELY or is_value_check_step(following)
         self._weights = self._read_counters()
