@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -127,6 +128,13 @@ def canonical(world: World, *, unit: int, **asked: Any) -> list[Any]:
                 assert torch.equal(back, local[name].to(back.dtype)), name
             rows = {name: numbers[name].tolist() for name in sorted(numbers)}
             found.append([list(exchange.range.items()), digest_of_rows(world, rows)])
+            if world.size > 1:
+                sent = sum(
+                    map(sum, world.gather_json(canonical_parts._count(exchange._collected[0])))
+                )
+                wholes = {name: shard.global_shape for name, (_, shard) in kind.items()}
+                everyones = {n: s for told in world.gather_json(wholes) for n, s in told.items()}
+                assert sent == sum(map(math.prod, everyones.values())), "each number once"
     leave(run)
     return found
 
