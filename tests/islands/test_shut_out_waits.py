@@ -62,7 +62,7 @@ class Links:
         if name in self._refusing:
             raise PermissionError("refused")
         if "/round/" in key:
-            return b'[4, ["weights"]]'
+            return b"4"
         until_s = time.monotonic() + 5  # a large file, in pieces
         while time.monotonic() < until_s:
             if interrupted():

@@ -1,7 +1,7 @@
 """Checkpoints of an island whose fellow islands come and go: given to others, taken from them.
 
-    state/round/ROUND/DIGEST   step and file names of the checkpoint with these merged weights
-    state/STEP/NAME            a file of it, in pieces with a hash each (`member_links.py`)
+    state/round/ROUND/DIGEST   step of the checkpoint with these merged weights
+    state/STEP/NAME/RANGES     bytes of a file of it, in pieces with a hash each (`member_links.py`)
 
 The manifest has a hash of every slice, so a restore finds what was altered anywhere on the way. The
 copy is complete before it is called step-N. The ranks of an island share a disk: rank 0 copies the
@@ -23,7 +23,6 @@ from shoal.base.runlog.damaged_lines import read_object
 from shoal.base.runlog.events import Emit
 from shoal.checkpoint.format.folders import make_temporary_path, quarantine
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest, step_folder
-from shoal.checkpoint.format.manifest import FILE_NAME
 from shoal.fabric import World
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing.change_merge import join_digests
@@ -31,6 +30,7 @@ from shoal.islands.changing.member_driver import STATE
 from shoal.islands.membership.committed_turn import CommittedTurn
 from shoal.islands.membership.message_json import decode_message
 from shoal.islands.sample_ranges import SampleStream
+from shoal.trainer.islands.checkpoint_copy import copy_checkpoint, read_ranges
 from shoal.trainer.islands.island_join import IslandConnection, list_held_rounds
 from shoal.trainer.run import Run
 from shoal.wire.phases import phase
@@ -145,27 +145,21 @@ class MemberCheckpoints:
         """Return bytes of a checkpoint for another island; called in other threads."""
         match key.removeprefix(STATE).split("/"):
             case ["round", number, digest]:
-                text = self._list_files(number, digest)
+                text = self._find_step(number, digest)
                 return None if text is None else (len(text), text[offset : offset + length])
-            case [step, name] if step.isdecimal() and name == Path(name).name:
-                try:
-                    with (step_folder(self.root, int(step)) / name).open("rb") as file:
-                        size = file.seek(0, 2)
-                        file.seek(offset)
-                        return size, file.read(length)
-                except OSError:
-                    return None
+            case [step, name, ranges] if step.isdecimal() and name == Path(name).name:
+                file = step_folder(self.root, int(step)) / name
+                return read_ranges(file, ranges, offset, length)
         return None
 
-    def _list_files(self, number: str, digest: str) -> bytes | None:
-        """Return the JSON list of the files of a checkpoint, None if it is not complete here."""
+    def _find_step(self, number: str, digest: str) -> bytes | None:
+        """Return the step of a checkpoint as text, None if it is not complete here."""
         with self._lock, contextlib.suppress(OSError, CheckpointError):
             kept = list_held_rounds(self.root.parent, self.joined.policy.period).get(number)
             if kept is None or self._renamed.get(kept[0], kept[0]) != digest:
                 return None
-            folder = step_folder(self.root, kept[1])
-            names = [*read_manifest(folder).files, FILE_NAME]
-            return json.dumps([kept[1], names]).encode()
+            read_manifest(step_folder(self.root, kept[1]))
+            return str(kept[1]).encode()
         return None
 
     @phase("load the state of another island")
@@ -240,30 +234,32 @@ class MemberCheckpoints:
         for name in others:
             if self.run.stop_wanted:
                 break
-            with contextlib.suppress(OSError, ConfigError, KeyError, ValueError):
+            with contextlib.suppress(OSError, ConfigError, CheckpointError, KeyError, ValueError):
                 found = links.fetch(name, f"{STATE}round/{fact.round}/{fact.weights}")
                 if found is None:
                     continue
-                step, names = json.loads(found)
-                self._copy_files(links, name, int(step), [str(one) for one in names])
-                return int(step)
+                self._copy_files(links, name, int(found))
+                return int(found)
         return -1
 
-    def _copy_files(self, links: MemberLinks, name: int, step: int, names: list[str]) -> None:
+    def _copy_files(self, links: MemberLinks, name: int, step: int) -> None:
         final = step_folder(self.root, step)
         self.root.mkdir(parents=True, exist_ok=True)
         folder = make_temporary_path(final)
         folder.mkdir()
+
+        def fetch(file: str, ranges: str) -> bytes:
+            key = f"{STATE}{step}/{file}/{ranges}"
+            data = links.fetch(name, key, lambda: self.run.stop_wanted)
+            if data is None:
+                raise FileNotFoundError(f"island {name} has no {file} of step {step} any more")
+            return data
+
         try:
-            for one in names:
-                key = f"{STATE}{step}/{Path(one).name}"
-                data = links.fetch(name, key, lambda: self.run.stop_wanted)
-                if data is None:
-                    raise FileNotFoundError(f"island {name} has no {one} of step {step} any more")
-                (folder / Path(one).name).write_bytes(data)
+            copy_checkpoint(folder, fetch)
             if final.exists():
                 final.rename(make_temporary_path(final))
             folder.rename(final)
-        except OSError:
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
