@@ -20,6 +20,7 @@ from shoal.fabric.islands.member_links import MemberLinks
 from shoal.islands.changing import canonical_units
 from shoal.islands.changing.witness import Witness
 from shoal.islands.membership.committed_turn import FIRST_WITNESS, Seat
+from shoal.islands.membership.message_json import decode_message
 from shoal.islands.sample_ranges import SampleStream, cut_steps, drop_consumed
 from shoal.parallel.build.full_state import gather_weights, local_state
 from shoal.trainer.islands import canonical_parts
@@ -43,7 +44,8 @@ def train(
     """Some rounds of one island; what it ends with, and its weights in the folder.
 
     trouble   {"island": 3, "round": 2, "what": "die"}: SIGKILL in the inner steps of a round, of all
-              ranks or of one "rank"; "stop": a stop is asked for
+              ranks or of one "rank"; "stop": a stop is asked for; "die alone": SIGKILL before the
+              save of the first turn that this island merged alone
     step_s    every inner step sleeps so long · clock_s   the wall clock is wrong by so much
     unit      numbers of a canonical unit, for models that are smaller than one
     """
@@ -85,7 +87,16 @@ def train(
                     time.sleep(0.05)
         return step(batch)
 
-    run.step = slowly
+    run.step, save = slowly, run.save
+
+    def save_or_die(**given: Any) -> Any:
+        fact = decode_message(loop.common.members)
+        if any(one["what"] == "die alone" for one in due) and fact.committers == (index,):
+            time.sleep(1.0)  # until the witness knows the turn
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(**given)
+
+    run.save = save_or_die
     try:
         finished = train_turns(loop)
         run.checkpoint_saver.wait_pending()

@@ -97,6 +97,33 @@ def test_a_witness_dies_or_all_islands_do(coming: Coming) -> None:
     assert witness["ended"], witness
 
 
+@pytest.mark.proof
+def test_a_turn_that_only_the_witness_knows_is_trained_again(coming: Coming, worlds) -> None:
+    """Island 1 dies, island 0 merges a round alone and dies before its disk has it."""
+    coming.start_witness(2, known=2)
+    asked = {"known": 2, "rounds": 20, "step_s": 0.1}
+    coming.start(0, **asked, trouble=[{"island": 0, "round": -1, "what": "die alone"}])
+    coming.start(1, **asked)
+    coming.wait_for(0, lambda turn: turn["joined"] == [10_000])
+    coming.kill(1)
+    coming.ended(0)
+    coming.start(0, **asked)
+    coming.wait_for_line(0, "its islands died before a disk had it: it is trained again")
+    told, witness = coming.collect(0, 2)
+    assert told.get("finished"), told
+    assert witness["ended"], witness
+    turns = coming.turns(0)
+    rounds = [turn["round"] for turn in turns]
+    (twice,) = {number for number in rounds if rounds.count(number) > 1}
+    lost, again = [turn for turn in turns if turn["round"] == twice]
+    assert lost["digest"] == again["digest"], "the same samples from the same weights"
+    turns.remove(lost)
+    assert [turn["round"] for turn in turns] == list(range(20))
+    asked = {key: coming.asked[key] for key in ("model", "batch", "period")}
+    alone = worlds(1).call("member_case:repeated", turns=turns, first=[0, 1], **asked)
+    assert alone == [told["weights"]]
+
+
 BY_TWO = {"layout": "fsdp", "batch": 4, "rounds": 6}
 
 

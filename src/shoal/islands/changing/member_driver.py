@@ -268,6 +268,11 @@ class MemberDriver:
             )
         fact = self.meeting.start(self.member.samples)
         if fact is not None and not self.member.seated:
+            if self.meeting.find_lost() is not None:
+                self.tell(
+                    f"round {fact.round} had been merged, and its islands died before a disk had "
+                    f"it: it is trained again"
+                )
             decision = Decide(self.member.seat, fact.session, fact.turn, fact)
             self.member.receive(decision)
             self._send(fact.names(), decision)
@@ -396,17 +401,22 @@ class MemberDriver:
         self.window.offered_s, self._awaits, self._waits_since_s = None, (), time.monotonic()
 
     def _greet(self) -> None:
-        """Ask for a seat in a running session; before one, say what this process holds."""
+        """Ask for a seat in a running session; before one, say what this process holds.
+
+        A witness learns it in any case: it decides no turn for an island that lacks its weights.
+        """
+        is_running = time.monotonic() - self._welcomed_s < SESSION_S
+        if self.meeting is not None:
+            others = tuple(self.links.addresses)
+            to = tuple(filter(is_witness, others)) if is_running else others
+            self.links.send(to, [ARRIVAL, encode_message(self.meeting.own), self.settings])
         if not self.member.leaves:
             self.member.peers = tuple(self.links.addresses.keys() - {self.member.seat.name})
             self.member.greet()
-        if time.monotonic() - self._welcomed_s < SESSION_S:  # a session runs: no other is started
+        if is_running:  # no other session is started
             self._awaits, self._waits_since_s = (), time.monotonic()
         elif self.meeting is not None:
-            own = self.meeting.own
-            others = tuple(self.links.addresses)
-            self.links.send(others, [ARRIVAL, encode_message(own), self.settings])
-            self._on_arrival(own)
+            self._on_arrival(self.meeting.own)
             self._awaits = self.meeting.missing()
             late = time.monotonic() - self._waits_since_s > TOLD_S
             if self._awaits and late and not self._is_wait_told:

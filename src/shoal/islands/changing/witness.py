@@ -52,8 +52,11 @@ class Witness:
         self.tell = tell
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._done: set[int] = set()
+        self._arrivals: dict[int, ArrivalReport] = {}
+        self._mergers: set[int] | None = None
         self._moved_s = self._greeted_s = self._applied_s = time.monotonic()
         self._told: tuple[int, ...] = ()
+        self._weights = ""
         self._is_seated = False
 
     def on_message(self, name: int, address: str, message: Any) -> None:
@@ -82,7 +85,10 @@ class Witness:
             if message[0] == DONE:
                 self._done.add(name)
                 self.links.send((name,), [DONE])
-            elif message[0] not in (ARRIVAL, REFUSE):
+            elif message[0] == ARRIVAL:
+                arrival = decode_message(message[1])
+                self._arrivals[arrival.seat.name] = arrival
+            elif message[0] != REFUSE:
                 self.member.receive(decode_message(message))
 
     def _perform(self) -> None:
@@ -97,6 +103,9 @@ class Witness:
     def _apply(self, fact: CommittedTurn, *, is_seated: bool) -> None:
         self._moved_s = self._applied_s = time.monotonic()
         self._is_seated = self._is_seated or is_seated
+        if fact.committers or fact.weights != self._weights:
+            self._mergers = {*fact.committers} or None
+        self._weights = fact.weights
         self.member.saved()
         # In a turn that it decides itself, each island gets as many samples as before.
         dealt = [sum(span.samples for span in spans) for spans in fact.dealt]
@@ -118,7 +127,7 @@ class Witness:
                 self._greet()
         elif now_s - self._greeted_s > GREET_S and self.links.restarted(fact.seats):
             self._greet()  # new processes do not know this one's address
-        elif now_s - self._moved_s > WINDOW_S:
+        elif now_s - self._moved_s > WINDOW_S and self._has_holder(fact):
             self._moved_s = now_s
             member.grace_over()
 
@@ -128,13 +137,15 @@ class Witness:
         self.member.peers = tuple(self.links.addresses.keys() - {self.member.seat.name})
         self.member.greet()
         if not self.member.seated:
-            arrival = ArrivalReport(self.member.seat, None, "")
+            arrival = ArrivalReport(self.member.seat, None, "", self.member.fact)
             self.links.send(self.member.peers, [ARRIVAL, encode_message(arrival), {}])
 
     def _must_restart(self, fact: CommittedTurn) -> bool:
-        """Return whether the seat is of no use: too few never restarted, or an older start has it.
+        """Return whether the seat is of no use: an older start has it, or no vote can go on.
 
-        Then all islands start together, and this process asks for a new seat.
+        No vote can go on where too few never restarted, or where the turn is lost: all islands that
+        merged it restarted, and their disks lack it. Then all islands start together, and this
+        process asks for a new seat.
         """
         known = fact.seat_of(self.member.seat.name)
         if not self.member.seated:
@@ -143,7 +154,24 @@ class Witness:
         steady = len(fact.seats) - len(again)
         is_late = time.monotonic() - self._applied_s > GIVE_UP_S
         too_few = steady < promises_needed(len(fact.seats)) or is_late
-        return len(again) == len(fact.trainers()) and too_few
+        return len(again) == len(fact.trainers()) and (too_few or self._is_lost(fact))
+
+    def _is_lost(self, fact: CommittedTurn) -> bool:
+        """Return whether all that had the weights of a turn restarted, and lack them."""
+        if self._mergers is None or not self._mergers <= set(fact.trainers()):
+            return False
+        found = [self._find_arrival(name) for name in fact.trainers()]
+        return all(one is not None and one.is_without(fact) for one in found)
+
+    def _has_holder(self, fact: CommittedTurn) -> bool:
+        """Return whether an island that asks for its seat again has the weights of a turn."""
+        found = [self._find_arrival(name) for name in fact.trainers()]
+        return any(one is not None and not one.is_without(fact) for one in found)
+
+    def _find_arrival(self, name: int) -> ArrivalReport | None:
+        """Return what the newest start of an island reported of its disk."""
+        found = self._arrivals.get(name)
+        return found if found is not None and found.seat == self.member.joiners.get(name) else None
 
     def _restart(self, fact: CommittedTurn) -> None:
         old, known = self.member, fact.seat_of(self.member.seat.name)

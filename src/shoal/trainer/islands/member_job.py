@@ -217,6 +217,8 @@ def open_member_rounds(
         keys.known_to |= {*held.names()}
     links = _open_links(run, seat, addresses, ranks, keys)
     checkpoints.links = links
+    if driver is not None:
+        checkpoints.has_newer = driver.has_newer
     last = -(-total_steps // policy.period)
     rounds = MemberRounds(run, joined, loader, ranks, checkpoints, last)
     ranks.start(links)

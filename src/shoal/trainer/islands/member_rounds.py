@@ -85,15 +85,17 @@ class MemberRounds:
             ClusterError: too few islands are left for too long.
             TrainingError: no island's changes count, again and again.
         """
-        with phase("merge with the other islands"):
-            turn = self.ranks.wait_for_turn(self._may_stop)
-        if turn is None:
-            return None
-        known, self.fact = self.fact, turn.fact
-        if self._install(turn, known):
-            return turn
-        self.fact = known
-        return None
+        while True:
+            with phase("merge with the other islands"):
+                turn = self.ranks.wait_for_turn(self._may_stop)
+            if turn is None:
+                return None
+            known, self.fact = self.fact, turn.fact
+            if self._install(turn, known):
+                return turn
+            self.fact = known
+            if not self.ranks.has_newer(turn.fact):
+                return None
 
     def train(self, fact: CommittedTurn) -> None:
         """Take the inner steps of the turn after `fact`, and offer the change."""
@@ -164,7 +166,7 @@ class MemberRounds:
         return self.run.stop_wanted and (self.work.offered_s == 0 or self.ranks.awaits)
 
     def _install(self, turn: AppliedTurn, known: CommittedTurn | None) -> bool:
-        """Make a turn this island's own; return False if a stop was asked for before it is."""
+        """Make a turn this island's own; return False if it could not load it (`heal`)."""
         fact, common = turn.fact, self.common
         changed = known is None or known.weights != fact.weights
         if turn.left_out and known is not None:

@@ -15,6 +15,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError
@@ -70,6 +71,7 @@ class MemberCheckpoints:
 
     Attributes:
         held: digest of the merged weights of the newest checkpoint.
+        has_newer: whether the members went on from a turn, as the first rank knows it.
     """
 
     def __init__(self, run: Run, joined: IslandConnection, ranks: World, wait_s: float) -> None:
@@ -80,6 +82,7 @@ class MemberCheckpoints:
         self.links: MemberLinks | None = None
         self.held = ""
         self._renamed: dict[str, str] = {}
+        self.has_newer: Callable[[CommittedTurn], bool] = lambda fact: False
         self._lock = threading.Lock()
 
     def holds(self, fact: CommittedTurn) -> bool:
@@ -167,7 +170,8 @@ class MemberCheckpoints:
         """Load the state of a turn, from this island's disk or from an island that has it.
 
         Returns:
-            Whether it is loaded; False: a stop was asked for meanwhile.
+            Whether it is loaded; False: a stop was asked for, or no island has it and the members
+            went on.
 
         Raises:
             ClusterError: no island gives it within `wait_s`.
@@ -177,7 +181,7 @@ class MemberCheckpoints:
         until_s, problem = time.monotonic() + self.wait_s, "none has saved it"
         while True:
             found = self._find_or_copy(fact, problem) if self.ranks.is_first else None
-            ends = time.monotonic() > until_s, self.run.stop_wanted
+            ends = time.monotonic() > until_s, self.run.stop_wanted or self.has_newer(fact)
             (step, problem), (is_late, stops) = self.ranks.broadcast_json([found, ends])
             if step >= 0:
                 problem = self._restore(fact, step)
