@@ -288,5 +288,5 @@ def test_a_fetch_that_ends_after_the_list_changed_leaves_nothing() -> None:
         idle.put(1, "a:1", one)  # type: ignore[arg-type]
     assert closed == [2]
     allowed[0] = False
-    assert idle.take(1, "a:1") is None
+    assert idle.pop(1, "a:1") is None
     assert closed == [2, 1]

@@ -3,7 +3,7 @@
     one       per rank of a member: the connection of the last finished fetch
     not used  at another address, after IDLE_S, or where `is_allowed` says no
 
-A connection that is taken belongs to its taker alone. Two fetches at a time use two connections,
+A connection belongs to its caller alone once it is popped. Two fetches at a time use two connections,
 and the one that ends last is closed.
 """
 
@@ -39,7 +39,7 @@ class IdleConnections:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def take(self, name: int, address: str, lane: int = 0) -> AuthenticatedConnection | None:
+    def pop(self, name: int, address: str, lane: int = 0) -> AuthenticatedConnection | None:
         """Return the connection to a member's rank; None without one that can be used.
 
         Args:

@@ -195,7 +195,7 @@ class MemberLinks:
         again, or a router may have forgotten the connection.
         """
         request = ["piece", key, 0]
-        if line := self._idle.take(name, address, lane):
+        if line := self._idle.pop(name, address, lane):
             try:
                 return line, line.ask(request, CONNECT_S)
             except AlteredConnectionError:
