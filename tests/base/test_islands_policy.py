@@ -26,10 +26,6 @@ from shoal.base.layouts.island_options import DEFAULTS, METHODS, WORDS, IslandsP
         ),
         ({"method": "streaming-diloco", "period": 8, "overlap": 2}, "try: islands.overlap=1"),
         ({"method": "diloco", "mixing": 1.0}, "try: islands.mixing=0.5"),
-        (
-            {"method": "streaming-diloco", "count": 4, "regions": 2},
-            "streaming-diloco cuts it into 4; try: islands.fragments=1",
-        ),
         ({"method": "diloco", "count": 2, "index": 2}, "try: islands.index=1"),
         ({"method": "diloco", "count": 2, "at": "here"}, "HOST:PORT is wanted"),
         ({"method": "diloco", "count": 6, "regions": 4}, "try: islands.regions=3"),

@@ -195,6 +195,8 @@ def weighted_squares(outputs: torch.Tensor, batch: dict[str, torch.Tensor]):
 
 WITHOUT_DROPOUT = "llama without dropout"
 """A model whose losses differ by no draw."""
+WIDE = "wide llama"
+"""A model beside which ballots have no size."""
 
 
 def build(name: str) -> nn.Module:
@@ -206,8 +208,8 @@ def build(name: str) -> nn.Module:
 
     if name == "cnn":
         return catalog("resnet", {"channels": 4, "stages": 2}, vocabulary=None, sequence=None)
-    dropout = 0.0 if name == WITHOUT_DROPOUT else 0.1
-    arguments = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": dropout}
+    dropout, dim = 0.0 if name == WITHOUT_DROPOUT else 0.1, 320 if name == WIDE else 32
+    arguments = {"dim": dim, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": dropout}
     return catalog("llama", arguments, vocabulary=61, sequence=12)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from shoal.fabric import World
 from shoal.fabric.device import HOST
 from shoal.fabric.islands.inter_island_group import IslandLost
 from shoal.fabric.rendezvous.process_info import ProcessInfo
+from shoal.islands.fragments import partition_parameters, schedule_fragments
+from shoal.islands.sample_ranges import SampleStream, cut_steps
 from shoal.parallel.build.full_state import gather_weights, local_state
 from shoal.trainer.islands.island_join import (
     IslandConnection,
@@ -313,6 +316,108 @@ def in_turn(
     for run in runs:
         leave(run)
     return {"weights": digest(weights_now), "norm": norm(weights_now)}
+
+
+def two_tiers_in_turn(
+    world: World,
+    *,
+    count: int,
+    rounds: int,
+    period: int,
+    regions: int,
+    far_period: int,
+    fragments: int,
+    overlap: int,
+    **asked: Any,
+) -> dict[str, Any]:
+    """Streaming islands of two tiers one after another in one process; outer SGD of torch, 0.7 and 0.9.
+
+    Every island takes its step, then what is due after it is sent and applied.
+    """
+    torch.set_num_threads(1)
+    found = [opened(single(world.device), **asked) for _ in range(count)]
+    runs, loaders = [run for run, _ in found], [run.loader(data) for run, data in found]
+    batch, per_epoch, names = runs[0].plan.batch, loaders[0].samples, runs[0].program.names
+    local = [{n: local_state(run.program)[n][0] for n in names} for run in runs]
+    tiers = [OuterTier(local[0]) for _ in range(regions + 1)]  # the last one is of all
+    sizes = {n: local[0][n].numel() * local[0][n].element_size() for n in names}
+    parts = partition_parameters(sizes, fragments)
+    moments = schedule_fragments(period, fragments, overlap)
+    since = [[0] * fragments for _ in runs]
+    sent: dict[int, list[dict[str, torch.Tensor]]] = {}
+    tokens: dict[int, list[int]] = {}
+    stream = SampleStream()
+    for run, first in zip(runs, range(count), strict=True):
+        run.first_key = first * -(-batch // MICRO_BATCH)
+    for round_number in range(rounds):
+        stream, dealt = stream.deal(stream.count_samples([period] * count, batch, per_epoch))
+        steps = [
+            iter(loader.over(cut_steps(spans, per_epoch, batch)))
+            for loader, spans in zip(loaders, dealt, strict=True)
+        ]
+        is_far = (round_number + 1) % far_period == 0
+        for number in range(1, period + 1):
+            for island, run in enumerate(runs):
+                targets = round(run.step(next(steps[island])).targets)
+                since[island] = [one + targets for one in since[island]]
+            for moment in moments:
+                p = moment.fragment
+                if moment.send_after == number:
+                    sent[p] = [{n: own[n].clone() for n in parts[p]} for own in local]
+                    tokens[p] = [one[p] for one in since]
+                    for one in since:
+                        one[p] = 0
+                if moment.apply_after == number:
+                    size = count if is_far else count // regions
+                    for start in range(0, count, size):
+                        group = range(start, start + size)
+                        tier = tiers[-1 if is_far else start // size]
+                        tier.step(
+                            parts[p],
+                            [sent[p][island] for island in group],
+                            [tokens[p][island] for island in group],
+                        )
+                        for island in group:
+                            for n in parts[p]:
+                                own, new = local[island][n], tier.weights[n].detach()
+                                late = moment.apply_after > moment.send_after
+                                own.copy_(own + (new - sent[p][island][n]) if late else new)
+                    if is_far:
+                        for near in tiers[:-1]:
+                            near.restart(parts[p], tiers[-1])
+    told = {
+        "own": [digest(gather_weights(run.program)) for run in runs],
+        "weights": digest({n: weight.detach() for n, weight in tiers[-1].weights.items()}),
+    }
+    for run in runs:
+        leave(run)
+    return told
+
+
+class OuterTier:
+    """Weights of one tier, and torch's optimizer over them."""
+
+    def __init__(self, local: dict[str, torch.Tensor]) -> None:
+        self.weights = {n: torch.nn.Parameter(weight.clone()) for n, weight in local.items()}
+        parameters = list(self.weights.values())
+        self.optimizer = torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+    def step(
+        self, names: Sequence[str], sent: Sequence[dict[str, torch.Tensor]], tokens: Sequence[int]
+    ) -> None:
+        for n in names:
+            total = torch.zeros(())
+            for place, (one, count) in enumerate(zip(sent, tokens, strict=True)):
+                part = (self.weights[n].detach() - one[n]) * float(count)
+                total = part if place == 0 else total + part
+            self.weights[n].grad = total / float(sum(tokens))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def restart(self, names: Sequence[str], other: OuterTier) -> None:
+        for n in names:
+            self.weights[n].data = other.weights[n].detach().clone()
+            self.optimizer.state.pop(self.weights[n], None)
 
 
 def data_parallel(

@@ -15,6 +15,10 @@ momentum, so that after it every island holds the same W, u, W_far and u_far. A 
 there, also with another number of islands. Between far merges only islands of one region hold the
 same state, and only they compare digests.
 
+A model in fragments takes both tiers fragment by fragment. In a far round the regions still differ
+in the fragments whose turn has not come, so all islands compare the far tier alone. After the last
+fragment they hold the same state again.
+
 Source: Kim et al. 2025 (HALoS): local and global servers with a momentum each; there merges are
 asynchronous and the local momentum lives on
 """
@@ -140,3 +144,7 @@ class _GlobalOuterState(OuterState):
     def own_digest(self) -> str:
         """Return the digest of this tier alone."""
         return super().digest()
+
+    def vote_digest(self) -> str:
+        """Return the digest of this tier: the regions differ until their last fragment comes."""
+        return self.own_digest()

@@ -296,11 +296,6 @@ class IslandsPolicy:
                 f"islands.fragments = {self.fragments}: more than islands.period = {self.period} "
                 f"inner steps; try: islands.fragments={self.period}"
             )
-        if self.fragments > 1 and self.regions > 1:
-            raise ConfigError(
-                f"islands.regions = {self.regions}: two tiers merge the whole model at once, and "
-                f"{self.method} cuts it into {self.fragments}; try: islands.fragments=1"
-            )
         slot = self.period // self.fragments
         if self.overlap >= slot:
             raise ConfigError(

@@ -70,6 +70,7 @@ class IslandRounds:
         run.skips.limit = sys.maxsize
         self._unsaved = ""
         self._sent: dict[str, torch.Tensor] | None = None
+        self._is_whole = True  # no fragment of the last round was discarded
         self.common.since = self.common.since or [0] * len(joined.fragments)
         run.recorder.events.listeners.append(self._on_event)
         self._install_pull_hook()
@@ -115,8 +116,8 @@ class IslandRounds:
         return merge
 
     def can_resume_after(self, merge: MergeResult) -> bool:
-        """Return whether a run can resume after this merge: not if regions differ."""
-        everyone = len(merge.partners) == self.policy.count
+        """Return whether a run can resume after the round of this merge: not if regions differ."""
+        everyone = len(merge.partners) == self.policy.count and self._is_whole
         return self._is_round_over(merge) and (everyone or self.policy.regions == 1)
 
     def load_merged(self) -> None:
@@ -228,6 +229,7 @@ class IslandRounds:
     def _close_round(self, merges: Sequence[MergeResult], began_s: float, steps: int) -> None:
         """Return unused samples, write events and a checkpoint; raise if refusals are too many."""
         common, policy, merge = self.common, self.policy, merges[-1]
+        self._is_whole = all(one.committed for one in merges)
         self._return_samples(merge)
         round_number, over = common.round, self._is_round_over(merge)
         if over:
