@@ -102,7 +102,7 @@ def test_a_rank_with_one_number_of_a_tensor_saves_its_count_of_steps_whole() -> 
     assert outer.propose({"a": torch.ones(1)})
     outer.commit()
     state = SimpleNamespace(
-        left=SimpleNamespace(parts=dict), owners=None, outer=outer, _owner=lambda name: "a",
+        left=SimpleNamespace(parts=dict), owners=None, outer=outer, merged_parts=None, _owner=lambda name: "a",
         shards={"a": Shard("a", (7,), "float32", (((6, 7),),))},
     )  # fmt: skip
     shards = {name: shard for name, (_, shard) in CommonState.parts(state).items()}  # type: ignore[arg-type]

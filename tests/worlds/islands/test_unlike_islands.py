@@ -13,6 +13,7 @@ import torch
 import cases
 from changing_islands import Coming
 from cli_run import lines
+from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 
 UNLIKE: list[dict[str, Any]] = [
     {"layout": "single", "precision": "fp32"},
@@ -49,8 +50,22 @@ def test_unlike_islands_hold_equal_digests_after_each_round(unlike: Coming) -> N
     turns = check_equal_digests(unlike, unlike.collect(0, 1, 2))
     assert [turn["admitted"] for turn in turns] == [[0, 1, 2]] * 3
     assert len({turn["digest"] for turn in turns}) == 3
+    check_equal_slices(unlike.folder)
     said = [e for e in lines(unlike.folder / "island-2" / "events.jsonl") if e["event"] == "notice"]
     assert not [e for e in said if "was changed between steps" in e["text"]], "Shoal wrote them"
+
+
+def check_equal_slices(folder: Path) -> None:
+    """A checkpoint has the same slices of merged weights as of the model: a copy needs them once."""
+    for index in range(len(UNLIKE)):
+        newest = list_checkpoints(folder / f"island-{index}" / "checkpoints")[0]
+        tensors = read_manifest(newest.path).tensors
+        for name in [one for one in tensors if one.startswith("model.")]:
+            model, merged = (
+                {one.box: one.sha256 for one in tensors[full].slices}
+                for full in (name, name.replace("model.", "outer.", 1))
+            )
+            assert model == merged, (index, name)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", {"tp": 2}, {"pp": 2}], ids=str)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -187,6 +187,13 @@ class CanonicalParts:
             for name, span in self.weights.range.items()
         }
         self.anchor = LocalWeights({})
+        self._layout = {name: shard for name, (_, shard) in weights.items()}
+
+    def list_merged(self, outer: MergedWeights) -> dict[str, Part]:
+        """Return the merged weights in the parts of the layout; a collective of the ranks."""
+        found = self.weights.distribute(outer.weights)
+        dtype = _name_of(self.dtype)
+        return {n: (tensor, replace(self._layout[n], dtype=dtype)) for n, tensor in found.items()}
 
     def open_outer(self, method: MergeMethod, local: Mapping[str, Tensor]) -> OuterState:
         """Return W at the start: this rank's units of the weights.

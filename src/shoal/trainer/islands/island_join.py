@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,7 @@ def join_islands(
         SampleStream(),
         IslandErrorFeedback(feedback, inner.rank, _codec_settings(run, policy)),
         index=policy.index,
+        merged_parts=None if canonical is None else partial(canonical.list_merged, outer),
     )
     if policy.owned:
         own = policy.owners_of(policy.index)

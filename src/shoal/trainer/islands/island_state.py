@@ -8,7 +8,7 @@ optimizer, and with its own error feedback.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,9 @@ class CommonState:
             stream of samples.
         positions, held: of all owners: samples that each has used, and that each has.
         members: JSON of the committed turn, if islands come and go: who merged, and who is next.
+        merged_parts: returns the outer weights in the parts of the layout, a collective of the
+            ranks, if `outer` has canonical units. Then a checkpoint has the same slices of them as
+            of the model, and a copy of it fetches them once.
     """
 
     outer: OuterState
@@ -72,13 +75,19 @@ class CommonState:
     positions: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     members: Any = None
+    merged_parts: Callable[[], Mapping[str, Part]] | None = None
 
     def parts(self) -> dict[str, Part]:
         """Return outer weights and state, sharded as the parameters are, and the error feedback."""
         found: dict[str, Part] = dict(self.left.parts())
         if self.owners is not None:
             found |= self.owners.parts()
+        merged = {} if self.merged_parts is None else self.merged_parts()
+        for name, (tensor, shard) in merged.items():
+            found[OUTER + name] = (tensor, replace(shard, name=OUTER + name))
         for name, tensor in self.outer.tensors().items():
+            if self.merged_parts is not None and name in self.outer.weights:
+                continue
             owner, kept = self._owner(name), OUTER + name
             dtype = str(tensor.dtype).removeprefix("torch.")
             if tensor.shape == self.outer.weights[owner].shape:
