@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
+from shoal.cli.workers.worker import worker_imports
 from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.loading.dataset_kind import load_error
 from shoal.data.loading.loader import Loader
@@ -163,3 +164,23 @@ def test_a_raising_sample_is_named_by_the_users_own_index(
     told = loader._fetcher.own_ids(0, 36)
     assert held.isdisjoint(told)
     assert held | set(told) == set(range(40)), "every number is one of the user's"
+
+
+def test_libraries_of_a_users_module_are_imported_for_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it imports before it does anything else; the module itself is not imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_models").mkdir()
+    (tmp_path / "own_models" / "__init__.py").write_text("raise RuntimeError('not here')")
+    (tmp_path / "own_models" / "net.py").write_text(
+        '"""A model."""\nfrom __future__ import annotations\nimport os, scipy.stats as stats\n'
+        "from sklearn.datasets import load_digits\nfrom . import other\nimport own_library\n"
+        "os.environ['PANDAS'] = '1'\nimport pandas\n"
+    )
+    (tmp_path / "torn.py").write_text("import sklearn\ndef net(:\n")
+    plain = worker_imports(ModelSection())
+    found = worker_imports(ModelSection(build="own_models.net:net", loss="own_models.net:loss"))
+    assert found == (*plain, "scipy.stats", "sklearn.datasets")
+    for build in ("torn:net", "nowhere.at:all", "own_models:net"):
+        assert worker_imports(ModelSection(build=build)) == plain

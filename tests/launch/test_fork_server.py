@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.launch import RunOutcome, supervise
-from shoal.launch.processes import ForkServer, can_fork, make_shared_environment
+from shoal.launch.processes import (
+    ForkServer,
+    Guardian,
+    SharedForkServer,
+    can_fork,
+    make_shared_environment,
+)
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are programs on this system")
 
@@ -200,3 +210,104 @@ def test_a_fork_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
             )
     finally:
         server.close()
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from shoal.launch import supervise
+sys.exit(supervise([sys.executable, "-m", "script"], processes=1, folder=Path(sys.argv[1]), restarts=0,
+                   emit=lambda *_, **__: None, imports=["costly"], fork_channel=int(sys.argv[2])).exit_code)
+"""
+WAITS = """
+parent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+tell(pid=os.getpid(), parent=os.getppid(), server=int(parent))
+while not (folder / "end").exists():
+    time.sleep(0.01)
+"""
+
+
+class Sharing:
+    """Supervisors of one worker each that share a fork server; their workers run WAITS."""
+
+    def __init__(self, folder: Path, server: SharedForkServer) -> None:
+        (folder / "script.py").write_text(TELL + WAITS)
+        self.folder, self.server = folder, server
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        base = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        self.environ = make_shared_environment(base, 1)
+        self.supervisors: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> dict[str, int]:
+        """Start a supervisor; return what its worker tells."""
+        own = self.folder / name
+        (own / "logs").mkdir(parents=True)
+        with contextlib.ExitStack() as files:
+            channel = self.server.open_channel(self.environ, own)
+            assert channel is not None
+            number = files.enter_context(channel).fileno()
+            self.supervisors[name] = subprocess.Popen(
+                [sys.executable, "-c", SUPERVISOR, str(own), str(number)],
+                env=self.environ, pass_fds=(number,),
+            )  # fmt: skip
+        assert within(lambda: seen(own)), (own / "logs" / "rank-0.log").read_text()
+        return seen(own)["0-0"]
+
+    def end(self, name: str) -> int:
+        """Let a worker end; return its supervisor's exit code."""
+        (self.folder / name / "end").touch()
+        return self.supervisors[name].wait(30)
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> Iterator[Sharing]:
+    (tmp_path / "costly.py").write_text(IMPORTED)
+    with (
+        contextlib.closing(Guardian()) as guardian,
+        contextlib.closing(SharedForkServer(["costly"], guardian)) as server,
+    ):
+        yield Sharing(tmp_path, server)
+
+
+def within(condition: Any, limit_s: float = 30.0) -> bool:
+    until_s = time.monotonic() + limit_s
+    while not (found := bool(condition())) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return found
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def test_supervisors_share_one_import_and_nothing_else(sharing: Sharing) -> None:
+    one, other = sharing.start("one"), sharing.start("other")
+    imported = (sharing.folder / "imported").read_text().split()
+    assert imported == [str(one["server"])] == [str(other["server"])]
+    assert one["parent"] != other["parent"]
+    sharing.supervisors["one"].kill()
+    assert within(lambda: not (lives(one["pid"]) or lives(one["parent"])))
+    assert lives(other["pid"])
+    assert sharing.end("other") == 0
+    assert within(lambda: not lives(other["parent"]))
+
+
+def test_a_killed_shared_server_ends_all_workers_and_is_started_anew(sharing: Sharing) -> None:
+    one = sharing.start("one")
+    os.kill(one["server"], signal.SIGKILL)
+    assert sharing.supervisors["one"].wait(30) == 1
+    assert not lives(one["pid"])
+    again = sharing.start("again")
+    assert again["server"] not in (one["server"], os.getpid())
+    assert sharing.end("again") == 0
+
+
+def test_a_shared_server_that_cannot_fork_leaves_programs(sharing: Sharing) -> None:
+    (sharing.folder / "costly.py").write_text(
+        "import os\ndef fork():\n    raise BlockingIOError(11, 'no process left')\nos.fork = fork\n"
+    )
+    one = sharing.start("one")
+    assert one["parent"] == sharing.supervisors["one"].pid
+    assert sharing.end("one") == 0

@@ -136,7 +136,7 @@ def _run_world(
             emit=_record_deaths(EventLog(folder / "events.jsonl", None), deaths),
             on_tick=waiting.tick,
             environ=_worker_environment(comparison),
-            imports=worker_imports(comparison.loaded.config.model.name),
+            imports=worker_imports(comparison.loaded.config.model),
             first_s=FIRST_S,
             patience_s=PATIENCE_S,
         )  # fmt: skip

@@ -213,7 +213,7 @@ def _run_trial(loaded: LoadedConfig, plan: Plan, folder: Path, asked: dict[str, 
         restarts=0,
         emit=emit,
         environ=worker_environment(),
-        imports=worker_imports(loaded.config.model.name, plan.layout),
+        imports=worker_imports(loaded.config.model, plan.layout),
     )
     if outcome.status == "finished":
         return ""

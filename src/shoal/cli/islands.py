@@ -2,7 +2,10 @@
 
     runs/NAME/run.toml             the request
     runs/NAME/island-K/            an ordinary run folder: metrics, events, logs, checkpoints
-    python -m shoal.cli.islands FOLDER ATTEMPT    supervises the workers of one island
+    python -m shoal.cli.islands FOLDER ATTEMPT [CHANNEL]    supervises one island's workers
+
+The workers of all islands are forked from one process with their imports (launch/fork_server.py),
+which each supervisor reaches by the open file CHANNEL.
 
 Islands on several machines are started one by one, with islands.at and islands.index; only the
 address differs. The members of a run are fixed. When one island is lost, the others save and stop,
@@ -28,7 +31,6 @@ from pathlib import Path
 import typer
 
 from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalError
-from shoal.base.estimates.facts import usable_cores
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import parse_event, read_object
@@ -45,9 +47,11 @@ from shoal.config.sections import Config
 from shoal.launch import RunOutcome, supervise
 from shoal.launch.processes import (
     Guardian,
+    SharedForkServer,
     free_port,
     is_free_port,
     make_parent_death_hook,
+    make_shared_environment,
 )
 from shoal.launch.stop_grace import StopGrace
 from shoal.launch.stop_requests import ASKED, StopSignals
@@ -118,7 +122,13 @@ def launch_islands(
     view = LiveView(first, stream=sys.stdout, colour=True, most_opening_lines=most_opening_lines)
     for old, new in _rename_surplus_islands(folder, count):
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
-    with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
+    shares = count > 1 or restarts > 0
+    imports = worker_imports(config.model) if shares else ()
+    with (
+        StopSignals() as stop,
+        contextlib.closing(Guardian()) as guardian,
+        contextlib.closing(SharedForkServer(imports, guardian)) as server,
+    ):
         for attempt in range(restarts + 1):
             if not (
                 config.islands.owned or changes
@@ -126,7 +136,7 @@ def launch_islands(
                 _copy_island_checkpoints(folder, count)
             _write_folders(loaded, plan, folder, sized=sized)
             folders = [island_folder(folder, index) for index in range(count)]
-            islands = [_IslandSupervisor(one, guardian, attempt) for one in folders]
+            islands = [_IslandSupervisor(one, guardian, attempt, server) for one in folders]
             codes = _run_islands(islands, environ, view, stop, restarts if changes else 0)
             if size := _recorded_micro_batch(loaded, plan.batch, folder):  # for resumes of the run
                 write_derived(folder / "run.toml", "train", micro_batch=size)
@@ -318,10 +328,17 @@ class _IslandSupervisor:
 
     Args:
         attempt: earlier restarts of the whole run.
+        server: forks the workers; None: they are programs.
     """
 
-    def __init__(self, folder: Path, guardian: Guardian, attempt: int = 0) -> None:
-        self.folder, self.guardian, self.attempt = folder, guardian, attempt
+    def __init__(
+        self,
+        folder: Path,
+        guardian: Guardian,
+        attempt: int = 0,
+        server: SharedForkServer | None = None,
+    ) -> None:
+        self.folder, self.guardian, self.attempt, self.server = folder, guardian, attempt, server
         self.log_path = folder / "logs" / "supervisor.log"
         self.log_start, self._asked, self.is_late = 0, False, False
 
@@ -331,16 +348,20 @@ class _IslandSupervisor:
         Raises:
             ClusterError: the process cannot be started.
         """
-        config = load_config(self.folder / "run.toml").config
-        threads = str(max(1, usable_cores() // (count * config.launch.processes)))
+        processes = load_config(self.folder / "run.toml").config.launch.processes
+        # The workers' own, so that the supervisor knows what a shared server's forks have.
+        shared = make_shared_environment(environ, count * processes)
         self.log_path.parent.mkdir(exist_ok=True)
         try:
-            with self.log_path.open("ab") as log:
+            with self.log_path.open("ab") as log, contextlib.ExitStack() as files:
                 self.log_start = log.tell()
-                words = [str(self.folder), str(self.attempt)]
+                words, kept = [str(self.folder), str(self.attempt)], list[int]()
+                if self.server and (channel := self.server.open_channel(shared, self.folder)):
+                    kept.append(files.enter_context(channel).fileno())
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "shoal.cli.islands", *words],
-                    env={"OMP_NUM_THREADS": threads, **environ},
+                    [sys.executable, "-m", "shoal.cli.islands", *words, *map(str, kept)],
+                    env=shared,
+                    pass_fds=kept,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -475,10 +496,11 @@ def check_islands_resumable(folder: Path) -> None:
 def main() -> int:
     """Supervise the workers of the island whose folder the command line names."""
     folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    channel = int(sys.argv[3]) if len(sys.argv) > 3 else -1
     try:
         config = load_config(folder / "run.toml").config
         with RunLease(folder, config.run.name):
-            outcome = _supervise(folder, config, attempt)
+            outcome = _supervise(folder, config, attempt, channel)
     except ShoalError as failure:
         sys.stderr.write(f"{REFUSED}{failure}\n")
         return failure.exit_code
@@ -487,7 +509,7 @@ def main() -> int:
     return UNSAVED_CODE if outcome.status == "unsaved" else outcome.exit_code
 
 
-def _supervise(folder: Path, config: Config, attempt: int) -> RunOutcome:
+def _supervise(folder: Path, config: Config, attempt: int, channel: int) -> RunOutcome:
     processes = config.launch.processes
     events = EventLog(folder / "events.jsonl", None)
     resumed = bool(list_checkpoints(folder / "checkpoints"))
@@ -499,10 +521,11 @@ def _supervise(folder: Path, config: Config, attempt: int) -> RunOutcome:
         restarts=0,
         emit=events.emit,
         environ=dict(os.environ),
-        imports=worker_imports(config.model.name),
+        imports=worker_imports(config.model),
         patience_s=config.launch.patience_s,
         grace_s=config.launch.grace_s,
         steps_to_save=_steps_to_save(config),
+        fork_channel=channel,
     )
 
 

@@ -145,7 +145,7 @@ def _run_proof(
             patience_s=PATIENCE_S,
             on_tick=lambda: waiting.show(read_current_phases(folder)),
             environ=worker_environment(),
-            imports=worker_imports(config.model.name, prepared.plan.layout),
+            imports=worker_imports(config.model, prepared.plan.layout),
         )
         waiting.finish()
         if outcome.exit_code:

@@ -349,7 +349,7 @@ def _train(prepared: PreparedRun, environ: dict[str, str], *, quiet: bool) -> No
         emit=EventLog(folder / "events.jsonl", None).emit,
         on_tick=lambda: waiting.show(read_current_phases(folder)),
         environ=environ,
-        imports=worker_imports(config.model.name, prepared.plan.layout),
+        imports=worker_imports(config.model, prepared.plan.layout),
     )
     waiting.finish()
     end_if_failed(outcome.exit_code, outcome.message, folder)

@@ -429,7 +429,7 @@ def launch_run(prepared: PreparedRun, environ: dict[str, str], *, verbose: bool 
                 emit=events.emit,
                 on_tick=view.tick,
                 environ=environ,
-                imports=worker_imports(config.model.name, prepared.plan.layout),
+                imports=worker_imports(config.model, prepared.plan.layout),
                 patience_s=config.launch.patience_s,
                 grace_s=config.launch.grace_s,
                 steps_to_save=2 + (config.islands.period if config.islands.on else 0),

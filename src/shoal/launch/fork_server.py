@@ -10,11 +10,15 @@ its memory. Two sides, one channel of messages (a SOCK_SEQPACKET pair of sockets
                                                ←   {"pid": n} | {"cannot": reason}
     a byte in the second file: n is guarded    →   the worker begins
                                                ←   {"ended": n, "code": c}, its group killed before
+    {"serve": true}, one end of a channel      →   forks itself: the fork serves that channel alone
+    (on that channel)                          ←   {"ready": true, "pid": n} | {"cannot": reason}
 
-A worker sees what it would as a program: its module is `__main__`, it leads its own session, and
-dies with the server as that dies with the supervisor. All forks would share the files that a device
-driver opened, and CUDA's cannot be shared. So a server whose imports opened a device reports that
-and forks nothing; workers are then started as programs, as they are on systems other than Linux.
+A fork of the server is for another supervisor, as of each island of one machine. It ends when its
+channel is closed, and with the server. A worker sees what it would as a program: its module is
+`__main__`, it leads its own session, and dies with the server as that dies with the supervisor. All
+forks would share the files that a device driver opened, and CUDA's cannot be shared. So a server
+whose imports opened a device reports that and forks nothing; workers are then started as programs,
+as they are on systems other than Linux.
 
 Source: multiprocessing's forkserver; that one neither redirects output nor ends process groups.
 """
@@ -44,6 +48,7 @@ from shoal.wire.phases import phase, set_phase_listener, write_phases_to_folder
 PR_SET_NAME = 15
 TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a scheduler, or a terminal, sends to every process of a job."""
+KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
 """Files that a driver holds open in a process that has initialised a device."""
 
@@ -64,6 +69,11 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to every page that it shares
     _send_message(channel, ready=True)
+    _serve(channel)
+
+
+def _serve(channel: socket.socket) -> None:
+    """Process requests and ends of workers until the supervisor is gone."""
     with selectors.DefaultSelector() as wakes:
         wakes.register(channel, selectors.EVENT_READ)
         while True:
@@ -90,24 +100,28 @@ def _serve_request(channel: socket.socket, wakes: selectors.BaseSelector) -> boo
     if not told:
         return False
     request = json.loads(told)
+    serves = "serve" in request
     placed, begun = os.pipe()
     server = os.getpid()
     try:
         pid = os.fork()
     except OSError as failure:
-        _send_message(channel, cannot=str(failure))
+        _send_message(socket.fromfd(files[0], *KIND) if serves else channel, cannot=str(failure))
         pid = -1
     if pid == 0:
         for file in [key.fd for key in wakes.get_map().values()]:
             os.close(file)
         wakes.close()
         os.close(placed)
+        if serves:
+            _run_as_server(files[0], begun, server)
         _run_as_worker(request, files, begun, server)
     os.close(begun)
     if pid > 0:
-        os.read(placed, 1)  # ends when the worker leads its own group and can be killed by it
+        os.read(placed, 1)  # ends when the fork leads its own group and can be killed by it
         wakes.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
-        _send_message(channel, pid=pid)
+        if not serves:
+            _send_message(channel, pid=pid)
     for file in (placed, *files):
         os.close(file)
     return True
@@ -123,6 +137,25 @@ def _reap_worker(
         os.killpg(pid, signal.SIGKILL)  # before the kernel can reuse its number
     _, status = os.waitpid(pid, 0)
     _send_message(channel, ended=pid, code=os.waitstatus_to_exitcode(status))
+
+
+def _run_as_server(file: int, begun: int, parent: int) -> NoReturn:
+    """Serve another channel, to the end of the process."""
+    code = 1
+    try:
+        os.setsid()
+        if arrange := make_parent_death_hook(parent):
+            arrange()
+        os.close(begun)
+        channel = socket.socket(*KIND, fileno=file)
+        _send_message(channel, ready=True, pid=os.getpid())
+        _serve(channel)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        flush_streams()
+        os._exit(code)
 
 
 def _run_as_worker(

@@ -225,11 +225,8 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-        self.environ = dict(environ)
-        self.ready, self.cannot = False, ""
-        self.codes: dict[int, int] = {}
-        self._forked: list[dict[str, Any]] = []
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._use_channel(ours, environ)
         self._log = folder / "logs" / "import.log"
         with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -244,6 +241,23 @@ class ForkServer:
                 preexec_fn=make_parent_death_hook(os.getpid()),
             )  # fmt: skip
         self.pid = self._process.pid
+
+    def _use_channel(self, channel: socket.socket, environ: Mapping[str, str]) -> None:
+        self._channel, self.environ = channel, dict(environ)
+        self.pid, self.ready, self.cannot = 0, False, ""
+        self.codes: dict[int, int] = {}
+        self._forked: list[dict[str, Any]] = []
+
+    def open_channel(self) -> socket.socket:
+        """Return a channel to a fork of the server, for the `JoinedForkServer` of a supervisor.
+
+        The fork is made once the server's imports are done. It ends with the server, or once the
+        channel is closed in all processes.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.suppress(OSError):  # a supervisor finds the channel of no server
+            socket.send_fds(self._channel, [b'{"serve": true}'], [theirs.fileno()])
+        return ours
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Process the server's messages; wait so long for one if there is none."""
@@ -263,7 +277,7 @@ class ForkServer:
             if "ended" in message:
                 self.codes[message["ended"]] = message["code"]
             elif "ready" in message:
-                self.ready = True
+                self.ready, self.pid = True, message.get("pid", self.pid)
             elif self.ready:
                 self._forked.append(message)
             else:
@@ -314,6 +328,62 @@ class ForkServer:
         with contextlib.suppress(OSError):
             if not self._log.stat().st_size:
                 self._log.unlink()
+
+
+class JoinedForkServer(ForkServer):
+    """The supervisor's end of a fork of a server that another process started.
+
+    Args:
+        channel: open file of the other process's `open_channel`.
+        environ: that of the server.
+
+    Attributes:
+        pid: of the fork; 0 until it is ready.
+    """
+
+    def __init__(self, channel: int, environ: Mapping[str, str]) -> None:
+        self._use_channel(socket.socket(fileno=channel), environ)
+        self._channel.set_inheritable(False)
+
+    def close(self) -> None:
+        """Close the channel; the fork ends, and with it every worker that it forked."""
+        self._channel.close()
+
+
+class SharedForkServer:
+    """Fork server of several supervisors, started at its first use, and anew if it was killed.
+
+    Args:
+        modules: imported once for all; empty: every supervisor imports for itself.
+        guardian: guards the server.
+    """
+
+    def __init__(self, modules: Sequence[str], guardian: Guardian) -> None:
+        self.modules, self.guardian = modules if can_fork() else (), guardian
+        self._server: ForkServer | None = None
+
+    def open_channel(self, environ: Mapping[str, str], folder: Path) -> socket.socket | None:
+        """Return a channel for a supervisor; None if it starts its workers as programs.
+
+        Args:
+            environ: of the server, at its start; of all its workers.
+            folder: gets logs/import.log and the progress of imports.
+        """
+        if self._server is not None:
+            self._server.poll()
+            if self._server.cannot:
+                self.close()
+        if self._server is None and self.modules:
+            self._server = ForkServer(self.modules, environ, folder)
+            self.guardian.register("+", self._server.pid)
+        return self._server.open_channel() if self._server else None
+
+    def close(self) -> None:
+        """End the server, its forks and all their workers."""
+        if self._server is not None:
+            self._server.close()
+            self.guardian.register("-", self._server.pid)
+            self._server = None
 
 
 class ForkedWorker:

@@ -28,6 +28,7 @@ from shoal.base.runlog.folder_owner import REPLACED, FolderOwner
 from shoal.launch.processes import (
     ForkServer,
     Guardian,
+    JoinedForkServer,
     PrivateStore,
     Worker,
     can_fork,
@@ -119,6 +120,7 @@ def supervise(
     grace_s: float = 0.0,
     steps_to_save: int = 2,
     spare: Collection[int] = (),
+    fork_channel: int = -1,
 ) -> RunOutcome:
     """Run `processes` workers of `command` to the end, restarting all of them after a crash.
 
@@ -141,6 +143,8 @@ def supervise(
             `steps_to_save` of the longest recent steps and three of the longest recent saves.
         spare: ranks without which the others continue, as long as one of them lives: those that a
             signal ends are dropped, until all are started again.
+        fork_channel: open file of a channel to a fork server that another process started with
+            these imports and this environment (`ForkServer.open_channel`); −1: there is none.
 
     Raises:
         ClusterError: a process cannot be started at all.
@@ -153,6 +157,8 @@ def supervise(
             command, processes, folder, restarts, emit, on_tick, stop, guardian, imports
         )
         run.spare = frozenset(spare)
+        if fork_channel >= 0:
+            run.imports, run.server = imports, JoinedForkServer(fork_channel, shared)
         run.watcher = HangWatch(folder, emit, patience_s, run.progress.times_s, first_s=first_s)
         try:
             return run.run(shared, StopGrace(folder, grace_s, steps_to_save))
@@ -234,6 +240,8 @@ class _Supervisor:
                 self.end_fork_server()
             else:
                 self.pause()
+        if self.server:
+            self.guardian.register("+", self.server.pid)  # of a joined one it is known only now
 
     def end_fork_server(self) -> None:
         """End the fork server, if there is one."""
