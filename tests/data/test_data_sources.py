@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,19 @@ def test_digits() -> None:
     assert (source.kind, source.vocabulary, source.train.draws_nothing) == ("samples", None, True)
     classes = torch.stack([source.validation[i][1] for i in range(len(source.validation))])
     assert torch.bincount(classes).min() > 15
+
+
+def test_digits_are_scikit_learns_and_do_not_import_it() -> None:
+    code = (
+        "import sys, torch; from shoal.data.digits import open_digits; found = open_digits(0.0); "
+        "assert 'sklearn' not in sys.modules; from sklearn.datasets import load_digits; "
+        "other = open_digits(0.0); pairs = zip(found.train.tensors, other.train.tensors); "
+        "assert all(torch.equal(one, same) for one, same in pairs); "
+        "images, classes = load_digits(return_X_y=True); from shoal.data import digits; "
+        "sys.modules.pop('sklearn.datasets'); own, known = digits._read_digits(); "
+        "assert (own == images).all() and (known == classes).all() and known.dtype == 'int64'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_digits_held_out_do_not_depend_on_the_seed_and_follow_the_share() -> None:

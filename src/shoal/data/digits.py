@@ -6,9 +6,13 @@ samples.
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,8 @@ from shoal.data.loading.sample_order import permute
 from shoal.data.loading.sample_seeds import draws_nothing
 
 SPLIT_SEED = 0
+DIGITS_FILE = "datasets/data/digits.csv.gz"
+"""Place of the digits in scikit-learn's folder: lines of 64 pixels, 0 … 16, and the class."""
 
 
 class DeterministicTensors(TensorDataset):
@@ -49,9 +55,7 @@ def open_digits(share: float) -> DigitsDataset:
     `class_entropy`: nats per target of guessing by the classes' frequencies, near ln 10. Raises an
     ImportError without scikit-learn; check_data_path reports that earlier.
     """
-    from sklearn.datasets import load_digits  # here: 1 s, and an extra
-
-    images, classes = load_digits(return_X_y=True)
+    images, classes = _read_digits()
     inputs = torch.from_numpy((images / 16.0).astype(np.float32).reshape(-1, 1, 8, 8))
     targets = torch.from_numpy(classes.astype(np.int64))
     shuffled = torch.from_numpy(permute(np.arange(len(targets)), len(targets), SPLIT_SEED, 0))
@@ -66,6 +70,23 @@ def open_digits(share: float) -> DigitsDataset:
         images=len(targets),
         class_entropy=cross_entropy(counts[0], counts[1]),
     )
+
+
+def _read_digits() -> tuple[Any, Any]:
+    """Return images [1797, 64] float64 and classes [1797] int64, as scikit-learn returns them.
+
+    Its import takes a second, so its file is read without it.
+    """
+    found = importlib.util.find_spec("sklearn") if "sklearn.datasets" not in sys.modules else None
+    path = Path(found.origin).parent / DIGITS_FILE if found and found.origin else Path()
+    if not path.is_file():  # another version may have another place for it
+        from sklearn.datasets import load_digits
+
+        images, classes = load_digits(return_X_y=True)
+        return images, classes
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(np.int64)
 
 
 class LeadingSamples(IterableDataset[Any]):
