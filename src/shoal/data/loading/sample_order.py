@@ -83,7 +83,7 @@ def _network(x: Words, rounds: list[Callable[[Words], Words]], width: int) -> Wo
     return (high << low_bits) | low
 
 
-@lru_cache(maxsize=8)  # as `_rounds`
+@lru_cache(maxsize=128)  # owners in turn have an epoch each; 4 MiB at most
 def _permute_all(seed: int, epoch: int, samples: int, width: int) -> Indices:
     """Return the shuffled positions of 0 … samples − 1, the same as of `_network`.
 
