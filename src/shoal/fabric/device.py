@@ -335,8 +335,10 @@ def device_utilisation(device: torch.device) -> float | None:
 
     Limits: needs NVIDIA's management library for Python (NVML); returns None without it.
     """
+    if not is_accelerator(device):
+        return None
     tells = getattr(torch.get_device_module(device), "utilization", None)
-    if not is_accelerator(device) or tells is None:
+    if tells is None:
         return None
     try:
         return float(tells(device)) / 100

@@ -113,8 +113,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         fresh.write_text(text, encoding="utf-8")
         os.replace(fresh, path)
-    finally:
+    except BaseException:
         fresh.unlink(missing_ok=True)
+        raise
 
 
 def list_saved_steps(folder: Path) -> list[int]:

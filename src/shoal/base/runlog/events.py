@@ -63,6 +63,9 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     append_lines(path, [record])
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append objects as lines of JSON, by a single `write` with O_APPEND.
 
@@ -72,7 +75,7 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     Raises:
         OSError: the write failed; what was written of it is removed.
     """
-    lines = [json.dumps(one, separators=(",", ":"), default=str) + "\n" for one in records]
+    lines = [_encode(one) + "\n" for one in records]
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         data = "".join(lines).encode()

@@ -111,6 +111,7 @@ class TrafficCounter:
     def pop_counts(self) -> tuple[dict[str, int], float]:
         """Return (bytes by kind, exposed seconds) since the last call, and reset both."""
         totals = dict(self.sent_bytes), self.exposed_s
-        self.sent_bytes, self.axis_bytes = Counter(), Counter()
+        self.sent_bytes.clear()
+        self.axis_bytes.clear()
         self.exposed_s = 0.0
         return totals

@@ -209,7 +209,7 @@ def list_changed_gradients(marks: Marks, parameters: Sequence[nn.Parameter]) -> 
 def _gradient_mark(gradient: torch.Tensor | None) -> tuple[int, int]:
     if gradient is None:
         return NO_GRADIENT
-    if not hasattr(gradient, "to_local"):
+    if type(gradient) is torch.Tensor or not hasattr(gradient, "to_local"):
         return id(gradient), version_counter(gradient)
     return id(gradient), version_counter(gradient) + version_counter(local_part(gradient))
 

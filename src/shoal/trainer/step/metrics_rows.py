@@ -150,4 +150,6 @@ def _compute_mfu(recorder: MetricsRecorder, samples: int, step_s: float) -> floa
 
 def _replace_non_finite(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with null for NaN and infinite numbers, which JSON lacks."""
+    if all([math.isfinite(v) for v in row.values() if isinstance(v, float)]):
+        return row
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
