@@ -95,6 +95,26 @@ def fused_and_autocast_come_close() -> None:
 
 
 @check
+def recurrent_layers_have_the_numbers_of_the_cpu() -> None:
+    """A device's cells of LSTM and GRU are kernels that torch's CPU build lacks."""
+    for mode in ("eager", "lazy", "drawn"):
+        sim.set_mode(mode)
+        # torch's meta kernel of an LSTM's cell needs a bias.
+        for kind, bias in ((nn.LSTM, True), (nn.GRU, True), (nn.GRU, False)):
+            torch.manual_seed(3)
+            host = kind(5, 4, 2, batch_first=True, bias=bias).double()
+            device = copy.deepcopy(host).cuda()
+            x = torch.randn(3, 6, 5, dtype=torch.double)
+            for layer, rows in ((host, x), (device, x.cuda())):
+                rows = rows.requires_grad_()
+                (layer(rows)[0].square().sum()).backward()
+            pairs = zip(host.parameters(), device.parameters(), strict=True)
+            gaps = [(a.grad - b.grad.cpu()).abs().max().item() for a, b in pairs]
+            assert max(gaps) < 1e-12, (mode, kind, bias, gaps)
+    sim.set_mode("eager")
+
+
+@check
 def dropout_repeats_and_leaves_the_hosts_generator_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

@@ -221,6 +221,7 @@ class StagePass:
         self.copies_views = False
         last = number == cut.stages - 1
         self.wanted = frozenset(() if last else cut.crossings[number + 1])
+        self.departing = {call for call, _ in self.wanted}
         mine = [place for place, plan in enumerate(cut.calls) if plan.stage == number]
         self.stop = len(cut.calls) if last else max(mine)
 
@@ -243,7 +244,7 @@ class StagePass:
         if not unit.computes:
             return self._substitute_outputs(number, inputs, named)
         # Departures leave before torch's own hook of the block sees them.
-        hooked = self.trains and unit.block._backward_hooks and self._departs(number)
+        hooked = self.trains and unit.block._backward_hooks and number in self.departing
         watch = _backward_hook(unit.block) if hooked else None
         inputs = inputs if watch is None else watch.setup_input_hook(inputs)
         self.inside = True
@@ -252,8 +253,9 @@ class StagePass:
         finally:
             self.inside = False
         outputs = outputs if watch is None else watch.setup_output_hook(outputs)
-        if self.copies_views and self.trains and self._departs(number):
-            outputs = map_tensors(_copy_view, outputs)
+        if self.copies_views and self.trains and number in self.departing:
+            is_one = isinstance(outputs, torch.Tensor)
+            outputs = _copy_view(outputs) if is_one else map_tensors(_copy_view, outputs)
         self._keep_outputs(number, outputs)
         return outputs
 
@@ -267,9 +269,6 @@ class StagePass:
             raise _StageFinished
         if self.at < len(self.cut.calls):
             raise self._order_error(name)
-
-    def _departs(self, number: int) -> bool:
-        return any(call == number for call, _ in self.wanted)
 
     def run_unit(
         self, number: int, unit: UnitForward, inputs: tuple[Any, ...], named: dict[str, Any]
