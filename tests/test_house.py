@@ -336,7 +336,7 @@ def test_the_simulated_device_is_small() -> None:
         for path in paths:
             lines = (line.strip() for line in path.read_text().splitlines())
             count += sum(bool(line) and not line.startswith(comment) for line in lines)
-    assert 2_000 < count <= 2_500
+    assert 2_000 < count <= 2_530  # 2_500 before the cells of LSTM and GRU
 
 
 NEIGHBOURS = ROOT / "src" / "shoal" / "neighbours"
