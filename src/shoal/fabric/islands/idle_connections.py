@@ -3,8 +3,8 @@
     one       per rank of a member: the connection of the last finished fetch
     not used  at another address, after IDLE_S, or where `is_allowed` says no
 
-A connection belongs to its caller alone once it is popped. Two fetches at a time use two connections,
-and the one that ends last is closed.
+A connection belongs to its caller alone once it is popped. Two fetches at a time use two
+connections, and the one that ends last is closed.
 """
 
 from __future__ import annotations
