@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -27,7 +29,9 @@ class Coming:
     """Islands of one run whose processes are asked, killed and started again one by one."""
 
     def __init__(self, islands: Islands, folder: Path, **asked: Any) -> None:
+        """own   what each island is asked besides"""
         self.islands, self.folder, self.asked = islands, folder, {**ASKED, **asked}
+        self.own: list[dict[str, Any]] = [{} for _ in islands.worlds]
         self.asked_of: set[int] = set()
         ports = free_ports(len(islands.worlds), islands.size)
         self.addresses = [f"127.0.0.1:{port}" for port in ports]
@@ -36,7 +40,7 @@ class Coming:
         worlds = self.islands.worlds
         if any(process.poll() is not None for process in worlds[index].processes):
             worlds[index] = self.islands._start(index)
-        asked = {**self.asked, **more}
+        asked = {**self.asked, **self.own[index], **more}
         self.asked_of.add(index)
         known = asked.pop("known", len(self.addresses))
         worlds[index].ask(
@@ -109,3 +113,44 @@ class Coming:
 def free_ports(count: int, width: int = 1) -> list[int]:
     """Free ports; each is the first of `width` in a row."""
     return _free_ports(count, width)
+
+
+def check_drawn_faults(coming: Coming, seed: int, rounds: int = 250) -> None:
+    """25 s of kills, restarts and pauses; all islands end with the same bits and one history."""
+    draw, down, count = random.Random(seed), set[int](), len(coming.islands.worlds)
+    asked = {"rounds": rounds, "step_s": 0.05, "outer_lr": 0.3, "outer_momentum": 0.5}
+    asked |= {"bound": 1e9, "refusals": 10**6, "wait_s": 60.0}
+    for index in range(count):
+        coming.start(index, **asked)
+    until_s = time.monotonic() + 25.0
+    while time.monotonic() < until_s:
+        time.sleep(draw.uniform(0.3, 2.0))
+        if down and (draw.random() < 0.5 or len(down) == count - 1):
+            index = draw.choice(sorted(down))
+            down.discard(index)
+            if draw.random() < 0.15:
+                shutil.rmtree(coming.folder / f"island-{index}" / "checkpoints", ignore_errors=True)
+            coming.start(index, **asked)
+            continue
+        index = draw.choice(sorted({*range(count)} - down))
+        if draw.random() < 0.9:
+            coming.kill(index)
+            down.add(index)
+            continue
+        processes = coming.islands.worlds[index].processes
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(draw.uniform(0.2, 1.0))
+        for process in processes:
+            os.kill(process.pid, signal.SIGCONT)
+    for index in sorted(down):
+        coming.start(index, **asked)
+    told = coming.collect(*range(count))
+    assert [one.get("finished") for one in told] == [True] * count, told
+    assert len({one["weights"] for one in told}) == 1
+    merged: dict[int, set[str]] = {}
+    for turn in (turn for index in range(count) for turn in coming.turns(index)):
+        if turn["event"] == "round_committed":
+            merged.setdefault(turn["round"], set()).add(f"{turn['digest']} {turn['members']}")
+    assert sorted(merged) == list(range(rounds))
+    assert {len(found) for found in merged.values()} == {1}, "two histories"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cases
-from changing_islands import Coming
+from changing_islands import Coming, check_drawn_faults
 from cli_run import lines
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 
@@ -127,6 +127,14 @@ def test_a_fixed_list_goes_on_as_unlike_islands(unlike: Coming, islands) -> None
         unlike.start(index, rounds=4, **{**asked, **own})
     turns = check_equal_digests(unlike, unlike.collect(0, 1, 2))
     assert [turn["round"] for turn in turns][-2:] == [2, 3]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drawn_faults_of_unlike_islands(unlike: Coming, seed: int) -> None:
+    """Whoever comes back takes over a checkpoint of another layout; some have an empty disk."""
+    unlike.own = UNLIKE
+    check_drawn_faults(unlike, seed, rounds=120)
 
 
 SEEDS = range(5)
