@@ -304,10 +304,15 @@ def test_a_killed_shared_server_ends_all_workers_and_is_started_anew(sharing: Sh
     assert sharing.end("again") == 0
 
 
-def test_a_shared_server_that_cannot_fork_leaves_programs(sharing: Sharing) -> None:
-    (sharing.folder / "costly.py").write_text(
-        "import os\ndef fork():\n    raise BlockingIOError(11, 'no process left')\nos.fork = fork\n"
-    )
-    one = sharing.start("one")
-    assert one["parent"] == sharing.supervisors["one"].pid
-    assert sharing.end("one") == 0
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import os\ndef fork():\n    raise BlockingIOError(11, 'no process left')\nos.fork = fork\n",
+        "raise ImportError('libfoo.so.7 is missing')\n",
+    ],
+)
+def test_a_shared_server_that_cannot_fork_leaves_programs(sharing: Sharing, body: str) -> None:
+    (sharing.folder / "costly.py").write_text(body)
+    for name in ("one", "another"):
+        assert sharing.start(name)["parent"] == sharing.supervisors[name].pid
+        assert sharing.end(name) == 0
