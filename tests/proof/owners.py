@@ -1,18 +1,21 @@
 """Owners with unlike data, on real runs: SCAFFOLD beside FedAvg, honest owners, one wrong owner.
 
     python tests/proof/owners.py              all parts; about ten processor minutes
-    python tests/proof/owners.py splits       one part: rounds, splits, wrong
+    python tests/proof/owners.py splits       one part: rounds, splits, wrong, unlike, few
 
     rounds   rounds until a validation accuracy, SCAFFOLD and FedAvg, three models
     splits   accuracy after some rounds on Dirichlet(0.1) and one-label data; refused owners
     wrong    one of five owners sends its change reversed, or learns permuted labels
+    unlike   the same, of owners with unlike data
+    few      accuracy after a few rounds of one epoch and of five, of owners with unlike data
 
 Each trial is the main job of `shoal train` on the digits, in a child of this process that has all
 modules imported: configuration, rounds, checkpoints, validations and events are a run's own. The
 wrong owner is planted from outside. Gates, seeds and settings are in owners_gates.toml, which was
 committed before the first trial, and in owners_gates_second.toml, which was committed before the
-first trial of its model, and says why a second CNN is tried. Trials that the result has of these gates are not made again: each
-has the hash of the source that it was made with. Several processes may run at the same time.
+first trial of its model, and says why a second CNN is tried. The last two parts have no gate, and
+their settings in owners_unlike.toml. Trials that the result has of these settings are not made again:
+each has the hash of the source that it was made with. Several processes may run at the same time.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from source import source_hash  # noqa: E402
 TARGET = ROOT / "proof" / "results" / "owners.json"
 GATES = HERE / "owners_gates.toml"
 SECOND = HERE / "owners_gates_second.toml"
+UNLIKE = HERE / "owners_unlike.toml"
 SECOND_MODEL, REPLACED = "groupnorm", "cnn"
 """Model of the second gates, and that of the first ones whose place it takes."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -72,13 +76,43 @@ def trials(gates: dict[str, Any]) -> Iterable[Trial]:
     for merge in own["merges"]:
         for fault in ("none", *own["faults"]):
             for seed in own["seeds"]:
-                words = [
-                    *usual(own, seed, "logistic"), "islands.method=fedavg", "data.split=even",
-                    f"islands.merge={merge}", f"islands.trim={own['trim']}", "islands.bound=1e9",
-                    "islands.period=1 epoch", f"train.epochs={own['rounds']}",
-                ]  # fmt: skip
+                words = five_owners(own, "fedavg", "even", seed, merge, epochs=1)
                 yield {"part": "wrong", "merge": merge, "fault": fault, "seed": seed,
                        "words": words}  # fmt: skip
+    yield from unlike_trials(gates)
+
+
+def unlike_trials(gates: dict[str, Any]) -> Iterable[Trial]:
+    """Yield the trials without a gate: five owners with unlike data."""
+    own = {**gates["wrong"], **gates["unlike"]["unlike"]}
+    for split in own["splits"]:
+        for merge in own["merges"]:
+            for fault in ("none", *own["faults"]):
+                for seed in own["seeds"]:
+                    words = five_owners(own, "fedavg", split, seed, merge, epochs=1)
+                    yield {"part": "unlike", "split": split, "merge": merge, "fault": fault,
+                           "seed": seed, "words": words}  # fmt: skip
+    own = {**gates["wrong"], **gates["unlike"]["few"]}
+    own["rounds"] = max(own["rounds"])
+    for split in own["splits"]:
+        for epochs in own["epochs"]:
+            for method in own["methods"]:
+                for seed in own["seeds"]:
+                    words = five_owners(own, method, split, seed, "mean", epochs=epochs)
+                    words += ["train.validate_every=1"]
+                    yield {"part": "few", "split": split, "epochs": epochs, "method": method,
+                           "seed": seed, "words": words}  # fmt: skip
+
+
+def five_owners(
+    own: dict[str, Any], method: str, split: str, seed: int, merge: str, *, epochs: int
+) -> list[str]:
+    """Return the words of a trial in which all of five owners train so many epochs per round."""
+    return [
+        *usual(own, seed, "logistic"), f"islands.method={method}", f"data.split={split}",
+        f"islands.merge={merge}", f"islands.trim={own['trim']}", "islands.bound=1e9",
+        f"islands.period={epochs} epoch", f"train.epochs={epochs * own['rounds']}",
+    ]  # fmt: skip
 
 
 def rounds_gates(gates: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -170,12 +204,14 @@ def run_trial(trial: Trial, owners: int) -> Row:
     events = [json.loads(line) for line in lines]
     curve = [event["accuracy"] for event in events if event["event"] == "validated"]
     rounds = [event for event in events if event["event"] in ("round_committed", "round_discarded")]
+    held = {name: one["samples"] for event in rounds for name, one in event["by_owner"].items()}
     row = {key: value for key, value in trial.items() if key not in ("words", "accuracy")}
     return {
         **row,
         "rounds": len(rounds),
         "refused": sum(len(event.get("refused") or {}) for event in rounds),
         "curve": [round(one, 4) for one in curve],
+        **({"held": held} if trial["part"] in ("unlike", "few") else {}),
         "cpu_s": round(used.ru_utime + used.ru_stime, 1),
     }
 
@@ -216,7 +252,8 @@ def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[
     """Return the figures of all rows, and the gates that are not met."""
     missed: list[str] = []
     fallen: list[str] = []
-    figures: dict[str, Any] = {"rounds": {}, "fallen": fallen, "splits": {}, "wrong": {}}
+    figures: dict[str, Any] = {"rounds": {}, "fallen": fallen, "splits": {}, "wrong": {},
+                               "unlike": {}, "few": {}}  # fmt: skip
     by = lambda **keys: [r for r in rows if all(r.get(k) == v for k, v in keys.items())]  # noqa: E731
     for model, own in rounds_gates(gates).items():
         first = {
@@ -261,7 +298,41 @@ def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[
             }
             if merge != "mean" and sum(lost) / len(lost) > points:
                 missed.append(f"wrong, {merge}, {fault}: {sum(lost) / len(lost):.2f} points lost")
+    figures["unlike"], figures["few"] = sum_up_unlike(rows, gates["unlike"])
     return figures, missed
+
+
+def sum_up_unlike(
+    rows: list[Row], settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the figures of the parts `unlike` and `few`, which no gate judges.
+
+    Points lost are those beside the mean of five right owners with the same seed, so of the same deal.
+    """
+    unlike, few = {}, {}
+    of: dict[tuple[Any, ...], dict[int, list[float]]] = {}
+    for row in rows:
+        if row["part"] == "unlike":
+            key = ("unlike", row["split"], row["merge"], row["fault"])
+            of.setdefault(key, {})[row["seed"]] = [row["curve"][-1]]
+        elif row["part"] == "few":
+            key = ("few", row["split"], row["method"], row["epochs"])
+            of.setdefault(key, {})[row["seed"]] = row["curve"]
+    for (part, split, one, other), found in sorted(of.items(), key=lambda item: str(item[0])):
+        if part == "unlike":
+            best = of.get((part, split, "mean", "none"), {})
+            lost = [100 * (best[seed][0] - found[seed][0]) for seed in found if seed in best]
+            unlike[f"{split} {one} {other}"] = {
+                "accuracy": interval([values[0] for values in found.values()]),
+                "lost_points": [round(value, 2) for value in lost],
+                "mean_lost": round(sum(lost) / len(lost), 2) if lost else None,
+            }
+        else:
+            few[f"{split} {one}, {other} epoch{'s' * (other > 1)} a round"] = {
+                str(number): interval([curve[number - 1] for curve in found.values()])
+                for number in settings["few"]["rounds"]
+            }
+    return unlike, few
 
 
 def warm() -> None:
@@ -279,7 +350,10 @@ def warm() -> None:
 def tell_apart(one: dict[str, Any]) -> str:
     """Return what tells a trial from all others."""
     return json.dumps(
-        {k: one.get(k) for k in ("part", "model", "split", "merge", "fault", "method", "seed")}
+        {
+            k: one.get(k)
+            for k in ("part", "model", "split", "merge", "fault", "epochs", "method", "seed")
+        }
     )
 
 
@@ -293,12 +367,16 @@ def add_row(row: Row | None, gates_hash: str, gates: dict[str, Any]) -> dict[str
         second_hash = gates["second_hash"]
         if record.get("second_gates") != second_hash:
             rows = [one for one in rows if one.get("model") != SECOND_MODEL]
+        unlike_hash = gates["unlike_hash"]
+        if record.get("unlike_settings") != unlike_hash:
+            rows = [one for one in rows if one["part"] not in ("unlike", "few")]
         taken = {tell_apart(one) for one in rows}
         rows += [row] if row and tell_apart(row) not in taken else []
         rows.sort(key=tell_apart)
         figures, missed = judge(rows, gates)
         sources = dict(Counter(one["source"] for one in rows))
-        record = {"gates": gates_hash, "second_gates": second_hash, "sources": sources,
+        record = {"gates": gates_hash, "second_gates": second_hash,
+                  "unlike_settings": unlike_hash, "sources": sources,
                   "machine": machine(), "figures": figures, "missed": missed, "trials": rows}  # fmt: skip
         file.seek(0)
         file.truncate()
@@ -314,11 +392,13 @@ def short_hash(text: str) -> str:
 def main() -> int:
     """Make the trials that are missing, write every row, judge."""
     os.chdir(HERE)  # model.build is found from the working folder
-    parts = sys.argv[1:] or ["rounds", "splits", "wrong"]
+    parts = sys.argv[1:] or ["rounds", "splits", "wrong", "unlike", "few"]
     text = GATES.read_text(encoding="utf-8")
     gates, gates_hash = tomllib.loads(text), short_hash(text)
     text = SECOND.read_text(encoding="utf-8")
     gates |= {"second": tomllib.loads(text), "second_hash": short_hash(text)}
+    text = UNLIKE.read_text(encoding="utf-8")
+    gates |= {"unlike": tomllib.loads(text), "unlike_hash": short_hash(text)}
     source = source_hash()
     warm()
     wanted = [one for one in trials(gates) if one["part"] in parts]
