@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.island_options import DEFAULTS, METHODS, WORDS, IslandsPolicy
+from shoal.base.layouts.trimmed_mean import least_trim
+from shoal.fabric.islands.compressed_all_reduce import MergeRule, merge_rows
+
+TRIMMED = {"method": "fedavg", "merge": "trimmed"}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,35 @@ from shoal.base.layouts.island_options import DEFAULTS, METHODS, WORDS, IslandsP
         ({"method": "fedavg", "data": "own", "sample": 1.5}, "above 0 and at most 1; try: islands"),
         ({"method": "fedavg", "merge": "trimmed", "trim": 0.5}, "at most 0.49; try: islands.trim="),
         ({"method": "fedavg", "merge": "medain"}, "try: median"),
+        *[
+            ({**TRIMMED, **keys}, said)
+            for keys, said in (
+                (
+                    {"count": 4},
+                    "islands.trim = 0.2: drops none of 4 changes at each end, so one wrong "
+                    "change counts in full (islands.count = 4); try: islands.trim=0.25",
+                ),
+                ({"count": 3}, "try: islands.trim=0.334"),
+                (
+                    {"count": 2},
+                    "of 2 changes at a time (islands.count = 2) none can be dropped at each "
+                    "end; try: islands.merge=mean",
+                ),
+                (
+                    {"count": 40, "sample": 0.1, "data": "own"},
+                    "of 4 changes at each end, so one wrong change counts in full (islands.sample = 0.1 "
+                    "of 40 owners); try: islands.trim=0.25",
+                ),
+                (
+                    {"count": 6, "least": 4},
+                    "(islands.least = 4: a round may have so few); try: islands.trim=0.25",
+                ),
+                (
+                    {"count": 8, "regions": 2},
+                    "(islands.regions = 2 of 8 islands); try: islands.trim=0.25",
+                ),
+            )
+        ],
         *[({key: "typo"}, f"islands.{key} = typo: not one of") for key in WORDS],
         ({"merge": "medain"}, "try: median"),
     ],
@@ -64,3 +98,13 @@ def test_every_method_settles_whatever_the_period() -> None:
             settled = IslandsPolicy(method, count=2, period=period, data=data).resolved()
             assert settled.resolved() == settled
             assert settled.overlap < settled.period // settled.fragments
+
+
+def test_the_least_trim_drops_one_change_at_each_end() -> None:
+    for changes in range(3, 200):
+        trim = least_trim(changes)
+        IslandsPolicy("fedavg", merge="trimmed", count=changes, trim=trim).resolved()
+        assert int(trim * changes) == 1
+        rows = torch.arange(float(changes))[:, None]
+        rows[-1] = 1e9
+        assert merge_rows(rows, MergeRule("trimmed", trim)).item() < changes

@@ -19,6 +19,7 @@ from shoal.config.load import LoadedConfig, load_config
 from shoal.config.owners import (
     list_data_sections,
     list_owner_names,
+    name_owner,
     resolve_owners,
 )
 from shoal.config.resolve import resolve_islands
@@ -32,9 +33,9 @@ from shoal.trainer.islands.island_join import check_same_tokenizer
 from shoal.trainer.islands.owner_data import (
     agree_on_owners,
     describe_text,
-    estimate_group_steps,
     find_worst_owner,
     merge_validations,
+    share_tokenizer,
 )
 from shoal.trainer.islands.owner_rounds import OwnerRounds, _describe_choices
 from shoal.trainer.islands.owner_states import OwnerStates
@@ -94,6 +95,12 @@ def test_the_page_shows_what_shoal_answers(words: tuple[str, ...]) -> None:
         ((FILES, *OWN, "data.owners=north,east,north"), "north more than once; try: data.owners=north,e"),
         ((FILES, *OWN, "islands.at=10.0.0.1:29400", "islands.concurrent=2", "islands.count=3"),
          "are on one machine, and islands.at"),
+        (("data.source=phones.{owner}:data", *OWN, "islands.count=3"),
+         "phones.{owner}:data: of owner 0 it is phones.0:data, and that names no function; try: "
+         "data.source=phones.p{owner}:data, or names in data.owners"),
+        (("data.source=of_{owner}:data", *OWN, "data.owners=ab,a-b"),
+         "of owner a-b it is of_a-b:data, and that names no function; try: names of letters, digits"),
+        ((FILES, *OWN, "islands.merge=trimmed"), "(islands.count = 3); try: islands.trim=0.334"),
     ],
 )  # fmt: skip
 def test_one_line_with_the_nearest_right_value(words: tuple[str, ...], said: str) -> None:
@@ -118,6 +125,21 @@ def test_files_name_and_count_the_owners() -> None:
     assert [one.source for one in list_data_sections(apart.config)] == ["jsonl:owners/2.jsonl"]
     named = settled("data.source=mine:of_{owner}", *OWN, "data.owners=a,b").config
     assert (named.islands.count, list_owner_names(named)) == (2, ("a", "b"))
+    modules = settled("data.source=mine.{owner}:data", *OWN, "data.owners=a,b").config
+    assert share_tokenizer(modules, Path("run"), None) is modules, "mine.0:data is no source"  # type: ignore[arg-type]
+
+
+def test_a_missing_function_is_named_with_its_owner() -> None:
+    """A similar module is another owner's, so the line suggests none."""
+    config = settled("data.source=mine.{owner}:data", *OWN, "data.owners=a,b").config
+    section = list_data_sections(config)[1]
+    error = ConfigError("data.source = mine.b:data: there is no module mine.b; try: mine.a")
+    assert str(name_owner(config, section, error)) == (
+        "owner b: data.source = mine.b:data: there is no module mine.b; try: add the function of "
+        "b, or change the names in data.owners"
+    )
+    files = settled(FILES, *OWN).config
+    assert name_owner(files, list_data_sections(files)[0], error) is error
 
 
 def test_two_owners_with_one_file_are_refused_and_equal_files_noticed() -> None:
@@ -246,21 +268,24 @@ def test_a_group_that_was_not_drawn_is_well_and_a_stopped_owner_is_not() -> None
     rounds.check_moved()
 
 
+def test_a_round_whose_trimmed_mean_drops_nothing_says_so_once() -> None:
+    """One of five owners was refused, so four changes are left."""
+    rounds = OwnerRounds.__new__(OwnerRounds)
+    rounds.policy = IslandsPolicy("fedavg", count=5, data="own", merge="trimmed").resolved()
+    rounds._untrimmed = set()
+    assert rounds.describe_untrimmed_round(0, 5) == []
+    (line,) = rounds.describe_untrimmed_round(1, 4)
+    assert line.startswith("round 1: islands.trim = 0.2: drops none of 4 changes at each end")
+    assert rounds.describe_untrimmed_round(2, 4) == []
+    rounds.policy = IslandsPolicy("fedavg", count=5, data="own").resolved()
+    assert rounds.describe_untrimmed_round(3, 2) == []
+
+
 def test_a_lost_island_is_named_by_its_owner() -> None:
     lost = IslandLost("islands: island 1: silent", (1,), 2.0)
     named = load_config(None, [FILES, *OWN, "data.owners=north,east"]).config
     assert str(name_lost_owners(lost, named)).endswith("island 1: silent; island 1 is owner east")
     assert name_lost_owners(lost, load_config(None, [FILES, *OWN]).config) is lost
-
-
-def test_progress_counts_the_steps_of_a_group() -> None:
-    words = ("islands.count=100", "islands.concurrent=2", "islands.sample=0.2", *OWN)
-    config = load_config(None, ["data.source=digits", "data.split=even", "train.epochs=3", *words])
-    assert estimate_group_steps(config.config, 300) == 30, "3 steps of each, 10 owners in a round"
-    assert (
-        estimate_group_steps(load_config(None, [FILES, "train.steps=40", *words]).config, 40) == 400
-    )
-    assert estimate_group_steps(load_config(None, []).config, 40) == 40
 
 
 SCAFFOLD = ("islands.data=own", "islands.method=scaffold", "islands.count=4", "optimizer.name=sgd")

@@ -44,6 +44,27 @@ def test_the_draw_depends_on_seed_and_round_alone_and_is_fair() -> None:
     assert all(120 <= times[owner] <= 240 for owner in range(10))
 
 
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_the_steps_of_a_group_are_counted_before_they_are_taken(epochs: int) -> None:
+    """As rounds take them; a round without an own owner counts as a step, which its save has."""
+    schedule = OwnerSchedule((7, 16, 0, 40, 9), 4, 3, epochs, last_epoch=4, share=0.5, seed=1)
+    for group in ((0, 2, 4), (1, 3)):
+        positions, step, steps = [0] * 5, 0, [0]
+        for number in range(40):
+            drawn = schedule.draw(number, positions)
+            own = [len(schedule.cut_steps(one, positions[one])) for one in drawn if one in group]
+            step += max(1, sum(own)) if drawn else 0
+            steps.append(step)
+            if number == 2:
+                middle = list(positions)
+            positions = schedule.advance(positions, drawn, drawn)
+        assert schedule.count_group_steps(group, range(40), [0] * 5) == step
+        assert schedule.count_group_steps(group, range(7), [0] * 5) == steps[7]
+        resumed = schedule.count_group_steps(group, range(2, 40), middle, first_step=steps[2])
+        assert resumed == step
+    assert schedule.count_group_steps((0,), range(10**6), [0] * 5) == 0
+
+
 class Labelled:
     def __len__(self) -> int:
         return 300

@@ -6,6 +6,8 @@ import re
 from types import SimpleNamespace
 from typing import Any, cast
 
+from shoal.report.owner_figures import read_owner_validation
+from shoal.report.report_record import _state_line, _verdict_text
 from shoal.report.sections.history import _saves_text
 from shoal.report.sections.overview import (
     _owner_shares_table,
@@ -91,3 +93,46 @@ def test_the_report_of_all_islands_leaves_steps_ranks_and_checkpoints_to_theirs(
     assert "step 0" in _state_text(run, row, nothing)
     assert _saves_text(run) == "No checkpoint is on disk."
     assert "macOS" in str(ranks_section(run))
+
+
+def test_the_terminal_shows_the_mean_and_the_worst_owners() -> None:
+    rows = {
+        "p3": {"loss": 0.5, "accuracy": 0.9, "targets": 10},
+        "p20": {"loss": 0.98834, "accuracy": 8 / 11, "targets": 11},
+        "p7": {"loss": None, "targets": 0},
+    }
+    event = {"step": 7, "worst": "p20", "loss": 0.7561, "accuracy": 0.8095, "by_source": rows}
+    found = read_owner_validation(run_of(event))
+    assert found is not None
+    assert found.lines() == [
+        "owners with held-out samples: 2 of 3; mean loss 0.7561, accuracy 81.0%",
+        "worst owner p20: loss 0.9883, accuracy 72.7%, of 11 targets; next: p3 loss 0.5000, "
+        "accuracy 90.0%",
+    ]
+    text = {
+        "a": {"loss": 2.5, "bits_per_byte": 1.5, "targets": 8},
+        "b": {"loss": 2.0, "bits_per_byte": 2.5, "targets": 8},
+    }
+    found = read_owner_validation(run_of({**event, "bits_per_byte": 2.0, "by_source": text}))
+    assert found is not None
+    assert found.lines()[1].startswith("worst owner b: 2.5000 bits per byte, loss 2.0000, of 8 ")
+
+
+def test_a_run_of_islands_names_where_the_verdicts_are() -> None:
+    nothing = Verdict("nothing", "no verdict yet: fewer than 20 steps after warm-up")
+    islands = [SimpleNamespace(label=f"island-{k}", folder=f"runs/a/island-{k}") for k in (0, 1)]
+    run = cast("Any", SimpleNamespace(islands=islands))
+    assert _verdict_text(run, nothing) == (
+        "each group of processes has its own (island-0, island-1); try: shoal report "
+        "runs/a/island-0"
+    )
+    fault = Verdict("fault", "rank 1 died")
+    assert _verdict_text(run, fault) == "rank 1 died"
+    run.islands = []
+    assert _verdict_text(run, nothing) == nothing.line()
+
+
+def test_more_steps_than_foreseen_are_shown_without_the_forecast() -> None:
+    record = {"state": "done", "step": 1633, "steps": 1125, "loss": None, "validation_loss": 0.5}
+    assert _state_line(record) == "run: done, step 1633, validation loss 0.5000"
+    assert _state_line({**record, "steps": 1700}).startswith("run: done, step 1633 of 1700")

@@ -44,7 +44,7 @@ from shoal.config.differences import (
     may_fail_when_opened,
 )
 from shoal.config.load import LoadedConfig, load_config
-from shoal.config.owners import list_data_sections, resolve_owners
+from shoal.config.owners import list_data_sections, name_owner, resolve_owners
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
     check_model_data,
@@ -326,7 +326,10 @@ def _check_paths(loaded: LoadedConfig) -> None:
     files = [Path(one) for one in loaded.origins.values() if one.endswith(".toml")]
     near = files[0] if files else None
     for section in list_data_sections(config):
-        check_data(section, near)
+        try:
+            check_data(section, near)
+        except ConfigError as error:
+            raise name_owner(config, section, error) from error
     check_tune(config)
     for key, path in (
         ("model.build", config.model.build),

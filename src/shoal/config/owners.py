@@ -2,7 +2,8 @@
 
     data.source=jsonl:owners/{owner}.jsonl        a file for each owner: east, north, south
     data.source=tokens:owners/{owner}             a folder for each owner
-    data.source=mine:owner_{owner}                a function for each owner, named 0, 1, …
+    data.source=mine:owner_{owner}                a function for each owner: owner_0, owner_1, … or
+                                                  those of data.owners
     data.source=digits data.split=even            one dataset, dealt to owners for an experiment
 
 On one machine the names are those of the files or folders. On several (`islands.at`), where nobody
@@ -50,6 +51,7 @@ def resolve_owners(loaded: LoadedConfig) -> None:
             f"data.split = {data.split}: deals one dataset to owners, and data.source = "
             f"{data.source} has one for each; try: leave data.split out"
         )
+    _check_functions(loaded.config)
     if islands.at and islands.concurrent:
         raise ConfigError(
             f"islands.concurrent = {islands.concurrent}: owners that train in turn are on one "
@@ -70,6 +72,7 @@ def resolve_owners(loaded: LoadedConfig) -> None:
         return
     if "islands.count" not in loaded.origins:
         loaded.replace("islands", "of data.source", count=len(names))
+        loaded.config.islands.resolved()  # raises for a merge that needs more owners
     else:
         _check_count(loaded, names)
     if OWNER in data.source:
@@ -146,6 +149,57 @@ def _compare_owner_files(files: dict[str, list[Path]]) -> list[str]:
         else:
             alike.append((name, path))
     return lines
+
+
+def _check_functions(config: Config) -> None:
+    """Refuse a name of a data owner with which `{owner}` in pkg.mod:function is no function.
+
+    Raises:
+        ConfigError: shows the name that was put in.
+    """
+    source = config.data.source
+    if OWNER not in source or source.partition(":")[0] in ON_PATHS:
+        return
+    for name in list_owner_names(config):
+        if not _is_source(source.replace(OWNER, name)):
+            lettered = source.replace(OWNER, f"p{OWNER}")
+            near = "names of letters, digits and _ in data.owners"
+            if _is_source(lettered.replace(OWNER, name)):
+                near = f"data.source={lettered}, or names in data.owners"
+            raise ConfigError(
+                f"data.source = {source}: of owner {name} it is {source.replace(OWNER, name)}, "
+                f"and that names no function; try: {near}"
+            )
+
+
+def name_owner(config: Config, section: DataSection, error: ConfigError) -> ConfigError:
+    """Return an error about the function of a data owner with the owner's name.
+
+    Its remedy suggests no similar function, which would be another owner's. Other errors stay.
+
+    Args:
+        section: of `list_data_sections`.
+    """
+    source = config.data.source
+    if OWNER not in source or source.partition(":")[0] in ON_PATHS:
+        return error
+    names = [n for n in list_owner_names(config) if source.replace(OWNER, n) == section.source]
+    if not names:
+        return error
+    text = str(error).partition("; try: ")[0]
+    return ConfigError(
+        f"owner {names[0]}: {text}; try: add the function of {names[0]}, or change the names in "
+        f"data.owners"
+    )
+
+
+def _is_source(text: str) -> bool:
+    """Return whether a text has the form of a data source."""
+    try:
+        split_source(text)
+    except ConfigError:
+        return False
+    return True
 
 
 def _refuse_own_data(data: DataSection) -> None:

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 
 from shoal.islands.sample_ranges import SampleRange, SampleStream, cut_steps
 
+MOST_DRAWS = 100_000
+"""Owners times rounds up to which the steps of a run are counted in advance: about a second."""
+
 
 @dataclass(frozen=True)
 class OwnerSchedule:
@@ -102,6 +105,46 @@ class OwnerSchedule:
         )
         return tuple(sorted(order[:count]))
 
+    def count_group_steps(
+        self,
+        owners: Collection[int],
+        rounds: range,
+        positions: Sequence[int],
+        *,
+        stopped: Collection[int] = (),
+        first_step: int = 0,
+    ) -> int:
+        """Return the step count of a group after the last round, if no change is refused.
+
+        A round in which none of its owners is drawn counts as a step: each save has a step of its
+        own.
+
+        Args:
+            owners: those that the group trains.
+            rounds: the rounds that are left.
+            positions: of all owners before these rounds.
+            stopped: owners whose changes were refused too often.
+            first_step: step count before these rounds.
+
+        Returns:
+            The step count; 0 (unknown) if counting would take longer than MOST_DRAWS draws.
+
+        >>> schedule = OwnerSchedule((9, 5), 4, period=2, last_epoch=1)
+        >>> schedule.count_group_steps([0], range(9), [0, 0])
+        3
+        """
+        if len(rounds) * len(self.held) > MOST_DRAWS:
+            return 0
+        step, now = first_step, list(positions)
+        for number in rounds:
+            drawn = self.draw(number, now, stopped)
+            if not drawn:
+                break
+            own = sum(self.count_steps(owner, now[owner]) for owner in drawn if owner in owners)
+            step += max(1, own)
+            now = self.advance(now, drawn, drawn)
+        return step
+
     def next_range(self, owner: int, position: int) -> SampleRange:
         """Return the samples of a data owner's next round, as positions of its stream.
 
@@ -121,6 +164,15 @@ class OwnerSchedule:
     def cut_steps(self, owner: int, position: int) -> list[tuple[int, int]]:
         """Return the (start, stop) positions of a data owner's inner steps in its next round."""
         return cut_steps((self.next_range(owner, position),), self.held[owner], self.batch)
+
+    def count_steps(self, owner: int, position: int) -> int:
+        """Return the number of `cut_steps`: a step ends at the end of an epoch at the latest."""
+        span, samples = self.next_range(owner, position), self.held[owner]
+        first_end = min(span.stop, (span.start // samples + 1) * samples)
+        whole, rest = divmod(span.stop - first_end, samples)
+        parts = (first_end - span.start, rest)
+        each = -(-samples // self.batch)
+        return whole * each + sum(-(-part // self.batch) for part in parts)
 
     def advance(
         self, positions: Sequence[int], drawn: Collection[int], admitted: Collection[int]

@@ -11,6 +11,7 @@ from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.runlog.rank_records import PARTS
 from shoal.base.text.forecast_text import ratio_text
 from shoal.base.text.units import bytes_text, seconds_text
+from shoal.report.owner_figures import read_owner_validation
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import list_starts
 from shoal.report.sections.measured_costs import (
@@ -26,8 +27,10 @@ from shoal.view.diagnose import read_continuation
 from shoal.view.progress import count_unit
 from shoal.view.run_table import read_held_locks, read_row
 
-MOST_RANKS, MOST_STARTS = 64, 100
-"""Ranks with means, the latest first · newest starts."""
+MOST_RANKS, MOST_STARTS, MOST_OWNERS = 64, 100, 100
+"""Ranks with means, the latest first · newest starts · owners, the worst first."""
+MOST_NAMES = 4
+"""Islands that the line on verdicts names."""
 
 
 def report_record(run: RunContents, verdict: Verdict) -> Record:
@@ -41,9 +44,15 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
     losses, steps, of = run.metrics.column("loss")[1], run.metrics.steps, run.plan.get("steps")
     validated = [e["loss"] for e in run.named("validated") if is_number(e.get("loss"))]
     goodput, onward = run.goodput, read_continuation(run.folder)
-    starts = list_starts(run.events)
+    starts, owners = list_starts(run.events), read_owner_validation(run)
+    if run.islands:  # whose folder has no steps of its own
+        losses = [row.loss] if row.loss is not None else []
+        longest = max(run.islands, key=lambda one: max(one.metrics.steps, default=0))
+        steps, of = longest.metrics.steps, longest.plan.get("steps")
+        told = run.islands[0].named("validated")  # every island has those of all owners
+        validated = [e["loss"] for e in told if is_number(e.get("loss"))]
     record = {
-        "verdict": verdict.line(),
+        "verdict": _verdict_text(run, verdict),
         "verdict_kind": verdict.kind,
         "verdict_cause": verdict.cause,
         "verdict_evidence": list(verdict.evidence),
@@ -59,6 +68,15 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
         "steps": int(of) if is_number(of) else None,
         "loss": losses[-1] if losses else None,
         "validation_loss": validated[-1] if validated else None,
+        "owners": None
+        if owners is None
+        else {
+            "step": owners.event.get("step"),
+            "loss": owners.event.get("loss"),
+            "worst": owners.event.get("worst"),
+            "by_owner": dict(owners.rows[:MOST_OWNERS]),
+            "lines": owners.lines(),
+        },
         "median_step_s": median_of(run, "step_s"),
         f"median_{count_unit(run.plan)}_per_s": median_rate(run),
         "peak_memory_bytes": peak_of(run),
@@ -68,7 +86,7 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
             for key, (foreseen, measured) in forecast_pairs(run).items()
         },
         "layout": row.layout,
-        "goodput_share": goodput.session_share,
+        "goodput_share": None if run.islands else goodput.session_share,
         "goodput_share_of": "session_s",
         "session_s": goodput.session_s,
         "session_starts_s": list(goodput.session_starts[-MOST_STARTS:]),
@@ -93,6 +111,7 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
 def summary_lines(record: Record) -> list[str]:
     """Return the verdict, then state, losses, time of a step, its parts and memory, as text."""
     lines = [f"verdict: {record['verdict']}", _state_line(record)]
+    lines += record["owners"]["lines"] if record["owners"] else []
     step_s, peak_bytes = record["median_step_s"], record["peak_memory_bytes"]
     if step_s:
         lines.append(f"a step, median: {_beside_forecast(record, 'step_s', step_s, seconds_text)}")
@@ -106,9 +125,20 @@ def summary_lines(record: Record) -> list[str]:
     return lines
 
 
+def _verdict_text(run: RunContents, verdict: Verdict) -> str:
+    """Return the verdict; of islands, whose steps are in their own folders, where it is."""
+    if not run.islands or verdict.kind != "nothing" or verdict.step_s is not None:
+        return verdict.line()
+    names = ", ".join(island.label for island in run.islands[:MOST_NAMES])
+    return (
+        f"each group of processes has its own ({names}); try: shoal report {run.islands[0].folder}"
+    )
+
+
 def _state_line(record: Record) -> str:
     """Return state, steps and the newest losses."""
-    step = f"step {record['step']}" + (f" of {record['steps']}" if record["steps"] else "")
+    is_known = record["steps"] and record["step"] <= record["steps"]
+    step = f"step {record['step']}" + (f" of {record['steps']}" if is_known else "")
     losses = [
         f"{name} {record[key]:.4f}"
         for name, key in (("loss", "loss"), ("validation loss", "validation_loss"))

@@ -47,7 +47,6 @@ from shoal.trainer.islands.island_join import (
     resume_islands,
 )
 from shoal.trainer.islands.owner_data import (
-    estimate_group_steps,
     open_first_source,
     share_tokenizer,
 )
@@ -199,7 +198,7 @@ def _prepare(
         "predicted": foreseen,
     }
     validates = source.validation is not None and _is_fresh_pretrained(run, config)
-    steps = estimate_group_steps(config, total_steps)
+    steps = 0 if config.islands.owned else total_steps  # those of owners are counted later
     write_opening(run, run.plan, source, steps, folder, told, validates=validates)
     if world.is_first and joined is None:  # islands on one machine disturb each other's times
         learner = StepTimeFeedback(foreseen, run.plan.compute, world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -10,6 +9,7 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.runlog.damaged_lines import is_number
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.report.markup import Child, Markup, table, tag
+from shoal.report.owner_figures import BITS, read_owner_validation
 from shoal.report.run_contents import RunContents
 from shoal.report.run_starts import list_starts
 from shoal.report.sections.measured_costs import median_name, median_of, median_rate
@@ -21,8 +21,6 @@ from shoal.view.run_table import RunRow, read_held_locks, read_row
 Record = dict[str, Any]
 SHARES = ("samples", "steps", "weight")
 """Numbers of each owner in the event of a round."""
-BITS = "bits_per_byte"
-"""Loss of an owner of text, per byte of it."""
 LOW_GOODPUT = 0.5
 """Share of the sessions' time in steps below which the verdict mentions it."""
 
@@ -54,18 +52,14 @@ def _owners_table(run: RunContents) -> Child:
 
     Owners of text compare by bits per byte: a loss per token depends on the tokenizer.
     """
-    found = [event for event in run.curve_runs[0].named("validated") if event.get("worst")]
-    by_owner = found[-1].get("by_source") if found else None
-    if not isinstance(by_owner, dict) or not by_owner:
+    found = read_owner_validation(run)
+    if found is None:
         return None
-    rows = [(str(name), row) for name, row in by_owner.items() if isinstance(row, dict)]
-    counting = [row for _, row in rows if row.get("targets")]
-    in_bytes = bool(counting) and all(BITS in row for row in counting)
-    rows.sort(key=lambda one: _loss_rank(one[1], BITS if in_bytes else "loss"))
-    text = f"Validation of each owner at step {found[-1].get('step')}, the worst first"
+    rows = found.rows
+    text = f"Validation of each owner at step {found.event.get('step')}, the worst first"
     heads = ["owner", "loss", "accuracy", "targets"]
     cells = [[name, *_owner_cells(row)] for name, row in rows]
-    if in_bytes:
+    if found.in_bytes:
         text += ", by bits per byte of text"
         heads.insert(1, "bits per byte")
         for line, (_, row) in zip(cells, rows, strict=True):
@@ -101,13 +95,6 @@ def _owner_shares_table(run: RunContents) -> Child:
     text = f"Share of each owner in the {rounds:,} merges, the largest weight first"
     heads = ["owner", "samples", "rounds", "steps", "mean weight"]
     return table(heads, cells, numeric=" nnnn", caption=text)
-
-
-def _loss_rank(row: Record, key: str) -> float:
-    """Return a key that sorts by a loss: not finite ones first, rows without targets last."""
-    if is_number(row.get(key)):
-        return -float(row[key])
-    return -math.inf if row.get("targets") else math.inf
 
 
 def _owner_cells(row: Record) -> list[str]:

@@ -24,6 +24,7 @@ from shoal.base.errors import (
     ShoalError,
     TrainingError,
 )
+from shoal.base.layouts.trimmed_mean import describe_untrimmed
 from shoal.data.loading.loader import Loader
 from shoal.islands.commit_vote import commit_failure_remedy, decide_commit
 from shoal.islands.merge_proposal import (
@@ -69,6 +70,7 @@ class IslandRounds:
         # Weights that are not finite are replaced at the end of the round, not by a stop.
         run.skips.limit = sys.maxsize
         self._unsaved = ""
+        self._untrimmed = set[int]()
         self._sent: dict[str, torch.Tensor] | None = None
         self._is_whole = True  # no fragment of the last round was discarded
         self.common.since = self.common.since or [0] * len(joined.fragments)
@@ -329,8 +331,23 @@ class IslandRounds:
         )
         for island, why in collect_refusals(merges).items():
             emit("island_refused", step=step, island=island, why=why)
-        for line in format_merge_lines(merges):
+        lines = format_merge_lines(merges)
+        if merges[-1].committed:
+            changes = sum(weight > 0 for weight in merges[-1].weights.values())
+            lines += self.describe_untrimmed_round(round_number, changes)
+        for line in lines:
             emit("notice", step=step, text=line)
+
+    def describe_untrimmed_round(self, round_number: int, changes: int) -> list[str]:
+        """Return the line on a trimmed mean that dropped nothing, once for each number of changes.
+
+        A round may have fewer changes than the first one: some were refused, or an owner is done.
+        """
+        if self.policy.merge != "trimmed" or changes in self._untrimmed:
+            return []
+        self._untrimmed.add(changes)
+        text = describe_untrimmed(self.policy.trim, changes)
+        return [f"round {round_number}: {text}"] if text else []
 
     def _install_pull_hook(self) -> None:
         """Install the update hook of a method that pulls inner steps towards the merged weights."""

@@ -283,7 +283,11 @@ class MemberRounds:
             )
             for island, why in turn.refused.items():
                 emit("island_refused", step=step, island=island, why=why)
-            for line in turn.merged.verdict.told if turn.merged else ():
+            lines = list(turn.merged.verdict.told) if turn.merged else []
+            if fact.committers:
+                changes = len(fact.committers)
+                lines += self.plain.describe_untrimmed_round(fact.round - 1, changes)
+            for line in lines:
                 emit("notice", step=step, text=line)
 
 

@@ -30,7 +30,6 @@ from shoal.data.owner_split import OwnerSubset, deal_samples
 from shoal.data.sources import Source, open_source
 from shoal.data.text.token_bytes import compute_bits_per_byte
 from shoal.fabric import World
-from shoal.forecast.time.island_costs import mean_messages
 from shoal.islands.peer_deadline import MOST_S
 from shoal.trainer.islands.island_join import MEET_S, IslandConnection
 from shoal.trainer.jobs.validation import Values, count_correct, make_byte_counter
@@ -91,18 +90,6 @@ def _open_own_source(config: Config, name: str) -> Source:
         raise ConfigError(f"owner {name}: {error}") from error
 
 
-def estimate_group_steps(config: Config, total_steps: int) -> int:
-    """Estimate the inner steps of a group in the whole run, for the progress that a user sees.
-
-    Args:
-        total_steps: inner steps of one owner; of the whole dataset's epochs with `data.split`.
-    """
-    if not config.islands.owned:
-        return total_steps
-    share = 1 / config.islands.count if config.data.split and config.train.epochs else 1.0
-    return max(1, math.ceil(total_steps * share * mean_messages(config.islands)))
-
-
 def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
     """Return a configuration in which the owners of one machine use the tokenizer of owner 0.
 
@@ -113,18 +100,20 @@ def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
         folder: of this island's run, inside the run's own folder.
     """
     is_here = not config.islands.at or (folder.parent / "run.toml").exists()
-    is_text = split_source(config.data.source.replace(OWNER, "0"))[0] in TEXTS
-    if not (is_here and is_text and OWNER in config.data.source):
+    if not is_here or OWNER not in config.data.source:
+        return config
+    first = select_owner(config.data, list_owner_names(config)[0])
+    if split_source(first.source)[0] not in TEXTS:
         return config
     if not config.data.tokenizer.startswith("bpe:"):
         return config
     path = folder / SHARED_TOKENIZER
 
     def write() -> Any:
-        first = _open_own_source(config, list_owner_names(config)[0])
-        if world.writes_files and first.tokenizer is not None:
-            first.tokenizer.save(str(path))
-        return first.tokenizer
+        source = _open_own_source(config, list_owner_names(config)[0])
+        if world.writes_files and source.tokenizer is not None:
+            source.tokenizer.save(str(path))
+        return source.tokenizer
 
     if world.run_local_first(write) is None:
         return config  # hf:FOLDER may hold images

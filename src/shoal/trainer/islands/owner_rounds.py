@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import ConfigError, TrainingError
+from shoal.base.layouts.trimmed_mean import check_trim
 from shoal.checkpoint.format.weighted_paths import BRANCH
 from shoal.config.sections import Config
 from shoal.data.sources import Source
@@ -46,6 +47,7 @@ from shoal.trainer.islands.owner_data import (
 from shoal.trainer.islands.owner_shares import OwnerShares
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
+from shoal.trainer.run_folder.start_files import record_total_steps
 from shoal.trainer.state.initial_weights import hash_weights
 from shoal.trainer.step.metrics_rows import write_rows_together
 from shoal.trainer.step.skipped_steps import SpikeDetector
@@ -87,6 +89,10 @@ def open_owner_rounds(
     )
     run.rate.length.total_steps = rounds.last * schedule.round_steps
     has_text = source.tokenizer is not None
+    _record_group_steps(rounds)
+    if policy.merge == "trimmed":
+        full = sum(samples > 0 for samples in held)
+        check_trim(policy.trim, policy.count_drawn(full), f"{full} owners have samples")
     line = describe_sent_data(run, joined, held, names, has_text=has_text)
     if run.world.is_first and not run.step_count:
         for text in (line, *_describe_choices(config, schedule)):
@@ -96,6 +102,22 @@ def open_owner_rounds(
     # Only training samples are dealt: the first group validates for all, on what is held out.
     validate = make_validator(run, source, config)
     return rounds, validate if not policy.index else joined.merger.patience.extend_next_deadline
+
+
+def _record_group_steps(rounds: OwnerRounds) -> None:
+    """Record the steps of this group in the whole run, which the progress shows."""
+    run, common = rounds.run, rounds.common
+    if run.recorder.folder is None or not run.world.writes_files:
+        return
+    steps = rounds.schedule.count_group_steps(
+        rounds.owners,
+        range(common.round, rounds.last),
+        common.positions,
+        stopped=common.refusals.at_limit(),
+        first_step=run.step_count,
+    )
+    if steps:
+        record_total_steps(run.recorder.folder, steps)
 
 
 def _describe_choices(config: Config, schedule: OwnerSchedule) -> list[str]:

@@ -42,6 +42,7 @@ def write_opening(
 
     Args:
         plan: of all ranks; `run` may hold some of them.
+        total_steps: of this group of processes; 0: not known yet.
         told: further keys of plan.json: whether Shoal chose the layout, and the forecast.
         validates: a validation before the first step follows, whose line needs room.
     """
@@ -51,13 +52,15 @@ def write_opening(
     if not run.world.writes_files:
         return
     known = _read_known_flops(folder)
-    details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
+    details = {"machine_flops_per_s": rate, "flops_per_sample": known}
+    details |= {"steps": total_steps} if total_steps else {}
     unit = "tokens" if source.kind == "tokens" else "samples"
     about = {"unit": unit, "device": run.world.device.type}
     _write_plan(folder, plan, {**details, **about, **told})
     run.recorder.flops_per_sample = known
     formats = _collect_formats(run)
     stream = ", residual stream bf16" if run.plan.residual == "bf16" else ""
+    length = f"; {total_steps} step{'s' * (total_steps != 1)}" if total_steps else ""
     emit = run.recorder.events.emit
     if run.step_count == 0:
         short = plan.why.partition("; ")[0]
@@ -67,7 +70,7 @@ def write_opening(
             "notice",
             opening=1,
             text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
-            f"{plan.arithmetic()}; {total_steps} step{'s' * (total_steps != 1)}",
+            f"{plan.arithmetic()}{length}",
         )
         emit(
             "notice",
