@@ -248,6 +248,11 @@ def interval(values: list[float]) -> list[float]:
     return [round(one, 4) for one in (mean, mean - half, mean + half)]
 
 
+def span(values: list[float]) -> list[float]:
+    """Return the mean, the least and the largest value: three seeds have no useful interval."""
+    return [round(one, 4) for one in (sum(values) / len(values), min(values), max(values))]
+
+
 def judge(rows: list[Row], gates: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of all rows, and the gates that are not met."""
     missed: list[str] = []
@@ -329,7 +334,7 @@ def sum_up_unlike(
             }
         else:
             few[f"{split} {one}, {other} epoch{'s' * (other > 1)} a round"] = {
-                str(number): interval([curve[number - 1] for curve in found.values()])
+                str(number): span([curve[number - 1] for curve in found.values()])
                 for number in settings["few"]["rounds"]
             }
     return unlike, few
@@ -352,7 +357,7 @@ def tell_apart(one: dict[str, Any]) -> str:
     return json.dumps(
         {
             k: one.get(k)
-            for k in ("part", "model", "split", "merge", "fault", "epochs", "method", "seed")
+            for k in ("part", "model", "split", "merge", "fault", "method", "seed", "epochs")
         }
     )
 

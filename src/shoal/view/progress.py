@@ -71,17 +71,11 @@ class RunProgress:
         return self.recent[-1] if self.recent else None
 
     @property
-    def known_steps(self) -> int | None:
-        """Return the run's length in steps, None if it is unknown, or was foreseen too short."""
-        is_longer = self.last is not None and self.last["step"] > (self.total_steps or 0)
-        return None if is_longer else self.total_steps
-
-    @property
     def fraction(self) -> float | None:
         """Return the completed share of the run, None if its length is unknown, or shorter."""
-        if not self.known_steps or self.last is None:
+        if not self.total_steps or self.last is None or self.last["step"] > self.total_steps:
             return None
-        return float(self.last["step"] / self.known_steps)
+        return float(self.last["step"] / self.total_steps)
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a field over the recent steps that have it."""
@@ -101,16 +95,16 @@ class RunProgress:
     def left_s(self) -> float | None:
         """Return the seconds to the end at the present pace."""
         step_s = self.mean("step_s")
-        if step_s is None or not self.known_steps or self.last is None:
+        if step_s is None or not self.total_steps or self.last is None:
             return None
-        return float((self.known_steps - self.last["step"]) * step_s)
+        return float(max(0, self.total_steps - self.last["step"]) * step_s)
 
     def fields(self) -> list[tuple[str, str]]:
         """Return (name, text) of each known figure of the last step; unknown ones are left out."""
         last = self.last
         if last is None:
             return []
-        total = f"/{self.known_steps}" if self.known_steps else ""
+        total = f"/{self.total_steps}" if self.total_steps else ""
         rate, mfu, left_s = self.rate(), self.mean("mfu"), self.left_s()
         memory, gpu = last.get("peak_memory_bytes"), self.mean("gpu_utilisation")
         comm_s, wait_s = self.mean("comm_exposed_s"), self.mean("data_wait_s")
