@@ -344,9 +344,10 @@ def test_more_steps_than_planned_are_no_share(tmp_path: Path) -> None:
     rows = list_runs(make(tmp_path / "a", START, END, steps=22, of=20), NOW_S)
     assert "22/20" in table_lines(rows, None, NOW_S)[1]
     progress = RunProgress(20)
-    progress.add([{"step": 22, "loss": 1.0}], cut_back=False)
+    progress.add([{"step": 22, "loss": 1.0, "step_s": 0.1}], cut_back=False)
     assert progress.key_values().startswith("step=22/20 loss=")
     assert progress.fraction is None
+    assert progress.left_s() is None
 
 
 @pytest.mark.parametrize("name", WEIRD)

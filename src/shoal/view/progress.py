@@ -93,11 +93,13 @@ class RunProgress:
         return self.mean("tokens_per_s") if unit != "samples" else None
 
     def left_s(self) -> float | None:
-        """Return the seconds to the end at the present pace."""
+        """Return the seconds to the end at the present pace; None if there is no known end."""
         step_s = self.mean("step_s")
         if step_s is None or not self.total_steps or self.last is None:
             return None
-        return float(max(0, self.total_steps - self.last["step"]) * step_s)
+        if self.last["step"] > self.total_steps:
+            return None
+        return float((self.total_steps - self.last["step"]) * step_s)
 
     def fields(self) -> list[tuple[str, str]]:
         """Return (name, text) of each known figure of the last step; unknown ones are left out."""
