@@ -387,3 +387,27 @@ def test_states_that_differ_in_shape_or_are_large_are_saved_one_by_one(
     assert states.parts().keys() == {"owners.optimizer.w.a", "owners_of.optimizer.w.a"}
     monkeypatch.setattr("shoal.trainer.islands.owner_states.STACKED_BYTES", 31)
     assert states.parts().keys() == {"owner.1.optimizer.w.a", "owner.3.optimizer.w.a"}
+
+
+@pytest.mark.parametrize("merge", ["median", "trimmed"])
+def test_a_robust_merge_of_unlike_deals_shows_what_it_costs(merge: str) -> None:
+    """The figures are those of the proof."""
+    asked = ["data.source=digits", "train.steps=50", "islands.count=5", *OWN]
+    schedule = OwnerSchedule((20,) * 5, 4, period=5)
+
+    def lines(*words: str) -> list[str]:
+        config = load_config(None, [*asked, f"islands.merge={merge}", *words]).config
+        return _describe_choices(config, schedule)
+
+    results = Path(__file__).parents[2] / "proof" / "results" / "owners.json"
+    unlike = json.loads(results.read_text())["figures"]["unlike"]
+
+    def percent(merge: str, fault: str) -> str:
+        return f"{unlike[f'dirichlet:0.1 {merge} {fault}']['accuracy'][0]:.0%}".replace("%", " %")
+
+    (line,) = lines("data.split=labels:2")
+    assert f"{percent(merge, 'none')} instead of {percent('mean', 'none')} with the mean" in line
+    wrong = f"{percent(merge, 'permuted')} instead of {percent('mean', 'permuted')} with one wrong"
+    assert wrong in line
+    assert "\n" not in line
+    assert lines("data.split=even") == []

@@ -75,12 +75,13 @@ class Labelled:
 
 @pytest.mark.parametrize("split", ["even", "labels:1", "labels:3", "dirichlet:0.1"])
 def test_a_split_deals_every_sample_to_one_owner(split: str) -> None:
-    parts = deal_samples(Labelled(), 20, split, seed=5)
+    deal = deal_samples(Labelled(), 20, split, seed=5)
+    parts = deal.parts
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(300))
     assert all(np.array_equal(a, b)
-               for a, b in zip(parts, deal_samples(Labelled(), 20, split, seed=5), strict=True))  # fmt: skip
+               for a, b in zip(parts, deal_samples(Labelled(), 20, split, seed=5).parts, strict=True))  # fmt: skip
     assert any(not np.array_equal(a, b)
-               for a, b in zip(parts, deal_samples(Labelled(), 20, split, seed=6), strict=True))  # fmt: skip
+               for a, b in zip(parts, deal_samples(Labelled(), 20, split, seed=6).parts, strict=True))  # fmt: skip
     labels = [{int(index) % 10 for index in part} for part in parts]
     if split == "even":
         assert {len(part) for part in parts} == {15}
@@ -88,8 +89,23 @@ def test_a_split_deals_every_sample_to_one_owner(split: str) -> None:
         assert {len(one) for one in labels} == {int(split[-1])}
     else:
         assert np.mean([len(one) for one in labels]) < 6, "most owners lack most labels"
+    held = deal.deal_held_out(Labelled())
+    assert held.min() >= 0
+    assert held.max() < 20
+    assert np.array_equal(held, deal.deal_held_out(Labelled())), "the seed decides"
+    for owner, (part, own) in enumerate(zip(parts, labels, strict=True)):
+        there = np.flatnonzero(held == owner)
+        assert split == "even" or {int(index) % 10 for index in there} <= own
+        assert abs(len(there) - len(part)) <= 10, "each label's count is rounded on its own"
     subset = OwnerSubset(Labelled(), parts[1])
     assert [int(subset[k][1]) for k in range(len(subset))] == [int(i) % 10 for i in parts[1]]
+
+
+def test_a_label_that_training_lacks_is_dealt_evenly() -> None:
+    pairs = [(torch.zeros(1), label) for label in [0, 1] * 20]
+    deal = deal_samples(pairs, 4, "labels:1", seed=0)
+    held = deal.deal_held_out([(torch.zeros(1), 7)] * 8)
+    assert sorted(held) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_split_that_leaves_labels_out_is_refused() -> None:

@@ -147,6 +147,11 @@ class EvenSubset(Dataset[Any]):
         """Return the names of the sources of a mixture; () for other datasets."""
         return tuple(getattr(self.dataset, "source_names", ()))
 
+    @property
+    def source_metrics(self) -> tuple[str, ...]:
+        """Return the metrics that a validation returns for each source, as the whole dataset."""
+        return tuple(getattr(self.dataset, "source_metrics", ()))
+
     def source_of(self, whole_index: int) -> str:
         """Return the name of the source of a sample of a mixture, by its `whole_index`."""
         name: str = self.dataset.source_of(whole_index)

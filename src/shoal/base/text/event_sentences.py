@@ -240,10 +240,17 @@ def _validated(event: Record) -> str:
 
 
 def _owner_loss(row: Record) -> str:
-    """Return a data owner's loss; for text also its bits per byte, by which owners compare."""
+    """Return a data owner's loss; for text also its bits per byte, by which owners compare.
+
+    >>> _owner_loss({"loss": 0.98834, "accuracy": 8 / 11, "targets": 11})
+    '0.9883, accuracy 72.7% of 11 targets'
+    """
     loss = number_text(row.get("loss"), 4)
-    bits = row.get("bits_per_byte")
-    return loss if bits is None else f"{number_text(bits, 4)} bits per byte (loss {loss})"
+    if (bits := row.get("bits_per_byte")) is not None:
+        return f"{number_text(bits, 4)} bits per byte (loss {loss})"
+    if row.get("accuracy") is None or row.get("targets") is None:
+        return loss
+    return f"{loss}, accuracy {row['accuracy']:.1%} of {count_text(row['targets'])} targets"
 
 
 def number_text(value: Any, digits: int) -> str:

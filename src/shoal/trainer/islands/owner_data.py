@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shoal.base.errors import ConfigError
 from shoal.base.text.units import bytes_text
 from shoal.config.owners import OWNER, list_owner_names, select_owner
@@ -26,7 +28,7 @@ from shoal.config.sections import Config
 from shoal.data.digits import EvenSubset
 from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.loader import Loader
-from shoal.data.owner_split import OwnerSubset, deal_samples
+from shoal.data.owner_split import DealtSamples, OwnerDeal, OwnerSubset
 from shoal.data.sources import Source, open_source
 from shoal.data.text.token_bytes import compute_bits_per_byte
 from shoal.fabric import World
@@ -120,26 +122,24 @@ def share_tokenizer(config: Config, folder: Path, world: World) -> Config:
     return replace(config, data=replace(config.data, tokenizer=str(path)))
 
 
-def open_owners(run: Run, source: Source, config: Config) -> list[OwnerData]:
+def open_owners(
+    run: Run, source: Source, config: Config, deal: OwnerDeal | None
+) -> list[OwnerData]:
     """Open the data of all data owners that this group trains.
 
     Args:
         source: result of `open_first_source`, whose training data the run's first loader reads.
+        deal: of `data.split`; None: each owner has a source of its own.
 
     Raises:
         ConfigError: data that can only be iterated, or as of `open_source`.
     """
     islands, names = config.islands, list_owner_names(config)
     numbers = islands.owners_of(islands.index)
-    parts = (
-        deal_samples(source.train, islands.count, config.data.split, config.train.seed)
-        if config.data.split
-        else None
-    )
     found = []
     for number in numbers:
-        if parts is not None:
-            train: Any = OwnerSubset(source.train, parts[number])
+        if deal is not None:
+            train: Any = OwnerSubset(source.train, deal.parts[number])
             own = replace(source, train=train, validation=None)
         elif number == numbers[0]:
             own = source
@@ -161,6 +161,31 @@ def open_owners(run: Run, source: Source, config: Config) -> list[OwnerData]:
             )
         )
     return found
+
+
+def deal_held_out(source: Source, deal: OwnerDeal, names: Sequence[str]) -> tuple[Source, str]:
+    """Return a source whose held-out samples are dealt to the data owners, and a line about it.
+
+    Held-out data that can only be iterated, or that have no labels, stay as they are.
+
+    Args:
+        source: of the whole dataset.
+        names: of all owners, by number.
+    """
+    if not is_indexed(source.validation):
+        return source, ""
+    held = len(source.validation)
+    try:
+        owners = deal.deal_held_out(source.validation)
+    except ConfigError:  # training samples have labels, these have none
+        return source, f"data.split = {deal.split}: the {held} held-out samples have no labels"
+    counts = np.bincount(owners, minlength=len(names))
+    some = counts[counts > 0]
+    return (
+        replace(source, validation=DealtSamples(source.validation, owners, names)),
+        f"data.split = {deal.split}: deals the {held} held-out samples by the same shares; "
+        f"{len(some)} of {len(names)} owners have some, {some.min()} to {some.max()} each",
+    )
 
 
 def open_owner_loader(run: Run, source: Source, workers: int) -> Loader:

@@ -60,12 +60,21 @@ class ValidationData:
     why: str
 
 
-def make_validator(run: Run, source: Source, config: Config) -> Callable[[], Values | None]:
+def make_validator(
+    run: Run,
+    source: Source,
+    config: Config,
+    find_worst: Callable[[dict[str, Any]], str] | None = None,
+) -> Callable[[], Values | None]:
     """Return a function that evaluates the held-out data and emits `validated`.
 
     The function returns None without such data, and if a stop was requested meanwhile: then
     `run.stopping` is true. At a fresh start this function reports the samples and the time of a
     validation. Every rank calls both.
+
+    Args:
+        find_worst: of held-out samples that were dealt to data owners: returns the worst owner of
+            those with samples.
     """
     run.tells_validation = False  # this module reports more
     if source.validation is None:
@@ -99,14 +108,19 @@ def make_validator(run: Run, source: Source, config: Config) -> Callable[[], Val
         )
         if not values:
             return None
+        by_source, worst = dict(run.validated_by_source), {}
+        if find_worst is not None and by_source:
+            by_source = {name: row for name, row in by_source.items() if row["targets"]}
+            worst = {"worst": find_worst(by_source)}
         run.recorder.log_validation(
             run.step_count,
             {**values, "targets": int(values["targets"])},
-            run.validated_by_source,
+            by_source,
             accuracy=values.get("accuracy"),
             unigram_entropy=source.unigram_entropy,
             baseline=baseline,
             seconds=time.perf_counter() - began_s,
+            **worst,
         )
         return values
 

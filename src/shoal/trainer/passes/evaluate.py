@@ -70,7 +70,7 @@ def evaluate(
     if by_source is not None and getattr(batches, "source_names", None):
         from shoal.trainer.passes.source_losses import SourceLosses  # of mixtures only
 
-        sources = SourceLosses(program, loss, batches)
+        sources = SourceLosses(program, loss, batches, metrics)
     most = getattr(batches, "most", 0)
     with evaluation_mode(program) as stopped:
         for batch, counted in iter_with_progress(
