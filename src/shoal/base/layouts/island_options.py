@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.base.errors import ConfigError, format_choice_error
-from shoal.base.layouts.trimmed_mean import check_trim
 
 METHODS = (
     "local-sgd", "diloco", "streaming-diloco", "fedavg", "fedprox", "fedopt",
@@ -200,14 +199,6 @@ class IslandsPolicy:
         """
         return tuple(range(group, self.count, self.groups))
 
-    def count_drawn(self, active: int) -> int:
-        """Return how many of the owners that have data left are drawn for a round.
-
-        >>> IslandsPolicy("fedavg", count=20, data="own", sample=0.2).count_drawn(12)
-        2
-        """
-        return max(1, round(self.sample * active)) if active else 0
-
     def resolved(self) -> IslandsPolicy:
         """Return a checked copy with every unset number set to the method's default.
 
@@ -295,22 +286,9 @@ class IslandsPolicy:
 
             check_changing_members(self, is_address)
         if self.merge == "trimmed":
-            self._check_trim()
+            from shoal.base.layouts.trimmed_mean import check_trimmed_policy
 
-    def _check_trim(self) -> None:
-        """Refuse a trimmed mean that drops none of the changes of a usual round."""
-        if self.data == "own" and self.count == 1:
-            return  # data.source may name the owners, which are counted later
-        changes, why = self.count, f"islands.count = {self.count}"
-        if self.changes_members:
-            changes, why = self.least, f"islands.least = {self.least}: a round may have so few"
-        elif self.sample < 1:
-            changes = self.count_drawn(self.count)
-            why = f"islands.sample = {self.sample:g} of {self.count} owners"
-        elif self.regions > 1:
-            changes = self.count // self.regions
-            why = f"islands.regions = {self.regions} of {self.count} islands"
-        check_trim(self.trim, changes, why)
+            check_trimmed_policy(self)
 
     def _check_fragments(self) -> None:
         if self.fragments > 1 and self.method != "streaming-diloco":

@@ -7,6 +7,7 @@ trim 0.2, 4 changes   ⌊0.8⌋ = 0: the plain mean, with one wrong owner in it
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from shoal.base.errors import ConfigError
 
@@ -46,6 +47,38 @@ def check_trim(trim: float, changes: int, why: str) -> None:
         )
     if text := describe_untrimmed(trim, changes):
         raise ConfigError(f"{text} ({why}); try: islands.trim={least_trim(changes):g}")
+
+
+def check_trimmed_policy(policy: Any) -> None:
+    """Refuse a trimmed mean that drops none of the changes of a usual round.
+
+    Args:
+        policy: `IslandsPolicy`, its numbers settled.
+
+    Raises:
+        ConfigError: names the smallest value that drops one at each end.
+    """
+    if policy.data == "own" and policy.count == 1:
+        return  # data.source may name the owners, which are counted later
+    changes, why = policy.count, f"islands.count = {policy.count}"
+    if policy.changes_members:
+        changes, why = policy.least, f"islands.least = {policy.least}: a round may have so few"
+    elif policy.sample < 1:
+        changes = count_drawn(policy.sample, policy.count)
+        why = f"islands.sample = {policy.sample:g} of {policy.count} owners"
+    elif policy.regions > 1:
+        changes = policy.count // policy.regions
+        why = f"islands.regions = {policy.regions} of {policy.count} islands"
+    check_trim(policy.trim, changes, why)
+
+
+def count_drawn(share: float, active: int) -> int:
+    """Return how many of the owners that have data left are drawn for a round.
+
+    >>> count_drawn(0.2, 12), count_drawn(0.2, 1)
+    (2, 1)
+    """
+    return max(1, round(share * active)) if active else 0
 
 
 def describe_untrimmed(trim: float, changes: int) -> str:

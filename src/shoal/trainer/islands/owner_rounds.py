@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import ConfigError, TrainingError
-from shoal.base.layouts.trimmed_mean import check_trim
+from shoal.base.layouts.trimmed_mean import check_trim, count_drawn
 from shoal.checkpoint.format.weighted_paths import BRANCH
 from shoal.config.sections import Config
 from shoal.data.owner_split import deal_samples
@@ -48,9 +48,9 @@ from shoal.trainer.islands.owner_data import (
     open_owners,
 )
 from shoal.trainer.islands.owner_shares import OwnerShares
+from shoal.trainer.jobs.opening_lines import record_total_steps
 from shoal.trainer.jobs.validation import make_validator
 from shoal.trainer.run import Run
-from shoal.trainer.run_folder.start_files import record_total_steps
 from shoal.trainer.state.initial_weights import hash_weights
 from shoal.trainer.step.metrics_rows import write_rows_together
 from shoal.trainer.step.skipped_steps import SpikeDetector
@@ -105,7 +105,7 @@ def open_owner_rounds(
     _record_group_steps(rounds)
     if policy.merge == "trimmed":
         full = sum(samples > 0 for samples in held)
-        check_trim(policy.trim, policy.count_drawn(full), f"{full} owners have samples")
+        check_trim(policy.trim, count_drawn(policy.sample, full), f"{full} owners have samples")
     line = describe_sent_data(run, joined, held, names, has_text=has_text)
     if run.world.is_first and not run.step_count:
         for text in (line, *_describe_choices(config, schedule)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -108,6 +109,16 @@ def _write_plan(folder: Path, plan: Plan, beside: Mapping[str, Any]) -> None:
     """Write plan.json; on a full disk the run continues without it."""
     with contextlib.suppress(OSError):
         write_atomically(folder / "plan.json", plan.to_json(beside))
+
+
+def record_total_steps(folder: Path, steps: int) -> None:
+    """Add the length of a run to plan.json, if it is not known before the data of owners are.
+
+    On a full disk the run continues without it.
+    """
+    plan = read_object(folder / "plan.json")
+    with contextlib.suppress(OSError):
+        write_atomically(folder / "plan.json", json.dumps({**plan, "steps": steps}, indent=1))
 
 
 def _read_known_flops(folder: Path) -> float | None:

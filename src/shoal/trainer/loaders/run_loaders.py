@@ -302,10 +302,7 @@ class RunLoaders:
         if not isinstance(loader, Loader):
             return MicroBatches(loader, 0)
         names = tuple(dict.fromkeys(getattr(data, "source_names", ())))
-        if not names:
-            return MicroBatches(loader, len(loader))
-        metrics = tuple(getattr(data, "source_metrics", ()))
-        return MicroBatches(loader, len(loader), names, data.source_of, source_metrics=metrics)
+        return MicroBatches(loader, len(loader), names, data.source_of if names else None)
 
     def _rank_settings(self) -> dict[str, Any]:
         return {
@@ -343,7 +340,6 @@ class MicroBatches:
         source_names: of a mixture, else ().
         source_of: returns the name of the source of a sample, by its entry in `sample_ids`.
         sample_ids: as in `StepBatch`, of the micro-batch that was yielded last.
-        source_metrics: metrics that are also averaged by source.
     """
 
     batches: Iterable[Any]
@@ -351,7 +347,6 @@ class MicroBatches:
     source_names: tuple[str, ...] = ()
     source_of: Callable[[int], str] | None = None
     sample_ids: tuple[int, ...] = ()
-    source_metrics: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield one micro-batch after another, from step batches or from the user's own batches."""

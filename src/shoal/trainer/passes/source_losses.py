@@ -29,7 +29,7 @@ class MixtureBatches(Protocol):
     """Micro-batches of a mixture, which know the sources of the last one."""
 
     source_names: tuple[str, ...]
-    source_metrics: tuple[str, ...]
+    batches: Any  # a loader, whose dataset may have `source_metrics`
 
     def sources(self) -> list[str]:
         """Return the source of each sample of the micro-batch that was yielded last."""
@@ -39,7 +39,7 @@ class SourceLosses:
     """Sums of loss, targets and metrics by source on this rank, until they are summed over ranks.
 
     Args:
-        metrics: of the validation; those that the batches name in `source_metrics` are used.
+        metrics: of the validation; those that the dataset names in `source_metrics` are used.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class SourceLosses:
         self.program, self.loss = program, loss
         self.batches: MixtureBatches = batches
         self.names = self.batches.source_names
-        self.metrics = {
-            name: metrics[name] for name in self.batches.source_metrics if name in metrics
-        }
+        dataset = getattr(self.batches.batches, "dataset", None)
+        wanted = getattr(dataset, "source_metrics", ())
+        self.metrics = {name: metrics[name] for name in wanted if name in metrics}
         device, columns = program.world.device, 2 + 2 * len(self.metrics)
         self.sums = torch.zeros(len(self.names), columns, dtype=torch.float64, device=device)
         self.is_complete = True

@@ -28,7 +28,6 @@ import torch
 
 from shoal.base.plans.plan import Plan
 from shoal.base.runlog.atomic_files import write_atomically
-from shoal.base.runlog.damaged_lines import read_object
 from shoal.fabric import World
 from shoal.fabric.device import device_name, is_accelerator
 
@@ -77,16 +76,6 @@ def write_loop_plan(
     steps = {"steps": total_steps} if total_steps else {}
     with contextlib.suppress(OSError):
         write_atomically(folder / "plan.json", plan.to_json({**steps, **about}))
-
-
-def record_total_steps(folder: Path, steps: int) -> None:
-    """Add the length of the run to plan.json, if it is not known before the data of owners are.
-
-    A full disk does not stop the run.
-    """
-    plan = read_object(folder / "plan.json")
-    with contextlib.suppress(OSError):
-        write_atomically(folder / "plan.json", json.dumps({**plan, "steps": steps}, indent=1))
 
 
 def _describe_rank(world: World) -> dict[str, Any]:
