@@ -16,7 +16,7 @@ units) · why, if not plain · what to do. Present tense, no apology, the names 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 UNSAVED_CODE = 4
 """Exit status of a worker that ended or stopped, and could not save; the run's status is 1."""
@@ -117,3 +117,41 @@ def format_choice_error(
     close = (others or {}).get(word.lower()) or nearest_word(word, names)
     hint = f"; try: {close}" if close else ""
     return f"{where} = {shorten(word)}: not one of {', '.join(names)}{hint}"
+
+
+def check_choice(
+    where: str,
+    got: object,
+    allowed: Collection[str],
+    others: Mapping[str, str] | None = None,
+    *,
+    kind: type[ShoalError] = ConfigError,
+) -> None:
+    """Raise an error for a value outside a list, with the line of `format_choice_error`.
+
+    Args:
+        where, got, allowed, others: as for `format_choice_error`.
+        kind: class of the error.
+
+    Raises:
+        ConfigError: `got` is not in `allowed`; or `kind`.
+    """
+    if got not in allowed:
+        raise kind(format_choice_error(where, got, allowed, others))
+
+
+def check_positive(nearest: str = "1", **values: float) -> None:
+    """Raise PlanError for the first value, by name, that is not more than 0.
+
+    >>> check_positive(step_s=0.5)
+    """
+    for name, value in values.items():
+        if not value > 0:
+            raise PlanError(f"{name} = {value:g}: must be more than 0; try: {name}={nearest}")
+
+
+def check_not_negative(**values: float) -> None:
+    """Raise PlanError for the first value, by name, that is below 0."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")

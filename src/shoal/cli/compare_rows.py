@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, UserError, format_choice_error
+from shoal.base.errors import ConfigError, PlanError, UserError, check_choice
 from shoal.base.estimates.facts import MachineFacts
 from shoal.base.layouts.layout import STRATEGIES, Layout
 from shoal.base.layouts.schedule_names import model_copies
@@ -63,8 +63,7 @@ def parse_layout_names(text: str) -> list[str]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in STRATEGIES:
-            raise ConfigError(format_choice_error("--layouts", name, STRATEGIES))
+        check_choice("--layouts", name, STRATEGIES)
     if not names:
         raise ConfigError("--layouts: is empty; try: --layouts single,ddp")
     return list(dict.fromkeys(names if "single" in names else ["single", *names]))

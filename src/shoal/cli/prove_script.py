@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, format_choice_error
+from shoal.base.errors import check_choice
 from shoal.base.layouts.layout import STRATEGIES
 from shoal.base.plans.script_side import ScriptSide
 from shoal.base.runlog.events import EventLog
@@ -88,8 +88,7 @@ def parse_script_layouts(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     allowed = [name for name in STRATEGIES if name not in UNPROVEN]
     for name in names:
-        if name not in allowed:
-            raise ConfigError(format_choice_error("--layouts", name, allowed))
+        check_choice("--layouts", name, allowed)
     whole = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
     return sorted(dict.fromkeys(names), key=lambda name: name not in whole) or [""]
 

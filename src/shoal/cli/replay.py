@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shoal.base.errors import ConfigError, PlanError, format_choice_error
+from shoal.base.errors import ConfigError, PlanError, check_choice
 from shoal.base.layouts.layout import STRATEGIES
 from shoal.cli.words import TRUST, split_arguments
 
@@ -154,8 +154,7 @@ def _option_overrides(layout: str, precision: str) -> list[str]:
     if precision and precision != "bf16":
         found.append("precision.residual=fp32")
     if layout:
-        if layout not in STRATEGIES:
-            raise ConfigError(format_choice_error("--layout", layout, STRATEGIES))
+        check_choice("--layout", layout, STRATEGIES)
         found += [f"layout.{key}=0" for key in DEGREES]
         found += [f"layout.strategy={layout}", "layout.zero=-1", "layout.schedule="]
         found += ["launch.processes=1"] if layout in ("single", "dp") else []

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shoal.base.errors import ConfigError, format_choice_error, shorten
+from shoal.base.errors import ConfigError, check_choice, format_choice_error, shorten
 from shoal.fabric import start_world
 from shoal.neighbours.accelerate_data import (
     apply_to_tensors,
@@ -119,8 +119,7 @@ class PartialState:
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """All-reduce tensors by sum, mean or max; "none" returns each process's own."""
-        if reduction not in (known := ("sum", "mean", "max", "none")):
-            raise ConfigError(format_choice_error("reduction", reduction, known))
+        check_choice("reduction", reduction, ("sum", "mean", "max", "none"))
 
         def total(one: torch.Tensor) -> torch.Tensor:
             made = one.detach().clone().to(self.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.teach.engine import Op
 
 PUZZLE_STEPS = {
@@ -62,6 +62,5 @@ class AnalyticalCosts:
         """Return the seconds on the lane."""
         if op.kind in ("send", "receive"):
             return 0.0
-        if op.what not in self.unit_s:
-            raise PlanError(format_choice_error("costs", op.what, self.unit_s))
+        check_choice("costs", op.what, self.unit_s, kind=PlanError)
         return self.unit_s[op.what] * op.amount

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import typer
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.forecast.machines.cluster_syntax import parse_machines
 from shoal.teach.text_tables import (
     MEMORY_SEQUENCE,
@@ -38,8 +38,7 @@ def print_table(table: str, models: str, gpus: str, machines: str, as_json: bool
     Raises:
         PlanError: another table, an unknown model or machine, or a count that is none.
     """
-    if table not in TABLES:
-        raise PlanError(format_choice_error("--table", table, TABLES))
+    check_choice("--table", table, TABLES, kind=PlanError)
     cluster = parse_machines(machines or USUAL)
     counts = gpu_counts(gpus)
     if table == "memory":

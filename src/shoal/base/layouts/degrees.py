@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.base.layouts.layout import AXES, Layout
 from shoal.base.layouts.schedule_names import SPLIT_BACKWARD, resolve_schedule
 
@@ -49,8 +49,7 @@ def check_degrees(
     'zero1 + pp (pp = 2, dp_shard = 2, schedule = 1f1b)'
     """
     for axis, degree in degrees.items():
-        if axis not in (*AXES, "ep"):
-            raise PlanError(format_choice_error("layout", axis, (*AXES, "ep")))
+        check_choice("layout", axis, (*AXES, "ep"), kind=PlanError)
         if degree < 1:
             raise PlanError(f"layout.{axis} = {degree}: at least 1; try: layout.{axis}=1")
         if degree > 1 and axis not in (*BUILT_AXES, "ep"):

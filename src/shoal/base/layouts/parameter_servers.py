@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, format_choice_error
+from shoal.base.errors import ConfigError, PlanError, check_choice
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import Policies
 
@@ -89,8 +89,7 @@ def make_server_layout(
             f"gradients; try: launch.processes={servers + 1}{fewer}"
         )
     updates = updates or UPDATES[0]
-    if updates not in UPDATES:
-        raise PlanError(format_choice_error("layout.updates", updates, UPDATES, OTHER_WORDS))
+    check_choice("layout.updates", updates, UPDATES, OTHER_WORDS, kind=PlanError)
     workers = processes - servers
     if updates != "bounded-stale" and staleness:
         raise PlanError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, format_choice_error, shorten
+from shoal.base.errors import ConfigError, PlanError, check_choice, shorten
 from shoal.base.layouts.policy_fields import choice_field, number_field
 
 PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
@@ -391,8 +391,7 @@ class TensorPolicy:
                     f"layout.split = {shorten(text)}: is written PATTERN=WORD; try: "
                     f"layout.split={shorten(text.strip('='))}=column"
                 )
-            if word not in SPLITS:
-                raise ConfigError(format_choice_error(f"layout.split: {pattern}", word, SPLITS))
+            check_choice(f"layout.split: {pattern}", word, SPLITS)
             if found.setdefault(pattern, word) != word:
                 raise ConfigError(
                     f"layout.split: {pattern} is both {found[pattern]} and {word}; try: "
@@ -406,19 +405,13 @@ class TensorPolicy:
         Args:
             tp, cp: degrees, if known.
         """
-        if self.context not in CONTEXT:
-            raise ConfigError(format_choice_error("layout.context", self.context, CONTEXT))
+        check_choice("layout.context", self.context, CONTEXT)
         if self.context != "auto" and cp == 1:
             raise ConfigError(
                 f"layout.context = {self.context}: says how attention is computed over layout.cp, "
                 f"which is 1; try: layout.cp=2, or layout.context=auto"
             )
-        if self.sequence_parallel not in SEQUENCE_PARALLEL:
-            raise ConfigError(
-                format_choice_error(
-                    "layout.sequence_parallel", self.sequence_parallel, SEQUENCE_PARALLEL
-                )
-            )
+        check_choice("layout.sequence_parallel", self.sequence_parallel, SEQUENCE_PARALLEL)
         if self.overrides and tp == 1:
             raise ConfigError(
                 f"layout.split = {self.split[0]}: says how layers are split over layout.tp, which "
@@ -508,8 +501,7 @@ try: full
     if key.name == "trace" and value:
         LoopPolicy.parse_trace(name, value)
     if "legal" in said:
-        if value not in said["legal"]:
-            raise ConfigError(format_choice_error(name, value, said["legal"], said["others"]))
+        check_choice(name, value, said["legal"], said["others"])
         return
     if "least" not in said:
         return
@@ -534,8 +526,7 @@ def check_compile(policy: str, recompute: str) -> None:
 
     Raises a ConfigError with the nearest policy, or a PlanError with the nearest recompute.
     """
-    if policy not in COMPILE:
-        raise ConfigError(format_choice_error("train.compile", policy, COMPILE))
+    check_choice("train.compile", policy, COMPILE)
     if policy != "none" and recompute == "selective":
         raise PlanError(
             "train.compile = blocks: memory.recompute = selective looks at single operations, "

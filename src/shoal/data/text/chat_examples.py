@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, format_choice_error, nearest_word
+from shoal.base.errors import ConfigError, check_choice, nearest_word
 from shoal.data.text.text_files import END_OF_TEXT
 from shoal.data.text.text_rows import CHAT, PAIR, row_text
 
@@ -170,8 +170,7 @@ def _messages(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
         turn = f"{place}: message {number}"
         for wanted in ("role", "content"):
             row_text(message, wanted, turn)
-        if message["role"] not in ROLES:
-            raise ConfigError(format_choice_error(f"{turn}: role", message["role"], ROLES))
+        check_choice(f"{turn}: role", message["role"], ROLES)
     if not any(message["role"] == ANSWERS for message in messages):
         raise ConfigError(f"{place}: no message is of role {ANSWERS}, so there is nothing to learn")
     return messages

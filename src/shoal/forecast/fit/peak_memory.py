@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.base.estimates.estimate import MemoryEstimate, PlanningCase
 from shoal.base.layouts.policies import RECOMPUTE
 from shoal.forecast.memory.activations import (
@@ -157,8 +157,7 @@ def _check(case: PlanningCase) -> None:
         ("precision.compute", case.plan.compute, WIDTHS),
         ("memory.offload", case.plan.offload, ("none", "optimizer", "parameters", "activations")),
     ):
-        if got not in allowed:
-            raise PlanError(format_choice_error(where, got, allowed))
+        check_choice(where, got, allowed, kind=PlanError)
 
 
 def _candidate_ranks(case: PlanningCase, stage: int | None) -> list[int]:

@@ -19,7 +19,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.base.estimates.cluster import Cluster, Link
 from shoal.base.estimates.facts import MachineFacts
 from shoal.forecast.machines.catalogue import (
@@ -166,8 +166,7 @@ class _ClusterParser:
         while found := self.match(_OPTION):
             key, value = found[1].lower(), found[2]
             if key == "inside":
-                if value not in LINKS:
-                    raise PlanError(format_choice_error("--on …,inside", value, LINKS))
+                check_choice("--on …,inside", value, LINKS, kind=PlanError)
                 cluster = replace(cluster, inside=LINKS[value])
             elif key in NETWORKS:
                 cluster = replace(cluster, across=self.parse_cards(key, value, sharing))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import PlanError, format_choice_error, nearest_word
+from shoal.base.errors import PlanError, check_choice, nearest_word
 from shoal.base.estimates.cluster import Link
 from shoal.base.estimates.facts import MachineFacts
 from shoal.forecast.machines.catalogue import (
@@ -154,8 +154,7 @@ class _FigureReader:
 
     def choice(self, key: str, allowed: dict[str, Link]) -> str:
         value = self.found[key]
-        if value not in allowed:
-            raise PlanError(format_choice_error(f"--on {self.path}: {key}", value, allowed))
+        check_choice(f"--on {self.path}: {key}", value, allowed, kind=PlanError)
         return str(value)
 
     def name(self) -> str:
@@ -186,7 +185,6 @@ class _FigureReader:
                 f"try: tflops = {EXAMPLES['tflops']}",
             )
         for key in found:
-            if key not in FORMATS:
-                raise PlanError(format_choice_error(f"--on {self.path}: tflops", key, FORMATS))
+            check_choice(f"--on {self.path}: tflops", key, FORMATS, kind=PlanError)
         rates = {key: self.rate("tflops", value) for key, value in found.items()}
         return {"bf16": rates["fp32"], **rates}

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.forecast.models.block_parts import FUSED, Kernels
 
 
@@ -105,8 +105,7 @@ def framework_memory(name: str) -> FrameworkMemory:
     >>> framework_memory("megatron").loss_word_bytes
     6.0
     """
-    if name not in FRAMEWORKS:
-        raise PlanError(format_choice_error("framework", name, FRAMEWORKS))
+    check_choice("framework", name, FRAMEWORKS, kind=PlanError)
     return FRAMEWORKS[name]
 
 

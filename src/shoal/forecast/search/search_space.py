@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import ConfigError, PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.base.estimates.cluster import Cluster
 from shoal.base.layouts.degrees import layout_for_planning
 from shoal.base.layouts.layout import PIPELINES, STAGES, Layout
@@ -53,8 +53,7 @@ def layout_section(words: Mapping[str, Any]) -> LayoutSection:
     """
     known = [key.name for key in keys(LayoutSection)]
     for name in words:
-        if name not in known:
-            raise ConfigError(format_choice_error("layout", name, known))
+        check_choice("layout", name, known)
     return LayoutSection(**words)
 
 

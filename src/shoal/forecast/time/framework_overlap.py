@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,5 @@ def framework_overlap(framework: str) -> FrameworkOverlap:
     >>> framework_overlap("torchtitan").selective[0]
     0.5
     """
-    if framework not in HABITS:
-        raise PlanError(format_choice_error("framework", framework, HABITS))
+    check_choice("framework", framework, HABITS, kind=PlanError)
     return HABITS[framework]

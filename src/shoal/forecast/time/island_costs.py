@@ -38,7 +38,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.errors import PlanError
+from shoal.base.errors import PlanError, check_not_negative, check_positive
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.forecast.time.codec_costs import CODINGS, MEMORY_BYTES_PER_S, coded_bytes
 
@@ -101,15 +101,10 @@ class IslandsFacts:
             ("bytes_per_s", self.bytes_per_s, "125e6"),
             ("ranks", self.ranks, "1"),
         ):
-            if not value > 0:
-                raise PlanError(f"{name} = {value:g}: must be more than 0; try: {name}={nearest}")
-        for name, value in (
-            ("latency_s", self.latency_s),
-            ("near_bytes_per_s", self.near_bytes_per_s),
-            ("tokens", self.tokens),
-        ):
-            if not value >= 0:
-                raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")
+            check_positive(nearest, **{name: value})
+        check_not_negative(
+            latency_s=self.latency_s, near_bytes_per_s=self.near_bytes_per_s, tokens=self.tokens
+        )
         if not all(0 < speed <= 1 for speed in self.speeds):
             wrong = next(speed for speed in self.speeds if not 0 < speed <= 1)
             raise PlanError(f"speeds: {wrong:g} is no share of the fastest island's speed; try: 1")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, format_choice_error, shorten
+from shoal.base.errors import ConfigError, check_choice, format_choice_error, shorten
 from shoal.neighbours.configs.written_config import (
     NARROW_BLOCKS,
     KeyVerdict,
@@ -173,10 +173,7 @@ class _AccelerateReader(WrittenConfig):
         kind = str(self.value("distributed_type")).upper()
         kind = "NO" if kind == "FALSE" else kind  # YAML's own reading of NO
         known = (*PLAIN, *dict.fromkeys(BLOCK_OF.values()))
-        if kind not in known:
-            raise ConfigError(
-                f"{self.where}: {format_choice_error('distributed_type', kind, known)}"
-            )
+        check_choice(f"{self.where}: distributed_type", kind, known)
         verdicts = self._verdicts(kind)
         ranks = processes or (1 if kind == "NO" else int(self.value("num_processes")))
         nodes = int(self.value("num_machines"))
@@ -286,8 +283,7 @@ class _AccelerateReader(WrittenConfig):
         if sizes["cp"] > 1:
             path = f"{block}.{block}_cp_comm_strategy"
             said = str(self.value(path))
-            if said not in CONTEXTS:
-                raise ConfigError(f"{self.where}: {format_choice_error(path, said, CONTEXTS)}")
+            check_choice(f"{self.where}: {path}", said, CONTEXTS)
             self.values["layout.context"] = CONTEXTS[said]
 
     def _check_product(self, block: str, sizes: Mapping[str, int], ranks: int) -> None:
@@ -322,8 +318,7 @@ class _AccelerateReader(WrittenConfig):
         for name, least in (("optimizer", 1), ("param", 3)):
             path = f"{block}.offload_{name}_device"
             device = str(self.value(path)).lower()
-            if device not in (known := ("none", "cpu", "nvme")):
-                raise ConfigError(f"{self.where}: {format_choice_error(path, device, known)}")
+            check_choice(f"{self.where}: {path}", device, ("none", "cpu", "nvme"))
             if device != "none" and stage < least:
                 self.differs.append(f"{path}: nothing below stage {least}, as in DeepSpeed")
                 device = "none"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ConfigError, format_choice_error, nearest_word, shorten
+from shoal.base.errors import ConfigError, check_choice, nearest_word, shorten
 from shoal.neighbours.configs.deepspeed_rates import SCHEDULES
 from shoal.neighbours.configs.written_config import (
     KeyVerdict,
@@ -260,10 +260,7 @@ class _DeepSpeedReader(WrittenConfig):
         for new, old, least in (("offload_optimizer", "cpu_offload", 1),
                                 ("offload_param", "cpu_offload_param", 3)):  # fmt: skip
             device = str(self.value(f"{zero}.{new}.device"))
-            if device not in (known := ("none", "cpu", "nvme")):
-                raise ConfigError(
-                    f"{self.where}: {format_choice_error(f'{zero}.{new}.device', device, known)}"
-                )
+            check_choice(f"{self.where}: {zero}.{new}.device", device, ("none", "cpu", "nvme"))
             if self.value(f"{zero}.{old}"):
                 if self.block(f"{zero}.{new}"):
                     raise self.make_error(f"{zero}.{old}", True, f"is {new}'s old name; try: {new}")
@@ -366,10 +363,7 @@ class _DeepSpeedReader(WrittenConfig):
         name = str(self.block("scheduler").get("type"))
         if name in TORCH_RATES:
             return name, self.block("scheduler.params"), []
-        if name not in SCHEDULES:
-            raise ConfigError(
-                f"{self.where}: {format_choice_error('scheduler.type', name, SCHEDULES)}"
-            )
+        check_choice(f"{self.where}: scheduler.type", name, SCHEDULES)
         args, verdicts = self.arguments("scheduler", name)
         first = {key: v[0] if isinstance(v, list) and v else v for key, v in args.items()}
         SCHEDULES[name](0.0, 0, first)  # refuses what it cannot take

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.base.errors import ConfigError, PlanError, format_choice_error, nearest_word
+from shoal.base.errors import PlanError, check_choice, nearest_word
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd.collective_counts import list_collectives, list_scattered_embeddings
 from shoal.parallel.spmd.labelling.labels import WHOLE, Split, Whole
@@ -79,8 +79,7 @@ def _match_overrides(module: nn.Module, overrides: Mapping[str, str]) -> dict[st
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     wishes: dict[str, str] = {}
     for pattern, wish in overrides.items():
-        if wish not in WISHES:
-            raise ConfigError(format_choice_error(f'layout.split."{pattern}"', wish, WISHES))
+        check_choice(f'layout.split."{pattern}"', wish, WISHES)
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             close = nearest_word(pattern, names) or names[0]

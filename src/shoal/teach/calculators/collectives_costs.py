@@ -20,19 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.base.errors import PlanError
+from shoal.base.errors import PlanError, check_not_negative, check_positive
 from shoal.forecast.time.collective_time import broadcast_rounds
 
 
 def _check(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> None:
     if ranks < 1:
         raise PlanError(f"ranks = {ranks}: a collective has at least 1; try: ranks=1")
-    named = {
-        "message_bytes": message_bytes, "alpha_s": alpha_s, "beta_s_per_byte": beta_s_per_byte
-    }  # fmt: skip
-    for name, value in named.items():
-        if value < 0:
-            raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")
+    check_not_negative(
+        message_bytes=message_bytes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte
+    )
 
 
 def ring_all_reduce_s(
@@ -140,8 +137,7 @@ def bus_bytes_per_s(ranks: int, message_bytes: float, seconds: float) -> float:
     150.0
     """
     _check(ranks, message_bytes, 0.0, 0.0)
-    if seconds <= 0:
-        raise PlanError(f"seconds = {seconds:g}: must be more than 0; try: seconds=1e-6")
+    check_positive("1e-6", seconds=seconds)
     return message_bytes / seconds * 2 * (ranks - 1) / ranks
 
 

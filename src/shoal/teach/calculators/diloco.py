@@ -15,7 +15,7 @@ Sources: DiLoCo (Douillard et al. 2023); Streaming DiLoCo (Douillard et al. 2025
 
 from __future__ import annotations
 
-from shoal.base.errors import PlanError
+from shoal.base.errors import PlanError, check_positive
 from shoal.teach.calculators.collectives_costs import ring_all_reduce_s
 
 OUTER_STATE_BYTES = 8.0
@@ -31,8 +31,7 @@ def bytes_per_outer_step(parameters: float, workers: int, wire_bits: float) -> f
     >>> bytes_per_outer_step(10e9, 2, 16) / 1e9
     20.0
     """
-    if wire_bits <= 0:
-        raise PlanError(f"bits = {wire_bits:g}: must be more than 0; try: bits=4")
+    check_positive("4", bits=wire_bits)
     return ring_all_reduce_s(workers, parameters * wire_bits / 8, 0.0, 1.0)
 
 
@@ -71,8 +70,7 @@ def utilisation(compute_s: float, waiting_s: float) -> float:
     >>> [round(100 * utilisation(2280, t), 1) for t in (103, 382, 469)]
     [95.7, 85.6, 82.9]
     """
-    if compute_s <= 0:
-        raise PlanError(f"compute_s = {compute_s:g}: must be more than 0; try: compute_s=1")
+    check_positive(compute_s=compute_s)
     return compute_s / (compute_s + waiting_s)
 
 
@@ -87,8 +85,7 @@ def traffic_reduction(period: int, wire_bits: float, compared_bits: float) -> fl
     146
     """
     check_period(period)
-    if wire_bits <= 0:
-        raise PlanError(f"bits = {wire_bits:g}: must be more than 0; try: bits=4")
+    check_positive("4", bits=wire_bits)
     return period * compared_bits / wire_bits
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 
-from shoal.base.errors import PlanError
+from shoal.base.errors import PlanError, check_not_negative, check_positive
 
 HOUR = 3600.0
 
@@ -38,7 +38,7 @@ def mtbf_s(devices: int, device_mtbf_s: float) -> float:
     """
     if devices < 1:
         raise PlanError(f"gpus = {devices}: at least 1; try: gpus=1")
-    _check(device_mtbf_s=device_mtbf_s)
+    check_positive(device_mtbf_s=device_mtbf_s)
     return device_mtbf_s / devices
 
 
@@ -50,8 +50,8 @@ def young_interval_s(stall_s: float, mean_s: float) -> float:
     >>> round(young_interval_s(6, 7.9 * 3600) / 60, 1)
     9.7
     """
-    _check(mtbf=mean_s)
-    _check_zero(stall_s=stall_s)
+    check_positive(mtbf=mean_s)
+    check_not_negative(stall_s=stall_s)
     return math.sqrt(2 * stall_s * mean_s)
 
 
@@ -83,8 +83,8 @@ def first_order_goodput(
     >>> round(1 - first_order_goodput(young_interval_s(6, 28440), 6, 0, 28440), 3)
     0.021
     """
-    _check(interval_s=interval_s, mtbf=mean_s)
-    _check_zero(stall_s=stall_s, restart_s=restart_s)
+    check_positive(interval_s=interval_s, mtbf=mean_s)
+    check_not_negative(stall_s=stall_s, restart_s=restart_s)
     return 1 - stall_s / interval_s - (interval_s / 2 + restart_s) / mean_s
 
 
@@ -108,8 +108,8 @@ def goodput(
     >>> round(goodput(1140, 6, 600, 11160), 3), round(goodput(1140, 6, 600, 11160, 300), 3)
     (0.895, 0.871)
     """
-    _check(interval_s=interval_s, mtbf=mean_s)
-    _check_zero(stall_s=stall_s, restart_s=restart_s, write_s=write_s)
+    check_positive(interval_s=interval_s, mtbf=mean_s)
+    check_not_negative(stall_s=stall_s, restart_s=restart_s, write_s=write_s)
     if write_s > interval_s:
         raise PlanError(
             f"write_s = {write_s:g}: a checkpoint must be on disk before the next begins, after "
@@ -133,7 +133,7 @@ def best_interval_s(stall_s: float, restart_s: float, mean_s: float, write_s: fl
     >>> round(best_interval_s(60, 600, 11160) / 60, 2), round(daly_interval_s(60, 11160) / 60, 2)
     (18.63, 18.63)
     """
-    _check(stall_s=stall_s)
+    check_positive(stall_s=stall_s)
     low, high = (
         max(write_s, 1e-3 * stall_s, 1e-9),
         max(4 * young_interval_s(stall_s, mean_s), 2 * write_s),
@@ -174,15 +174,3 @@ def time_shares(
         "restarts": restarts,
         "work done again": max(0.0, 1 - good - stalls - restarts),
     }
-
-
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise PlanError(f"{name} = {value:g}: must be more than 0; try: {name}=1")
-
-
-def _check_zero(**values: float) -> None:
-    for name, value in values.items():
-        if value < 0:
-            raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")

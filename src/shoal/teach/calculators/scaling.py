@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.base.errors import PlanError
+from shoal.base.errors import PlanError, check_positive
 from shoal.teach.calculators.collectives_costs import ring_all_reduce_s
 
 FOLK_GPUS = (2, 4, 8, 16)
@@ -70,8 +70,7 @@ def serial_share(speedup: float, devices: int) -> float:
     """
     if devices < 2:
         raise PlanError(f"gpus = {devices}: a speed-up is of at least 2; try: gpus=2")
-    if speedup <= 0:
-        raise PlanError(f"speedup = {speedup:g}: must be more than 0; try: speedup=1")
+    check_positive(speedup=speedup)
     return (devices / speedup - 1) / (devices - 1)
 
 

@@ -23,7 +23,7 @@ import random
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice, check_positive
 from shoal.teach.calculators.scaling import check_devices
 
 DISTRIBUTIONS = ("normal", "lognormal", "exponential")
@@ -49,10 +49,8 @@ class StepTimes:
         Raises:
             PlanError: mean ≤ 0, a spread outside 0 to 1, or an unknown distribution.
         """
-        if self.distribution not in DISTRIBUTIONS:
-            raise PlanError(format_choice_error("distribution", self.distribution, DISTRIBUTIONS))
-        if not self.mean_s > 0:
-            raise PlanError(f"step_s = {self.mean_s:g}: must be more than 0; try: step_s=1")
+        check_choice("distribution", self.distribution, DISTRIBUTIONS, kind=PlanError)
+        check_positive(step_s=self.mean_s)
         if not 0 <= self.spread <= 1:
             raise PlanError(
                 f"spread = {self.spread:g}: deviation per mean, 0 to 1; try: "

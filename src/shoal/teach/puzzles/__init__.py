@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.base.errors import PlanError, format_choice_error
+from shoal.base.errors import PlanError, check_choice
 from shoal.base.plans.timeline import Timeline
 from shoal.teach.costs import PuzzleCosts
 from shoal.teach.engine import Costs, run_ops
@@ -136,8 +136,7 @@ def puzzle_timeline(number: int, which: str = "ours", sample: str = "start") -> 
     >>> puzzle_timeline(2, "reference").facts["score"]
     '5.1 steps, memory 1,835,008'
     """
-    if which not in ("reference", "ours"):
-        raise PlanError(format_choice_error("puzzle's program", which, ("reference", "ours")))
+    check_choice("puzzle's program", which, ("reference", "ours"), kind=PlanError)
     puzzle = get_puzzle(number)
     models = puzzle.reference() if which == "reference" else puzzle.run_ours()
     return puzzle_run_timeline(models, f"puzzle {number}, {puzzle.title}: {which}", sample)

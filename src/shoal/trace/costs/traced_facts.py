@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shoal.base.errors import PlanError, ShoalError, format_choice_error
+from shoal.base.errors import PlanError, ShoalError, check_choice
 from shoal.base.estimates.estimate import ModelFacts
 from shoal.base.layouts.policies import BlocksPolicy
 from shoal.trace._torch import FakeTensorMode, pytree
@@ -89,8 +89,7 @@ def trace_facts(
     Raises:
         PlanError: the model cannot run on shapes alone; the text names the module.
     """
-    if kernels not in ("cpu", "gpu"):
-        raise PlanError(format_choice_error("kernels", kernels, ("cpu", "gpu")))
+    check_choice("kernels", kernels, ("cpu", "gpu"), kind=PlanError)
     if autocast and element_bytes != 2:
         raise PlanError(f"element_bytes = {element_bytes}: autocast is narrow; try: 2")
     if element_bytes not in FORMATS:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.base.errors import BugError, ConfigError, format_choice_error
+from shoal.base.errors import BugError, check_choice
 from shoal.fabric.compressed.codecs.base import ALIGNED, BLOCK, Codec
 from shoal.fabric.compressed.codecs.bf16 import Bf16Codec
 from shoal.fabric.compressed.codecs.e3m0 import E3M0Codec
@@ -55,8 +55,7 @@ def find_codec(name: str, dtype: torch.dtype) -> Codec:
     >>> find_codec("int8", torch.float32).size_bytes(65_536)
     65544
     """
-    if name not in CODECS:
-        raise ConfigError(format_choice_error("islands.codec", name, CODECS))
+    check_choice("islands.codec", name, CODECS)
     if dtype not in {torch.float32, torch.float64}:
         raise BugError(f"codec {name}: numbers travel from float32 or float64, not from {dtype}")
     return CODECS[name](dtype)
