@@ -23,7 +23,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from shoal.proof.script.attribute_patch import patch_attribute
+from shoal.base.attribute_patch import patch_attribute
 from shoal.proof.script.patched_parallelize import patch_parallelize
 from shoal.proof.script.script_end import ScriptEnd
 from shoal.proof.script.write_guard import WriteGuard, guard_writes

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
 from shoal.data.loading.dataset_kind import Collate, is_transient, join_samples, load_error
 from shoal.data.loading.epoch_reader import END
@@ -287,15 +288,9 @@ class ShardReader:
         return join_samples(samples, self.collate, where)
 
 
-@contextmanager
-def _no_worker() -> Iterator[None]:
+def _no_worker() -> AbstractContextManager[None]:
     """Hide the torch worker process: `datasets` would split a shard among workers itself."""
-    kept = torch.utils.data.get_worker_info
-    torch.utils.data.get_worker_info = lambda: None
-    try:
-        yield
-    finally:
-        torch.utils.data.get_worker_info = kept
+    return patch_attribute(torch.utils.data, "get_worker_info", lambda: None)
 
 
 class _WorkerReader(IterableDataset[Any]):
@@ -338,8 +333,7 @@ class ReaderClient:
         """Return the requested step."""
         if self._requests is None:
             return self.reader.read(*self._request)
-        answer: StepAnswer = next(self._answers)
-        return answer
+        return next(self._answers)
 
     def close(self) -> None:
         """End the worker process."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.parallel.build.checkpoint_files import SMAPS, unmodified_mappings
 
 
@@ -89,12 +90,8 @@ def pretrained_shapes() -> Iterator[None]:
         model = cls._from_config(config, **kept).eval()
         return (model, {}) if told else model
 
-    own = PreTrainedModel.__dict__["from_pretrained"]
-    setattr(PreTrainedModel, "from_pretrained", classmethod(of_shapes))  # noqa: B010 (for mypy)
-    try:
+    with patch_attribute(PreTrainedModel, "from_pretrained", classmethod(of_shapes)):
         yield
-    finally:
-        setattr(PreTrainedModel, "from_pretrained", own)  # noqa: B010
 
 
 def converted_parameters(module: nn.Module, folder: Path) -> list[str]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import checkpoint as checkpointing
 from torch.utils.hooks import BackwardHook
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.base.errors import BugError, PlanError
 from shoal.parallel.pipeline.partition_model import CallPlan, StageCut, shape_givers
 from shoal.trace._torch import pytree
@@ -420,14 +421,8 @@ class _NonReentrantCheckpoint:
         )
 
 
-@contextmanager
-def _no_reentrant_checkpoints() -> Iterator[None]:
-    reentrant = checkpointing.CheckpointFunction
-    vars(checkpointing)["CheckpointFunction"] = _NonReentrantCheckpoint
-    try:
-        yield
-    finally:
-        vars(checkpointing)["CheckpointFunction"] = reentrant
+def _no_reentrant_checkpoints() -> AbstractContextManager[None]:
+    return patch_attribute(checkpointing, "CheckpointFunction", _NonReentrantCheckpoint)
 
 
 def _in_autograd_function() -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.fabric import World
-from shoal.proof.script.attribute_patch import patch_attribute
 from shoal.proof.script.script_end import ScriptEnd
 from shoal.proof.script.script_frames import calling_line, is_called_by_library
 

@@ -25,12 +25,12 @@ import torch
 from torch.func import functional_call
 
 from shoal import fabric
+from shoal.base.attribute_patch import patch_attribute
 from shoal.base.plans.script_side import ScriptSide
 from shoal.fabric import World
 from shoal.fabric.device import select_local_device
 from shoal.fabric.rendezvous.process_info import ProcessInfo
 from shoal.parallel._torch import pytree
-from shoal.proof.script.attribute_patch import patch_attribute
 from shoal.proof.script.script_end import ScriptEnd, UnrecordableError
 from shoal.proof.script.value_files import digest_value, read_values, write_values
 from shoal.trainer.passes.free_passes import FreePasses

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 import shoal
-from shoal.proof.script.attribute_patch import patch_attribute
+from shoal.base.attribute_patch import patch_attribute
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer.run import Run
 

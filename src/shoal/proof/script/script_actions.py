@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.optim.named_state import group_settings
 from shoal.parallel.compare_weights import tensor_digest
-from shoal.proof.script.attribute_patch import patch_attribute
 from shoal.proof.script.script_frames import OWN, calling_line
 from shoal.trainer.run import Run
 

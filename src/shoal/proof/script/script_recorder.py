@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shoal.base.attribute_patch import patch_attribute
 
 from shoal.base.errors import ConfigError
 from shoal.base.plans.script_side import ScriptSide
@@ -33,7 +34,6 @@ from shoal.optim.named_state import group_settings, split_state
 from shoal.parallel.build.full_state import assemble_tensors, gather_weights, iterate_gradients
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.program import Part, Program
-from shoal.proof.script.attribute_patch import patch_attribute
 from shoal.proof.script.loop_replay import LoopPasses
 from shoal.proof.script.script_actions import ScriptActions, digest_loss_tensors
 from shoal.proof.script.script_end import ScriptEnd, UnrecordableError

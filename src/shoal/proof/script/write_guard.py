@@ -16,8 +16,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.base.text.user_frames import user_line_of_frame
-from shoal.proof.script.attribute_patch import patch_attribute
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

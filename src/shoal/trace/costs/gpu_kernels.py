@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.trace._torch import pytree
 
 HALF = (torch.float16, torch.bfloat16)
@@ -83,18 +84,17 @@ class GpuKernelMode(TorchFunctionMode):
 
     @contextmanager
     def _patch_functional(self) -> Iterator[None]:
-        linear, fused = F.linear, F.scaled_dot_product_attention
-        narrow = self.narrow
-        cast = _caster(narrow) if narrow else _same
+        linear = F.linear
+        cast = _caster(self.narrow) if self.narrow else lambda value: value
 
         def narrow_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(cast(input), cast(weight), cast(bias))
 
-        F.linear, F.scaled_dot_product_attention = narrow_linear, emulate_attention
-        try:
+        with (
+            patch_attribute(F, "linear", narrow_linear),
+            patch_attribute(F, "scaled_dot_product_attention", emulate_attention),
+        ):
             yield
-        finally:
-            F.linear, F.scaled_dot_product_attention = linear, fused
 
 
 def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -103,10 +103,6 @@ def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
         return value.to(dtype) if floating and value.dtype != torch.float64 else value
 
     return cast
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def emulate_attention(
@@ -148,8 +144,7 @@ def emulate_rms_norm(
 ) -> Tensor:
     """Return a tensor of the same shape, by one operation that reads and writes it once."""
     dims = len(tuple(normalized_shape))
-    out: Tensor = _RmsNorm.apply(input, weight, dims)
-    return out
+    return _RmsNorm.apply(input, weight, dims)
 
 
 class _RmsNorm(torch.autograd.Function):

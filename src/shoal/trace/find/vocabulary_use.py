@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -139,21 +139,19 @@ class TableUseRecorder(TorchDispatchMode):
         self.found = True
         return result
 
-    @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
+    def inside(self, name: str) -> AbstractContextManager[None]:
         """Open a layer's call, in which it may read its own weights."""
-        outer = self.allowed, self.at
-        self.allowed, self.at, self.found = self.weights.get(name, outer[0]), name, False
-        try:
-            yield
-        finally:
-            self.allowed, self.at = outer
+        self.found = False
+        return self._allow_reads(self.weights.get(name, self.allowed), name)
+
+    def ignore_reads(self) -> AbstractContextManager[None]:
+        """Ignore all reads while the context is open: they are not the model's."""
+        return self._allow_reads(self.watched, "")
 
     @contextmanager
-    def ignore_reads(self) -> Iterator[None]:
-        """Ignore all reads while the context is open: they are not the model's."""
+    def _allow_reads(self, allowed: set[int], at: str) -> Iterator[None]:
         outer = self.allowed, self.at
-        self.allowed, self.at = self.watched, ""
+        self.allowed, self.at = allowed, at
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.trace._torch import pytree
 from shoal.trace.graph._torch_graph import (
     FakeTensor,
@@ -199,8 +200,7 @@ def record_call(tracer: Any, operation: Any, args: Any, out: Any) -> None:
 def _record_autograd_functions() -> Iterator[None]:
     """Record a custom autograd.Function as one operation, so that its backward is kept."""
     function: Any = torch.autograd.Function
-    kept = function.__dict__["apply"]
-    original = kept.__func__
+    original = function.__dict__["apply"].__func__
 
     def noted(cls: Any, *args: Any) -> Any:
         mode = get_proxy_mode()
@@ -211,11 +211,8 @@ def _record_autograd_functions() -> Iterator[None]:
         record_call(mode.tracer, _plain_function(cls), args, out)
         return out
 
-    function.apply = classmethod(noted)
-    try:
+    with patch_attribute(function, "apply", classmethod(noted)):
         yield
-    finally:
-        function.apply = kept
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.parallel.program import Program
 
 ALIASES = ("ToCopyBackward", "AliasBackward", "ViewBackward", "CloneBackward", "SqueezeBackward",
@@ -130,11 +131,8 @@ def watch_weight_gradients(program: Program, notice: Callable[[str], None]) -> I
             print_once()
         return whole(outputs, given, *args, **kwargs)
 
-    torch.autograd.grad = grad
-    try:
+    with patch_attribute(torch.autograd, "grad", grad):
         yield
-    finally:
-        torch.autograd.grad = whole
 
 
 class LossTermsCheck:

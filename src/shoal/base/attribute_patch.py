@@ -1,4 +1,4 @@
-"""Replace attributes of modules and classes while a script is proven."""
+"""Replace attributes of modules and classes while a context is open."""
 
 from __future__ import annotations
 
