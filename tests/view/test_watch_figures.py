@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from watched_runs import BEGAN_S, PLAN, make_run, step_row, write_event, write_ranks
 
+from shoal.base.text.forecast_text import plan_comment
 from shoal.view.progress import RunProgress
 from shoal.view.run_table import list_runs, table_lines
 from shoal.view.summary import summarise_run
-from shoal.view.watch.figure_texts import comment_text, forecast_texts, left_texts
+from shoal.view.watch.figure_texts import forecast_texts, left_texts
 from shoal.view.watch.run_watcher import RunWatcher
 from shoal.view.watch.styled_lines import line_text
 from shoal.view.watch.watch_screen import ScreenOptions, render_snapshot
@@ -68,7 +69,7 @@ def test_a_wait_names_the_rank_that_it_is_for(tmp_path: Path) -> None:
 )
 def test_a_forecast_that_is_far_off_has_a_comment(foreseen_s: float, comment: str) -> None:
     progress = progress_of(1.0, foreseen_s=foreseen_s)
-    assert comment_text(progress) == comment
+    assert plan_comment(progress.plan, progress.mean("step_s")) == comment
     assert len(comment) < 80
     assert bool(forecast_texts(progress, ())) == bool(foreseen_s)
 

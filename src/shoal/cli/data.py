@@ -17,7 +17,7 @@ import typer
 
 from shoal.base.errors import ConfigError, shorten
 from shoal.base.runlog.damaged_lines import (
-    iter_lines_backward,
+    iter_newest_lines,
     parse_event,
     parse_step,
     read_newest_steps,
@@ -204,15 +204,14 @@ def _read_events(folder: Path | None, step: int) -> list[str]:
     found: list[str] = []
     if folder is None:
         return found
-    with contextlib.suppress(OSError), (folder / "events.jsonl").open("rb") as file:
-        for _, line in iter_lines_backward(file):
-            event = parse_event(line) if str(step).encode() in line else None
-            if event is None or event.get("step") != step or event["event"] in ENDINGS:
-                continue
-            if text := event_text(event):
-                found.append(text)
-            if len(found) == MOST_EVENTS:
-                break
+    for line in iter_newest_lines(folder / "events.jsonl"):
+        event = parse_event(line) if str(step).encode() in line else None
+        if event is None or event.get("step") != step or event["event"] in ENDINGS:
+            continue
+        if text := event_text(event):
+            found.append(text)
+        if len(found) == MOST_EVENTS:
+            break
     return found[::-1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.base.errors import ConfigError
+from shoal.base.runlog.damaged_lines import replace_non_finite
 from shoal.base.text.terminal_encoding import READABLE
 
 if TYPE_CHECKING:
@@ -88,22 +88,13 @@ def _print_state(state: WatchedRun, *, as_json: bool, braille: bool) -> None:
     from shoal.view.watch.watch_screen import ScreenOptions, render_snapshot
 
     if as_json:
-        typer.echo(json.dumps(_drop_infinities(_state_record(state)), indent=1))
+        typer.echo(json.dumps(replace_non_finite(_state_record(state)), indent=1))
         return
     width = shutil.get_terminal_size().columns
     lines = render_snapshot(state, width, ScreenOptions(braille=braille), time.time())
     encoding = sys.stdout.encoding or "utf-8"
     for line in lines:
         typer.echo(line_text(line).encode(encoding, READABLE).decode(encoding))
-
-
-def _drop_infinities(value: object) -> object:
-    """Return JSON values with null for each number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _drop_infinities(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_drop_infinities(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _state_record(state: WatchedRun) -> dict[str, object]:

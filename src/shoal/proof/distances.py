@@ -103,6 +103,13 @@ def difference_norm(ours: torch.Tensor, theirs: torch.Tensor | None) -> float:
     return float(torch.linalg.vector_norm(ours.double() - theirs.double()))
 
 
+def number_distance(ours: float | None, theirs: float | None, scale: float) -> float:
+    """Return how far two numbers are apart, as a share of ours, or of a larger `scale`."""
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else math.inf
+    return share_of_norm(abs(ours - theirs), max(abs(ours), scale))
+
+
 def share_of_norm(difference: float, whole: float) -> float:
     """Return a difference as a share of the whole; infinite if it is not a number."""
     if difference == 0:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from shoal.base.runlog.damaged_lines import replace_non_finite
 from shoal.proof.equality_bounds import EqualityBounds
 from shoal.proof.trajectory_record import TrajectoryRecord
 from shoal.proof.verdict import RecordComparison
@@ -35,15 +35,15 @@ def trajectory_json(
 ) -> Report:
     """Return one trajectory's JSON, without a cause; numbers that are not finite become null."""
     first = comparison.first
-    return {
+    found: Report = {
         "optimizer": name,
         "equal": comparison.equal,
-        "bounds": {k: _finite(v) for k, v in asdict(bounds).items()},
+        "bounds": asdict(bounds),
         "largest": {
-            "loss": _finite(comparison.largest_loss),
-            "gradient_norm": _finite(comparison.largest_norm),
-            "gradient": _finite(max((p.gradient for p in comparison.parameters), default=0.0)),
-            "weights": _finite(max((p.weights for p in comparison.parameters), default=0.0)),
+            "loss": comparison.largest_loss,
+            "gradient_norm": comparison.largest_norm,
+            "gradient": max((p.gradient for p in comparison.parameters), default=0.0),
+            "weights": max((p.weights for p in comparison.parameters), default=0.0),
         },
         "rows": [
             {
@@ -55,19 +55,11 @@ def trajectory_json(
             }
             for ours, theirs in zip(expected.rows, got.rows, strict=False)
         ],
-        "parameters": [
-            {**asdict(p), "gradient": _finite(p.gradient), "weights": _finite(p.weights)}
-            for p in comparison.parameters
-        ],
-        "first": None
-        if first is None
-        else {**asdict(first), "size": _finite(first.size), "bound": _finite(first.bound)},
+        "parameters": [asdict(p) for p in comparison.parameters],
+        "first": None if first is None else asdict(first),
         "cause": None,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return replace_non_finite(found)
 
 
 def make_verdict(trajectories: list[Report], why: str) -> Report:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from shoal.proof.distances import TensorDistances, share_of_norm
+from shoal.proof.distances import TensorDistances, number_distance
 from shoal.proof.equality_bounds import EqualityBounds
 from shoal.proof.trajectory_record import StepRow, TrajectoryRecord
 
@@ -127,13 +127,7 @@ def rows_differ(ours: StepRow, theirs: StepRow, bound: float) -> bool:
     if (ours.step, ours.targets, ours.skipped) != (theirs.step, theirs.targets, theirs.skipped):
         return True
     pairs = ((ours.loss, theirs.loss), (ours.grad_norm, theirs.grad_norm))
-    return any(_relative_difference(a, b, 0.0) > bound for a, b in pairs)
-
-
-def _relative_difference(ours: float | None, theirs: float | None, scale: float) -> float:
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else math.inf
-    return share_of_norm(abs(ours - theirs), max(abs(ours), scale))
+    return any(number_distance(a, b, 0.0) > bound for a, b in pairs)
 
 
 def _compare_row(
@@ -145,11 +139,11 @@ def _compare_row(
         return
     if ours.skipped != theirs.skipped:
         told.append(ProofDifference("skipped", ours.label, math.inf, 0.0, number))
-    if _relative_difference(ours.targets, theirs.targets, 0.0) > bound:
-        size = _relative_difference(ours.targets, theirs.targets, 0.0)
+    if number_distance(ours.targets, theirs.targets, 0.0) > bound:
+        size = number_distance(ours.targets, theirs.targets, 0.0)
         told.append(ProofDifference("targets", ours.label, size, bound, number))
-    loss = _relative_difference(ours.loss, theirs.loss, scale)
-    norm = _relative_difference(ours.grad_norm, theirs.grad_norm, scale)
+    loss = number_distance(ours.loss, theirs.loss, scale)
+    norm = number_distance(ours.grad_norm, theirs.grad_norm, scale)
     for what, size in (("loss", loss), ("gradient norm", norm)):
         if not size <= bound:
             told.append(ProofDifference(what, ours.label, size, bound, number))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.base.errors import ConfigError
-from shoal.base.runlog.damaged_lines import is_number, iter_lines_backward, parse_event
+from shoal.base.runlog.damaged_lines import is_number, iter_newest_lines, parse_event
 from shoal.checkpoint.format.listing import CheckpointEntry, list_checkpoints
 
 ENDS = ("round_committed", "round_discarded")
@@ -39,27 +39,23 @@ class RoundRecord:
 def read_round(folder: Path, step: int) -> RoundRecord:
     """Return the round in which an island took a step; for a step that ran twice, the last."""
     later = RoundRecord(-1, 1)
-    try:
-        with open(folder / "events.jsonl", "rb") as file:
-            for _, line in iter_lines_backward(file):
-                event = parse_event(line)
-                if event is None or event.get("event") not in ENDS:
-                    continue
-                if not all(is_number(event.get(key)) for key in ("step", "round", "steps")):
-                    continue
-                last = int(event["step"])
-                if last < step:
-                    # The round of the step began here, and is the one that was read before.
-                    first = last + 1
-                    return RoundRecord(later.number, first, later.last_step, later.members)
-                if later.last_step and last >= later.first_step:
-                    continue  # of a start that was broken off, and whose steps ran again
-                members = event.get("admitted") if event["event"] == "round_committed" else ()
-                later = RoundRecord(
-                    int(event["round"]), last - int(event["steps"]) + 1, last, tuple(members or ())
-                )
-    except OSError:
-        return later
+    for line in iter_newest_lines(folder / "events.jsonl"):
+        event = parse_event(line)
+        if event is None or event.get("event") not in ENDS:
+            continue
+        if not all(is_number(event.get(key)) for key in ("step", "round", "steps")):
+            continue
+        last = int(event["step"])
+        if last < step:
+            # The round of the step began here, and is the one that was read before.
+            first = last + 1
+            return RoundRecord(later.number, first, later.last_step, later.members)
+        if later.last_step and last >= later.first_step:
+            continue  # of a start that was broken off, and whose steps ran again
+        members = event.get("admitted") if event["event"] == "round_committed" else ()
+        later = RoundRecord(
+            int(event["round"]), last - int(event["steps"]) + 1, last, tuple(members or ())
+        )
     return later
 
 

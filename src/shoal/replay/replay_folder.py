@@ -22,9 +22,10 @@ from shoal.base.runlog.atomic_files import write_atomically
 from shoal.base.runlog.damaged_lines import (
     Record,
     is_number,
-    iter_lines_backward,
+    iter_newest_lines,
     parse_event,
     parse_step,
+    read_newest_steps,
     read_object,
 )
 from shoal.checkpoint.format.listing import CheckpointEntry, list_checkpoints
@@ -81,17 +82,13 @@ def read_rewinds(run: Path, start: int) -> tuple[tuple[int, int], ...]:
         start: step of the checkpoint with which a replay begins; 0: the run's first step.
     """
     found: list[tuple[int, int]] = []
-    try:
-        with open(run / "events.jsonl", "rb") as file:
-            for _, line in iter_lines_backward(file):
-                event = parse_event(line) or {}
-                step, name = event.get("step"), event.get("event")
-                if name == "checkpoint_saved" and step == start:
-                    break
-                if name == "rewound" and is_number(step) and is_number(event.get("to")):
-                    found.append((int(step), int(event["to"])))
-    except OSError:
-        return ()
+    for line in iter_newest_lines(run / "events.jsonl"):
+        event = parse_event(line) or {}
+        step, name = event.get("step"), event.get("event")
+        if name == "checkpoint_saved" and step == start:
+            break
+        if name == "rewound" and is_number(step) and is_number(event.get("to")):
+            found.append((int(step), int(event["to"])))
     return tuple(reversed(found))
 
 
@@ -178,25 +175,17 @@ def read_statistics(folder: Path, first: int, last: int) -> dict[int, Record]:
 
 def _read_lines(path: Path, first: int, last: int) -> dict[int, Record]:
     rows: dict[int, Record] = {}
-    try:
-        with open(path, "rb") as file:
-            for _, line in iter_lines_backward(file):
-                row = parse_step(line)
-                if row is None or row["step"] > last:
-                    continue
-                if row["step"] < first:
-                    break
-                rows.setdefault(row["step"], row)
-    except OSError:
-        return {}
+    for line in iter_newest_lines(path):
+        row = parse_step(line)
+        if row is None or row["step"] > last:
+            continue
+        if row["step"] < first:
+            break
+        rows.setdefault(row["step"], row)
     return dict(sorted(rows.items()))
 
 
 def read_last_step(folder: Path) -> int:
     """Return the newest step of metrics.jsonl; 0 without any."""
-    try:
-        with open(folder / "metrics.jsonl", "rb") as file:
-            rows = (parse_step(line) for _, line in iter_lines_backward(file))
-            return next((row["step"] for row in rows if row is not None), 0)
-    except OSError:
-        return 0
+    newest = read_newest_steps(folder / "metrics.jsonl", 1)
+    return newest[0]["step"] if newest else 0

@@ -17,7 +17,7 @@ from typing import Any
 from shoal.base.errors import CheckpointError
 from shoal.base.runlog.damaged_lines import (
     Record,
-    iter_lines_backward,
+    iter_newest_lines,
     parse_event,
     read_object,
 )
@@ -88,9 +88,8 @@ def list_environment_differences(then: Mapping[str, str], now: Mapping[str, str]
 
 def read_library(run: Path) -> Record:
     """Return the newest event of a run that names its script's library; {}: it has none."""
-    with suppress(OSError), open(run / "events.jsonl", "rb") as file:
-        for _, line in iter_lines_backward(file):
-            event = parse_event(line)
-            if event is not None and event.get("event") == "library_run":
-                return event if event.get("library") in NEIGHBOURS else {}
+    for line in iter_newest_lines(run / "events.jsonl"):
+        event = parse_event(line)
+        if event is not None and event.get("event") == "library_run":
+            return event if event.get("library") in NEIGHBOURS else {}
     return {}

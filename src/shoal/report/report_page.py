@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from shoal import __version__
 from shoal.base.errors import ConfigError, ShoalError, shorten
@@ -137,20 +138,31 @@ def write_page(text: str, usual: Path, out: Path | None, name: str) -> Path:
 
 def make_page(run: RunContents) -> str:
     """Return the page of one run."""
-    sections = [section for make in SECTIONS if (section := _make_section(make, run))]
+    sections = make_sections(SECTIONS, run, f"its records in {run.folder}")
     return assemble_page(
         f"{clean_text(run.label)} – Shoal report", sections, curve_data(run.curve_runs)
     )
 
 
-def _make_section(make: Callable[[RunContents], Markup], run: RunContents) -> Markup:
-    """Return a section of the report, or a line that its records are damaged."""
-    try:
-        return make(run)
-    except (*DAMAGED, ArithmeticError, RecursionError, ShoalError):
-        name = make.__name__.removesuffix("_section").replace("_", " ")
-        text = f"The section “{name}” is left out: its records in {run.folder} are damaged."
-        return tag("section", tag("p", text, class_="note"))
+def make_sections(
+    makers: Sequence[Callable[[Any], Markup]], found: object, records: str
+) -> list[Markup]:
+    """Return the sections that are not empty; of damaged records a line that says so.
+
+    Args:
+        makers: of each section.
+        found: what they show.
+        records: names the records that may be damaged.
+    """
+    sections = []
+    for make in makers:
+        try:
+            sections.append(make(found))
+        except (*DAMAGED, ArithmeticError, RecursionError, ShoalError):
+            name = make.__name__.removesuffix("_section").replace("_", " ")
+            text = f"The section “{name}” is left out: {records} are damaged."
+            sections.append(tag("section", tag("p", text, class_="note")))
+    return [section for section in sections if section]
 
 
 def assemble_page(

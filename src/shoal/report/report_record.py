@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from typing import Any
 
-from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.runlog.damaged_lines import Record, is_number, replace_non_finite
 from shoal.base.runlog.rank_records import PARTS
 from shoal.base.text.forecast_text import ratio_text
 from shoal.base.text.units import bytes_text, seconds_text
@@ -105,7 +103,7 @@ def report_record(run: RunContents, verdict: Verdict) -> Record:
         "continuation": onward.record() if onward else None,
         "ranks": _rank_means(run),
     }
-    return {key: _finite(value) for key, value in record.items()}
+    return replace_non_finite(record)
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -155,15 +153,6 @@ def _beside_forecast(
     if not foreseen:
         return text(measured)
     return f"{text(measured)}, {ratio_text(foreseen, measured)} the forecast of {text(foreseen)}"
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def _rank_means(run: RunContents) -> list[Record]:

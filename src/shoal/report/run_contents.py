@@ -160,10 +160,10 @@ def list_islands(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("island-*/events.jsonl"))[:MOST_ISLANDS]
 
 
-def read_bounded_object(path: Path) -> Record:
+def read_bounded_object(path: Path, most_bytes: int = MOST_OBJECT_BYTES) -> Record:
     """Return the JSON object of a file; {} if it is missing, damaged or larger than any of ours."""
     try:
-        if path.stat().st_size > MOST_OBJECT_BYTES:
+        if path.stat().st_size > most_bytes:
             return {}
     except OSError:
         return {}

@@ -22,7 +22,7 @@ from shoal.base.text.event_sentences import (
     signal_text,
     strip_control_characters,
 )
-from shoal.base.text.forecast_text import forecast_comment, forecast_text
+from shoal.base.text.forecast_text import forecast_text, plan_comment
 from shoal.base.text.units import bytes_text, count_text, seconds_text
 from shoal.view.island_lines import islands_summary_line
 from shoal.view.progress import count_unit, mfu_text, no_steps_text, step_amount
@@ -244,11 +244,8 @@ def _forecast_text(plan: Record, steps: list[Record], events: list[Record]) -> s
 
 def _comment_text(plan: Record, steps: list[Record]) -> str:
     """Return why the forecast of a step is far off; "" if it is not."""
-    said, times_s = plan.get("predicted"), _values(steps[1:] or steps, "step_s")
-    foreseen_s = said.get("step_s") if isinstance(said, dict) else None
-    if not is_number(foreseen_s) or foreseen_s <= 0 or not times_s:
-        return ""
-    return forecast_comment(foreseen_s, statistics.median(times_s))
+    times_s = _values(steps[1:] or steps, "step_s")
+    return plan_comment(plan, statistics.median(times_s) if times_s else None)
 
 
 def _islands_forecast(plan: Record) -> Record:

@@ -7,10 +7,12 @@ be a number and is not is left out. Checkpoints have other, strict readers.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -37,6 +39,19 @@ def is_number(value: Any) -> TypeGuard[float]:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond every float
         return False
+
+
+def replace_non_finite(value: Any) -> Any:
+    """Return JSON values with None for each NaN or infinite number, which JSON lacks.
+
+    >>> replace_non_finite({"loss": float("nan"), "norms": (1.0, float("inf")), "step": 3})
+    {'loss': None, 'norms': [1.0, None], 'step': 3}
+    """
+    if isinstance(value, dict):
+        return {key: replace_non_finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_object(text: str | bytes) -> Record | None:
@@ -118,6 +133,17 @@ def iter_lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield 0, b"".join(reversed(behind))
 
 
+def iter_newest_lines(path: Path, most: int | None = None) -> Iterator[bytes]:
+    """Yield the complete lines of a file, newest first; none of a file that cannot be read.
+
+    Args:
+        most: maximum number of lines; None: all.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for _, line in itertools.islice(iter_lines_backward(file), most):
+            yield line
+
+
 def read_newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
     """Read the newest readable lines of a metrics.jsonl, oldest of them first.
 
@@ -125,16 +151,25 @@ def read_newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
         most: maximum number of lines.
         after: last step to leave out.
     """
+    return read_newest(path, parse_step, most, lambda step: step["step"] <= after)
+
+
+def read_newest(
+    path: Path,
+    parse: Callable[[bytes], Record | None],
+    most: int,
+    ends: Callable[[Record], bool] = lambda _: False,
+) -> list[Record]:
+    """Read the newest readable lines of a log, oldest of them first; [] if there is none.
+
+    Args:
+        parse: returns the record of a line, or None to leave it out.
+        most: maximum number of lines.
+        ends: returns whether a record and all before it are left out.
+    """
     found: list[Record] = []
-    try:
-        with path.open("rb") as file:
-            for _, line in iter_lines_backward(file):
-                record = parse_step(line)
-                if record is None:
-                    continue
-                if record["step"] <= after or len(found) == most:
-                    break
-                found.append(record)
-    except OSError:
-        return []
+    for record in filter(None, map(parse, iter_newest_lines(path))):
+        if len(found) == most or ends(record):
+            break
+        found.append(record)
     return found[::-1]

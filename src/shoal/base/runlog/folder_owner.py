@@ -49,7 +49,10 @@ class FolderOwner:
 
     def record_identity(self) -> None:
         """Record the present folder as this run's, without reading a file."""
-        self._file, self._inode = _file_identity(self.folder / OWNER_FILE), _inode(self.folder)
+        self._file, self._inode = (
+            _file_identity(self.folder / OWNER_FILE),
+            folder_inode(self.folder),
+        )
 
     def state(self) -> str:
         """Compare the folder with the recorded one: return `OURS`, `DELETED` or `REPLACED`."""
@@ -67,7 +70,7 @@ class FolderOwner:
             return OURS
         if not any((self.folder / name).exists() for name in OF_A_RUN):
             return DELETED
-        return OURS if _inode(self.folder) == self._inode else REPLACED
+        return OURS if folder_inode(self.folder) == self._inode else REPLACED
 
     def recreate(self) -> str:
         """Recreate a deleted folder, with the files that a resume requires.
@@ -133,7 +136,8 @@ def _file_identity(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _inode(folder: Path) -> tuple[int, int]:
+def folder_inode(folder: Path) -> tuple[int, int]:
+    """Return (device, inode) of a folder; (0, 0) if it is missing."""
     try:
         found = folder.stat()
     except OSError:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shoal.base.runlog.damaged_lines import Record, is_number
+
 FAR = 3.0
 """Ratio from which a forecast is far off, in either direction."""
 
@@ -35,6 +37,15 @@ def forecast_text(foreseen: float, measured: float, text: Callable[[float], str]
     '200 ms → 250 ms (1.25 ×)'
     """
     return f"{text(foreseen)} → {text(measured)} ({ratio_text(foreseen, measured)})"
+
+
+def plan_comment(plan: Record, measured_s: float | None) -> str:
+    """Return `forecast_comment` on the step time of a plan.json; "" without a forecast."""
+    said = plan.get("predicted")
+    foreseen_s = said.get("step_s") if isinstance(said, dict) else None
+    if not is_number(foreseen_s) or foreseen_s <= 0 or not measured_s:
+        return ""
+    return forecast_comment(foreseen_s, measured_s)
 
 
 def forecast_comment(foreseen_s: float, measured_s: float) -> str:

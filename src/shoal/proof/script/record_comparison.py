@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from shoal.proof.distances import difference_norm, norm_over, share_of_norm
+from shoal.base.runlog.damaged_lines import replace_non_finite
+from shoal.proof.distances import difference_norm, norm_over, number_distance, share_of_norm
 from shoal.proof.equality_bounds import EqualityBounds, bounds_for
 
 LATER_GRADIENT = 1e-7
@@ -37,7 +38,7 @@ class SideDifference:
             "weights", "buffer", "loss",
             "gradient norm", "skipped", "own parameter", "state dict", "replicas".
         name: the tensor or the optimizer's number.
-        size: as a share of the whole; None: infinite, or not a size.
+        size: as a share of the whole; None: not a size.
         bound: largest size that is equal.
         ranks: that differ from the one process, or hold the part that does.
         values: for numbers: (in the one process, under the layout).
@@ -130,8 +131,8 @@ def compare_sides(expected: Path, got: Path) -> dict[str, Any]:
         "runs": len(theirs.runs),
         "steps": sum(e["event"] == "update" for e in theirs.events),
         "parameters": sum(len(run["names"]) for run in theirs.runs),
-        "largest": {key: _finite(value) for key, value in asdict(largest).items()},
-        "differences": [asdict(one) for one in found],
+        "largest": replace_non_finite(asdict(largest)),
+        "differences": [{**asdict(one), "size": replace_non_finite(one.size)} for one in found],
         "step": at.get("step", 0) if found else 0,
         "run": _run_name(ours, at) if found else "",
         "actions": _list_actions(at, its, before) if found else [],
@@ -164,7 +165,7 @@ def _compare_state(
         ranks = [rank for rank, size in sizes.items() if size > bounds.weights]
         if ranks:
             size = max(sizes.values())
-            yield SideDifference("own parameter", name, _finite(size), bounds.weights, ranks)
+            yield SideDifference("own parameter", name, size, bounds.weights, ranks)
     if one["changed"] or other["changed"]:
         yield from _compare_tensors(ours, theirs, one, bounds, largest)
 
@@ -192,10 +193,10 @@ def _compare_update(
         if one[key] != other[key]:
             yield SideDifference(key, values=[one[key], other[key]])
     for key, what in (("grad_norm", "gradient norm"), ("loss", "loss")):
-        size = _number_distance(one[key], other[key], whole)
+        size = number_distance(one[key], other[key], whole)
         largest.loss = max(largest.loss, size)
         if size > bound:
-            yield SideDifference(what, "", _finite(size), bound, [], [one[key], other[key]])
+            yield SideDifference(what, "", size, bound, [], [one[key], other[key]])
     yield from _compare_optimizer(ours, theirs, one, other, bound, largest)
     yield from _compare_tensors(ours, theirs, one, bounds, largest)
     for key, what in (("state_dict_ranks", "state dict"), ("replica_ranks", "replicas")):
@@ -232,7 +233,7 @@ def _compare_tensors(
         if size > bound:
             ranks = _holders(theirs, event, name, right, left, bound * whole)
             what = "weights" if is_weight else "buffer"
-            found.append((size, SideDifference(what, name, _finite(size), bound, ranks)))
+            found.append((size, SideDifference(what, name, size, bound, ranks)))
     yield from (difference for _, difference in sorted(found, key=lambda pair: -pair[0]))
 
 
@@ -255,7 +256,7 @@ def _compare_each(
         largest.gradient = max(largest.gradient, size)
         if size > bound:
             ranks = _holders(theirs, event, name, right, left, bound * whole)
-            found.append((size, SideDifference(what, name, _finite(size), bound, ranks)))
+            found.append((size, SideDifference(what, name, size, bound, ranks)))
     yield from (difference for _, difference in sorted(found, key=lambda pair: -pair[0]))
 
 
@@ -288,9 +289,7 @@ def _compare_optimizer(
             largest.optimizer_state = max(largest.optimizer_state, size)
             if size > bound:
                 ranks = _holders(theirs, one, name, right, left, bound * whole)
-                yield SideDifference(
-                    "optimizer state", f"{key} of {name}", _finite(size), bound, ranks
-                )
+                yield SideDifference("optimizer state", f"{key} of {name}", size, bound, ranks)
     for name in {**one["numbers"], **other["numbers"]}:
         right, left = (event["numbers"].get(name, {}) for event in (one, other))
         for key in {**right, **left}:
@@ -367,12 +366,6 @@ def _event_text(event: Event) -> str:
     return f"{kind} {event['step']} of run {event['run'] + 1}"
 
 
-def _number_distance(ours: float | None, theirs: float | None, whole: float) -> float:
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else math.inf
-    return share_of_norm(abs(ours - theirs), max(abs(ours), whole))
-
-
 def _share(right: torch.Tensor, left: torch.Tensor | None) -> float:
     return share_of_norm(difference_norm(right, left), max(1e-30, norm_over([right])))
 
@@ -388,9 +381,4 @@ def _names(path: Path, prefix: str) -> list[str]:
 
 def _read(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+        return file.get_tensor(name)

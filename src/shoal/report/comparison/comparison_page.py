@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.base.errors import ShoalError
 from shoal.base.runlog.damaged_lines import Record
-from shoal.base.text.event_sentences import DAMAGED, strip_control_characters
+from shoal.base.text.event_sentences import strip_control_characters
 from shoal.report.comparison.best_run import best_run_text
 from shoal.report.comparison.compared_runs import read_compared_runs
 from shoal.report.comparison.comparison_sections import (
@@ -21,8 +20,8 @@ from shoal.report.comparison.comparison_sections import (
 )
 from shoal.report.comparison.part_times import step_parts_section
 from shoal.report.comparison.run_comparison import Comparison
-from shoal.report.markup import Markup, clean_text, tag
-from shoal.report.report_page import SCRIPTS, assemble_page, write_page
+from shoal.report.markup import Markup, clean_text
+from shoal.report.report_page import SCRIPTS, assemble_page, make_sections, write_page
 from shoal.report.sections.curves import curve_records, shorten_knots
 
 COMPARISON_FILE = "comparison.html"
@@ -61,7 +60,7 @@ def write_comparison(found: Comparison, out: Path | None = None) -> Path:
 
 def make_comparison_page(found: Comparison) -> str:
     """Return the page of several runs."""
-    sections = [section for make in SECTIONS if (section := _make_section(make, found))]
+    sections = make_sections(SECTIONS, found, "records of its runs")
     names = [clean_text(run.label) for run in found.runs]
     data = {
         "runs": names,
@@ -71,16 +70,6 @@ def make_comparison_page(found: Comparison) -> str:
     }
     title = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''} – Shoal report"
     return assemble_page(title, sections, data, (*SCRIPTS, "comparison.js"))
-
-
-def _make_section(make: Callable[[Comparison], Markup], found: Comparison) -> Markup:
-    """Return a section of the report, or a line that its records are damaged."""
-    try:
-        return make(found)
-    except (*DAMAGED, ArithmeticError, RecursionError, ShoalError):
-        name = make.__name__.removesuffix("_section").replace("_", " ")
-        text = f"The section “{name}” is left out: records of its runs are damaged."
-        return tag("section", tag("p", text, class_="note"))
 
 
 def comparison_record(found: Comparison) -> Record:

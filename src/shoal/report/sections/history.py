@@ -219,12 +219,7 @@ def read_saved_record(run: RunContents) -> Record:
     if not run.saved:
         return {}
     path = run.folder / "checkpoints" / f"step-{run.saved[-1]}" / "manifest.json"
-    try:
-        if path.stat().st_size > MOST_MANIFEST_BYTES:
-            return {}
-    except OSError:
-        return {}
-    found = read_bounded_object(path).get("record")
+    found = read_bounded_object(path, MOST_MANIFEST_BYTES).get("record")
     return found if isinstance(found, dict) else {}
 
 

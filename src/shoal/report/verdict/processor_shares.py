@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.base.runlog.damaged_lines import Record, is_number, iter_lines_backward, parse_object
+from shoal.base.runlog.damaged_lines import Record, is_number, iter_newest_lines, parse_object
 from shoal.report.verdict.step_costs import StepCost
 from shoal.report.verdict.step_replay import StepReplay
 from shoal.report.verdict.step_seconds import StepSeconds
@@ -84,19 +84,15 @@ def read_processor_times(folder: Path, begin_s: float, end_s: float) -> dict[int
 
 def _iter_samples(path: Path, begin_s: float, end_s: float) -> Iterator[tuple[float, Record]]:
     """Yield time and entry of each sample between two times, the newest first."""
-    try:
-        with path.open("rb") as file:
-            for number, (_, line) in enumerate(iter_lines_backward(file)):
-                record = parse_object(line) or {}
-                time_s, ranks = record.get("time_s"), record.get("ranks")
-                if not is_number(time_s) or not isinstance(ranks, list):
-                    continue
-                if number >= MOST_LINES or time_s < begin_s:
-                    return
-                if time_s <= end_s:
-                    yield from ((float(time_s), one) for one in ranks if _is_sound(one))
-    except OSError:
-        return
+    for line in iter_newest_lines(path, MOST_LINES):
+        record = parse_object(line) or {}
+        time_s, ranks = record.get("time_s"), record.get("ranks")
+        if not is_number(time_s) or not isinstance(ranks, list):
+            continue
+        if time_s < begin_s:
+            return
+        if time_s <= end_s:
+            yield from ((float(time_s), one) for one in ranks if _is_sound(one))
 
 
 def _is_sound(entry: Any) -> bool:

@@ -25,7 +25,7 @@ from shoal.base.layouts.schedule_names import SCHEDULES
 from shoal.base.runlog.damaged_lines import (
     Record,
     is_number,
-    iter_lines_backward,
+    iter_newest_lines,
     parse_object,
     read_object,
 )
@@ -176,16 +176,10 @@ def _read_workers(path: Path) -> int:
 def _read_devices(path: Path) -> list[Record]:
     """Return the entries of the newest lines of devices.jsonl."""
     found: list[Record] = []
-    try:
-        with path.open("rb") as file:
-            for number, (_, line) in enumerate(iter_lines_backward(file)):
-                if number >= DEVICE_LINES:
-                    break
-                entries = (parse_object(line) or {}).get("devices")
-                if isinstance(entries, list):
-                    found += [one for one in entries if isinstance(one, dict)]
-    except OSError:
-        return []
+    for line in iter_newest_lines(path, DEVICE_LINES):
+        entries = (parse_object(line) or {}).get("devices")
+        if isinstance(entries, list):
+            found += [one for one in entries if isinstance(one, dict)]
     return found
 
 

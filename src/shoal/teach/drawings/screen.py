@@ -5,11 +5,11 @@ A screen is data, so that the same answer can be printed, saved as SVG, or retur
 
 from __future__ import annotations
 
-import math
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.base.runlog.damaged_lines import replace_non_finite
 from shoal.teach.drawings.plot import Chart, plot_lines
 
 BAR = "█"
@@ -152,15 +152,4 @@ def screen_record(screen: Screen, given: dict[str, Any]) -> dict[str, Any]:
         "meaning": screen.meaning,
         "source": screen.source,
     }
-    plain = _plain(record)
-    return plain if isinstance(plain, dict) else {}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return replace_non_finite(record)

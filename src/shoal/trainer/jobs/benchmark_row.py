@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.base.errors import UserError
+from shoal.base.runlog.damaged_lines import replace_non_finite
 from shoal.config.resolve import make_plan
 from shoal.config.sections import Config
 from shoal.data.loading.step_samples import StepBatch
@@ -137,13 +138,12 @@ def _measure_figures(
         "parameters": run.plan.parameters,
         "per_s": statistics.median(_compute_throughput(row, source.kind) for row in timed),
         "step_s": [row["step_s"] for row in timed],
-        "losses": [_finite(row["loss"]) for row in told],
+        "losses": [replace_non_finite(row["loss"]) for row in told],
         "sent_bytes": max(sent, key=lambda kinds: sum(kinds.values())),
         "memory": memory,
         "weight_difference": difference,
     }
-    everyone: Row = run.world.broadcast_json(figures)
-    return everyone
+    return run.world.broadcast_json(figures)
 
 
 @phase("memory")
@@ -205,8 +205,4 @@ def relative_difference(
         theirs = tensor.double()
         apart += float((here[name].double() - theirs).square().sum())
         whole += float(theirs.square().sum())
-    return _finite(math.sqrt(apart / whole) if whole else math.sqrt(apart))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return replace_non_finite(math.sqrt(apart / whole) if whole else math.sqrt(apart))

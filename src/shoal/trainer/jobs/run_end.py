@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 
 import torch
 
 from shoal.base.errors import shorten
+from shoal.base.runlog.damaged_lines import replace_non_finite
 from shoal.data.sources import Source
 from shoal.machine.device_pool import describe_pool, read_device_pool
 from shoal.models.llama import Llama
@@ -52,7 +52,7 @@ def emit_run_end(
         how=how,
         steps_here=steps,
         wall_s=wall_s,
-        validation_loss=_finite(values["loss"]) if values else None,
+        validation_loss=replace_non_finite(values["loss"]) if values else None,
         **({"allocator": fullest} if fullest else {}),
     )
 
@@ -124,7 +124,3 @@ def generate_sample(run: Run, source: Source) -> str | None:
                 window=run.model.sequence,
             )
     return tokenizer.decode(tokens[0].tolist())
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -8,12 +8,11 @@ events.jsonl reports it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from shoal.base.runlog.damaged_lines import iter_lines_backward, parse_step
+from shoal.base.runlog.damaged_lines import iter_newest_lines, parse_step
 from shoal.base.runlog.events import Emit
 from shoal.base.runlog.truncate_logs import truncate_steps
 from shoal.checkpoint.save.node_local import Keepers, SyncedCheckpoint, sync_newest
@@ -140,25 +139,16 @@ def _parse_row_step(line: bytes) -> int:
 
 def _read_last_step(path: Path) -> int:
     """Return the newest step that has a row in a file; 0 without any."""
-    try:
-        with path.open("rb") as file:
-            newest = itertools.islice(iter_lines_backward(file), 8)
-            return max((_parse_row_step(line) for _, line in newest), default=0)
-    except OSError:
-        return 0
+    return max(map(_parse_row_step, iter_newest_lines(path, 8)), default=0)
 
 
 def _read_rows(path: Path, after: int, to: int) -> str:
     """Return the newest rows of steps after + 1 … to, at most ROWS_BYTES of them."""
     kept, size_bytes = list[bytes](), 0
-    try:
-        with path.open("rb") as file:
-            for _, line in iter_lines_backward(file):
-                step, size_bytes = _parse_row_step(line), size_bytes + len(line)
-                if 0 < step <= after or size_bytes > ROWS_BYTES:
-                    break
-                if after < step <= to:
-                    kept.append(line)
-    except OSError:
-        return ""
+    for line in iter_newest_lines(path):
+        step, size_bytes = _parse_row_step(line), size_bytes + len(line)
+        if 0 < step <= after or size_bytes > ROWS_BYTES:
+            break
+        if after < step <= to:
+            kept.append(line)
     return b"\n".join(reversed(kept)).decode(errors="replace")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shoal.base.runlog.damaged_lines import Record, is_number
 from shoal.base.runlog.rank_records import PARTS
-from shoal.base.text.forecast_text import forecast_comment, forecast_text
+from shoal.base.text.forecast_text import forecast_text
 from shoal.base.text.units import bytes_text, seconds_text
 from shoal.view.progress import RunProgress, local_time_text, remaining_time_text
 from shoal.view.script_lines import LOOP_SHARE, WAITS
@@ -47,15 +47,6 @@ def forecast_texts(progress: RunProgress, peaks: Sequence[float]) -> list[str]:
         for word, foreseen, measured, text in rows
         if is_number(foreseen) and foreseen > 0 and measured is not None and is_number(measured)
     ]
-
-
-def comment_text(progress: RunProgress) -> str:
-    """Return the likely reason why a forecast is far off; "" if it is not, or without one."""
-    said, measured_s = progress.plan.get("predicted"), progress.mean("step_s")
-    foreseen_s = said.get("step_s") if isinstance(said, dict) else None
-    if not is_number(foreseen_s) or foreseen_s <= 0 or not measured_s:
-        return ""
-    return forecast_comment(foreseen_s, measured_s)
 
 
 def wait_texts(progress: RunProgress, ranks: Sequence[RankState]) -> list[str]:

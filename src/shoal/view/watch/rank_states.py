@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.base.runlog.damaged_lines import (
     Record,
     is_number,
-    iter_lines_backward,
+    iter_newest_lines,
     parse_object,
     read_object,
 )
@@ -147,17 +147,8 @@ def _went_on(event: Record, rows: deque[RankStep] | None) -> bool:
 
 def read_devices(folder: Path) -> dict[tuple[str, int], str]:
     """Return, by host and index of the device, its newest sample as a text."""
-    lines = []
-    try:
-        with (folder / DEVICES_FILE).open("rb") as file:
-            for _, line in iter_lines_backward(file):
-                lines.append(line)
-                if len(lines) == LINES:
-                    break
-    except OSError:
-        return {}
     found: dict[tuple[str, int], str] = {}
-    for line in lines:  # newest first
+    for line in iter_newest_lines(folder / DEVICES_FILE, LINES):
         record = parse_object(line) or {}
         devices = record.get("devices")
         for device in devices if isinstance(devices, list) else ():

@@ -17,10 +17,12 @@ from pathlib import Path
 from shoal.base.runlog.damaged_lines import (
     Record,
     is_number,
-    iter_lines_backward,
     parse_event,
+    read_newest,
 )
+from shoal.base.runlog.folder_owner import folder_inode
 from shoal.base.text.event_sentences import DAMAGED, died_text, event_text
+from shoal.base.text.forecast_text import plan_comment
 from shoal.view.island_lines import sum_rounds
 from shoal.view.live import STYLES
 from shoal.view.phase_lines import read_current_phases
@@ -28,7 +30,6 @@ from shoal.view.progress import RunProgress, count_unit, step_amount
 from shoal.view.run_folder_reader import RunFolder, last_session_events
 from shoal.view.run_table import RunRow, read_held_locks, read_row, weigh_losses
 from shoal.view.watch.figure_texts import (
-    comment_text,
     forecast_texts,
     left_texts,
     wait_texts,
@@ -64,16 +65,16 @@ class RunWatcher:
     def __init__(self, path: Path, name: str = "") -> None:
         self.path = path
         self.name = clean_text(name or path.resolve().name)
-        self._identity: tuple[int, int] | None = None
+        self._identity = (0, 0)
         self._seen = False
 
     def read(self) -> WatchedRun:
         """Read what is new, and return the state of the run."""
-        identity = _read_identity(self.path)
-        if identity is None or not (self.path / "events.jsonl").exists():
+        identity = folder_inode(self.path)
+        if not any(identity) or not (self.path / "events.jsonl").exists():
             if self._seen:
                 return replace(self._compose(), message=f"{self.path} was deleted; its last state:")
-            there = "no run in it yet" if identity else "no such folder yet"
+            there = "no run in it yet" if any(identity) else "no such folder yet"
             return WatchedRun(self.name, message=clean_text(f"{there}; waiting for {self.path}"))
         if identity != self._identity:
             self._identity, self._seen = identity, True
@@ -97,7 +98,7 @@ class RunWatcher:
         self._row_due_s = 0.0
         self.folder.metrics.skip()
         self.folder.events.skip()
-        self.events.extend(_read_newest_events(self.path / "events.jsonl"))
+        self.events.extend(read_newest(self.path / "events.jsonl", parse_event, EVENTS))
         self.sentences = _event_lines(self.events)
         self.history.read(self.path / "metrics.jsonl")
         newest = self.folder.last_steps(20)
@@ -165,7 +166,7 @@ class RunWatcher:
             validations=validations,
             ranks=ranks,
             forecast=forecast_texts(self.progress, self.tail.peaks()),
-            comment=comment_text(self.progress),
+            comment=plan_comment(self.progress.plan, self.progress.mean("step_s")),
             waits=wait_texts(self.progress, ranks),
             left=left,
             done=done,
@@ -266,29 +267,6 @@ def _join_rows(
 def _island_number(path: Path) -> tuple[int, str]:
     digits = path.name.rpartition("-")[2]
     return (int(digits) if digits.isdecimal() else 1 << 30, path.name)
-
-
-def _read_identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _read_newest_events(path: Path) -> list[Record]:
-    """Return the newest EVENTS events, oldest of them first."""
-    found: list[Record] = []
-    try:
-        with path.open("rb") as file:
-            for _, line in iter_lines_backward(file):
-                if (event := parse_event(line)) is not None:
-                    found.append(event)
-                if len(found) == EVENTS:
-                    break
-    except OSError:
-        return []
-    return found[::-1]
 
 
 def _is_start(event: Record) -> bool:
