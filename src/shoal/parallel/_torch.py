@@ -109,8 +109,7 @@ def keep_saved_tensors() -> Callable[[], None]:
 def enable_version_counter() -> AbstractContextManager[None]:
     """Return a guard under which in-place writes below autograd bump the version counter."""
     key = torch._C.DispatchKey.ADInplaceOrView
-    guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(key, False)
-    return guard
+    return torch._C._SetExcludeDispatchKeyGuard(key, False)
 
 
 def drop_process_groups(shard: Any) -> None:
@@ -235,5 +234,4 @@ def reduce_unused_gradients(shard: Any) -> None:
 
 def keep_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context that leaves a tensor's version counter as it was."""
-    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
-    return kept
+    return torch.autograd._unsafe_preserve_version_counter(tensor)

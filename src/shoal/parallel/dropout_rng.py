@@ -74,11 +74,8 @@ def apply(program: Program, seed: int) -> Program:
     traced = layout.processes == 1 or program.pipe.size > 1  # a traced pass has replaced them
     hooks += () if traced else _refuse_module_replacement(program.module)
 
-    def remove() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    begin, close = (*program.on_begin, keyed.start_step), (*program.on_close, remove)
+    begin = (*program.on_begin, keyed.start_step)
+    close = (*program.on_close, *(hook.remove for hook in hooks))
     return replace(program, on_begin=begin, keyed=keyed, on_close=close)
 
 

@@ -18,11 +18,11 @@ from torch import nn
 
 from shoal.base.errors import BugError
 from shoal.base.plans.placement import DATA_AXES, DimCut, Placement
-from shoal.base.plans.plan import Plan
+from shoal.base.plans.plan import Bucket, Plan
 from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import World
 from shoal.fabric.axis_worlds import axis_world, label_axes, list_axis_groups, partition_world
-from shoal.trace.find.blocks import detect_blocks
+from shoal.trace.find.blocks import detect_blocks, is_single_layer
 
 if TYPE_CHECKING:
     from shoal.base.plans.comm_volume import CommVolume
@@ -68,6 +68,46 @@ class Reducer(Protocol):
 
     def publish(self) -> None:
         """Make all new weights visible on every rank after the optimizer's step."""
+
+
+class IdleReducer(Reducer):
+    """Base of reducers for which some calls of a step have nothing to do."""
+
+    def start_step(self, rounds: int) -> None:
+        """Do nothing at the start of a step."""
+
+    def prepare_backward(self, last: bool, once: bool = True) -> None:
+        """Do nothing before a backward pass."""
+
+    def end_backward(self, counted: bool) -> None:
+        """Do nothing after a backward pass."""
+
+    def finish(self) -> None:
+        """Do nothing: no sum is under way."""
+
+    def publish(self) -> None:
+        """Do nothing: the optimizer stepped the module's own parameters."""
+
+
+class HookedReducer(IdleReducer):
+    """Base of reducers whose hooks mark the parameters that get a gradient on this rank.
+
+    Attributes:
+        plan: buckets of the program's plan.
+        seen: names of the marked parameters of this step.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    plan: Sequence[Bucket]
+    seen: set[str]
+
+    def used_parameters(self) -> list[bool]:
+        """Return per parameter whether it got a gradient on this rank."""
+        return [name in self.seen for name in self.parameters]
+
+    def summed_names(self) -> list[str]:
+        """Return the first parameter of every bucket."""
+        return [bucket.names[0] for bucket in self.plan]
 
 
 class Pass(Protocol):
@@ -342,6 +382,14 @@ def dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def empty_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor or parameter like this one, without memory."""
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
 def view_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return `part` of a flat buffer viewed with the parameter's shape and strides.
 
@@ -359,6 +407,12 @@ def own_blocks(program: Program) -> Iterator[tuple[str, nn.Module]]:
         block = program.module.get_submodule(name)
         if not any(p.is_meta for p in block.parameters()):
             yield name, block
+
+
+def layered_blocks(program: Program) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of several layers that are on this rank, each once, with a name."""
+    found = {id(b): (n, b) for n, b in own_blocks(program) if not is_single_layer(b)}
+    return list(found.values())
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,8 @@ from shoal.parallel._torch import (
     graph_task_id,
     pytree,
 )
-from shoal.parallel.program import Program, own_blocks
-from shoal.trace.find.blocks import is_single_layer
-from shoal.trace.isolation.replaced_forward import ReplacedForward
+from shoal.parallel.program import Program, layered_blocks
+from shoal.trace.isolation.replaced_forward import ReplacedForward, restore_all
 
 
 def apply(program: Program) -> Program:
@@ -52,7 +52,7 @@ def apply(program: Program) -> Program:
     policy = program.plan.recompute
     if policy == "none":
         return program
-    found = {id(b): (n, b) for n, b in own_blocks(program) if not is_single_layer(b)}
+    found = layered_blocks(program)
     if not found:
         program.notices.append(
             f"memory.recompute = {policy}: nothing to recompute: the model has no ModuleList or "
@@ -60,16 +60,11 @@ def apply(program: Program) -> Program:
         )
         return program
     run = _Messages(policy, program.notices)
-    wrapped = [_RecomputedForward(name, block, run) for name, block in found.values()]
-
-    def undo() -> None:
-        for block in wrapped:
-            block.restore()
-
+    wrapped = [_RecomputedForward(name, block, run) for name, block in found]
     return replace(
         program,
         around=(*program.around, run.micro_batch),
-        on_close=(*program.on_close, undo),
+        on_close=(*program.on_close, partial(restore_all, wrapped)),
     )
 
 

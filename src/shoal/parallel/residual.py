@@ -16,21 +16,24 @@ Source: torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype, cast_forward_in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from shoal.parallel.program import Program, own_blocks
-from shoal.trace.find.blocks import is_single_layer, residual_blocks
+from shoal.parallel.program import Program, layered_blocks
+from shoal.trace.find.blocks import residual_blocks
 from shoal.trace.isolation.narrow_blocks import (
     NarrowForward,
     NarrowNorm,
     list_stream_norms,
     narrow_inputs,
 )
+from shoal.trace.isolation.replaced_forward import restore_all
 
 
 def apply(program: Program) -> Program:
     """Run every block of this rank in bf16, between compiled code and recompute."""
-    found = {id(b): (n, b) for n, b in own_blocks(program) if not is_single_layer(b)}
+    found = layered_blocks(program)
     blocks = residual_blocks(program.module, program.plan)
     if not blocks:
         program.notices.append(
@@ -38,24 +41,18 @@ def apply(program: Program) -> Program:
             "or Sequential whose entries are blocks of several layers; try: layout.blocks=NAME"
         )
     device = program.world.device.type
-    wrapped = [NarrowForward(name, block, device) for name, block in found.values()]
+    wrapped = [NarrowForward(name, block, device) for name, block in found]
     wrapped += [
         NarrowNorm(name, norm, device)
         for name, norm in list_stream_norms(program.module, blocks.values()).items()
         if blocks and not any(p.is_meta for p in norm.parameters())
     ]
-    hooks = [
-        block.register_forward_pre_hook(narrow_inputs, with_kwargs=True)
-        for _, block in found.values()
-    ]
-
-    def undo() -> None:
-        for one in wrapped:
-            one.restore()
-        for hook in hooks:
-            hook.remove()
-
-    return replace(program, on_close=(*program.on_close, undo))
+    hooks = [block.register_forward_pre_hook(narrow_inputs, with_kwargs=True) for _, block in found]
+    undo: tuple[Callable[[], None], ...] = (
+        partial(restore_all, wrapped),
+        *(hook.remove for hook in hooks),
+    )
+    return replace(program, on_close=(*program.on_close, *undo))
 
 
 def list_narrow_blocks(program: Program) -> tuple[str, ...]:

@@ -8,12 +8,15 @@ is the right gradient if every rank kept its own share instead of the sum.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shoal.fabric import World
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.program import Program
 
@@ -98,3 +101,22 @@ def _add_local_part(total: torch.Tensor, name: str, program: Program) -> None:
         target = total[tuple(slice(start, stop) for start, stop in box)]
         target += flat[place : place + count].view(target.shape)
         place += count
+
+
+def find_unequal_ranks(
+    world: World, digests: Mapping[str, list[str]]
+) -> dict[str, list[list[int]]]:
+    """Return tensors whose equal parts differ between ranks: groups of ranks that agree.
+
+    Args:
+        world: the ranks; all call it.
+        digests: name → [part, digest] on this rank.
+    """
+    total = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    if len(set(world.gather_json(total))) == 1:
+        return {}
+    seen: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for rank, one in enumerate(world.gather_json(digests)):
+        for name, (part, digest) in one.items():
+            seen.setdefault((name, part), {}).setdefault(digest, []).append(rank)
+    return {name: list(ranks.values()) for (name, _), ranks in seen.items() if len(ranks) > 1}

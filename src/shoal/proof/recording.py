@@ -9,7 +9,6 @@ should be equal everywhere: a rank that drifts alone is invisible from rank 0.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from shoal.proof.equality_bounds import EqualityBounds
 from shoal.proof.ownership_mismatch import (
     OwnershipMismatch,
     find_ownership_mismatches,
+    find_unequal_ranks,
     is_model_parallel,
 )
 from shoal.proof.tensor_spill import OverlaidTensors, Tensors, TensorSpill
@@ -86,7 +86,7 @@ def record_trial(
     digests: dict[str, list[str]] = {}
     for label, run in side.runs.items():
         digests.update(_prefix_label(label, digest_replicas(run.program)))
-    found.drift = _find_differing(side.world, digests)
+    found.drift = find_unequal_ranks(side.world, digests)
     told = side.world.gather_json([asdict(row) for row in found.rows])
     found.rank_rows = [[StepRow(**row) for row in rows] for rows in told]
     notes.end(side.runs)
@@ -245,15 +245,3 @@ def _describe_run(found: TrajectoryRecord, label: str, run: Run) -> None:
         found.held |= _prefix_label(label, {name: program.rows[name] for name in program.names})
     found.experts += [full(name) for name, cut in program.cuts.items() if cut.axis == "ep"]
     found.buckets += [[full(name) for name in bucket.names] for bucket in run.plan.buckets]
-
-
-def _find_differing(world: World, digests: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-    """Return names whose same part differs in bits between ranks: groups of ranks that agree."""
-    total = hashlib.sha256(repr(list(digests.items())).encode()).hexdigest()
-    if len(set(world.gather_json(total))) == 1:
-        return {}
-    seen: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for rank, told in enumerate(world.gather_json(digests)):
-        for name, (part, digest) in told.items():
-            seen.setdefault((name, part), {}).setdefault(digest, []).append(rank)
-    return {name: list(ranks.values()) for (name, _), ranks in seen.items() if len(ranks) > 1}

@@ -97,8 +97,7 @@ class _BufferWatcher:
 
     def _value(self, place: int) -> torch.Tensor:
         _, module, name = self.homes[place]
-        tensor: torch.Tensor = getattr(module, name)
-        return tensor
+        return getattr(module, name)
 
     def _changed(self) -> list[int]:
         return [

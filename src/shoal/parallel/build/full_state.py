@@ -170,8 +170,7 @@ class _TensorSpread:
 
     @property
     def kind(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return getattr(torch, self.dtype)
 
     @property
     def is_replicated(self) -> bool:

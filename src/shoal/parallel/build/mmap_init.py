@@ -272,49 +272,38 @@ def _template(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Ten
     changed: dict[str, Any] = {**given, "device": "meta", "pin_memory": False}
     if "generator" in given:
         changed["generator"] = None  # of the CPU: shapes alone draw nothing
-    made: Tensor = func(*args, **changed)
-    return made
+    return func(*args, **changed)
 
 
-def _keep_zeros(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Leave the target as it is, for empty and zeros: a new file reads as zeros."""
-
-
-def _ones(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    target.fill_(1)
-
-
-def _full(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    target.fill_(given["fill_value"] if "fill_value" in given else args[-1])
-
-
-def _normal(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    target.normal_(generator=given.get("generator"))
-
-
-def _uniform(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    target.uniform_(generator=given.get("generator"))
-
-
-def _copy(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    target.copy_(args[0])
-
-
-def _fill_functions() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], None]]:
-    """Return operation → function that fills the result."""
+def _fill_functions() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], object]]:
+    """Return operation → function of result, arguments and keywords that fills the result."""
     aten = torch.ops.aten
-    kinds = {
-        _keep_zeros: (
-            *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
-            *("zeros", "zeros_like", "new_zeros"),
+    kinds: tuple[tuple[Callable[..., object], tuple[str, ...]], ...] = (
+        (
+            lambda target, args, given: None,  # a new file reads as zeros
+            (
+                *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+                *("zeros", "zeros_like", "new_zeros"),
+            ),
         ),
-        _ones: ("ones", "ones_like", "new_ones"),
-        _full: ("full", "full_like", "new_full"),
-        _normal: ("randn", "randn_like"),
-        _uniform: ("rand", "rand_like"),
-        _copy: ("clone", "_to_copy"),
-    }
-    return {getattr(aten, name): fill for fill, names in kinds.items() for name in names}
+        (lambda target, args, given: target.fill_(1), ("ones", "ones_like", "new_ones")),
+        (
+            lambda target, args, given: target.fill_(
+                given["fill_value"] if "fill_value" in given else args[-1]
+            ),
+            ("full", "full_like", "new_full"),
+        ),
+        (
+            lambda target, args, given: target.normal_(generator=given.get("generator")),
+            ("randn", "randn_like"),
+        ),
+        (
+            lambda target, args, given: target.uniform_(generator=given.get("generator")),
+            ("rand", "rand_like"),
+        ),
+        (lambda target, args, given: target.copy_(args[0]), ("clone", "_to_copy")),
+    )
+    return {getattr(aten, name): fill for fill, names in kinds for name in names}
 
 
 FILLS = _fill_functions()

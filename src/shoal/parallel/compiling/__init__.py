@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,9 @@ from shoal.fabric.device import is_accelerator
 from shoal.parallel._torch import function_modes, get_compile_cache, keep_saved_tensors, pytree
 from shoal.parallel.compiling.compile_cache import remove_truncated_libraries
 from shoal.parallel.compiling.compiled_parity import refuse_wrong_code
-from shoal.parallel.program import Program, own_blocks
-from shoal.trace.find.blocks import is_single_layer
+from shoal.parallel.program import Program, layered_blocks
 from shoal.trace.isolation.equal_layers import list_inner_hooks
-from shoal.trace.isolation.replaced_forward import ReplacedForward
+from shoal.trace.isolation.replaced_forward import ReplacedForward, restore_all
 
 
 def check(plan: Plan, device: torch.device) -> None:
@@ -58,7 +58,7 @@ def apply(program: Program) -> Program:
     check(program.plan, program.world.device)
     if program.plan.compile == "none":
         return program
-    found = {id(b): (n, b) for n, b in own_blocks(program) if not is_single_layer(b)}
+    found = layered_blocks(program)
     if not found:
         program.notices.append(
             "train.compile = blocks: nothing to compile: the model has no ModuleList or Sequential "
@@ -74,21 +74,16 @@ def apply(program: Program) -> Program:
         )
     # A split backward (zero bubble) passes through one graph twice.
     halves = program.plan.layout.schedule in SPLIT_BACKWARD
-    undo_saved = keep_saved_tensors() if halves else lambda: None
+    undo = [keep_saved_tensors()] if halves else []
     checked: set[Hashable] = set()
     compiled = [
         _CompiledForward(name, block, checked)
-        for name, block in found.values()
+        for name, block in found
         if not _compile_replaced_forwards(name, block, program.notices)
         and not _is_hooked(name, block, program.notices)
     ]
-
-    def undo() -> None:
-        undo_saved()
-        for block in compiled:
-            block.restore()
-
-    return replace(program, on_close=(*program.on_close, undo))
+    undo.append(partial(restore_all, compiled))
+    return replace(program, on_close=(*program.on_close, *undo))
 
 
 def _is_hooked(name: str, block: nn.Module, notices: list[str]) -> bool:
@@ -154,8 +149,7 @@ def _compile_replaced_forwards(name: str, block: nn.Module, notices: list[str]) 
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    fast: Callable[..., Any] = torch.compile(function, options={"fallback_random": True})
-    return fast
+    return torch.compile(function, options={"fallback_random": True})
 
 
 @contextmanager

@@ -16,9 +16,8 @@ through `count_gradient_once`, and outputs through `enter`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Sequence
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -90,6 +89,8 @@ class ContextForward(SplitForward):
 
     programs: ContextPrograms
 
+    shared_attributes = (*SplitForward.shared_attributes, "tensor")
+
     def __init__(
         self,
         name: str,
@@ -127,8 +128,7 @@ class ContextForward(SplitForward):
         """Return the graph's results, as a rank of `axis` has them."""
         code = self.programs.compiled_program(split)
         if split.inner is None or self.tensor is None:
-            parts: Sequence[Tensor] = code(self.axis, *given)
-            return parts
+            return code(self.axis, *given)
         both = code(self.axis, self.tensor, *given)
         labelled = zip(both, split.inner.outputs, strict=True)
         return [wrap_output(value, label, self.tensor) for value, label in labelled]
@@ -145,8 +145,7 @@ class ContextForward(SplitForward):
             return local_part_of(
                 value, ShardSpec.split_evenly(self.tensor, label.dim, value.shape[label.dim])
             )
-        whole: Tensor = gather_if_shard(value)
-        return whole
+        return gather_if_shard(value)
 
     def _convert_input(self, value: Tensor, label: Label) -> Tensor:
         if isinstance(label, Split):
@@ -161,26 +160,15 @@ class ContextForward(SplitForward):
             return wrap_tokens(value, self.axis, label.dim, value.shape[label.dim] * self.axis.size)
         return autograd_collectives.enter(value, self.axis) if value.is_floating_point() else value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy with the model; the copy uses the same ranks and shares the graphs."""
-        memo[id(self.tensor)] = self.tensor
-        return super().__deepcopy__(memo)
-
 
 class _TokenForward(ReplacedForward):
     """Replaced forward that calls the forward before it with this rank's tokens."""
 
+    shared_attributes = ("axis",)
+
     def __init__(self, name: str, block: nn.Module, axis: Axis) -> None:
         self.axis = axis
         super().__init__(name, block)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy with the model; the copy uses the same ranks."""
-        memo[id(self.axis)] = self.axis
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
 
 
 class ContextHead(_TokenForward):
@@ -190,8 +178,7 @@ class ContextHead(_TokenForward):
         """Map this rank's hidden states as nn.Linear does."""
         dim = hidden.dim() - 2
         if dim < 1 or hidden.shape[dim] % self.axis.size:
-            whole: Tensor = self.forward(gather_if_shard(hidden))
-            return whole
+            return self.forward(gather_if_shard(hidden))
         deal = ShardSpec.split_evenly(self.axis, dim, hidden.shape[dim], summands=True)
         return wrap_tokens(
             self.forward(local_part_of(hidden, deal)), self.axis, dim, hidden.shape[dim]
@@ -205,8 +192,7 @@ class ContextEmbedding(_TokenForward):
         """Look up ids [..., tokens] as [..., tokens, dim]."""
         length = ids.shape[-1] if ids.dim() else 0
         if length < self.axis.size:
-            whole: Tensor = self.forward(ids)
-            return whole
+            return self.forward(ids)
         deal = ShardSpec.split_evenly(self.axis, ids.dim() - 1, length, summands=True)
         rows = self.forward(local_part_of(ids, deal))  # the whole table, or tp's split lookup
         return wrap_tokens(rows, self.axis, deal.dim, length)

@@ -121,14 +121,8 @@ class _UnitPlanner:
 
     def group_layers(self, names: list[str]) -> list[list[str]]:
         """Group equal layers that were called and that tp divides in the same way."""
-        alike = self.likeness.group_layers([n for n in names if n in self.calls], self.calls)
-        found = []
-        for group in alike:
-            by_split: dict[int, list[str]] = {}
-            for name in group:
-                by_split.setdefault(id(self.inner.get(name)), []).append(name)
-            found += list(by_split.values())
-        return found
+        called = [name for name in names if name in self.calls]
+        return self.likeness.group_layers_by(called, self.calls, lambda n: id(self.inner.get(n)))
 
     def split_group(self, names: list[str]) -> str:
         """Split equal layers, as a unit or by children; return why not as a unit, or ""."""

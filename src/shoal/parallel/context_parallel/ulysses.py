@@ -48,8 +48,7 @@ def ulysses_attention(
     out = F.scaled_dot_product_attention(
         mine[0], mine[1], mine[2], is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    back: Tensor = _Exchange.apply(out, axis, 2, 1)
-    return back
+    return _Exchange.apply(out, axis, 2, 1)
 
 
 def _exchange(value: Tensor, axis: ContextAxis, split: int, join: int) -> Tensor:

@@ -29,7 +29,7 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.base.plans.plan import Bucket, Plan
 from shoal.fabric import World
-from shoal.parallel.program import LocalParameter, Program, view_like
+from shoal.parallel.program import HookedReducer, LocalParameter, Program, view_like
 
 if TYPE_CHECKING:
     from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
@@ -70,7 +70,7 @@ def reduce_dtype(plan: Plan) -> torch.dtype | None:
     return getattr(torch, REDUCE[plan.sums]) if plan.sums else None
 
 
-class BucketReducer:
+class BucketReducer(HookedReducer):
     """The reducer of `ddp` and, if buckets have cuts, of `zero1`; see `program.Reducer`."""
 
     def __init__(self, program: Program, local: Mapping[str, LocalParameter]) -> None:
@@ -164,9 +164,6 @@ class BucketReducer:
             elif name in self.copied:
                 local.parameter.grad = self.views[name]
 
-    def publish(self) -> None:
-        """Do nothing: the optimizer stepped the module's own parameters."""
-
     def close(self) -> None:
         """Leave the parameters as plain PyTorch has them: no hooks, no views into buffers."""
         for hook in self.hooks:
@@ -177,10 +174,6 @@ class BucketReducer:
         for local in self.local.values():
             local.parameter.grad = None
 
-    def used_parameters(self) -> list[bool]:
-        """Return per parameter whether it got a gradient on this rank."""
-        return [name in self.seen for name in self.parameters]
-
     def local_norms(self) -> list[torch.Tensor]:
         """Return the norm of each bucket as this rank computed it."""
         return self.norms
@@ -188,10 +181,6 @@ class BucketReducer:
     def sums(self) -> list[torch.Tensor]:
         """Return the flat buffers, or this rank's parts of them."""
         return [self._own_part(number) for number in range(len(self.flats))]
-
-    def summed_names(self) -> list[str]:
-        """Return the first parameter of every buffer."""
-        return [bucket.names[0] for bucket in self.plan]
 
     def _own_part(self, number: int) -> torch.Tensor:
         flat, cuts = self.flats[number], self.plan[number].cuts

@@ -45,7 +45,14 @@ from shoal.parallel.data_parallel.fetched_rows import (
     RowServer,
     host_message_world,
 )
-from shoal.parallel.program import Pass, Program, copy_part, frozen_parameters, trainable_parameters
+from shoal.parallel.program import (
+    Pass,
+    Program,
+    copy_part,
+    empty_on_meta,
+    frozen_parameters,
+    trainable_parameters,
+)
 from shoal.wire import phases
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -157,10 +164,7 @@ def _replacement_of(
         return RemoteTable.of(cast(nn.Parameter, tensor), row)
     if row.is_table and row.cut is not None:
         return nn.Parameter(copy_part(tensor.detach(), row.cut, number))
-    hollow = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(hollow, requires_grad=tensor.requires_grad)
-    return hollow
+    return empty_on_meta(tensor)
 
 
 def apply(program: Program) -> Program:

@@ -62,7 +62,13 @@ from shoal.parallel.build.mmap_init import copy_to_memory, is_mapped, load_own_r
 from shoal.parallel.data_parallel.buckets import expert_parameters, reduce_dtype
 from shoal.parallel.data_parallel.shared_parameters import all_reduce_message
 from shoal.parallel.mutated_weights import watch_unit_weights
-from shoal.parallel.program import LocalParameter, Program, frozen_parameters, trainable_parameters
+from shoal.parallel.program import (
+    HookedReducer,
+    LocalParameter,
+    Program,
+    frozen_parameters,
+    trainable_parameters,
+)
 from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
 from shoal.parallel.unit_visits import make_unit_visits
 from shoal.trace.find.blocks import fsdp_blocks
@@ -373,7 +379,7 @@ def _mixed_precision_policy(
     )
 
 
-class ShardedGradients:
+class ShardedGradients(HookedReducer):
     """The reducer over `fully_shard`, which sends by itself; see `program.Reducer`.
 
     Args:
@@ -506,10 +512,6 @@ class ShardedGradients:
             hook.remove()
         for local in self.local.values():
             local.parameter.grad = None
-
-    def used_parameters(self) -> list[bool]:
-        """Return per parameter whether it got a gradient on this rank."""
-        return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
         """Return the norm of each unit's gradients as this rank computed them."""

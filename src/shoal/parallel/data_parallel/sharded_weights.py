@@ -74,8 +74,7 @@ class UserDTensor(DTensor):
         with as_dtensors([self]):
             if find_inner_cut(self) is not None:
                 return gather_whole(self)
-            whole: torch.Tensor = DTensor.full_tensor(self, **options)
-            return whole
+            return DTensor.full_tensor(self, **options)
 
     @classmethod
     def __torch_function__(

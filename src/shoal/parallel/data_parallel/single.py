@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shoal.parallel.program import Program, whole_local_parameters
+from shoal.parallel.program import IdleReducer, Program, whole_local_parameters
 
 
 def apply(program: Program) -> Program:
@@ -19,7 +19,7 @@ def apply(program: Program) -> Program:
     )
 
 
-class LocalGradients:
+class LocalGradients(IdleReducer):
     """The reducer of `single`; see `program.Reducer` for the order of calls."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -30,15 +30,6 @@ class LocalGradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def prepare_backward(self, last: bool, once: bool = True) -> None:
-        """Do nothing: one process sends no gradients."""
-
-    def end_backward(self, counted: bool) -> None:
-        """Do nothing: one process sends no gradients."""
-
-    def finish(self) -> None:
-        """Do nothing: one process sends no gradients."""
-
     def used_parameters(self) -> list[bool]:
         """Return per parameter whether it got a gradient."""
         return [p.grad is not None for p in self.parameters.values()]
@@ -46,9 +37,6 @@ class LocalGradients:
     def local_norms(self) -> list[torch.Tensor]:
         """Return the norms of all gradients, by one call per dtype and device."""
         return list(torch._foreach_norm(self.sums())) if self.sums() else []
-
-    def publish(self) -> None:
-        """Do nothing: the optimizer stepped the module's own parameters."""
 
     def sums(self) -> list[torch.Tensor]:
         """Return the gradients themselves."""

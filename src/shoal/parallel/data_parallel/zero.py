@@ -32,7 +32,7 @@ from shoal.parallel.data_parallel.buckets import (
     reduce_dtype,
     second_gradient_error,
 )
-from shoal.parallel.program import LocalParameter, Part, Program
+from shoal.parallel.program import HookedReducer, LocalParameter, Part, Program
 
 IN_FLIGHT = 1
 """Buckets in flight under zero2 while the next is filled; more would hold more gradients.
@@ -182,7 +182,7 @@ class _ZeroOneReducer(BucketReducer):
         self.weights.publish()
 
 
-class ScatterReducer:
+class ScatterReducer(HookedReducer):
     """Reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
 
     def __init__(
@@ -259,10 +259,6 @@ class ScatterReducer:
         for local in self.local.values():
             local.parameter.grad = None
 
-    def used_parameters(self) -> list[bool]:
-        """Return per parameter whether it got a gradient on this rank."""
-        return [name in self.seen for name in self.parameters]
-
     def local_norms(self) -> list[torch.Tensor]:
         """Return the norm of each bucket per micro-batch, as this rank computed it."""
         return self.norms
@@ -270,10 +266,6 @@ class ScatterReducer:
     def sums(self) -> list[torch.Tensor]:
         """Return this rank's parts of the sum, one tensor per bucket."""
         return self.parts
-
-    def summed_names(self) -> list[str]:
-        """Return the first parameter of every bucket."""
-        return [bucket.names[0] for bucket in self.plan]
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         number = self.bucket_of[name]

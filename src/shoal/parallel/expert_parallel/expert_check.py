@@ -214,8 +214,7 @@ def _run_parts(
 def _call_with_parameters(
     twin: nn.Module, own: dict[str, Tensor], *args: Tensor, **named: Tensor
 ) -> Tensor:
-    result: Tensor = functional_call(twin, own, args, named)
-    return result
+    return functional_call(twin, own, args, named)
 
 
 def _relative_difference(ours: Tensor, theirs: Tensor) -> float:

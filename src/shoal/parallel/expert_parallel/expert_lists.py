@@ -30,7 +30,7 @@ from shoal.parallel._torch import pytree
 from shoal.parallel.expert_parallel.expert_load import ExpertLoads
 from shoal.parallel.expert_parallel.token_routing import EXPERT_AXIS
 from shoal.trace.find.listed_experts import ListedExperts
-from shoal.trace.isolation.replaced_forward import ReplacedForward
+from shoal.trace.isolation.replaced_forward import ReplacedForward, restore_all
 
 NOT_CALLED = -1
 """Sent instead of a number of rows: the rank only joins the exchange."""
@@ -98,8 +98,7 @@ class ListedForward(ReplacedForward):
 
     def restore(self) -> None:
         """Restore the original forwards of the layer and its experts."""
-        for entry in self.entries:
-            entry.restore()
+        restore_all(self.entries)
         super().restore()
 
 

@@ -86,8 +86,7 @@ def combine(results: Tensor, weights: Tensor, route: TokenRoute, axis: World) ->
 
 def exchange_rows(rows: Tensor, axis: World, sent: list[int], received: list[int]) -> Tensor:
     """Run `all_to_all_rows` differentiably; gradients travel back the same way."""
-    out: Tensor = _Exchange.apply(rows, axis, sent, received)
-    return out
+    return _Exchange.apply(rows, axis, sent, received)
 
 
 class _Exchange(torch.autograd.Function):

@@ -27,7 +27,7 @@ from torch import nn
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.offload.copy_stream import CopyStream
-from shoal.parallel.program import LocalParameter, Program, view_like
+from shoal.parallel.program import HookedReducer, LocalParameter, Program, view_like
 
 
 def apply(program: Program) -> Program:
@@ -241,7 +241,7 @@ class HostWeights:
         return release
 
 
-class StreamedGradients:
+class StreamedGradients(HookedReducer):
     """The reducer of one device whose gradients wait on the host; see `program.Reducer`.
 
     Attributes:
@@ -317,10 +317,6 @@ class StreamedGradients:
         for one in self.weights.by_name.values():
             one.parameter.grad = one.master.grad = None
 
-    def used_parameters(self) -> list[bool]:
-        """Return per parameter whether it got a gradient."""
-        return [name in self.seen for name in self.parameters]
-
     def local_norms(self) -> list[torch.Tensor]:
         """Return the norms of this rank's gradient sums: by bucket, or by parameter if uncast."""
         order = self.summed_names() if self.narrow else self.parameters
@@ -329,10 +325,6 @@ class StreamedGradients:
     def sums(self) -> list[torch.Tensor]:
         """Return the buckets' gradient sums, in host memory."""
         return self.hosts
-
-    def summed_names(self) -> list[str]:
-        """Return the first parameter of every bucket."""
-        return [bucket.names[0] for bucket in self.plan]
 
     def _views(
         self, number: int, flat: torch.Tensor | None = None

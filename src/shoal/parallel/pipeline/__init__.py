@@ -35,7 +35,7 @@ from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import PipelineStages
 from shoal.parallel.pipeline.stage_tensors import ValuePacking
-from shoal.parallel.program import Program, frozen_parameters, trainable_parameters
+from shoal.parallel.program import Program, empty_on_meta, frozen_parameters, trainable_parameters
 from shoal.planning.pipeline_schedules import make_schedule
 from shoal.trace.flow.forward_record import ForwardRecord
 from shoal.trace.isolation.collective_ban import ForbiddenCollective, forbid_collectives
@@ -185,12 +185,5 @@ def free_other_stages(module: nn.Module, keep: AbstractSet[str]) -> None:
                 if tensor is None or names[id(tensor)] in keep:
                     continue
                 if id(tensor) not in hollow:
-                    hollow[id(tensor)] = _to_meta(tensor)
+                    hollow[id(tensor)] = empty_on_meta(tensor)
                 held[name] = hollow[id(tensor)]  # type: ignore[assignment]
-
-
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty

@@ -41,8 +41,8 @@ from shoal.base.errors import BugError, PlanError
 from shoal.parallel.pipeline.partition_model import CallPlan, StageCut, shape_givers
 from shoal.trace._torch import pytree
 from shoal.trace.flow.liveness import Leaf
-from shoal.trace.isolation.meta_inputs import first_line, map_tensors, tensors_of
-from shoal.trace.isolation.replaced_forward import ReplacedForward
+from shoal.trace.isolation.meta_inputs import first_line, map_tensors, meta_like, tensors_of
+from shoal.trace.isolation.replaced_forward import ReplacedForward, restore_all
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -73,9 +73,8 @@ class PipelineStages:
         self.stages = {number: PipelineStage(self, number) for number in sorted(numbers)}
 
     def restore_forwards(self) -> None:
-        """Restore the module's forwards; other stages' parameters stay on the meta device."""
-        for one in self.replaced:
-            one.restore()
+        """Restore the module's forwards; parameters without data stay so."""
+        restore_all(self.replaced)
         self.replaced.clear()
 
     def _install(self) -> None:
@@ -486,7 +485,7 @@ class OutputShapes:
         own = next((p.dtype for p in twin.parameters() if p.is_floating_point()), None)
 
         def to_twin(tensor: torch.Tensor) -> torch.Tensor:  # a residual stream may be narrower
-            like = _to_meta(tensor)
+            like = meta_like(tensor)
             return like.to(own) if own and like.is_floating_point() else like
 
         args, kwargs = pytree.tree_map_only(
@@ -497,7 +496,7 @@ class OutputShapes:
                 outputs = twin(*args, **kwargs)
         except Exception as failure:  # the user's block needs real values
             return _shapes_from_inputs(plan, (inputs, named), failure)
-        return map_tensors(_to_meta, outputs)
+        return map_tensors(meta_like, outputs)
 
 
 def _shapes_from_inputs(plan: CallPlan, inputs: Any, failure: Exception) -> Any:
@@ -524,7 +523,3 @@ def _signature(inputs: Any) -> Hashable:
         (tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else one
         for one in shape_givers(inputs)
     )
-
-
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -116,5 +116,4 @@ class _Arrival(torch.autograd.Function):
 
 def to_non_leaf(leaf: torch.Tensor) -> torch.Tensor:
     """Return a leaf's values as a non-leaf, so that a stage may modify them in place."""
-    value: torch.Tensor = _Arrival.apply(leaf)
-    return value
+    return _Arrival.apply(leaf)

@@ -70,20 +70,17 @@ def enter(value: Tensor, axis: Axis) -> Tensor:
     """Pass a replicated value into split work; its gradient is all-reduced if it needs one."""
     if not value.requires_grad:
         return value
-    entered: Tensor = _Enter.apply(value, axis)
-    return entered
+    return _Enter.apply(value, axis)
 
 
 def reduce(value: Tensor, axis: Axis) -> Tensor:
-    """All-reduce the partial sums of all ranks to the full value."""
-    reduced: Tensor = _Reduce.apply(value, axis)
-    return reduced
+    """All-reduce the summands of all ranks to the whole value."""
+    return _Reduce.apply(value, axis)
 
 
 def scatter(value: Tensor, axis: Axis, split: Split) -> Tensor:
     """Reduce-scatter partial sums to parts: the bytes of `gather`, half of `reduce`."""
-    scattered: Tensor = _Scatter.apply(value, axis, split)
-    return scattered
+    return _Scatter.apply(value, axis, split)
 
 
 def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool) -> Tensor:
@@ -92,8 +89,7 @@ def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool
     Args:
         part_gradients: the gradient of the whole is in parts: the backward pass reduce-scatters it.
     """
-    gathered: Tensor = _Gather.apply(value, axis, split, part_gradients)
-    return gathered
+    return _Gather.apply(value, axis, split, part_gradients)
 
 
 def slice_own_part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) -> Tensor:
@@ -112,24 +108,21 @@ def slice_own_part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradien
         return cut_tensor(value, label, axis.rank, axis.size)
     if isinstance(label, Tiled):  # several ranks hold the same part: their gradients are summed
         return cut_tensor(enter(value, axis), label, axis.rank, axis.size)
-    own: Tensor = _SlicePart.apply(value, axis, label)
-    return own
+    return _SlicePart.apply(value, axis, label)
 
 
 def keep_on_first_rank(value: Tensor, axis: Axis) -> Tensor:
     """Return the value on rank 0 and zeros elsewhere, so that a sum over ranks counts it once."""
     if axis.rank == 0:
         return value
-    zeros: Tensor = _Zeros.apply(value)
-    return zeros
+    return _Zeros.apply(value)
 
 
 def count_gradient_once(value: Tensor, axis: Axis) -> Tensor:
     """Keep the gradient of a value on rank 0 only, so that a sum over ranks counts it once."""
     if not value.requires_grad:
         return value
-    counted: Tensor = _CountGradientOnce.apply(value, axis)
-    return counted
+    return _CountGradientOnce.apply(value, axis)
 
 
 def dropout(

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -186,13 +185,7 @@ class _SplitPlanner:
 
     def group_layers(self, names: list[str], calls: dict[str, LayerCall]) -> list[list[str]]:
         """Group equal layers for which the user wants the same split."""
-        found = []
-        for alike in self.likeness.group_layers(names, calls):
-            by_wish: dict[Any, list[str]] = {}
-            for name in alike:
-                by_wish.setdefault(self.relative_overrides(name), []).append(name)
-            found += list(by_wish.values())
-        return found
+        return self.likeness.group_layers_by(names, calls, self.relative_overrides)
 
     def relative_overrides(self, name: str) -> tuple[tuple[str, str], ...]:
         """Return the user's splits of a layer's parameters: (name within the layer, split)."""

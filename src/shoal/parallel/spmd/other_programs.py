@@ -79,8 +79,7 @@ def _disable_compile(function: FunctionType) -> Callable[..., Any]:
     left: Any = torch.compiler.disable(function)
     left.__name__ = left.__qualname__ = function.__name__
     left.__module__ = function.__module__
-    named: Callable[..., Any] = left
-    return named
+    return left
 
 
 def _make_whole_like(shard: Tensor) -> Tensor:

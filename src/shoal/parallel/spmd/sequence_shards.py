@@ -223,15 +223,13 @@ def wrap_output(value: Tensor, label: Label, axis: Axis) -> Tensor:
 
 
 def gather_whole(local: Tensor, deal: ShardSpec) -> Tensor:
-    """All-gather the full tensor; backward: take this rank's part of the full gradient."""
-    whole: Tensor = _Gather.apply(local, deal)
-    return whole
+    """Gather the whole on every rank; backward: take the own part of the whole gradient."""
+    return _Gather.apply(local, deal)
 
 
 def cut_whole(whole: Tensor, deal: ShardSpec) -> Tensor:
     """Take this rank's part; backward: all-gather the full gradient from the ranks' parts."""
-    local: Tensor = _Cut.apply(whole, deal)
-    return local
+    return _Cut.apply(whole, deal)
 
 
 def local_part_of(value: Tensor, deal: ShardSpec) -> Tensor:

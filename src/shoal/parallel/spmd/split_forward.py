@@ -10,9 +10,8 @@ Equal blocks share their graphs: a graph holds no numbers of its block.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -57,8 +56,7 @@ class BlockInternals:
 
     def tensor(self, name: str) -> Tensor:
         """Return the block's present parameter or buffer of a dotted name."""
-        found: Tensor = getattr(*self.homes[name])
-        return found
+        return getattr(*self.homes[name])
 
     def kind(self, leaves: list[Any], structure: Any) -> Hashable:
         """Return a key for all that a traced graph depends on: shapes, dtypes, modes, …."""
@@ -120,6 +118,8 @@ class ProgramCache:
 class SplitForward(ReplacedForward):
     """Replacement of a block's forward that runs its split graph."""
 
+    shared_attributes: tuple[str, ...] = ("axis", "programs")
+
     def __init__(self, name: str, block: nn.Module, programs: ProgramCache, axis: Axis) -> None:
         self.programs, self.axis = programs, axis
         self.insides = BlockInternals(block)
@@ -167,16 +167,7 @@ class SplitForward(ReplacedForward):
             return local_part_of(
                 value, ShardSpec.split_evenly(self.axis, label.dim, value.shape[label.dim])
             )
-        whole: Tensor = gather_if_shard(value)
-        return whole
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy with the model; the copy uses the same ranks and shares the graphs."""
-        memo[id(self.axis)], memo[id(self.programs)] = self.axis, self.programs
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+        return gather_if_shard(value)
 
 
 def count_partial_once(name: str, value: Tensor, split: BlockSplit, axis: Axis) -> Tensor:

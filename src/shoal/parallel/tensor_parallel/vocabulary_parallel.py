@@ -64,8 +64,7 @@ class SplitVocabulary:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All-gather every rank's [...] as [ranks, ...]."""
-        gathered: Tensor = self.axis.all_gather(tensor.contiguous())
-        return gathered
+        return self.axis.all_gather(tensor.contiguous())
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place."""

@@ -14,7 +14,6 @@ consists of. The one process records itself with the same code.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
@@ -25,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shoal.base.attribute_patch import patch_attribute
 
+from shoal.base.attribute_patch import patch_attribute
 from shoal.base.errors import ConfigError
 from shoal.base.plans.script_side import ScriptSide
 from shoal.fabric import World
@@ -34,6 +33,7 @@ from shoal.optim.named_state import group_settings, split_state
 from shoal.parallel.build.full_state import assemble_tensors, gather_weights, iterate_gradients
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.program import Part, Program
+from shoal.proof.ownership_mismatch import find_unequal_ranks
 from shoal.proof.script.loop_replay import LoopPasses
 from shoal.proof.script.script_actions import ScriptActions, digest_loss_tensors
 from shoal.proof.script.script_end import ScriptEnd, UnrecordableError
@@ -284,25 +284,6 @@ class ScriptRecorder:
         if world.is_first:
             with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
-
-
-def find_unequal_ranks(
-    world: World, digests: Mapping[str, list[str]]
-) -> dict[str, list[list[int]]]:
-    """Return tensors whose equal parts differ between ranks: groups of ranks that agree.
-
-    Args:
-        world: the ranks; all call it.
-        digests: name → [part, digest] on this rank.
-    """
-    total = hashlib.sha256(json.dumps(dict(digests), sort_keys=True).encode()).hexdigest()
-    if len(set(world.gather_json(total))) == 1:
-        return {}
-    seen: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for rank, one in enumerate(world.gather_json(digests)):
-        for name, (part, digest) in one.items():
-            seen.setdefault((name, part), {}).setdefault(digest, []).append(rank)
-    return {name: list(ranks.values()) for (name, _), ranks in seen.items() if len(ranks) > 1}
 
 
 def collect_shared_state(run: Run) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:

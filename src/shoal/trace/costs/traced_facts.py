@@ -41,6 +41,7 @@ from shoal.trace.isolation.meta_inputs import (
     first_line,
     is_record,
     map_tensors,
+    meta_like,
     tensors_of,
 )
 from shoal.trace.isolation.module_copies import copy_to_meta
@@ -201,14 +202,16 @@ class _FactsTrace:
         def to_meta(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in owned:
                 return (
-                    _InnerOutput.apply(anchor, tensor) if tensor.requires_grad else _on_meta(tensor)
+                    _InnerOutput.apply(anchor, tensor)
+                    if tensor.requires_grad
+                    else meta_like(tensor)
                 )
-            constants.append(_on_meta(tensor).requires_grad_(tensor.requires_grad))
+            constants.append(meta_like(tensor).requires_grad_(tensor.requires_grad))
             return constants[-1]
 
         with torch.enable_grad():
             given = map_tensors(to_meta, outputs)
-        wanted = map_tensors(_on_meta, targets)
+        wanted = map_tensors(meta_like, targets)
         self.watch = watch = CostRecorder(constants)
         arguments = [given] if targets is None else [given, wanted]
         given_bytes = sum(t.numel() * t.element_size() for t in tensors_of(given))
@@ -343,10 +346,6 @@ class _FactsTrace:
             hook.remove()
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 class _InnerOutput(torch.autograd.Function):
     """Output without data on an anchor's device: no leaf, whose graph would keep its data alive."""
 
@@ -365,8 +364,7 @@ def _inner_output(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.requires_grad:
         return _empty_like(tensor)
     anchor = torch.empty((), device=tensor.device, requires_grad=True)
-    made: torch.Tensor = _InnerOutput.apply(anchor, tensor)
-    return made
+    return _InnerOutput.apply(anchor, tensor)
 
 
 def _backward(outputs: Any) -> None:

@@ -35,7 +35,7 @@ from shoal.trace.isolation.memoized_forward import memoize_layers, run_memoized
 from shoal.trace.isolation.meta_inputs import tensors_of
 from shoal.trace.isolation.preserve_state import preserve_state
 from shoal.trace.isolation.random_draws import DrawRecorder, RandomDraw
-from shoal.trace.isolation.replaced_forward import ReplacedForward
+from shoal.trace.isolation.replaced_forward import ReplacedForward, restore_all
 
 if TYPE_CHECKING:
     from shoal.trace.find.listed_experts import ListedExperts
@@ -174,8 +174,7 @@ class ForwardRecord:
                 with torch.enable_grad(), drop, preserve_state(module), uses, drawing:
                     seen.uses = uses.of(self.run("look", module))
             finally:
-                for listener in listeners:
-                    listener.restore()
+                restore_all(listeners)
         if seen.handed_objects:
             from shoal.trace.isolation.argument_keys import (
                 drop_holders,  # few models pass objects

@@ -28,7 +28,7 @@ from shoal.trace.flow.forward_record import ForwardRecord
 from shoal.trace.flow.tensor_origins import OriginTracker, TensorOrigin
 from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
 from shoal.trace.isolation.preserve_state import preserve_state
-from shoal.trace.isolation.replaced_forward import ReplacedForward
+from shoal.trace.isolation.replaced_forward import ReplacedForward, restore_all
 
 
 class Snapshots:
@@ -131,9 +131,7 @@ def trace_flow(record: ForwardRecord) -> Flow:
             with followed.marking:
                 outputs = record.run("flow", module)
         finally:
-            root.restore()
-            for one in watched:
-                one.restore()
+            restore_all([root, *watched])
     return followed.make_flow(outputs)
 
 

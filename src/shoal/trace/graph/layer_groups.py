@@ -7,6 +7,7 @@ graph text, constants included, compute the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,6 +53,18 @@ class LayerGrouping:
             else:
                 alike.append(group)
         return [group for alike in merged.values() for group in alike]
+
+    def group_layers_by(
+        self, names: list[str], calls: dict[str, LayerCall], key: Callable[[str], Any]
+    ) -> list[list[str]]:
+        """Group equal layers, as `group_layers`, of which those in a group have one key, too."""
+        found: list[list[str]] = []
+        for alike in self.group_layers(names, calls):
+            by_key: dict[Any, list[str]] = {}
+            for name in alike:
+                by_key.setdefault(key(name), []).append(name)
+            found += by_key.values()
+        return found
 
     def _graph_text(self, name: str, call: LayerCall) -> str:
         """Return the text of a layer's graph with its constants, or why it has none."""

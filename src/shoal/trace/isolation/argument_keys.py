@@ -101,5 +101,4 @@ def _tensor_key(tensor: Tensor) -> Hashable:
             numbers = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes()).digest()
         told = tuple(tensor.shape), tensor.dtype, tensor.device, numbers
         _known[tensor] = tensor._version, told
-    key: Hashable = told
-    return key
+    return told

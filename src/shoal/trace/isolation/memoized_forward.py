@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shoal.trace._torch import pytree
 from shoal.trace.isolation.equal_layers import PLAIN, attribute_key, structure_key
-from shoal.trace.isolation.replaced_forward import ReplacedForward
+from shoal.trace.isolation.replaced_forward import ReplacedForward, restore_all
 
 T = TypeVar("T")
 
@@ -79,8 +79,7 @@ def memoize_layers(module: nn.Module, log: Log) -> Iterator[None]:
     try:
         yield
     finally:
-        for echo in echoes:
-            echo.restore()
+        restore_all(echoes)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,11 @@ def first_line(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {lines[0][:160]}" if lines else type(failure).__name__
 
 
+def meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape and dtype without numbers, in row order."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Rebuild a structure with `function` of every tensor in lists, tuples, dicts, dataclasses.
 

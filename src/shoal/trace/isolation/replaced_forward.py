@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from functools import update_wrapper
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -18,10 +19,12 @@ class ReplacedForward:
     Attributes:
         calls_experts: True if it distributes the block's experts over ranks.
         computes: False after a call that returned stand-ins, for results of another rank.
+        shared_attributes: what a deep copy has in common with the original, such as its ranks.
     """
 
     calls_experts = False
     computes = True
+    shared_attributes: tuple[str, ...] = ()
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.block = name, block
@@ -42,6 +45,15 @@ class ReplacedForward:
         """
         return False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy with the model; the copy has `shared_attributes` in common with this one."""
+        shared = [getattr(self, name) for name in self.shared_attributes]
+        memo |= {id(one): one for one in shared}
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def restore(self) -> None:
         """Restore the block's forward, or that of replacements around this one, in any order."""
         outer = self.block.__dict__.get("forward")
@@ -53,3 +65,9 @@ class ReplacedForward:
             if outer.replaced is self:
                 outer.replaced, outer.forward = self.replaced, self.forward
             outer = outer.replaced
+
+
+def restore_all(forwards: Iterable[ReplacedForward]) -> None:
+    """Restore the forwards of several blocks."""
+    for one in forwards:
+        one.restore()

@@ -25,7 +25,7 @@ from shoal.data.loading.step_samples import StepBatch
 from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.machine.process_memory import peak_memory_bytes
-from shoal.parallel.program import Program
+from shoal.parallel.program import IdleReducer, Program
 from shoal.trainer.jobs.configured_run import count_total_steps
 from shoal.trainer.jobs.opening_lines import write_opening
 from shoal.trainer.jobs.run_end import emit_run_end
@@ -55,8 +55,8 @@ LOOK_S = 0.2
 """Seconds between two checks for a stop while a server waits for gradients."""
 
 
-class _ServerReducer:
-    """Reducer of a server: its gradients are those of a worker's message.
+class _ServerReducer(IdleReducer):
+    """Reducer of a server, which runs no passes: its gradients are those of a worker's message.
 
     Attributes:
         between: the module's other weights, which other servers update, may be of an earlier step.
@@ -74,18 +74,6 @@ class _ServerReducer:
             gradient = self.gradients[name]
             gradient.copy_(parcel.part(arrived, name).view(gradient.shape))
             one.parameter.grad = gradient
-
-    def start_step(self, rounds: int) -> None:
-        """Do nothing: a server runs no passes."""
-
-    def prepare_backward(self, last: bool, once: bool = True) -> None:
-        """Do nothing: a server runs no passes."""
-
-    def end_backward(self, counted: bool) -> None:
-        """Do nothing: a server runs no passes."""
-
-    def finish(self) -> None:
-        """Do nothing: a server runs no passes."""
 
     def used_parameters(self) -> list[bool]:
         """Return []: a server runs no passes."""
