@@ -6,7 +6,6 @@ which every save of a transformers model with adapters writes there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from typing import Any
 import torch
 
 from shoal.base.errors import CheckpointError
-from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint.export.export_file import ExportTensors, select_tensors
 from shoal.checkpoint.format.hub_folder import ADAPTER, ADAPTER_CONFIG, CONFIG, HUB
 from shoal.checkpoint.format.safetensors_file import TensorEntry
-from shoal.checkpoint.load.read import load_from
-from shoal.wire.phases import Phase, phase
+from shoal.wire.phases import phase
 
 
 @dataclass(frozen=True)
@@ -36,15 +33,9 @@ class MergedAdapterExport(ExportTensors):
             TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in found
         ]
 
-    def make_reader(self, told: Phase) -> Callable[[str], memoryview]:
-        """Return a function from a tensor's name to its bytes."""
-
-        def data_of(short: str) -> memoryview:
-            told.step()
-            tensor = self.tensors[self.names[short]].contiguous()
-            return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-        return data_of
+    def read_tensor(self, short: str) -> torch.Tensor:
+        """Return a merged tensor by its exported name."""
+        return self.tensors[self.names[short]]
 
 
 @torch.no_grad()
@@ -82,10 +73,8 @@ def merge_adapters(path: Path, *, average: bool = False) -> MergedAdapterExport 
         )
     adapted.to(_most_common_dtype(found))
     with phase("read", of=len(found.names)) as told:
-        for short, full in found.names.items():
-            stored = found.manifest.tensors[full]
-            whole = Shard.whole(full, stored.shape, stored.dtype)
-            here[short].copy_(load_from(path, found.manifest, [whole])[full])
+        for short in found.names:
+            here[short].copy_(found.read_tensor(short))
             told.step()
     whole_model = adapted.merge_and_unload()
     tensors: dict[str, torch.Tensor] = whole_model.state_dict()
@@ -102,5 +91,4 @@ def merge_adapters(path: Path, *, average: bool = False) -> MergedAdapterExport 
 def _most_common_dtype(found: ExportTensors) -> torch.dtype:
     """Return the dtype that most weights of the checkpoint have."""
     kinds = [entry.dtype for entry in found.entries]
-    dtype: torch.dtype = getattr(torch, max(set(kinds), key=kinds.count))
-    return dtype
+    return getattr(torch, max(set(kinds), key=kinds.count))

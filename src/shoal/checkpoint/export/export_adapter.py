@@ -10,15 +10,13 @@ Source    peft, utils/save_and_load.py: which tensors are an adapter's, and what
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from shoal.base.errors import CheckpointError
 from shoal.checkpoint.export.export_file import select_tensors
-from shoal.checkpoint.export.export_folder import ExportResult, copy_hub_files, replace_folder
+from shoal.checkpoint.export.export_folder import ExportResult, copy_hub_files, replaced_folder
 from shoal.checkpoint.export.export_target import MARK, check_target
-from shoal.checkpoint.format import folders
 from shoal.checkpoint.format.hub_folder import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -54,9 +52,7 @@ def export_adapter(path: Path, out: Path, *, average: bool = False) -> ExportRes
             f"{path}: its model has no adapter of peft; try: the same without --adapter"
         )
     found = replace(found, names={short: found.names[full] for short, full in names.items()})
-    half = folders.make_temporary_path(out)
-    half.mkdir()
-    try:
+    with replaced_folder(out) as half:
         with phase("export", of=len(found.names)) as told:
             metadata = {**MARK, "format": "pt"}
             written = write_file(
@@ -64,9 +60,4 @@ def export_adapter(path: Path, out: Path, *, average: bool = False) -> ExportRes
             )
         copy_hub_files(config.parent, half, (ADAPTER_CONFIG,))
         copy_hub_files(tokenizer_hub(path), half, TOKENIZER_FILES)
-        folders.fsync_folder(half)
-        files = tuple(sorted(os.listdir(half)))
-        replace_folder(half, out)
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
-    return ExportResult(written.size_bytes, files)
+    return ExportResult(written.size_bytes, tuple(sorted(os.listdir(out))))

@@ -50,16 +50,20 @@ class ExportTensors:
         stored = {short: self.manifest.tensors[name] for short, name in self.names.items()}
         return [TensorEntry(short, one.dtype, one.shape) for short, one in stored.items()]
 
+    def read_tensor(self, short: str) -> torch.Tensor:
+        """Return a whole tensor by its exported name; may raise Damaged."""
+        name = self.names[short]
+        tensor = self.manifest.tensors[name]
+        whole = Shard.whole(name, tensor.shape, tensor.dtype)
+        return load_from(self.path, self.manifest, [whole])[name]
+
     def make_reader(self, told: Phase) -> Callable[[str], memoryview]:
         """Return a function from an exported name to a tensor's bytes; it may raise Damaged."""
 
         def data_of(short: str) -> memoryview:
-            name = self.names[short]
-            tensor = self.manifest.tensors[name]
-            whole = Shard.whole(name, tensor.shape, tensor.dtype)
-            data = load_from(self.path, self.manifest, [whole])[name]
+            tensor = self.read_tensor(short).contiguous()
             told.step()
-            return data.view(-1).view(torch.uint8).numpy().data
+            return tensor.view(-1).view(torch.uint8).numpy().data
 
         return data_of
 

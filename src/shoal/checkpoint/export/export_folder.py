@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,10 @@ def export_folder(
     found = merged or select_tensors(path, average=average)
     if translated is not None:
         found = _rename_tensors(found, translated.name_of)
-    half = folders.make_temporary_path(out)
-    half.mkdir()
-    try:
+    with replaced_folder(out) as half:
         size_bytes = _write_weights(half, found, shard_bytes)
         _write_companion_files(half, path, found, translated)
-        folders.fsync_folder(half)
-        files = tuple(sorted(os.listdir(half)))
-        replace_folder(half, out)
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
-    return ExportResult(size_bytes, files)
+    return ExportResult(size_bytes, tuple(sorted(os.listdir(out))))
 
 
 def _rename_tensors(found: ExportTensors, name_of: Callable[[str], str]) -> ExportTensors:
@@ -227,7 +221,23 @@ def _make_durable(path: Path) -> None:
         os.fsync(written.fileno())
 
 
-def replace_folder(half: Path, out: Path) -> None:
+@contextmanager
+def replaced_folder(out: Path) -> Iterator[Path]:
+    """Give a new folder to fill, which takes the place of `out` when the context ends.
+
+    An exception leaves `out` as it was.
+    """
+    half = folders.make_temporary_path(out)
+    half.mkdir()
+    try:
+        yield half
+        folders.fsync_folder(half)
+        _replace_folder(half, out)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def _replace_folder(half: Path, out: Path) -> None:
     """Rename a complete folder to `out`, in place of an earlier export or an empty folder."""
     if not out.is_dir():
         os.rename(half, out)

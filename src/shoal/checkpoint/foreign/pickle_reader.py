@@ -122,10 +122,6 @@ def _pop(m: _PickleMachine, _: Any) -> None:
         m.pop_to_mark()
 
 
-def _pop_mark(m: _PickleMachine, _: Any) -> None:
-    m.pop_to_mark()
-
-
 def _tuple_of(count: int) -> Callable[[_PickleMachine, Any], None]:
     def make(m: _PickleMachine, _: Any) -> None:
         items = tuple(m.stack[-count:])
@@ -291,12 +287,12 @@ def _stop(m: _PickleMachine, _: Any) -> None:
     m.result = m.pop()
 
 
-RUN: dict[str, Callable[[_PickleMachine, Any], None]] = {
+RUN: dict[str, Callable[[_PickleMachine, Any], object]] = {
     "PROTO": _proto, "FRAME": lambda m, _: None, "STOP": _stop,
     "NONE": _push(lambda: None), "NEWTRUE": _push(lambda: True), "NEWFALSE": _push(lambda: False),
     "EMPTY_TUPLE": _push(tuple), "EMPTY_LIST": _push(list), "EMPTY_DICT": _push(dict),
     "EMPTY_SET": _push(list),  # a list: values of a file are not hashed
-    "MARK": _mark, "POP": _pop, "POP_MARK": _pop_mark,
+    "MARK": _mark, "POP": _pop, "POP_MARK": lambda m, _: m.pop_to_mark(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
     "TUPLE": _from_mark(tuple), "LIST": _from_mark(list), "FROZENSET": _from_mark(list),
     "DICT": _from_mark(_dict), "TUPLE1": _tuple_of(1), "TUPLE2": _tuple_of(2),
@@ -339,10 +335,6 @@ def _tensor(dtype: str | None, *told: Any) -> InertTensor:
     return InertTensor(storage, dtype or storage.dtype, offset, size, stride)
 
 
-def _tensor_v2(*told: Any) -> InertTensor:
-    return _tensor(None, *told)
-
-
 def _tensor_v3(*told: Any) -> InertTensor:
     kind = told[6] if len(told) > 6 else None
     if not (isinstance(kind, PickledName) and kind.module == "torch" and kind.name in DTYPES):
@@ -373,7 +365,7 @@ TENSORS = tuple(PickledName("torch._utils", f"_rebuild_tensor_v{version}") for v
 TABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): _ordered_dict,
     ("torch", "Size"): _size,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): lambda *told: _tensor(None, *told),
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def check_shard_file(
 ) -> list[DamagedFileError]:
     """Return every problem of one shard file: size, header, each slice, and unlisted keys."""
     try:
-        with StoredShardReader(path / name, manifest.files[name]) as reader:
+        with closing(StoredShardReader(path / name, manifest.files[name])) as reader:
             return _check_slices(reader, manifest, slices)
     except DamagedFileError as problem:
         return [problem]

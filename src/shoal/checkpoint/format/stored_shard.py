@@ -11,7 +11,6 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from types import TracebackType
 
 from shoal.base.plans.tensor_shards import Box
 from shoal.checkpoint.format import boxes
@@ -29,7 +28,7 @@ MISMATCH = f"does not match its hash in {FILE_NAME}"
 
 
 class StoredShardReader:
-    """An open shard file whose size and header are those of the manifest; use it in `with`.
+    """An open shard file whose size and header are those of the manifest; the caller closes it.
 
     Raises:
         Damaged: here and in `read`, with the file, the slice and the difference.
@@ -123,19 +122,6 @@ class StoredShardReader:
     def close(self) -> None:
         """Close the file."""
         os.close(self.descriptor)
-
-    def __enter__(self) -> StoredShardReader:
-        """Return the reader itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        failure: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the file."""
-        self.close()
 
 
 def _holds(shape: tuple[int, ...], box: Box) -> bool:

@@ -14,6 +14,7 @@ Limits: a stored slice is read whole even if one row of it is wanted, since its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,7 +92,7 @@ def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
         files.setdefault(key[1].file, []).append(key)
     with phase("read", of=len(plan)) as told:
         for file, keys in files.items():
-            with StoredShardReader(path / file, manifest.files[file]) as reader:
+            with closing(StoredShardReader(path / file, manifest.files[file])) as reader:
                 for name, piece in keys:
                     _fill_targets(reader, name, manifest.tensors[name], piece, plan[name, piece])
                     told.step()

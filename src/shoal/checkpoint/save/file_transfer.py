@@ -116,19 +116,26 @@ def _piece_bytes(parcel: FileTransfer, number: int) -> int:
     return max(0, min(PIECE_BYTES, parcel.size_bytes - number * PIECE_BYTES))
 
 
-class _FileSender:
-    """Reader of a file to send; after a failure it sends zeros until the round ends."""
+class _TransferredFile:
+    """File of a transfer, opened until `files` closes; None: this rank takes no part."""
 
-    def __init__(self, path: Path | None, files: contextlib.ExitStack) -> None:
+    def __init__(self, path: Path | None, flags: int, files: contextlib.ExitStack) -> None:
         self.failure: OSError | None = None
         self._piece = torch.zeros(PIECE_BYTES if path else 0, dtype=torch.uint8)
         self._descriptor = -1
         if path is not None:
             try:
-                self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                self._descriptor = os.open(path, flags, 0o644)
                 files.callback(os.close, self._descriptor)
             except OSError as failure:
                 self.failure = failure
+
+
+class _FileSender(_TransferredFile):
+    """Reader of a file to send; after a failure it sends zeros until the round ends."""
+
+    def __init__(self, path: Path | None, files: contextlib.ExitStack) -> None:
+        super().__init__(path, os.O_RDONLY | os.O_NONBLOCK, files)
 
     def read_piece(
         self, parcel: FileTransfer | None, number: int
@@ -159,20 +166,12 @@ class _FileSender:
             raise self.failure
 
 
-class _FileReceiver:
+class _FileReceiver(_TransferredFile):
     """Writer of a received file; after a failure it discards pieces until the round ends."""
 
     def __init__(self, path: Path | None, files: contextlib.ExitStack) -> None:
-        self.failure: OSError | None = None
+        super().__init__(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, files)
         self._path = path
-        self._piece = torch.empty(PIECE_BYTES if path else 0, dtype=torch.uint8)
-        self._descriptor = -1
-        if path is not None:
-            try:
-                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                files.callback(os.close, self._descriptor)
-            except OSError as failure:
-                self.failure = failure
 
     def make_buffer(
         self, parcel: FileTransfer | None, number: int

@@ -16,11 +16,9 @@ import torch
 from torch import nn
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.plans.tensor_shards import Shard
 from shoal.base.pretrained_folders import HF
 from shoal.checkpoint.export.export_file import select_tensors
 from shoal.checkpoint.format.hub_folder import ADAPTER_CONFIG, CONFIG, HUB, TOKENIZER
-from shoal.checkpoint.load.read import load_from
 from shoal.config.load import load_config
 from shoal.config.paths import TEXTS, add_working_folder, split_source
 from shoal.config.sections import Config, DataSection
@@ -191,10 +189,8 @@ def load_weights(model: nn.Module, checkpoint: Path, average: bool) -> None:
             f"{checkpoint}: {unlike[0]} is not as in the model that run.toml describes; compare "
             f"[model] with that of the run that saved it"
         )
-    for short, name in iter_with_progress("read", len(found.names), found.names.items()):
-        stored = found.manifest.tensors[name]
-        whole = Shard.whole(name, stored.shape, stored.dtype)
-        here[short].copy_(load_from(checkpoint, found.manifest, [whole])[name])
+    for short in iter_with_progress("read", len(found.names), found.names):
+        here[short].copy_(found.read_tensor(short))
 
 
 def context_length(model: nn.Module, config: Config | None) -> int:
