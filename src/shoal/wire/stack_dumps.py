@@ -13,16 +13,25 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from shoal.base.standard_streams import flush_streams
 from shoal.base.text.user_frames import OWN_FOLDER, user_line_of_frame
+from shoal.wire.phases import write_phases_to_folder
 from shoal.wire.watch_page import WatchPage, attach_page
 
 LOOK_S = 0.2
 NAME = "shoal-stacks"
 _WRAPPERS = ("wrapper", "__call__", "inner")
+
+
+def start_worker_reports(folder: Path) -> None:
+    """Report this process's activity to the launcher's watch page, and by rank 0 in its folder."""
+    start_page_reports()
+    if os.environ.get("RANK", "0") == "0":
+        write_phases_to_folder(folder)
 
 
 def start_page_reports() -> None:

@@ -9,7 +9,6 @@ row.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from pathlib import Path
@@ -18,29 +17,23 @@ from shoal.base.estimates.facts import usable_cores
 from shoal.base.runlog.atomic_files import cache_folder
 from shoal.base.runlog.events import append_line
 from shoal.launch import run_and_exit
-from shoal.wire.phases import NOWHERE, phase, record_step_part, write_phases_to_folder
-from shoal.wire.stack_dumps import start_page_reports
+from shoal.wire.phases import NOWHERE, phase, record_step_part
+from shoal.wire.stack_dumps import start_worker_reports
 
 
 def main() -> int:
     """Measure the rows named on the command line."""
     folder, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
-    start_page_reports()
-    if os.environ.get("RANK", "0") == "0":
-        write_phases_to_folder(folder)
+    start_worker_reports(folder)
     with phase("import"):
         import torch
 
-        from shoal.config.load import load_config
-        from shoal.data.sources import open_source
-        from shoal.fabric import start_world
         from shoal.machine.measure import measure_machine, quick_sizes
         from shoal.trainer.jobs.benchmark_row import measure_row
+        from shoal.trainer.jobs.configured_run import open_world_and_source
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    config = load_config(folder / "run.toml").config
-    world = start_world()
-    source = world.run_local_first(lambda: open_source(config.data, config.train.seed))
+    config, world, source = open_world_and_source(folder)
     if world.size <= usable_cores():  # so that the planner can predict the rows
         measure_machine(world, cache_folder(), quick_sizes(world.device))
 

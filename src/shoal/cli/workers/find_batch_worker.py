@@ -28,14 +28,10 @@ def main() -> int:
     """Train the steps of the folder named on the command line."""
     folder = Path(sys.argv[1])
     with phase("import"):
-        from shoal.config.load import load_config
-        from shoal.data.sources import open_source
-        from shoal.fabric import start_world
+        from shoal.trainer.jobs.configured_run import open_world_and_source
 
     asked = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    config = load_config(folder / "run.toml").config
-    world = start_world()
-    source = world.run_local_first(lambda: open_source(config.data, config.train.seed))
+    config, world, source = open_world_and_source(folder)
     try:
         if asked["limit_bytes"]:
             limit_memory(asked["limit_bytes"], world.device)

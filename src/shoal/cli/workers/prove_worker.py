@@ -9,14 +9,13 @@ process compares its record with those of the layouts, and writes report-N.json 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.launch import run_and_exit
-from shoal.wire.phases import phase, write_phases_to_folder
-from shoal.wire.stack_dumps import start_page_reports
+from shoal.wire.phases import phase
+from shoal.wire.stack_dumps import start_worker_reports
 
 if TYPE_CHECKING:
     from shoal.fabric import World
@@ -34,24 +33,18 @@ SCRIPT_IMPORTS = (
 def main() -> int:
     """Run the proof for the run.toml, or the script, of the folder."""
     folder = Path(sys.argv[1])
-    start_page_reports()
-    if os.environ.get("RANK", "0") == "0":
-        write_phases_to_folder(folder)
+    start_worker_reports(folder)
     if "--script" in sys.argv[2:]:
         return run_script_side(folder)
     with phase("import"):
         from shoal.base.plans.plan import Plan
         from shoal.base.runlog.atomic_files import write_atomically
-        from shoal.config.load import load_config
-        from shoal.data.sources import open_source
-        from shoal.fabric import start_world
         from shoal.proof import Battery
         from shoal.proof.proof_case import make_case
         from shoal.proof.start_proof import quick_battery
+        from shoal.trainer.jobs.configured_run import open_world_and_source
 
-    config = load_config(folder / "run.toml").config
-    world = start_world()
-    source = world.run_local_first(lambda: open_source(config.data, config.train.seed))
+    config, world, source = open_world_and_source(folder)
     case = make_case(
         config, source, Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     )

@@ -20,8 +20,8 @@ from shoal.base.runlog.atomic_files import write_atomically
 from shoal.launch import run_and_exit
 from shoal.replay.breakpoint_gate import BreakpointGate
 from shoal.replay.replay_folder import RECORDED, ReplayRequest
-from shoal.wire.phases import phase, write_phases_to_folder
-from shoal.wire.stack_dumps import start_page_reports
+from shoal.wire.phases import phase
+from shoal.wire.stack_dumps import start_worker_reports
 
 if TYPE_CHECKING:
     from shoal.fabric import World
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 def main() -> int:
     """Repeat the steps that the folder's replay.json asks for."""
     folder = Path(sys.argv[1])
-    start_page_reports()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.environ.get("RANK", "0") == "0":
-        write_phases_to_folder(folder)
+    start_worker_reports(folder)
     return repeat_steps(folder)
 
 

@@ -19,8 +19,8 @@ from shoal.config.sections import ModelSection
 from shoal.forecast.models.hf_presence import is_hf_name
 from shoal.launch import run_and_exit
 from shoal.parallel import list_technique_modules
-from shoal.wire.phases import phase, write_phases_to_folder
-from shoal.wire.stack_dumps import start_page_reports
+from shoal.wire.phases import phase
+from shoal.wire.stack_dumps import start_worker_reports
 
 LIBRARIES = frozenset(
     ["sklearn", "scipy", "pandas", "torchvision", "transformers", "timm", "einops"]
@@ -89,11 +89,9 @@ def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
 def main() -> int:
     """Train the run folder named on the command line."""
     folder = Path(sys.argv[1])
-    start_page_reports()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a request to stop, as SIGTERM is; no crash
-    if os.environ.get("RANK", "0") == "0":
-        write_phases_to_folder(folder)
+    start_worker_reports(folder)
     with phase("import"):
         from shoal.proof.start_proof import prove_run
         from shoal.trainer.main_job import train

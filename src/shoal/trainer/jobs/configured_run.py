@@ -17,12 +17,13 @@ from torch import nn
 from shoal.base.errors import ConfigError, ShoalError, nearest_word
 from shoal.base.plans.plan import Plan
 from shoal.base.text.user_frames import user_line
+from shoal.config.load import load_config
 from shoal.config.paths import add_working_folder, load_function
 from shoal.config.resolve import check_model_data
 from shoal.config.sections import Config, DataSection, ModelSection
 from shoal.data.loading.sample_inspection import first_samples, sample_kind
-from shoal.data.sources import Source
-from shoal.fabric import World
+from shoal.data.sources import Source, open_source
+from shoal.fabric import World, start_world
 from shoal.forecast.models.model_facts import resolve_model
 from shoal.models.catalog import build, find_default_loss
 from shoal.optim.build import build_optimizer
@@ -31,6 +32,13 @@ from shoal.trainer.guards.optimizer_checks import ScheduleLength
 from shoal.trainer.parallelize import start_run
 from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import Loss
+
+
+def open_world_and_source(folder: Path) -> tuple[Config, World, Source]:
+    """Return the configuration of a run's folder, its processes, and its opened data."""
+    config = load_config(folder / "run.toml").config
+    world = start_world()
+    return config, world, world.run_local_first(lambda: open_source(config.data, config.train.seed))
 
 
 def open_run(
