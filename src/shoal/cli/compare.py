@@ -19,15 +19,12 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ConfigError, PlanError
-from shoal.cli.words import TRUST, split_arguments
+from shoal.cli.words import ARGUMENTS, TRUST, split_arguments
 
 if TYPE_CHECKING:
     from shoal.cli.compare_measure import LayoutComparison
     from shoal.config.sections import Config, LayoutSection
 
-ARGUMENTS = typer.Argument(
-    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
-)
 LAYOUTS = typer.Option(
     "single,dp,ddp,zero1,zero2,fsdp", "--layouts", metavar="A,B,…", help="Strategies to compare."
 )

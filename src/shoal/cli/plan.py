@@ -14,11 +14,8 @@ from typing import Any
 
 import typer
 
-from shoal.cli.words import TRUST, split_arguments
+from shoal.cli.words import ARGUMENTS, TRUST, split_arguments
 
-ARGUMENTS = typer.Argument(
-    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
-)
 ON = typer.Option("", "--on", metavar="MACHINES", help='Such as "16x8xH100-80GB"; default: here.')
 TOP = typer.Option(5, "--top", min=1, max=40, help="How many layouts to show.")
 JSON = typer.Option(False, "--json", help="The whole plan as JSON.")

@@ -19,11 +19,8 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import BugError, ConfigError
-from shoal.cli.words import TRUST
+from shoal.cli.words import ARGUMENTS, TRUST
 
-ARGUMENTS = typer.Argument(
-    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
-)
 JSON = typer.Option(False, "--json", help="The whole report as JSON.")
 QUICK = typer.Option(False, "--quick", help="Two small steps, as before a training run.")
 LAYOUTS = typer.Option(

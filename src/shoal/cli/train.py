@@ -17,14 +17,11 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ConfigError, PlanError
-from shoal.cli.words import TRUST
+from shoal.cli.words import ARGUMENTS, TRUST
 
 if TYPE_CHECKING:
     from shoal.cli.start import PreparedRun
 
-ARGUMENTS = typer.Argument(
-    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
-)
 RESUME = typer.Option(
     None, "--resume", metavar="RUN", help="Go on with a run folder from its newest checkpoint."
 )

@@ -9,6 +9,9 @@ import typer
 
 from shoal.base.errors import ConfigError
 
+ARGUMENTS = typer.Argument(
+    None, metavar="RUN.TOML|SECTION.KEY=VALUE", help="A configuration and overrides."
+)
 TRUST = typer.Option(
     False, "--trust", help="Call functions that a run.toml names which is not your own."
 )

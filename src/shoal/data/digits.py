@@ -154,5 +154,4 @@ class EvenSubset(Dataset[Any]):
 
     def source_of(self, whole_index: int) -> str:
         """Return the name of the source of a sample of a mixture, by its `whole_index`."""
-        name: str = self.dataset.source_of(whole_index)
-        return name
+        return self.dataset.source_of(whole_index)

@@ -113,5 +113,4 @@ def clone_store_connection(store: dist.Store) -> dist.Store:
 
 def get_default_store() -> dist.Store:
     """Return the store of the default process group, also if other code initialized that group."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+    return dist.distributed_c10d._get_default_store()

@@ -66,8 +66,7 @@ class FusedAttention(nn.Module):
             mixed = causal_attention(q, k, v, dropout=dropout, documents=documents)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
-        return out
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class Perceptron(nn.Module):
@@ -80,8 +79,7 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to [..., dim]."""
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class PlainBlock(nn.Module):
@@ -110,8 +108,7 @@ class PlainBlock(nn.Module):
     def forward(self, h: Tensor, *packed: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same; position ids [batch, seq] of packed rows too."""
         h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
-        out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
-        return out
+        return h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
 
 
 def build_blocks(

@@ -141,8 +141,7 @@ class Attention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             documents=None if position_ids is None else number_documents(position_ids),
         )
-        out: Tensor = self.o(mixed.transpose(1, 2).reshape(batch, seq, -1))
-        return out
+        return self.o(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class SwiGLU(nn.Module):
@@ -156,8 +155,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to [..., dim]."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -174,8 +172,7 @@ class Block(nn.Module):
     def forward(self, h: Tensor, *packed: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same; position ids [batch, seq] of packed rows too."""
         h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
-        out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
-        return out
+        return h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
 
 
 class Llama(nn.Module):

@@ -28,5 +28,4 @@ class MLP(nn.Module):
         x = x.flatten(1)
         for layer in self.layers:
             x = self.dropout(self.activation(layer(x)))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)

@@ -155,8 +155,7 @@ def _as_sizes(counts: Tensor, rows: int) -> list[int]:
     """
     shapes_alone = counts.is_meta or is_fake(counts)
     if not shapes_alone or is_tracing() or torch.compiler.is_compiling():
-        sizes: list[int] = counts.tolist()
-        return sizes
+        return counts.tolist()
     experts = len(counts) - 1  # the last count is of what no expert takes
     return [rows // experts + (place < rows % experts) for place in range(experts)] + [0]
 

@@ -39,8 +39,7 @@ class RMSNorm(nn.Module):
         weight = self.weight.to(x.dtype)  # a layout may hand out a narrow copy
         plain = x.dtype in OWN and not torch.compiler.is_compiling()
         if x.device.type == "cpu" and plain:
-            y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
-            return y
+            return _RMSNorm.apply(x, weight, self.epsilon)
         if x.dtype == torch.bfloat16 and not x.is_meta:
             with torch.autocast(x.device.type, enabled=False):  # it would widen x
                 return F.rms_norm(x, weight.shape, weight, self.epsilon)

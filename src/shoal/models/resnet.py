@@ -30,8 +30,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, inputs, h, w] to [batch, outputs, h / stride, w / stride]."""
         y = self.activation(self.first_norm(self.first(x)))
-        out: Tensor = self.activation(self.second_norm(self.second(y)) + self.shortcut(x))
-        return out
+        return self.activation(self.second_norm(self.second(y)) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
@@ -66,5 +65,4 @@ class ResNet(nn.Module):
         x = self.activation(self.stem_norm(self.stem(images)))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x.mean((2, 3)))
-        return logits
+        return self.head(x.mean((2, 3)))

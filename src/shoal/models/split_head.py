@@ -87,8 +87,7 @@ def split_logits_loss(logits: Any, flat: Tensor, ignored: Tensor, vocabulary: Vo
     """
     local: Tensor = logits.local
     rows = local.reshape(-1, local.shape[-1])
-    total: Tensor = _SplitCrossEntropy.apply(rows, flat, ignored, vocabulary)
-    return total
+    return _SplitCrossEntropy.apply(rows, flat, ignored, vocabulary)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

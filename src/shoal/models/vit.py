@@ -97,8 +97,7 @@ class ViT(nn.Module):
         h = self.embedding_dropout(h + self.positions(places))
         for block in self.blocks:
             h = block(h)
-        logits: Tensor = self.head(self.norm(h[:, 0]))
-        return logits
+        return self.head(self.norm(h[:, 0]))
 
 
 def _format_wrong_image(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:

@@ -14,8 +14,7 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.neighbours.library_loop import LibraryLoop, LocalLoop, ModelWrapper
-from shoal.neighbours.outputs import final_saves
-from shoal.neighbours.outputs.final_saves import SourceCall
+from shoal.neighbours.outputs.final_saves import report_final_saves
 from shoal.trainer.run import Run
 
 
@@ -154,18 +153,7 @@ class LocalSGD:
 
 def report_saves(run: Run, accelerator: Any) -> None:
     """Report, before training, each save call of the script that behaves differently here."""
-    source = final_saves.read_source()
-    holders = {name for name, made in source.makers.items() if "Accelerator" in made}
-
-    def rule(call: SourceCall) -> str:
-        if call.of not in holders:
-            return ""
-        return final_saves.refused_call(accelerator, call.name)
-
-    rules: list[final_saves.Rule] = [rule]
-    if run.plan.layout.zero == 3:
-        rules.append(final_saves.sharded_save_rule(SAVES))
-    final_saves.report_final_saves(run, source.after("prepare"), rules)
+    report_final_saves(run, accelerator, {"Accelerator"}, "prepare", SAVES)
 
 
 SAVES = "accelerator.save_model(model, folder), or state_dict=accelerator.get_state_dict(model)"

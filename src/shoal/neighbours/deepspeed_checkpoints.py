@@ -30,8 +30,7 @@ from shoal.checkpoint.export.export_file import select_tensors
 from shoal.checkpoint.format.listing import list_checkpoints, read_manifest
 from shoal.checkpoint.load.read import load_from
 from shoal.fabric import World
-from shoal.neighbours.outputs import final_saves
-from shoal.neighbours.outputs.final_saves import SourceCall
+from shoal.neighbours.outputs.final_saves import report_final_saves
 from shoal.trainer.restore_weights import restore_weights
 from shoal.trainer.run import Run
 from shoal.trainer.run_folder.extra_state import MOST_BYTES, decode_value, encode_value
@@ -219,8 +218,7 @@ def to_plain_state(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
             lines.append(f"deepspeed: save_checkpoint: left out of the checkpoint: {failure}")
     for line in lines:
         run.recorder.notice(line)
-    found: dict[str, Any] = decode_value(run.world.broadcast_json(kept))
-    return found
+    return decode_value(run.world.broadcast_json(kept))
 
 
 def unpack_state(value: Any) -> Any:
@@ -354,18 +352,7 @@ def read_whole(checkpoint_dir: Any, tag: Any = None) -> dict[str, torch.Tensor]:
 
 def report_saves(run: Run, engine: Any) -> None:
     """Report, before training, each save call of the script that behaves differently here."""
-    source = final_saves.read_source()
-    engines = {name for name, made in source.makers.items() if made & MAKERS}
-
-    def is_missing(call: SourceCall) -> str:
-        if call.of not in engines or hasattr(engine, call.name):
-            return ""
-        return final_saves.refused_call(engine, call.name)
-
-    rules: list[final_saves.Rule] = [is_missing]
-    if run.plan.layout.zero == 3 and not any(c.name == "GatheredParameters" for c in source.calls):
-        rules.append(final_saves.sharded_save_rule(SAVES))
-    final_saves.report_final_saves(run, source.after("initialize"), rules)
+    report_final_saves(run, engine, MAKERS, "initialize", SAVES, gathers="GatheredParameters")
 
 
 SAVES = "engine.save_16bit_model(folder), or engine.module_state_dict() on every rank"

@@ -110,8 +110,7 @@ def restore_group_settings(
 def _changed_keys(record: Mapping[str, Any], place: int) -> Sequence[str]:
     """Return the settings of a saved group that its run changed."""
     if "changed" in record:
-        changed: Sequence[str] = record["changed"][place]
-        return changed
+        return record["changed"][place]
     return CYCLED if "max_momentum" in record["groups"][place] else ()
 
 

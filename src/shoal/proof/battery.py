@@ -324,8 +324,7 @@ class Battery:
     def _compare_on_all(self, ask: _ProofTask, got: TrajectoryRecord) -> Report:
         """Run `_compare` on rank 0, and broadcast the report."""
         found = ask.world.run_local_first(partial(self._compare, ask, got))
-        told: Report = ask.world.broadcast_json(found)
-        return told
+        return ask.world.broadcast_json(found)
 
     def _compare(self, ask: _ProofTask, got: TrajectoryRecord) -> Report | None:
         """Return the report on a trajectory: equality and distances, without a cause."""

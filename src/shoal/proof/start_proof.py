@@ -205,8 +205,7 @@ def _agree_on_attempts(attempts: ProofAttempts, restarted: bool, world: World) -
     begun, refused = world.broadcast_json(told)
     if refused:
         raise TrainingError(refused)
-    found: int | None = begun
-    return found
+    return begun
 
 
 @dataclass(frozen=True)

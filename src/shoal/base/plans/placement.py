@@ -279,8 +279,3 @@ def find_lowest_copies(
         stage: Any = "shared" if at.get("pp", 0) in stages else at.get("pp", 0)
         found.append(firsts.setdefault((place, stage), rank))
     return found
-
-
-def parse_placements(records: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:
-    """Parse the placement rows of a plan.json."""
-    return tuple(Placement.of_record(record) for record in records)

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import POLICIES, Policies, lists_as_tuples
-from shoal.base.plans.placement import Placement, parse_placements
+from shoal.base.plans.placement import Placement
 from shoal.base.text.units import count_text
 
 
@@ -68,11 +68,6 @@ class Plan(Policies):
     parameters: int = 0
     placements: tuple[Placement, ...] = ()
     buckets: tuple[Bucket, ...] = ()
-
-    @property
-    def sums_parts_each_pass(self) -> bool:
-        """True if a pass ends with sums of its gradients' parts, as under zero 2."""
-        return self.layout.zero == 2 and not self.defer_sync
 
     def arithmetic(self) -> str:
         """Return the batch equation with this run's numbers.
@@ -143,7 +138,7 @@ class Plan(Policies):
         found = {key.name: record[key.name] for key in fields(Plan) if key.name in record}
         found["layout"] = Layout(**found["layout"])
         found |= lists_as_tuples({key: found[key] for key in POLICIES if key in found})
-        found["placements"] = parse_placements(found.get("placements", ()))
+        found["placements"] = tuple(map(Placement.of_record, found.get("placements", ())))
         found["buckets"] = tuple(
             Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})
             for b in found.get("buckets", ())

@@ -65,8 +65,7 @@ def _open_packed(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
         return _open_zstandard(path)
     libraries: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-    opened: IO[bytes] = libraries[path.suffix].open(path)
-    return opened
+    return libraries[path.suffix].open(path)
 
 
 def _open_zstandard(path: Path) -> IO[bytes]:

@@ -100,8 +100,7 @@ def count_answers(train: ExampleRows) -> npt.NDArray[np.int64]:
     learnt = np.asarray(train.is_answer)
     rises = learnt & ~np.concatenate(([False], learnt[:-1]))
     seen = np.concatenate(([0], np.cumsum(rises)))
-    counts: npt.NDArray[np.int64] = seen[train.stops] - seen[train.starts]
-    return counts
+    return seen[train.stops] - seen[train.starts]
 
 
 def _row_of(train: ExampleRows, number: int) -> int:

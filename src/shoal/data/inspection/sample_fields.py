@@ -114,8 +114,7 @@ def _id_list(value: Any) -> list[int] | None:
         return None
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         return None
-    ids: list[int] = value.tolist()
-    return ids
+    return value.tolist()
 
 
 def mark_tokens(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,15 +10,11 @@ Source: the ring of Baidu's all-reduce (2017); for attention: Liu et al. 2023 (2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.fabric.exchanges.point_to_point import PointToPoint, Transfer
 from shoal.fabric.world import World
-
-if TYPE_CHECKING:
-    from shoal.fabric.collectives.uneven_collectives import PendingFlatReduceScatter
 
 
 class PendingRingTurn:
@@ -49,19 +45,9 @@ class Ring:
 
     def __init__(self, world: World) -> None:
         self.world, self.rank, self.size = world, world.rank, world.size
+        self.all_reduce, self.all_gather = world.all_reduce, world.all_gather
+        self.reduce_scatter = world.reduce_scatter
         self.messages = PointToPoint(world)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """All-reduce a tensor by sum, in place."""
-        self.world.all_reduce(tensor)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gather a tensor: [...] of every rank to [size, ...]."""
-        return self.world.all_gather(tensor)
-
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingFlatReduceScatter:
-        """Start a reduce-scatter of a flat tensor; rank r gets elements cuts[r] to cuts[r + 1]."""
-        return self.world.reduce_scatter(tensor, cuts)
 
     def pass_on(self, tensors: Sequence[torch.Tensor]) -> PendingRingTurn:
         """Start a turn; the tensors must not change until its `result` returns.

@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -40,7 +40,7 @@ PLAIN = (
 _LEFT_OUT = object()
 
 
-def refused_call(library: Any, name: str) -> str:
+def _refused_call(library: Any, name: str) -> str:
     """Return why a library's object refuses a method that the script calls; "" if it has it."""
     try:
         getattr(library, name)
@@ -302,10 +302,28 @@ Rule = Callable[[SourceCall], str]
 """Returns a call's difference from its library's, to print after `FILE:LINE: x.save`; or ""."""
 
 
-def report_final_saves(run: Run, source: ScriptSource, rules: Sequence[Rule]) -> None:
-    """Print a line, before training, for each call of the source that a rule names."""
+def report_final_saves(
+    run: Run, library: Any, makers: Set[str], start: str, near: str, gathers: str = ""
+) -> None:
+    """Print a line, before training, for each save call of the script that differs here.
+
+    Args:
+        run: the run.
+        library: the object of the library that the script calls.
+        makers: functions that return it.
+        start: the call behind which the script trains.
+        near: the call that gathers parts of weights.
+        gathers: a call that shows that the script gathers them by itself.
+    """
+    source = read_source()
+    holders = {name for name, made in source.makers.items() if made & makers}
+    rules: list[Rule] = [
+        lambda call: _refused_call(library, call.name) if call.of in holders else ""
+    ]
+    if run.plan.layout.zero == 3 and not any(call.name == gathers for call in source.calls):
+        rules.append(_sharded_save_rule(near))
     told = set[tuple[str, str]]()
-    for call in source.calls:
+    for call in source.after(start).calls:
         for line in filter(None, (rule(call) for rule in rules)):
             if (call.name, line) not in told:
                 told.add((call.name, line))
@@ -313,7 +331,7 @@ def report_final_saves(run: Run, source: ScriptSource, rules: Sequence[Rule]) ->
                 run.recorder.notice(f"{shown}:{call.line}: {call.text} {line}")
 
 
-def sharded_save_rule(near: str) -> Rule:
+def _sharded_save_rule(near: str) -> Rule:
     """Return the rule for layouts of which each rank holds parts of the weights.
 
     Args:

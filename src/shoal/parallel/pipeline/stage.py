@@ -73,7 +73,7 @@ class PipelineStages:
         self.stages = {number: PipelineStage(self, number) for number in sorted(numbers)}
 
     def restore_forwards(self) -> None:
-        """Restore the module's forwards; parameters without data stay so."""
+        """Restore the module's forwards; other stages' parameters stay on the meta device."""
         restore_all(self.replaced)
         self.replaced.clear()
 

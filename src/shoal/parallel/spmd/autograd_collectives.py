@@ -74,7 +74,7 @@ def enter(value: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce(value: Tensor, axis: Axis) -> Tensor:
-    """All-reduce the summands of all ranks to the whole value."""
+    """All-reduce the partial sums of all ranks to the full value."""
     return _Reduce.apply(value, axis)
 
 

@@ -223,7 +223,7 @@ def wrap_output(value: Tensor, label: Label, axis: Axis) -> Tensor:
 
 
 def gather_whole(local: Tensor, deal: ShardSpec) -> Tensor:
-    """Gather the whole on every rank; backward: take the own part of the whole gradient."""
+    """All-gather the full tensor; backward: take this rank's part of the full gradient."""
     return _Gather.apply(local, deal)
 
 

@@ -45,7 +45,7 @@ def best_run_text(found: Comparison) -> str:
         return "A single run is left"
     if not shared:
         return "The runs have no amount of tokens or time in common"
-    if not can_change_pace(found):
+    if all(one.key.startswith(PACELESS_KEYS) for one in found.keys):
         shared = [point for point in shared if point.kind != "time"] or shared
     point = shared[0]
     headline = _validation_text(found)
@@ -63,11 +63,6 @@ def best_run_text(found: Comparison) -> str:
         if other.kind == "time":
             text += _pace_text(found)
     return f"{text}{_cause_text(found)}"
-
-
-def can_change_pace(found: Comparison) -> bool:
-    """Return whether a key that differs between the runs can change the seconds of a step."""
-    return any(not one.key.startswith(PACELESS_KEYS) for one in found.keys)
 
 
 def _pace_text(found: Comparison) -> str:

@@ -281,20 +281,37 @@ def _curves(
 
 
 def _legend(timelines: Sequence[Timeline], y: float, width: float) -> tuple[list[str], float]:
-    parts: list[str] = []
-    x = float(SIDE)
-    y += 4
-    for kind in legend_kinds(timelines):
-        wide = 20 + text_width(kind.word, TEXT) + 14
-        if x + wide > width - SIDE and x > SIDE:
-            x, y = float(SIDE), y + 22
-        parts.append(
-            f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="14" height="14" fill="{kind.fill}"/>'
-        )
-        parts.append(svg_text(x + 20, y + 12, kind.word))
-        x += wide
+    kinds = [(kind.word, kind.fill) for kind in legend_kinds(timelines)]
+    parts, _, y = legend_boxes(kinds, y + 4, width)
     if has_several_stages(timelines):
         y += 22
         says = f"paler boxes: {later_stages_text(timelines)}"
         parts.append(svg_text(SIDE, y + 12, says, TEXT, "faint"))
     return parts, y + 20
+
+
+def legend_boxes(
+    kinds: Sequence[tuple[str, str]], y: float, width: float
+) -> tuple[list[str], float, float]:
+    """Draw a box and a word for each kind, in as many lines as they need.
+
+    Args:
+        kinds: word and colour of each.
+        y: of the first line.
+        width: of the drawing.
+
+    Returns:
+        The parts, and x and y behind the last word.
+    """
+    parts: list[str] = []
+    x = float(SIDE)
+    for word, fill in kinds:
+        wide = 20 + text_width(word, TEXT) + 14
+        if x + wide > width - SIDE and x > SIDE:
+            x, y = float(SIDE), y + 22
+        parts.append(
+            f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="14" height="14" fill="{fill}"/>'
+        )
+        parts.append(svg_text(x + 20, y + 12, word))
+        x += wide
+    return parts, x, y

@@ -18,6 +18,7 @@ from shoal.teach.drawings.timeline_svg import (
     TEXT,
     TITLE,
     WIDEST,
+    legend_boxes,
     svg_document,
     svg_text,
     text_width,
@@ -153,20 +154,8 @@ def _legend(walk: StepThrough, y: float, width: float) -> tuple[list[str], float
     every = [cell for step in walk.steps for row in step.cells for cell in row]
     present = {cell.look for cell in every}
     says = {**LOOKS, **walk.looks}
-    parts: list[str] = []
-    x = float(SIDE)
-    for name in LOOKS:
-        if name not in present:
-            continue
-        wide = 20 + text_width(says[name], TEXT) + 14
-        if x + wide > width - SIDE:
-            x, y = float(SIDE), y + 22
-        parts.append(
-            f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="14" height="14" '
-            f'fill="{FILLS[name]}"/>'
-        )
-        parts.append(svg_text(x + 20, y + 12, says[name]))
-        x += wide
+    kinds = [(says[name], FILLS[name]) for name in LOOKS if name in present]
+    parts, x, y = legend_boxes(kinds, y, width)
     if any(cell.came_from is not None for cell in every):
         parts.append(svg_text(x, y + 12, "←3 just came from rank 3"))
     return parts, y + 36

@@ -553,7 +553,6 @@ def copy_parameter(parameter: Any, memo: Any) -> nn.Parameter:
     kind = type(parameter)
     parameter.__class__ = nn.Parameter
     try:
-        made: nn.Parameter = nn.Parameter.__deepcopy__(parameter, memo)
-        return made
+        return nn.Parameter.__deepcopy__(parameter, memo)
     finally:
         parameter.__class__ = kind

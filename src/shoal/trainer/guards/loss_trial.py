@@ -326,8 +326,7 @@ def copy_loss(loss: Loss, module: nn.Module) -> Loss:
         module: the run's model.
     """
     known: dict[int, Any] = {id(one): one for one in module.modules()}
-    copied: Loss = _copied(loss, known)
-    return copied
+    return _copied(loss, known)
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:

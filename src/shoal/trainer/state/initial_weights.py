@@ -119,5 +119,4 @@ def hash_weights(program: Program) -> str:
     """
     each = {name: hash_tensors({name: tensor}) for name, tensor in iterate_weights(program)}
     whole = hashlib.sha256(repr(sorted(each.items())).encode()).hexdigest()
-    found: str = program.world.broadcast_json(whole)
-    return found
+    return program.world.broadcast_json(whole)

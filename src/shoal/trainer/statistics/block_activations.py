@@ -107,8 +107,7 @@ class BlockActivations:
             found = found.local
         if found is None or any(world.rank for world in {context, tensor} - is_split):
             return None
-        part: Tensor = found.detach()
-        return part
+        return found.detach()
 
 
 def _computes_outputs(block: nn.Module) -> bool:

@@ -162,8 +162,7 @@ def _read_document(path: Path) -> dict[str, Any]:
             f"{path}: is no trace with the parts of a step ({type(damage).__name__}: {damage}); "
             f"try: train.trace with this version"
         ) from damage
-    document: dict[str, Any] = found
-    return document
+    return found
 
 
 def _share_clock(own: dict[str, Any], other: dict[str, Any]) -> bool:
