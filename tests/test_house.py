@@ -218,7 +218,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
     # 7_900 before a small model was tried on samples together and apart; 8_060 before islands had a
     # smallest number, and how long they wait for it, among the keys of a layout; 8_070 before that
     # trial refused collectives of the model; 8_130 before batches held lists and objects.
-    assert sum(map(lines_of_code, files)) <= 8_290
+    assert sum(map(lines_of_code, files)) <= 8_260
 
 
 FOUR_RANKS = """
@@ -318,11 +318,12 @@ def test_what_a_rank_of_a_divided_model_loads(
         # Of a rank that waits for others for seconds: a slow machine.
         if path.name != "frames.py"
     ]
-    assert 100 < len(files) <= 158, sorted(files)  # 157 before batches of lists and objects
+    # 157 before batches held lists and objects; 158 before one file replaced attributes for all.
+    assert 100 < len(files) <= 159, sorted(files)
     # 14_130 before writes to divided weights; 14_600 before parts that look like whole weights;
     # 15_000 before batches held lists and objects, and wholes under tp × fsdp and ep × fsdp;
     # 15_190 before ranks compared the findings of their first steps.
-    assert sum(map(lines_of_code, files)) <= 15_230
+    assert sum(map(lines_of_code, files)) <= 15_210
 
 
 def test_the_simulated_device_is_small() -> None:
