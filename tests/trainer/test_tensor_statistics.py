@@ -105,6 +105,15 @@ def test_a_record_is_what_plain_torch_computes(tmp_path: Path, recompute: str) -
     run.close()
 
 
+def test_blocks_of_one_layer_have_activations_too(tmp_path: Path) -> None:
+    """Recompute and the compiler leave them alone; their outputs are recorded like any block's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    run = run_of(model, folder=tmp_path, statistics=1, batch=8)
+    run.step(pair())
+    assert list(lines(tmp_path)[0]["activation_rms"]) == ["0", "1", "2"]
+    run.close()
+
+
 def test_a_loop_that_writes_its_passes_out_has_the_same_records(tmp_path: Path) -> None:
     """Also one that clips between the halves of a step: norms are of gradients before that."""
     x, y = (one.double() for one in pair())
