@@ -68,24 +68,47 @@ def check_equal_slices(folder: Path) -> None:
             assert model == merged, (index, name)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", {"tp": 2}, {"pp": 2}], ids=str)
-def test_canonical_numbers_do_not_depend_on_the_layout(worlds, layout: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*(("llama", one) for one in ("ddp", "zero2", "fsdp", {"tp": 2}, {"pp": 2})), ("cnn", "ddp")],
+    ids=str,
+)
+def test_canonical_numbers_do_not_depend_on_the_layout(worlds, model: str, layout: Any) -> None:
     """The flat tensors are those of one process, and each rank gets its own parts back."""
-    model = "llama"
-    (alone,) = worlds(1).call("member_case:canonical", unit=SMALL, model=model, batch=4)
-    told = worlds(2).call("member_case:canonical", unit=SMALL, model=model, layout=layout, batch=4)
+    asked = {"unit": SMALL if model == "llama" else 200, "model": model, "batch": 4}
+    (alone,) = worlds(1).call("member_case:canonical", **asked)
+    told = worlds(2).call("member_case:canonical", layout=layout, **asked)
     for kind in range(2):
         assert {one[kind][1] for one in told} == {alone[kind][1]}
     assert all(dict(one[0][0]) for one in told), "each rank has units"
+    assert bool(alone[1][0]) == (model == "cnn"), "running statistics"
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_running_statistics_are_merged_whatever_the_layout(unlike: Coming) -> None:
+    """BatchNorm: equal on all islands after the last round, as the weights are."""
+    for index, own in enumerate(["single", "ddp", "fsdp"]):
+        unlike.start(index, rounds=3, model="cnn", layout=own, precision="fp32", unit=200)
+    told = unlike.collect(0, 1, 2)
+    assert [one.get("finished") for one in told] == [True] * 3, told
+    first, *others = (torch.load(unlike.folder / f"weights-{index}.pt") for index in range(3))
+    numbers = [name for name, one in first.items() if one.is_floating_point()]
+    assert [name for name in numbers if "running_mean" in name]
+    for other in others:  # batches are counted by each island for itself
+        assert [name for name in numbers if not torch.equal(other[name], first[name])] == []
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "more",
+    [{"codec": "none"}, {"codec": "int8"}, {"method": "fedprox"}, {"method": "fedopt"}],
+    ids=lambda more: next(iter(more.values())),
+)
 def test_unlike_layouts_train_as_alike_ones(
-    unlike: Coming, islands, tmp_path: Path, codec: str
+    unlike: Coming, islands, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     """In float64 the same weights as of three islands of one process, but for the order of sums."""
-    asked = {"rounds": 4, "optimizer": "momentum", "precision": "fp64", "codec": codec}
+    asked = {"rounds": 4, "optimizer": "momentum", "precision": "fp64", **more}
     for index, own in enumerate(UNLIKE):
         unlike.start(index, **{**own, **asked, "micro_batch": 2})
     check_equal_digests(unlike, unlike.collect(0, 1, 2))
