@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.launch.watch import hang_watch
 from shoal.launch.watch.call_mismatch import compare_calls
 from shoal.launch.watch.hang_watch import HangWatch
 from shoal.launch.watch.page_reader import OwnedPage
+from shoal.trainer.guards.call_log import CollectiveCallLog
+from shoal.wire import phases
 from shoal.wire.phases import PASSES
 from shoal.wire.watch_page import PAGE_VARIABLE, WatchPage
 
@@ -133,6 +136,44 @@ def test_the_watch_names_them_after_seconds(ranks: Any) -> None:
             "weights, or use run.evaluate(data, metrics)"
         )
     )
+
+
+def test_batches_of_other_shapes_on_ranks_that_share_samples(ranks: Any) -> None:
+    both = ranks(2)
+    both.answers = {0: {"place": "train.py:7"}, 1: {"place": "train.py:7"}}
+    for rank in range(2):
+        both.call(rank, "run.step", "run.step")
+    both.pages[1].rename_call(1, b"an older one")
+    assert both.differ() == {}
+    both.pages[1].rename_call(2, b"run.step of [8, 5], [8, 3]")
+    hang = both.stand(10.0)
+    assert hang.why == (
+        "ranks wait for each other: rank 0 called run.step (train.py:7), rank 1 called run.step of "
+        "[8, 5], [8, 3] (train.py:7); try: a batch of equal shapes on every rank, since these ranks "
+        "share its samples"
+    )
+
+
+def test_new_shapes_of_a_batch_are_in_the_name_of_the_call(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each form; a batch may be any nesting of tensors."""
+    both = ranks(2)
+    monkeypatch.setattr(phases, "page", both.pages[0])
+    world = SimpleNamespace(rank=0, size=2, group=None, ranks=(0, 1))
+    log = CollectiveCallLog(world, None)
+    log.open_run()
+    names = []
+    for batch in (
+        (torch.ones(8, 6), torch.ones(8, 3)),
+        (torch.ones(8, 6), torch.ones(8, 3)),
+        {"x": torch.ones(8, 5), "name": "one"},
+    ):
+        with log.at("run.step"):
+            log.record_batch_form(batch)
+        (calls,) = both.watch.pages[0].names().values()
+        names.append(calls[log.turn])
+    assert names == ["run.step of [8, 6], [8, 3]", "run.step", "run.step of [8, 5]"]
 
 
 def test_one_rank_alone_in_a_collective_of_the_users_own(ranks: Any) -> None:

@@ -92,3 +92,25 @@ def a_loss_without_a_graph(world: World, layout: str) -> list[float]:
         told.append(run.step((torch.ones(2, 4), torch.zeros(2, 2))).loss)
     done(run)
     return told
+
+
+def counted_gathers(world: World) -> list[int]:
+    """Return how many calls of all ranks each act of user code on a weight counts, under fsdp."""
+    run = fresh(world, model := cases.build("llama"), torch.optim.AdamW(model.parameters()), "fsdp")
+    weight = next(iter(run.model.parameters()))
+    run.forward_backward(next(iter(run.loader(cases.dataset("llama")))))
+    acts = (
+        weight.full_tensor,
+        lambda: float(weight.detach().norm()),
+        lambda: nn.utils.clip_grad_norm_(run.model.parameters(), 1.0),
+        lambda: weight.detach().clone(),
+        lambda: weight.shape,
+    )
+    found = []
+    for act in acts:
+        before = run.meeting.turn
+        act()
+        found.append(run.meeting.turn - before)
+    run.update()
+    done(run)
+    return found

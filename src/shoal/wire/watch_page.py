@@ -63,6 +63,8 @@ UNITS, UNIT_TEXT = 64, 104
 UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
 UNITS_AT = STEPS_AT + KEPT * ROW.size
 NAMES, NAME_TEXT = 64, 48
+OF_SHAPES = " of "
+"""Between the name of a call and the shapes of its batch, where they were new."""
 NAME = struct.Struct(f"=qq{NAME_TEXT}s")
 NAMES_AT = UNITS_AT + UNITS * UNIT.size
 PAGE_BYTES = NAMES_AT + NAMES * NAME.size
@@ -173,6 +175,18 @@ class WatchPage:
         NAME.pack_into(self._whole, NAMES_AT + slot * NAME.size, key, number, name)
         self._words[INSIDE] = 1 + slot
         self._changed()
+
+    def rename_call(self, number: int, name: bytes) -> None:
+        """Give the call that this rank is in another name.
+
+        Args:
+            number: as in `record_call_start`.
+            name: the new one.
+        """
+        at = NAMES_AT + (self._words[INSIDE] - 1) * NAME.size
+        key, present, _ = NAME.unpack_from(self._whole, at)
+        if self._words[INSIDE] and present == number:
+            NAME.pack_into(self._whole, at, key, number, name)
 
     def record_call_end(self) -> None:
         """Record that the call of `record_call_start` has returned."""

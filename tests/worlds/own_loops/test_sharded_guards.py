@@ -26,3 +26,10 @@ def test_a_rank_whose_loss_is_a_constant(worlds, layout: str) -> None:
     answers = worlds(2).call("sharded_guards:a_loss_without_a_graph", layout=layout)
     assert answers[0] == answers[1]
     assert answers[0][1] < answers[0][0]
+
+
+def test_gathers_of_user_code_are_calls_of_all_ranks(worlds) -> None:
+    """The watchdog names a rank that reads a number of a weight alone; a copy needs no other rank."""
+    for full, number, norm, *copies in worlds(2).call("sharded_guards:counted_gathers"):
+        assert min(full, number, norm) > 0
+        assert copies == [0, 0]

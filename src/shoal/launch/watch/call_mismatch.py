@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.launch.watch.page_reader import PageReader, PageSnapshot
+from shoal.wire.watch_page import OF_SHAPES
 
 Answers = Mapping[int, Mapping[str, Any] | None]
 """By rank, its reply to the request for its position; None without a reply."""
@@ -97,8 +98,11 @@ make the same calls on every rank, in the same order and equally often'
         f"rank {rank} called {calls[rank]}{format_place(answers.get(rank))}"
         for rank in sorted(calls)
     )
+    one_call = len({call.partition(OF_SHAPES)[0] for call in calls.values()}) == 1
     cure = (
-        "call the model on every rank, since each holds a part of the weights, or use "
+        "a batch of equal shapes on every rank, since these ranks share its samples"
+        if one_call
+        else "call the model on every rank, since each holds a part of the weights, or use "
         "run.evaluate(data, metrics)"
         if any(call.startswith("run.model") for call in calls.values())
         else "make the same calls on every rank, in the same order and equally often"

@@ -14,7 +14,7 @@ are torch's, at torch's speed. Every rank must make the same calls, as with a DT
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,9 @@ class WeightReader(Protocol):
     def compute_with_part(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """Note a tensor that was computed from a weight."""
 
+    def record_gather(self, function: str) -> AbstractContextManager[None]:
+        """Return a context that records a gather in user code, which every rank must make."""
+
 
 readers: list[WeightReader] = []
 """Watchers of the open runs."""
@@ -71,7 +74,7 @@ class UserDTensor(DTensor):
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """Return the full tensor; every rank calls it."""
-        with as_dtensors([self]):
+        with as_dtensors([self]), _record_gather("full_tensor"):
             if find_inner_cut(self) is not None:
                 return gather_whole(self)
             return DTensor.full_tensor(self, **options)
@@ -87,6 +90,11 @@ class RowCopy(UserDTensor):
     """A view in plain torch, and here a copy: it refuses writes."""
 
     __slots__ = ()
+
+
+def _record_gather(function: str) -> AbstractContextManager[None]:
+    """Return a context that records a gather for the watchdog of the ranks."""
+    return readers[-1].record_gather(function) if readers else nullcontext()
 
 
 def wrap_rows(weight: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -142,7 +150,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _write_rows(ours[0], args[1]) if args[0] is ours[0] else func(*args, **kwargs)
             return None
         if name in NUMBERS and isinstance(args[0], DTensor):
-            return func(gather_whole(args[0]), *args[1:], **kwargs)
+            with _record_gather(name):
+                whole = gather_whole(args[0])
+            return func(whole, *args[1:], **kwargs)
         if func is torch.autograd.grad:
             raise ConfigError(
                 "torch.autograd.grad by weights: under fsdp the graph has gathered copies of them; "
@@ -234,7 +244,8 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             wholes[id(leaf)] = (leaf, whole, version_counter(whole))
         return wholes[id(leaf)][1]
 
-    args, kwargs = pytree.tree_map_only(DTensor, gather, (args, kwargs))
+    with _record_gather(str(getattr(func, "__name__", "an operation"))):
+        args, kwargs = pytree.tree_map_only(DTensor, gather, (args, kwargs))
     result = func(*args, **kwargs)
     for leaf, whole, version in wholes.values():
         if version_counter(whole) != version:

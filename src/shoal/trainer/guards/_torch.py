@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.modules import module as module_hooks
 
 from shoal.trainer._torch import pytree
 from shoal.trainer.guards import reports
+from shoal.trainer.guards.call_log import get_call_log
 
 __all__ = [
     "ABSENT",
@@ -167,6 +169,10 @@ _owners: list[GradientOwner] = []
 """The owner of a call in progress, which may call torch's function itself."""
 
 
+CALLED = "torch.nn.utils."
+"""Begin of a function's name in the ranks' pages."""
+
+
 def _use_owner(
     name: str,
     limit: str,
@@ -182,11 +188,14 @@ def _use_owner(
     if name == "clip_grads_with_norm_":
         owner.scale(names, float(arguments[limit]), arguments["total_norm"])
         return None
-    norm = owner.total_norm(
-        names,
-        float(arguments["norm_type"]),
-        error_if_nonfinite=bool(arguments["error_if_nonfinite"]),
-    )
+    program = getattr(owner, "program", None)  # else the norm needs no other rank
+    log = nullcontext() if program is None else get_call_log(program.world).at_once(CALLED + name)
+    with log:
+        norm = owner.total_norm(
+            names,
+            float(arguments["norm_type"]),
+            error_if_nonfinite=bool(arguments["error_if_nonfinite"]),
+        )
     if not reads:
         owner.scale(names, float(arguments[limit]), norm)
     return norm

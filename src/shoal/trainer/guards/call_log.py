@@ -19,11 +19,12 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.compiler import is_compiling
@@ -33,7 +34,9 @@ from shoal.fabric import World
 from shoal.fabric.world import clone_default_store
 from shoal.parallel._torch import function_transform
 from shoal.parallel.program import Program
+from shoal.trainer._torch import pytree
 from shoal.wire import phases
+from shoal.wire.watch_page import OF_SHAPES
 
 GATHER_S, WATCHED = 8.0, 75
 """Seconds that ranks wait for each other at the store · repetitions under a watchdog."""
@@ -71,6 +74,7 @@ class CollectiveCallLog:
         self.in_passes, self._store = False, store
         self.views, self._inside = set[WeightView](), 0
         self._failed: tuple[str, str, Exception] | None = None  # key, call and why
+        self._name, self._forms = "", set[tuple[Any, ...]]()
         # A rank may have runs that the other ranks do not have.
         self.ranks = str(list(world.ranks))
         self.key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
@@ -80,6 +84,13 @@ class CollectiveCallLog:
         """Enter a call that every rank must make; calls inside of it are not counted."""
         with self.hide_views(), self._count(name):
             yield
+
+    def at_once(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a call that every rank must make and that waits for none before.
+
+        Weights stay as user code sees them.
+        """
+        return self._count(name, waits=False)
 
     def add_view(self, view: WeightView) -> None:
         """Show user code a view from now on; inside of a call, from that call's end."""
@@ -103,11 +114,11 @@ class CollectiveCallLog:
                     view.show()
 
     @contextmanager
-    def _count(self, name: str) -> Iterator[None]:
+    def _count(self, name: str, *, waits: bool = True) -> Iterator[None]:
         """Enter a call, and count it."""
         page = None if self.depth else phases.page
         if not self.depth:
-            self.turn += 1
+            self.turn, self._name = self.turn + 1, name
             if page is not None and self.size > 1:
                 page.record_call_start(self._page_key, self.turn, name.encode())
             # In `finally: run.close()` the error is propagating already.
@@ -115,7 +126,7 @@ class CollectiveCallLog:
                 self._check_failed()
         self.depth += 1
         try:
-            if self.depth == 1 and name not in OFTEN and not self.in_passes:
+            if waits and self.depth == 1 and name not in OFTEN and not self.in_passes:
                 self._gather(name)
             yield
         except Exception as failure:
@@ -126,6 +137,28 @@ class CollectiveCallLog:
             self.depth -= 1
             if page is not None and not self.depth:
                 page.record_call_end()
+
+    def record_batch_form(self, batch: Any) -> None:
+        """Add the shapes of a batch to the name of the present call, if they are new here.
+
+        Ranks that share the samples of a step send each other tensors of their shapes. Where these
+        differ, gloo aborts a process, or ranks wait for each other. The watchdog then finds two
+        names for one call.
+
+        Args:
+            batch: the user's own.
+        """
+        plain = batch if type(batch) in (tuple, list) else ()
+        if not plain or not all([isinstance(one, torch.Tensor) for one in plain]):
+            plain = [one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor)]
+        form = tuple([one.shape for one in plain])
+        if form in self._forms:
+            return
+        self._forms.add(form)
+        if phases.page is not None and self.depth == 1:
+            shapes = ", ".join(str(list(shape)) for shape in form)
+            name = f"{self._name}{OF_SHAPES}{shapes}"
+            phases.page.rename_call(self.turn, name.encode())
 
     @contextmanager
     def record_passes(self, *, alike: bool) -> Iterator[None]:

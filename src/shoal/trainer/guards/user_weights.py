@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -142,6 +143,10 @@ class UserWeights:
 
             close_inner_cuts(self._inner_cuts)
             readers[:] = [one for one in readers if one is not self]
+
+    def record_gather(self, function: str) -> AbstractContextManager[None]:
+        """Return a context that records a gather in user code, which every rank must make."""
+        return self.meeting.at_once(f"{function} of a weight")
 
     def read_part(self, function: str) -> None:
         """Print a line, once, for a reduction of a part of a weight."""

@@ -224,6 +224,9 @@ class StepRunner:
 
     def begin_batch(self, batch: Any) -> RankShare:
         """Begin a step on a batch, and return this rank's share of it."""
+        world = self.program.world
+        if world.size > 1 == self.program.data.size and not isinstance(batch, StepBatch):
+            self.meeting.record_batch_form(batch)
         self.begin_step(batch)
         known = self.guards.batches.readings
         return build_rank_share(self.program, batch, self.cut, self.first_key, self.spare, known)
