@@ -89,13 +89,20 @@ def measure_program(name: str, layout: str, deadline_s: float) -> tuple[str, str
             text, _ = running.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             running.terminate()  # torchrun ends its ranks
-            return "hung", "no answer"
-    lines = [line for line in text.splitlines() if line.startswith("shoal: ")]
+            text, _ = running.communicate()
+            told = _list_named(text)
+            return ("named", told[0]) if told else ("hung", "no answer")
     answers = [json.loads(line[7:]) for line in text.splitlines() if line.startswith("ANSWER ")]
     if len(answers) == ranks:
         return outcome(answers)
-    told = [line for line in lines if not any(part in line for part in USUAL)]
+    told = _list_named(text)
     return ("named", told[0]) if told else ("raised", text[-600:])
+
+
+def _list_named(text: str) -> list[str]:
+    """Return the lines to the user in an output, without those on machine and layout."""
+    lines = [line for line in text.splitlines() if line.startswith("shoal: ")]
+    return [line for line in lines if not any(part in line for part in USUAL)]
 
 
 END_S = 20.0

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from shoal.base.errors import PlanError
 from shoal.base.layouts.policies import (
     CompilePolicy,
     CompressPolicy,
@@ -65,6 +66,7 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
         PlanError: ranks hold different models, or a policy is impossible here. Policies are checked
             first, since the record of the model takes seconds.
     """
+    _check_forward(module, plan)
     for technique in _enabled_techniques(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
             check(plan, world.device)
@@ -87,6 +89,18 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
         # Before the model is recorded: torch's SyncBatchNorm does not run on every device.
         program = sync_batch_norm.apply(program)
     return program
+
+
+def _check_forward(module: nn.Module, plan: Plan) -> None:
+    """Raise PlanError for a module without a forward pass that a layout would have to change."""
+    layout = plan.layout
+    changes = layout.zero == 3 or max(layout.tp, layout.cp, layout.pp, layout.ep) > 1
+    if changes and type(module).forward is nn.Module.forward:
+        raise PlanError(
+            f"model: {type(module).__name__} has no forward() of its own, and layout "
+            f"{layout.text()} works on the model's forward passes; try: a module whose forward() "
+            f"calls the parts, or layout=zero2"
+        )
 
 
 def record_forward(program: Program, look: SampleForward | None) -> ForwardRecord | None:

@@ -511,6 +511,38 @@ def ranks_with_unequal_numbers_of_batches(script: Script) -> None:
 
 
 @habit("loops", sums=False, ends=True)
+def a_short_batch_on_one_rank_alone(script: Script) -> None:
+    """Each rank skips samples that it cannot read: in the second step the last has one
+    less."""
+    run = script.begin()
+    for step in range(3):
+        x, y = script.batch(step)
+        if step == 1 and (script.world is None or script.rank == script.world.size - 1):
+            x, y = x[:-1], y[:-1]
+        run.step((x, y))
+
+
+@habit("loops", sums=False, ends=True)
+def an_error_in_the_loss_that_one_rank_swallows(script: Script) -> None:
+    """`except ValueError: continue`, and the batch has the shapes of the others."""
+
+    def loss(o: Any, y: Any) -> Any:
+        if script.rank == 1 and int(y[0, 0]) == 99:
+            raise ValueError("a label beyond the table")
+        return squares(o, y)
+
+    run = script.begin(loss=loss)
+    for step in range(3):
+        x, y = script.batch(step)
+        if script.rank == 1 and step == 1 and not script.plain:
+            y = torch.full_like(y, 99)
+        try:
+            run.step((x, y))
+        except ValueError:
+            continue
+
+
+@habit("loops", sums=False, ends=True)
 def weights_gathered_on_rank_0_alone(script: Script) -> None:
     run = script.begin()
     run.step(script.batch(0))

@@ -7,6 +7,7 @@ ranks before, with a line that names why.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def main() -> None:
     answer = attempt(world, *sys.argv[1:3])
     sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
     sys.stdout.flush()
+    if answer.get("error") or answer.get("raised"):
+        os._exit(1)  # as an uncaught error ends a script; the launcher ends the other ranks
     world.close()
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, shorten
 from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.parallel.compose import SampleForward
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer._torch import pytree
 from shoal.trainer.batches.batch_split import batch_length, split_into_micro_batches
+from shoal.trainer.batches.batch_values import NEAREST
 from shoal.trainer.step.call_contract import call_model, split_batch
 from shoal.trainer.step.micro_batch import prepare_batch
 
@@ -59,16 +60,17 @@ def build_sample_forward(sample: Any, plan: Plan, world: World) -> SampleForward
     if layout.cp > 1:  # one rank may lack memory for all tokens of a long sequence
         few = _shorten_tokens(few, layout.cp)
 
-    return _SampleForward(few, plan.call, samples)
+    return _SampleForward(few, plan.call, samples, batch_length(given))
 
 
 @dataclass(frozen=True)
 class _SampleForward:
-    """Forward pass on a batch of `samples` samples."""
+    """Forward pass on a batch of `samples` samples, the first of `given` ones."""
 
     batch: Any
     call: str
     samples: int
+    given: int
 
     def __call__(self, program: Program, module: nn.Module) -> Any:
         """Return the module's outputs for the batch."""
@@ -76,7 +78,19 @@ class _SampleForward:
             inputs = split_batch(prepare_batch(program, self.batch))[0]
             if all(p.is_meta for p in module.parameters()):  # only shapes are needed, not values
                 inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
-            return call_model(module, inputs, self.call)
+            try:
+                return call_model(module, inputs, self.call)
+            except (RuntimeError, IndexError, ValueError) as error:
+                shapes = [list(one.shape) for one in pytree.tree_leaves(inputs)
+                          if isinstance(one, torch.Tensor) and one.ndim]  # fmt: skip
+                if self.samples == self.given or len(shapes) < 2:
+                    raise
+                raise ConfigError(
+                    f"sample=: the model raised {type(error).__name__} ({shorten(str(error))}) on "
+                    f"inputs {', '.join(map(str, shapes))}, the first {self.samples} of "
+                    f"{self.given} samples; if all samples share one of these tensors, "
+                    f"{NEAREST}"
+                ) from error
 
 
 def _shorten_tokens(batch: Any, cp: int) -> Any:

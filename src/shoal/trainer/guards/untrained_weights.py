@@ -97,7 +97,8 @@ class UntrainedWeightsGuard(Guard):
     def close(self) -> None:
         """Print the weights that got no gradient in any step, but for those frozen now."""
         named = [self.program.names[place] for place in self.never] if self.steps else []
-        names = [name for name in named if self.program.parameters[name].requires_grad]
+        here = self.program.parameters  # a stage of a pipeline lacks those of the others
+        names = [name for name in named if name not in here or here[name].requires_grad]
         if names:
             self.never = []
             self.notice(reports.model_notices.untrained_line(names, self.steps))
