@@ -37,6 +37,7 @@ POOL = (
     *("tests/trainer/test_touched.py", "tests/trainer/test_carried.py"),
     *("tests/trainer/test_untrained_weights.py", "tests/trainer/test_model_notices.py"),
     *("tests/trainer/test_optimizers.py", "tests/trainer/test_suspicions.py"),
+    "tests/worlds/own_loops/test_rank_findings.py",
     "tests/trainer/test_damaged_folder.py",
 )
 PLACES = ("before", "around", "sums", "invariants", "agree", "between", "updating", "updated")

@@ -112,11 +112,11 @@ def summary_lines(record: Record) -> list[str]:
     lines += record["owners"]["lines"] if record["owners"] else []
     step_s, peak_bytes = record["median_step_s"], record["peak_memory_bytes"]
     if step_s:
-        lines.append(f"a step, median: {_beside_forecast(record, 'step_s', step_s, seconds_text)}")
+        lines.append(f"a step, median: {_forecast_text(record, 'step_s', step_s, seconds_text)}")
     if record["verdict_parts_s"]:
         lines.append(f"of a step, mean of ranks: {parts_text(record['verdict_parts_s'])}")
     if peak_bytes:
-        text = _beside_forecast(record, "peak_memory_bytes", peak_bytes, bytes_text)
+        text = _forecast_text(record, "peak_memory_bytes", peak_bytes, bytes_text)
         lines.append(f"peak memory of {record['peak_memory_of']}: {text}")
     if (share := record["goodput_share"]) is not None:
         lines.append(f"goodput: {share:.0%} of the time in sessions went into committed steps")
@@ -145,9 +145,7 @@ def _state_line(record: Record) -> str:
     return f"run: {', '.join([record['state'], step, *losses])}"
 
 
-def _beside_forecast(
-    record: Record, key: str, measured: float, text: Callable[[float], str]
-) -> str:
+def _forecast_text(record: Record, key: str, measured: float, text: Callable[[float], str]) -> str:
     """Return a figure as text, with its forecast where the plan has one."""
     foreseen = record["forecast"].get(key, {}).get("foreseen")
     if not foreseen:

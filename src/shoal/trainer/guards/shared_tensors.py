@@ -50,7 +50,7 @@ SMALL = 1 << 20
 
 
 @dataclass(frozen=True)
-class Column:
+class TriedColumn:
     """A tensor of a batch that is cut along the samples.
 
     Attributes:
@@ -105,7 +105,7 @@ class SharedTensorCheck:
         return known
 
     def _try(
-        self, trial: ModelTrial, batch: Any, columns: dict[str, Column], known: Readings
+        self, trial: ModelTrial, batch: Any, columns: dict[str, TriedColumn], known: Readings
     ) -> Readings:
         """Return readings that a trial proves, and print a line on shared tensors."""
         from shoal.trainer.guards.loss_trial import copy_loss  # in the first step alone
@@ -141,7 +141,7 @@ class SharedTensorCheck:
                 return {**found, **dict.fromkeys(shared, SHARED)}
         return found
 
-    def _compare_steps(self, columns: dict[str, Column], known: Readings) -> None:
+    def _compare_steps(self, columns: dict[str, TriedColumn], known: Readings) -> None:
         """Print a line on tensors that stay while others change."""
         digests = {path: _digest(one.tensor) for path, one in columns.items()}
         if not self._digests:
@@ -159,7 +159,7 @@ class SharedTensorCheck:
             self._steps = STEPS + 1
 
 
-def list_columns(batch: Any, known: Readings, cut: int) -> dict[str, Column]:
+def list_columns(batch: Any, known: Readings, cut: int) -> dict[str, TriedColumn]:
     """Return the tensors of a batch that are cut, by path; {} if it is not cut, or cannot be.
 
     Args:
@@ -182,7 +182,7 @@ def list_columns(batch: Any, known: Readings, cut: int) -> dict[str, Column]:
     ]
     halves = [_is_target(path, batch) for path, _ in found]
     return {
-        path: Column(leaf, is_target, halves.count(is_target) == 1)
+        path: TriedColumn(leaf, is_target, halves.count(is_target) == 1)
         for (path, leaf), is_target in zip(found, halves, strict=True)
     }
 
@@ -229,7 +229,7 @@ def _subsets(paths: list[str], inputs: list[str]) -> Iterator[tuple[str, ...]]:
                 yield shared
 
 
-def _may_be_shared(column: Column) -> bool:
+def _may_be_shared(column: TriedColumn) -> bool:
     """Return whether a tensor that stays in two steps is worth a line."""
     tensor = column.tensor
     if column.is_alone:  # the samples themselves, or numbers of places in the batch
@@ -261,7 +261,7 @@ def shared_line(path: str, shape: list[int]) -> str:
     )
 
 
-def unchanged_line(path: str, column: Column) -> str:
+def unchanged_line(path: str, column: TriedColumn) -> str:
     """Return the notice on a tensor that may be shared by all samples and is cut.
 
     Args:
