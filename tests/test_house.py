@@ -322,8 +322,9 @@ def test_what_a_rank_of_a_divided_model_loads(
     assert 100 < len(files) <= 159, sorted(files)
     # 14_130 before writes to divided weights; 14_600 before parts that look like whole weights;
     # 15_000 before batches held lists and objects, and wholes under tp × fsdp and ep × fsdp;
-    # 15_190 before ranks compared the findings of their first steps.
-    assert sum(map(lines_of_code, files)) <= 15_210
+    # 15_190 before ranks compared the findings of their first steps; 15_210 before new shapes
+    # of a batch were in the name of its call.
+    assert sum(map(lines_of_code, files)) <= 15_290
 
 
 def test_the_simulated_device_is_small() -> None:

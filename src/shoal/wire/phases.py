@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
+OF_SHAPES = " of "
+"""Between the name of a call and the shapes of its batch, where they were new."""
 FILE_NAME = "phase.json"
 EVERY_S = 0.2
 """Seconds between reports of progress within a phase; a new phase is reported at once."""

@@ -63,8 +63,6 @@ UNITS, UNIT_TEXT = 64, 104
 UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
 UNITS_AT = STEPS_AT + KEPT * ROW.size
 NAMES, NAME_TEXT = 64, 48
-OF_SHAPES = " of "
-"""Between the name of a call and the shapes of its batch, where they were new."""
 NAME = struct.Struct(f"=qq{NAME_TEXT}s")
 NAMES_AT = UNITS_AT + UNITS * UNIT.size
 PAGE_BYTES = NAMES_AT + NAMES * NAME.size

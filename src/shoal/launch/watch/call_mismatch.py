@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.launch.watch.page_reader import PageReader, PageSnapshot
-from shoal.wire.watch_page import OF_SHAPES
+from shoal.wire.phases import OF_SHAPES
 
 Answers = Mapping[int, Mapping[str, Any] | None]
 """By rank, its reply to the request for its position; None without a reply."""

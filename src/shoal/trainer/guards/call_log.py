@@ -36,7 +36,7 @@ from shoal.parallel._torch import function_transform
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.wire import phases
-from shoal.wire.watch_page import OF_SHAPES
+from shoal.wire.phases import OF_SHAPES
 
 GATHER_S, WATCHED = 8.0, 75
 """Seconds that ranks wait for each other at the store · repetitions under a watchdog."""
