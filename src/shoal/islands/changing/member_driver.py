@@ -55,6 +55,8 @@ from shoal.islands.membership.turn_messages import (
 from shoal.islands.peer_deadline import PeerDeadline
 
 TICK_S, GREET_S, TOLD_S = 0.05, 0.5, 10.0
+LOST_S = 2.0
+"""Seconds for which a majority must be lost before a member that is no chair reports its wait."""
 SESSION_S = 5.0
 """Seconds after an answer of a running session in which no other one is started."""
 STATE = "state/"
@@ -102,6 +104,8 @@ class MemberDriver:
         self.changes = merges.changes
         self.changes.notify = lambda digest: self._events.put(("fetched", digest))
         self._awaits: tuple[int, ...] = ()
+        self._named: set[tuple[int, ...]] = set()
+        self._lost_since_s = time.monotonic()
         self._seats: tuple[Seat, ...] = ()
         self._welcomed_s = -SESSION_S
         self._done: set[int] = set()
@@ -308,6 +312,9 @@ class MemberDriver:
         """Begin to wait for members without which nobody goes on."""
         if not self._awaits:
             self._waits_since_s = time.monotonic()
+            self._named.clear()
+        if names not in self._named:
+            self._named.add(names)
             whom = name_members(names) if names else "more islands"
             self.tell(f"{self._why_too_few()}: waits for {whom}, at most {self.wait_s:g} s")
         self._awaits = names or (-1,)
@@ -359,7 +366,7 @@ class MemberDriver:
         if self._asked is not None and self.merges.inner.size > 1:
             self._merge_if_here()  # another rank may have its pieces now
         now_s, member, fact = time.monotonic(), self.member, self.member.fact
-        self.links.refusing_are_gone = bool(list_unreachable(self.member, self.links))
+        self._note_lost(list_unreachable(member, self.links), now_s)
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
             raise ClusterError(self._describe_wait())
         if self._awaits and needs_common_start(member, set(self._awaits), self.links):
@@ -373,6 +380,14 @@ class MemberDriver:
         elif self.window.is_over(member, fact, self.links, waits=bool(self._awaits)):
             self.window.restart()
             member.grace_over()
+
+    def _note_lost(self, names: tuple[int, ...], now_s: float) -> None:
+        """Note members that a majority needs and that are dead; also where another one chairs."""
+        self.links.refusing_are_gone = bool(names)
+        if not names or self.window.offered_s is None:
+            self._lost_since_s = now_s
+        elif now_s - self._lost_since_s > LOST_S and not self._awaits:
+            self._note_wait(names)
 
     def _is_superseded(self, fact: CommittedTurn) -> bool:
         """Return whether a turn names a start number of this island not below this process's.
