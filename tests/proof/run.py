@@ -75,6 +75,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "old-folders": ("python tests/proof/old_folders.py",),
     "replays": ("python tests/proof/replays.py", "python tests/proof/replay_page.py"),
     "protocol": ("python tests/proof/protocol.py",),
+    "members": ("python tests/proof/members.py",),
     "statistics": (
         "python tests/proof/statistics_rows.py",
         "python tests/proof/replay_page.py",
