@@ -95,3 +95,11 @@ def test_the_next_line_lengthens_by_the_runs_own_unit(
     assert next_lines(tmp_path, 0, "completed", 5).endswith(f" train.{key}=N")
     (tmp_path / "run.toml").write_text("[train\n")
     assert next_lines(tmp_path, 0, "completed", 5).endswith(" train.steps=N")
+
+
+def test_an_island_takes_over_a_checkpoint_of_one_with_another_key() -> None:
+    """Its own key, its address and how long it waits are no part of the result."""
+    then = '[islands]\nleast = 2\nkey = "0.key"\nkeys = "a.pub"\nwait_s = 600.0\n'
+    now = '[islands]\nleast = 2\nkey = "1.key"\nkeys = "b.pub"\nwait_s = 60.0\n'
+    (found,) = compare_configurations(then, now)
+    assert (found.key, found.changes) == ("islands.wait_s", False)

@@ -17,14 +17,20 @@ from shoal.base.runlog.environment import find_changed_code, library_versions
 from shoal.config.save import MICRO_BATCH
 from shoal.config.sections import Config
 
-PLACES = {"run.folder", "run.name", "islands.at", "islands.index", "data.owners"}
+PLACES = {
+    *("run.folder", "run.name", "data.owners"),
+    *(f"islands.{key}" for key in ("at", "index", "key", "keys")),
+}
 """Keys for the location of a run, not its content: never reported."""
 FREE_SECTIONS = {"layout", "launch", "checkpoint", "memory", "fsdp"}
 FREE = {
     *(f"train.{key}" for key in ("steps", "epochs", "accumulate", "validate_every")),
     *(f"train.{key}" for key in ("validate_samples", "compile", "defer_sync", "deterministic")),
     *(f"train.{key}" for key in ("prove", "on", "trace", "statistics", "skip_limit")),
-    *(f"islands.{key}" for key in ("count", "connections", "bound", "cosine", "refusals")),
+    *(
+        f"islands.{key}"
+        for key in ("count", "connections", "wait_s", "bound", "cosine", "refusals")
+    ),
     "data.workers",
 }
 """Keys, and sections, that change how and how long a run is computed, but not its result."""
