@@ -106,6 +106,16 @@ def test_two_pages_of_a_name_are_told_apart() -> None:
     assert CliRunner().invoke(main.app, ["docs", "start/memory"]).stderr == ""
 
 
+def test_a_page_with_every_key_names_the_page_to_begin_with() -> None:
+    """A reader of README typed its link's text, and got 1,959 words instead of the first page."""
+    pages = docs.list_pages()
+    for page, first in docs.FIRST.items():
+        done = CliRunner().invoke(main.app, ["docs", page.partition("/")[2]])
+        assert done.stderr == f"begin with: shoal docs {first}\n"
+        assert f"../{first}.md" in done.stdout[:300], "the page itself names it too"
+        assert docs.find_page(first, pages).folder == "start"
+
+
 def test_an_installation_without_pages_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no pages in"):
         docs.list_pages(tmp_path)

@@ -33,6 +33,9 @@ VALUE = re.compile(r"\{value\}`([^`<]+?)\s*<[^`]+>`")
 SYNONYMS = {"quickstart": "tutorial", "getting-started": "tutorial", "introduction": "tutorial"}
 """Names that pages of other projects have → ours."""
 
+FIRST = {"reference/federated": "start/owners"}
+"""Page with every key → the page to begin with, which a reader may not know by its name."""
+
 PAGE = typer.Argument(None, metavar="[PAGE]", help="A page by its name, as own-loop.")
 WHERE = typer.Option(False, "--path", help="Print the file's path instead of its text.")
 JSON = typer.Option(False, "--json", help="One JSON document: the list, or the page.")
@@ -72,6 +75,8 @@ def docs(
             typer.echo(json.dumps({**asdict(page), "text": text}))
         else:
             typer.echo(page.path if path else text.rstrip("\n"))
+        if first := FIRST.get(f"{page.folder}/{page.name}"):
+            typer.echo(f"begin with: shoal docs {first}", err=True)
         # On standard error: standard output is the page alone.
         for other in _namesakes(page, pages) if "/" not in "-".join(words) else ():
             call = f"shoal docs {other.folder}/{other.name}"

@@ -193,10 +193,7 @@ def same_merged(run: Path, count: int) -> bool:
 def test_the_page_of_owners_trains_three_hospitals(tmp_path: Path) -> None:
     """The first command of docs/start/owners.md, on a smaller model; the last line names the worst."""
     page = Path(__file__).parents[3] / "docs" / "start" / "owners.md"
-    block = re.findall(r"^```\n(shoal train .*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)[
-        0
-    ]
-    words = shlex.split(block.replace("\\\n", " "))[2:]
+    words = page_words(page, 0)
     (tmp_path / "owners").mkdir()
     for name, rows in (("east", 60), ("north", 90), ("south", 40)):
         text = "".join(f'{{"text": "Patient {k} of {name} left well."}}\n' for k in range(rows))
@@ -208,3 +205,21 @@ def test_the_page_of_owners_trains_three_hospitals(tmp_path: Path) -> None:
     assert "own data of 3 owners" in output
     assert "round 2: 3 of 3 owners merged" in output
     assert re.search(r"mean of 3 owners, worst (east|north|south): \d", output)
+
+
+def page_words(page: Path, number: int) -> list[str]:
+    """Return the words of a command of a page after `shoal train`."""
+    blocks = re.findall(r"^```\n(shoal train .*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return shlex.split(blocks[number].replace("\\\n", " "))[2:]
+
+
+@pytest.mark.proof("faults")
+def test_the_page_of_owners_simulates_phones(tmp_path: Path) -> None:
+    """The second command of docs/start/owners.md, two rounds; the last line names the worst."""
+    words = page_words(Path(__file__).parents[3] / "docs" / "start" / "owners.md", 1)
+    command = CommandLine(tmp_path, *words, "train.epochs=10")
+    code, output = command.finish(DEADLINE_S)
+    assert code == 0, output
+    assert "round 1: 5 of 50 owners merged" in output
+    assert "47 of 50 owners have some, 1 to 28 each" in output
+    assert re.search(r"mean of 47 owners, worst \d+: \d.*accuracy \d", output)
