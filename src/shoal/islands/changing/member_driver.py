@@ -28,12 +28,7 @@ from shoal.islands.changing.lost_members import (
 )
 from shoal.islands.changing.rank_merges import RankMerges
 from shoal.islands.changing.turn_records import AppliedTurn, OfferedChange, join_turns
-from shoal.islands.membership.committed_turn import (
-    CommittedTurn,
-    Seat,
-    is_witness,
-    name_members,
-)
+from shoal.islands.membership.committed_turn import CommittedTurn, Seat, is_witness, name_members
 from shoal.islands.membership.island_member import IslandMember
 from shoal.islands.membership.message_json import decode_message, encode_message
 from shoal.islands.membership.session_meeting import ArrivalReport, SessionMeeting
