@@ -16,6 +16,7 @@ from shoal.islands.membership.committed_turn import (
     Seat,
     is_witness,
     majority,
+    name_members,
 )
 from shoal.islands.membership.island_member import IslandMember
 
@@ -64,3 +65,33 @@ def list_unreachable(member: IslandMember, links: MemberLinks) -> tuple[int, ...
     lost = (links.refusing() | links.gone(fact.seats)) & {*fact.names()}
     decides = len(fact.seats) - len(lost) >= majority(len(fact.seats))
     return () if decides else tuple(sorted(lost))
+
+
+def explain_shortage(member: IslandMember) -> str:
+    """Return why the members that are left may not go on."""
+    trainers = member.fact.trainers() if member.fact is not None else ()
+    if member.fact is not None and len(trainers) < member.least:
+        return f"{len(trainers)} of at least {member.least} islands (islands.least)"
+    return "no majority of the last round's islands, and so nobody may go on"
+
+
+def describe_wait(member: IslandMember, names: tuple[int, ...], wait_s: float) -> str:
+    """Return the error of a member that has waited in vain, with the way on.
+
+    Args:
+        names: the members that it waits for; (-1,) if they are not known.
+        wait_s: seconds that it waited.
+    """
+    missing = name_members(names) if names != (-1,) else "more islands"
+    waited = f"waited {wait_s:g} s (islands.wait_s) for {missing}"
+    if member.fact is None or not member.seated:
+        return f"islands: {waited}; try: start {missing}, or fewer islands (islands.count)"
+    trainers = set(member.fact.trainers())
+    left, third = max(1, len(trainers - set(names))), ""
+    if len(trainers) == 2:
+        third = " (with a third voter, shoal islands witness, one of two goes on alone)"
+    return (
+        f"islands: {explain_shortage(member)}; {waited}; the last round is saved; try: "
+        f"shoal train --resume RUN on {missing} and here{third}; if {missing} will not come back, "
+        f"--resume RUN islands.count={left}"
+    )

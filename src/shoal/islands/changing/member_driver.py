@@ -24,6 +24,8 @@ from shoal.islands.changing.grace_windows import GraceWindow, needs_common_start
 from shoal.islands.changing.lost_members import (
     describe_absent,
     describe_left_out,
+    describe_wait,
+    explain_shortage,
     list_unreachable,
 )
 from shoal.islands.changing.rank_merges import RankMerges
@@ -311,7 +313,9 @@ class MemberDriver:
         if names not in self._named:
             self._named.add(names)
             whom = name_members(names) if names else "more islands"
-            self.tell(f"{self._why_too_few()}: waits for {whom}, at most {self.wait_s:g} s")
+            self.tell(
+                f"{explain_shortage(self.member)}: waits for {whom}, at most {self.wait_s:g} s"
+            )
         self._awaits = names or (-1,)
 
     def _send(self, names: tuple[int, ...], message: Any) -> None:
@@ -363,7 +367,7 @@ class MemberDriver:
         now_s, member, fact = time.monotonic(), self.member, self.member.fact
         self._note_lost(list_unreachable(member, self.links), now_s)
         if self._awaits and now_s - self._waits_since_s > self.wait_s:
-            raise ClusterError(self._describe_wait())
+            raise ClusterError(describe_wait(self.member, self._awaits, self.wait_s))
         if self._awaits and needs_common_start(member, set(self._awaits), self.links):
             self._restart_member(member.fact)
         elif fact is not None and self._is_superseded(fact):
@@ -432,24 +436,3 @@ class MemberDriver:
             if self._awaits and late and not self._is_wait_told:
                 self._is_wait_told = True
                 self.tell(f"waits for {name_members(self._awaits)}, at most {self.wait_s:g} s")
-
-    def _why_too_few(self) -> str:
-        fact = self.member.fact
-        if fact is not None and len(fact.trainers()) < self.member.least:
-            return f"{len(fact.trainers())} of at least {self.member.least} islands (islands.least)"
-        return "no majority of the last round's islands, and so nobody may go on"
-
-    def _describe_wait(self) -> str:
-        names = name_members(self._awaits) if self._awaits != (-1,) else "more islands"
-        waited = f"waited {self.wait_s:g} s (islands.wait_s) for {names}"
-        if self.member.fact is None or not self.member.seated:
-            return f"islands: {waited}; try: start {names}, or fewer islands (islands.count)"
-        trainers = set(self.member.fact.trainers())
-        left, third = max(1, len(trainers - set(self._awaits))), ""
-        if len(trainers) == 2:
-            third = " (with a third voter, shoal islands witness, one of two goes on alone)"
-        return (
-            f"islands: {self._why_too_few()}; {waited}; the last round is saved; try: "
-            f"shoal train --resume RUN on {names} and here{third}; if {names} will not come back, "
-            f"--resume RUN islands.count={left}"
-        )
