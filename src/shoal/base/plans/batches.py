@@ -16,7 +16,7 @@ from shoal.base.layouts.layout import Layout
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatchSpan:
     """Samples start … stop − 1 of the stream; `index`, from 0, is its number in the whole step."""
 
     index: int
@@ -24,7 +24,9 @@ class MicroBatch:
     stop: int
 
 
-def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -> list[MicroBatch]:
+def cut_step(
+    position: int, samples: int | None, batch: int, micro_batch: int
+) -> list[MicroBatchSpan]:
     """Cut the step at stream position `position` into its micro-batches, of all ranks.
 
     A step has `batch` samples, or the rest of the epoch; its last micro-batch may be short.
@@ -38,7 +40,9 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
     [(8, 10), (10, 11)]
     """
     stop = step_end(position, samples, batch)
-    return [MicroBatch(i, *span) for i, span in enumerate(rank_spans(position, stop, micro_batch))]
+    return [
+        MicroBatchSpan(i, *span) for i, span in enumerate(rank_spans(position, stop, micro_batch))
+    ]
 
 
 def step_end(position: int, samples: int | None, batch: int) -> int:

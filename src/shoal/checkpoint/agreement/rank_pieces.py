@@ -111,7 +111,7 @@ class WriteAgreement:
 
 
 @dataclass(frozen=True)
-class RankShare:
+class CheckpointShare:
     """Blocks that this rank writes, in host memory, and the agreement of all ranks."""
 
     blocks: list[HeldSlice]
@@ -135,7 +135,9 @@ def agree_on_pieces(
     return held, agree_on_writers(world, offer, aliases)
 
 
-def collect_share(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -> RankShare:
+def collect_share(
+    pieces: Sequence[Piece], aliases: Mapping[str, str], world: World
+) -> CheckpointShare:
     """Assign each slice to a writer rank, and copy the slices of this rank to host memory.
 
     Every rank calls it. Data already in host memory is not copied: it must not change until it is
@@ -154,7 +156,7 @@ def collect_share(pieces: Sequence[Piece], aliases: Mapping[str, str], world: Wo
     held, agreement = agree_on_pieces(pieces, aliases, world)
     blocks: list[HeldSlice] = []
     gather_results(world, lambda: blocks.extend(_to_host(held[key]) for key in agreement.share))
-    return RankShare(blocks, agreement)
+    return CheckpointShare(blocks, agreement)
 
 
 def split_pieces(pieces: Sequence[Piece], aliases: Mapping[str, str]) -> dict[Key, HeldSlice]:

@@ -35,10 +35,10 @@ from shoal.base.runlog.events import Emit
 from shoal.checkpoint.agreement.assign_slices import Offer
 from shoal.checkpoint.agreement.collective_phase import gather_results
 from shoal.checkpoint.agreement.rank_pieces import (
+    CheckpointShare,
     HeldSlice,
     Key,
     Piece,
-    RankShare,
     WriteAgreement,
     agree_on_pieces,
     agree_on_writers,
@@ -273,7 +273,7 @@ class BackgroundSaver:
         finally:
             save.copied = None
 
-    def _collect(self, save: _PendingSave) -> RankShare:
+    def _collect(self, save: _PendingSave) -> CheckpointShare:
         if isinstance(save.problem, RankFailed):
             raise save.problem  # raised on every rank already
         exchanged: list[_CopiedBlocks] = []
@@ -293,7 +293,7 @@ class BackgroundSaver:
             agreed = agree_on_writers(self.world, lambda: held, copied.aliases)
             agreement = replace(agreed, offers=copied.offers)
         save.agreement = agreement
-        return RankShare([copied.blocks[key] for key in agreement.share], agreement)
+        return CheckpointShare([copied.blocks[key] for key in agreement.share], agreement)
 
 
 def _lower_priority() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.runlog.events import Emit
 from shoal.checkpoint.agreement.collective_phase import gather_results, run_on_first_rank
-from shoal.checkpoint.agreement.rank_pieces import RankShare
+from shoal.checkpoint.agreement.rank_pieces import CheckpointShare
 from shoal.checkpoint.format import folders
 from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, RankFailed, short_path
 from shoal.checkpoint.format.listing import (
@@ -99,7 +99,7 @@ def save_on_each_disk(
     record: dict[str, Any],
     keep: int,
     keepers: Keepers,
-    collecting: Callable[[], RankShare],
+    collecting: Callable[[], CheckpointShare],
     world: World,
     emit: Emit,
 ) -> tuple[int, bool]:

@@ -27,7 +27,7 @@ from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.runlog.events import Emit
 from shoal.base.runlog.folder_owner import REPLACED, FolderOwner
 from shoal.checkpoint.agreement.collective_phase import gather_results, run_on_first_rank
-from shoal.checkpoint.agreement.rank_pieces import Piece, RankShare, collect_share
+from shoal.checkpoint.agreement.rank_pieces import CheckpointShare, Piece, collect_share
 from shoal.checkpoint.format import folders
 from shoal.checkpoint.format.checkpoint_faults import DamagedFileError, RankFailed, short_path
 from shoal.checkpoint.format.listing import (
@@ -137,7 +137,7 @@ def save(
 
 
 def save_collected(
-    target: SaveTarget, collecting: Callable[[], RankShare], world: World, emit: Emit
+    target: SaveTarget, collecting: Callable[[], CheckpointShare], world: World, emit: Emit
 ) -> SavedCheckpoint:
     """Save as `save`, from any source of bytes in host memory; every rank calls it.
 

@@ -87,7 +87,7 @@ class PageSnapshot:
 
 
 @dataclass(frozen=True)
-class UnitCall:
+class RecordedUnitCall:
     """A collective of a unit: the count of collectives enqueued before it, and the unit."""
 
     begun: int
@@ -204,13 +204,13 @@ class PageReader:
             found.append(RankStep(step, rank, 1, told[-1], int(told[-2]), tuple(seconds)))
         return found[::-1]
 
-    def units(self) -> dict[int, dict[int, UnitCall]]:
+    def units(self) -> dict[int, dict[int, RecordedUnitCall]]:
         """Return the last collectives of gathered units, by the group's key and their number."""
-        found: dict[int, dict[int, UnitCall]] = {}
+        found: dict[int, dict[int, RecordedUnitCall]] = {}
         for begun, key, number, raw in UNIT.iter_unpack(self.memory[UNITS_AT:NAMES_AT]):
             if number:
                 text = raw.rstrip(b"\0").decode(errors="replace")
-                found.setdefault(key, {})[number] = UnitCall(begun, text)
+                found.setdefault(key, {})[number] = RecordedUnitCall(begun, text)
         return found
 
     def names(self) -> dict[int, dict[int, str]]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.base.text.rank_differences import blocks_line
-from shoal.launch.watch.page_reader import PageReader, PageSnapshot, UnitCall
+from shoal.launch.watch.page_reader import PageReader, PageSnapshot, RecordedUnitCall
 
 NONE_MORE = "no further block"
 
@@ -54,7 +54,7 @@ def compare_units(
         told: by rank, the present contents of its page.
         kinds: phase of each rank, "" if ranks may rightly make other collectives in it (a save).
     """
-    by_group: dict[int, dict[int, dict[int, UnitCall]]] = {}
+    by_group: dict[int, dict[int, dict[int, RecordedUnitCall]]] = {}
     for rank, page in pages.items():
         for key, calls in page.units().items():
             by_group.setdefault(key, {})[rank] = calls
@@ -68,7 +68,7 @@ def compare_units(
     return None
 
 
-def _compare_unit_numbers(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[int, str]:
+def _compare_unit_numbers(groups: Mapping[int, Mapping[int, RecordedUnitCall]]) -> dict[int, str]:
     """Return by rank the units of the first collective that is not of one unit; {} without one."""
     for number in sorted({number for calls in groups.values() for number in calls}):
         found = {rank: calls[number].text for rank, calls in groups.items() if number in calls}
@@ -78,7 +78,7 @@ def _compare_unit_numbers(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[
 
 
 def _compare_unit_order(
-    groups: Mapping[int, Mapping[int, UnitCall]],
+    groups: Mapping[int, Mapping[int, RecordedUnitCall]],
     told: Mapping[int, PageSnapshot],
     kinds: Mapping[int, str],
 ) -> dict[int, str]:

@@ -58,7 +58,7 @@ POINTWISE = (
 
 
 @dataclass(frozen=True)
-class Sharing:
+class TokenSharing:
     """Interface of a shard for the default loss, see `models.loss.Sharing`."""
 
     deal: ShardSpec
@@ -80,9 +80,9 @@ class ContextShard(SequenceShard):
     """Tensor that holds this rank's tokens and has the full tensor's shape."""
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> TokenSharing | None:
         """Return the loss's view of the tokens; None if a feature dim is distributed."""
-        return Sharing(self.deal) if self.deal.dim < self._local.dim() - 1 else None
+        return TokenSharing(self.deal) if self.deal.dim < self._local.dim() - 1 else None
 
     @classmethod
     def __torch_function__(

@@ -23,7 +23,7 @@ from shoal.parallel.spmd.labelling.node_arguments import divide_arguments
 from shoal.parallel.spmd.labelling.operation_terms import OperationStep
 from shoal.parallel.spmd.labelling.rules import DROPOUTS
 from shoal.parallel.spmd.labelling.summed_gradients import (
-    GradientSums,
+    GradientSumPlaces,
     Held,
     is_differentiable,
     list_differentiated_nodes,
@@ -59,7 +59,7 @@ class AxisDivision:
     """Division of a layer over one axis: labels of its values, and where gradients are summed."""
 
     labelling: Labelling
-    sums: GradientSums
+    sums: GradientSumPlaces
 
 
 def write_program(

@@ -20,7 +20,7 @@ from shoal.parallel.spmd.labelling.label_graph import Labelling
 from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, format_segments
 from shoal.parallel.spmd.labelling.problem import LabellingProblem, parameter_shapes
 from shoal.parallel.spmd.labelling.rules import RuleCache
-from shoal.parallel.spmd.labelling.summed_gradients import GradientSums, choose_gradient_sums
+from shoal.parallel.spmd.labelling.summed_gradients import GradientSumPlaces, choose_gradient_sums
 from shoal.parallel.spmd.rewrite import AxisDivision, BlockCollective, Shared, write_program
 from shoal.trace.find.vocabulary_use import VocabularyTables
 from shoal.trace.graph.layer_graph import (
@@ -352,7 +352,7 @@ def _describe_gathers(labelling: Labelling) -> tuple[str, ...]:
 
 
 def _list_partial(
-    problem: LabellingProblem, sums: GradientSums, cuts: Mapping[str, Split]
+    problem: LabellingProblem, sums: GradientSumPlaces, cuts: Mapping[str, Split]
 ) -> frozenset[str]:
     return frozenset(
         name

@@ -40,7 +40,7 @@ Held = tuple[fx.Node, str]
 
 
 @dataclass(frozen=True)
-class GradientSums:
+class GradientSumPlaces:
     """Replicated values whose gradient is a partial sum on every rank.
 
     Attributes:
@@ -68,7 +68,7 @@ def whole_form(label: Label, want: Label) -> str | None:
 
 def choose_gradient_sums(
     labelling: Labelling, partial: frozenset[str] | None = None
-) -> GradientSums:
+) -> GradientSumPlaces:
     """Return the values at which gradients are all-reduced at the least cost.
 
     Args:
@@ -90,7 +90,7 @@ def choose_gradient_sums(
     late = flow.solve_max_flow()
     inside = {held for held in network.seen if (held, "in") in late}
     after = {held for held in network.seen if (held, "out") in late}
-    return GradientSums(frozenset(inside), frozenset(after - inside))
+    return GradientSumPlaces(frozenset(inside), frozenset(after - inside))
 
 
 class _GradientNetwork:
