@@ -69,6 +69,11 @@ class Plan(Policies):
     placements: tuple[Placement, ...] = ()
     buckets: tuple[Bucket, ...] = ()
 
+    @property
+    def sums_parts_each_pass(self) -> bool:
+        """True if a pass ends with sums of its gradients' parts, as under zero 2."""
+        return self.layout.zero == 2 and not self.defer_sync
+
     def arithmetic(self) -> str:
         """Return the batch equation with this run's numbers.
 

@@ -242,7 +242,7 @@ def _buffered_parameters(program: Program) -> list[nn.Parameter]:
     plan, parameters = program.plan, program.parameters
     if plan.layout.zero == 3:
         return []
-    every = plan.layout.zero == 2 and not plan.defer_sync
+    every = plan.sums_parts_each_pass
     names = [name for one in plan.buckets if every or one.compute for name in one.names]
     return [parameters[name] for name in names]
 

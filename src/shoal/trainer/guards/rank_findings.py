@@ -45,16 +45,12 @@ class RankFindings(Guard):
     def notice(self, text: str) -> None:
         """Print a line by rank 0, and keep it on every rank."""
         self.recorder.notice(text)
-        self._keep(text, printed=self.world.is_first)
+        if self._steps_left:
+            self._found.setdefault(NUMBER.sub("#", text), (text, self.world.is_first))
 
     def emit_rank_notice(self, text: str) -> None:
-        """Print a line about this rank, and keep it."""
+        """Print a line about this rank; there is nothing left to compare."""
         self.recorder.emit_rank_notice(text)
-        self._keep(text, printed=True)
-
-    def _keep(self, text: str, *, printed: bool) -> None:
-        if self._steps_left:
-            self._found.setdefault(NUMBER.sub("#", text), (text, printed))
 
     def due(self, step: int) -> bool:
         """Return True in the first steps."""
