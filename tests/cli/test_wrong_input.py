@@ -157,6 +157,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("launch.nodes=2", "torchrun"),
         ("missing.toml", "missing.toml: no such file; without one the defaults count"),
         ("llama-3.1-8b", "llama-3.1-8b: no such file; a model is named by model.name=llama-3.1-8b"),
+        ("Qwen/Qwen2.5-0.5B", "no such file; a model of Hugging Face is a folder here: model.name="),
+        ("train.py", "train.py: no such file"),
     ],
 )  # fmt: skip
 def test_one_line_and_two(argument: str, said: str, tmp_path: Path) -> None:
@@ -167,6 +169,31 @@ def test_one_line_and_two(argument: str, said: str, tmp_path: Path) -> None:
     assert said in line
     assert len(text.strip().splitlines()) <= 2, text  # the first line of train, then the error
     assert not (tmp_path / "runs").exists(), "nothing was started or written"
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "said"),
+    [
+        ("train", "chats.jsonl", "holds data, and a run.toml is wanted; try: data.source=jsonl:"),
+        ("data look", "rows.txt", "holds data, and a run.toml is wanted; try: data.source=text:"),
+        ("prove", "train.py", "to prove it: shoal prove -- train.py"),
+        (
+            "plan",
+            "config.json",
+            "describes a model, and a run.toml is wanted; try: model.name=hf:.",
+        ),
+        ("compare", "run.yaml", "keys of a command are written section.key=value"),
+    ],
+)
+def test_a_file_that_is_no_run_toml_is_told_where_it_belongs(
+    verb: str, name: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n')
+    code, text = shoal(*verb.split(), name)
+    assert code == 2
+    line = text.strip().splitlines()[-1]
+    assert line.startswith(f"{name}: "), text
+    assert said in line
 
 
 def test_resume_of_nothing(tmp_path: Path) -> None:
@@ -422,6 +449,10 @@ def test_wrong_options_are_one_line_too(words: tuple[str, ...], said: str, tmp_p
     ("line", "hint"),
     [
         ("run s", "run: Missing option '--as'; try: shoal runs; help: shoal run --help"),
+        (
+            "run my.py",
+            "run: Missing option '--as'; try: shoal run --as accelerate my.py, or --as deepspeed; help: shoal run --help",
+        ),
         ("run --as deepspeed", "run: Missing argument 'words'; help: shoal run --help"),
         ("runz", "No such command 'runz'; try: shoal run, or shoal runs; help: shoal --help"),
         ("Runs", "No such command 'Runs'; try: shoal runs; help: shoal --help"),

@@ -9,6 +9,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from shoal.base.text.event_sentences import strip_control_characters
@@ -74,6 +75,9 @@ def _nearest_verb(text: str, words: list[str], verbs: list[str], path: list[str]
     begin = "shoal " + "".join(f"{word} " for word in path)
     if (found := re.match(r"No such command '(.*?)'", text)) is None:
         bare = "Missing" in text and len(path) == 1 and not any(w.startswith("-") for w in words)
+        rest = words[len(path) :]
+        if bare and "'--as'" in text and rest and Path(rest[0]).suffix:
+            return f"shoal run --as accelerate {shlex.join(rest)}, or --as deepspeed"
         longer = [verb for verb in verbs if bare and verb != path[0] and verb.startswith(path[0])]
         return f"shoal {longer[0]}" if longer else ""
     word = found[1].lower()

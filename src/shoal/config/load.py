@@ -31,7 +31,7 @@ from shoal.base.layouts.policies import (
 )
 from shoal.base.layouts.schedule_names import canonical_schedule
 from shoal.base.validation_size import check_validation_samples
-from shoal.config.paths import TEXTS
+from shoal.config.paths import TEXTS, describe_other_file
 from shoal.config.sections import Config, LayoutSection, keys
 
 ALIASES = {
@@ -183,18 +183,24 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        other = describe_other_file(path)
         word = path.suffix != ".toml" and len(path.parts) == 1  # as in `shoal plan llama`
-        if word and path.suffix and path.stem in {f.name for f in fields(Config)}:
+        if word and path.suffix and path.stem in {f.name for f in fields(Config)} and not other:
             raise ConfigError(f"{path}: has no value; try: {path}=…") from None
+        if other:
+            raise ConfigError(f"{path}: no such file") from None
         hint = (
             f"a model is named by model.name={path}" if word else "without one the defaults count"
         )
+        if len(path.parts) == 2 and path.suffix != ".toml" and not path.parent.exists():
+            hint = "a model of Hugging Face is a folder here: model.name=hf:FOLDER"
         raise ConfigError(f"{path}: no such file; {hint}") from None
     except IsADirectoryError:
         hint = f"; to go on with a run: shoal train --resume {path}"
         raise ConfigError(f"{path}: is a folder, a run.toml is wanted{hint}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
-        raise ConfigError(f"{path}: is not TOML: {failure}") from None
+        hint = describe_other_file(path) or f"is not TOML: {failure}"
+        raise ConfigError(f"{path}: {hint}") from None
     except OSError as failure:
         raise ConfigError(f"{path}: cannot be read: {failure.strerror}") from None
 

@@ -96,6 +96,34 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
 
 
+def describe_other_file(path: Path) -> str:
+    """Say what a file seems to be that is not a run.toml, and what gives such a file to a run.
+
+    Args:
+        path: named by its suffix alone; it need not exist.
+
+    Returns:
+        A part of an error's line; "" for a suffix that says nothing.
+
+    >>> describe_other_file(Path("web/chats.jsonl"))
+    'holds data, and a run.toml is wanted; try: data.source=jsonl:web/chats.jsonl'
+    >>> describe_other_file(Path("train.py"))
+    'is a script, and starts by itself: python train.py; to prove it: shoal prove -- train.py'
+    """
+    suffix, wanted = path.suffix.lower(), "and a run.toml is wanted"
+    if suffix == ".py":
+        return (
+            f"is a script, and starts by itself: python {path}; to prove it: shoal prove -- {path}"
+        )
+    if path.name == "config.json":
+        return f"describes a model, {wanted}; try: model.name=hf:{path.parent}"
+    if kind := BY_SUFFIX.get(suffix):
+        return f"holds data, {wanted}; try: data.source={kind}:{path}"
+    if suffix in (".yaml", ".yml"):
+        return f"is YAML, {wanted}; keys of a command are written section.key=value"
+    return ""
+
+
 def is_remote(source: str) -> bool:
     """Return whether a source, or a part of a mixture, has an address such as s3://bucket/name.
 
