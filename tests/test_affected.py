@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "touch"))
+sys.path += [str(Path(__file__).parent / "touch"), str(Path(__file__).parent / "proof")]
 
+import mends
 import touch_blocks
 
 import affected
@@ -173,3 +174,8 @@ def test_a_commit_that_is_none_is_refused(tree: Path, capsys: pytest.CaptureFixt
     assert "nowhere: no such commit; try: " in capsys.readouterr().err
     assert affected.main([]) == 0
     assert "no test executes what differs from HEAD" in capsys.readouterr().err
+
+
+def test_every_mend_of_the_list_is_a_hunk_of_the_source() -> None:
+    """Else `make proof PART=mends` would refuse the list: a file moves with its hunk."""
+    assert len(mends.read_mends()) == 40
