@@ -15,9 +15,8 @@ import os
 import re
 import runpy
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from shoal.base.attribute_patch import patch_attribute
 from shoal.proof.script.patched_parallelize import patch_parallelize
 from shoal.proof.script.script_end import ScriptEnd
+from shoal.proof.script.script_process import enter_script
 from shoal.proof.script.write_guard import WriteGuard, guard_writes
 from shoal.replay.replay_folder import ReplayRequest
 from shoal.replay.run_environment import NEIGHBOURS, read_library
@@ -65,7 +65,8 @@ class ScriptReplay:
                 stack.enter_context(
                     patch_attribute(Run, name, self._observe_end(getattr(Run, name)))
                 )
-            stack.enter_context(_script_process(self.request))
+            os.environ["SHOAL_FOLDER"] = self.request.run  # of a script of another library
+            stack.enter_context(enter_script(script, self.request.words, cwd))
             stack.enter_context(guard_writes(guard))
             with suppress(ScriptEnd):
                 import_neighbours(Path(self.request.run), script)
@@ -141,18 +142,3 @@ def import_neighbours(run: Path, script: str) -> None:
         importlib.import_module(f"shoal.neighbours.{name}")
     if found.get("exact"):
         importlib.import_module("shoal.neighbours.exact").install()
-
-
-@contextmanager
-def _script_process(request: ReplayRequest) -> Iterator[None]:
-    """Set the process up as Python would for the script, in the copy of its folder."""
-    argv, path, cwd = sys.argv, list(sys.path), os.getcwd()
-    os.environ["SHOAL_FOLDER"] = request.run  # of a script of another library
-    sys.argv = [request.script, *request.words]
-    sys.path.insert(0, str(Path(request.script).parent))
-    os.chdir(request.cwd)
-    try:
-        yield
-    finally:
-        os.chdir(cwd)
-        sys.argv, sys.path[:] = argv, path

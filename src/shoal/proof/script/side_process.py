@@ -26,6 +26,7 @@ from shoal.proof.script.argument_overrides import override_arguments
 from shoal.proof.script.batch_replay import BatchReplay
 from shoal.proof.script.lone_process import answer_alone
 from shoal.proof.script.script_end import ScriptEnd
+from shoal.proof.script.script_process import enter_script
 from shoal.proof.script.script_recorder import ScriptRecorder
 from shoal.proof.script.write_guard import WriteGuard, guard_writes
 from shoal.trace.isolation.lifted_casts import LiftedCasts
@@ -92,24 +93,19 @@ def _run_script(side: ScriptSide) -> ScriptEnd:
 @contextmanager
 def _script_process(side: ScriptSide, rank: int) -> Iterator[None]:
     """Set the process up as Python would for the script, with float64 as the default dtype."""
-    argv, path, cwd = sys.argv, list(sys.path), os.getcwd()
     dtype, bytecode = torch.get_default_dtype(), sys.dont_write_bytecode
     modules = set(sys.modules)
-    sys.argv = [side.script, *side.words]
-    sys.path.insert(0, str(Path(side.script).parent))
     sys.dont_write_bytecode = True  # modules may lie outside of the copy
-    os.chdir(side.cwd)
     torch.set_default_dtype(torch.float64)
     # Where the script sets no seed, the one process draws the numbers of rank 0.
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(rank)
     try:
-        yield
+        with enter_script(side.script, side.words, side.cwd):
+            yield
     finally:
         torch.set_default_dtype(dtype)
-        os.chdir(cwd)
         sys.dont_write_bytecode = bytecode
-        sys.argv, sys.path[:] = argv, path
         for name in set(sys.modules) - modules:
             file = getattr(sys.modules[name], "__file__", None) or ""
             if file.startswith((side.cwd, str(Path(side.script).parent))):
