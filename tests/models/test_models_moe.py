@@ -21,7 +21,6 @@ from shoal.models.moe import (
     Routed,
     apply_capacity,
     balanced_loss,
-    count_expert_loads,
     dropped_places,
 )
 from shoal.trace.costs.traced_facts import trace_facts
@@ -35,6 +34,12 @@ def small(**changes: object) -> MoE:
     model = build("moe", arguments, sequence=64)
     assert isinstance(model, MoE)
     return model.double()
+
+
+def loads_of(model: MoE) -> dict[str, Tensor]:
+    """(token, choice) pairs of each expert in the last forward pass, by mixture."""
+    parts = dict(model.named_modules()).items()
+    return {k: m.load for k, m in parts if isinstance(m, Mixture) and m.load is not None}
 
 
 def mixture(top_k: int = 2, wide: float = 1.0) -> tuple[Mixture, Tensor]:
@@ -174,9 +179,9 @@ def test_training_adds_the_auxiliary_loss_per_target_and_evaluation_does_not() -
 
 def test_loads_are_told_by_name() -> None:
     model = small()
-    assert count_expert_loads(model) == {}
+    assert loads_of(model) == {}
     model(torch.randint(50, (2, 16)))
-    loads = count_expert_loads(model)
+    loads = loads_of(model)
     assert list(loads) == ["blocks.0.mixture", "blocks.1.mixture"]
     assert all(int(load.sum()) == 2 * 16 * 2 for load in loads.values())
     assert dropped_places(model) == {}
@@ -184,7 +189,7 @@ def test_loads_are_told_by_name() -> None:
     model(torch.randint(50, (2, 16)))
     lost = dropped_places(model)
     assert list(lost) == list(loads)
-    assert all(int(n) + int(count_expert_loads(model)[k].sum()) == 64 for k, n in lost.items())
+    assert all(int(n) + int(loads_of(model)[k].sum()) == 64 for k, n in lost.items())
 
 
 def test_routed_outputs_are_a_tree() -> None:
@@ -224,7 +229,7 @@ def test_learns_and_spreads_the_load() -> None:
             optimizer.step()
             losses.append(float(total.detach() / count))
         assert losses[-1] < losses[0] - 0.3
-        fullest[balance] = max(float(n.max() / n.sum()) for n in count_expert_loads(model).values())
+        fullest[balance] = max(float(n.max() / n.sum()) for n in loads_of(model).values())
     assert fullest[0.3] < fullest[0.0]
 
 

@@ -315,19 +315,6 @@ class MoE(nn.Module):
         return Routed(outputs.hidden, outputs.weight, auxiliary=auxiliary)
 
 
-def count_expert_loads(model: nn.Module) -> dict[str, Tensor]:
-    """Return every expert's load in the last forward pass, [experts] int64 per mixture name.
-
-    The load is a number of (token, choice) pairs; even loads are pairs / experts. The fullest
-    expert's share of the mean slows a layer whose experts are on different devices.
-    """
-    return {
-        name: part.load
-        for name, part in model.named_modules()
-        if isinstance(part, Mixture) and part.load is not None
-    }
-
-
 def dropped_places(model: nn.Module) -> dict[str, Tensor]:
     """Return the dropped pairs of the last forward pass, a scalar per mixture by name.
 
