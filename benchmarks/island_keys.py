@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests" / "worlds"), str(HERE.parent / "src")]
+sys.path[:0] = [str(HERE.parent / one) for one in ("tests", "tests/worlds", "src")]
 
 import torch  # noqa: E402
-from processes import machine  # noqa: E402
+from processes import machine, pace_steps  # noqa: E402
 from torch import nn  # noqa: E402
 
 import netns  # noqa: E402
 import shoal  # noqa: E402
+from made_keys import key_settings, make_keys  # noqa: E402
 from shoal.base.layouts.island_options import IslandsPolicy  # noqa: E402
-from shoal.cli.island_key import make_key  # noqa: E402
 from shoal.fabric.islands.member_links import MemberLinks  # noqa: E402
 from shoal.trainer.islands.island_join import join_islands  # noqa: E402
 from shoal.trainer.islands.member_job import open_member_rounds, train_turns  # noqa: E402
@@ -57,7 +57,8 @@ def main() -> None:
     os.environ["SHOAL_TOKEN"] = "the token of this benchmark"
     found: dict[str, Any] = {"machine": machine(), "load": [os.getloadavg()[0]]}
     with tempfile.TemporaryDirectory() as folder:
-        keys = make_keys(Path(folder))
+        make_keys(Path(folder), ISLANDS)
+        keys = key_settings(Path(folder))
         if "link" in options.what:
             found["link"] = measure_link(keys)
         if "share" in options.what:
@@ -66,13 +67,6 @@ def main() -> None:
     found["load"].append(os.getloadavg()[0])
     report(found)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def make_keys(folder: Path) -> dict[str, str]:
-    """islands.key and islands.keys of all islands."""
-    lines = [make_key(folder / f"{index}.key", f"island {index}").line for index in range(ISLANDS)]
-    (folder / "all.pub").write_text("\n".join(lines) + "\n")
-    return {"key": str(folder / "{index}.key"), "keys": str(folder / "all.pub")}
 
 
 def measure_link(keys: dict[str, str]) -> dict[str, list[dict[str, float]]]:
@@ -210,15 +204,7 @@ def member(net: netns.Net, job: dict[str, Any]) -> None:
     ).resolved()  # fmt: skip
     joined = join_islands(run, policy)
     rounds = open_member_rounds(run, joined, run.loader(data), job["rounds"] * PERIOD, {})
-    step = run.step
-
-    def slowly(batch: Any) -> Any:
-        until_s = time.monotonic() + STEP_S
-        result = step(batch)
-        time.sleep(max(0.0, until_s - time.monotonic()))
-        return result
-
-    run.step = slowly
+    pace_steps(run, STEP_S)
     if not train_turns(rounds):
         raise SystemExit("stopped")
     rounds.ranks.finish(10.0)

@@ -69,6 +69,19 @@ def _run_together(
             process.wait()
 
 
+def pace_steps(run: Any, step_s: float) -> None:
+    """Let each step of a run take some seconds, by a sleep after it, whatever the machine does."""
+    step = run.step
+
+    def slowly(batch: Any) -> Any:
+        until_s = time.monotonic() + step_s
+        result = step(batch)
+        time.sleep(max(0.0, until_s - time.monotonic()))
+        return result
+
+    run.step = slowly
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores, load, memory and versions: what a number means nothing without."""
     return {

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from member_sites import Site, until
 
-from shoal.cli.island_key import make_key
+from made_keys import make_keys
 from shoal.fabric.islands import idle_connections, member_links
 from shoal.fabric.islands.idle_connections import IdleConnections
 from shoal.fabric.islands.member_links import MemberLinks
 from shoal.wire import member_keys
 from shoal.wire.encrypted_socket import AlteredConnectionError
-from shoal.wire.member_keys import MemberKeys
 from wire_proxy import TAMPERS, Proxy
 
 Pair = tuple["Member", "Member", Proxy]
@@ -49,29 +48,11 @@ class CountingLinks(MemberLinks):
         return super().connect(name, at)
 
 
-class Member:
-    """One member, with the lines that it told; `keys` of a folder, or none."""
+class Member(Site):
+    """A site that gives PIECES, and waits first if it is slow."""
 
-    def __init__(self, index: int, made: Path | None, listed: Path | None = None) -> None:
-        self.index, self.told = index, list[str]()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.keys = None
-        if made is not None:
-            own = made / f"{index}.key"
-            self.keys = MemberKeys(index, own, [listed or made / "all.pub"], self.told.append)
-        self.slow: threading.Event | None = None
-        self.links: Any = None
-
-    def open(self, **others: str) -> Any:
-        """Listen; addresses of others: i1="127.0.0.1:29400"."""
-        known = {int(name[1:]): address for name, address in others.items()}
-        addresses = {self.index: self.address, **known}
-        self.links = CountingLinks(
-            *(self.index, 7, addresses, b"token", lambda *message: None),
-            *(self.provide, self.told.append, self.keys),
-        )
-        return self.links
+    links_type = CountingLinks
+    slow: threading.Event | None = None
 
     def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes] | None:
         if self.slow is not None:
@@ -79,17 +60,12 @@ class Member:
         found = PIECES.get(key)
         return None if found is None else (len(found), found[offset : offset + length])
 
-    @property
-    def port(self) -> int:
-        return int(self.address.partition(":")[2])
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the keys of two islands, and one file with both lines."""
     folder = tmp_path_factory.mktemp("keys")
-    lines = [make_key(folder / f"{index}.key", f"host-{index}").line for index in range(2)]
-    (folder / "all.pub").write_text("\n".join(lines) + "\n")
+    make_keys(folder, 2)
     return folder
 
 
@@ -99,8 +75,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Member]]:
     found: list[Member] = []
     yield found
     for one in found:
-        if one.links is not None:
-            one.links.close()
+        one.close()
 
 
 @pytest.fixture(params=["token alone", "keys"])
@@ -114,13 +89,6 @@ def pair(request: pytest.FixtureRequest, members: list[Member], made: Path) -> I
     members[0].links.addresses[1] = proxy.address
     yield members[0], members[1], proxy
     proxy.close()
-
-
-def until(ready: Callable[[], Any]) -> None:
-    until_s = time.monotonic() + LIMIT_S
-    while not ready():
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_further_fetches_open_no_connection(pair: Pair) -> None:

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from member_sites import Site, until
 from typer.testing import CliRunner
 
+from made_keys import fingerprint, make_keys
 from shoal.base.errors import ConfigError
 from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.base.text.event_sentences import event_text
-from shoal.cli.island_key import make_key
 from shoal.cli.main import app
-from shoal.fabric.islands.member_links import MemberLinks
 from shoal.wire import member_keys
 from shoal.wire.encrypted_socket import EncryptedSocket
-from shoal.wire.member_keys import MemberKeys, PublicKey, open_member_keys
+from shoal.wire.member_keys import PublicKey, open_member_keys
 from wire_proxy import TAMPERS, Proxy
 
 SECRET = "tokens of a text that nobody shall read"
@@ -35,40 +35,15 @@ WEIGHTS = b"".join(f"weight {number:08d} ".encode() for number in range(20_000))
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the keys of three islands, and one file with the lines of all."""
     folder = tmp_path_factory.mktemp("keys")
-    lines = [make_key(folder / f"{index}.key", f"host-{index}").line for index in range(3)]
-    (folder / "all.pub").write_text("# islands\n" + "\n".join(lines) + "\n")
+    make_keys(folder, 3, "# islands\n")
     return folder
 
 
-class Site:
-    """One island's connections, with what came and what it told."""
+class WeightsSite(Site):
+    """A site that gives WEIGHTS to who asks."""
 
-    def __init__(self, index: int, keys: MemberKeys | None = None) -> None:
-        self.index, self.keys = index, keys
-        self.came: list[Any] = []
-        self.told: list[str] = []
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
-        self.links: MemberLinks | None = None
-
-    def open(self, **others: str) -> MemberLinks:
-        """Connect to others: i1="127.0.0.1:29400"."""
-        known = {int(name[1:]): address for name, address in others.items()}
-        self.links = MemberLinks(
-            self.index,
-            7,
-            {self.index: f"127.0.0.1:{self.port}", **known},
-            b"the token of this test",
-            lambda name, address, message: self.came.append(message),
-            lambda key, offset, length: (len(WEIGHTS), WEIGHTS[offset : offset + length]),
-            self.told.append,
-            self.keys,
-        )
-        return self.links
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+    def provide(self, key: str, offset: int, length: int) -> tuple[int, bytes]:
+        return len(WEIGHTS), WEIGHTS[offset : offset + length]
 
 
 @pytest.fixture
@@ -76,28 +51,12 @@ def site(made: Path) -> Iterator[Callable[..., Site]]:
     sites: list[Site] = []
 
     def make(index: int, *, key: str = "", listed: Path | None = None, plain: bool = False) -> Site:
-        found = Site(index)
-        if not plain:
-            own = made / (key or f"{index}.key")
-            found.keys = MemberKeys(index, own, [listed or made / "all.pub"], found.told.append)
-        sites.append(found)
-        return found
+        sites.append(WeightsSite(index, None if plain else made, listed, key=key))
+        return sites[-1]
 
     yield make
     for one in sites:
-        if one.links is not None:
-            one.links.close()
-
-
-def until(ready: Callable[[], Any], within_s: float = 10.0) -> None:
-    until_s = time.monotonic() + within_s
-    while not ready():
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.01)
-
-
-def fingerprint(made: Path, index: int) -> str:
-    return (made / f"{index}.key.pub").read_text().split()[1]
+        one.close()
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["token alone", "keys"])

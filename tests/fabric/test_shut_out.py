@@ -2,68 +2,24 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from member_sites import Site, until
 
+from made_keys import fingerprint, make_keys
 from shoal.base.errors import ClusterError
-from shoal.cli.island_key import make_key
 from shoal.fabric.islands import member_links
-from shoal.fabric.islands.member_links import MemberLinks
 from shoal.wire import member_keys
-from shoal.wire.member_keys import MemberKeys
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the keys of two islands, and one file with both lines."""
     folder = tmp_path_factory.mktemp("keys")
-    lines = [make_key(folder / f"{index}.key", f"host-{index}").line for index in range(2)]
-    (folder / "all.pub").write_text("\n".join(lines) + "\n")
+    make_keys(folder, 2)
     return folder
-
-
-class Site:
-    """One island's connections, with the lines that it told."""
-
-    def __init__(self, index: int, made: Path, listed: Path | None = None) -> None:
-        self.index, self.told = index, list[str]()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
-        self.address = f"127.0.0.1:{self.port}"
-        files = [listed or made / "all.pub"]
-        self.keys = MemberKeys(index, made / f"{index}.key", files, self.told.append)
-        self.links: Any = None
-
-    def open(self, at: str = "", *, plain: bool = False, **others: str) -> MemberLinks:
-        """Connect to others: i1="127.0.0.1:29400"."""
-        known = {int(name[1:]): address for name, address in others.items()}
-        self.links = MemberLinks(
-            self.index,
-            7,
-            {self.index: at or self.address, **known},
-            b"token",
-            lambda *message: None,
-            lambda key, offset, length: (1, b"w"),
-            self.told.append,
-            None if plain else self.keys,
-        )
-        return self.links
-
-
-def until(ready: Callable[[], Any], within_s: float = 10.0) -> None:
-    until_s = time.monotonic() + within_s
-    while not ready():
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.01)
-
-
-def fingerprint(made: Path, index: int) -> str:
-    return (made / f"{index}.key.pub").read_text().split()[1]
 
 
 @pytest.fixture
@@ -86,8 +42,7 @@ def pair(
 
     yield make
     for site in sites:
-        if site.links is not None:
-            site.links.close()
+        site.close()
 
 
 def refusals(site: Site) -> list[str]:
@@ -148,5 +103,5 @@ def test_behind_a_router_it_listens_at_all_interfaces_if_there_are_keys(made: Pa
     (line,) = [line for line in inner.told if line.startswith("islands.at")]
     assert f"{ELSEWHERE} is no address of this machine" in line
     assert f"forward port {inner.port}" in line
-    outer.links.close()
-    inner.links.close()
+    outer.close()
+    inner.close()

@@ -3,68 +3,26 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from member_drivers import QuietLinks, make_driver
 
 from shoal.base.errors import ClusterError
 from shoal.islands.changing import member_driver
-from shoal.islands.changing.member_driver import MemberDriver
-from shoal.islands.membership.committed_turn import Seat, start_session
-from shoal.islands.membership.island_member import IslandMember
-from shoal.islands.membership.session_meeting import ArrivalReport
+from shoal.islands.membership.committed_turn import Seat
 from shoal.islands.membership.turn_messages import Prepare
-from shoal.islands.peer_deadline import PeerDeadline
-
-SEATS = tuple(Seat(name, 1) for name in range(4))
-START = start_session(0, None, SEATS, 4)
-
-
-class Links:
-    """Connections of island 1, some of whose members are dead."""
-
-    name, refusing_are_gone = 1, False
-    dead: tuple[int, ...] = ()
-
-    def send(self, names: Any, message: Any) -> None:
-        """Nothing to do."""
-
-    def gone(self, seats: Any) -> set[int]:
-        return {name for name, _ in seats if name in self.dead}
-
-    def refusing(self) -> set[int]:
-        return set()
-
-    def restarted(self, seats: Any) -> set[int]:
-        return set()
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Island 1 of four, whose change is offered; island 0 has the chair."""
     monkeypatch.setattr(member_driver, "LOST_S", 0.05)
-    merges: Any = SimpleNamespace(
-        changes=SimpleNamespace(),
-        notice_lost_ranks=lambda: None,
-        inner=SimpleNamespace(size=1),
-    )
-    told: list[str] = []
-    found: Any = MemberDriver(
-        IslandMember(SEATS[1], START, (0, 1, 2, 3), 4),
-        merges,
-        PeerDeadline(),
-        arrival=ArrivalReport(SEATS[1], START, "w"),
-        count=4,
-        wait_s=0.5,
-        settings={},
-        describe=lambda other, name: "",
-        provide_state=lambda key, offset, length: None,
-        tell=told.append,
-    )
-    found.links, found.told, found._had_seat = Links(), told, True
+    made, told = make_driver(1, 4, QuietLinks(), wait_s=0.5)
+    found: Any = made
+    found.told, found._had_seat = told, True
     found.window.open(10, 1.0)
-    found.member.receive(Prepare(SEATS[0], 0, 1, (1, 0, 1)))
+    found.member.receive(Prepare(Seat(0, 1), 0, 1, (1, 0, 1)))
     return found
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from member_drivers import QuietLinks, make_driver
 
 from shoal.islands.changing.lost_members import describe_left_out
 from shoal.islands.changing.member_driver import MemberDriver
@@ -22,9 +23,6 @@ from shoal.islands.membership.committed_turn import (
     commit_turn,
     start_session,
 )
-from shoal.islands.membership.island_member import IslandMember
-from shoal.islands.membership.session_meeting import ArrivalReport
-from shoal.islands.peer_deadline import PeerDeadline
 from shoal.trainer.islands.member_rounds import MemberRounds
 from shoal.trainer.islands.member_state import MemberCheckpoints
 
@@ -39,23 +37,12 @@ def turn_of(*names: int) -> CommittedTurn:
     return commit_turn(START, proposals, "w", tuple(seats), 4)
 
 
-class Links:
-    """Connections to members of which some are dead, refuse this one, or are shut out here."""
+class Links(QuietLinks):
+    """Connections of island 0, with a file that takes long."""
 
-    name, addresses = 0, {0: "a:1", 1: "b:1", 2: "c:1"}
-
-    def __init__(self, refusing: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
-        self._refusing, self._removed = {*refusing}, {*removed}
+    def __init__(self, **who: set[int]) -> None:
+        super().__init__(**who)
         self.asked: list[str] = []
-
-    def refusing(self) -> set[int]:
-        return self._refusing
-
-    def is_removed(self, name: int) -> bool:
-        return name in self._removed
-
-    def gone(self, seats: Any) -> set[int]:
-        return self._removed
 
     def fetch(self, name: int, key: str, interrupted: Callable[[], bool] = lambda: False) -> bytes:
         self.asked.append(key)
@@ -89,22 +76,8 @@ def test_a_stop_ends_the_wait_for_another_islands_state(tmp_path: Path, refusing
     stop.join()
 
 
-def driver_of(links: Links) -> MemberDriver:
-    changes: Any = SimpleNamespace(changes=SimpleNamespace())
-    found = MemberDriver(
-        IslandMember(SEATS[0], START, (0, 1, 2), 4),
-        changes,
-        PeerDeadline(),
-        arrival=ArrivalReport(SEATS[0], START, "w"),
-        count=3,
-        wait_s=60.0,
-        settings={},
-        describe=lambda other, name: "",
-        provide_state=lambda key, offset, length: None,
-        tell=lambda line: None,
-    )
-    found.links = links  # type: ignore[assignment]
-    return found
+def driver_of(links: QuietLinks) -> MemberDriver:
+    return make_driver(0, 3, links)[0]
 
 
 def test_no_turn_is_awaited_of_islands_that_refuse_this_one() -> None:

@@ -43,7 +43,7 @@ sys.path[:0] = [
 ]
 
 import torch  # noqa: E402
-from processes import machine  # noqa: E402
+from processes import machine, pace_steps  # noqa: E402
 from source import source_hash  # noqa: E402
 
 import guard_off  # noqa: E402
@@ -51,8 +51,8 @@ import member_case  # noqa: E402
 import netns  # noqa: E402
 import shoal  # noqa: E402
 from island_case import leave, single  # noqa: E402
+from made_keys import key_settings, make_keys  # noqa: E402
 from shoal.base.layouts.island_options import IslandsPolicy  # noqa: E402
-from shoal.cli.island_key import make_key  # noqa: E402
 from shoal.fabric.duplicate_group import destroy_duplicate  # noqa: E402
 from shoal.trainer.islands.island_join import join_islands  # noqa: E402
 from shoal.trainer.islands.member_job import open_member_rounds, train_turns  # noqa: E402
@@ -76,9 +76,8 @@ class Members:
         self.running: dict[int, Any] = {}
         self.keys: dict[str, str] = {}
         if keys:
-            lines = [make_key(folder / f"{k}.key", f"member {k}").line for k in range(MOST)]
-            (folder / "all.pub").write_text("\n".join(lines) + "\n")
-            self.keys = {"key": str(folder / "{index}.key"), "keys": str(folder / "all.pub")}
+            make_keys(folder, MOST)
+            self.keys = key_settings(folder)
 
     def start(self, index: int, work: Callable[..., Any], known: int, **asked: Any) -> None:
         """Start a member that knows the first addresses."""
@@ -323,14 +322,7 @@ def train_large(
     )  # fmt: skip
     joined = join_islands(run, asked.resolved())
     loop = open_member_rounds(run, joined, run.loader(data), rounds * period, {})
-    step = run.step
-
-    def slowly(batch: Any) -> Any:
-        until_s = time.monotonic() + step_s
-        result = step(batch)
-        time.sleep(max(0.0, until_s - time.monotonic()))
-        return result
-
+    pace_steps(run, step_s)
     heal, healed = loop.checkpoints.heal, list[int]()
 
     def heal_and_count(fact: Any) -> bool:
@@ -339,7 +331,6 @@ def train_large(
         return done
 
     loop.checkpoints.heal = heal_and_count
-    run.step = slowly
     finished = train_turns(loop)
     run.checkpoint_saver.wait_pending()
     loop.ranks.finish(10.0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cli_run import lines
-from shoal.cli.island_key import make_key
+from made_keys import key_settings, make_keys
 from wire_proxy import TAMPERS, Proxy
 from worlds import Islands
 
@@ -41,14 +41,12 @@ class Keyed:
         self.keys: dict[str, str] = {}
         self.listed = folder / "all.pub"
         if with_keys:
-            names = range(self.count)
-            self.lines = [make_key(folder / f"{k}.key", f"island-{k}").line for k in names]
-            self.list_keys(*names)
-            self.keys = {"key": str(folder / "{index}.key"), "keys": str(self.listed)}
+            self.lines = make_keys(folder, self.count)
+            self.keys = key_settings(folder)
 
     def list_keys(self, *names: int) -> None:
         new = self.folder / "new.pub"
-        new.write_text("".join(f"{self.lines[name]}\n" for name in names))
+        new.write_text("".join(self.lines[name] for name in names))
         os.replace(new, self.listed)
 
     def start(self, index: int, **asked: Any) -> None:
@@ -167,5 +165,5 @@ def test_a_key_that_is_taken_out_leaves_at_the_next_round_and_may_come_back(
     texts = [str(event.get("text")) for event in run.events(2)]
     assert any("took this island's key" in text for text in texts)
     texts = [str(event.get("text")) for event in run.events(0)]
-    assert any("(island-2) is taken out" in text for text in texts)
-    assert any("(island-2) may join" in text for text in texts)
+    assert any("(host-2) is taken out" in text for text in texts)
+    assert any("(host-2) may join" in text for text in texts)
