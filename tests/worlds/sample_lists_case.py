@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import shoal
-from guards import Lines
-from shoal.base.errors import ShoalError
+from batch_steps import Made, plain_steps, run_steps
 from shoal.fabric import World
 
 SHARES = [[(0, 5), (5, 8)], [(0, 8), (8, 8)], [(0, 4), (4, 8)], [(0, 3), (3, 8)]]
@@ -207,51 +205,24 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def made(kind: str) -> Made:
     torch.manual_seed(0)
     net = Net(FEATURES[kind]).double()
     return net, torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9), LOSSES.get(kind, squares)
 
 
-def summary(model: dict[str, torch.Tensor], losses: list[float]) -> dict[str, Any]:
-    return {"losses": losses, "weights": {n: one.flatten().tolist() for n, one in model.items()}}
-
-
 def plain(world: World, kind: str, shares: Any) -> dict[str, Any]:
     """Train on whole batches in plain torch."""
-    net, optimizer, loss = made(kind)
-    losses = []
-    for step in range(len(shares)):
-        batch = batch_of(kind, step, 0, 8)
-        batch = batch[0:8] if isinstance(batch, Prototypes) else batch
-        inputs, targets = batch if isinstance(batch, tuple | list) else (batch, batch)
-        optimizer.zero_grad()
-        total, count = loss(net(inputs), targets)
-        (total / count).backward()
-        optimizer.step()
-        losses.append(float(total / count))
-    return summary(dict(net.state_dict()), losses)
+    batches = [batch_of(kind, step, 0, 8) for step in range(len(shares))]
+    whole = [one[0:8] if isinstance(one, Prototypes) else one for one in batches]
+    return plain_steps(made(kind), whole)
 
 
 def trained(world: World, kind: str, layout: Any, shares: Any, **more: Any) -> dict[str, Any]:
     """Train on this rank's samples, in micro-batches of 2."""
-    net, optimizer, loss = made(kind)
-    whole = layout in ("tp", "pp", "single")
     if layout in ("tp", "pp"):
         more["sample"] = batch_of(kind, 0, 0, 8)
-    losses, found, run = list[float](), dict[str, Any](), None
-    with Lines() as heard:
-        try:
-            more = {"micro_batch": 2, "precision": "fp64", **more}
-            run = shoal.parallelize(net, optimizer, loss, layout, world=world, **more)
-            for step, bounds in enumerate(shares):
-                own = (0, 8) if whole else bounds[world.rank]
-                losses.append(run.step(batch_of(kind, step, *own)).loss)
-            found = summary(run.state_dict(), losses)
-        except ShoalError as error:
-            found["error"] = str(error)
-    if run is not None:
-        run.guards.close()
-        for undo in run.program.on_close:
-            undo()
-    return {"error": "", **found, "lines": heard.lines}
+    whole = layout in ("tp", "pp", "single")
+    owns = [(0, 8) if whole else bounds[world.rank] for bounds in shares]
+    batches = [batch_of(kind, step, *own) for step, own in enumerate(owns)]
+    return run_steps(world, made(kind), layout, batches, **more)

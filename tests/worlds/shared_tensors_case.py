@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import shoal
-from guards import Lines
-from sample_lists_case import Block, drawn, squares, summary
-from shoal.base.errors import ShoalError
+from batch_steps import Made, plain_steps, run_steps
+from sample_lists_case import Block, drawn, squares
 from shoal.fabric import World
 from shoal.trainer.guards import model_checks
 
@@ -99,7 +97,7 @@ def batch_of(kind: str, step: int, first: int, stop: int, rows: int) -> Any:
     }.get(kind, lambda: ((x, table), y))()
 
 
-def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def made(kind: str) -> Made:
     torch.manual_seed(0)
     net, loss = MAKERS[kind]()
     net = net.double()
@@ -108,18 +106,8 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 def plain(world: World, kind: str, rows: int = 8) -> dict[str, Any]:
     """Train on whole batches in plain torch."""
-    net, optimizer, loss = made(kind)
-    losses = []
-    for step in range(len(SHARES)):
-        batch = batch_of(kind, step, 0, 8, rows)
-        inputs, targets = batch if isinstance(batch, tuple) else (batch, batch)
-        outputs = net(**inputs) if kind == "a table by name" else net(inputs)
-        optimizer.zero_grad()
-        total, count = loss(outputs, targets)
-        (total / count).backward()
-        optimizer.step()
-        losses.append(float(total / count))
-    return summary(dict(net.state_dict()), losses)
+    batches = [batch_of(kind, step, 0, 8, rows) for step in range(len(SHARES))]
+    return plain_steps(made(kind), batches, by_name=kind == "a table by name")
 
 
 def trained(
@@ -131,36 +119,16 @@ def trained(
         is_large: the model is too large for a trial of its copy.
         written: the loop writes out the passes.
     """
-    net, optimizer, loss = made(kind)
     whole, more = layout in ("tp", "pp", "single"), dict[str, Any]()
     if layout in ("tp", "pp"):
         more["sample"] = batch_of(kind, 0, 0, 8, 8)
     if kind == "a table by name":
         more["call"] = "kwargs"
-    losses, found, run = list[float](), dict[str, Any](), None
+    owns = [(0, 8) if whole else bounds[world.rank] for bounds in SHARES]
+    batches = [batch_of(kind, step, *own, 8 if whole else 4) for step, own in enumerate(owns)]
     largest = model_checks.LARGE
     model_checks.LARGE = 0 if is_large else largest
-    with Lines() as heard:
-        try:
-            more = {"micro_batch": 2, "precision": "fp64", **more}
-            given = None if written else loss
-            run = shoal.parallelize(net, optimizer, given, layout, world=world, **more)
-            for step, bounds in enumerate(SHARES):
-                first, stop = (0, 8) if whole else bounds[world.rank]
-                batch = batch_of(kind, step, first, stop, 8 if whole else 4)
-                if written:
-                    for micro in run.micro_batches(batch):
-                        run.backward(*loss(run.model(micro.inputs), micro.targets))
-                    losses.append(run.update().loss)
-                else:
-                    losses.append(run.step(batch).loss)
-            found = summary(run.state_dict(), losses)
-        except ShoalError as error:
-            found["error"] = str(error)
-        finally:
-            model_checks.LARGE = largest
-    if run is not None:
-        run.guards.close()
-        for undo in run.program.on_close:
-            undo()
-    return {"error": "", **found, "lines": heard.lines}
+    try:
+        return run_steps(world, made(kind), layout, batches, written=written, **more)
+    finally:
+        model_checks.LARGE = largest

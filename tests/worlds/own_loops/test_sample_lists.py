@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
+from batch_steps import check_equal
+from proof_rows import rows
 from sample_lists_case import EMPTY_FIRST, SHARES
 
 KINDS = (
@@ -18,24 +17,7 @@ SHORT = {("images", "ddp"), ("graphs", "fsdp"), ("detection", "zero2"), ("a tabl
 """Rows of `make test`: a list, an object, two lists, a table, each in another layout."""
 
 
-def rows(kinds: Any, layouts: Any) -> list[Any]:
-    return [
-        pytest.param(kind, layout, marks=[] if (kind, layout) in SHORT else pytest.mark.proof)
-        for kind in kinds
-        for layout in layouts
-    ]
-
-
-def check_equal(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    assert not found["error"], found["error"]
-    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-12)
-    for name, wanted in plain["weights"].items():
-        got = torch.tensor(found["weights"][name], dtype=torch.float64)
-        want = torch.tensor(wanted, dtype=torch.float64)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize(("kind", "layout"), rows(KINDS, LAYOUTS))
+@pytest.mark.parametrize(("kind", "layout"), rows((KINDS, LAYOUTS), SHORT))
 def test_it_equals_the_whole_batch_in_plain_torch(worlds, kind: str, layout: str) -> None:
     """5 and 3 samples, 8 and none, 4 and 4, 3 and 5, each in micro-batches of 2."""
     (plain,) = worlds(1).call("sample_lists_case:plain", kind=kind, shares=SHARES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
+from batch_steps import check_equal
 from proof_rows import chosen
 
 KINDS = (
@@ -19,15 +19,6 @@ SHORT = [
     *(("class weights", "pp"), ("a prior in a dict", "tp")),
 ]
 SHARED, STAYS = "all samples share this tensor", "has the same numbers in two steps"
-
-
-def check_equal(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    assert not found["error"], found["error"]
-    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-12)
-    for name, wanted in plain["weights"].items():
-        got = torch.tensor(found["weights"][name], dtype=torch.float64)
-        want = torch.tensor(wanted, dtype=torch.float64)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def train(worlds: Any, kind: str, layout: str, **more: Any) -> tuple[Any, list[Any], list[str]]:
