@@ -23,6 +23,13 @@ def test_it_is_short_and_shows_before_it_tells() -> None:
     assert place("![") < 60
 
 
+def test_the_next_release_is_read_in_two_minutes() -> None:
+    """A line with details stands in docs/history.md, "Next in detail"."""
+    changes = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert changes.startswith("Next\n")
+    assert len(changes.split()) <= 600
+
+
 def test_its_links_lead_somewhere() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     wrong = [
