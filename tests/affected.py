@@ -13,7 +13,8 @@ commit, divided into blocks (`touch/touch_blocks.py`), each with a digest:
     a constant, a field, a class         tests that execute a block that names it
     a line of a page or a table          tests that open the file
     a test, or what tests share          itself; tests that execute it, or name it
-    nothing known of a file              all tests of its room
+    nothing known of a file              all tests of its room (of `config` and `sinks`, which have no
+                                         folder of tests: those that execute any file there)
 
 Comments choose nothing. A docstring chooses the doctests of its room. `make test` is what lands.
 """
@@ -87,10 +88,14 @@ class TouchMap:
         return set().union(*(self.tests_of(number) for number in set(every)))
 
     def room(self, path: str) -> set[str]:
-        """Return the tests of a file's room."""
+        """Return the tests of a file's room; if it has no folder of tests, those that execute it."""
         parts = path.split("/")
         room = parts[2] if path.startswith("src/shoal/") else parts[1] if len(parts) > 1 else ""
-        return {t for t in self.seconds if t.startswith((f"tests/{room}/", f"src/shoal/{room}"))}
+        own = {t for t in self.seconds if t.startswith((f"tests/{room}/", f"src/shoal/{room}"))}
+        if not path.startswith("src/") or any(t.startswith("tests/") for t in own):
+            return own
+        beside = [one for one in self.files if one.startswith(f"src/shoal/{room}/")]
+        return own.union(*map(self.tests_of_file, beside))
 
 
 def git(*words: str) -> str:

@@ -111,7 +111,7 @@ def choose_tests(rooms: list[str]) -> list[str]:
 
 def checks(tests: list[str]) -> list[tuple[str, list[str]]]:
     """Return (name, command) of each check."""
-    sources = ["src", "tests", "benchmarks", "examples"]
+    sources = ["src", "tests", "benchmarks", "examples", "website"]
     found = [
         ("ruff", [str(BIN / "ruff"), "check", *sources]),
         ("format", [str(BIN / "ruff"), "format", "--check", *sources]),

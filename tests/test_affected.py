@@ -55,6 +55,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "src/shoal/room/a.py": SOURCE,
         "src/shoal/room/other.py": "def unseen():\n    return 1\n",
+        "src/shoal/bare/known.py": "def seen():\n    return 1\n",
+        "src/shoal/bare/new.py": "def unseen():\n    return 1\n",
         "docs/page.md": "A page.\n",
         **dict.fromkeys(TESTS[:3], "def test(): pass\n"),
         "tests/helper.py": "X = 1\n",
@@ -79,6 +81,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 name: [functions[name].digest, [sets.index(one) for one in numbers]]
                 for name, numbers in by_block.items()
             },
+            "src/shoal/bare/known.py": {"seen": ["", [sets.index(a)]]},
             "docs/page.md": 5,
         },
     }
@@ -165,6 +168,7 @@ def test_other_files(tree: Path) -> None:
     assert chosen(tree, "def test", "def  test", TESTS[1]) == {"b"}
     assert chosen(tree, "X = 1", "X = 2", "tests/helper.py") == {"a"}
     assert chosen(tree, "return 1", "return 2", "src/shoal/room/other.py") == {"a", "b", "c", "doc"}
+    assert chosen(tree, "return 1", "return 2", "src/shoal/bare/new.py") == {"a"}
     (tree / "docs" / "new.md").write_text("x")
     assert set(affected.choose().why) == {TESTS[1], TESTS[2]}
 
