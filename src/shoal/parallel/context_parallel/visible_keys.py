@@ -1,7 +1,7 @@
 """Visible keys: the part of every rank's keys that a rank's queries attend to.
 
     causal            own keys up to a query's own; all keys of ranks before
-    causal, zigzag    see `zigzag_chunks.py`: half the work of a turn on every rank
+    causal, zigzag    see `zigzag.py`: half the work of a turn on every rank
     a mask            a sliding window, padding, both, a bias on the scores: of the own rows, the
                       columns of a rank's keys. If they hide everything, that rank is skipped,
                       and the ring ends with the last turn in which any rank sees a key

@@ -4,7 +4,7 @@
     alone            one process runs it on the micro-batches of all ranks
 
 The script runs as `python script.py ARGUMENTS` would, in a copy of its folder, in float64. It ends
-after its last step of the proof. `outcome.json` says why it cannot be proven, if it cannot.
+after its last step of the proof. `outcome-RANK.json` says why it cannot be proven, if it cannot.
 """
 
 from __future__ import annotations
