@@ -114,6 +114,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "versions": ("make test-versions", "heavy tests/proof/public_names.py"),
     "touch": ("python tests/touch/touch_map.py",),
+    "rooms": ("python tests/proof/quick_rooms.py",),
     "mends": ("python tests/proof/mends.py",),
 }
 """Name of a part → its commands. `faults`: also the siblings of each silent fault that was mended."""
