@@ -3,10 +3,10 @@
     python tests/touch/touch_map.py             all test files; goes on where it stopped
     python tests/touch/touch_map.py FILE …      these alone, added to the map
 
-Each test file runs as a session of its own: what one session keeps for the next files (worlds, caches)
-would be seen with the first of them only. The doctests of a room are one row. The environment below
-build/ imports `touch_hook.py` in every Python that a test starts. The map goes into
-proof/results/touched.json, for `tests/affected.py`:
+Each test file runs as a session of its own (`touch_sessions.py`): what one session keeps for the next
+files (worlds, caches) would be seen with the first of them only. The doctests of a room are one row. The
+environment below build/ imports `touch_hook.py` in every Python that a test starts. Rows of another
+source are dropped. The map goes into proof/results/touched.json, for `tests/affected.py`:
 
     tests      test files, with the CPU seconds that each took
     sets       lists of tests, as bits in base64: the first test is the lowest bit of the first byte
@@ -17,12 +17,11 @@ proof/results/touched.json, for `tests/affected.py`:
 from __future__ import annotations
 
 import base64
-import concurrent.futures
+import hashlib
 import json
-import os
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,13 +29,12 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "tests")]
 
 import touch_blocks  # noqa: E402
+from touch_sessions import row_of  # noqa: E402
 
 from file_times import make_environment  # noqa: E402
 
 FOLDER = ROOT / "build" / "touch"
 KEPT = ROOT / "proof" / "results" / "touched.json"
-AT_ONCE = 3
-LONGEST_S = 1800.0
 
 
 def tracked() -> list[str]:
@@ -59,7 +57,7 @@ def test_files(paths: list[str]) -> list[str]:
 
 
 def write_index() -> tuple[int, dict[str, int], dict[str, list[touch_blocks.Function]]]:
-    """Number all blocks, and all other files, from 0 on.
+    """Number all blocks, and all other files, from 0 on; drop the rows of another source.
 
     Returns:
         How many there are; path → its first number; path → its functions.
@@ -74,54 +72,16 @@ def write_index() -> tuple[int, dict[str, int], dict[str, list[touch_blocks.Func
         if not name.endswith(".py"):
             offsets[name] = count
             count += 1
-    lines = [f"{at} {name}\n" for name, at in offsets.items()]
-    (FOLDER / "index").write_text("".join(lines))
+    index = "".join(f"{at} {name}\n" for name, at in offsets.items())
+    texts = [index.encode(), *(path.read_bytes() for path in sources.values())]
+    stamp = hashlib.sha256(b"".join(texts)).hexdigest()
+    if not (kept := FOLDER / "stamp").exists() or kept.read_text() != stamp:
+        for name in ("rows", "index.code"):
+            shutil.rmtree(FOLDER / name, ignore_errors=True)
+    (FOLDER / "rows").mkdir(parents=True, exist_ok=True)
+    (FOLDER / "index").write_text(index)
+    kept.write_text(stamp)
     return count, offsets, functions
-
-
-def run_test(python: Path, test: str, count: int) -> None:
-    """Run one test file, and keep which blocks it executed."""
-    row = FOLDER / "rows" / (test.replace("/", "-") + ".bits")
-    if row.exists():
-        return
-    cells = row.with_suffix(".map")
-    cells.write_bytes(bytes(count))
-    environ = {
-        **os.environ,
-        "SHOAL_TOUCH": str(cells),
-        "SHOAL_TOUCH_INDEX": str(FOLDER / "index"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    log = row.with_suffix(".log")
-    began = time.monotonic()
-    # The shell says what its children took: RUSAGE_CHILDREN counts all sessions that run at a time.
-    command = f"{python} -m pytest {test} -p no:cacheprovider; code=$?; times; exit $code"
-    with log.open("wb") as out:
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=ROOT,
-            env=environ,
-            stdout=out,
-            stderr=out,
-            check=False,
-            timeout=LONGEST_S,
-        )
-    touched = cells.read_bytes()
-    cells.unlink()
-    cpu_s = sum(_seconds(word) for word in log.read_text(errors="replace").split()[-2:])
-    told = {"status": done.returncode, "cpu_s": round(cpu_s, 1)}
-    row.with_suffix(".json").write_text(json.dumps(told))
-    row.write_bytes(touched)
-    sys.stderr.write(
-        f"{test}: {sum(touched)} blocks, {time.monotonic() - began:.0f} s"
-        f"{', RED' if done.returncode not in (0, 5) else ''}\n"
-    )
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of bash's `times`, as 0m1.234s."""
-    minutes, _, seconds = text.rstrip("s").partition("m")
-    return 60 * float(minutes) + float(seconds)
 
 
 def write_map(
@@ -130,7 +90,7 @@ def write_map(
     """Write the map of all rows."""
     rows = {}
     for test in tests:
-        row = FOLDER / "rows" / (test.replace("/", "-") + ".bits")
+        row = row_of(FOLDER, test)
         if row.exists():
             rows[test] = (row.read_bytes(), json.loads(row.with_suffix(".json").read_text()))
     sets: dict[int, int] = {}
@@ -172,7 +132,6 @@ def write_map(
 
 def main(words: list[str]) -> int:
     """Run what has no row yet, and write the map."""
-    (FOLDER / "rows").mkdir(parents=True, exist_ok=True)
     count, offsets, functions = write_index()
     python = make_environment(FOLDER / "environment", ROOT / "src")
     packages = next((FOLDER / "environment").glob("lib/python*/site-packages"))
@@ -181,10 +140,10 @@ def main(words: list[str]) -> int:
     )
     tests = test_files(tracked())
     for test in words:
-        (FOLDER / "rows" / (test.replace("/", "-") + ".bits")).unlink(missing_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in [pool.submit(run_test, python, test, count) for test in words or tests]:
-            done.result()
+        row_of(FOLDER, test).unlink(missing_ok=True)
+    due = [test for test in words or tests if not row_of(FOLDER, test).exists()]
+    program = str(HERE / "touch_sessions.py")
+    subprocess.run([str(python), program, str(FOLDER), str(count), *due], cwd=ROOT, check=True)
     write_map(offsets, functions, tests)
     return 0
 
