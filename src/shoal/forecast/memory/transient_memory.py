@@ -47,8 +47,8 @@ SEGMENT_BYTES = 20 * 2**20
 HEAP_HOLES = {0: 0.65, 1: 1.25, 2: 1.25, 3: 0.9}
 """Memory that glibc's heap keeps in holes, as a share of a step's temporary bytes, by ZeRO stage.
 
-Measured: benchmarks/peaks.py (docs/proof/planner-memory.md). torch aligns blocks, and glibc then asks
-for size + alignment, which the hole of a freed block of that size lacks.
+Measured: benchmarks/peaks.py (docs/proof/planner-memory.md). torch aligns blocks, and glibc then
+asks for size + alignment, which the hole of a freed block of that size lacks.
 """
 
 
